@@ -1,0 +1,140 @@
+"""The training command: ``accelerate launch train.py --config qwen_lora.yaml [flags] [key=value ...]``."""
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from diffsynth_lite import __version__
+from diffsynth_lite.config import load_config
+from diffsynth_lite.errors import EXIT_BUG, EXIT_FINISHED, RunInterrupted, exit_code
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_FLAG_KEYS = {
+    "resume": "resume.source",
+    "use_gradient_checkpointing": "train.use_gradient_checkpointing",
+    "use_gradient_checkpointing_offload": "train.use_gradient_checkpointing_offload",
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The few flags there are; everything else is a ``key=value`` of the config."""
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        description="Train a LoRA. Settings come from the yaml, from key=value arguments and from flags.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", required=True, help="yaml file; a bare name is also looked for in configs/"
+    )
+    parser.add_argument("--resume", metavar="auto|none|must|PATH", help="where to start from (default: auto)")
+    for name, effect in (
+        (
+            "use_gradient_checkpointing",
+            "recompute transformer blocks in backward instead of keeping activations",
+        ),
+        ("use_gradient_checkpointing_offload", "also park the blocks' inputs in host memory"),
+    ):
+        switch = parser.add_mutually_exclusive_group()
+        switch.add_argument(f"--{name}", action="store_true", default=None, help=effect)
+        switch.add_argument(f"--no-{name}", dest=name, action="store_false", default=None)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.steps=500")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        The exit code: 0 finished, 2 something the user can fix, 3 the run had to stop, 75 stopped by a signal
+        after saving. A bug of ours keeps its traceback and exits with 1.
+    """
+    started_at = time.perf_counter()
+    _die_with_launcher()
+    parsed = build_parser().parse_intermixed_args(arguments)
+    console = Console(stderr=True)
+    is_main = os.environ.get("RANK", "0") == "0"
+    _configure_logging(console, is_main=is_main)
+    try:
+        _train(parsed, console, started_at)
+    except Exception as error:
+        code = exit_code(error)
+        if code == EXIT_BUG:
+            raise
+        if is_main:
+            _explain(error)
+        return code
+    return EXIT_FINISHED
+
+
+def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> None:
+    flags: dict[str, Any] = {
+        key: getattr(parsed, name) for name, key in _FLAG_KEYS.items() if getattr(parsed, name) is not None
+    }
+    loaded = load_config(parsed.config, parsed.overrides, flags)
+    logger.info("diffsynth_lite %s, settings from %s", __version__, loaded.path)
+    for warning in loaded.warnings:
+        logger.warning("%s", warning)
+    # The libraries take seconds to import: a wrong config is refused before that.
+    importing_since = time.perf_counter()
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    from diffsynth_lite.training.run import run_training
+    from diffsynth_lite.training.startup import StartupClock
+
+    clock = StartupClock(started_at)
+    clock.add("importing libraries", time.perf_counter() - importing_since)
+    if not console.is_terminal:
+        diffusers_logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()
+    run_training(loaded, console=console, clock=clock)
+
+
+def _explain(error: Exception) -> None:
+    """One line for each problem, on the error stream."""
+    level = logging.WARNING if isinstance(error, RunInterrupted) else logging.ERROR
+    for line in str(error).splitlines():
+        logger.log(level, "%s", line)
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints log lines above the progress line, unbroken: a terminal wraps them, a file keeps them whole."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+        self.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
+
+
+def _configure_logging(console: Console, *, is_main: bool) -> None:
+    """Our facts and everybody's warnings on the main process; other processes are silent."""
+    handler = _ConsoleHandler(console) if is_main else logging.NullHandler()
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("diffsynth_lite").setLevel(logging.INFO)
+
+
+def _die_with_launcher() -> None:
+    """Have the kernel send SIGTERM when the launcher dies.
+
+    ``accelerate launch`` with one process forwards no signal, so that without this a stopped launcher leaves
+    a trainer that runs on.
+    """
+    if sys.platform == "linux" and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

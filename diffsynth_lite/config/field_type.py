@@ -1,0 +1,111 @@
+"""The type of one setting: what its annotation allows, in words for messages and for the documentation."""
+
+import math
+from dataclasses import dataclass
+from types import NoneType
+from typing import Annotated, Literal, Protocol, get_args, get_origin, get_type_hints
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+class Rule(Protocol):
+    """A limit on values, given in an ``Annotated``; its text completes "must be a number, ..."."""
+
+    def allows(self, value: object) -> bool: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """The numbers between two bounds; a bound left out is open."""
+
+    at_least: float = -math.inf
+    above: float = -math.inf
+    at_most: float = math.inf
+    below: float = math.inf
+
+    def allows(self, value: object) -> bool:
+        assert isinstance(value, int | float)
+        return math.isfinite(value) and all(
+            [self.at_least <= value, self.above < value, value <= self.at_most, value < self.below]
+        )
+
+    def __str__(self) -> str:
+        bounds = {
+            "at least": self.at_least,
+            "above": self.above,
+            "at most": self.at_most,
+            "below": self.below,
+        }
+        return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
+
+
+@dataclass(frozen=True)
+class NotEmpty:
+    """Text with something in it; a list with at least one entry and no empty one."""
+
+    def allows(self, value: object) -> bool:
+        texts = value if isinstance(value, list) else [value]
+        return bool(texts) and all(str(text).strip() for text in texts)
+
+    def __str__(self) -> str:
+        return "not empty"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldType:
+    """What a setting may be: ``base``, one of ``choices``, a list of these, or nothing, within ``rules``."""
+
+    base: type
+    choices: tuple[str, ...]
+    is_list: bool
+    optional: bool
+    rules: tuple[Rule, ...]
+
+    @classmethod
+    def of(cls, hint: object) -> "FieldType":
+        """The field type of an annotation such as ``Annotated[int | None, Range(at_least=1)]``."""
+        rules: tuple[Rule, ...] = ()
+        if get_origin(hint) is Annotated:
+            hint, *annotations = get_args(hint)
+            rules = tuple(annotations)
+        optional = NoneType in get_args(hint)
+        if optional:
+            hint = next(member for member in get_args(hint) if member is not NoneType)
+        is_list = get_origin(hint) is list
+        if is_list:
+            (hint,) = get_args(hint)
+        choices = get_args(hint) if get_origin(hint) is Literal else ()
+        base = str if choices else hint
+        assert base in _WORDS, f"a setting cannot be annotated {hint}"
+        assert isinstance(base, type)
+        return cls(base=base, choices=choices, is_list=is_list, optional=optional, rules=rules)
+
+    def objection(self, value: object) -> str | None:
+        """What a value of the right type still does wrong, as "must ..."; None when it will do."""
+        if value is None:
+            return None
+        if any(not _can_be_stored(text) for text in (value if isinstance(value, list) else [value])):
+            return "must not contain '${', a zero byte or half a character, nor be '???'"
+        return None if all(rule.allows(value) for rule in self.rules) else f"must be {self}"
+
+    def __str__(self) -> str:
+        words = _WORDS[self.base]
+        if self.choices:
+            words = f"one of {', '.join(self.choices)}"
+        if self.is_list:
+            words = f"a list of {', '.join(self.choices) or 'texts'}, written [a, b]"
+        return ", ".join([words, *map(str, self.rules), *(["or null"] if self.optional else [])])
+
+
+def field_types(settings: type) -> dict[str, FieldType]:
+    """The field type of every setting of a section, by name."""
+    hints = get_type_hints(settings, include_extras=True)
+    return {name: FieldType.of(hint) for name, hint in hints.items()}
+
+
+def _can_be_stored(value: object) -> bool:
+    """Whether a text survives being written to a file as yaml, used in a path, and read again."""
+    if not isinstance(value, str):
+        return True
+    is_unicode = not any("\ud800" <= character <= "\udfff" for character in value)
+    return is_unicode and "\0" not in value and "${" not in value and value != "???"

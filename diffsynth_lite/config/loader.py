@@ -1,0 +1,137 @@
+"""Loads a config: yaml file, command line and defaults become one checked object."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from diffsynth_lite.config.document import YamlError, read_yaml
+from diffsynth_lite.config.draft import Draft
+from diffsynth_lite.config.lookup import find_config_file
+from diffsynth_lite.config.overrides import assign_override
+from diffsynth_lite.config.schema import Config
+from diffsynth_lite.config.spelling import unknown_section
+from diffsynth_lite.config.written import Block, Entry, Scalar, shown
+from diffsynth_lite.errors import UserError
+
+# Many times the size of a config; a file of weights named by mistake is not read into memory.
+_LARGEST_FILE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedConfig:
+    """A config and where it came from.
+
+    Args:
+        config: the settings, checked.
+        path: the yaml file.
+        source_text: the text of that file.
+        resolved_yaml: every setting, also overrides and defaults, with ``${...}`` as written: what a variable
+            of the environment holds, perhaps a secret, is not in it.
+        warnings: settings that have no effect, one line each.
+    """
+
+    config: Config
+    path: Path
+    source_text: str
+    resolved_yaml: str
+    warnings: tuple[str, ...]
+
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None
+) -> LoadedConfig:
+    """Reads and checks a config. A flag wins over an override, that over the file, that over the default.
+
+    Args:
+        path: a yaml file, or the bare name of one; see :func:`find_config_file`.
+        overrides: settings of the command line, as ``section.key=value``.
+        flags: values of command-line flags, by ``section.key``; those that are None were not given.
+
+    Raises:
+        UserError: everything that is wrong, one line each.
+    """
+    found = find_config_file(path)
+    text = _read_text(found)
+    draft = Draft(f"{found}:1")
+    _assign_file(draft, text, found)
+    for override in overrides:
+        assign_override(draft, override)
+    for name, value in (flags or {}).items():
+        if value is not None:
+            assign_override(draft, f"{name}={value}")
+    unresolved = draft.values()
+    draft.resolve()
+    config = draft.build()
+    if config is None:
+        raise UserError("\n".join(draft.problems))
+    warnings = tuple(draft.located(problem) for problem in config.without_effect())
+    return LoadedConfig(
+        config=config, path=found, source_text=text, resolved_yaml=_to_yaml(unresolved), warnings=warnings
+    )
+
+
+def dump_config(config: Config) -> str:
+    """A config as yaml that :func:`load_config` reads as an equal config."""
+    return _to_yaml(asdict(config))
+
+
+def _to_yaml(values: dict[str, Any]) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(values))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise UserError(f"{path}:1: too large for a config; name a yaml file")
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise UserError(f"{path}:1: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}:{line}: is not UTF-8 text; save it as UTF-8") from None
+
+
+def _assign_file(draft: Draft, text: str, path: Path) -> None:
+    try:
+        root = read_yaml(text)
+    except YamlError as error:
+        raise UserError(f"{path}:{error.line}: {error}") from None
+    if root == Scalar(""):
+        raise UserError(f"{path}:1: is empty; start from a copy of configs/qwen_lora.yaml")
+    if not isinstance(root, Block):
+        raise UserError(
+            f"{path}:1: must be sections with settings, such as 'train:' and below it '  steps: 1000'"
+        )
+    for section in _without_repeats(draft, root, path, prefix=""):
+        _assign_section(draft, section, path)
+
+
+def _assign_section(draft: Draft, section: Entry, path: Path) -> None:
+    place = f"{path}:{section.line}"
+    if section.key not in draft.types:
+        draft.report(f"{place} {section.key}", unknown_section(section.key, draft.types))
+        return
+    draft.open_section(section.key, place)
+    if section.value == Scalar(""):
+        return
+    if not isinstance(section.value, Block):
+        message = "must hold 'key: value' lines, indented below it; is there a space after each colon?"
+        draft.report(f"{place} {section.key}", f"got {shown(section.value)}; {message}")
+        return
+    for entry in _without_repeats(draft, section.value, path, prefix=f"{section.key}."):
+        draft.assign(section.key, entry.key, entry.value, f"{path}:{entry.line} {section.key}.{entry.key}")
+
+
+def _without_repeats(draft: Draft, mapping: Block, path: Path, *, prefix: str) -> Iterator[Entry]:
+    """The entries of a mapping; a key that was there before is reported instead."""
+    lines: dict[str, int] = {}
+    for entry in mapping.entries:
+        if entry.key in lines:
+            message = f"is there already, on line {lines[entry.key]}; keep one of them"
+            draft.report(f"{path}:{entry.line} {prefix}{entry.key}", message)
+            continue
+        lines[entry.key] = entry.line
+        yield entry

@@ -1,0 +1,96 @@
+"""The whole config: its sections, and what is checked between them."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import get_type_hints
+
+from diffsynth_lite.config.sections.data import DataSettings
+from diffsynth_lite.config.sections.model import LoraSettings, ModelSettings
+from diffsynth_lite.config.sections.objective import ObjectiveSettings
+from diffsynth_lite.config.sections.run import (
+    LoggingSettings,
+    OutputSettings,
+    ResumeSettings,
+    ValidationSettings,
+)
+from diffsynth_lite.config.sections.train import MemorySettings, TrainSettings
+from diffsynth_lite.config.settings import InvalidSettingsError, Problem, Settings
+
+# Settings of a part of the run that can be off; then they do nothing.
+_OFFLOAD_SETTINGS = ("memory.min_bytes",)
+_PREVIEW_SETTINGS = (
+    "validation.negative_prompt",
+    "validation.num_inference_steps",
+    "validation.guidance_scale",
+    "validation.width",
+    "validation.height",
+)
+_LOSS_SETTINGS = ("validation.data",)
+_VALIDATION_SETTINGS = ("validation.every_steps",)
+_TRACKER_SETTINGS = ("logging.project", "logging.run_name")
+_WANDB_SETTINGS = ("logging.wandb_mode",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A checked config.
+
+    Raises:
+        InvalidSettingsError: sections that contradict each other.
+    """
+
+    model: ModelSettings
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    data: DataSettings
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    memory: MemorySettings = field(default_factory=MemorySettings)
+    validation: ValidationSettings = field(default_factory=ValidationSettings)
+    logging: LoggingSettings = field(default_factory=LoggingSettings)
+    output: OutputSettings
+    resume: ResumeSettings = field(default_factory=ResumeSettings)
+
+    def __post_init__(self) -> None:
+        problems = list(self._conflicts())
+        if problems:
+            raise InvalidSettingsError(problems)
+
+    def without_effect(self) -> Iterator[Problem]:
+        """The settings that were changed but do nothing, because what they belong to is off."""
+        previews, trackers = bool(self.validation.prompts), self.logging.trackers
+        loss = self.validation.loss_items > 0
+        groups = [
+            (self.train.use_gradient_checkpointing_offload, _OFFLOAD_SETTINGS, "while the offload is off"),
+            (previews, _PREVIEW_SETTINGS, "without validation.prompts"),
+            (loss, _LOSS_SETTINGS, "while validation.loss_items is 0"),
+            (previews or loss, _VALIDATION_SETTINGS, "without validation.prompts and validation.loss_items"),
+            (bool(trackers), _TRACKER_SETTINGS, "without logging.trackers"),
+            ("wandb" in trackers, _WANDB_SETTINGS, "without wandb in logging.trackers"),
+        ]
+        for is_used, names, reason in groups:
+            for name in names if not is_used else ():
+                section, key = name.split(".")
+                if not getattr(self, section).is_default(key):
+                    yield Problem((name,), f"has no effect {reason}")
+
+    def _conflicts(self) -> Iterator[Problem]:
+        if _is_same_folder(self.validation.data, self.data.path):
+            message = (
+                "validation.data is data.path, so nothing is held out; name another folder, or remove it"
+            )
+            yield Problem(("validation.data", "data.path"), message)
+        if _is_same_folder(self.output.dir, self.data.path):
+            message = (
+                "output.dir is data.path; previews would mix with the training images, so name another folder"
+            )
+            yield Problem(("output.dir", "data.path"), message)
+
+
+def section_types() -> dict[str, type[Settings]]:
+    """The class of every section, by its name in the yaml."""
+    return get_type_hints(Config)
+
+
+def _is_same_folder(one: str | None, other: str) -> bool:
+    return one is not None and os.path.normpath(one) == os.path.normpath(other)

@@ -1,0 +1,94 @@
+"""The sections ``validation``, ``logging``, ``output`` and ``resume``: what a run shows and writes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from diffsynth_lite.config.field_type import NotEmpty, Range
+from diffsynth_lite.config.settings import Problem, Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationSettings(Settings):
+    """What is sampled and measured before training, every so many steps, and at the end."""
+
+    prompts: list[str] = field(default_factory=list)
+    """Prompts sampled as previews; none turns previews off. Include some that the model knew before, to see
+    that it keeps them."""
+
+    negative_prompt: str = " "
+    """What previews are steered away from when `guidance_scale` is above 1."""
+
+    every_steps: Annotated[int | None, Range(at_least=1)] = None
+    """Optimizer steps between previews; null makes them only before training and at the end."""
+
+    num_inference_steps: Annotated[int, Range(at_least=1)] = 30
+    """Denoising steps of a preview. Fewer is faster and coarser."""
+
+    guidance_scale: Annotated[float, Range(at_least=0)] = 4.0
+    """How strongly previews follow their prompt. Above 1 each denoising step runs the model twice."""
+
+    seed: Annotated[int, Range(at_least=0)] = 0
+    """Decides the noise that previews and the validation loss start from, the same each time, so that only
+    the training makes a difference."""
+
+    width: Annotated[int | None, Range(at_least=1)] = None
+    """Width of previews in pixels; null is `data.width`."""
+
+    height: Annotated[int | None, Range(at_least=1)] = None
+    """Height of previews in pixels; null is `data.height`."""
+
+    data: Annotated[str | None, NotEmpty()] = None
+    """Folder of images with captions, kept out of training, for the fixed-noise loss; it is read as
+    `data.path` is. Null measures on training images, and names the metric `train_fixed_noise_loss`."""
+
+    loss_items: Annotated[int, Range(at_least=0)] = 16
+    """Images in the fixed-noise loss; 0 turns it off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingSettings(Settings):
+    """Where numbers go. They are always written to `metrics.jsonl` in the run folder."""
+
+    every_steps: Annotated[int, Range(at_least=1)] = 10
+    """Optimizer steps between two logged rows."""
+
+    trackers: list[Literal["wandb", "tensorboard"]] = field(default_factory=list)
+    """Services that get the numbers as well. They take their credentials from the environment."""
+
+    project: Annotated[str, NotEmpty()] = "diffsynth_lite"
+    """Project that the trackers file the run under."""
+
+    run_name: Annotated[str | None, NotEmpty()] = None
+    """Name that the trackers give the run; null lets them choose."""
+
+    wandb_mode: Literal["online", "offline"] = "online"
+    """`offline` needs no account: wandb writes to a folder, which `wandb sync` can upload later."""
+
+    def conflicts(self) -> Iterator[Problem]:
+        if len(set(self.trackers)) < len(self.trackers):
+            yield Problem(("trackers",), f"{self.trackers} names a tracker twice; once is enough")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSettings(Settings):
+    """The run folder, which holds everything that a run writes, except the cache."""
+
+    dir: Annotated[str, NotEmpty()]
+    """The run folder. A run that is already there is continued, as `resume.source` says."""
+
+    checkpoint_every_steps: Annotated[int, Range(at_least=1)] = 250
+    """Optimizer steps between checkpoints. The end of a run is always saved."""
+
+    keep_checkpoints: Annotated[int, Range(at_least=1)] = 2
+    """Newest checkpoints to keep. 2, so that the one before is still there should the last be damaged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeSettings(Settings):
+    """Whether a run continues an earlier one."""
+
+    source: Annotated[str, NotEmpty()] = "auto"
+    """`auto` continues the newest checkpoint in the run folder if there is one, `must` insists on one,
+    `none` starts anew and wants an empty run folder, and anything else is the path of a checkpoint
+    folder."""

@@ -1,0 +1,95 @@
+"""The sections ``train`` and ``memory``: how the LoRA is trained, and what is saved in memory."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from diffsynth_lite.config.field_type import Range
+from diffsynth_lite.config.settings import Problem, Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings(Settings):
+    """The optimization (AdamW). A step is always an optimizer step, however many micro-batches it takes."""
+
+    steps: Annotated[int, Range(at_least=1)] = 1000
+    """Optimizer steps of the whole run. Samples seen = steps x `global_batch_size`."""
+
+    seed: Annotated[int, Range(at_least=0)] = 0
+    """Decides the LoRA's first weights, the order of the data, noise, noise levels and dropout. The same
+    seed and config is the same run, on any number of devices and after any resume."""
+
+    global_batch_size: Annotated[int, Range(at_least=1)] = 1
+    """Samples per optimizer step, over all devices together. Must be a multiple of `micro_batch_size` x
+    devices; what does not fit at once is accumulated."""
+
+    micro_batch_size: Annotated[int, Range(at_least=1)] = 1
+    """Samples per device in one forward. Raise it while memory allows: steps get faster, and the result is
+    the same but for rounding."""
+
+    learning_rate: Annotated[float, Range(above=0)] = 1e-4
+    """Highest learning rate, after the warm-up. Lower it when previews fall apart, raise it when nothing is
+    learned."""
+
+    lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"] = "constant"
+    """How the learning rate goes from its highest value, after the warm-up, to the last step."""
+
+    warmup_steps: Annotated[int, Range(at_least=0)] = 0
+    """Optimizer steps over which the learning rate rises to its highest value."""
+
+    adam_beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
+    """AdamW: how slowly the average of gradients moves."""
+
+    adam_beta2: Annotated[float, Range(at_least=0, below=1)] = 0.999
+    """AdamW: how slowly the average of squared gradients moves."""
+
+    adam_epsilon: Annotated[float, Range(above=0)] = 1e-8
+    """AdamW: added to the denominator of the update."""
+
+    weight_decay: Annotated[float, Range(at_least=0)] = 0.01
+    """AdamW: pulls LoRA weights towards 0, by this share of the learning rate at each step."""
+
+    max_grad_norm: Annotated[float | None, Range(above=0)] = 1.0
+    """Gradients with a larger norm, over all LoRA weights, are scaled down to it; null never does."""
+
+    mixed_precision: Literal["no", "bf16"] = "bf16"
+    """Precision of the transformer's computation: `bf16` autocast, or the weights' own with `no`. The loss
+    and the LoRA's weights are float32 either way. It wins over the launcher's setting."""
+
+    use_gradient_checkpointing: bool = True
+    """Keep only the inputs of the transformer's blocks, and run each block again in the backward pass: much
+    less memory for the time of one more forward. The result is the same."""
+
+    use_gradient_checkpointing_offload: bool = False
+    """Keep these inputs in the memory of the host rather than of the device. For images so large that
+    checkpointing alone does not fit. The result is the same."""
+
+    cpu_threads: Annotated[int | None, Range(at_least=1)] = None
+    """Threads that torch may use on the CPU; null leaves it to torch. Very small models are fastest with
+    1."""
+
+    def conflicts(self) -> Iterator[Problem]:
+        if self.global_batch_size % self.micro_batch_size:
+            yield Problem(
+                ("micro_batch_size", "global_batch_size"),
+                f"train.micro_batch_size {self.micro_batch_size} must divide "
+                f"train.global_batch_size {self.global_batch_size}",
+            )
+        if self.warmup_steps > self.steps:
+            message = f"train.warmup_steps {self.warmup_steps} must be at most train.steps {self.steps}"
+            yield Problem(("warmup_steps", "steps"), message)
+        if self.use_gradient_checkpointing_offload and not self.use_gradient_checkpointing:
+            yield Problem(
+                ("use_gradient_checkpointing_offload", "use_gradient_checkpointing"),
+                "the offload is a kind of checkpointing, which train.use_gradient_checkpointing turns off; "
+                "turn both on, or the offload off",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySettings(Settings):
+    """Details of `train.use_gradient_checkpointing_offload`."""
+
+    min_bytes: Annotated[int | None, Range(at_least=0)] = None
+    """Size in bytes of the smallest tensor that the offload moves: small ones cost more time than they save
+    memory. Null is 65536 on accelerators, and 0 on the CPU."""

@@ -1,0 +1,1 @@
+"""What every model family is trained with; torch only."""

@@ -1,0 +1,6 @@
+"""Adapters on a model: which layers get one, how it is added, and its tensors."""
+
+from diffsynth_lite.lora.adapter import adapter_settings, adapter_tensors, add_adapter, load_adapter_tensors
+from diffsynth_lite.lora.targets import find_target_layers
+
+__all__ = ["adapter_settings", "adapter_tensors", "add_adapter", "find_target_layers", "load_adapter_tensors"]

@@ -1,0 +1,65 @@
+"""How a model family is found: by the name of its file, or by a dotted path for one kept elsewhere."""
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+from types import ModuleType
+
+from diffsynth_lite import pipelines
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines.contract.family import ModelFamily
+
+
+def family_names() -> list[str]:
+    """Names of the built-in families: the modules beside this package, sorted."""
+    return sorted(module.name for module in pkgutil.iter_modules(pipelines.__path__) if not module.ispkg)
+
+
+def load_family(name: str) -> type[ModelFamily]:
+    """The family class that a file offers.
+
+    Args:
+        name: file name under ``pipelines/`` without its suffix, or the dotted path of a module elsewhere.
+
+    Raises:
+        UserError: no such module, or it does not define exactly one family.
+    """
+    path = name if "." in name else f"{pipelines.__name__}.{name}"
+    if "." not in name and name not in family_names():
+        raise _unknown(name)
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        # A missing import inside the family's file is that file's bug and keeps its traceback.
+        if error.name is None or not (path == error.name or path.startswith(f"{error.name}.")):
+            raise
+        raise _unknown(name) from None
+    return _family_in(module)
+
+
+def _family_in(module: ModuleType) -> type[ModelFamily]:
+    found = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value)
+        and issubclass(value, ModelFamily)
+        and value.__module__ == module.__name__
+        and not inspect.isabstract(value)
+    ]
+    if len(found) != 1:
+        raise UserError(
+            f"model.family: {module.__name__} defines {len(found)} concrete subclasses of ModelFamily; "
+            "a family's file defines exactly one"
+        )
+    return found[0]
+
+
+def _unknown(name: str) -> UserError:
+    known = family_names()
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return UserError(
+        f"model.family: unknown family {name!r}; {hint}built-in families: {', '.join(known)}; "
+        "a family kept elsewhere is given by the dotted path of its module"
+    )

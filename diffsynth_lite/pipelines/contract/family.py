@@ -1,0 +1,205 @@
+"""What a model family offers to the trainer: one abstract class, and nothing else that a family must know.
+
+Latents carry no layout here: a family's own file says what its axes are.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from PIL.Image import Image
+
+from diffsynth_lite.core.noise import resolution_mu
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines.contract.folder import PipelineFolder
+
+Conditioning = dict[str, torch.Tensor]
+"""What one sample is conditioned on (prompt embeddings and the like), without a batch axis, on the CPU."""
+
+EncodedImage = dict[str, torch.Tensor]
+"""What training needs of one image: ``latents``, normalised, fp32, on the CPU, without a batch axis."""
+
+LoraFile = tuple[dict[str, torch.Tensor], dict[str, Any]]
+"""An adapter as its file holds it: tensors by peft's names, without the component's prefix, and settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewRequest:
+    """One preview picture.
+
+    Attributes:
+        conditioning: of the prompt.
+        negative: of the negative prompt, for classifier-free guidance.
+        width: pixels, a multiple of the family's ``size_divisor``.
+        height: pixels, likewise.
+        num_inference_steps: denoising steps.
+        guidance_scale: classifier-free guidance; 1 or less switches it off.
+        seed: of the starting noise.
+    """
+
+    conditioning: Conditioning
+    negative: Conditioning
+    width: int
+    height: int
+    num_inference_steps: int
+    guidance_scale: float
+    seed: int
+
+
+class ModelFamily(ABC):
+    """A model family, bound to one pipeline folder.
+
+    Class attributes are the training facts of the family; methods load one component at a time, so that an
+    encoder is never in memory together with the transformer.
+
+    Attributes:
+        pipeline_class: class name that ``model_index.json`` must give.
+        components: folders whose weights training and previews need.
+        block_lists: attributes of the transformer that hold its blocks, in call order.
+        size_divisor: width and height must be multiples of it, in pixels.
+        default_target_modules: endings of the names of the linear layers that get a LoRA.
+        dead_in_last_block: endings of names in the last block whose output nobody uses: a LoRA there never
+            gets a gradient, which plain DDP refuses.
+    """
+
+    pipeline_class: ClassVar[str]
+    components: ClassVar[tuple[str, ...]]
+    block_lists: ClassVar[tuple[str, ...]]
+    size_divisor: ClassVar[int]
+    default_target_modules: ClassVar[tuple[str, ...]]
+    dead_in_last_block: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, folder: PipelineFolder) -> None:
+        self.folder = folder
+
+    def check_folder(self) -> None:
+        """Check, without loading weights, that the folder holds this family's pipeline.
+
+        Raises:
+            UserError: another pipeline class, a missing component, or missing weights.
+        """
+        found = self.folder.pipeline_class_name()
+        if found != self.pipeline_class:
+            raise UserError(
+                f"model.path: {self.folder.path} holds a {found}, but this family trains a "
+                f"{self.pipeline_class}; check model.family and model.path"
+            )
+        self.folder.require_weights(self.components)
+
+    def check_size(self, width: int, height: int, *, keys: str) -> None:
+        """Check that a picture size suits the family.
+
+        Raises:
+            UserError: naming ``keys`` and the nearest size that would do.
+        """
+        divisor = self.size_divisor
+        if width % divisor or height % divisor:
+            fit = [max(divisor, round(side / divisor) * divisor) for side in (width, height)]
+            raise UserError(
+                f"{keys}: {width}x{height} is not divisible by {divisor}; "
+                f"the nearest size is {fit[0]}x{fit[1]}"
+            )
+
+    @abstractmethod
+    def empty_transformer(self) -> torch.nn.Module:
+        """The transformer on the meta device: its structure without its weights."""
+
+    @abstractmethod
+    def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
+        """The transformer on the CPU in ``dtype``, frozen."""
+
+    @abstractmethod
+    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
+        """Identity of everything that decides a prompt's conditioning; part of the cache's key."""
+
+    @abstractmethod
+    def load_prompt_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[str]], list[Conditioning]]:
+        """A function from prompts to their conditioning; the encoders live as long as it does."""
+
+    @abstractmethod
+    def image_encoder_id(self, dtype: torch.dtype) -> str:
+        """Identity of everything that decides an image's latents; part of the cache's key."""
+
+    @abstractmethod
+    def load_image_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Image]], list[EncodedImage]]:
+        """A function from RGB images of one size to what training needs of them."""
+
+    @abstractmethod
+    def num_image_tokens(self, latents_shape: Sequence[int]) -> int:
+        """Tokens that the transformer makes of one sample's latents."""
+
+    def resolution_shift(self, latents_shape: Sequence[int]) -> float:
+        """Shift of the noise levels that grows with the picture, as the pipeline's own sampler applies it.
+
+        ``exp(mu)`` with mu linear in the number of tokens, by the settings in the folder's scheduler.
+        Source: ``calculate_shift`` in diffusers ``pipeline_qwenimage.py``.
+
+        Returns:
+            s in ``sigma -> s * sigma / (1 + (s - 1) * sigma)``.
+        """
+        config = self.folder.component_config("scheduler")
+        mu = resolution_mu(
+            self.num_image_tokens(latents_shape),
+            base_shift=config.get("base_shift", 0.5),
+            max_shift=config.get("max_shift", 1.15),
+            base_tokens=config.get("base_image_seq_len", 256),
+            max_tokens=config.get("max_image_seq_len", 4096),
+        )
+        return math.exp(mu)
+
+    @abstractmethod
+    def family_shift(self, latents_shape: Sequence[int]) -> float:
+        """The shift that the family is trained with unless the user says otherwise; 1 is none."""
+
+    @abstractmethod
+    def predict_velocity(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+        *,
+        use_gradient_checkpointing: bool = False,
+        use_gradient_checkpointing_offload: bool = False,
+    ) -> torch.Tensor:
+        """The model's estimate of ``noise - latents``, whatever the model's own convention is.
+
+        Args:
+            transformer: the transformer, plain or wrapped by DDP.
+            noisy_latents: (B, ...) as the image encoder gives them, in fp32.
+            sigma: (B,), noise level in [0, 1], in fp32.
+            conditioning: of the B samples.
+            use_gradient_checkpointing: recompute each block in backward instead of keeping its activations.
+            use_gradient_checkpointing_offload: also park each block's inputs in host memory.
+
+        Returns:
+            Tensor of the shape of ``noisy_latents``.
+        """
+
+    @abstractmethod
+    def sample(
+        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
+    ) -> list[Image]:
+        """Previews, drawn by diffusers' own pipeline around the given transformer."""
+
+    @abstractmethod
+    def save_lora(
+        self, folder: Path, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
+    ) -> Path:
+        """Write an adapter in the format that the family's diffusers pipeline loads, alpha included.
+
+        Returns:
+            The file written.
+        """
+
+    @abstractmethod
+    def read_lora(self, folder: Path) -> LoraFile:
+        """Read an adapter back through the loader of the family's diffusers pipeline."""

@@ -1,0 +1,197 @@
+"""This file finds a pipeline in diffusers' layout, on disk or on the hub, and identifies its weights."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from diffsynth_lite.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_WEIGHT_SUFFIX = ".safetensors"
+_SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
+_OTHER_VARIANTS = (f"*.fp16*{_WEIGHT_SUFFIX}", f"*.bf16*{_WEIGHT_SUFFIX}")
+_SAMPLED_BLOCKS = 64
+_SAMPLED_BLOCK_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineFolder:
+    """A diffusers pipeline on disk: ``model_index.json`` and one folder a component.
+
+    Attributes:
+        path: the folder.
+        variant: weight variant to load, such as ``fp16``; None for the plain files.
+    """
+
+    path: Path
+    variant: str | None = None
+
+    def pipeline_class_name(self) -> str:
+        """Name of the pipeline class that ``model_index.json`` gives.
+
+        Raises:
+            UserError: the file is missing, is not JSON, or names no class.
+        """
+        index = self._read_json(self.path / "model_index.json")
+        name = index.get("_class_name")
+        if not isinstance(name, str):
+            raise UserError(
+                f"model.path: {self.path / 'model_index.json'} names no pipeline class (_class_name)"
+            )
+        return name
+
+    def component_config(self, component: str) -> dict[str, Any]:
+        """The configuration of one component.
+
+        Raises:
+            UserError: the component's folder or its config is missing or not JSON.
+        """
+        name = "scheduler_config.json" if component == "scheduler" else "config.json"
+        return self._read_json(self.path / component / name)
+
+    def require_weights(self, components: Sequence[str]) -> None:
+        """Check that each component has safetensors files of the wanted variant.
+
+        Raises:
+            UserError: naming the component without weights and the variants there are.
+        """
+        for component in components:
+            if self._weight_files(component):
+                continue
+            present = sorted(path.name for path in (self.path / component).glob("*") if path.is_file())
+            wanted = f"of variant {self.variant!r} " if self.variant else ""
+            raise UserError(
+                f"model.path: {self.path / component} holds no safetensors weights {wanted}"
+                f"(files there: {', '.join(present) or 'none'}); check model.path and model.variant"
+            )
+
+    def fingerprint(self, component: str) -> str:
+        """Hash that changes when a component's configuration or weights change.
+
+        Covers the JSON files in full, and of each weight file its size, its beginning and evenly spaced
+        blocks: a few milliseconds a file, also at 40 GB.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        for path in sorted((self.path / component).glob("*.json")):
+            digest.update(path.name.encode() + path.read_bytes())
+        for path in self._weight_files(component):
+            size = path.stat().st_size
+            digest.update(f"{path.name}:{size}".encode())
+            stride = max(size // _SAMPLED_BLOCKS, _SAMPLED_BLOCK_BYTES)
+            with path.open("rb") as file:
+                for offset in range(0, size, stride):
+                    file.seek(offset)
+                    digest.update(file.read(_SAMPLED_BLOCK_BYTES))
+        return digest.hexdigest()
+
+    def _weight_files(self, component: str) -> list[Path]:
+        files = sorted((self.path / component).glob(f"*{_WEIGHT_SUFFIX}"))
+        if self.variant is None:
+            return [path for path in files if path.name.count(".") == 1]
+        return [
+            path for path in files if f".{self.variant}." in path.name or f".{self.variant}-" in path.name
+        ]
+
+    def _read_json(self, path: Path) -> dict[str, Any]:
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(
+                f"model.path: {self.path} is not a diffusers pipeline: "
+                f"{path.relative_to(self.path)} is missing"
+            ) from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise UserError(f"model.path: {path} cannot be read: {error}") from None
+        if not isinstance(document, dict):
+            raise UserError(f"model.path: {path} does not hold a JSON object")
+        return document
+
+
+def resolve_folder(
+    location: str, *, revision: str | None = None, variant: str | None = None
+) -> PipelineFolder:
+    """The pipeline at a local folder, or downloaded from the hub into its cache.
+
+    Args:
+        location: a local folder, or a hub id such as ``Qwen/Qwen-Image``. A folder that exists wins.
+        revision: branch, tag or commit on the hub.
+        variant: weight variant, such as ``fp16``.
+
+    Raises:
+        UserError: a missing local folder; a hub id that does not exist, is gated or cannot be reached.
+    """
+    local = Path(location).expanduser()
+    if local.is_dir():
+        if revision is not None:
+            raise UserError(
+                f"model.revision: {revision!r} has no effect on the local folder {location}; remove it"
+            )
+        return PipelineFolder(path=local, variant=variant)
+    if local.exists():
+        raise UserError(f"model.path: {location} is a file; give the pipeline's folder or a hub id")
+    if _looks_local(location):
+        raise UserError(f"model.path: there is no folder {location} (a hub id has the form owner/name)")
+    return PipelineFolder(path=_download(location, revision, variant), variant=variant)
+
+
+def _looks_local(location: str) -> bool:
+    parts = location.split("/")
+    return (
+        location.startswith((".", "~", "/"))
+        or "\\" in location
+        or len(parts) != 2
+        or not all(parts)
+        or Path(parts[0]).is_dir()
+    )
+
+
+def _download(repository: str, revision: str | None, variant: str | None) -> Path:
+    logger.info("Looking for %s on the hub (downloaded once, then read from the hub's cache).", repository)
+    try:
+        return Path(
+            snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=[
+                    *_SMALL_FILES,
+                    f"*.{variant}*{_WEIGHT_SUFFIX}" if variant else f"*{_WEIGHT_SUFFIX}",
+                ],
+                ignore_patterns=None if variant else list(_OTHER_VARIANTS),
+            )
+        )
+    except GatedRepoError:
+        raise UserError(
+            f"model.path: {repository} is gated: accept its terms on its hub page, "
+            "then log in with `hf auth login`"
+        ) from None
+    except RevisionNotFoundError:
+        raise UserError(f"model.revision: {repository} has no revision {revision!r}") from None
+    except RepositoryNotFoundError:
+        raise UserError(
+            f"model.path: the hub has no repository {repository} (or it is private: `hf auth login`), "
+            "and there is no local folder of that name"
+        ) from None
+    except LocalEntryNotFoundError:
+        raise UserError(
+            f"model.path: the hub cannot be reached and {repository} is not in the local cache; "
+            "check the network (or HF_HUB_OFFLINE), or give a local folder"
+        ) from None
+    except HFValidationError:
+        raise UserError(f"model.path: {repository!r} is neither a local folder nor a valid hub id") from None
+    except (HfHubHTTPError, OSError) as error:
+        raise UserError(f"model.path: downloading {repository} failed: {error}") from None

@@ -1,0 +1,299 @@
+"""This file trains Qwen-Image (text to image).
+
+Layouts: b batch, c latent channels, f frames (1), h and w latent height and width; l tokens, d channels.
+Sources: diffusers ``transformer_qwenimage.py`` and ``pipeline_qwenimage.py``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+from PIL.Image import Image
+from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+
+from diffsynth_lite.core.gradient import blocks_run_by, gradient_checkpoint_forward
+from diffsynth_lite.pipelines.contract.family import (
+    Conditioning,
+    EncodedImage,
+    LoraFile,
+    ModelFamily,
+    PreviewRequest,
+)
+from diffsynth_lite.pipelines.contract.padding import pad_tokens
+from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
+from diffsynth_lite.testing.text_encoders import tiny_qwen2_5_vl
+from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
+
+_PATCH = 2
+_MAX_PROMPT_TOKENS = 512
+"""Longer prompts are cut, as by the pipeline's own default."""
+
+
+def model_fn_qwen_image(
+    transformer: torch.nn.Module,
+    latents_bcfhw: torch.Tensor,
+    timestep: torch.Tensor,
+    prompt_embeds_bld: torch.Tensor,
+    prompt_embeds_mask: torch.Tensor | None = None,
+    *,
+    use_gradient_checkpointing: bool = False,
+    use_gradient_checkpointing_offload: bool = False,
+) -> torch.Tensor:
+    """One forward of Qwen-Image, each transformer block run by the gradient engine.
+
+    Args:
+        transformer: a ``QwenImageTransformer2DModel``, plain or wrapped by DDP.
+        latents_bcfhw: (B, 16, 1, H, W), noisy normalised latents, H and W even.
+        timestep: (B,), noise level in [0, 1].
+        prompt_embeds_bld: (B, L, D) prompt embeddings, padded on the right.
+        prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
+        use_gradient_checkpointing: recompute each block in backward.
+        use_gradient_checkpointing_offload: also park each block's inputs in host memory.
+
+    Returns:
+        (B, 16, 1, H, W), the predicted velocity ``noise - latents``.
+    """
+    batch, channels, _, height, width = latents_bcfhw.shape
+
+    def run(_index: int, block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return gradient_checkpoint_forward(
+            block, use_gradient_checkpointing, use_gradient_checkpointing_offload, *args, **kwargs
+        )
+
+    tokens_bld = QwenImagePipeline._pack_latents(latents_bcfhw.squeeze(2), batch, channels, height, width)
+    with blocks_run_by(transformer, run):
+        velocity_bld = transformer(
+            hidden_states=tokens_bld,
+            timestep=timestep,
+            encoder_hidden_states=prompt_embeds_bld,
+            encoder_hidden_states_mask=prompt_embeds_mask,
+            # A list per sample: diffusers reads plain tuples differently when zero_cond_t is set.
+            img_shapes=[[(1, height // _PATCH, width // _PATCH)]] * batch,
+            return_dict=False,
+        )[0]
+    velocity_bcfhw: torch.Tensor = QwenImagePipeline._unpack_latents(
+        velocity_bld, height, width, vae_scale_factor=1
+    )
+    return velocity_bcfhw
+
+
+class QwenImage(ModelFamily):
+    """Qwen-Image: 60 dual-stream blocks, Qwen2.5-VL prompts, a causal 3D VAE with 16 channels at 1/8 size."""
+
+    pipeline_class = "QwenImagePipeline"
+    components = ("transformer", "text_encoder", "vae")
+    block_lists = ("transformer_blocks",)
+    size_divisor = 16
+    default_target_modules = (
+        *("to_q", "to_k", "to_v", "to_out.0"),
+        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+        *("img_mod.1", "img_mlp.net.2", "txt_mod.1", "txt_mlp.net.2"),
+    )
+    dead_in_last_block = ("attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+
+    def empty_transformer(self) -> torch.nn.Module:
+        config = self.folder.component_config("transformer")
+        with torch.device("meta"):
+            transformer: torch.nn.Module = QwenImageTransformer2DModel.from_config(config)
+        return transformer
+
+    def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
+        transformer: torch.nn.Module = QwenImageTransformer2DModel.from_pretrained(
+            self.folder.path,
+            subfolder="transformer",
+            variant=self.folder.variant,
+            dtype=dtype,
+            use_safetensors=True,
+        )
+        return transformer.requires_grad_(False)
+
+    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
+        parts = (self.folder.fingerprint("text_encoder"), self.folder.fingerprint("tokenizer"))
+        return f"qwen_image/prompt/1 {' '.join(parts)} {dtype} {_MAX_PROMPT_TOKENS}"
+
+    def load_prompt_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[str]], list[Conditioning]]:
+        encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            self.folder.path,
+            subfolder="text_encoder",
+            variant=self.folder.variant,
+            dtype=dtype,
+            use_safetensors=True,
+        ).to(device)
+        tokenizer = AutoTokenizer.from_pretrained(self.folder.path, subfolder="tokenizer")
+        pipeline = QwenImagePipeline(
+            scheduler=None, vae=None, text_encoder=encoder, tokenizer=tokenizer, transformer=None
+        )
+
+        @torch.no_grad()
+        def encode(prompts: Sequence[str]) -> list[Conditioning]:
+            embeds, mask = pipeline.encode_prompt(
+                list(prompts), device=device, max_sequence_length=_MAX_PROMPT_TOKENS
+            )
+            # The pipeline gives no mask at all when no prompt is padded.
+            lengths = [embeds.shape[1]] * len(prompts) if mask is None else mask.sum(1).tolist()
+            return [
+                {"prompt_embeds": row[:length].cpu().clone()}
+                for row, length in zip(embeds, lengths, strict=True)
+            ]
+
+        return encode
+
+    def image_encoder_id(self, dtype: torch.dtype) -> str:
+        return f"qwen_image/latents/1 {self.folder.fingerprint('vae')} {dtype}"
+
+    def load_image_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Image]], list[EncodedImage]]:
+        vae = self._load_vae(dtype).to(device)
+        pipeline = QwenImagePipeline(
+            scheduler=None, vae=vae, text_encoder=None, tokenizer=None, transformer=None
+        )
+        mean, std = (
+            torch.tensor(values).view(-1, 1, 1, 1)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+
+        @torch.no_grad()
+        def encode(images: Sequence[Image]) -> list[EncodedImage]:
+            pixels_bchw = pipeline.image_processor.preprocess(list(images))
+            latents_bcfhw = vae.encode(pixels_bchw.unsqueeze(2).to(device, dtype)).latent_dist.mode()
+            return [{"latents": (latents.float().cpu() - mean) / std} for latents in latents_bcfhw]
+
+        return encode
+
+    def num_image_tokens(self, latents_shape: Sequence[int]) -> int:
+        return latents_shape[-2] * latents_shape[-1] // _PATCH**2
+
+    def family_shift(self, latents_shape: Sequence[int]) -> float:
+        return self.resolution_shift(latents_shape)
+
+    def predict_velocity(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+        *,
+        use_gradient_checkpointing: bool = False,
+        use_gradient_checkpointing_offload: bool = False,
+    ) -> torch.Tensor:
+        dtype = next(transformer.parameters()).dtype
+        embeds, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning])
+        return model_fn_qwen_image(
+            transformer,
+            noisy_latents.to(dtype),
+            sigma,
+            embeds.to(noisy_latents.device, dtype),
+            None if mask is None else mask.to(noisy_latents.device),
+            use_gradient_checkpointing=use_gradient_checkpointing,
+            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+        )
+
+    def sample(
+        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
+    ) -> list[Image]:
+        parameter = next(transformer.parameters())
+        pipeline = QwenImagePipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(
+                self.folder.path, subfolder="scheduler"
+            ),
+            vae=self._load_vae(vae_dtype).to(parameter.device),
+            text_encoder=None,
+            tokenizer=None,
+            transformer=transformer,
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        return [_draw(pipeline, request, parameter.device, parameter.dtype) for request in requests]
+
+    def save_lora(
+        self, folder: Path, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
+    ) -> Path:
+        QwenImagePipeline.save_lora_weights(
+            folder, transformer_lora_layers=dict(tensors), transformer_lora_adapter_metadata=dict(settings)
+        )
+        return folder / "pytorch_lora_weights.safetensors"
+
+    def read_lora(self, folder: Path) -> LoraFile:
+        tensors, settings = QwenImagePipeline.lora_state_dict(
+            folder, use_safetensors=True, local_files_only=True, return_lora_metadata=True
+        )
+        prefix = f"{QwenImagePipeline.transformer_name}."
+        return (
+            {name.removeprefix(prefix): tensor for name, tensor in tensors.items()},
+            {name.removeprefix(prefix): value for name, value in (settings or {}).items()},
+        )
+
+    def _load_vae(self, dtype: torch.dtype) -> AutoencoderKLQwenImage:
+        return AutoencoderKLQwenImage.from_pretrained(
+            self.folder.path, subfolder="vae", variant=self.folder.variant, dtype=dtype, use_safetensors=True
+        )
+
+
+def tiny() -> QwenImagePipeline:
+    """A random, complete and small pipeline of the real classes, built offline in a second.
+
+    Two blocks of 48 channels; 16 latent channels at 1/8 size with the real model's statistics.
+    """
+    tokenizer = qwen2_tokenizer()
+    text_encoder = tiny_qwen2_5_vl(tokenizer, hidden_size=16, num_layers=2)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformer = QwenImageTransformer2DModel(
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=3,
+            joint_attention_dim=text_encoder.config.text_config.hidden_size,
+            axes_dims_rope=(8, 4, 4),
+        )
+    # The scheduler settings of the real repository: a shift that grows with the picture.
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=0.9,
+        base_image_seq_len=256,
+        max_image_seq_len=8192,
+        shift_terminal=0.02,
+        time_shift_type="exponential",
+    )
+    return QwenImagePipeline(
+        scheduler=scheduler,
+        vae=tiny_qwen_vae(),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        transformer=transformer,
+    )
+
+
+def _draw(
+    pipeline: QwenImagePipeline, request: PreviewRequest, device: torch.device, dtype: torch.dtype
+) -> Image:
+    def embeds_and_mask(conditioning: Conditioning) -> tuple[torch.Tensor, torch.Tensor]:
+        embeds_bld = conditioning["prompt_embeds"][None].to(device, dtype)
+        return embeds_bld, torch.ones(embeds_bld.shape[:2], dtype=torch.long, device=device)
+
+    embeds, mask = embeds_and_mask(request.conditioning)
+    negative_embeds, negative_mask = (
+        embeds_and_mask(request.negative) if request.guidance_scale > 1 else (None, None)
+    )
+    image: Image = pipeline(
+        prompt_embeds=embeds,
+        prompt_embeds_mask=mask,
+        negative_prompt_embeds=negative_embeds,
+        negative_prompt_embeds_mask=negative_mask,
+        true_cfg_scale=request.guidance_scale,
+        width=request.width,
+        height=request.height,
+        num_inference_steps=request.num_inference_steps,
+        generator=torch.Generator().manual_seed(request.seed),
+        max_sequence_length=_MAX_PROMPT_TOKENS,
+    ).images[0]
+    return image

@@ -1,0 +1,18 @@
+"""A scope in which modules are initialised from a seed and the caller's random state is left alone."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch's CPU generator inside the ``with`` block and restore it afterwards.
+
+    Only the CPU generator is touched (``torch.manual_seed`` would reseed the accelerators for good), so
+    modules have to be created on the CPU.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield

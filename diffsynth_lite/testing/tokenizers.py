@@ -1,0 +1,117 @@
+"""Byte-level BPE tokenizers assembled from a word list: no download, no training, the same on every machine.
+
+``tokenizers.BpeTrainer`` is not used: with an end-of-word suffix it gives another vocabulary in each call.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from diffusers import QwenImageEditPipeline, QwenImagePipeline
+from tokenizers import AddedToken
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import Qwen2Tokenizer
+
+QWEN2_SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+CHATML_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@dataclass(kw_only=True)
+class BytePairs:
+    """The two tables of a byte-pair encoding; a merge applies before all that stand behind it in the list."""
+
+    vocab: dict[str, int]
+    merges: list[tuple[str, str]] = field(default_factory=list)
+
+
+def assemble_byte_pairs(pieces: Iterable[str], alphabet: Iterable[str]) -> BytePairs:
+    """Byte pairs in which every piece is one token.
+
+    A piece is merged with the pairs known so far; where none applies, its leftmost pair is learned. A
+    learned pair ranks behind all earlier ones, so whatever was one token before stays one.
+
+    Args:
+        pieces: what the pre-tokenizer makes of the words; characters of the alphabet only.
+        alphabet: the single-character tokens, in the order of their ids.
+    """
+    pairs = BytePairs(vocab={character: index for index, character in enumerate(alphabet)})
+    ranks: dict[tuple[str, str], int] = {}
+    for piece in pieces:
+        symbols = list(piece)
+        while len(symbols) > 1:
+            neighbours = list(pairwise(symbols))
+            known = [(ranks[pair], position) for position, pair in enumerate(neighbours) if pair in ranks]
+            position = min(known)[1] if known else 0
+            pair = neighbours[position]
+            if pair not in ranks:
+                ranks[pair] = len(ranks)
+                pairs.merges.append(pair)
+                pairs.vocab.setdefault(pair[0] + pair[1], len(pairs.vocab))
+            symbols[position : position + 2] = [pair[0] + pair[1]]
+    return pairs
+
+
+def qwen2_tokenizer(words: Sequence[str] = ()) -> Qwen2Tokenizer:
+    """A Qwen2 tokenizer with a vocabulary of some 700 entries, enough for the Qwen-Image pipelines.
+
+    The pipelines cut their prompt template off by a fixed number of tokens (34, and 64 for edits), so each
+    word of the templates is one token here as it is in the real vocabulary. Other text falls back to bytes.
+
+    Args:
+        words: further words that become one token each, both at the start of a text and after a space.
+
+    Raises:
+        ValueError: the pre-tokenizer splits a word (digits, spaces, punctuation inside it).
+    """
+    alphabet = sorted(ByteLevel.alphabet())
+    bare = Qwen2Tokenizer(vocab={character: index for index, character in enumerate(alphabet)}, merges=[])
+
+    def split(text: str) -> list[str]:
+        return [piece for piece, _ in bare.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+
+    divided = [word for word in words if len(split(word)) != 1]
+    if divided:
+        raise ValueError(f"words {divided} cannot be one token each: give words of letters only")
+    texts = [*_qwen_image_template_texts(), *words, *(f" {word}" for word in words)]
+    pairs = assemble_byte_pairs((piece for text in texts for piece in split(text)), alphabet)
+    tokenizer = Qwen2Tokenizer(
+        vocab=pairs.vocab,
+        merges=pairs.merges,
+        unk_token=None,
+        bos_token=None,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        model_max_length=4096,
+    )
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in QWEN2_SPECIAL_TOKENS])
+    tokenizer.chat_template = CHATML_TEMPLATE
+    return tokenizer
+
+
+def _qwen_image_template_texts() -> list[str]:
+    """The stretches of plain text between special tokens and the prompt in diffusers' own templates."""
+    nothing = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer", "transformer"))
+    pipelines = (QwenImagePipeline(**nothing), QwenImageEditPipeline(processor=None, **nothing))
+    templates = (pipeline.prompt_template_encode for pipeline in pipelines)
+    return [text for template in templates for text in re.split(r"<\|\w+\|>|\{\}", template) if text]

@@ -1,0 +1,144 @@
+"""This file holds what happens after a step: the engine's report, metrics, checkpoints, previews."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+
+from diffsynth_lite.core.gradient import GradientEngine, IneffectiveSwitchError
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.training.evaluation import FixedNoiseLoss
+from diffsynth_lite.training.optimizer_step import StepResult
+from diffsynth_lite.training.previews import Previews
+from diffsynth_lite.training.progress import Pace, peak_memory_gib
+from diffsynth_lite.training.trackers import MetricsLog
+
+logger = logging.getLogger(__name__)
+
+
+def every(
+    steps: int | None, action: Callable[[int], None], *, last_step: int
+) -> Callable[[StepResult], None]:
+    """An after-step action that acts every so many steps, counted from the start of the run, and at the last.
+
+    Args:
+        steps: interval in optimizer steps; None acts at the last step only.
+        action: gets the number of steps done.
+        last_step: of the run.
+    """
+
+    def act(result: StepResult) -> None:
+        if result.step == last_step or (steps is not None and result.step % steps == 0):
+            action(result.step)
+
+    return act
+
+
+@dataclass
+class EngineReport:
+    """Proves after the first step that the switches that are on had an effect, and logs what they did.
+
+    Attributes:
+        engine: that the step ran in.
+        use_gradient_checkpointing: the switch.
+        use_gradient_checkpointing_offload: the switch.
+        expected_block_runs: calls of blocks that one step makes.
+        metrics: gets the numbers.
+    """
+
+    engine: GradientEngine
+    use_gradient_checkpointing: bool
+    use_gradient_checkpointing_offload: bool
+    expected_block_runs: int
+    metrics: MetricsLog
+    _done: bool = False
+
+    def after_step(self, result: StepResult) -> None:
+        """Report once.
+
+        Raises:
+            UserError: a switch that is on did nothing.
+        """
+        if self._done:
+            return
+        self._done = True
+        report = self.engine.report()
+        try:
+            report.require_effect(
+                use_gradient_checkpointing=self.use_gradient_checkpointing,
+                use_gradient_checkpointing_offload=self.use_gradient_checkpointing_offload,
+                expected_blocks=self.expected_block_runs,
+            )
+        except IneffectiveSwitchError as error:
+            raise UserError(f"train.{error}") from error
+        for line in report.lines():
+            logger.info("%s", line)
+        self.metrics.log(
+            result.step,
+            {
+                "blocks_recomputed": report.blocks_recomputed,
+                "tensors_parked": report.tensors_parked,
+                "bytes_parked": report.bytes_parked,
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogMetrics:
+    """Logs a step's numbers.
+
+    Attributes:
+        metrics: gets them.
+        pace: of the run.
+        device: whose peak memory is logged.
+        every_steps: interval in optimizer steps.
+    """
+
+    metrics: MetricsLog
+    pace: Pace
+    device: torch.device
+    every_steps: int
+
+    def after_step(self, result: StepResult) -> None:
+        """Log the first step and every so many."""
+        if result.step != 1 and result.step % self.every_steps:
+            return
+        values = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+            "samples_per_s": self.pace.samples_per_s,
+            "peak_memory_gib": peak_memory_gib(self.device),
+        }
+        self.metrics.log(result.step, values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Measures the fixed-noise loss and draws the previews, on the main process; the others wait.
+
+    Attributes:
+        transformer: with its adapter, not wrapped.
+        validation_loss: to measure.
+        previews: to draw.
+        metrics: gets the loss.
+        accelerator: of the run.
+    """
+
+    transformer: torch.nn.Module
+    validation_loss: FixedNoiseLoss
+    previews: Previews
+    metrics: MetricsLog
+    accelerator: Accelerator
+
+    def at(self, step: int) -> None:
+        """Evaluate after ``step`` optimizer steps."""
+        if self.accelerator.is_main_process:
+            values = self.validation_loss.measure(self.transformer)
+            self.metrics.log(step, values)
+            for name, value in values.items():
+                logger.info("After step %d: %s %.4f.", step, name, value)
+            self.previews.draw(self.transformer, step)
+        self.accelerator.wait_for_everyone()

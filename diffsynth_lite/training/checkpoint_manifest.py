@@ -1,0 +1,194 @@
+"""What a complete checkpoint is: a folder whose manifest lists every file with its size and hash.
+
+The manifest, ``COMPLETE``, is written last. Its first line is json, its second the sha256 of the first; so a
+folder that is torn, altered or half copied cannot be taken for a checkpoint. Nothing in it is pickled.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from diffsynth_lite.errors import UserError
+
+SCHEMA = 1
+MANIFEST_NAME = "COMPLETE"
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_]+\.(safetensors|json)")
+_FOLDER_NAME = re.compile(r"step-(\d{8,})")
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is damaged, or does not fit the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint whose every file has been verified.
+
+    Attributes:
+        path: its folder.
+        step: optimizer steps taken.
+        documents: content of the json files by name without suffix.
+    """
+
+    path: Path
+    step: int
+    documents: dict[str, Any]
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Tensors of ``<name>.safetensors``, on the CPU.
+
+        Raises:
+            CheckpointError: the checkpoint has no such file, or it has become unreadable.
+        """
+        path = self.path / f"{name}.safetensors"
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class ListedFile:
+    """Size and hash (hexadecimal) of one file."""
+
+    num_bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, content: bytes) -> "ListedFile":
+        """The entry of a file with this content."""
+        return cls(len(content), hashlib.sha256(content).hexdigest())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Step and files of a checkpoint, the manifest itself not among them."""
+
+    step: int
+    files: Mapping[str, ListedFile]
+
+    def encode(self) -> bytes:
+        """Content of the manifest file."""
+        files = {
+            name: {"bytes": entry.num_bytes, "sha256": entry.sha256} for name, entry in self.files.items()
+        }
+        line = json.dumps({"schema": SCHEMA, "step": self.step, "files": files}, sort_keys=True).encode()
+        return _signed(line)
+
+
+def folder_name(step: int) -> str:
+    """Name of the checkpoint folder of a step, ``step-00000200``."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Step of a checkpoint folder's name; None for any other name."""
+    match = _FOLDER_NAME.fullmatch(name)
+    if match is None or folder_name(int(match[1])) != name:
+        return None
+    return int(match[1])
+
+
+def require_file_name(name: str) -> None:
+    """Check that a name is a plain ``.safetensors`` or ``.json`` one, which cannot leave the folder.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not _FILE_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name for a file of a checkpoint")
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint and verify every byte of it.
+
+    Raises:
+        CheckpointError: says what is wrong with which file.
+    """
+    try:
+        return _read(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of a checkpoint, and compare names and sizes of its files with it (not the hashes).
+
+    Raises:
+        CheckpointError: says what is wrong with which file.
+        OSError: a file cannot be read.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder, so not a checkpoint")
+    if not _is_plain_file(path / MANIFEST_NAME):
+        raise CheckpointError(f"{path} is not a complete checkpoint: it has no file {MANIFEST_NAME}")
+    manifest = _parse(path / MANIFEST_NAME)
+    present = {entry.name for entry in path.iterdir()} - {MANIFEST_NAME}
+    if present != manifest.files.keys():
+        difference = sorted(present ^ manifest.files.keys())
+        raise CheckpointError(f"{path} has files missing or added since it was written: {difference}")
+    for name, entry in manifest.files.items():
+        _check_size(path / name, entry.num_bytes)
+    return manifest
+
+
+def _read(path: Path) -> Checkpoint:
+    manifest = read_manifest(path)
+    for name, entry in manifest.files.items():
+        with (path / name).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != entry.sha256:
+            raise CheckpointError(f"{path / name} is damaged: its sha256 is not the one in {MANIFEST_NAME}")
+    if step_of(path.name) not in (None, manifest.step):
+        raise CheckpointError(f"{path} was renamed: it holds step {manifest.step}")
+    documents = {
+        name.removesuffix(".json"): json.loads((path / name).read_bytes())
+        for name in manifest.files
+        if name.endswith(".json")
+    }
+    return Checkpoint(path=path, step=manifest.step, documents=documents)
+
+
+def _parse(path: Path) -> Manifest:
+    content = path.read_bytes()
+    line = content.partition(b"\n")[0]
+    if content != _signed(line):
+        raise CheckpointError(f"{path} is damaged: its sha256 is not the one on its second line")
+    try:
+        document = json.loads(line)
+        schema = document["schema"]
+        files = {
+            name: ListedFile(entry["bytes"], entry["sha256"]) for name, entry in document["files"].items()
+        }
+        manifest = Manifest(step=document["step"], files=files)
+        for name in files:
+            require_file_name(name)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a manifest of ours: {error}") from error
+    if schema != SCHEMA:
+        raise CheckpointError(f"{path} has schema {schema}; this version of diffsynth_lite reads {SCHEMA}")
+    return manifest
+
+
+def _check_size(path: Path, expected: int) -> None:
+    if not _is_plain_file(path):
+        raise CheckpointError(f"{path} is not a plain file")
+    if path.stat().st_size != expected:
+        raise CheckpointError(f"{path} is damaged: {path.stat().st_size} bytes where {expected} were written")
+
+
+def _is_plain_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _signed(line: bytes) -> bytes:
+    return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"

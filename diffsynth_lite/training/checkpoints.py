@@ -1,0 +1,241 @@
+"""The checkpoint store of a run: folders that appear whole, and are dropped only after a newer one has.
+
+Writing: aside in a ``.tmp-`` folder, every file synced, the manifest last, the folder synced, renamed to its
+name, the parent synced. Then the oldest go. A process killed, or a machine switched off, at any moment leaves
+the newest checkpoint that ``save`` returned for loadable.
+"""
+
+import json
+import logging
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from diffsynth_lite.errors import RunStoppedError
+from diffsynth_lite.training.checkpoint_manifest import (
+    MANIFEST_NAME,
+    Checkpoint,
+    CheckpointError,
+    ListedFile,
+    Manifest,
+    folder_name,
+    read_checkpoint,
+    read_manifest,
+    require_file_name,
+    step_of,
+)
+from diffsynth_lite.training.files import TEMPORARY_PREFIX, sync_folder, write_durably
+
+__all__ = ["Checkpoint", "CheckpointError", "CheckpointStore"]
+
+logger = logging.getLogger(__name__)
+
+_TRASH_PREFIX = ".trash-"
+
+
+class CheckpointStore:
+    """The checkpoints of one run, ``step-00000200`` and so on, in one folder.
+
+    One process writes, and it is the one that asks for ``latest``, because that moves damaged checkpoints
+    aside. Files and folders with other names are left alone.
+
+    Args:
+        folder: made by the first save.
+        keep: complete checkpoints to keep, at least 1.
+    """
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}; at least one checkpoint must be kept")
+        self.folder = folder
+        self.keep = keep
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint folder, oldest first, whatever its condition."""
+        folders = [entry for entry in self._entries() if entry.is_dir() and not entry.is_symlink()]
+        return sorted(step for step in map(step_of, (entry.name for entry in folders)) if step is not None)
+
+    def save(
+        self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, Any]
+    ) -> Path:
+        """Write a checkpoint, then drop the oldest ones; a complete one of the same step is left as it is.
+
+        Args:
+            step: optimizer steps taken.
+            tensors: file name without suffix to named tensors, on any device.
+            documents: file name without suffix to anything that json can hold.
+
+        Returns:
+            The folder of the checkpoint, on the disk to stay.
+
+        Raises:
+            ValueError: a tensor or a document holds NaN or infinity.
+            RunStoppedError: it could not be written (disk full, quota, ...); the earlier ones are intact.
+        """
+        _check_finite(tensors)
+        path = self.folder / folder_name(step)
+        if self._is_good(path):
+            return path
+        try:
+            self._write(path, step, tensors, documents)
+        except OSError as error:
+            raise RunStoppedError(
+                f"checkpoint {path} could not be written ({error.strerror}): it needs about "
+                f"{_num_bytes(tensors)} bytes, {_free_bytes(self.folder)} are free there; "
+                "the checkpoints before it are intact"
+            ) from error
+        self._rotate()
+        return path
+
+    def latest(self) -> Checkpoint | None:
+        """The newest good checkpoint, or None when there never was one.
+
+        Newer ones that are damaged are renamed to ``.bad-<name>-<n>``, with a warning; none is deleted.
+
+        Raises:
+            CheckpointError: there were checkpoints, and none is good.
+        """
+        for step in reversed(self.steps()):
+            path = self.folder / folder_name(step)
+            try:
+                return read_checkpoint(path)
+            except CheckpointError as error:
+                aside = self._set_aside(path, "bad")
+                logger.warning("%s. Moved to %s; looking for an earlier checkpoint.", error, aside)
+        damaged = sorted(entry.name for entry in self._entries() if entry.name.startswith(".bad-"))
+        if damaged:
+            raise CheckpointError(
+                f"{self.folder} holds damaged checkpoints only ({', '.join(damaged)}): "
+                "restore one from a copy, or remove them to start from the beginning"
+            )
+        return None
+
+    def read(self, path: Path) -> Checkpoint:
+        """Read a checkpoint given by its path, in this store or elsewhere.
+
+        Raises:
+            CheckpointError: says what is wrong with it.
+        """
+        return read_checkpoint(path)
+
+    def cut_back_to(self, step: int) -> None:
+        """Rename the checkpoints of later steps to ``.left-<name>-<n>``: the run goes on from ``step``.
+
+        Otherwise they would pass for this run's newest.
+        """
+        for later in self.steps():
+            if later > step:
+                aside = self._set_aside(self.folder / folder_name(later), "left")
+                logger.warning(
+                    "The run goes on from step %d: checkpoint of step %d moved to %s", step, later, aside
+                )
+
+    def clean(self) -> None:
+        """Remove what killed writers left; only for the process that holds the run folder's lock."""
+        for entry in self._entries():
+            if entry.name.startswith((f"{TEMPORARY_PREFIX}step-", f"{_TRASH_PREFIX}step-")):
+                _remove(entry)
+
+    def _write(
+        self, path: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, Any]
+    ) -> None:
+        if not self.folder.exists():
+            self.folder.mkdir(parents=True)
+            sync_folder(self.folder.parent)
+        temporary = self.folder / f"{TEMPORARY_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}"
+        temporary.mkdir()
+        try:
+            files = {}
+            for name, content in _contents(tensors, documents):
+                write_durably(temporary / name, content)
+                files[name] = ListedFile.of(content)
+            write_durably(temporary / MANIFEST_NAME, Manifest(step=step, files=files).encode())
+            sync_folder(temporary)
+            temporary.rename(path)
+            sync_folder(self.folder)
+        except BaseException:
+            # Whatever this cannot remove, clean() will.
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def _is_good(self, path: Path) -> bool:
+        """Whether a good checkpoint is there already; a damaged one makes room."""
+        if not path.is_dir():
+            return False
+        try:
+            read_checkpoint(path)
+        except CheckpointError as error:
+            logger.warning("%s. Moved to %s and written again.", error, self._set_aside(path, "bad"))
+            return False
+        return True
+
+    def _rotate(self) -> None:
+        """Keep the newest complete ones; incomplete ones neither count nor go."""
+        paths = [self.folder / folder_name(step) for step in self.steps()]
+        for path in [path for path in paths if _is_complete(path)][: -self.keep]:
+            trash = self.folder / f"{_TRASH_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}"
+            try:
+                path.rename(trash)
+            except OSError as error:
+                logger.warning("Old checkpoint %s cannot be removed: %s", path, error)
+                continue
+            _remove(trash)
+
+    def _set_aside(self, path: Path, reason: str) -> Path:
+        taken = sum(entry.name.startswith(f".{reason}-{path.name}-") for entry in self._entries())
+        return path.rename(self.folder / f".{reason}-{path.name}-{taken + 1}")
+
+    def _entries(self) -> list[Path]:
+        return list(self.folder.iterdir()) if self.folder.is_dir() else []
+
+
+def _contents(
+    tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, Any]
+) -> Iterator[tuple[str, bytes]]:
+    """Name and content of each file, one at a time: host memory holds one file twice, not all of them."""
+    for name in (*tensors, *documents):
+        require_file_name(f"{name}.json")
+    for name, named in tensors.items():
+        plain = {key: tensor.detach().cpu().contiguous() for key, tensor in named.items()}
+        yield f"{name}.safetensors", safetensors.torch.save(plain)
+    for name, document in documents.items():
+        yield f"{name}.json", json.dumps(document, allow_nan=False).encode()
+
+
+def _check_finite(tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    for name, named in tensors.items():
+        for key, tensor in named.items():
+            if not torch.isfinite(tensor).all():
+                raise ValueError(
+                    f"{key} of {name} holds NaN or infinity: such a checkpoint would be of no use"
+                )
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        read_manifest(path)
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def _remove(path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        logger.warning("%s cannot be removed and can be deleted by hand: %s", path, error)
+
+
+def _num_bytes(tensors: Mapping[str, Mapping[str, Tensor]]) -> int:
+    return sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
+
+
+def _free_bytes(folder: Path) -> int:
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free

@@ -1,0 +1,112 @@
+"""This file takes one optimizer step over the micro-batches that belong to it."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+
+from diffsynth_lite.core.randomness import torch_seed
+from diffsynth_lite.data import Batch
+from diffsynth_lite.errors import RunStoppedError
+from diffsynth_lite.training.random_state import random_state_scope
+
+LossFunction = Callable[[torch.nn.Module, Batch], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Attributes:
+        step: number of optimizer steps done, this one included.
+        loss: mean over the samples of all devices.
+        grad_norm: before clipping.
+        learning_rate: used in this step.
+        seconds: from asking for the data to the changed weights.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerStep:
+    """One optimizer step: accumulate, clip, step.
+
+    Attributes:
+        accelerator: gives backward, gradient synchronisation and the mean over devices.
+        model: as prepared by the accelerator.
+        optimizer: over the trained parameters.
+        loss: of a micro-batch; knows the model, which this file does not.
+        learning_rate: of the 0-based optimizer step.
+        max_grad_norm: gradients are scaled down to it; infinity never clips.
+        seed: of the dropout masks.
+        batches: the micro-batches of each optimizer step, in order.
+    """
+
+    accelerator: Accelerator
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: LossFunction
+    learning_rate: Callable[[int], float]
+    max_grad_norm: float
+    seed: int
+    batches: Iterator[Sequence[Batch]]
+
+    def take(self, step: int) -> StepResult:
+        """Train on the next micro-batches, those of the 0-based optimizer step.
+
+        Raises:
+            RunStoppedError: the loss or a gradient is not finite; nothing was changed.
+        """
+        started_at = time.perf_counter()
+        micro_batches = next(self.batches)
+        learning_rate = self.learning_rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        loss = self._accumulate_gradients(micro_batches)
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+        # One transfer for both: reading from the device waits for it. Both are the same on all devices.
+        mean_loss, norm = torch.stack([loss, grad_norm]).tolist()
+        if not (math.isfinite(mean_loss) and math.isfinite(norm)):
+            self.optimizer.zero_grad()
+            names = ", ".join(name for batch in micro_batches for name in batch.names)
+            raise RunStoppedError(
+                f"step {step + 1}: loss {mean_loss}, gradient norm {norm}: not finite, on {names}. "
+                "The weights are as after the step before; a lower train.learning_rate or "
+                "train.mixed_precision=no may help"
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return StepResult(
+            step=step + 1,
+            loss=mean_loss,
+            grad_norm=norm,
+            learning_rate=learning_rate,
+            seconds=time.perf_counter() - started_at,
+        )
+
+    def _accumulate_gradients(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        total = torch.zeros((), device=self.accelerator.device)
+        for place, batch in enumerate(micro_batches):
+            with self._gradient_sync(last=place == len(micro_batches) - 1):
+                seed = torch_seed(self.seed, "dropout", batch.positions[0])
+                with random_state_scope(self.accelerator.device, seed):
+                    loss = self.loss(self.model, batch) / len(micro_batches)
+                self.accelerator.backward(loss)
+            total += loss.detach()
+        mean: torch.Tensor = self.accelerator.reduce(total, reduction="mean")
+        return mean
+
+    def _gradient_sync(self, *, last: bool) -> AbstractContextManager[None]:
+        """Devices exchange gradients once a step, with the last micro-batch."""
+        no_sync: AbstractContextManager[None] = self.accelerator.no_sync(self.model)
+        return nullcontext() if last else no_sync

@@ -1,0 +1,75 @@
+"""This file keeps a run folder's status true, however the run ends."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from diffsynth_lite.errors import EXIT_FINISHED, RunInterrupted, RunStoppedError, exit_code
+from diffsynth_lite.training.checkpoints import CheckpointStore
+from diffsynth_lite.training.contract import DifferentRunError
+from diffsynth_lite.training.files import write_json_atomic
+from diffsynth_lite.training.run_folder import RunFolder, RunState
+
+
+@contextmanager
+def outcome_recorded(
+    folder: RunFolder, store: CheckpointStore, *, start_step: int, total_steps: int
+) -> Iterator[None]:
+    """Scope of a run: ``status.json`` says that it is running, and afterwards how it ended.
+
+    A run that turns out to be a different one leaves the status as it was.
+
+    Args:
+        folder: of the run.
+        store: its checkpoints, which tell the last step saved when the run ends early.
+        start_step: optimizer steps done at the start.
+        total_steps: optimizer steps of the whole run.
+    """
+    before = folder.read_status()
+    folder.write_status("running", exit_code=None, step=start_step, message="started")
+    try:
+        yield
+    except DifferentRunError:
+        if before is not None:
+            write_json_atomic(folder.status_file, before)
+        raise
+    except BaseException as error:
+        folder.write_status(
+            _state(error),
+            exit_code=exit_code(error),
+            step=max(store.steps(), default=0),
+            message=str(error) or type(error).__name__,
+        )
+        raise
+    folder.write_status("finished", exit_code=EXIT_FINISHED, step=total_steps, message="finished")
+
+
+@contextmanager
+def shortages_explained() -> Iterator[None]:
+    """Scope in which running out of device memory or of disk space ends the run with what would help.
+
+    Raises:
+        RunStoppedError: instead of torch's and the system's own errors.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunStoppedError(
+            f"out of memory: {str(error).splitlines()[0]} What helps most: "
+            "--use_gradient_checkpointing_offload, a lower train.micro_batch_size, smaller pictures"
+        ) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RunStoppedError(
+            f"no space left on the disk ({error}); checkpoints already written are intact, "
+            "and the same command continues the run"
+        ) from error
+
+
+def _state(error: BaseException) -> RunState:
+    if isinstance(error, RunInterrupted):
+        return "interrupted"
+    return "stopped" if isinstance(error, RunStoppedError) else "failed"

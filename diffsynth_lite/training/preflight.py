@@ -1,0 +1,155 @@
+"""This file checks a whole run before any weights are loaded, and reports all that is wrong at once."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from diffsynth_lite.config import Config
+from diffsynth_lite.core.gradient import blocks_of
+from diffsynth_lite.data import BatchLayout, Record, check_image, read_records, without_bad_items
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import find_target_layers
+from diffsynth_lite.pipelines import ModelFamily, load_family, resolve_folder
+from diffsynth_lite.training.trackers import require_trackers
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRun:
+    """What the checks found, for the builder.
+
+    Attributes:
+        family: bound to its folder.
+        records: training images and captions.
+        validation_records: held-out ones; empty when the training items are measured instead.
+        target_layers: full names of the layers that get a LoRA.
+        num_blocks: transformer blocks that checkpointing covers.
+    """
+
+    family: ModelFamily
+    records: Sequence[Record]
+    validation_records: Sequence[Record]
+    target_layers: Sequence[str]
+    num_blocks: int
+
+
+class _Checks:
+    """Runs checks one after the other and keeps what they complain of."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def attempt(self, check: Callable[[], _Result]) -> _Result | None:
+        """The check's result, or None when it complained."""
+        try:
+            return check()
+        except UserError as error:
+            self.problems.append(str(error))
+            return None
+
+
+def check_run(config: Config, *, num_processes: int) -> CheckedRun:
+    """Check paths, data, sizes, targets and blocks; no weights are loaded.
+
+    Args:
+        config: of the run.
+        num_processes: devices of the run.
+
+    Raises:
+        UserError: one line for each problem found.
+    """
+    checks = _Checks()
+    checks.attempt(lambda: _check_batch_size(config, num_processes))
+    checks.attempt(lambda: require_trackers(config.logging.trackers))
+    records = checks.attempt(lambda: _read_images(config, config.data.path, config.data.metadata))
+    held_out = checks.attempt(
+        lambda: _read_images(config, config.validation.data, None) if config.validation.data else []
+    )
+    family = checks.attempt(lambda: _bind_family(config))
+    if family is not None:
+        layers, num_blocks = _check_model(checks, family, config)
+    if checks.problems:
+        raise UserError("\n".join(checks.problems))
+    assert family is not None
+    assert records is not None
+    assert held_out is not None
+    return CheckedRun(
+        family=family,
+        records=records,
+        validation_records=held_out,
+        target_layers=layers,
+        num_blocks=num_blocks,
+    )
+
+
+def _check_batch_size(config: Config, num_processes: int) -> None:
+    BatchLayout(
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        num_processes=num_processes,
+        process_index=0,
+    )
+
+
+def _read_images(config: Config, path: str, metadata: str | None) -> list[Record]:
+    records = read_records(
+        Path(path),
+        metadata=Path(metadata) if metadata else None,
+        image_column=config.data.image_column,
+        caption_column=config.data.caption_column,
+    )
+    if config.data.on_bad_item == "skip":
+        return records  # The caching pass finds the bad ones and keeps the list of them.
+    bad = {}
+    for record in records:
+        try:
+            check_image(record.image)
+        except UserError as error:
+            bad[record.name] = str(error)
+    return without_bad_items(records, bad, on_bad_item="error", quarantine=lambda *_: None)
+
+
+def _bind_family(config: Config) -> ModelFamily:
+    family_class = load_family(config.model.family)
+    folder = resolve_folder(config.model.path, revision=config.model.revision, variant=config.model.variant)
+    family = family_class(folder)
+    family.check_folder()
+    return family
+
+
+def _check_model(checks: _Checks, family: ModelFamily, config: Config) -> tuple[Sequence[str], int]:
+    checks.attempt(
+        lambda: family.check_size(config.data.width, config.data.height, keys="data.width, data.height")
+    )
+    if preview_size(config) != (config.data.width, config.data.height):
+        keys = "validation.width, validation.height"
+        checks.attempt(lambda: family.check_size(*preview_size(config), keys=keys))
+    transformer = family.empty_transformer()
+    blocks = checks.attempt(lambda: _find_blocks(family, transformer))
+    layers = checks.attempt(lambda: _find_targets(family, transformer, config)) if blocks else []
+    return layers or [], len(blocks or [])
+
+
+def _find_targets(family: ModelFamily, transformer: torch.nn.Module, config: Config) -> list[str]:
+    return find_target_layers(
+        transformer,
+        config.lora.target_modules or family.default_target_modules,
+        block_lists=family.block_lists,
+        dead_in_last_block=family.dead_in_last_block,
+    )
+
+
+def _find_blocks(family: ModelFamily, transformer: torch.nn.Module) -> list[torch.nn.Module]:
+    try:
+        return blocks_of(transformer, family.block_lists)
+    except ValueError as error:
+        raise UserError(f"train.use_gradient_checkpointing: {error}") from None
+
+
+def preview_size(config: Config) -> tuple[int, int]:
+    """Width and height of the previews in pixels: the data's unless given."""
+    return config.validation.width or config.data.width, config.validation.height or config.data.height

@@ -1,0 +1,99 @@
+"""This file shows how a run goes: one line in a terminal, one log line now and then elsewhere."""
+
+import logging
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, TaskID, TextColumn
+
+from diffsynth_lite.training.optimizer_step import StepResult
+
+logger = logging.getLogger(__name__)
+
+_SMOOTHING = 0.9
+_GIB = 2**30
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory used so far in GiB: of the CUDA device, or of the whole process on other devices."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / _GIB
+    bytes_per_unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * bytes_per_unit / _GIB
+
+
+class Pace:
+    """Smoothed speed and loss of a run."""
+
+    def __init__(self, *, samples_per_step: int, total_steps: int) -> None:
+        self._samples_per_step = samples_per_step
+        self._total_steps = total_steps
+        self._seconds: float | None = None
+        self._loss: float | None = None
+
+    def update(self, result: StepResult) -> None:
+        """Take one more step into account."""
+        self._seconds = _smooth(self._seconds, result.seconds)
+        self._loss = _smooth(self._loss, result.loss)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples trained on per second, over all devices."""
+        return self._samples_per_step / self._seconds if self._seconds else 0.0
+
+    def describe(self, result: StepResult, device: torch.device) -> str:
+        """Loss, learning rate, speed, time left and peak memory as one line."""
+        seconds_left = (self._total_steps - result.step) * (self._seconds or 0.0)
+        return (
+            f"loss {self._loss:.4f} lr {result.learning_rate:.2e} {self.samples_per_s:.3g} samples/s "
+            f"left {_clock(seconds_left)} peak {peak_memory_gib(device):.2f} GiB"
+        )
+
+
+class ProgressLine:
+    """The progress line: live in a terminal, a log line every few steps otherwise."""
+
+    def __init__(
+        self, pace: Pace, *, start_step: int, total_steps: int, every_steps: int, device: torch.device
+    ) -> None:
+        self._pace = pace
+        self._start_step = start_step
+        self._total_steps = total_steps
+        self._every_steps = every_steps
+        self._device = device
+        self._live: tuple[Progress, TaskID] | None = None
+
+    @contextmanager
+    def shown(self, console: Console, *, live: bool) -> Iterator[None]:
+        """Show the line inside the block, live where the console is a terminal."""
+        if not live:
+            yield
+            return
+        with Progress(TextColumn("{task.description}"), console=console) as progress:
+            task = progress.add_task("first step", total=self._total_steps, completed=self._start_step)
+            self._live = (progress, task)
+            yield
+
+    def update(self, result: StepResult) -> None:
+        """Show one more step."""
+        self._pace.update(result)
+        line = f"step {result.step}/{self._total_steps} {self._pace.describe(result, self._device)}"
+        if self._live is not None:
+            progress, task = self._live
+            progress.update(task, completed=result.step, description=line)
+        elif result.step % self._every_steps == 0 or result.step == self._total_steps:
+            logger.info("%s", line)
+
+
+def _smooth(before: float | None, value: float) -> float:
+    return value if before is None else _SMOOTHING * before + (1 - _SMOOTHING) * value
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

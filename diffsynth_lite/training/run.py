@@ -1,0 +1,283 @@
+"""This file runs a training from a loaded config to the exported LoRA."""
+
+import logging
+import uuid
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from diffusers.training_utils import free_memory
+from rich.console import Console
+
+from diffsynth_lite.config import Config, LoadedConfig
+from diffsynth_lite.core.gradient import gradient_engine
+from diffsynth_lite.data import TensorCache
+from diffsynth_lite.errors import RunInterrupted
+from diffsynth_lite.training.actions import EngineReport, Evaluate, LogMetrics, every
+from diffsynth_lite.training.builder import (
+    BuiltRun,
+    build_accelerator,
+    build_engine,
+    build_optimizer,
+    build_run,
+    build_transformer,
+)
+from diffsynth_lite.training.caching import EncodedRun, encode_run
+from diffsynth_lite.training.checkpoints import Checkpoint, CheckpointStore
+from diffsynth_lite.training.contract import (
+    Contract,
+    data_contract,
+    require_same,
+    settings_contract,
+)
+from diffsynth_lite.training.files import write_text_atomic
+from diffsynth_lite.training.loop import run_loop
+from diffsynth_lite.training.metrics import MetricsFile
+from diffsynth_lite.training.outcome import outcome_recorded, shortages_explained
+from diffsynth_lite.training.preflight import CheckedRun, check_run
+from diffsynth_lite.training.progress import Pace, ProgressLine
+from diffsynth_lite.training.quarantine import Quarantine
+from diffsynth_lite.training.resume import find_start
+from diffsynth_lite.training.run_folder import RunFolder
+from diffsynth_lite.training.saving import Saver, restore
+from diffsynth_lite.training.signals import StopRequest
+from diffsynth_lite.training.startup import StartupClock
+from diffsynth_lite.training.trackers import MetricsLog, start_trackers
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Setting:
+    """What every stage of a run needs: settings, processes, places."""
+
+    loaded: LoadedConfig
+    accelerator: Accelerator
+    folder: RunFolder
+    store: CheckpointStore
+    checked: CheckedRun
+    console: Console
+    clock: StartupClock
+
+    @property
+    def config(self) -> Config:
+        return self.loaded.config
+
+    @property
+    def is_main(self) -> bool:
+        return bool(self.accelerator.is_main_process)
+
+
+def run_training(loaded: LoadedConfig, *, console: Console, clock: StartupClock) -> None:
+    """Train a LoRA: check, encode, load, train, save.
+
+    Args:
+        loaded: the config and its texts.
+        console: where the progress line goes.
+        clock: counts the start-up time.
+
+    Raises:
+        UserError: something the user can fix; before weights load wherever that is possible.
+        RunStoppedError: the run had to stop.
+        RunInterrupted: a signal stopped the run, after saving.
+    """
+    config = loaded.config
+    if config.train.cpu_threads is not None:
+        torch.set_num_threads(config.train.cpu_threads)
+    folder = RunFolder(Path(config.output.dir))
+    accelerator = build_accelerator(config, folder.path / "trackers")
+    with clock.stage("checks"):
+        checked = check_run(config, num_processes=accelerator.num_processes)
+    setting = _Setting(
+        loaded=loaded,
+        accelerator=accelerator,
+        folder=folder,
+        store=CheckpointStore(folder.checkpoints_folder, keep=config.output.keep_checkpoints),
+        checked=checked,
+        console=console,
+        clock=clock,
+    )
+    stop = StopRequest()
+    with folder.lock() if setting.is_main else nullcontext(), stop.listening():
+        contract = settings_contract(config, model_fingerprint=_fingerprint(checked))
+        checkpoint = _find_checkpoint(setting, contract)
+        if checkpoint is not None and checkpoint.step >= config.train.steps:
+            logger.info("This run is finished (step %d). %s", checkpoint.step, _results(folder))
+            return
+        start_step = checkpoint.step if checkpoint else 0
+        recorded = outcome_recorded(
+            folder, setting.store, start_step=start_step, total_steps=config.train.steps
+        )
+        with recorded if setting.is_main else nullcontext(), shortages_explained():
+            _train(setting, contract, checkpoint, stop)
+
+
+def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None, stop: StopRequest) -> None:
+    start_step = checkpoint.step if checkpoint else 0
+    cache = TensorCache(Path(setting.config.data.cache_dir))
+    with setting.clock.stage("encoding"):
+        encoded = _encode(setting, cache)
+    contract = contract | data_contract(encoded.items)
+    if checkpoint is not None:
+        require_same(contract, checkpoint.documents["contract"], where=str(checkpoint.path))
+    with setting.clock.stage("model"):
+        logger.info("Loading the transformer.")
+        transformer = build_transformer(setting.config, setting.checked, setting.accelerator.device)
+        optimizer = build_optimizer(setting.config, transformer)
+        if checkpoint is not None:
+            restore(checkpoint, transformer, optimizer)
+        built = build_run(
+            setting.config,
+            setting.checked,
+            encoded,
+            accelerator=setting.accelerator,
+            cache=cache,
+            transformer=transformer,
+            optimizer=optimizer,
+            start_step=start_step,
+            preview_folder=setting.folder.previews_folder,
+        )
+    saver = Saver(
+        folder=setting.folder,
+        store=setting.store,
+        family=setting.checked.family,
+        transformer=transformer,
+        optimizer=optimizer,
+        accelerator=setting.accelerator,
+        contract=contract,
+        run_id=checkpoint.documents["state"]["run_id"] if checkpoint else uuid.uuid4().hex[:12],
+        resolved_yaml=setting.loaded.resolved_yaml,
+    )
+    _prepare_folder(setting, saver.run_id, start_step)
+    try:
+        step = _loop(setting, built, saver, stop, start_step)
+    finally:
+        # The wrapped model goes before its process group: as the group's last owner it deadlocked in torch's
+        # destructor, in 1 of 7 runs on two gloo processes.
+        del built
+        setting.accelerator.free_memory()
+        setting.accelerator.end_training()
+    steps = setting.config.train.steps
+    if step < steps:
+        raise RunInterrupted(f"stopped after step {step} of {steps}, saved; the same command continues it")
+    logger.info("Finished after %d steps. %s", step, _results(setting.folder))
+
+
+def _loop(setting: _Setting, built: BuiltRun, saver: Saver, stop: StopRequest, start_step: int) -> int:
+    """Train, and save where it stops; returns the optimizer steps done."""
+    config, accelerator = setting.config, setting.accelerator
+    train = config.train
+    metrics = MetricsLog(MetricsFile(setting.folder.metrics_file), accelerator)
+    evaluate = Evaluate(
+        transformer=built.transformer,
+        validation_loss=built.validation_loss,
+        previews=built.previews,
+        metrics=metrics,
+        accelerator=accelerator,
+    )
+    pace = Pace(samples_per_step=train.global_batch_size, total_steps=train.steps)
+    progress = ProgressLine(
+        pace,
+        start_step=start_step,
+        total_steps=train.steps,
+        every_steps=config.logging.every_steps,
+        device=accelerator.device,
+    )
+    engine = build_engine(config)
+    micro_batches_per_step = train.global_batch_size // (train.micro_batch_size * accelerator.num_processes)
+    engine_report = EngineReport(
+        engine=engine,
+        use_gradient_checkpointing=train.use_gradient_checkpointing,
+        use_gradient_checkpointing_offload=train.use_gradient_checkpointing_offload,
+        expected_block_runs=setting.checked.num_blocks * micro_batches_per_step,
+        metrics=metrics,
+    )
+    log_metrics = LogMetrics(
+        metrics=metrics, pace=pace, device=accelerator.device, every_steps=config.logging.every_steps
+    )
+    if start_step == 0:
+        with setting.clock.stage("first previews"):
+            evaluate.at(0)
+    logger.info("Start-up took %s.", setting.clock.describe())
+    live = setting.is_main and setting.console.is_terminal
+    with gradient_engine(engine), progress.shown(setting.console, live=live):
+        step = run_loop(
+            built.step.take,
+            start_step=start_step,
+            total_steps=train.steps,
+            after_step=(
+                engine_report.after_step,
+                progress.update,
+                log_metrics.after_step,
+                every(config.output.checkpoint_every_steps, saver.save, last_step=train.steps),
+                every(config.validation.every_steps, evaluate.at, last_step=train.steps),
+            ),
+            should_stop=lambda: stop.agreed(accelerator),
+        )
+    if step < train.steps:
+        saver.save(step)
+    return step
+
+
+def _find_checkpoint(setting: _Setting, contract: Contract) -> Checkpoint | None:
+    """The checkpoint to continue from, the same on all processes; its settings are the run's."""
+    found: list[Path | None] = [None]
+    if setting.is_main:
+        setting.store.clean()
+        checkpoint = find_start(setting.config.resume.source, setting.folder, setting.store)
+        found = [checkpoint.path if checkpoint else None]
+    path = broadcast_object_list(found)[0]
+    if path is None:
+        return None
+    checkpoint = setting.store.read(path)
+    require_same(contract, checkpoint.documents["contract"], where=str(path))
+    if setting.is_main:
+        logger.info("Continuing from %s.", path)
+    return checkpoint
+
+
+def _encode(setting: _Setting, cache: TensorCache) -> EncodedRun:
+    """Fill the cache on the main process; the others then find everything in it."""
+    quarantine = Quarantine(setting.folder.quarantine_file)
+    with setting.accelerator.main_process_first():
+        encoded = encode_run(
+            setting.config, setting.checked, cache, setting.accelerator.device, quarantine.add
+        )
+    free_memory()
+    if setting.is_main:
+        quarantine.write()
+    return encoded
+
+
+def _prepare_folder(setting: _Setting, run_id: str, start_step: int) -> None:
+    """Write the config, cut the metrics back to the resumed step, start the trackers."""
+    folder, logging_config = setting.folder, setting.config.logging
+    if setting.is_main:
+        write_text_atomic(folder.config_file, setting.loaded.source_text)
+        write_text_atomic(folder.resolved_file, setting.loaded.resolved_yaml)
+        # A new start also drops what an earlier one logged before its first checkpoint.
+        MetricsFile(folder.metrics_file).cut_back_to(start_step or -1)
+        setting.store.cut_back_to(start_step)
+    start_trackers(
+        setting.accelerator,
+        names=logging_config.trackers,
+        project=logging_config.project,
+        settings=yaml.safe_load(setting.loaded.resolved_yaml),
+        folder=folder.path / "trackers",
+        run_name=logging_config.run_name,
+        run_id=run_id,
+        wandb_mode=logging_config.wandb_mode,
+    )
+
+
+def _fingerprint(checked: CheckedRun) -> str:
+    family = checked.family
+    return " ".join(family.folder.fingerprint(component) for component in family.components)
+
+
+def _results(folder: RunFolder) -> str:
+    return f"LoRA: {folder.lora_folder}; previews: {folder.previews_folder}; metrics: {folder.metrics_file}"

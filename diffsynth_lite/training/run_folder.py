@@ -1,0 +1,155 @@
+"""The output folder of a run: where things are, how the run stands, and that one trainer at a time writes."""
+
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.training.files import TEMPORARY_PREFIX, write_json_atomic
+
+if sys.platform != "win32":
+    import fcntl
+
+logger = logging.getLogger(__name__)
+
+RunState = Literal["running", "finished", "interrupted", "stopped", "failed"]
+
+_LOCK_NAME = ".lock"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of a run folder. It stores nothing that breaks when it is moved."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        """The yaml as given."""
+        return self.path / "config.yaml"
+
+    @property
+    def resolved_file(self) -> Path:
+        """The configuration with its defaults."""
+        return self.path / "resolved.yaml"
+
+    @property
+    def status_file(self) -> Path:
+        """State, exit code and last step, for whoever started the run."""
+        return self.path / "status.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One row for each logged step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def quarantine_file(self) -> Path:
+        """Items skipped, and why."""
+        return self.path / "quarantine.jsonl"
+
+    @property
+    def checkpoints_folder(self) -> Path:
+        """Where the run can be continued from."""
+        return self.path / "checkpoints"
+
+    @property
+    def previews_folder(self) -> Path:
+        """Sampled pictures, and their grid."""
+        return self.path / "previews"
+
+    @property
+    def lora_folder(self) -> Path:
+        """The latest export."""
+        return self.path / "lora"
+
+    def holds_run(self) -> bool:
+        """Whether a run has been started here: ``status.json`` is the first file that a run writes."""
+        return self.status_file.is_file()
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Make the folder if need be, and keep other trainers out of it while the ``with`` block runs.
+
+        The lock ends with the process that holds it, however it ends.
+
+        Raises:
+            UserError: the folder holds something other than a run, cannot be made, or is in use.
+        """
+        self._prepare()
+        with (self.path / _LOCK_NAME).open("a+", encoding="utf-8") as file:
+            self._acquire(file)
+            yield
+
+    def write_status(self, state: RunState, *, exit_code: int | None, step: int, message: str) -> None:
+        """Replace ``status.json``; the first call, under the lock, makes this the folder of a run.
+
+        Args:
+            state: of the run.
+            exit_code: of the trainer, None while it runs.
+            step: optimizer steps taken.
+            message: one line for a person.
+        """
+        places = (self.checkpoints_folder, self.lora_folder, self.metrics_file, self.previews_folder)
+        found = {place.stem: place.name for place in places if place.exists()}
+        status = {"state": state, "exit_code": exit_code, "step": step, "message": message, "found_at": found}
+        write_json_atomic(self.status_file, status)
+
+    def read_status(self) -> dict[str, Any] | None:
+        """Content of ``status.json``, None before a run has been started.
+
+        Raises:
+            UserError: the file is not one that ``write_status`` wrote.
+        """
+        if not self.holds_run():
+            return None
+        try:
+            status = json.loads(self.status_file.read_bytes())
+        except ValueError as error:
+            raise UserError(
+                f"{self.status_file} is not json ({error}): remove it, or use a new folder"
+            ) from error
+        if not isinstance(status, dict):
+            raise UserError(f"{self.status_file} was not written by diffsynth_lite: use a new output folder")
+        return status
+
+    def _prepare(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"output folder {self.path} is a file: give a new or empty folder")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"output folder {self.path} cannot be made: {error.strerror}") from error
+        if not self.holds_run() and any(not _is_ours(entry.name) for entry in self.path.iterdir()):
+            raise UserError(
+                f"output folder {self.path} is not empty and holds no run: give a new or empty folder "
+                "(nothing in this one was changed)"
+            )
+
+    def _acquire(self, file: IO[str]) -> None:
+        if sys.platform == "win32":
+            logger.warning("Folders cannot be locked on Windows: start no second run in %s", self.path)
+            return
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(f"output folder {self.path} is in use by {file.read().strip()}") from None
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s): start no second run there", self.path, error.strerror)
+            return
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a name is one that a trainer killed before its first status can have left."""
+    return name == _LOCK_NAME or name.startswith(TEMPORARY_PREFIX)

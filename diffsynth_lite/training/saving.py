@@ -1,0 +1,78 @@
+"""This file saves a run so that it can go on, and puts it back."""
+
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+
+from diffsynth_lite.lora import adapter_settings, adapter_tensors, load_adapter_tensors
+from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.training.checkpoints import Checkpoint, CheckpointStore
+from diffsynth_lite.training.contract import Contract
+from diffsynth_lite.training.export import export_lora
+from diffsynth_lite.training.optimizer_state import load_optimizer, optimizer_tensors
+from diffsynth_lite.training.run_folder import RunFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saver:
+    """Writes checkpoints of a run, and the LoRA for inference with each.
+
+    Attributes:
+        folder: of the run.
+        store: of its checkpoints.
+        family: decides the LoRA's format.
+        transformer: with its adapter, not wrapped.
+        optimizer: over the adapter.
+        accelerator: the main process writes, the others wait.
+        contract: what a resumed run must agree with.
+        run_id: identifies the run across resumes.
+        resolved_yaml: the run's settings, kept beside each checkpoint.
+    """
+
+    folder: RunFolder
+    store: CheckpointStore
+    family: ModelFamily
+    transformer: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    accelerator: Accelerator
+    contract: Contract
+    run_id: str
+    resolved_yaml: str
+
+    def save(self, step: int) -> None:
+        """Save the run after ``step`` optimizer steps; call it on all processes.
+
+        Raises:
+            RunStoppedError: the disk is full.
+        """
+        if self.accelerator.is_main_process:
+            adapter = adapter_tensors(self.transformer)
+            moments, groups = optimizer_tensors(self.optimizer, dict(self.transformer.named_parameters()))
+            self.store.save(
+                step,
+                tensors={"adapter": adapter, "optimizer": moments},
+                documents={
+                    "optimizer": groups,
+                    "state": {"step": step, "run_id": self.run_id},
+                    "contract": self.contract,
+                    "config": self.resolved_yaml,
+                },
+            )
+            export_lora(self.family, self.folder.lora_folder, adapter, adapter_settings(self.transformer))
+        self.accelerator.wait_for_everyone()
+
+
+def restore(checkpoint: Checkpoint, transformer: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put the adapter and the optimizer's state back, before the model is wrapped.
+
+    Raises:
+        UserError: the checkpoint does not fit the model.
+    """
+    load_adapter_tensors(transformer, checkpoint.tensors("adapter"))
+    load_optimizer(
+        optimizer,
+        dict(transformer.named_parameters()),
+        checkpoint.tensors("optimizer"),
+        checkpoint.documents["optimizer"],
+    )

@@ -1,0 +1,54 @@
+"""This file turns a stop signal into a question that the loop asks after each step."""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+from accelerate import Accelerator
+
+logger = logging.getLogger(__name__)
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SAME_EVENT_S = 2.0
+"""Ctrl+C reaches the launcher and the trainer, and the launcher's death sends one more: that is one event."""
+
+
+class StopRequest:
+    """Whether a stop signal has come; a second one, later than the same event's echo, quits at once."""
+
+    def __init__(self) -> None:
+        self._first_at: float | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Catch SIGTERM, SIGINT and SIGUSR1 inside the block."""
+        before = {number: signal.signal(number, self._receive) for number in _STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def agreed(self, accelerator: Accelerator) -> bool:
+        """Whether any process was asked to stop: the same answer on all of them."""
+        asked = self._first_at is not None
+        if accelerator.num_processes == 1:
+            return asked
+        count = accelerator.reduce(torch.tensor(float(asked), device=accelerator.device), reduction="sum")
+        return bool(count > 0)
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._first_at is None:
+            self._first_at = now
+            logger.warning(
+                "%s: finishing this step, then saving. Once more quits at once.", signal.Signals(number).name
+            )
+        elif now - self._first_at > _SAME_EVENT_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

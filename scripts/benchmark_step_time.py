@@ -1,0 +1,170 @@
+"""Step time of the trainer against a bare PyTorch loop: same model, batches and flags, in one run.
+
+Prints the ratio of the median step times. Steps alternate between the two, so that whatever else the machine
+does hits both alike.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+from peft import LoraConfig
+
+from diffsynth_lite.config import Config, load_config
+from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
+from diffsynth_lite.data import Batch, TensorCache
+from diffsynth_lite.training.builder import build_optimizer, build_run, build_transformer
+from diffsynth_lite.training.caching import encode_run
+from diffsynth_lite.training.preflight import check_run
+
+Step = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What both loops train: the settings, the base model's folder, the adapted layers, the device."""
+
+    config: Config
+    model_folder: Path
+    layers: Sequence[str]
+    device: torch.device
+
+
+def main() -> None:
+    """Run both loops and print the ratio."""
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as folder, gradient_engine(GradientEngine()):
+        times = measure(arguments, Path(folder))
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    for name, seconds in medians.items():
+        print(f"{name:10} {seconds * 1000:8.2f} ms a step (median of {arguments.steps})")
+    print(f"ratio trainer / bare loop: {medians['trainer'] / medians['bare loop']:.3f}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="quickstart.yaml", help="config (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=100, help="steps measured of each (default: %(default)s)"
+    )
+    parser.add_argument("--warmup", type=int, default=10, help="steps before them (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for train.py")
+    return parser.parse_intermixed_args()
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
+    """Seconds of each measured step of both loops, which take turns."""
+    subject, ours, batches = trainer_step(arguments, folder)
+    steps = {"trainer": ours, "bare loop": bare_step(subject, batches)}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for step in range(arguments.warmup + arguments.steps):
+        for name, take in steps.items():
+            times[name].append(timed(take, step))
+    return {name: values[arguments.warmup :] for name, values in times.items()}
+
+
+def timed(take: Step, step: int) -> float:
+    """Seconds of one step, with the device idle before and after."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    started_at = time.perf_counter()
+    take(step)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started_at
+
+
+def trainer_step(arguments: argparse.Namespace, folder: Path) -> tuple[Subject, Step, Iterator[list[Batch]]]:
+    """The trainer's step, and a second stream of the same batches for the bare loop."""
+    overrides = [*arguments.overrides, f"data.cache_dir={folder / 'cache'}", "validation.prompts=[]"]
+    config = load_config(arguments.config, overrides).config
+    accelerator = Accelerator(mixed_precision=config.train.mixed_precision)
+    checked = check_run(config, num_processes=1)
+    cache = TensorCache(Path(config.data.cache_dir))
+    encoded = encode_run(config, checked, cache, accelerator.device, quarantine=lambda *_: None)
+    first, second = (
+        build_run(
+            config,
+            checked,
+            encoded,
+            accelerator=accelerator,
+            cache=cache,
+            transformer=(transformer := build_transformer(config, checked, accelerator.device)),
+            optimizer=build_optimizer(config, transformer),
+            start_step=0,
+            preview_folder=folder / "previews",
+        )
+        for _ in range(2)
+    )
+    subject = Subject(config, checked.family.folder.path, checked.target_layers, accelerator.device)
+    return subject, first.step.take, second.step.batches
+
+
+def bare_step(subject: Subject, batches: Iterator[list[Batch]]) -> Step:
+    """What a person would write by hand with diffusers and peft, without any of the trainer's code."""
+    config, device = subject.config, subject.device
+    dtype = getattr(torch, config.model.dtype)
+    model = QwenImageTransformer2DModel.from_pretrained(
+        subject.model_folder, subfolder="transformer", dtype=dtype
+    )
+    model.requires_grad_(False)
+    model.add_adapter(
+        LoraConfig(r=config.lora.rank, lora_alpha=config.lora.rank, target_modules=list(subject.layers))
+    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.data = parameter.data.float()
+    model.to(device).train()
+    if config.train.use_gradient_checkpointing:
+        model.enable_gradient_checkpointing()
+    optimizer = torch.optim.AdamW(
+        trained, lr=config.train.learning_rate, weight_decay=config.train.weight_decay, fused=True
+    )
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.train.mixed_precision == "bf16")
+
+    def take(_step: int) -> None:
+        micro_batches = next(batches)
+        for batch in micro_batches:
+            latents, noise = batch.latents.to(device), batch.noise.to(device)
+            sigma = torch.sigmoid(torch.special.ndtri(batch.uniform) * 1.2 + 0.3).to(device)
+            level = sigma.view(-1, 1, 1, 1, 1)
+            noisy = ((1 - level) * latents + level * noise).to(dtype)
+            count, channels, _, height, width = noisy.shape
+            prompts = [sample["prompt_embeds"] for sample in batch.conditioning]
+            lengths = torch.tensor([len(prompt) for prompt in prompts])
+            embeds = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device, dtype)
+            mask = (torch.arange(embeds.shape[1])[None] < lengths[:, None]).to(device)
+            with autocast:
+                tokens = model(
+                    hidden_states=QwenImagePipeline._pack_latents(
+                        noisy[:, :, 0], count, channels, height, width
+                    ),
+                    timestep=sigma,
+                    encoder_hidden_states=embeds,
+                    encoder_hidden_states_mask=None if mask.all() else mask,
+                    img_shapes=[[(1, height // 2, width // 2)]] * count,
+                    return_dict=False,
+                )[0]
+            velocity = QwenImagePipeline._unpack_latents(tokens, height, width, vae_scale_factor=1)
+            loss = (velocity.float() - (noise - latents)).square().mean()
+            (loss / len(micro_batches)).backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+
+    return take
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+# Sourced by the other scripts: finds or makes a Python environment with what they need, and sets PYTHON.
+#
+# An environment of your own is used as it is, when it has a torch that works: name its interpreter in
+# DIFFSYNTH_LITE_PYTHON, or activate it. Otherwise .venv is made here, with the versions of constraints.txt.
+
+MIN_FREE_MIB=4096
+
+fail() {
+    echo "$0: $*" >&2
+    exit 2
+}
+
+has_torch() {
+    "$1" -c 'import sys, torch; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+find_python() {
+    local candidate
+    for candidate in python3 python3.14 python3.13 python3.12 python3.11 python; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "no Python 3.11 or later was found; install one, or name its path in DIFFSYNTH_LITE_PYTHON"
+}
+
+require_disk_space() {
+    local free_mib
+    free_mib=$(df -Pm . | awk 'NR == 2 { print $4 }')
+    if [ "$free_mib" -lt "$MIN_FREE_MIB" ]; then
+        fail "$free_mib MiB are free here, and the installation needs about $MIN_FREE_MIB MiB; free some space," \
+            "or use an environment that has torch already (DIFFSYNTH_LITE_PYTHON)"
+    fi
+}
+
+# Whether the packages of pyproject.toml, with the extra $1, were installed by an earlier call.
+is_installed() {
+    [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(fingerprint "$1")" ]
+}
+
+fingerprint() {
+    echo "$1 $PWD $(cat pyproject.toml constraints.txt | cksum)"
+}
+
+make_venv() {
+    local base
+    base=$(find_python) || exit 2
+    "$base" -c 'import venv, ensurepip' >/dev/null 2>&1 ||
+        fail "$base has no venv module; on Debian and Ubuntu: apt install python3-venv"
+    require_disk_space
+    echo "Making .venv ..."
+    "$base" -m venv .venv || fail ".venv could not be made; see the message above"
+}
+
+# prepare_environment EXTRA: sets PYTHON to an interpreter with the package and the extra installed.
+prepare_environment() {
+    local extra=$1 own="" constraints=()
+    if [ -n "${DIFFSYNTH_LITE_PYTHON:-}" ]; then
+        own=$DIFFSYNTH_LITE_PYTHON
+        has_torch "$own" || fail "DIFFSYNTH_LITE_PYTHON=$own is not a Python 3.11 or later with a torch that works"
+    elif [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && has_torch python; then
+        own=$(command -v python)
+    fi
+    if [ -n "$own" ]; then
+        PYTHON=$own
+        STAMP=.venv-own.stamp
+        echo "Using $PYTHON with its own torch."
+    else
+        PYTHON=$PWD/.venv/bin/python
+        STAMP=.venv/installed.stamp
+        constraints=(-c constraints.txt)
+        [ -x "$PYTHON" ] || make_venv
+    fi
+    if ! is_installed "$extra"; then
+        echo "Installing packages (once; a few minutes) ..."
+        if [ -z "$own" ]; then
+            require_disk_space
+            # First and alone: a package that asks for any torch would bring a newer one than is tested.
+            "$PYTHON" -m pip install --quiet "${constraints[@]}" torch || fail "torch could not be installed"
+        fi
+        "$PYTHON" -m pip install --quiet ${constraints[@]+"${constraints[@]}"} --editable ".[$extra]" ||
+            fail "the packages could not be installed; see pip's message above"
+        fingerprint "$extra" >"$STAMP"
+    fi
+}

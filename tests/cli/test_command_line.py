@@ -1,0 +1,49 @@
+"""The flags: which there are, what wins, and what is refused."""
+
+import pytest
+
+from diffsynth_lite.cli.train import build_parser
+from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError, exit_code
+
+
+def test_the_flags_are_these_and_no_others() -> None:
+    flags = {option for action in build_parser()._actions for option in action.option_strings}
+    assert flags == {
+        *("-h", "--help", "--config", "--resume"),
+        *("--use_gradient_checkpointing", "--no-use_gradient_checkpointing"),
+        *("--use_gradient_checkpointing_offload", "--no-use_gradient_checkpointing_offload"),
+    }
+
+
+def test_overrides_and_flags_come_in_any_order() -> None:
+    parsed = build_parser().parse_intermixed_args(
+        ["train.steps=5", "--config", "a.yaml", "--use_gradient_checkpointing_offload", "lora.rank=4"]
+    )
+    assert parsed.overrides == ["train.steps=5", "lora.rank=4"]
+    assert parsed.use_gradient_checkpointing_offload is True
+    assert parsed.use_gradient_checkpointing is None
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--conf", "a.yaml"],
+        ["--config", "a.yaml", "--use_gradient"],
+        ["--config", "a.yaml", "--use_gradient_checkpointing", "--no-use_gradient_checkpointing"],
+        [],
+    ],
+)
+def test_abbreviated_contradicting_and_missing_flags_exit_with_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        build_parser().parse_intermixed_args(arguments)
+    assert caught.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_each_way_to_end_has_its_exit_code() -> None:
+    assert exit_code(UserError("")) == 2
+    assert exit_code(RunStoppedError("")) == 3
+    assert exit_code(RunInterrupted("")) == 75
+    assert exit_code(ValueError("")) == 1

@@ -1,0 +1,224 @@
+"""Every wrong config is one UserError whose lines name the file, the line and the key."""
+
+import pytest
+
+from diffsynth_lite.config import load_config
+from diffsynth_lite.errors import UserError
+
+# Section and setting, value as written, and what the message must say. The setting stands on line 2.
+WRONG_VALUES = [
+    ("train", "steps", "0", "at least 1"),
+    ("train", "steps", "-5", "at least 1"),
+    ("train", "steps", "1.5", "a whole number"),
+    ("train", "steps", "true", "a whole number"),
+    ("train", "steps", "1e3", "a whole number"),
+    ("train", "steps", "1_000", "a whole number"),
+    ("train", "steps", "0x10", "a whole number"),
+    ("train", "steps", "010", "a whole number"),
+    ("train", "steps", "1:30", "a whole number"),
+    ("train", "steps", "'10'", "without quotes"),
+    ("train", "steps", "null", "a whole number"),
+    ("train", "steps", "", "got nothing"),
+    ("train", "steps", "???", "a value that is missing"),
+    ("train", "steps", "[10]", "a whole number"),
+    ("train", "steps", "{a: 1}", "a whole number"),
+    ("train", "steps", "9" * 19, "a whole number"),
+    ("train", "steps", "9" * 5000, "a whole number"),
+    ("train", "seed", "-1", "at least 0"),
+    ("train", "learning_rate", ".nan", "a number"),
+    ("train", "learning_rate", "nan", "a number"),
+    ("train", "learning_rate", ".inf", "a number"),
+    ("train", "learning_rate", "1e999", "a number"),
+    ("train", "learning_rate", "fast", "a number"),
+    ("train", "learning_rate", "0", "above 0"),
+    ("train", "learning_rate", "true", "a number"),
+    ("train", "learning_rate", "1e-4 # a comment with 'quotes", None),
+    ("train", "adam_beta1", "1.0", "below 1"),
+    ("train", "max_grad_norm", "0", "above 0"),
+    ("train", "max_grad_norm", "None", "write null"),
+    ("train", "mixed_precision", "fp16", "one of no, bf16"),
+    ("train", "lr_scheduler", "Cosine", "one of constant, linear, cosine"),
+    ("train", "use_gradient_checkpointing", "2", "true or false"),
+    ("train", "use_gradient_checkpointing", "1", "true or false"),
+    ("train", "use_gradient_checkpointing", "'yes'", "true or false, without quotes"),
+    ("train", "use_gradient_checkpointing", "oN", "true or false"),
+    ("train", "use_gradient_checkpointing", "null", "true or false"),
+    ("train", "use_gradient_checkpointing", "auto", "planned, not available yet"),
+    ("train", "use_gradient_checkpointing_offload", "auto", "planned, not available yet"),
+    ("train", "warmup_steps", "1001", "at most train.steps 1000"),
+    ("train", "micro_batch_size", "2", "must divide train.global_batch_size 1"),
+    ("train", "lr", "1", "train has steps"),
+    ("train", "learning_rat", "1", "did you mean 'learning_rate'?"),
+    ("train", "rank", "8", "'rank' belongs under lora"),
+    ("train", "ranks", "8", "did you mean 'lora.rank'?"),
+    ("train", "width", "8", "'width' belongs under data or validation"),
+    ("train", "<<", "{steps: 5}", "unknown key"),
+    ("train", "'no such: key'", "8", "unknown key"),
+    ("lora", "rank", "0", "at least 1"),
+    ("lora", "alpha", "0", "above 0"),
+    ("lora", "dropout", "1", "below 1"),
+    ("lora", "target_modules", "to_q", "a list of texts"),
+    ("lora", "target_modules", "[]", "not empty"),
+    ("lora", "target_modules", "[to_q, '']", "not empty"),
+    ("lora", "target_modules", "[[to_q]]", "a list of texts"),
+    ("lora", "target_modules", "[to_q, null]", "a list of texts"),
+    ("objective", "shift", "static", "needs objective.shift_value"),
+    ("objective", "shift_value", "3.0", "has no effect with objective.shift family"),
+    ("objective", "logit_mean", "0.5", "set timestep_density: logit_normal"),
+    ("objective", "logit_mean", "1e999", "a number"),
+    ("objective", "logit_std", "0.5", "set timestep_density: logit_normal"),
+    ("objective", "mode_scale", "0.5", "set timestep_density: mode"),
+    ("objective", "mode_scale", "2", "at most 1.75"),
+    ("objective", "sigma_min", "1.0", "below 1"),
+    ("objective", "sigma_max", "0", "above 0"),
+    ("memory", "min_bytes", "-1", "at least 0"),
+    ("memory", "policy", "auto", "planned, not available yet"),
+    ("memory", "budget", "40GB", "planned, not available yet"),
+    ("validation", "prompts", "a cat", "a list of texts"),
+    ("validation", "prompts", "[a: cat]", "text with ': ' needs quotes"),
+    ("validation", "prompts", "null", "a list of texts"),
+    ("validation", "negative_prompt", "null", "put it in quotes"),
+    ("validation", "negative_prompt", '"\\0"', "a zero byte"),
+    ("validation", "negative_prompt", '"\\ud800"', "half a character"),
+    ("validation", "width", "0", "at least 1"),
+    ("validation", "data", "pictures/", "nothing is held out"),
+    ("validation", "steps", "50", "or did you mean 'every_steps'"),
+    ("logging", "trackers", "[wandb, mlflow]", "wandb, tensorboard"),
+    ("logging", "trackers", "[wandb, wandb]", "twice"),
+    ("logging", "wandb_mode", "off", "one of online, offline"),
+    ("logging", "project", "''", "not empty"),
+    ("logging", "wandb_token", "abc", "unknown key"),
+    ("resume", "source", "''", "not empty"),
+    ("resume", "source", "~", "not empty"),
+]
+WRONG_REFERENCES = [
+    ("logging", "project", "${oc.env:DIFFSYNTH_LITE_UNSET}", "'DIFFSYNTH_LITE_UNSET' not found"),
+    ("logging", "project", "${oc.decode:1}", "must be ${oc.env:NAME}"),
+    ("logging", "project", "${oc.env:A,${oc.env:B}}", "must be ${oc.env:NAME}"),
+    ("logging", "project", "${train}", "must be ${oc.env:NAME}"),
+    ("logging", "project", "${", "must be ${oc.env:NAME}"),
+    ("logging", "project", "\\${data.path}", "must be ${oc.env:NAME}"),
+    ("logging", "project", "${oc.env:A,a[b}", "got '${oc.env:A,a[b}'"),
+    ("logging", "project", "${logging.project}", "Recursive"),
+    ("logging", "project", "${logging.nothing}", "not found"),
+    ("logging", "project", "a-${logging.run_name}", "logging.run_name, which is null"),
+    ("logging", "project", "${validation.prompts}", "must be text"),
+    ("train", "steps", "${oc.env:DIFFSYNTH_LITE_UNSET,many}", "must be a whole number"),
+    ("train", "steps", "${oc.env:DIFFSYNTH_LITE_UNSET,0}", "at least 1"),
+    ("validation", "prompts", "[a, '${oc.env:DIFFSYNTH_LITE_UNSET}']", "not found"),
+]
+
+
+@pytest.mark.parametrize(("section", "key", "value", "reason"), WRONG_VALUES + WRONG_REFERENCES)
+def test_a_wrong_setting_is_reported_with_file_line_and_key(write, minimal, section, key, value, reason):
+    path = write(f"{section}:\n  {key}: {value}\n{minimal}")
+    if reason is None:
+        load_config(path)
+        return
+    with pytest.raises(UserError) as caught:
+        load_config(path)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"{path}:2 {section}.{key.strip(chr(39))}: ")
+    assert reason in line
+
+
+# Whole texts, where the message points, and what it says.
+WRONG_FILES = [
+    ("", ":1:", "is empty"),
+    ("# only a comment\n", ":1:", "is empty"),
+    ("- model\n", ":1:", "must be sections"),
+    ("just words\n", ":1:", "must be sections"),
+    ("train:\n\tsteps: 3\n", ":2:", "a tab"),
+    ("train:\n  steps: 3\n  steps: 4\n", ":3 train.steps:", "is there already, on line 2"),
+    ("train:\n  steps: 3\ntrain:\n  seed: 4\n", ":3 train:", "is there already, on line 1"),
+    ("trian:\n  steps: 3\n", ":1 trian:", "did you mean 'train'?"),
+    ("trains.steps: 3\n", ":1 trains.steps:", "'steps' belongs under train, as train.steps"),
+    ("learning_rate: 3\n", ":1 learning_rate:", "belongs under train"),
+    ("learning_rte: 3\n", ":1 learning_rte:", "did you mean 'train.learning_rate'?"),
+    ("zzz: 3\n", ":1 zzz:", "there are model, lora"),
+    ("1: 3\n", ":1 1:", "unknown section"),
+    ("train: 3\n", ":1 train:", "key: value"),
+    ("train: [steps]\n", ":1 train:", "key: value"),
+    ("train:\n  steps:10\n", ":1 train:", "a space after each colon"),
+    ("{a: b}: c\n", ":1:", "a key must be plain text"),
+    ("train: &anchor\n  steps: 3\n", ":1:", "anchor"),
+    ("train: *anchor\n", ":1:", "alias"),
+    ("train:\n  steps: !!python/object/apply:os.system [ls]\n", ":2:", "tag"),
+    ("train:\n  steps: !!int 3\n", ":2:", "tag"),
+    ("a: &a [x]\nb: &b [*a, *a]\nc: &c [*b, *b]\n", ":1:", "anchor"),
+    ("a: " + "[" * 100_000, ":1:", "nested too deeply"),
+    ("".join(f"{' ' * level}a:\n" for level in range(500)), ":9:", "nested too deeply"),
+    ("train:\n  steps: [3\n", ":3:", "not valid yaml"),
+    ("train:\n  steps: 'three\n", ":3:", "not valid yaml"),
+    ("train:\n  steps: 3: 4\n", ":2:", "not valid yaml"),
+    ("train:\n  steps: 3\n---\ntrain:\n", ":3:", "second yaml document"),
+    ("train:\n  steps: \x07\n", ":2:", "0x7 is not allowed"),
+    (b"train:\n  steps: \xff\n", ":2:", "UTF-8"),
+    ("train:\n  steps: 3\n".encode("utf-16"), ":1:", "UTF-8"),
+    ("train:\n".encode("utf-16-le"), ":1:", "0x0 is not allowed"),
+    (b"# " + b"x" * (1 << 20), ":1:", "too large"),
+]
+
+
+@pytest.mark.parametrize(("text", "place", "reason"), WRONG_FILES, ids=range(len(WRONG_FILES)))
+def test_a_wrong_file_is_reported_at_its_line(write, text, place, reason):
+    path = write(text)
+    with pytest.raises(UserError) as caught:
+        load_config(path)
+    line = next(line for line in str(caught.value).splitlines() if reason in line)
+    assert line.startswith(f"{path}{place}")
+
+
+def test_every_problem_is_reported_at_once_in_the_order_of_the_file(write):
+    path = write("""\
+modle:
+  family: x
+data:
+  path: pictures
+  width: wide
+train:
+  steps: 0
+  learning_rat: 1
+  warmup_steps: x
+objective:
+  shift: static
+output: {}
+""")
+    with pytest.raises(UserError) as caught:
+        load_config(path, ["train.seed=a", "rank=3"])
+    assert [line.split(": ")[0] for line in str(caught.value).splitlines()] == [
+        f"{path}:1 modle",
+        f"{path}:5 data.width",
+        f"{path}:7 train.steps",
+        f"{path}:8 train.learning_rat",
+        f"{path}:9 train.warmup_steps",
+        "train.seed=a (command line)",
+        "rank=3 (command line)",
+        f"{path}:1 model.family",
+        f"{path}:1 model.path",
+        f"{path}:11 objective.shift",
+        f"{path}:12 output.dir",
+    ]
+
+
+@pytest.mark.parametrize(
+    "secret", ["swordfish", "swordfish${data.path}", "swordfish${", "${oc.env:swordfish}"]
+)
+@pytest.mark.parametrize("setting", ["train:\n  steps:", "logging:\n  wandb_mode:"])
+def test_what_a_setting_refers_to_is_not_shown(write, minimal, monkeypatch, setting, secret):
+    monkeypatch.setenv("DIFFSYNTH_LITE_SECRET", secret)
+    path = write(f"{setting} ${{oc.env:DIFFSYNTH_LITE_SECRET}}\n{minimal}")
+    with pytest.raises(UserError) as caught:
+        load_config(path)
+    assert "swordfish" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_says_why(write, minimal, monkeypatch):
+    path = write(minimal)
+
+    def refuse(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    with pytest.raises(UserError, match="cannot be read: Permission denied"):
+        load_config(path)

@@ -1,0 +1,197 @@
+"""What a right config becomes: values by the type of their setting, precedence, references, documents."""
+
+import dataclasses
+import math
+
+import pytest
+
+from diffsynth_lite.config import dump_config, load_config
+from diffsynth_lite.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "expected"),
+    [
+        ("train.steps", "+7", 7),
+        ("train.seed", "0", 0),
+        ("train.steps", "9" * 18, 10**18 - 1),
+        ("train.learning_rate", "1e-4", 1e-4),
+        ("train.learning_rate", ".5", 0.5),
+        ("train.learning_rate", "1.", 1.0),
+        ("train.learning_rate", "3", 3.0),
+        ("train.max_grad_norm", "null", None),
+        ("train.max_grad_norm", "~", None),
+        ("train.max_grad_norm", "", None),
+        ("train.use_gradient_checkpointing", "off", False),
+        ("train.use_gradient_checkpointing", "FALSE", False),
+        ("train.use_gradient_checkpointing_offload", "Yes", True),
+        ("train.mixed_precision", "no", "no"),
+        ("objective.loss_weighting", "none", "none"),
+        ("logging.run_name", "yes", "yes"),
+        ("logging.run_name", "1:30", "1:30"),
+        ("logging.run_name", "0123", "0123"),
+        ("logging.run_name", "1e3", "1e3"),
+        ("logging.run_name", "2024-01-31", "2024-01-31"),
+        ("logging.run_name", "nan", "nan"),
+        ("logging.run_name", "'null'", "null"),
+        ("logging.run_name", "'None'", "None"),
+        ("logging.run_name", "null", None),
+        ("logging.project", "None", "None"),
+        ("validation.negative_prompt", "''", ""),
+        ("validation.negative_prompt", "|\n    two\n    lines", "two\nlines\n"),
+        ("validation.prompts", "[yes, 0123, 'a: b', \"\"]", ["yes", "0123", "a: b", ""]),
+        ("validation.prompts", "\n  - a, b\n  - 'no'", ["a, b", "no"]),
+        ("lora.target_modules", "null", None),
+        ("logging.trackers", "[tensorboard]", ["tensorboard"]),
+    ],
+)
+def test_a_value_is_read_by_the_type_of_its_setting(write, minimal, setting, value, expected):
+    section, key = setting.split(".")
+    path = write(f"{minimal}{section}:\n  {key}: {value}\n")
+    read = getattr(getattr(load_config(path).config, section), key)
+    assert read == expected
+    assert type(read) is type(expected)
+
+
+def test_what_is_not_set_has_its_default(write, minimal):
+    config = load_config(write(minimal)).config
+    assert config.model.family == "qwen_image"
+    assert config.train.learning_rate == 1e-4
+    assert config.train.use_gradient_checkpointing is True
+    assert config.lora.alpha is None
+    assert config.validation.negative_prompt == " "
+
+
+def test_an_empty_section_is_its_defaults(write, minimal):
+    assert load_config(write(f"{minimal}lora:\n  # rank: 8\ntrain: {{}}\n")).config.lora.rank == 32
+
+
+def test_a_flag_wins_over_an_override_over_the_file_over_the_default(write, minimal):
+    path = write(f"{minimal}train:\n  steps: 1\n  seed: 1\n  global_batch_size: 2\n")
+    config = load_config(
+        path,
+        ["train.steps=2", "train.seed=2", "train.steps=3"],
+        {"train.steps": 4, "train.global_batch_size": None},
+    ).config
+    assert (config.train.steps, config.train.seed) == (4, 2)
+    assert (config.train.global_batch_size, config.train.micro_batch_size) == (2, 1)
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_flag_is_a_python_value(write, minimal, value):
+    flags = {"train.use_gradient_checkpointing": value, "resume.source": "must"}
+    config = load_config(write(minimal), flags=flags).config
+    assert config.train.use_gradient_checkpointing is value
+    assert config.resume.source == "must"
+
+
+def test_windows_line_ends_and_a_byte_order_mark_make_no_difference(write, minimal):
+    text = minimal + "train:\n  steps: 5\n"
+    plain = load_config(write(text)).config
+    assert load_config(write(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())).config == plain
+
+
+def test_references_are_resolved_by_the_type_of_their_setting(write, minimal, monkeypatch):
+    monkeypatch.setenv("DIFFSYNTH_LITE_NAME", "0123")
+    monkeypatch.setenv("DIFFSYNTH_LITE_STEPS", "55")
+    path = write(f"""{minimal}
+train:
+  steps: ${{oc.env:DIFFSYNTH_LITE_STEPS}}
+  warmup_steps: ${{train.steps}}
+  use_gradient_checkpointing_offload: ${{train.use_gradient_checkpointing}}
+  cpu_threads: ${{oc.env:DIFFSYNTH_LITE_UNSET,null}}
+lora:
+  alpha: ${{oc.env:DIFFSYNTH_LITE_UNSET,16}}
+logging:
+  run_name: ${{oc.env:DIFFSYNTH_LITE_NAME}}
+  project: run-${{oc.env:DIFFSYNTH_LITE_NAME}}-rank${{lora.rank}}
+validation:
+  prompts: ["null", "in ${{data.path}}"]
+  width: ${{data.width}}
+""")
+    config = load_config(path).config
+    assert (config.train.steps, config.train.warmup_steps) == (55, 55)
+    assert config.train.use_gradient_checkpointing_offload is True
+    assert config.train.cpu_threads is None
+    assert config.lora.alpha == 16.0
+    assert config.logging.run_name == "0123"
+    assert config.logging.project == "run-0123-rank32"
+    assert config.validation.prompts == ["null", "in pictures"]
+    assert config.validation.width == 1024
+
+
+def test_the_documents_of_a_run_keep_references_as_written(write, minimal, monkeypatch):
+    monkeypatch.setenv("DIFFSYNTH_LITE_SECRET", "swordfish")
+    text = minimal + "logging:\n  project: ${oc.env:DIFFSYNTH_LITE_SECRET}\n"
+    path = write(text)
+    loaded = load_config(path, ["train.steps=7", "validation.prompts=['${oc.env:DIFFSYNTH_LITE_SECRET}']"])
+    assert loaded.config.logging.project == "swordfish"
+    assert (loaded.path, loaded.source_text) == (path, text)
+    assert "swordfish" not in loaded.resolved_yaml
+    assert "${oc.env:DIFFSYNTH_LITE_SECRET}" in loaded.resolved_yaml
+    assert load_config(write(loaded.resolved_yaml)).config == loaded.config
+
+
+def test_dump_config_holds_every_setting(write, minimal):
+    config = load_config(write(minimal), ["train.learning_rate=1e-5", "logging.run_name='x'"]).config
+    assert load_config(write(dump_config(config))).config == config
+    assert sum(line.startswith("  ") for line in dump_config(config).splitlines()) == sum(
+        len(dataclasses.fields(getattr(config, section.name))) for section in dataclasses.fields(config)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("memory: {min_bytes: 4096}", ["memory.min_bytes"]),
+        ("memory: {min_bytes: 4096}\ntrain: {use_gradient_checkpointing_offload: on}", []),
+        ("validation: {guidance_scale: 2, width: 8}", ["validation.guidance_scale", "validation.width"]),
+        ("validation: {guidance_scale: 2, prompts: [a]}", []),
+        ("validation: {loss_items: 0, data: other}", ["validation.data"]),
+        ("validation: {loss_items: 0, every_steps: 5}", ["validation.every_steps"]),
+        ("validation: {every_steps: 5}", []),
+        ("logging: {run_name: a, wandb_mode: online}", ["logging.run_name"]),
+        ("logging: {trackers: [tensorboard], run_name: a, wandb_mode: offline}", ["logging.wandb_mode"]),
+    ],
+)
+def test_a_setting_of_a_part_that_is_off_is_warned_of(write, minimal, text, settings):
+    path = write(f"{text}\n{minimal}")
+    warnings = load_config(path).warnings
+    assert [warning.split(": ")[0] for warning in warnings] == [f"{path}:1 {name}" for name in settings]
+    assert all("has no effect" in warning for warning in warnings)
+
+
+def test_offload_alone_implies_checkpointing_and_against_it_is_an_error(write, minimal):
+    offload = "train.use_gradient_checkpointing_offload"
+    train = load_config(write(minimal), [f"{offload}=true"]).config.train
+    assert train.use_gradient_checkpointing is True
+    path = write(f"{minimal}train:\n  use_gradient_checkpointing: off\n")
+    with pytest.raises(UserError, match=rf"^{offload}=True \(command line\): .* turn both on"):
+        load_config(path, flags={offload: True})
+
+
+def test_output_in_the_folder_of_the_images_is_an_error(write, minimal):
+    with pytest.raises(UserError, match=r"output.dir=./pictures \(command line\): output.dir is data.path"):
+        load_config(write(minimal), ["output.dir=./pictures"])
+
+
+def test_a_config_cannot_be_changed(write, minimal):
+    config = load_config(write(minimal)).config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.train.steps = 5
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.train = None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
+def test_a_config_changed_in_python_is_checked_too(write, minimal, value):
+    train = load_config(write(minimal)).config.train
+    with pytest.raises(UserError, match=r"learning_rate: got .*; must be a number, above 0"):
+        dataclasses.replace(train, learning_rate=value)
+
+
+def test_text_that_would_be_read_back_as_something_else_is_refused(write, minimal):
+    logging = load_config(write(minimal)).config.logging
+    for text in ("${data.path}", "???"):
+        with pytest.raises(UserError, match=r"project: got .*; must not contain"):
+            dataclasses.replace(logging, project=text)

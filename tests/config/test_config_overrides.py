@@ -1,0 +1,74 @@
+"""Overrides of the command line are read by the type of their setting, and wrong ones are named as typed."""
+
+import pytest
+
+from diffsynth_lite.config import load_config
+from diffsynth_lite.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.steps=10", 10),
+        ("train.max_grad_norm=null", None),
+        ("train.use_gradient_checkpointing=no", False),
+        ("logging.run_name=a=b: [c] #d", "a=b: [c] #d"),
+        ("logging.run_name=[a, b]", "[a, b]"),
+        ('logging.run_name="a"', '"a"'),
+        ("validation.negative_prompt=", ""),
+        ("validation.prompts=[a cat, 'a: dog', \"[x]\"]", ["a cat", "a: dog", "[x]"]),
+        ("validation.prompts=[]", []),
+        ("output.dir=runs/${data.path}", "runs/pictures"),
+    ],
+)
+def test_an_override_is_read_by_the_type_of_its_setting(write, minimal, override, expected):
+    section, key = override.partition("=")[0].split(".")
+    config = load_config(write(minimal), [override]).config
+    assert getattr(getattr(config, section), key) == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("train.steps=ten", "got 'ten'; must be a whole number"),
+        ("train.steps=", 'got ""; must be a whole number'),
+        ("train.steps=[1]", "must be a whole number"),
+        ("train.steps", "has no value; write section.key=value"),
+        ("train=3", "train is a section"),
+        ("train.=3", "train is a section"),
+        ("=3", "unknown section"),
+        ("", "unknown section"),
+        ("steps=3", "'steps' belongs under train, as train.steps"),
+        ("+train.steps=3", "'+' has no meaning"),
+        ("~train.steps", "'~' has no meaning"),
+        ("--train.steps=3", "'-' has no meaning"),
+        ("trian.steps=3", "'steps' belongs under train, as train.steps"),
+        ("trian.stps=3", "did you mean"),
+        ("train.stps=3", "did you mean 'steps'?"),
+        ("train.steps.x=3", "did you mean 'steps'?"),
+        ("validation.prompts[0]=a", "did you mean 'prompts'?"),
+        ("validation.prompts=a cat", "must be a list of texts"),
+        ("validation.prompts=[a, b", "write a list as '[a, b]'"),
+        ("validation.prompts=[a] b", "write a list as '[a, b]'"),
+        ("validation.prompts=[*a]", "write a list as '[a, b]'"),
+        ("data.metadata=None", "write null"),
+        ("data.path=\udcff", "half a character"),
+        ("memory.policy=auto", "planned"),
+        ("lora.dropout=2", "below 1"),
+        ("objective.logit_std=2", "has no effect"),
+    ],
+)
+def test_a_wrong_override_is_reported_as_typed(write, minimal, override, reason):
+    with pytest.raises(UserError) as caught:
+        load_config(write(minimal), [override])
+    (line,) = str(caught.value).splitlines()
+    shown = override.encode("ascii", "backslashreplace").decode()
+    assert line.startswith(f"{shown} (command line): ")
+    assert reason in line
+
+
+def test_a_conflict_with_the_file_is_placed_at_the_first_of_the_two_that_was_set(write, minimal):
+    path = write(f"train:\n  warmup_steps: 50\n{minimal}")
+    with pytest.raises(UserError) as caught:
+        load_config(path, ["train.steps=10"])
+    assert str(caught.value).startswith(f"{path}:2 train.warmup_steps: train.warmup_steps 50 must be at most")

@@ -1,0 +1,104 @@
+"""Any config, written as yaml and read again, is the same config."""
+
+import math
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diffsynth_lite.config import Config, dump_config, load_config
+from diffsynth_lite.config.field_type import FieldType, NotEmpty, Range, field_types
+from diffsynth_lite.config.schema import section_types
+from diffsynth_lite.errors import UserError
+
+TEXTS = st.one_of(
+    st.sampled_from(
+        ["yes", "null", "~", "0123", "1:30", "1e3", "- a", "a: b # c", "'", '"', " x ", "a\n\nb\n", "#"]
+    ),
+    st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20),
+).filter(lambda text: "${" not in text and text != "???")
+
+
+def values_of(field_type: FieldType) -> st.SearchStrategy:
+    """Every value that a setting may have, taken alone."""
+    if field_type.choices:
+        values = st.sampled_from(field_type.choices)
+    elif field_type.base is bool:
+        values = st.booleans()
+    elif field_type.base is str:
+        values = TEXTS.filter(str.strip) if NotEmpty() in field_type.rules else TEXTS
+    else:
+        values = numbers(field_type)
+    if field_type.is_list:
+        values = st.lists(values, min_size=NotEmpty() in field_type.rules, max_size=3, unique=True)
+    return st.none() | values if field_type.optional else values
+
+
+def numbers(field_type: FieldType) -> st.SearchStrategy:
+    """The numbers within the range of a setting."""
+    (bounds,) = field_type.rules or (Range(),)
+    if field_type.base is int:
+        return st.integers(int(bounds.at_least), 10**18 - 1)
+    return st.floats(
+        max(bounds.at_least, bounds.above, -1e9),
+        min(bounds.at_most, bounds.below, 1e9),
+        exclude_min=math.isfinite(bounds.above),
+        exclude_max=math.isfinite(bounds.below),
+    )
+
+
+def consistent(name: str, values: dict) -> dict:
+    """Drawn values with the settings that depend on others made to fit these."""
+    if name == "objective":
+        values |= {"sigma_min": 0.0} if values["sigma_min"] >= values["sigma_max"] else {}
+        values |= (
+            {"logit_mean": 0.0, "logit_std": 1.0} if values["timestep_density"] != "logit_normal" else {}
+        )
+        values |= {"mode_scale": 1.29} if values["timestep_density"] != "mode" else {}
+        values |= {"shift_value": (values["shift_value"] or 3.0) if values["shift"] == "static" else None}
+    if name == "train":
+        values |= {"micro_batch_size": values["global_batch_size"]}
+        values |= {"warmup_steps": min(values["warmup_steps"], values["steps"])}
+        values |= {"use_gradient_checkpointing": True} if values["use_gradient_checkpointing_offload"] else {}
+    return values
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    sections = {}
+    for name, section in section_types().items():
+        values = {key: draw(values_of(field_type)) for key, field_type in field_types(section).items()}
+        sections[name] = section(**consistent(name, values))
+    sections["data"] = replace(sections["data"], path=f"pictures/{sections['data'].path}")
+    sections["output"] = replace(sections["output"], dir=f"runs/{sections['output'].dir}")
+    sections["validation"] = replace(sections["validation"], data=draw(st.sampled_from([None, "other"])))
+    return Config(**sections)
+
+
+@given(config=configs())
+@settings(max_examples=25, deadline=None)
+def test_config_to_yaml_to_config_is_the_same(config):
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(dump_config(config), encoding="utf-8")
+        loaded = load_config(path)
+        assert loaded.config == config
+        path.write_text(loaded.resolved_yaml, encoding="utf-8")
+        assert load_config(path).config == config
+
+
+VALID = "model: {family: a, path: b}\ndata:\n  path: pictures\noutput:\n  dir: runs/one\ntrain:\n  steps: 5\n"
+JUNK = st.text(max_size=30) | st.text("ab:-[]{}#&*!|>'\"%@`,?\n\t ~.0$x\r", max_size=30)
+
+
+@given(junk=JUNK, position=st.integers(0, len(VALID)))
+@settings(max_examples=80, deadline=None)
+def test_a_file_with_junk_in_it_raises_nothing_but_user_errors(junk, position):
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_bytes((VALID[:position] + junk + VALID[position:]).encode("utf-8", "surrogatepass"))
+        with suppress(UserError):
+            load_config(path)

@@ -1,0 +1,26 @@
+"""Settings that every test runs under: no network, one thread, no trackers that phone home."""
+
+import os
+
+os.environ.update(
+    ACCELERATE_USE_CPU="true",  # also where there is a GPU; tests marked gpu take it back
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",
+    TOKENIZERS_PARALLELISM="false",
+    WANDB_MODE="offline",
+)
+
+import pytest
+import torch
+
+# Two OpenMP threads on a busy two-core machine made tiny models up to 60 times slower.
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked ``gpu``, with their reason, where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -1,0 +1,80 @@
+"""Two processes synchronise the same gradients under all switches."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from diffsynth_lite.core.gradient import blocks_run_by, gradient_checkpoint_forward
+
+NUM_PROCESSES = 2
+ALL_FLAGS = [(False, False), (True, False), (False, True), (True, True)]
+
+
+class Stack(nn.Module):
+    """Blocks with dropout and a frozen part, called as diffusers does, whose import would take seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient_checkpointing = False
+        torch.manual_seed(0)
+        frozen = [nn.Linear(8, 8).requires_grad_(False) for _ in range(3)]
+        self.blocks = nn.ModuleList(
+            nn.Sequential(f, nn.Dropout(0.3), nn.Linear(8, 8), nn.GELU()) for f in frozen
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self._gradient_checkpointing_func(block, x) if self.gradient_checkpointing else block(x)
+        return x
+
+
+def gradients_of_a_step(model: nn.Module, x: Tensor, flags: tuple[bool, bool] | None) -> list[Tensor]:
+    def run(index: int, block: nn.Module, *args: Any) -> Any:
+        return gradient_checkpoint_forward(block, *flags, *args)
+
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    with blocks_run_by(model, run) if flags else nullcontext():
+        loss = model(x).square().mean()
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.requires_grad]
+
+
+def equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+def train_on_a_rank(rank: int, folder: Path) -> None:
+    """Save the mean over the ranks of the gradients without DDP, and those of DDP without and with flags."""
+    torch.set_num_threads(1)
+    rendezvous = f"file://{folder / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=NUM_PROCESSES)
+    try:
+        x = torch.linspace(-1, 1, 32).reshape(4, 8) * (rank + 1)
+        mean = gradients_of_a_step(Stack(), x, None)
+        for gradient in mean:
+            dist.all_reduce(gradient)
+            gradient /= NUM_PROCESSES
+        model = DistributedDataParallel(Stack(), find_unused_parameters=False)
+        plain = gradients_of_a_step(model, x, None)
+        # Twice each: DDP finds a missing gradient at the beginning of the next step.
+        with_flags = [gradients_of_a_step(model, x, flags) for flags in ALL_FLAGS for _ in range(2)]
+        torch.save({"mean": mean, "plain": plain, "with flags": with_flags}, folder / f"rank{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_gradients_under_ddp_do_not_depend_on_the_flags(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(train_on_a_rank, (tmp_path,), nprocs=NUM_PROCESSES)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(NUM_PROCESSES))
+    assert equal(first["mean"], first["plain"])
+    assert equal(first["plain"], second["plain"])
+    assert len(first["with flags"]) == 2 * len(ALL_FLAGS)
+    for one, other in zip(first["with flags"], second["with flags"], strict=True):
+        assert equal(one, first["plain"])
+        assert equal(other, first["plain"])

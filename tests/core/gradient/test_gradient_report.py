@@ -1,0 +1,172 @@
+"""A switch that had no effect raises, with the cause that applies."""
+
+from typing import Any
+
+import pytest
+import torch
+from gradient_models import qwen_image_with_lora, training_step
+from torch import Tensor, nn
+
+from diffsynth_lite.core.gradient import (
+    GradientEngine,
+    GradientReport,
+    IneffectiveSwitchError,
+    blocks_run_by,
+    gradient_checkpoint_forward,
+    gradient_engine,
+)
+
+NUM_BLOCKS = 3
+
+
+def report_of_a_step(
+    flags: tuple[bool, bool], *, engine: GradientEngine | None = None, covered: int = NUM_BLOCKS
+) -> GradientReport:
+    """The report of a training step in which the first ``covered`` blocks go through the engine."""
+    engine = engine or GradientEngine()
+
+    def run(index: int, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if index < covered:
+            return gradient_checkpoint_forward(block, *flags, *args, **kwargs)
+        return block(*args, **kwargs)
+
+    case = qwen_image_with_lora()
+    with gradient_engine(engine):
+        training_step(case, blocks_run_by(case.model, run))
+    return engine.report()
+
+
+def require(report: GradientReport, checkpointing: bool, offload: bool, expected: int = NUM_BLOCKS) -> None:
+    report.require_effect(
+        use_gradient_checkpointing=checkpointing,
+        use_gradient_checkpointing_offload=offload,
+        expected_blocks=expected,
+    )
+
+
+@pytest.mark.parametrize("flags", [(True, False), (False, True), (True, True)])
+def test_a_step_in_which_the_switches_worked_passes(flags: tuple[bool, bool]) -> None:
+    require(report_of_a_step(flags), *flags)
+
+
+def test_switches_that_are_off_need_no_effect() -> None:
+    require(GradientReport(), False, False)
+    require(report_of_a_step((False, False)), False, False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ((True, False), "use_gradient_checkpointing: on"),
+        ((False, True), "use_gradient_checkpointing_offload: on"),
+        ((True, True), "use_gradient_checkpointing and use_gradient_checkpointing_offload: on"),
+    ],
+)
+def test_no_block_was_seen(flags: tuple[bool, bool], names: str) -> None:
+    with pytest.raises(IneffectiveSwitchError, match=rf"^{names}, but no block was seen"):
+        require(report_of_a_step(flags, covered=0), *flags)
+
+
+def test_fewer_blocks_were_seen_than_expected() -> None:
+    with pytest.raises(IneffectiveSwitchError, match="only 2 of 3 block calls were seen"):
+        require(report_of_a_step((True, False), covered=2), True, False)
+
+
+def test_the_switch_did_not_reach_the_blocks() -> None:
+    with pytest.raises(IneffectiveSwitchError, match=r"0 of 3 block calls were checkpointed.*switch off"):
+        require(report_of_a_step((False, False)), True, False)
+
+
+def test_the_blocks_ran_without_grad() -> None:
+    engine = GradientEngine()
+    with gradient_engine(engine), torch.no_grad():
+        gradient_checkpoint_forward(torch.sin, True, True, torch.ones(1))
+    with pytest.raises(IneffectiveSwitchError, match=r"0 of 1 block calls were checkpointed.*torch\.no_grad"):
+        require(engine.report(), True, True, expected=1)
+
+
+def test_gradients_do_not_reach_the_blocks() -> None:
+    engine, head = GradientEngine(), torch.ones(1, requires_grad=True)
+    with gradient_engine(engine):
+        frozen = gradient_checkpoint_forward(torch.sin, True, False, torch.ones(1))
+        (frozen * head).sum().backward()
+    with pytest.raises(
+        IneffectiveSwitchError, match="none of the 1 checkpointed blocks was recomputed: no gradient"
+    ):
+        require(engine.report(), True, False, expected=1)
+
+
+def test_all_tensors_are_below_min_bytes() -> None:
+    report = report_of_a_step((True, True), engine=GradientEngine(min_bytes=1 << 20))
+    # The hidden states are the largest: batch 2, 20 tokens, 32 channels, fp32.
+    message = (
+        r"^use_gradient_checkpointing_offload: on, but .* all 21 tensors are below min_bytes "
+        r"\(largest was 5120 bytes\)"
+    )
+    with pytest.raises(IneffectiveSwitchError, match=message):
+        require(report, True, True)
+
+
+def test_everything_was_left_for_several_reasons() -> None:
+    engine, weight = GradientEngine(min_bytes=1 << 20), nn.Parameter(torch.ones(256))
+    with gradient_engine(engine):
+        gradient_checkpoint_forward(torch.mul, True, True, weight, torch.ones(1)).sum().backward()
+    message = r"left on the device: 1 tensors, 1\.0 KiB \(parameter\), 1 tensors, 4 bytes \(below min_bytes\)"
+    with pytest.raises(IneffectiveSwitchError, match=message):
+        require(engine.report(), True, True, expected=1)
+
+
+def test_blocks_without_tensors_among_their_inputs_park_nothing() -> None:
+    engine, weight = GradientEngine(), torch.ones(3, requires_grad=True)
+
+    def block(scale: float) -> Tensor:
+        return (weight * scale).sin()
+
+    with gradient_engine(engine):
+        gradient_checkpoint_forward(block, False, True, 2.0).sum().backward()
+    with pytest.raises(IneffectiveSwitchError, match="no tensor among their inputs"):
+        require(engine.report(), False, True, expected=1)
+
+
+def test_the_report_tells_people_what_happened() -> None:
+    lines = report_of_a_step((True, True), engine=GradientEngine(min_bytes=1024)).lines()
+    assert lines == [
+        "blocks: 3 run, 3 checkpointed, 3 recomputed",
+        "parked in host memory: 9 tensors, 24.0 KiB",
+        "left on the device: 12 tensors, 3.3 KiB (below min_bytes)",
+    ]
+
+
+def test_a_new_report_starts_from_zero_and_leaves_the_old_one_alone() -> None:
+    engine = GradientEngine(min_bytes=1024)
+    old = report_of_a_step((True, True), engine=engine)
+    engine.start_report()
+    assert engine.report() == GradientReport()
+    assert old.blocks_run == 3
+    assert old.left
+    assert report_of_a_step((True, True), engine=engine) == old
+
+
+def test_a_report_stays_as_it_was_when_more_is_counted() -> None:
+    engine = GradientEngine(min_bytes=1024)
+    once = report_of_a_step((True, True), engine=engine)
+    twice = report_of_a_step((True, True), engine=engine)
+    assert twice.blocks_run == 2 * once.blocks_run
+    assert twice.left["below min_bytes"].num_bytes == 2 * once.left["below min_bytes"].num_bytes
+
+
+def test_without_a_scope_calls_do_not_share_an_engine() -> None:
+    engine = GradientEngine()
+    with gradient_engine(engine):
+        pass
+    gradient_checkpoint_forward(torch.sin, True, True, torch.ones(1, requires_grad=True)).sum().backward()
+    assert engine.report() == GradientReport()
+
+
+def test_an_inner_engine_takes_over_for_its_scope() -> None:
+    outer, inner = GradientEngine(), GradientEngine()
+    with gradient_engine(outer):
+        with gradient_engine(inner):
+            gradient_checkpoint_forward(torch.sin, False, False, torch.ones(1))
+        gradient_checkpoint_forward(torch.sin, False, False, torch.ones(1))
+    assert (outer.report().blocks_run, inner.report().blocks_run) == (1, 1)

@@ -1,0 +1,166 @@
+import hashlib
+import logging
+import multiprocessing
+import os
+
+import pytest
+import torch
+
+from diffsynth_lite.data.cache import TensorCache, file_fingerprint
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return TensorCache(tmp_path / "cache")
+
+
+@pytest.fixture
+def tensors():
+    return {
+        "latents": torch.arange(6, dtype=torch.bfloat16).reshape(1, 2, 3),
+        "mask": torch.tensor([True, False]),
+        "scale": torch.tensor(0.5),
+        "none": torch.zeros(0, 4),
+    }
+
+
+def file_of(cache, key):
+    return cache.folder / key[:2] / f"{key}.safetensors"
+
+
+def equal(left, right):
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+def test_what_is_written_is_read_back_bit_for_bit(cache, tensors):
+    key = cache.key(kind="image", content="abc")
+    assert cache.read(key) is None
+    cache.write(key, tensors)
+    assert equal(cache.read(key), tensors)
+    assert equal(TensorCache(cache.folder).read(key), tensors)
+
+
+def test_views_and_tensors_with_gradient_are_stored_by_value(cache):
+    whole = torch.arange(12.0).reshape(3, 4)
+    tensors = {"column": whole[:, 1], "weight": torch.ones(2, requires_grad=True)}
+    cache.write("ab", tensors)
+    stored = cache.read("ab")
+    assert stored["column"].tolist() == [1.0, 5.0, 9.0]
+    assert not stored["weight"].requires_grad
+
+
+def test_a_key_is_pinned_and_depends_on_every_part(cache):
+    assert cache.key(a="x", b=1) == "8095d22d316211ca856f8fe79438018c231dcc0a52a696198921f522749f8534"
+    assert cache.key(b=1, a="x") == cache.key(a="x", b=1)
+    others = [cache.key(a="y", b=1), cache.key(a="x", b=2), cache.key(a="x", b="1"), cache.key(a="x", c=1)]
+    assert len({cache.key(a="x", b=1), *others}) == 5
+
+
+def test_tensors_that_were_read_are_independent_of_the_file(cache):
+    cache.write("ab", {"latents": torch.zeros(4)})
+    first = cache.read("ab")["latents"]
+    first.fill_(1)
+    second = cache.read("ab")["latents"]
+    assert second.tolist() == [0.0] * 4
+    with file_of(cache, "ab").open("r+b") as file:
+        file.seek(-16, os.SEEK_END)
+        file.write(b"\x01" * 16)
+    assert second.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_numbers_that_are_not_finite_are_never_stored(cache, value, dtype):
+    with pytest.raises(ValueError, match="latents holds NaN or infinity"):
+        cache.write("ab", {"fine": torch.ones(2), "latents": torch.tensor([1.0, value], dtype=dtype)})
+    assert cache.read("ab") is None
+    assert not list(cache.folder.rglob("*.*"))
+
+
+def test_every_changed_byte_and_every_cut_is_noticed(cache, tensors):
+    cache.write("ab", tensors)
+    path = file_of(cache, "ab")
+    content = path.read_bytes()
+    for position in range(len(content)):
+        path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+        assert cache.read("ab") is None, position
+    for length in range(0, len(content), 5):
+        path.write_bytes(content[:length])
+        assert cache.read("ab") is None, length
+    path.write_bytes(content)
+    assert equal(cache.read("ab"), tensors)
+
+
+def test_a_changed_type_is_noticed(cache):
+    cache.write("ab", {"latents": torch.zeros(4)})
+    path = file_of(cache, "ab")
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"'))
+    assert cache.read("ab") is None
+
+
+def test_a_damaged_entry_is_warned_of_once_and_can_be_written_again(cache, tensors, caplog):
+    cache.write("ab", tensors)
+    path = file_of(cache, "ab")
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    with caplog.at_level(logging.WARNING):
+        assert cache.read("ab") is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}: damaged cache entry is ignored: its hash does not fit"
+    ]
+    cache.write("ab", tensors)
+    assert equal(cache.read("ab"), tensors)
+
+
+def test_an_entry_under_the_name_of_another_is_refused(cache, tensors):
+    cache.write("ab", tensors)
+    file_of(cache, "ac").parent.mkdir()
+    file_of(cache, "ab").rename(file_of(cache, "ac"))
+    assert cache.read("ac") is None
+
+
+def test_a_write_that_fails_leaves_the_entry_as_it_was(cache, tensors, monkeypatch):
+    cache.write("ab", tensors)
+
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        cache.write("ab", {"latents": torch.ones(1)})
+    assert equal(cache.read("ab"), tensors)
+    assert [path.name for path in file_of(cache, "ab").parent.iterdir()] == ["ab.safetensors"]
+
+
+def test_an_entry_is_on_the_disk_before_it_has_its_name(cache, monkeypatch):
+    visible_at_sync = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: visible_at_sync.append(file_of(cache, "ab").exists()))
+    cache.write("ab", {"latents": torch.ones(1)})
+    assert visible_at_sync == [False]
+
+
+def _write_until_killed(folder):
+    while True:
+        TensorCache(folder).write("ab", {"latents": torch.full((100_000,), 3.0)})
+
+
+def test_two_writers_one_of_them_killed_leave_a_whole_entry(cache):
+    other = multiprocessing.get_context("spawn").Process(target=_write_until_killed, args=(cache.folder,))
+    other.start()
+    while not file_of(cache, "ab").exists():
+        other.join(0.01)
+    for _ in range(20):
+        cache.write("ab", {"latents": torch.full((100_000,), 3.0)})
+        assert cache.read("ab")["latents"].eq(3).all()
+    other.kill()
+    other.join()
+    assert cache.read("ab")["latents"].eq(3).all()
+    cache.write("ab", {"latents": torch.ones(1)})
+    assert cache.read("ab")["latents"].tolist() == [1.0]
+
+
+def test_a_fingerprint_is_the_hash_of_the_bytes(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    assert file_fingerprint(path) == hashlib.sha256(b"content").hexdigest()

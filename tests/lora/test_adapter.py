@@ -1,0 +1,118 @@
+"""Adapters on a tiny Qwen-Image transformer: which layers, in which precision, and their tensors."""
+
+import pytest
+import torch
+from diffusers import QwenImageTransformer2DModel
+from torch import nn
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import (
+    adapter_settings,
+    adapter_tensors,
+    add_adapter,
+    find_target_layers,
+    load_adapter_tensors,
+)
+
+DEAD = ("attn.to_add_out", "txt_mlp.net.2")
+
+
+def tiny_transformer(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = QwenImageTransformer2DModel(
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=3,
+        joint_attention_dim=16,
+        axes_dims_rope=(8, 4, 4),
+    )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def targets(model: nn.Module, *names: str) -> list[str]:
+    return find_target_layers(model, names, block_lists=("transformer_blocks",), dead_in_last_block=DEAD)
+
+
+def test_targets_are_full_names_without_the_dead_layers_of_the_last_block() -> None:
+    assert targets(tiny_transformer(), "to_q", "to_add_out", "txt_mlp.net.2") == [
+        "transformer_blocks.0.attn.to_q",
+        "transformer_blocks.0.attn.to_add_out",
+        "transformer_blocks.0.txt_mlp.net.2",
+        "transformer_blocks.1.attn.to_q",
+    ]
+
+
+def test_a_target_matches_whole_parts_of_a_name_only() -> None:
+    assert targets(tiny_transformer(), "proj_out") == ["proj_out"]
+    with pytest.raises(UserError, match="o_q match no linear layer"):
+        targets(tiny_transformer(), "o_q")
+
+
+def test_each_target_without_a_match_is_named_with_the_close_one() -> None:
+    with pytest.raises(
+        UserError, match=r"img_mlp\.2, to_x match no linear layer .* did you mean .*img_mlp\.net\.2"
+    ):
+        targets(tiny_transformer(), "to_q", "img_mlp.2", "to_x")
+
+
+def test_no_targets_at_all_are_refused() -> None:
+    with pytest.raises(UserError, match=r"lora\.target_modules is empty"):
+        targets(tiny_transformer())
+
+
+def test_the_adapter_is_fp32_on_a_bf16_base_and_nothing_else_is_trained() -> None:
+    model = tiny_transformer(torch.bfloat16)
+    add_adapter(model, targets(model, "to_q"), rank=4, alpha=8, dropout=0.1, seed=0)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(trained) == 4
+    assert all(".lora_" in name for name in trained)
+    assert {parameter.dtype for parameter in trained.values()} == {torch.float32}
+    base = [parameter for name, parameter in model.named_parameters() if ".lora_" not in name]
+    assert {parameter.dtype for parameter in base} == {torch.bfloat16}
+
+
+def test_the_first_values_follow_the_seed_and_leave_the_global_state_alone() -> None:
+    values = []
+    for seed in (7, 7, 8):
+        model = tiny_transformer()
+        state = torch.get_rng_state()
+        add_adapter(model, targets(model, "to_q"), rank=4, alpha=4, dropout=0.0, seed=seed)
+        assert torch.equal(torch.get_rng_state(), state)
+        values.append(adapter_tensors(model)["transformer_blocks.0.attn.to_q.lora_A.weight"])
+    assert torch.equal(values[0], values[1])
+    assert not torch.equal(values[0], values[2])
+
+
+def test_tensors_taken_out_and_put_into_a_fresh_adapter_are_the_same() -> None:
+    first, second = tiny_transformer(), tiny_transformer()
+    for seed, model in enumerate((first, second)):
+        add_adapter(model, targets(model, "to_q", "to_v"), rank=4, alpha=4, dropout=0.0, seed=seed)
+    load_adapter_tensors(second, adapter_tensors(first))
+    ours, theirs = adapter_tensors(first), adapter_tensors(second)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("names", "rank"), [(("to_q",), 4), (("to_q", "to_v", "to_k"), 4), (("to_q", "to_v"), 8)]
+)
+def test_tensors_of_another_adapter_are_refused(names: tuple[str, ...], rank: int) -> None:
+    model, other = tiny_transformer(), tiny_transformer()
+    add_adapter(model, targets(model, "to_q", "to_v"), rank=4, alpha=4, dropout=0.0, seed=0)
+    add_adapter(other, targets(other, *names), rank=rank, alpha=4, dropout=0.0, seed=0)
+    with pytest.raises(UserError, match="does not fit the model"):
+        load_adapter_tensors(model, adapter_tensors(other))
+
+
+def test_the_settings_hold_alpha_and_only_what_differs_from_the_defaults() -> None:
+    model = tiny_transformer()
+    layers = targets(model, "to_q")
+    add_adapter(model, layers, rank=4, alpha=4, dropout=0.25, seed=0)
+    assert adapter_settings(model) == {
+        "r": 4,
+        "lora_alpha": 4,
+        "lora_dropout": 0.25,
+        "target_modules": sorted(layers),
+    }

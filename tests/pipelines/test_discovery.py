@@ -1,0 +1,61 @@
+"""Families are found by their file's name, or by a dotted path."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines import family_names, load_family
+from diffsynth_lite.pipelines.qwen_image import QwenImage
+
+ELSEWHERE = """
+from diffsynth_lite.pipelines.qwen_image import QwenImage
+
+
+class Mine(QwenImage):
+    pass
+"""
+
+
+def test_the_built_in_families_are_the_files_beside_the_contract() -> None:
+    assert family_names() == ["qwen_image"]
+    assert load_family("qwen_image") is QwenImage
+
+
+def test_a_family_kept_elsewhere_is_found_by_its_dotted_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "my_families"
+    package.mkdir()
+    (package / "mine.py").write_text(ELSEWHERE)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_family("my_families.mine").__name__ == "Mine"
+    sys.modules.pop("my_families.mine")
+
+
+def test_an_unknown_family_is_refused_with_the_close_one() -> None:
+    with pytest.raises(UserError, match="did you mean 'qwen_image'"):
+        load_family("qwen_imag")
+
+
+@pytest.mark.parametrize("name", ["contract", "no_such", "no.such.module", "diffsynth_lite.no_such"])
+def test_an_unknown_family_names_the_ones_there_are(name: str) -> None:
+    with pytest.raises(UserError, match="built-in families: qwen_image"):
+        load_family(name)
+
+
+def test_a_module_without_a_family_is_refused() -> None:
+    with pytest.raises(UserError, match="defines 0 concrete subclasses"):
+        load_family("json.decoder")
+
+
+def test_a_missing_import_inside_a_familys_file_keeps_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "broken_families"
+    package.mkdir()
+    (package / "broken.py").write_text("import no_such_library\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+        load_family("broken_families.broken")

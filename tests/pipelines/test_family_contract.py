@@ -1,0 +1,191 @@
+"""What every family has to do; a new file under pipelines/ is tested here from the moment it exists."""
+
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from family_sample import Sample
+
+from diffsynth_lite.core.gradient import GradientEngine, blocks_of, gradient_engine
+from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter, find_target_layers
+from diffsynth_lite.pipelines import PreviewRequest
+
+SIGMA = torch.tensor([0.1, 0.5, 0.9])
+FLAGS = [(False, False), (True, False), (False, True), (True, True)]
+
+
+def adapted_transformer(sample: Sample, *, dropout: float = 0.0) -> torch.nn.Module:
+    """The family's transformer with a LoRA whose update is not zero."""
+    family = sample.family
+    transformer = family.load_transformer(torch.float32).train()
+    layers = find_target_layers(
+        transformer,
+        family.default_target_modules,
+        block_lists=family.block_lists,
+        dead_in_last_block=family.dead_in_last_block,
+    )
+    add_adapter(transformer, layers, rank=4, alpha=8, dropout=dropout, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in transformer.named_parameters():
+        if ".lora_B." in name:
+            parameter.data.normal_(std=0.1, generator=generator)
+    return transformer
+
+
+def velocity_and_gradients(
+    sample: Sample, transformer: torch.nn.Module, flags: tuple[bool, bool], seed: int = 3
+) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+    torch.manual_seed(seed)
+    transformer.zero_grad()
+    velocity = sample.family.predict_velocity(
+        transformer,
+        sample.latents,
+        SIGMA,
+        sample.conditioning,
+        use_gradient_checkpointing=flags[0],
+        use_gradient_checkpointing_offload=flags[1],
+    )
+    velocity.square().mean().backward()
+    gradients = {name: value.grad for name, value in transformer.named_parameters() if value.requires_grad}
+    return velocity.detach(), gradients
+
+
+@pytest.mark.parametrize("flags", FLAGS[1:])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_the_flags_change_neither_the_velocity_nor_any_gradient(
+    sample: Sample, flags: tuple[bool, bool], dropout: float
+) -> None:
+    transformer = adapted_transformer(sample, dropout=dropout)
+    velocity, gradients = velocity_and_gradients(sample, transformer, (False, False))
+    other_velocity, other_gradients = velocity_and_gradients(sample, transformer, flags)
+    assert torch.equal(velocity, other_velocity)
+    assert gradients.keys() == other_gradients.keys()
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, other_gradients[name]), name
+
+
+def test_dropout_masks_follow_the_seed(sample: Sample) -> None:
+    transformer = adapted_transformer(sample, dropout=0.3)
+    first, _ = velocity_and_gradients(sample, transformer, (True, False), seed=3)
+    second, _ = velocity_and_gradients(sample, transformer, (True, False), seed=4)
+    assert not torch.equal(first, second)
+
+
+def test_every_declared_block_is_recomputed_and_parked(sample: Sample) -> None:
+    transformer = adapted_transformer(sample)
+    engine = GradientEngine()
+    with gradient_engine(engine):
+        velocity_and_gradients(sample, transformer, (True, True))
+    report = engine.report()
+    num_blocks = len(blocks_of(transformer, sample.family.block_lists))
+    assert report.blocks_run == report.blocks_recomputed == num_blocks > 0
+    tokens = sample.family.num_image_tokens(sample.latents.shape[1:]) * len(sample.latents)
+    # At the least each block's image tokens are parked, with one fp32 number a token.
+    assert report.bytes_parked > num_blocks * tokens * 4
+
+
+def test_every_adapter_gets_a_gradient(sample: Sample) -> None:
+    _, gradients = velocity_and_gradients(sample, adapted_transformer(sample), (False, False))
+    assert [name for name, gradient in gradients.items() if gradient is None] == []
+
+
+def test_layers_dropped_in_the_last_block_would_get_no_gradient(sample: Sample) -> None:
+    family = sample.family
+    transformer = family.load_transformer(torch.float32)
+    dead = [
+        f"{family.block_lists[-1]}.{len(transformer.get_submodule(family.block_lists[-1])) - 1}.{ending}"
+        for ending in family.dead_in_last_block
+    ]
+    for name in dead:
+        transformer.get_submodule(name).requires_grad_(True)
+    used = transformer.get_submodule(family.block_lists[-1])[0]
+    used.requires_grad_(True)
+    _, gradients = velocity_and_gradients(sample, transformer, (False, False))
+    for name in dead:
+        assert gradients[f"{name}.weight"] is None, name
+
+
+def test_default_targets_match_the_structure_without_weights(sample: Sample) -> None:
+    family = sample.family
+    empty, loaded = family.empty_transformer(), family.load_transformer(torch.float32)
+    assert {parameter.device.type for parameter in empty.parameters()} == {"meta"}
+    found = [
+        find_target_layers(
+            model,
+            family.default_target_modules,
+            block_lists=family.block_lists,
+            dead_in_last_block=family.dead_in_last_block,
+        )
+        for model in (empty, loaded)
+    ]
+    assert found[0] == found[1]
+    assert found[0]
+
+
+def test_the_base_is_loaded_frozen_and_in_the_dtype_asked_for(sample: Sample) -> None:
+    transformer = sample.family.load_transformer(torch.bfloat16)
+    assert {parameter.dtype for parameter in transformer.parameters()} == {torch.bfloat16}
+    assert not any(parameter.requires_grad for parameter in transformer.parameters())
+
+
+def test_a_saved_lora_draws_the_same_in_the_diffusers_pipeline(sample: Sample, tmp_path: Path) -> None:
+    family = sample.family
+    transformer = adapted_transformer(sample).eval()
+    tensors, settings = adapter_tensors(transformer), adapter_settings(transformer)
+    file = family.save_lora(tmp_path, tensors, settings)
+    assert file.name == "pytorch_lora_weights.safetensors"
+    read, read_settings = family.read_lora(tmp_path)
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+    assert (read_settings["r"], read_settings["lora_alpha"]) == (4, 8)
+
+    pipeline = getattr(diffusers, family.pipeline_class).from_pretrained(
+        family.folder.path, dtype=torch.float32
+    )
+    with torch.no_grad():
+        base, _ = predict(sample, pipeline.transformer), pipeline.load_lora_weights(tmp_path)
+        reloaded = predict(sample, pipeline.transformer)
+        trained = predict(sample, transformer)
+    assert torch.equal(reloaded, trained)
+    assert not torch.allclose(base, trained, atol=1e-3)
+
+
+def predict(sample: Sample, transformer: torch.nn.Module) -> torch.Tensor:
+    return sample.family.predict_velocity(transformer, sample.latents, SIGMA, sample.conditioning)
+
+
+def test_previews_have_the_size_asked_for_and_repeat_exactly(sample: Sample) -> None:
+    family = sample.family
+    transformer = adapted_transformer(sample).eval()
+    request = PreviewRequest(
+        conditioning=sample.conditioning[0],
+        negative=sample.conditioning[1],
+        width=4 * family.size_divisor,
+        height=2 * family.size_divisor,
+        num_inference_steps=2,
+        guidance_scale=2.0,
+        seed=5,
+    )
+    first, second = (family.sample(transformer, torch.float32, [request])[0] for _ in range(2))
+    assert first.size == (4 * family.size_divisor, 2 * family.size_divisor)
+    assert first.tobytes() == second.tobytes()
+
+
+def test_the_shift_is_positive_and_grows_with_the_picture_where_it_depends_on_it(sample: Sample) -> None:
+    small = sample.latents.shape[1:]
+    large = torch.Size((*small[:-2], small[-2] * 8, small[-1] * 8))
+    assert 0 < sample.family.family_shift(small) <= sample.family.family_shift(large)
+    assert sample.family.resolution_shift(small) < sample.family.resolution_shift(large)
+
+
+def test_sizes_that_do_not_fit_name_the_nearest_that_would(sample: Sample) -> None:
+    divisor = sample.family.size_divisor
+    sample.family.check_size(4 * divisor, 2 * divisor, keys="data.width, data.height")
+    with pytest.raises(ValueError, match=f"nearest size is {4 * divisor}x{2 * divisor}"):
+        sample.family.check_size(4 * divisor + 1, 2 * divisor, keys="data.width, data.height")
+
+
+def test_the_tiny_pipeline_passes_the_check_of_its_folder(sample: Sample) -> None:
+    sample.family.check_folder()
+    assert sample.family.folder.pipeline_class_name() == sample.family.pipeline_class

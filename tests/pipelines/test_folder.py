@@ -1,0 +1,167 @@
+"""Pipelines on disk and on the hub: what is found, and what is said when it is not."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from safetensors.torch import save_file
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines import PipelineFolder, resolve_folder
+from diffsynth_lite.pipelines.contract import folder as folder_module
+from diffsynth_lite.pipelines.qwen_image import QwenImage
+
+
+@pytest.fixture
+def pipeline_folder(tmp_path: Path) -> Path:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "QwenImagePipeline"}))
+    for component in ("transformer", "text_encoder", "vae"):
+        (tmp_path / component).mkdir()
+        (tmp_path / component / "config.json").write_text("{}")
+        save_file({"weight": torch.arange(200_000.0)}, tmp_path / component / "model.safetensors")
+    return tmp_path
+
+
+def test_a_local_folder_is_used_as_it_is(pipeline_folder: Path) -> None:
+    folder = resolve_folder(str(pipeline_folder))
+    assert folder == PipelineFolder(path=pipeline_folder)
+    QwenImage(folder).check_folder()
+
+
+@pytest.mark.parametrize("location", ["/no/such/folder", "./missing", "~/no-such-folder", "a/b/c", "missing"])
+def test_a_missing_folder_is_not_looked_for_on_the_hub(location: str) -> None:
+    with pytest.raises(UserError, match="there is no folder"):
+        resolve_folder(location)
+
+
+def test_a_misspelt_folder_beside_existing_ones_is_not_taken_for_a_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="there is no folder models/qwen"):
+        resolve_folder("models/qwen")
+
+
+def test_a_file_is_not_a_pipeline(pipeline_folder: Path) -> None:
+    with pytest.raises(UserError, match="is a file"):
+        resolve_folder(str(pipeline_folder / "model_index.json"))
+
+
+def test_a_revision_of_a_local_folder_is_refused(pipeline_folder: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.revision"):
+        resolve_folder(str(pipeline_folder), revision="main")
+
+
+def test_a_folder_without_an_index_is_not_a_diffusers_pipeline(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"not a diffusers pipeline: model_index\.json is missing"):
+        QwenImage(PipelineFolder(path=tmp_path)).check_folder()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "{", "\xff"])
+def test_a_damaged_index_is_one_clear_line(pipeline_folder: Path, text: str) -> None:
+    (pipeline_folder / "model_index.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=r"model_index\.json") as caught:
+        QwenImage(PipelineFolder(path=pipeline_folder)).check_folder()
+    assert "\n" not in str(caught.value)
+
+
+def test_another_pipeline_class_is_refused(pipeline_folder: Path) -> None:
+    (pipeline_folder / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
+    with pytest.raises(UserError, match="holds a WanPipeline, but this family trains a QwenImagePipeline"):
+        QwenImage(PipelineFolder(path=pipeline_folder)).check_folder()
+
+
+def test_missing_weights_name_the_component_and_the_variant(pipeline_folder: Path) -> None:
+    with pytest.raises(UserError, match=r"transformer holds no safetensors weights of variant 'fp16'"):
+        QwenImage(PipelineFolder(path=pipeline_folder, variant="fp16")).check_folder()
+    (pipeline_folder / "vae" / "model.safetensors").rename(pipeline_folder / "vae" / "model.bin")
+    with pytest.raises(UserError, match=r"vae holds no safetensors weights"):
+        QwenImage(PipelineFolder(path=pipeline_folder)).check_folder()
+
+
+def test_a_variant_is_told_from_the_plain_files(pipeline_folder: Path) -> None:
+    for component in ("transformer", "text_encoder", "vae"):
+        save_file({"weight": torch.zeros(2)}, pipeline_folder / component / "model.fp16.safetensors")
+    plain, half = PipelineFolder(path=pipeline_folder), PipelineFolder(path=pipeline_folder, variant="fp16")
+    QwenImage(half).check_folder()
+    assert plain.fingerprint("vae") != half.fingerprint("vae")
+
+
+def test_the_fingerprint_changes_with_the_config_and_with_the_weights(pipeline_folder: Path) -> None:
+    folder = PipelineFolder(path=pipeline_folder)
+    before = folder.fingerprint("vae")
+    assert folder.fingerprint("vae") == before
+    weights = pipeline_folder / "vae" / "model.safetensors"
+    for offset in (0, 1000, weights.stat().st_size - 1):
+        content = bytearray(weights.read_bytes())
+        content[offset] ^= 1
+        weights.write_bytes(content)
+        changed = folder.fingerprint("vae")
+        assert changed != before, offset
+        content[offset] ^= 1
+        weights.write_bytes(content)
+    assert folder.fingerprint("vae") == before
+    (pipeline_folder / "vae" / "config.json").write_text("{} ")
+    assert folder.fingerprint("vae") != before
+
+
+RESPONSE = SimpleNamespace(headers={}, request=None, status_code=404, text="", url="")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (GatedRepoError("gated", response=RESPONSE), "is gated: accept its terms"),
+        (RepositoryNotFoundError("none", response=RESPONSE), "the hub has no repository owner/name"),
+        (
+            RevisionNotFoundError("none", response=RESPONSE),
+            r"model\.revision: owner/name has no revision 'v9'",
+        ),
+        (LocalEntryNotFoundError("offline"), "the hub cannot be reached"),
+        (HfHubHTTPError("503", response=RESPONSE), "downloading owner/name failed: 503"),
+        (OSError(28, "No space left on device"), "No space left"),
+    ],
+)
+def test_each_way_a_hub_id_can_fail_says_which_it_is(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    def fail(*_args: object, **_kwargs: object) -> str:
+        raise error
+
+    monkeypatch.setattr(folder_module, "snapshot_download", fail)
+    with pytest.raises(UserError, match=message):
+        resolve_folder("owner/name", revision="v9")
+
+
+def test_without_a_network_a_hub_id_says_so() -> None:
+    with pytest.raises(UserError, match="the hub cannot be reached and owner/name is not in the local cache"):
+        resolve_folder("owner/name")
+
+
+def test_a_download_asks_for_the_wanted_files_only(
+    monkeypatch: pytest.MonkeyPatch, pipeline_folder: Path
+) -> None:
+    asked: list[dict[str, object]] = []
+
+    def download(_repository: str, **kwargs: object) -> str:
+        asked.append(kwargs)
+        return str(pipeline_folder)
+
+    monkeypatch.setattr(folder_module, "snapshot_download", download)
+    assert resolve_folder("owner/name", variant="fp16").path == pipeline_folder
+    resolve_folder("owner/name")
+    half, plain = asked
+    assert "*.fp16*.safetensors" in half["allow_patterns"]
+    assert "*.safetensors" not in half["allow_patterns"]
+    assert "*.safetensors" in plain["allow_patterns"]
+    assert "*.fp16*.safetensors" in plain["ignore_patterns"]

@@ -1,0 +1,112 @@
+"""Qwen-Image against diffusers' own transformer and pipeline."""
+
+import pytest
+import torch
+from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+from family_sample import PROMPTS
+from PIL import Image
+
+from diffsynth_lite.core.noise import shift_sigma
+from diffsynth_lite.pipelines import PipelineFolder
+from diffsynth_lite.pipelines.qwen_image import QwenImage, model_fn_qwen_image, tiny
+
+FLAGS = [(False, False), (True, False), (False, True), (True, True)]
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> QwenImagePipeline:
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def family(pipeline: QwenImagePipeline, tmp_path_factory: pytest.TempPathFactory) -> QwenImage:
+    folder = tmp_path_factory.mktemp("qwen_image")
+    pipeline.save_pretrained(folder)
+    return QwenImage(PipelineFolder(path=folder))
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_model_fn_equals_the_transformers_own_forward(
+    pipeline: QwenImagePipeline, flags: tuple[bool, bool]
+) -> None:
+    transformer: QwenImageTransformer2DModel = pipeline.transformer
+    transformer.zero_grad()
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(2, 16, 1, 8, 4, generator=generator)
+    embeds = torch.randn(2, 7, 16, generator=generator)
+    mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
+    sigma = torch.tensor([0.2, 0.7])
+
+    tokens = QwenImagePipeline._pack_latents(latents[:, :, 0], 2, 16, 8, 4)
+    reference = transformer(
+        hidden_states=tokens,
+        timestep=sigma,
+        encoder_hidden_states=embeds,
+        encoder_hidden_states_mask=mask,
+        img_shapes=[[(1, 4, 2)]] * 2,
+        return_dict=False,
+    )[0]
+    reference = QwenImagePipeline._unpack_latents(reference, 8 * 8, 4 * 8, vae_scale_factor=8)
+    reference.square().mean().backward()
+    expected = {name: parameter.grad for name, parameter in transformer.named_parameters()}
+
+    transformer.zero_grad()
+    velocity = model_fn_qwen_image(
+        transformer,
+        latents,
+        sigma,
+        embeds,
+        mask,
+        use_gradient_checkpointing=flags[0],
+        use_gradient_checkpointing_offload=flags[1],
+    )
+    velocity.square().mean().backward()
+    assert torch.equal(velocity, reference)
+    for name, parameter in transformer.named_parameters():
+        gradients = parameter.grad, expected[name]
+        assert gradients == (None, None) or torch.equal(*gradients), name
+
+
+def test_prompts_are_encoded_as_by_the_pipeline(pipeline: QwenImagePipeline, family: QwenImage) -> None:
+    encoded = family.load_prompt_encoder(torch.float32, torch.device("cpu"))(PROMPTS)
+    embeds, mask = pipeline.encode_prompt(list(PROMPTS), device="cpu")
+    assert mask is not None
+    for row, row_mask, conditioning in zip(embeds, mask.bool(), encoded, strict=True):
+        assert torch.equal(conditioning["prompt_embeds"], row[row_mask])
+
+
+def test_one_prompt_alone_has_no_mask_and_keeps_its_length(
+    pipeline: QwenImagePipeline, family: QwenImage
+) -> None:
+    (alone,) = family.load_prompt_encoder(torch.float32, torch.device("cpu"))(PROMPTS[:1])
+    embeds, mask = pipeline.encode_prompt(PROMPTS[0], device="cpu")
+    assert mask is None
+    assert torch.equal(alone["prompt_embeds"], embeds[0])
+
+
+def test_latents_are_normalised_as_the_pipeline_undoes_it(
+    pipeline: QwenImagePipeline, family: QwenImage
+) -> None:
+    image = Image.effect_mandelbrot((64, 32), (-2, -1, 1, 1), 10).convert("RGB")
+    (encoded,) = family.load_image_encoder(torch.float32, torch.device("cpu"))([image])
+    assert encoded["latents"].shape == (16, 1, 4, 8)
+    mean = torch.tensor(pipeline.vae.config.latents_mean).view(1, 16, 1, 1, 1)
+    std = torch.tensor(pipeline.vae.config.latents_std).view(1, 16, 1, 1, 1)
+    pixels = pipeline.image_processor.preprocess(image).unsqueeze(2)
+    with torch.no_grad():
+        expected = pipeline.vae.encode(pixels).latent_dist.mode()
+    # One rounding apart: the family normalises in the order (z - mean) / std.
+    torch.testing.assert_close(encoded["latents"][None] * std + mean, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_shift_is_the_one_of_the_pipelines_sampler(
+    pipeline: QwenImagePipeline, family: QwenImage
+) -> None:
+    scheduler = pipeline.scheduler
+    num_tokens = 4096
+    mu = 0.5 + (0.9 - 0.5) * (num_tokens - 256) / (8192 - 256)
+    sigmas = torch.linspace(0.05, 1.0, 20)
+    ours = shift_sigma(sigmas, family.family_shift((16, 1, 128, 128)))
+    torch.testing.assert_close(
+        ours, torch.as_tensor(scheduler.time_shift(mu, 1.0, sigmas)), rtol=1e-6, atol=0
+    )

@@ -1,0 +1,144 @@
+"""What a user can get wrong: exit code 2 and one line that names it, before any weights are loaded."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from tiny_run import TinyRun
+
+from diffsynth_lite.pipelines.qwen_image import QwenImage
+
+Spoil = Callable[[TinyRun], object]
+
+
+def rewrite(old: str, new: str) -> Spoil:
+    """Changes the config's text."""
+
+    def spoil(run: TinyRun) -> None:
+        text = run.config.read_text()
+        assert old in text
+        run.config.write_text(text.replace(old, new))
+
+    return spoil
+
+
+def copied_model(run: TinyRun) -> Path:
+    """A copy of the tiny pipeline that the config names from now on."""
+    line = next(line for line in run.config.read_text().splitlines() if line.startswith("  path:"))
+    copy = run.root / "model"
+    shutil.copytree(line.split(": ")[1], copy)
+    run.config.write_text(run.config.read_text().replace(line, f"  path: {copy}"))
+    return copy
+
+
+def without_blocks(run: TinyRun) -> None:
+    config = copied_model(run) / "transformer" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "num_layers": 0}))
+
+
+def as_wan_pipeline(run: TinyRun) -> None:
+    index = copied_model(run) / "model_index.json"
+    index.write_text(index.read_text().replace("QwenImagePipeline", "WanPipeline"))
+
+
+BEFORE_WEIGHTS: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
+    "mistyped key": (rewrite("  rank: 4", "  rnak: 4"), (), "did you mean 'rank'"),
+    "mistyped section": (rewrite("lora:", "loar:"), (), "did you mean 'lora'"),
+    "wrong type": (rewrite("steps: 6", "steps: many"), (), "train.steps"),
+    "out of range": (rewrite("dropout: 0.1", "dropout: 1.5"), (), "lora.dropout"),
+    "missing config": (lambda run: run.config.rename(run.root / "other.yaml"), (), "tiny.yaml"),
+    "missing model": (lambda run: None, ("model.path=/no/such/model",), "there is no folder /no/such/model"),
+    "unreachable hub id": (lambda run: None, ("model.path=owner/name",), "the hub cannot be reached"),
+    "not a pipeline": (
+        lambda run: (copied_model(run) / "model_index.json").unlink(),
+        (),
+        "not a diffusers pipeline",
+    ),
+    "another pipeline": (as_wan_pipeline, (), "holds a WanPipeline"),
+    "no weights": (
+        lambda run: (copied_model(run) / "vae" / "diffusion_pytorch_model.safetensors").unlink(),
+        (),
+        "no safetensors weights",
+    ),
+    "unknown family": (lambda run: None, ("model.family=qwen_imag",), "did you mean 'qwen_image'"),
+    "no such data": (lambda run: None, ("data.path=/no/such/data",), "/no/such/data"),
+    "no images": (lambda run: [path.unlink() for path in (run.root / "data").glob("*.png")], (), "data"),
+    "missing caption": (lambda run: (run.root / "data" / "3.txt").unlink(), (), "3.png"),
+    "image that is none": (lambda run: (run.root / "data" / "2.png").write_text("<html>"), (), "2.png"),
+    "targets without a match": (
+        lambda run: None,
+        ("lora.target_modules=[to_q, to_qqq]",),
+        "to_qqq match no linear",
+    ),
+    "model without blocks": (without_blocks, (), "transformer_blocks"),
+    "size that does not fit": (lambda run: None, ("data.width=72",), "not divisible by 16"),
+    "batch that does not fit": (lambda run: None, ("train.global_batch_size=3",), "global_batch_size"),
+    "offload without checkpointing": (
+        lambda run: None,
+        ("--use_gradient_checkpointing_offload", "--no-use_gradient_checkpointing"),
+        "use_gradient_checkpointing",
+    ),
+    "planner setting": (lambda run: None, ("train.use_gradient_checkpointing=auto",), "planned"),
+    "missing checkpoint": (lambda run: None, ("--resume", "/no/such/checkpoint"), "/no/such/checkpoint"),
+}
+
+
+@pytest.mark.parametrize("case", BEFORE_WEIGHTS)
+def test_it_is_refused_in_one_line_before_weights_are_loaded(
+    case: str, tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loaded(*_args: object) -> None:
+        pytest.fail("weights were loaded")
+
+    for method in ("load_transformer", "load_prompt_encoder", "load_image_encoder"):
+        monkeypatch.setattr(QwenImage, method, loaded)
+    spoil, arguments, message = BEFORE_WEIGHTS[case]
+    spoil(tiny_run)
+    assert tiny_run.train(*arguments) == 2
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert "Traceback" not in caplog.text
+
+
+def test_several_mistakes_are_all_reported_at_once(
+    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tiny_run.root / "data" / "3.txt").unlink()
+    assert tiny_run.train("data.width=72", "lora.target_modules=[nothing]", "model.variant=fp16") == 2
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) >= 2
+    assert any("3.png" in error for error in errors)
+
+
+def test_a_picture_that_breaks_when_decoded_is_named_by_the_caching_pass(
+    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    picture = tiny_run.root / "data" / "2.png"
+    picture.write_bytes(picture.read_bytes()[:-400])
+    assert tiny_run.train() == 2
+    assert "2.png" in caplog.text
+    assert tiny_run.status()["state"] == "failed"
+
+
+def test_bad_pictures_are_left_out_and_listed_when_asked_to(tiny_run: TinyRun) -> None:
+    picture = tiny_run.root / "data" / "2.png"
+    picture.write_bytes(picture.read_bytes()[:-400])
+    assert tiny_run.train("data.on_bad_item=skip", "train.steps=2") == 0
+    rows = [json.loads(line) for line in (tiny_run.folder / "quarantine.jsonl").read_text().splitlines()]
+    assert [row["item"] for row in rows] == ["2.png"]
+    Image.effect_mandelbrot((64, 64), (-2, -1, 1, 1), 9).convert("RGB").save(picture)
+    assert tiny_run.train("data.on_bad_item=skip") == 2  # a picture more is a different run
+
+
+def test_a_second_trainer_on_one_run_folder_is_refused(
+    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    from diffsynth_lite.training.run_folder import RunFolder
+
+    with RunFolder(tiny_run.folder).lock():
+        assert tiny_run.train() == 2
+    assert "in use by process" in caplog.text

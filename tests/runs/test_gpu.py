@@ -1,0 +1,38 @@
+"""Whole runs on a CUDA device."""
+
+import pytest
+from tiny_run import TinyRun, checkpoint_tensors
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _use_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
+
+
+def losses(run: TinyRun, folder: str, *arguments: str) -> list[float]:
+    assert run.train(f"output.dir={run.root / folder}", "lora.dropout=0", *arguments) == 0
+    return [row["loss"] for row in run.metrics(run.root / folder) if "loss" in row]
+
+
+def test_offload_parks_and_changes_no_loss_beyond_rounding(tiny_run: TinyRun) -> None:
+    plain = losses(tiny_run, "plain", "--no-use_gradient_checkpointing")
+    parked = losses(tiny_run, "parked", "--use_gradient_checkpointing_offload", "memory.min_bytes=0")
+    # Kernels with atomics sum in any order.
+    assert parked == pytest.approx(plain, rel=1e-4)
+    report = next(row for row in tiny_run.metrics(tiny_run.root / "parked") if "bytes_parked" in row)
+    assert report["bytes_parked"] > 0
+
+
+def test_a_run_resumes_on_the_gpu_with_the_same_samples_and_noise(tiny_run: TinyRun) -> None:
+    whole = losses(tiny_run, "whole")
+    losses(tiny_run, "parts", "train.steps=4")
+    assert losses(tiny_run, "parts") == pytest.approx(whole, rel=1e-4)
+    names = [set(checkpoint_tensors(tiny_run.root / folder, 6)) for folder in ("whole", "parts")]
+    assert names[0] == names[1]
+
+
+def test_bf16_trains_with_fp32_adapter_and_finite_loss(tiny_run: TinyRun) -> None:
+    values = losses(tiny_run, "bf16", "model.dtype=bfloat16", "train.mixed_precision=bf16")
+    assert len(values) == 6

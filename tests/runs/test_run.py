@@ -1,0 +1,222 @@
+"""Whole runs through the training command, on a tiny pipeline of the real classes."""
+
+import shutil
+
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from PIL import Image
+from tiny_run import TinyRun, checkpoint_tensors, differing
+
+from diffsynth_lite.pipelines.qwen_image import QwenImage
+
+
+def test_a_run_leaves_a_lora_that_the_diffusers_pipeline_loads(tiny_run: TinyRun, tiny_model) -> None:
+    assert tiny_run.train() == 0
+    pipeline = QwenImagePipeline.from_pretrained(tiny_model, dtype=torch.float32)
+    pipeline.load_lora_weights(tiny_run.folder / "lora")
+    adapter = checkpoint_tensors(tiny_run.folder, 6)
+    loaded = {name: value for name, value in pipeline.transformer.named_parameters() if ".lora_" in name}
+    assert len(loaded) == sum(name.startswith("adapter/") for name in adapter)
+    for name, value in loaded.items():
+        assert torch.equal(value, adapter[f"adapter/{name.replace('.default_0', '')}"]), name
+    assert pipeline.transformer.peft_config["default_0"].lora_alpha == 8
+
+
+def test_a_run_folder_holds_what_the_readme_says(tiny_run: TinyRun) -> None:
+    assert tiny_run.train() == 0
+    names = {path.name for path in tiny_run.folder.iterdir() if not path.name.startswith(".")}
+    assert names == {
+        *("config.yaml", "resolved.yaml", "status.json", "metrics.jsonl"),
+        *("checkpoints", "previews", "lora"),
+    }
+    assert sorted(path.name for path in (tiny_run.folder / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000006",
+    ]
+    assert (tiny_run.folder / "config.yaml").read_text() == tiny_run.config.read_text()
+    status = tiny_run.status()
+    assert (status["state"], status["exit_code"], status["step"]) == ("finished", 0, 6)
+    with Image.open(tiny_run.folder / "previews" / "grid.png") as grid:
+        assert grid.width > 2 * 64
+    drawn = sorted(path.name for path in (tiny_run.folder / "previews").glob("step-*.png"))
+    assert drawn == [f"step-{step:08d}-prompt-{place:02d}.png" for step in (0, 6) for place in (0, 1)]
+
+
+def test_the_loss_on_fixed_noise_falls(tiny_run: TinyRun) -> None:
+    assert tiny_run.train("train.steps=30", "lora.dropout=0", "output.checkpoint_every_steps=30") == 0
+    losses = [row["train_fixed_noise_loss"] for row in tiny_run.metrics() if "train_fixed_noise_loss" in row]
+    assert len(losses) == 2
+    assert losses[1] < 0.9 * losses[0]
+
+
+def test_held_out_data_give_a_validation_loss(tiny_run: TinyRun) -> None:
+    held_out = shutil.copytree(tiny_run.root / "data", tiny_run.root / "held_out")
+    assert tiny_run.train(f"validation.data={held_out}", "train.steps=1") == 0
+    assert [row["step"] for row in tiny_run.metrics() if "validation_loss" in row] == [0, 1]
+
+
+@pytest.mark.parametrize("flag", ["--use_gradient_checkpointing", "--use_gradient_checkpointing_offload"])
+def test_the_flags_prove_their_effect_and_change_no_weight(tiny_run: TinyRun, flag: str) -> None:
+    plain, switched = tiny_run.root / "plain", tiny_run.root / "switched"
+    assert tiny_run.train(f"output.dir={plain}", "--no-use_gradient_checkpointing") == 0
+    assert tiny_run.train(f"output.dir={switched}", flag) == 0
+    assert differing(checkpoint_tensors(plain, 6), checkpoint_tensors(switched, 6)) == []
+    report = next(row for row in tiny_run.metrics(switched) if "blocks_recomputed" in row)
+    assert report["blocks_recomputed"] == 2 * 2  # two blocks, two micro-batches
+    assert (report["bytes_parked"] > 0) == ("offload" in flag)
+
+
+def test_a_switch_without_effect_stops_the_run(tiny_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
+    assert tiny_run.train("--use_gradient_checkpointing_offload", "memory.min_bytes=1000000000") == 2
+    assert "use_gradient_checkpointing_offload" in caplog.text
+    assert "min_bytes" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "second_half",
+    [
+        (),
+        ("--use_gradient_checkpointing_offload",),
+        ("--no-use_gradient_checkpointing",),
+        ("data.num_workers=2",),
+    ],
+)
+def test_a_resumed_run_is_the_same_run_bit_for_bit(tiny_run: TinyRun, second_half: tuple[str, ...]) -> None:
+    whole, parts = tiny_run.root / "whole", tiny_run.root / "parts"
+    settings = ("train.warmup_steps=3", "validation.every_steps=3")
+    assert tiny_run.train(f"output.dir={whole}", *settings) == 0
+    assert tiny_run.train(f"output.dir={parts}", *settings, "train.steps=4") == 0
+    assert tiny_run.train(f"output.dir={parts}", *settings, *second_half) == 0
+    assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(parts, 6)) == []
+    rows = {row["step"]: row for row in tiny_run.metrics(parts) if "loss" in row}
+    assert rows == {row["step"]: row for row in tiny_run.metrics(whole) if "loss" in row}
+
+
+def test_a_run_that_forgets_the_optimizer_would_be_another_run(tiny_run: TinyRun, monkeypatch) -> None:
+    whole, parts = tiny_run.root / "whole", tiny_run.root / "parts"
+    assert tiny_run.train(f"output.dir={whole}") == 0
+    assert tiny_run.train(f"output.dir={parts}", "train.steps=4") == 0
+    monkeypatch.setattr("diffsynth_lite.training.saving.load_optimizer", lambda *_args: None)
+    assert tiny_run.train(f"output.dir={parts}") == 0
+    assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(parts, 6)) != []
+
+
+def test_a_finished_run_says_where_its_results_are_and_changes_nothing(
+    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert tiny_run.train() == 0
+    before = {path: path.stat().st_mtime_ns for path in tiny_run.folder.rglob("*") if path.name != ".lock"}
+    caplog.clear()
+    assert tiny_run.train() == 0
+    assert f"LoRA: {tiny_run.folder / 'lora'}" in caplog.text
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_a_run_folder_that_was_moved_resumes(tiny_run: TinyRun) -> None:
+    assert tiny_run.train("train.steps=4") == 0
+    moved = tiny_run.root / "elsewhere" / "moved"
+    moved.parent.mkdir()
+    shutil.move(tiny_run.folder, moved)
+    assert tiny_run.train(f"output.dir={moved}") == 0
+    assert (moved / "checkpoints" / "step-00000006").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("lora.rank=8", "lora.rank was 4, is 8"),
+        ("lora.alpha=4", "lora.alpha was 8.0, is 4.0"),
+        ("train.seed=1", "train.seed was 0, is 1"),
+        ("train.learning_rate=0.02", "train.learning_rate was 0.01, is 0.02"),
+        ("objective.timestep_density=logit_normal", "objective.timestep_density"),
+        ("data.repeats=2", "data.repeats was 1, is 2"),
+        ("lora.target_modules=[to_q]", "lora.target_modules"),
+        ("data.width=32", "data.width was 64, is 32"),
+    ],
+)
+def test_a_different_run_in_the_same_folder_is_refused_by_name(
+    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture, change: str, named: str
+) -> None:
+    assert tiny_run.train("train.steps=2") == 0
+    status = tiny_run.status()
+    assert tiny_run.train(change) == 2
+    assert named in caplog.text
+    assert "another output.dir" in caplog.text
+    assert tiny_run.status() == status
+
+
+def test_changed_data_are_a_different_run(tiny_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
+    assert tiny_run.train("train.steps=2") == 0
+    status = tiny_run.status()
+    (tiny_run.root / "data" / "0.txt").write_text("a blue square")
+    assert tiny_run.train() == 2
+    assert "data.items was" in caplog.text
+    assert tiny_run.status() == status
+
+
+def test_resume_must_needs_a_checkpoint_and_none_needs_an_empty_folder(
+    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert tiny_run.train("--resume", "must") == 2
+    assert "holds no checkpoint" in caplog.text
+    assert tiny_run.train("--resume", "none", "train.steps=2") == 0
+    assert tiny_run.train("--resume", "none") == 2
+    assert "resume.source: none starts a new run" in caplog.text
+
+
+def test_resuming_from_an_earlier_checkpoint_sets_later_ones_aside(tiny_run: TinyRun) -> None:
+    assert tiny_run.train() == 0
+    expected = checkpoint_tensors(tiny_run.folder, 6)
+    earlier = tiny_run.folder / "checkpoints" / "step-00000004"
+    assert tiny_run.train("--resume", str(earlier)) == 0
+    assert differing(expected, checkpoint_tensors(tiny_run.folder, 6)) == []
+    names = [path.name for path in (tiny_run.folder / "checkpoints").iterdir()]
+    assert ".left-step-00000006-1" in names
+
+
+def test_a_folder_with_other_files_is_left_alone(tiny_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
+    tiny_run.folder.mkdir()
+    (tiny_run.folder / "thesis.tex").write_text("mine")
+    assert tiny_run.train() == 2
+    assert "is not empty and holds no run" in caplog.text
+    assert [path.name for path in tiny_run.folder.iterdir()] == ["thesis.tex"]
+
+
+def test_a_failing_preview_warns_and_training_goes_on(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = tiny_run.root / "plain"
+    assert tiny_run.train(f"output.dir={plain}") == 0
+
+    def fail(*_args: object) -> None:
+        torch.rand(3)  # random state and mode must be as before all the same
+        raise RuntimeError("no memory for a picture")
+
+    monkeypatch.setattr(QwenImage, "sample", fail)
+    assert tiny_run.train("validation.every_steps=2") == 0
+    assert caplog.text.count("Previews at step") == 4
+    assert "no memory for a picture" in caplog.text
+    assert differing(checkpoint_tensors(plain, 6), checkpoint_tensors(tiny_run.folder, 6)) == []
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert tiny_run.train("train.steps=2") == 0
+    before = checkpoint_tensors(tiny_run.folder, 2)
+    predict = QwenImage.predict_velocity
+    monkeypatch.setattr(
+        QwenImage, "predict_velocity", lambda *args, **kwargs: predict(*args, **kwargs) * float("nan")
+    )
+    assert tiny_run.train() == 3
+    assert "step 3" in caplog.text
+    assert ".png" in caplog.text
+    assert tiny_run.status()["state"] == "stopped"
+    assert differing(before, checkpoint_tensors(tiny_run.folder, 2)) == []
+
+
+def test_bf16_base_with_fp32_adapter_trains(tiny_run: TinyRun) -> None:
+    assert tiny_run.train("model.dtype=bfloat16", "train.mixed_precision=bf16", "train.steps=2") == 0
+    adapter = checkpoint_tensors(tiny_run.folder, 2)
+    assert {tensor.dtype for name, tensor in adapter.items()} == {torch.float32}

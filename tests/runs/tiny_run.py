@@ -1,0 +1,108 @@
+"""A tiny pipeline, a folder of pictures and a config: everything that a run of a few seconds needs."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from PIL import Image
+
+from diffsynth_lite.cli.train import main
+
+CONFIG = """
+model:
+  family: qwen_image
+  path: {model}
+  dtype: float32
+  text_encoder_dtype: float32
+lora:
+  rank: 4
+  alpha: 8
+  dropout: 0.1
+data:
+  path: {data}
+  width: 64
+  height: 32
+  cache_dir: {root}/cache
+  num_workers: 0
+train:
+  steps: 6
+  global_batch_size: 4
+  micro_batch_size: 2
+  learning_rate: 0.01
+  mixed_precision: "no"
+  cpu_threads: 1
+validation:
+  prompts: [a red circle, a blue square on a white background]
+  num_inference_steps: 2
+  guidance_scale: 2.0
+  loss_items: 3
+logging:
+  every_steps: 1
+output:
+  dir: {root}/run
+  checkpoint_every_steps: 2
+"""
+
+
+@dataclass(frozen=True)
+class TinyRun:
+    """Paths of a run, and the command that starts it in this process."""
+
+    root: Path
+    config: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.root / "run"
+
+    def train(self, *arguments: str) -> int:
+        """The exit code of the training command."""
+        return main(["--config", str(self.config), *arguments])
+
+    def status(self) -> dict[str, Any]:
+        return json.loads((self.folder / "status.json").read_text())
+
+    def metrics(self, folder: Path | None = None) -> list[dict[str, Any]]:
+        """The logged rows without what measures time and memory."""
+        rows = [
+            json.loads(line) for line in ((folder or self.folder) / "metrics.jsonl").read_text().splitlines()
+        ]
+        measured = ("time", "samples_per_s", "peak_memory_gib")
+        return [{name: value for name, value in row.items() if name not in measured} for row in rows]
+
+
+def make_run(root: Path, model: Path) -> TinyRun:
+    """Pictures with captions, and a config for them."""
+    data = root / "data"
+    data.mkdir(parents=True)
+    for place in range(5):
+        picture = Image.effect_mandelbrot((80 + place, 48), (-2, -1, 1, 1), 10 + place).convert("RGB")
+        picture.save(data / f"{place}.png")
+        (data / f"{place}.txt").write_text("a red circle" + " on a white background" * (place % 2))
+    config = root / "tiny.yaml"
+    config.write_text(CONFIG.format(model=model, data=data, root=root))
+    return TinyRun(root=root, config=config)
+
+
+def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Adapter and optimizer state of one checkpoint, by file and name."""
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    return {
+        f"{file.stem}/{name}": tensor
+        for file in sorted(path.glob("*.safetensors"))
+        for name, tensor in safetensors.torch.load_file(file).items()
+    }
+
+
+def differing(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> Sequence[str]:
+    """Names of the tensors that are not the same bit for bit."""
+    names = first.keys() | second.keys()
+    return [
+        name
+        for name in names
+        if name not in first or name not in second or not torch.equal(first[name], second[name])
+    ]

@@ -1,0 +1,250 @@
+"""The house rules that no linter checks: sizes, banned calls, swallowed errors, paths, the public surface."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import diffsynth_lite
+
+ROOT = Path(__file__).parents[1]
+MAX_FILE_LINES = 300
+MAX_BODY_LINES = 60
+MAX_NESTING = 3
+
+BANNED_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+BANNED_CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system"}
+BANNED_KEYWORDS = {"trust_remote_code", "shell", "allow_pickle"}
+"""Keyword arguments that may only be given as a literal False."""
+
+BROAD_EXCEPTIONS = {"Exception", "BaseException"}
+PREVIEW_BOUNDARY = "diffsynth_lite/training/previews.py"
+"""A failing preview must not end a run: the one place where any exception is caught, once."""
+
+MACHINE_PATH = re.compile(r"(?<![\w.:/-])(/(home|mnt|root|scratch|tmp|work|workspace|Users)/|[A-Z]:\\)\w")
+
+Offences = Iterator[tuple[int, str]]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+COMPOUND = (
+    ast.If,
+    ast.For,
+    ast.AsyncFor,
+    ast.While,
+    ast.With,
+    ast.AsyncWith,
+    ast.Try,
+    ast.TryStar,
+    ast.Match,
+)
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+
+
+def files(*patterns: str) -> list[Path]:
+    return sorted(path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file())
+
+
+PRODUCT = files("train.py", "diffsynth_lite/**/*.py", "examples/**/*.py", "scripts/**/*.py")
+TESTS = files("tests/**/*.py")
+TEXTS = files("configs/**/*.yaml", "examples/**/*.yaml", "scripts/*", ".ci/*")
+
+
+def long_bodies(tree: ast.AST) -> Offences:
+    """Functions whose body, without its docstring, has too many lines."""
+    for function in functions(tree):
+        body = function.body[1:] if ast.get_docstring(function, clean=False) is not None else function.body
+        num_lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+        if num_lines > MAX_BODY_LINES:
+            yield function.lineno, f"{function.name} has {num_lines} lines"
+
+
+def deep_nesting(tree: ast.AST) -> Offences:
+    """Functions with blocks too deep inside each other; an elif is as deep as its if."""
+    for function in functions(tree):
+        depth = max(nesting(statement) for statement in function.body)
+        if depth > MAX_NESTING:
+            yield function.lineno, f"{function.name} nests {depth} deep"
+
+
+def nesting(node: ast.AST) -> int:
+    if isinstance(node, SCOPES):
+        return 0
+    inner = max((nesting(child) for child in ast.iter_child_nodes(node)), default=0)
+    if not isinstance(node, COMPOUND):
+        return inner
+    if isinstance(node, ast.If) and len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If):
+        return max(1 + max(map(nesting, node.body)), nesting(node.orelse[0]))
+    return 1 + inner
+
+
+def banned_calls(tree: ast.AST) -> Offences:
+    """Ways to run code that comes with data, and shells."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((node.lineno, name) for name in imported(node) if is_banned(name))
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in BANNED_CALLS:
+                yield node.lineno, name
+            yield from ((node.lineno, f"{name}({word})") for word in banned_keywords(node))
+
+
+def imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+
+
+def is_banned(name: str) -> bool:
+    return name.partition(".")[0] in BANNED_MODULES or name in BANNED_CALLS
+
+
+def banned_keywords(call: ast.Call) -> list[str]:
+    return [
+        f"{keyword.arg}={ast.unparse(keyword.value)}"
+        for keyword in call.keywords
+        if keyword.arg in BANNED_KEYWORDS
+        and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False)
+    ]
+
+
+def swallowed_exceptions(tree: ast.AST) -> Offences:
+    """Handlers of any exception that do not raise, and ``suppress`` of any exception."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler) and is_broad(node.type) and not raises(node):
+            yield node.lineno, "any exception is caught and not raised again"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("suppress", "contextlib.suppress"):
+            yield from ((node.lineno, "any exception is suppressed") for each in node.args if is_broad(each))
+
+
+def is_broad(caught: ast.expr | None) -> bool:
+    if isinstance(caught, ast.Tuple):
+        return any(map(is_broad, caught.elts))
+    return caught is None or ast.unparse(caught).removeprefix("builtins.") in BROAD_EXCEPTIONS
+
+
+def raises(node: ast.AST) -> bool:
+    children = [child for child in ast.iter_child_nodes(node) if not isinstance(child, SCOPES)]
+    return any(isinstance(child, ast.Raise) or raises(child) for child in children)
+
+
+def functions(tree: ast.AST) -> Iterator[Function]:
+    return (node for node in ast.walk(tree) if isinstance(node, Function))
+
+
+def offences(rule: Callable[[ast.AST], Offences], paths: list[Path]) -> list[str]:
+    found = []
+    for path in paths:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found += [f"{path.relative_to(ROOT).as_posix()}:{line}: {what}" for line, what in rule(tree)]
+    return found
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(PRODUCT) > 30
+    assert len(TESTS) > 10
+
+
+def test_no_file_is_longer_than_a_reader_s_patience() -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in PRODUCT + TESTS}
+    assert {path: length for path, length in lengths.items() if length > MAX_FILE_LINES} == {}
+
+
+@pytest.mark.parametrize("rule", [long_bodies, deep_nesting, banned_calls], ids=lambda rule: rule.__name__)
+def test_the_product_keeps_the_rule(rule: Callable[[ast.AST], Offences]) -> None:
+    assert offences(rule, PRODUCT) == []
+
+
+def test_no_exception_is_swallowed_but_at_the_preview_boundary() -> None:
+    found = offences(swallowed_exceptions, PRODUCT)
+    assert [offence for offence in found if not offence.startswith(PREVIEW_BOUNDARY)] == []
+    assert len(found) <= 1
+
+
+def test_nothing_names_a_path_of_the_machine_it_was_written_on() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in PRODUCT + TEXTS
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if MACHINE_PATH.search(line)
+    ]
+    assert found == []
+
+
+def in_function(*lines: str) -> str:
+    return "def function():\n" + "".join(f"    {line}\n" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("rule", "good", "bad"),
+    [
+        (long_bodies, in_function('"""' + "\n" * 70 + '"""', *["x = 1"] * 60), in_function(*["x = 1"] * 61)),
+        (
+            deep_nesting,
+            "def f():\n for a in b:\n  with c:\n   if d: pass\n   elif e: pass\n   else: pass",
+            "def f():\n for a in b:\n  with c:\n   if d: pass\n   elif e:\n    while g: pass",
+        ),
+        (
+            deep_nesting,
+            "def f():\n try: pass\n except E: pass",
+            in_function("if a:\n     try:\n      for b in c:\n       if d: pass\n     finally: pass"),
+        ),
+        (banned_calls, "model.eval()", "eval('1')"),
+        (banned_calls, "import torch", "import pickle"),
+        (banned_calls, "from safetensors.torch import load_file", "from torch import load"),
+        (banned_calls, "yaml.safe_load(text)", "yaml.load(text)"),
+        (banned_calls, "torch.save", "torch.load(path, weights_only=True)"),
+        (banned_calls, "np.load(path, allow_pickle=False)", "np.load(path, allow_pickle=True)"),
+        (banned_calls, "load(trust_remote_code=False)", "load(trust_remote_code=trust)"),
+        (banned_calls, "subprocess.run(command)", "subprocess.run(command, shell=True)"),
+        (swallowed_exceptions, "try: f()\nexcept OSError: pass", "try: f()\nexcept Exception: pass"),
+        (swallowed_exceptions, "try: f()\nexcept Exception:\n log()\n raise", "try: f()\nexcept: log()"),
+        (
+            swallowed_exceptions,
+            "try: f()\nexcept BaseException as e:\n if e: raise E from e",
+            "try: f()\nexcept (OSError, BaseException):\n def g(): raise",
+        ),
+        (swallowed_exceptions, "with suppress(KeyError): f()", "with contextlib.suppress(Exception): f()"),
+    ],
+)
+def test_each_rule_passes_the_good_and_finds_the_bad(
+    rule: Callable[[ast.AST], Offences], good: str, bad: str
+) -> None:
+    assert list(rule(ast.parse(good))) == []
+    assert len(list(rule(ast.parse(bad)))) == 1
+
+
+def test_machine_paths_are_told_from_others() -> None:
+    for line in ('open("/home/ann/x")', "cd /tmp/run", "path: /Users/ann", r'"C:\data"'):
+        assert MACHINE_PATH.search(line)
+    for line in ("https://example.org/home/x", "out/tmp/x", "./work/x", "a/b", "/", "//home/x", "e:/tmp/x"):
+        assert not MACHINE_PATH.search(line)
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    program = "import sys, diffsynth_lite; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    loaded = set(done.stdout.split())
+    assert "diffsynth_lite" in loaded
+    assert loaded & {"accelerate", "datasets", "diffusers", "numpy", "peft", "torch", "transformers"} == set()
+
+
+def test_every_public_name_is_there_and_every_name_that_is_there_is_public() -> None:
+    public = diffsynth_lite.__all__
+    assert len(set(public)) == len(public)
+    for name in public:
+        assert getattr(diffsynth_lite, name) is not None
+    shown = {name for name in dir(diffsynth_lite) if not name.startswith("_")}
+    modules = {name for name in shown if inspect.ismodule(getattr(diffsynth_lite, name))}
+    assert shown - modules == {name for name in public if not name.startswith("_")}
+
+
+def test_a_name_that_is_not_public_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        diffsynth_lite.no_such_name  # noqa: B018

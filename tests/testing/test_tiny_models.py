@@ -1,0 +1,99 @@
+"""The tiny models: reproducible, like the real ones where pipelines look, exact after reloading."""
+
+import inspect
+
+import pytest
+import torch
+from diffusers import AutoencoderKLQwenImage
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
+from diffsynth_lite.testing.seeding import seeded
+from diffsynth_lite.testing.text_encoders import tiny_qwen2_5_vl
+from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
+
+
+def build_text_encoder(seed):
+    return tiny_qwen2_5_vl(qwen2_tokenizer(), seed=seed)
+
+
+def build_vae(seed):
+    return tiny_qwen_vae(seed=seed)
+
+
+def weights(model):
+    return torch.cat([weight.flatten() for weight in model.state_dict().values()])
+
+
+@pytest.fixture
+def picture():
+    return torch.rand(1, 3, 1, 16, 24, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+@pytest.mark.parametrize("build", [build_text_encoder, build_vae])
+def test_the_seed_decides_the_weights_and_nothing_else_does(build):
+    first = weights(build(0))
+    torch.rand(3)
+    assert torch.equal(weights(build(0)), first)
+    assert not torch.equal(weights(build(1)), first)
+
+
+@pytest.mark.parametrize("build", [build_text_encoder, build_vae])
+def test_building_leaves_the_random_state_alone(build):
+    before = torch.get_rng_state()
+    model = build(0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not model.training
+
+
+def test_the_random_state_is_restored_after_an_error_too():
+    def fail():
+        with seeded(5):
+            torch.rand(3)
+            raise RuntimeError("stop")
+
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="stop"):
+        fail()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_text_encoder_has_the_asked_width_and_depth():
+    tokenizer = qwen2_tokenizer()
+    text_encoder = tiny_qwen2_5_vl(tokenizer, hidden_size=32, num_layers=3)
+    ids = torch.tensor([tokenizer.encode("a red circle")])
+    states = text_encoder(input_ids=ids, output_hidden_states=True).hidden_states
+    assert len(states) == 4
+    assert states[-1].shape == (1, ids.shape[1], 32)
+    assert states[-1].isfinite().all()
+
+
+def test_the_text_encoder_computes_the_same_after_reloading(tmp_path):
+    tokenizer = qwen2_tokenizer()
+    text_encoder = tiny_qwen2_5_vl(tokenizer)
+    text_encoder.save_pretrained(tmp_path)
+    loaded = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path)
+    ids = torch.tensor([tokenizer.encode("a red circle")])
+    assert torch.equal(loaded(input_ids=ids).logits, text_encoder(input_ids=ids).logits)
+
+
+def test_the_vae_compresses_eight_by_eight_into_sixteen_channels(picture):
+    vae = tiny_qwen_vae()
+    latents = vae.encode(picture).latent_dist.mode()
+    assert latents.shape == (1, 16, 1, 2, 3)
+    assert vae.decode(latents).sample.shape == picture.shape
+
+
+def test_the_vae_has_the_statistics_of_the_released_model():
+    config = tiny_qwen_vae().config
+    defaults = inspect.signature(AutoencoderKLQwenImage).parameters
+    for name in ("z_dim", "latents_mean", "latents_std", "temperal_downsample"):
+        assert config[name] == defaults[name].default
+
+
+def test_the_vae_computes_the_same_after_reloading(tmp_path, picture):
+    vae = tiny_qwen_vae()
+    vae.save_pretrained(tmp_path)
+    loaded = AutoencoderKLQwenImage.from_pretrained(tmp_path)
+    assert torch.equal(loaded.encode(picture).latent_dist.mode(), vae.encode(picture).latent_dist.mode())
+    assert (tmp_path / "diffusion_pytorch_model.safetensors").stat().st_size < 128 * 1024

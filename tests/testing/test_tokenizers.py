@@ -1,0 +1,83 @@
+"""The assembled tokenizers: words are single tokens, templates have the length that diffusers cuts off."""
+
+import subprocess
+import sys
+
+import pytest
+from diffusers import QwenImageEditPipeline, QwenImagePipeline
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import Qwen2Tokenizer
+
+from diffsynth_lite.testing.tokenizers import assemble_byte_pairs, qwen2_tokenizer
+
+WORDS = ("red", "circle", "zorb")
+NO_MODELS = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer", "transformer"))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "length", "end"),
+    [
+        (QwenImagePipeline(**NO_MODELS), 34, "{}"),
+        (QwenImageEditPipeline(processor=None, **NO_MODELS), 64, "<|vision_start|>"),
+    ],
+    ids=["image", "edit"],
+)
+def test_the_template_before_the_prompt_is_as_long_as_diffusers_cuts_off(pipeline, length, end):
+    prefix = pipeline.prompt_template_encode.split(end)[0]
+    assert len(qwen2_tokenizer().encode(prefix)) == length == pipeline.prompt_template_encode_start_idx
+
+
+def test_a_prompt_follows_the_template_without_a_token_across_the_border():
+    template = QwenImagePipeline(**NO_MODELS).prompt_template_encode
+    tokenizer = qwen2_tokenizer(WORDS)
+    tokens = tokenizer.tokenize(template.format("red circle"))
+    assert tokens[34:] == ["red", "Ġcircle", "<|im_end|>", "Ċ", "<|im_start|>", "assistant", "Ċ"]
+
+
+def test_every_given_word_is_one_token_at_the_start_and_after_a_space():
+    tokenizer = qwen2_tokenizer(WORDS)
+    assert tokenizer.tokenize(" ".join(WORDS)) == ["red", "Ġcircle", "Ġzorb"]
+    assert [len(tokenizer.tokenize(word)) for word in WORDS] == [1, 1, 1]
+
+
+def test_other_text_falls_back_to_bytes_and_comes_back_whole():
+    tokenizer = qwen2_tokenizer()
+    text = "a crème-colored zebra, 64 px²\n→ 北京"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("word", ["", "two words", "64", "it's"])
+def test_a_word_that_the_pre_tokenizer_splits_is_refused_by_name(word):
+    with pytest.raises(ValueError, match="letters only") as caught:
+        qwen2_tokenizer(["red", word])
+    assert repr([word]) in str(caught.value)
+
+
+def test_another_process_assembles_the_same_tokenizer():
+    script = (
+        "from diffsynth_lite.testing.tokenizers import qwen2_tokenizer\n"
+        f"print(qwen2_tokenizer({WORDS!r}).backend_tokenizer.to_str())"
+    )
+    other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == qwen2_tokenizer(WORDS).backend_tokenizer.to_str()
+
+
+def test_saving_and_loading_changes_nothing(tmp_path):
+    tokenizer = qwen2_tokenizer(WORDS)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = Qwen2Tokenizer.from_pretrained(tmp_path)
+    assert loaded.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    assert (loaded.pad_token, loaded.eos_token) == ("<|endoftext|>", "<|im_end|>")
+    conversation = [{"role": "user", "content": "a red zorb"}]
+    rendered = loaded.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    assert rendered == "<|im_start|>user\na red zorb<|im_end|>\n<|im_start|>assistant\n"
+
+
+@given(st.lists(st.text("abc", min_size=1, max_size=8), max_size=12))
+def test_assembled_pairs_make_every_piece_one_token_in_the_library_itself(pieces):
+    pairs = assemble_byte_pairs(pieces, "abc")
+    tokenizer = Tokenizer(BPE(vocab=pairs.vocab, merges=pairs.merges))
+    assert [tokenizer.encode(piece).tokens for piece in pieces] == [[piece] for piece in pieces]

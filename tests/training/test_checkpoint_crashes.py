@@ -1,0 +1,181 @@
+"""The store when its process is killed, its machine loses power, or its disk fails."""
+
+import errno
+import itertools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from disk_model import Operation, Tree, crash_states, read_tree, record, write_tree
+
+import diffsynth_lite
+from diffsynth_lite.errors import RunStoppedError
+from diffsynth_lite.training.checkpoints import CheckpointError, CheckpointStore
+
+
+def save(store: CheckpointStore, step: int) -> Path:
+    tensors = {"adapter": {"a": torch.full((3,), float(step))}, "optimizer": {"a::step": torch.tensor(step)}}
+    return store.save(step, tensors, {"state": {"step": step}})
+
+
+def latest_step(folder: Path) -> int:
+    """Step of the newest checkpoint, all of whose content belongs to that step."""
+    checkpoint = CheckpointStore(folder, keep=1).latest()
+    assert checkpoint is not None
+    assert checkpoint.documents["state"]["step"] == checkpoint.step
+    assert torch.equal(checkpoint.tensors("adapter")["a"], torch.full((3,), float(checkpoint.step)))
+    assert checkpoint.tensors("optimizer")["a::step"] == checkpoint.step
+    return checkpoint.step
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a script that finds the package, installed or not."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(diffsynth_lite.__file__).parents[1])}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+def test_kill_9_at_any_moment_loses_no_acknowledged_checkpoint(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("save_until_killed.py")
+    command = [sys.executable, str(script), str(tmp_path / "checkpoints"), "20"]
+    done = run(command)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 20
+
+
+def recorded_second_save(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Tree, list[Operation]]:
+    """What the disk holds after the first save of a store that keeps one, and the calls of the second."""
+    store = CheckpointStore(folder, keep=1)
+    save(store, 1)
+    before = read_tree(folder)
+    operations = record(monkeypatch, lambda: save(store, 2))
+    assert [name for name, *_ in operations].count("sync") == 6
+    assert latest_step(folder) == 2
+    return before, operations
+
+
+def steps_after_a_power_cut(
+    tmp_path: Path, before: Tree, operations: Sequence[Operation]
+) -> list[int | None]:
+    """Newest step (None: nothing loadable) in each state that the disk may be in after the operations."""
+    steps: list[int | None] = []
+    for state in crash_states(tmp_path / "checkpoints", before, operations):
+        survived = tmp_path / f"survived {len(list(tmp_path.iterdir()))}"
+        write_tree(survived, state)
+        try:
+            steps.append(latest_step(survived))
+        except CheckpointError:
+            steps.append(None)
+    return steps
+
+
+def test_a_power_cut_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, operations = recorded_second_save(tmp_path / "checkpoints", monkeypatch)
+    for done in range(len(operations) + 1):
+        assert set(steps_after_a_power_cut(tmp_path, before, operations[:done])) <= {1, 2}
+    assert set(steps_after_a_power_cut(tmp_path, before, operations)) == {2}
+
+
+@pytest.mark.parametrize("left_out", range(6))
+def test_without_any_one_of_its_syncs_a_save_could_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_out: int
+) -> None:
+    """The control of the test above: each sync (files, manifest, folder, parent) is needed."""
+    before, operations = recorded_second_save(tmp_path / "checkpoints", monkeypatch)
+    syncs = [index for index, (name, *_) in enumerate(operations) if name == "sync"]
+    del operations[syncs[left_out]]
+    assert set(steps_after_a_power_cut(tmp_path, before, operations)) != {2}
+
+
+def test_the_first_save_syncs_the_folder_that_it_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operations = record(monkeypatch, lambda: save(CheckpointStore(tmp_path / "checkpoints", keep=1), 1))
+    for number, state in enumerate(crash_states(tmp_path, {}, operations)):
+        survived = tmp_path / f"survived {number}"
+        write_tree(survived, state)
+        assert latest_step(survived / "checkpoints") == 1
+
+
+class FailingDisk:
+    """Lets the first calls through, and fails the one after them; a failing write stores half first."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, num_good_calls: int, error: int) -> None:
+        self.num_left = num_good_calls
+        self.has_failed = False
+        self._error = error
+        for name in ("mkdir", "write", "fsync", "rename"):
+            monkeypatch.setattr(os, name, self._failing(getattr(os, name)))
+
+    def _failing(self, call: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self.num_left -= 1
+            if self.num_left != -1:
+                return call(*args, **kwargs)
+            self.has_failed = True
+            if call.__name__ == "write":
+                call(args[0], args[1][: len(args[1]) // 2])
+            raise OSError(self._error, os.strerror(self._error))
+
+        return wrapped
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_disk_that_fails_at_any_call_stops_the_run_and_leaves_earlier_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    messages: list[str] = []
+    for num_good_calls in itertools.count():
+        store = CheckpointStore(tmp_path / str(num_good_calls), keep=2)
+        for step in (1, 2):
+            save(store, step)
+        with monkeypatch.context() as patch:
+            disk = FailingDisk(patch, num_good_calls=num_good_calls, error=error)
+            try:
+                save(store, 3)
+            except RunStoppedError as stopped:
+                messages.append(str(stopped))
+        if not disk.has_failed:
+            break
+        assert not list(store.folder.glob(".tmp-*"))
+        assert {1, 2} <= set(store.steps())
+        assert latest_step(store.folder) in (2, 3)
+        save(store, 3)
+        assert latest_step(store.folder) == 3
+    # One folder made, four files written and synced, two folders synced, one rename; the rotation only warns.
+    assert len(messages) == 1 + 4 * 2 + 2 + 1
+    assert all("step-00000003" in message and os.strerror(error) in message for message in messages)
+
+
+SAVE_WITH_A_FILE_SIZE_LIMIT = """
+import resource, sys
+from pathlib import Path
+import torch
+from diffsynth_lite.training.checkpoints import CheckpointStore
+store = CheckpointStore(Path(sys.argv[1]), keep=2)
+store.save(1, {"adapter": {"a": torch.zeros(8)}}, {})
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+store.save(2, {"adapter": {"a": torch.zeros(5000)}}, {})
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs resource limits")
+def test_a_real_write_that_does_not_fit_names_path_needed_and_free_bytes(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SAVE_WITH_A_FILE_SIZE_LIMIT, str(tmp_path)]
+    done = run(command)
+    message = done.stderr.strip().splitlines()[-1]
+    assert message.startswith(
+        f"diffsynth_lite.errors.RunStoppedError: checkpoint {tmp_path / 'step-00000002'}"
+    )
+    assert re.search(
+        r"needs about 20000 bytes, \d+ are free there; the checkpoints before it are intact", message
+    )
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]

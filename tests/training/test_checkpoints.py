@@ -1,0 +1,292 @@
+"""The checkpoint store: what it writes, keeps, sets aside and refuses."""
+
+import errno
+import logging
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diffsynth_lite.errors import RunStoppedError, UserError
+from diffsynth_lite.training.checkpoints import Checkpoint, CheckpointError, CheckpointStore
+
+Tensors = dict[str, dict[str, Tensor]]
+
+
+def contents(step: int) -> tuple[Tensors, dict[str, Any]]:
+    """Tensors and documents that can be told from those of any other step."""
+    generator = torch.Generator().manual_seed(step)
+    adapter = {
+        "blocks.0.lora_A.weight": torch.randn(4, 8, generator=generator),
+        "blocks.0.lora_B.weight": torch.randn(8, 4, generator=generator).bfloat16(),
+    }
+    optimizer = {"blocks.0.lora_A.weight::step": torch.tensor(float(step)), "count": torch.tensor([step])}
+    documents = {"state": {"step": step, "skipped": []}, "config": f"seed: {step}\n# ünïcode\n"}
+    return {"adapter": adapter, "optimizer": optimizer}, documents
+
+
+def save(store: CheckpointStore, step: int) -> Path:
+    return store.save(step, *contents(step))
+
+
+def assert_holds(checkpoint: Checkpoint | None, step: int) -> None:
+    assert checkpoint is not None
+    tensors, documents = contents(step)
+    assert checkpoint.step == step
+    assert checkpoint.documents == documents
+    for name, expected in tensors.items():
+        found = checkpoint.tensors(name)
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            assert found[key].dtype == tensor.dtype
+            assert torch.equal(found[key], tensor)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "run" / "checkpoints", keep=2)
+
+
+def flip_last_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_saved_checkpoint_is_read_back_exactly(store: CheckpointStore) -> None:
+    path = save(store, 200)
+    assert path == store.folder / "step-00000200"
+    assert names(path) == [
+        "COMPLETE",
+        "adapter.safetensors",
+        "config.json",
+        "optimizer.safetensors",
+        "state.json",
+    ]
+    assert_holds(store.latest(), 200)
+    assert_holds(store.read(path), 200)
+
+
+def test_a_checkpoint_can_be_moved_and_read_by_its_path(store: CheckpointStore, tmp_path: Path) -> None:
+    moved = save(store, 200).rename(tmp_path / "my best one")
+    assert_holds(store.read(moved), 200)
+
+
+def test_tensors_that_require_grad_or_are_views_are_saved_by_value(store: CheckpointStore) -> None:
+    weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    path = store.save(1, {"adapter": {"transposed": weight.t()}, "optimizer": {}}, {})
+    checkpoint = store.read(path)
+    assert torch.equal(checkpoint.tensors("adapter")["transposed"], weight.detach().t())
+    assert checkpoint.tensors("optimizer") == {}
+
+
+def test_a_fresh_folder_has_no_latest_checkpoint(store: CheckpointStore) -> None:
+    assert store.latest() is None
+    assert store.steps() == []
+    store.clean()
+    assert not store.folder.exists()
+
+
+def test_the_newest_checkpoint_is_the_one_of_the_highest_step(store: CheckpointStore) -> None:
+    for step in (9, 10, 123_456_789):
+        save(store, step)
+    assert store.steps() == [10, 123_456_789]
+    assert_holds(store.latest(), 123_456_789)
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_only_the_newest_complete_checkpoints_are_kept(tmp_path: Path, keep: int) -> None:
+    store = CheckpointStore(tmp_path, keep=keep)
+    for step in range(1, 6):
+        save(store, step)
+    assert names(tmp_path) == [f"step-0000000{step}" for step in range(6 - keep, 6)]
+
+
+def test_at_least_one_checkpoint_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep is 0"):
+        CheckpointStore(tmp_path, keep=0)
+
+
+@pytest.mark.parametrize("name", ["COMPLETE", "adapter.safetensors"])
+def test_a_torn_folder_neither_counts_as_kept_nor_is_removed(store: CheckpointStore, name: str) -> None:
+    for step in (1, 2):
+        save(store, step)
+    os.truncate(store.folder / "step-00000002" / name, 20)
+    save(store, 3)
+    assert store.steps() == [1, 2, 3]
+    save(store, 4)
+    assert store.steps() == [2, 3, 4]
+
+
+def test_saving_a_complete_step_again_leaves_it_alone(store: CheckpointStore) -> None:
+    path = save(store, 5)
+    inode = path.stat().st_ino
+    other_tensors, other_documents = contents(6)
+    assert store.save(5, other_tensors, other_documents) == path
+    assert path.stat().st_ino == inode
+    assert_holds(store.latest(), 5)
+
+
+def test_saving_over_a_damaged_step_sets_it_aside(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    flip_last_bit(save(store, 5) / "adapter.safetensors")
+    assert_holds(store.read(save(store, 5)), 5)
+    assert names(store.folder) == [".bad-step-00000005-1", "step-00000005"]
+    assert "adapter.safetensors is damaged" in caplog.text
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside_loudly_and_the_previous_one_used(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(store, 1)
+    for attempt in (1, 2):
+        flip_last_bit(save(store, 2) / "optimizer.safetensors")
+        caplog.clear()
+        assert_holds(store.latest(), 1)
+        aside = f".bad-step-00000002-{attempt}"
+        assert aside in names(store.folder)
+        assert [record.levelno for record in caplog.records] == [logging.WARNING]
+        assert "optimizer.safetensors is damaged" in caplog.text
+        assert aside in caplog.text
+
+
+def test_damaged_checkpoints_only_are_an_error_however_often_one_asks(store: CheckpointStore) -> None:
+    for step in (1, 2):
+        flip_last_bit(save(store, step) / "state.json")
+    for _ in range(2):
+        with pytest.raises(
+            CheckpointError, match=r"damaged checkpoints only .*\.bad-step-00000001-1"
+        ) as caught:
+            store.latest()
+        assert isinstance(caught.value, UserError)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_folder_renamed_to_another_step_is_not_taken_for_it(store: CheckpointStore) -> None:
+    save(store, 1)
+    save(store, 2).rename(store.folder / "step-00000900")
+    with pytest.raises(CheckpointError, match="holds step 2"):
+        store.read(store.folder / "step-00000900")
+    assert_holds(store.latest(), 1)
+
+
+def test_files_and_folders_of_others_are_left_alone(store: CheckpointStore, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(save(store, 1), elsewhere)
+    foreign = [
+        "step-abc",
+        "step-00000001 copy",
+        "step-1",
+        "step-000000001",
+        "notes",
+        ".tmp-mine",
+        "step-0000000७",
+    ]
+    for name in foreign:
+        (store.folder / name).mkdir()
+    (store.folder / "step-00000009").write_text("a file")
+    (store.folder / "step-00000008").symlink_to(elsewhere)
+    for step in (2, 3, 4):
+        save(store, step)
+    store.clean()
+    assert_holds(store.latest(), 4)
+    assert store.steps() == [3, 4]
+    kept = [*foreign, "step-00000009", "step-00000008", "step-00000003", "step-00000004"]
+    assert names(store.folder) == sorted(kept)
+
+
+def test_leftovers_of_killed_writers_are_cleaned_on_request_only(store: CheckpointStore) -> None:
+    save(store, 1)
+    for name in (".tmp-step-00000002-0123abcd", ".trash-step-00000000-0123abcd"):
+        shutil.copytree(store.folder / "step-00000001", store.folder / name)
+    assert_holds(store.latest(), 1)
+    assert len(names(store.folder)) == 3
+    store.clean()
+    assert names(store.folder) == ["step-00000001"]
+
+
+def test_going_on_from_an_earlier_step_sets_later_checkpoints_aside(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (10, 20):
+        save(store, step)
+    store.cut_back_to(10)
+    assert_holds(store.latest(), 10)
+    save(store, 15)
+    assert names(tmp_path) == [".left-step-00000020-1", "step-00000010", "step-00000015"]
+    assert_holds(store.latest(), 15)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_tensor_that_is_not_finite_is_refused_by_name(store: CheckpointStore, value: float) -> None:
+    tensors, documents = contents(1)
+    tensors["adapter"]["blocks.0.lora_B.weight"][3, 1] = value
+    with pytest.raises(ValueError, match=r"blocks\.0\.lora_B\.weight of adapter"):
+        store.save(1, tensors, documents)
+    assert not store.folder.exists()
+
+
+def test_a_document_that_json_cannot_hold_leaves_nothing_behind(store: CheckpointStore) -> None:
+    tensors, _ = contents(1)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        store.save(1, tensors, {"state": {"loss": float("nan")}})
+    assert names(store.folder) == []
+
+
+@pytest.mark.parametrize("name", ["../adapter", "a/b", "", ".", "COMPLETE\n", "ädapter"])
+def test_a_file_name_that_readers_would_refuse_is_not_written(store: CheckpointStore, name: str) -> None:
+    with pytest.raises(ValueError, match="no name for a file"):
+        store.save(1, {}, {name: 1})
+    assert names(store.folder) == []
+
+
+def test_a_failed_removal_of_an_old_checkpoint_is_only_a_warning(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+    for step in (1, 2):
+        save(store, step)
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    save(store, 3)
+    assert store.steps() == [2, 3]
+    assert_holds(store.latest(), 3)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert ".trash-step-00000001" in caplog.text
+
+
+def test_a_missing_tensors_file_is_named(store: CheckpointStore) -> None:
+    with pytest.raises(CheckpointError, match=r"ema\.safetensors"):
+        store.read(save(store, 1)).tensors("ema")
+
+
+def test_a_path_that_is_no_checkpoint_is_named(store: CheckpointStore, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        store.read(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="no file COMPLETE"):
+        store.read(tmp_path)
+
+
+def test_the_files_get_the_permissions_that_the_user_s_mask_gives(store: CheckpointStore) -> None:
+    mask = os.umask(0o027)
+    try:
+        path = save(store, 1)
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE((path / "adapter.safetensors").stat().st_mode) == 0o640
+
+
+def test_a_folder_that_cannot_be_made_stops_the_run_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunStoppedError, match="Not a directory"):
+        save(CheckpointStore(tmp_path / "file" / "checkpoints", keep=1), 1)

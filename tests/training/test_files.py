@@ -1,0 +1,82 @@
+"""Atomic files: the old text or the new one, on the disk, with nothing left beside it."""
+
+import errno
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disk_model import crash_states, read_tree, record
+
+from diffsynth_lite.training.files import write_durably, write_json_atomic, write_text_atomic
+
+
+def test_text_is_written_and_replaced_as_utf_8_with_the_line_breaks_given(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    for text in ("name: ünï\r\n", "", "seed: 1\n"):
+        write_text_atomic(path, text)
+        assert path.read_bytes() == text.encode()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_power_cut_leaves_the_old_text_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_text_atomic(tmp_path / "status.json", "old")
+    before = read_tree(tmp_path)
+    operations = record(monkeypatch, lambda: write_text_atomic(tmp_path / "status.json", "the new one"))
+    for done in range(len(operations) + 1):
+        texts = {state["status.json"] for state in crash_states(tmp_path, before, operations[:done])}
+        assert texts <= {b"old", b"the new one"}
+    assert texts == {b"the new one"}
+
+
+def test_a_disk_that_fails_at_any_call_leaves_the_old_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "status.json"
+    write_text_atomic(path, "old")
+    for name in ("write", "fsync", "replace"):
+
+        def fail(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, fail)
+            with pytest.raises(OSError, match="No space left"):
+                write_text_atomic(path, "new")
+        assert path.read_text() == "old"
+        assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_written_in_many_short_writes_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_write = os.write
+    sizes = itertools.cycle([1, 3, 2])
+    monkeypatch.setattr(os, "write", lambda descriptor, data: real_write(descriptor, data[: next(sizes)]))
+    write_durably(tmp_path / "file", bytes(range(100)))
+    assert (tmp_path / "file").read_bytes() == bytes(range(100))
+
+
+def test_a_durable_file_never_replaces_another(tmp_path: Path) -> None:
+    write_durably(tmp_path / "file", b"first")
+    with pytest.raises(FileExistsError):
+        write_durably(tmp_path / "file", b"second")
+    assert (tmp_path / "file").read_bytes() == b"first"
+
+
+def test_json_is_readable_by_people_and_machines(tmp_path: Path) -> None:
+    write_json_atomic(tmp_path / "status.json", {"message": "größer", "step": 3})
+    text = (tmp_path / "status.json").read_text(encoding="utf-8")
+    assert "größer" in text
+    assert text.endswith("}\n")
+    assert json.loads(text) == {"message": "größer", "step": 3}
+
+
+def test_json_without_a_way_to_write_a_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json_atomic(tmp_path / "status.json", {"loss": float("nan")})
+    assert not list(tmp_path.iterdir())

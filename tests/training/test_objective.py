@@ -1,0 +1,125 @@
+"""The objective against its own formula, on a family that predicts what it is told to."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from diffsynth_lite.data import Batch
+from diffsynth_lite.training.objective import FlowMatching, NoiseLevels
+
+SHAPE = (2, 16, 1, 4, 6)
+
+
+def noise_levels(**changes: Any) -> NoiseLevels:
+    settings = {
+        "density": "uniform",
+        "logit_mean": 0.0,
+        "logit_std": 1.0,
+        "mode_scale": 1.29,
+        "shift": lambda _shape: 1.0,
+        "sigma_min": 0.0,
+        "sigma_max": 1.0,
+    }
+    return NoiseLevels(**(settings | changes))
+
+
+def batch() -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    return Batch(
+        positions=[0, 1],
+        names=["a", "b"],
+        latents=torch.randn(SHAPE, generator=generator),
+        noise=torch.randn(SHAPE, generator=generator),
+        uniform=torch.tensor([0.25, 0.75]),
+        conditioning=[{}, {}],
+    )
+
+
+def objective(predict: Any, **changes: Any) -> FlowMatching:
+    settings = {
+        "family": SimpleNamespace(predict_velocity=predict),
+        "noise_levels": noise_levels(),
+        "weighting": "none",
+        "device": torch.device("cpu"),
+        "use_gradient_checkpointing": False,
+        "use_gradient_checkpointing_offload": False,
+    }
+    return FlowMatching(**(settings | changes))
+
+
+def test_the_exact_velocity_has_no_loss() -> None:
+    given = batch()
+
+    def predict(
+        _transformer: Any, noisy: torch.Tensor, sigma: torch.Tensor, _conditioning: Any, **_: Any
+    ) -> Any:
+        # From x_t = (1 - s) x0 + s n: the velocity n - x0 is (x_t - x0) / s.
+        return (noisy - given.latents) / sigma.view(-1, 1, 1, 1, 1)
+
+    # Rounding of the division only.
+    assert objective(predict).loss(torch.nn.Identity(), given).item() < 1e-10
+
+
+def test_the_loss_is_the_mean_squared_error_to_noise_minus_latents() -> None:
+    given = batch()
+    loss = objective(lambda _t, noisy, *_args, **_kwargs: torch.zeros_like(noisy)).loss(
+        torch.nn.Identity(), given
+    )
+    torch.testing.assert_close(loss, (given.noise - given.latents).square().mean())
+
+
+def test_a_prediction_in_bf16_is_compared_in_fp32() -> None:
+    given = batch()
+    loss = objective(lambda _t, noisy, *_args, **_kwargs: torch.zeros_like(noisy).bfloat16()).loss(
+        torch.nn.Identity(), given
+    )
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, (given.noise - given.latents).square().mean())
+
+
+def test_weights_multiply_each_samples_error() -> None:
+    given = batch()
+
+    def zeros(_transformer: Any, noisy: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        return torch.zeros_like(noisy)
+
+    errors = (given.noise - given.latents).square().flatten(1).mean(1)
+    loss = objective(zeros, weighting="sigma_sqrt").loss(torch.nn.Identity(), given)
+    torch.testing.assert_close(loss, (errors / given.uniform.square()).mean())
+
+
+def test_the_shift_gets_the_shape_of_one_sample_and_moves_the_levels_up() -> None:
+    shapes = []
+
+    def shift(shape: torch.Size) -> float:
+        shapes.append(tuple(shape))
+        return 3.0
+
+    sigma = noise_levels(shift=shift).sigma(torch.tensor([0.0, 0.5]), SHAPE[1:])
+    assert shapes == [SHAPE[1:]]
+    assert sigma[1].item() == pytest.approx(3 * 0.5 / (1 + 2 * 0.5))
+
+
+def test_levels_stay_in_the_range_asked_for() -> None:
+    uniform = torch.linspace(0, 1 - 1e-6, 1000)
+    for density in ("uniform", "logit_normal", "mode", "cosmap"):
+        sigma = noise_levels(density=density, sigma_min=0.875, sigma_max=0.95).sigma(uniform, SHAPE[1:])
+        assert sigma.min() >= 0.875
+        assert sigma.max() <= 0.95
+        assert sigma.max() - sigma.min() > 0.05
+
+
+@pytest.mark.parametrize("flags", [(True, False), (False, True)])
+def test_the_flags_reach_the_family(flags: tuple[bool, bool]) -> None:
+    seen = {}
+
+    def predict(_transformer: Any, noisy: torch.Tensor, *_args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.update(kwargs)
+        return noisy
+
+    objective(predict, use_gradient_checkpointing=flags[0], use_gradient_checkpointing_offload=flags[1]).loss(
+        torch.nn.Identity(), batch()
+    )
+    assert (seen["use_gradient_checkpointing"], seen["use_gradient_checkpointing_offload"]) == flags

@@ -1,0 +1,202 @@
+"""Optimizer state by parameter name: exact round trips, and strictness about what fits."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diffsynth_lite.training.checkpoints import CheckpointError, CheckpointStore
+from diffsynth_lite.training.optimizer_state import load_optimizer, optimizer_tensors
+
+Parameters = dict[str, nn.Parameter]
+MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+}
+OPTIMIZERS = sorted(
+    name
+    for name, cls in vars(torch.optim).items()
+    if isinstance(cls, type)
+    and issubclass(cls, torch.optim.Optimizer)
+    # SparseAdam wants sparse gradients; LBFGS wants a closure and keeps lists.
+    and name not in ("Optimizer", "SparseAdam", "LBFGS")
+)
+
+
+def parameters() -> Parameters:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a.weight": (4, 3), "b.weight": (2, 4), "frozen": (2, 2), "unused": (3, 3)}
+    named = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+    named["frozen"].requires_grad_(False)
+    return named
+
+
+def trained(named: Parameters) -> list[nn.Parameter]:
+    return [parameter for parameter in named.values() if parameter.requires_grad]
+
+
+def train(optimizer: torch.optim.Optimizer, named: Parameters, *, first: int, last: int) -> None:
+    """Steps whose gradients depend on the step; ``unused`` never gets one."""
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        for name in ("a.weight", "b.weight"):
+            named[name].grad = torch.randn(named[name].shape, generator=generator)
+        optimizer.step()
+
+
+def adamw(groups: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+def state_after(num_steps: int, make: MakeOptimizer = adamw) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    named = parameters()
+    optimizer = make(trained(named))
+    train(optimizer, named, first=0, last=num_steps)
+    return optimizer_tensors(optimizer, named)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_resumed_optimizer_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+    def make(groups: Iterable[Any]) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(
+            groups, lr=0.01, **SETTINGS.get(name, {})
+        )
+        return optimizer
+
+    uninterrupted = parameters()
+    train(make(trained(uninterrupted)), uninterrupted, first=0, last=6)
+
+    named = parameters()
+    optimizer = make(trained(named))
+    train(optimizer, named, first=0, last=3)
+    tensors, document = optimizer_tensors(optimizer, named)
+    path = CheckpointStore(tmp_path, keep=1).save(3, {"optimizer": tensors}, {"optimizer": document})
+    checkpoint = CheckpointStore(tmp_path, keep=1).read(path)
+    fresh = make(trained(named))
+    load_optimizer(fresh, named, checkpoint.tensors("optimizer"), checkpoint.documents["optimizer"])
+    train(fresh, named, first=3, last=6)
+    for key, parameter in uninterrupted.items():
+        assert torch.equal(named[key], parameter)
+
+    # The control: without its state the optimizer ends elsewhere.
+    cold = parameters()
+    train(make(trained(cold)), cold, first=0, last=3)
+    train(make(trained(cold)), cold, first=3, last=6)
+    assert not torch.equal(cold["a.weight"], uninterrupted["a.weight"])
+
+
+def test_adamw_state_is_stored_under_parameter_names() -> None:
+    tensors, document = state_after(2)
+    keys = ("exp_avg", "exp_avg_sq", "step")
+    assert set(tensors) == {f"{name}::{key}" for name in ("a.weight", "b.weight") for key in keys}
+    assert tensors["a.weight::step"] == 2
+    assert json.loads(json.dumps(document)) == document
+    assert document["optimizer"] == "AdamW"
+    assert document["parameters"]["unused"] == {"shape": [3, 3], "state": []}
+    assert "frozen" not in document["parameters"]
+
+
+def test_state_finds_its_parameters_in_another_order_and_grouping() -> None:
+    tensors, document = state_after(2)
+    named = parameters()
+    groups = [{"params": [named["unused"], named["b.weight"]]}, {"params": [named["a.weight"]], "lr": 0.5}]
+    optimizer = adamw(groups)
+    load_optimizer(optimizer, named, tensors, document)
+    for name in ("a.weight", "b.weight"):
+        state = optimizer.state[named[name]]
+        for key, value in state.items():
+            assert torch.equal(value, tensors[f"{name}::{key}"])
+    assert optimizer.state.get(named["unused"], {}) == {}
+
+
+def test_settings_stay_those_of_the_optimizer_that_loads() -> None:
+    tensors, document = state_after(2)
+    named = parameters()
+    optimizer = torch.optim.AdamW(trained(named), lr=0.5, weight_decay=0.25)
+    load_optimizer(optimizer, named, tensors, document)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer.param_groups[0]["weight_decay"] == 0.25
+
+
+def test_loaded_state_is_a_copy() -> None:
+    tensors, document = state_after(2)
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    named = parameters()
+    optimizer = adamw(trained(named))
+    load_optimizer(optimizer, named, tensors, document)
+    train(optimizer, named, first=2, last=4)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in before.items())
+
+
+def test_an_optimizer_that_has_not_stepped_has_nothing_to_store() -> None:
+    tensors, document = state_after(0)
+    assert tensors == {}
+    named = parameters()
+    load_optimizer(adamw(trained(named)), named, tensors, document)
+
+
+def without(name: str) -> Callable[[Parameters, dict[str, Tensor]], None]:
+    return lambda named, tensors: None if named.pop(name, None) is not None else tensors.__delitem__(name)
+
+
+def with_new_shape(named: Parameters, tensors: dict[str, Tensor]) -> None:
+    named["b.weight"] = nn.Parameter(torch.zeros(4, 2))
+
+
+def with_new_parameter(named: Parameters, tensors: dict[str, Tensor]) -> None:
+    named["c.weight"] = nn.Parameter(torch.zeros(4, 2))
+
+
+def with_new_tensor(named: Parameters, tensors: dict[str, Tensor]) -> None:
+    tensors["a.weight::max_exp_avg_sq"] = torch.zeros(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("b.weight"), r"0 trained parameters missing \[\], 1 unexpected \['b.weight'\]"),
+        (with_new_parameter, r"1 trained parameters missing \['c.weight'\], 0 unexpected"),
+        (with_new_shape, r"b.weight has shape \[2, 4\] in the checkpoint and \[4, 2\] in the model"),
+        (without("a.weight::exp_avg"), r"1 tensors missing \['a.weight::exp_avg'\]"),
+        (with_new_tensor, r"1 unexpected \['a.weight::max_exp_avg_sq'\]"),
+    ],
+)
+def test_state_that_does_not_fit_is_refused_and_changes_nothing(
+    change: Callable[[Parameters, dict[str, Tensor]], None], message: str
+) -> None:
+    tensors, document = state_after(2)
+    named = parameters()
+    change(named, tensors)
+    optimizer = adamw(trained(named))
+    with pytest.raises(CheckpointError, match=message):
+        load_optimizer(optimizer, named, tensors, document)
+    assert not optimizer.state
+
+
+def test_state_of_another_optimizer_is_refused() -> None:
+    tensors, document = state_after(2)
+    named = parameters()
+    with pytest.raises(CheckpointError, match="of AdamW, this run uses Adam"):
+        load_optimizer(torch.optim.Adam(trained(named)), named, tensors, document)
+
+
+def test_a_parameter_without_a_name_is_refused() -> None:
+    named = parameters()
+    optimizer = adamw(trained(named))
+    del named["b.weight"]
+    with pytest.raises(ValueError, match=r"without a name, of shapes \[\(2, 4\)\]"):
+        optimizer_tensors(optimizer, named)
+
+
+def test_state_that_is_not_a_tensor_is_refused() -> None:
+    named = {"w": nn.Parameter(torch.ones(2))}
+    optimizer = torch.optim.LBFGS(named.values())
+    optimizer.step(lambda: named["w"].square().sum())
+    with pytest.raises(ValueError, match="LBFGS keeps func_evals of w as a int"):
+        optimizer_tensors(optimizer, named)

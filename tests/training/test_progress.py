@@ -1,0 +1,66 @@
+"""The progress line: what it says, live and in a log file."""
+
+import io
+import logging
+
+import pytest
+import torch
+from rich.console import Console
+
+from diffsynth_lite.training.optimizer_step import StepResult
+from diffsynth_lite.training.progress import Pace, ProgressLine, peak_memory_gib
+
+CPU = torch.device("cpu")
+
+
+def result(step: int, *, loss: float = 0.5, seconds: float = 2.0) -> StepResult:
+    return StepResult(step=step, loss=loss, grad_norm=1.0, learning_rate=1e-4, seconds=seconds)
+
+
+def line(total_steps: int = 100, every_steps: int = 10) -> ProgressLine:
+    pace = Pace(samples_per_step=4, total_steps=total_steps)
+    return ProgressLine(pace, start_step=0, total_steps=total_steps, every_steps=every_steps, device=CPU)
+
+
+def test_it_tells_loss_rate_speed_time_left_and_memory() -> None:
+    pace = Pace(samples_per_step=4, total_steps=2000)
+    pace.update(result(10))
+    text = pace.describe(result(10), CPU)
+    assert text.startswith("loss 0.5000 lr 1.00e-04 2 samples/s left 1:06:20 peak ")
+    assert text.endswith(" GiB")
+
+
+def test_speed_and_loss_are_smoothed() -> None:
+    pace = Pace(samples_per_step=1, total_steps=10)
+    pace.update(result(1, loss=1.0, seconds=1.0))
+    pace.update(result(2, loss=0.0, seconds=2.0))
+    assert pace.describe(result(2), CPU).startswith("loss 0.9000")
+    assert pace.samples_per_s == pytest.approx(1 / 1.1)
+
+
+def test_without_a_terminal_a_line_is_logged_now_and_then_and_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shown = line(total_steps=25)
+    with caplog.at_level(logging.INFO), shown.shown(Console(file=io.StringIO()), live=False):
+        for step in range(1, 26):
+            shown.update(result(step))
+    assert [message.split()[1] for message in caplog.messages] == ["10/25", "20/25", "25/25"]
+
+
+def test_in_a_terminal_there_is_one_live_line(caplog: pytest.LogCaptureFixture) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=160)
+    shown = line(total_steps=3)
+    with caplog.at_level(logging.INFO), shown.shown(console, live=True):
+        for step in range(1, 4):
+            shown.update(result(step))
+    assert "3/3" in console.file.getvalue()
+    assert "loss 0.5000" in console.file.getvalue()
+    assert caplog.messages == []
+
+
+def test_the_processs_peak_memory_grows_with_what_it_holds() -> None:
+    before = peak_memory_gib(CPU)
+    ballast = torch.ones(400 * 2**20, dtype=torch.uint8)
+    assert peak_memory_gib(CPU) > before
+    assert ballast.sum() > 0

@@ -1,0 +1,174 @@
+"""The run folder: its layout, whose it is, and that one trainer at a time writes in it."""
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import diffsynth_lite
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.training.run_folder import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "runs" / "first")
+
+
+def start(folder: RunFolder) -> None:
+    with folder.lock():
+        folder.write_status("running", exit_code=None, step=0, message="training")
+
+
+def test_the_layout_is_the_documented_one(folder: RunFolder) -> None:
+    layout = {
+        "config.yaml": folder.config_file,
+        "resolved.yaml": folder.resolved_file,
+        "status.json": folder.status_file,
+        "metrics.jsonl": folder.metrics_file,
+        "quarantine.jsonl": folder.quarantine_file,
+        "checkpoints": folder.checkpoints_folder,
+        "previews": folder.previews_folder,
+        "lora": folder.lora_folder,
+    }
+    assert {path.name for path in layout.values()} == set(layout)
+    assert all(path.parent == folder.path for path in layout.values())
+
+
+def test_the_status_says_how_the_run_stands_and_where_things_are(folder: RunFolder) -> None:
+    start(folder)
+    folder.lora_folder.mkdir()
+    folder.metrics_file.touch()
+    folder.write_status("finished", exit_code=0, step=300, message="done")
+    expected = {
+        "state": "finished",
+        "exit_code": 0,
+        "step": 300,
+        "message": "done",
+        "found_at": {"lora": "lora", "metrics": "metrics.jsonl"},
+    }
+    assert json.loads(folder.status_file.read_text()) == expected
+    assert folder.read_status() == expected
+
+
+def test_a_run_folder_can_be_moved(folder: RunFolder, tmp_path: Path) -> None:
+    start(folder)
+    moved = RunFolder(folder.path.rename(tmp_path / "moved"))
+    assert moved.holds_run()
+    for file in moved.path.iterdir():
+        assert str(folder.path).encode() not in file.read_bytes()
+    start(moved)
+
+
+def test_a_new_folder_is_made_and_holds_a_run_once_its_status_is_written(folder: RunFolder) -> None:
+    assert not folder.holds_run()
+    assert folder.read_status() is None
+    with folder.lock():
+        assert not folder.holds_run()
+        folder.write_status("running", exit_code=None, step=0, message="training")
+        assert folder.holds_run()
+
+
+def test_a_run_killed_before_its_first_status_does_not_block_the_folder(folder: RunFolder) -> None:
+    with folder.lock():
+        (folder.path / ".tmp-status.json-0123abcd").write_text("{")
+    start(folder)
+    assert folder.holds_run()
+
+
+@pytest.mark.parametrize("name", ["photo.png", "config.yaml", ".hidden", "checkpoints/"])
+def test_a_folder_of_something_else_is_refused_and_left_as_it_is(folder: RunFolder, name: str) -> None:
+    folder.path.mkdir(parents=True)
+    foreign = folder.path / name
+    foreign.mkdir() if name.endswith("/") else foreign.write_text("precious")
+    with pytest.raises(UserError, match="not empty and holds no run"), folder.lock():
+        pytest.fail("the lock was given")
+    assert list(folder.path.iterdir()) == [foreign]
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(folder: RunFolder) -> None:
+    folder.path.parent.mkdir()
+    folder.path.write_text("precious")
+    with pytest.raises(UserError, match="is a file"), folder.lock():
+        pytest.fail("the lock was given")
+    assert folder.path.read_text() == "precious"
+
+
+def test_a_folder_that_cannot_be_made_is_refused_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(UserError, match="cannot be made: Not a directory"),
+        RunFolder(tmp_path / "file" / "a").lock(),
+    ):
+        pytest.fail("the lock was given")
+
+
+HOLD_THE_LOCK = """
+import sys
+from pathlib import Path
+from diffsynth_lite.training.run_folder import RunFolder
+with RunFolder(Path(sys.argv[1])).lock():
+    sys.stdout.write("locked\\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+"""
+
+
+def test_a_second_trainer_is_refused_by_name_of_the_first_until_that_one_is_killed(folder: RunFolder) -> None:
+    start(folder)
+    environment = {**os.environ, "PYTHONPATH": str(Path(diffsynth_lite.__file__).parents[1])}
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD_THE_LOCK, str(folder.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+    ) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"locked\n"
+        for _ in range(2):
+            with pytest.raises(UserError) as caught, folder.lock():
+                pytest.fail("the lock was given")
+            assert f"in use by process {first.pid} on {socket.gethostname()}" in str(caught.value)
+            assert "\n" not in str(caught.value)
+        first.send_signal(signal.SIGKILL)
+    start(folder)
+
+
+def test_the_lock_is_free_again_after_an_exception(folder: RunFolder) -> None:
+    with pytest.raises(RuntimeError, match="trained badly"), folder.lock():
+        raise RuntimeError("trained badly")
+    start(folder)
+
+
+def test_a_file_system_without_locks_is_warned_about(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    start(folder)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "cannot be locked (Function not implemented)" in caplog.text
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]"])
+def test_a_status_that_is_not_ours_is_named(folder: RunFolder, content: str) -> None:
+    start(folder)
+    folder.status_file.write_text(content)
+    with pytest.raises(UserError, match=r"status\.json"):
+        folder.read_status()
+
+
+def test_a_copy_without_hidden_files_still_holds_the_run(folder: RunFolder, tmp_path: Path) -> None:
+    start(folder)
+    copied = shutil.copytree(folder.path, tmp_path / "copy", ignore=shutil.ignore_patterns(".*"))
+    start(RunFolder(copied))

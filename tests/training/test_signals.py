@@ -1,0 +1,43 @@
+"""A stop signal becomes a question; its echo is the same event, a later second one quits."""
+
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from diffsynth_lite.training.signals import StopRequest
+
+ALONE = SimpleNamespace(num_processes=1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_asks_to_stop_and_its_echo_does_not_kill(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    stop = StopRequest()
+    with stop.listening():
+        assert not stop.agreed(ALONE)
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        assert stop.agreed(ALONE)
+    assert signal.getsignal(number) is before
+
+
+SECOND_SIGNAL = """
+import os, signal
+from diffsynth_lite.training import signals
+signals._SAME_EVENT_S = 0.0
+stop = signals.StopRequest()
+with stop.listening():
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+    print("still alive")
+"""
+
+
+def test_a_second_signal_quits_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", SECOND_SIGNAL], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGTERM
+    assert done.stdout == ""
