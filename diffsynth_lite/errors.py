@@ -15,8 +15,11 @@ class RunStoppedError(RuntimeError):
     """
 
 
-class RunInterrupted(Exception):
-    """Somebody asked the run to stop, and it stopped after saving."""
+class RunInterrupted(BaseException):
+    """Somebody asked the run to stop, and it stopped without losing anything.
+
+    Like KeyboardInterrupt no ``Exception``: a preview may fail, but not swallow this.
+    """
 
 
 EXIT_FINISHED = 0

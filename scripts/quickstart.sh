@@ -21,7 +21,7 @@ example=examples/quickstart
 cat <<END
 
 The LoRA:            $run/lora/pytorch_lora_weights.safetensors
-Before and after:    $run/score/score.png
+Before and after:    $run/score/grid.png
 Previews by step:    $run/previews/grid.png
 Losses and speed:    $run/metrics.jsonl
 END

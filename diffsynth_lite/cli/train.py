@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _configure_logging(console, is_main=is_main)
     try:
         _train(parsed, console, started_at)
-    except Exception as error:
+    except (Exception, RunInterrupted) as error:
         code = exit_code(error)
         if code == EXIT_BUG:
             raise
@@ -100,7 +100,7 @@ def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> N
     run_training(loaded, console=console, clock=clock)
 
 
-def _explain(error: Exception) -> None:
+def _explain(error: BaseException) -> None:
     """One line for each problem, on the error stream."""
     level = logging.WARNING if isinstance(error, RunInterrupted) else logging.ERROR
     for line in str(error).splitlines():

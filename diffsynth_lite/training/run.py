@@ -203,6 +203,7 @@ def _loop(setting: _Setting, built: BuiltRun, saver: Saver, stop: StopRequest, s
         with setting.clock.stage("first previews"):
             evaluate.at(0)
     logger.info("Start-up took %s.", setting.clock.describe())
+    stop.let_steps_finish()
     live = setting.is_main and setting.console.is_terminal
     with gradient_engine(engine), progress.shown(setting.console, live=live):
         step = run_loop(

@@ -11,6 +11,8 @@ from types import FrameType
 import torch
 from accelerate import Accelerator
 
+from diffsynth_lite.errors import RunInterrupted
+
 logger = logging.getLogger(__name__)
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -19,20 +21,32 @@ _SAME_EVENT_S = 2.0
 
 
 class StopRequest:
-    """Whether a stop signal has come; a second one, later than the same event's echo, quits at once."""
+    """What a stop signal does: before the first step it stops the run, from then on it is a question.
+
+    A second signal, later than the same event's echo, quits at once.
+    """
 
     def __init__(self) -> None:
         self._first_at: float | None = None
+        self._steps_finish = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Catch SIGTERM, SIGINT and SIGUSR1 inside the block."""
+        """Catch SIGTERM, SIGINT and SIGUSR1 inside the block.
+
+        Raises:
+            RunInterrupted: at any place in the block before ``let_steps_finish``.
+        """
         before = {number: signal.signal(number, self._receive) for number in _STOP_SIGNALS}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def let_steps_finish(self) -> None:
+        """From now on a signal only sets what ``agreed`` tells."""
+        self._steps_finish = True
 
     def agreed(self, accelerator: Accelerator) -> bool:
         """Whether any process was asked to stop: the same answer on all of them."""
@@ -46,9 +60,12 @@ class StopRequest:
         now = time.monotonic()
         if self._first_at is None:
             self._first_at = now
-            logger.warning(
-                "%s: finishing this step, then saving. Once more quits at once.", signal.Signals(number).name
-            )
+            name = signal.Signals(number).name
+            if not self._steps_finish:
+                raise RunInterrupted(
+                    f"{name} before the first step; the same command starts again, and faster"
+                )
+            logger.warning("%s: finishing this step, then saving. Once more quits at once.", name)
         elif now - self._first_at > _SAME_EVENT_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -40,7 +40,7 @@ class Drawn:
 
 
 def main() -> None:
-    """Draw, measure, print the table, write score.json and score.png."""
+    """Draw, measure, print the table, write score.json and grid.png."""
     arguments = parse_arguments()
     torch.set_num_threads(1)
     silence_loading_bars()
@@ -58,10 +58,10 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     record = make_record(groups) | {"num_unseen_new_prompts": num_unseen}
     (arguments.output / "score.json").write_text(json.dumps(record, indent=2) + "\n")
-    make_grid(groups).save(arguments.output / "score.png")
+    make_grid(groups).save(arguments.output / "grid.png")
     print(make_table(groups))
     print(f"{num_unseen} of the {len(new)} prompts of new colours are not among the training captions.")
-    print(f"Pictures: {arguments.output / 'score.png'}, figures: {arguments.output / 'score.json'}")
+    print(f"Pictures: {arguments.output / 'grid.png'}, figures: {arguments.output / 'score.json'}")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="folder of the pipeline")
     parser.add_argument("--lora", type=Path, required=True, help=f"folder with {LORA_FILE}")
     parser.add_argument("--data", type=Path, required=True, help="training folder, for its captions")
-    parser.add_argument("--output", type=Path, required=True, help="folder for score.json and score.png")
+    parser.add_argument("--output", type=Path, required=True, help="folder for score.json and grid.png")
     arguments = parser.parse_args()
     if not (arguments.model / "model_index.json").is_file():
         parser.error(f"--model {arguments.model} holds no model_index.json; name a diffusers pipeline folder")

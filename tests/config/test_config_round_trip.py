@@ -41,7 +41,7 @@ def numbers(field_type: FieldType) -> st.SearchStrategy:
     """The numbers within the range of a setting."""
     (bounds,) = field_type.rules or (Range(),)
     if field_type.base is int:
-        return st.integers(int(bounds.at_least), 10**18 - 1)
+        return st.integers(int(bounds.at_least), int(min(bounds.at_most, 10**18 - 1)))
     return st.floats(
         max(bounds.at_least, bounds.above, -1e9),
         min(bounds.at_most, bounds.below, 1e9),

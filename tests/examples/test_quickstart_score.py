@@ -48,10 +48,15 @@ def test_an_empty_picture_gives_the_colour_of_its_ground():
 
 
 def test_a_few_odd_pixels_are_not_taken_for_the_shape():
-    pixels = np.asarray(draw_all([shapes.Scene("teal", "circle", "black")])[0]).copy()
+    pixels = np.asarray(draw_all([shapes.Scene("teal", "ring", "black")])[0]).copy()
     pixels[10, 10:14] = 255
     reading = measure.read_picture(Image.fromarray(pixels), "teal")
     assert (reading.distance, reading.right) == (0.0, True)
+
+
+def test_the_ground_is_what_lies_at_the_edge_even_where_the_shape_is_larger():
+    picture = shapes.draw("square", shapes.COLOURS["teal"], shapes.GROUNDS["white"], radius=0.55)
+    assert measure.shape_colour(picture).tolist() == list(shapes.COLOURS["teal"])
 
 
 def test_the_grid_shows_every_picture_under_its_caption():
@@ -106,7 +111,7 @@ def test_a_lora_that_changes_nothing_scores_the_same_before_and_after(score_lora
     assert record["num_unseen_new_prompts"] == 16
     assert "16 of the 16 prompts" in printed.out
     assert printed.err == ""
-    with Image.open(tmp_path / "score" / "score.png") as sheet:
+    with Image.open(tmp_path / "score" / "grid.png") as sheet:
         assert sheet.width > 8 * 128
         assert sheet.height > 9 * 128
 

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from types import SimpleNamespace
 
 import pytest
 import rebuild
@@ -96,6 +97,43 @@ def test_training_the_autoencoder_lowers_the_error(pixels):
         train_autoencoder.train(vae, num_steps=24, num_pictures=16, seed=0)
         after = train_autoencoder.peak_signal_to_noise(vae, pixels)
     assert after > before + 2
+
+
+def test_the_velocity_from_picture_to_noise_has_no_loss():
+    latents = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0))
+
+    def know_the_answer(*, hidden_states, timestep, **_):
+        level = timestep.view(-1, 1, 1)
+        return SimpleNamespace(sample=(hidden_states - latents) / level)
+
+    generator = torch.Generator().manual_seed(1)
+    loss = train_transformer.flow_matching_loss(know_the_answer, latents, None, None, generator)
+    # Zero but for the division by small noise levels.
+    assert loss.item() == pytest.approx(0, abs=1e-8)
+
+
+def test_training_the_transformer_lowers_its_loss():
+    pipeline = score.load_pipeline(rebuild.SHIPPED)
+    pipeline.transformer = train_transformer.new_transformer(rebuild.TEXT_WIDTH, seed=0)
+    scenes = shapes.known_scenes(8)
+    drawings = [shapes.draw_scene(scene, random.Random(0)) for scene in scenes]
+    latents = train_transformer.pack(
+        train_autoencoder.encode(pipeline.vae, train_autoencoder.to_pixels(drawings))
+    )
+    captions = [scene.caption for scene in scenes]
+
+    @torch.no_grad()
+    def measure_loss():
+        embeddings, masks = pipeline.encode_prompt([*captions, " "])
+        generator = torch.Generator().manual_seed(0)
+        return train_transformer.flow_matching_loss(
+            pipeline.transformer, latents, embeddings[:8], masks[:8], generator
+        ).item()
+
+    before = measure_loss()
+    train_transformer.train(pipeline, num_steps=12, num_pictures=32, seed=0)
+    assert measure_loss() < 0.9 * before
+    assert not pipeline.transformer.training
 
 
 def test_a_short_rebuild_gives_a_whole_pipeline(tmp_path, monkeypatch, capsys):

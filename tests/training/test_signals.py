@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from diffsynth_lite.errors import RunInterrupted
 from diffsynth_lite.training.signals import StopRequest
 
 ALONE = SimpleNamespace(num_processes=1)
@@ -18,11 +19,21 @@ def test_a_signal_asks_to_stop_and_its_echo_does_not_kill(number: signal.Signals
     before = signal.getsignal(number)
     stop = StopRequest()
     with stop.listening():
+        stop.let_steps_finish()
         assert not stop.agreed(ALONE)
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)
         assert stop.agreed(ALONE)
     assert signal.getsignal(number) is before
+
+
+def test_before_the_first_step_a_signal_stops_the_run_where_it_is() -> None:
+    stop = StopRequest()
+    with pytest.raises(RunInterrupted, match="SIGTERM before the first step"), stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)  # the launcher's echo while the run cleans up
+    assert stop.agreed(ALONE)
 
 
 SECOND_SIGNAL = """
@@ -31,6 +42,7 @@ from diffsynth_lite.training import signals
 signals._SAME_EVENT_S = 0.0
 stop = signals.StopRequest()
 with stop.listening():
+    stop.let_steps_finish()
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)
     print("still alive")

@@ -43,6 +43,6 @@ class DataSettings(Settings):
     """What an image that cannot be read or has no caption does: stop the run before training with a list of
     all of them, or be left out and written to the run's `quarantine.jsonl`."""
 
-    num_workers: Annotated[int, Range(at_least=0)] = 2
-    """Processes that read and resize images; 0 does it in the main process. More helps where reading files
-    is what training waits for. The result does not depend on it."""
+    num_workers: Annotated[int, Range(at_least=0, at_most=64)] = 2
+    """Processes per device that read the cache ahead and draw the noise; 0 does it in the main process. More
+    help where reading files is what training waits for. The result does not depend on it."""

@@ -40,7 +40,7 @@ class Budget:
     num_pictures: int
 
 
-FULL = Budget(autoencoder_steps=4000, transformer_steps=4000, num_pictures=3000)
+FULL = Budget(autoencoder_steps=6000, transformer_steps=4000, num_pictures=3000)
 SMOKE = Budget(autoencoder_steps=4, transformer_steps=2, num_pictures=16)
 
 

@@ -1,0 +1,38 @@
+"""The main job on the embedded default really teaches what it says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffsynth_lite.cli.train import main
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLE = REPOSITORY / "examples" / "quickstart"
+
+
+def run_script(name: str, *arguments: str) -> None:
+    subprocess.run([sys.executable, EXAMPLE / name, *arguments], check=True, cwd=REPOSITORY, timeout=300)
+
+
+@pytest.mark.slow
+def test_the_quickstart_teaches_the_new_colours_and_keeps_the_known_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    data, run, score = (str(tmp_path / name) for name in ("data", "run", "score"))
+    run_script("make_data.py", "--output", data)
+    settings = [f"data.path={data}", f"output.dir={run}", f"data.cache_dir={tmp_path / 'cache'}"]
+    # The other tests cover previews and checkpointing; both change no weight.
+    faster = ["validation.prompts=[]", "train.use_gradient_checkpointing=false"]
+    assert main(["--config", "quickstart.yaml", *settings, *faster]) == 0
+    model = str(EXAMPLE / "mini_qwen_image")
+    run_script("score.py", "--model", model, "--lora", f"{run}/lora", "--data", data, "--output", score)
+    record = json.loads((tmp_path / "score" / "score.json").read_text())
+    assert record["num_unseen_new_prompts"] == 16
+    assert record["new"]["before"]["accuracy"] <= 0.25
+    assert record["new"]["after"]["accuracy"] >= 15 / 16
+    assert record["new"]["after"]["distance"] <= 45
+    assert record["known"]["after"]["accuracy"] == 1
