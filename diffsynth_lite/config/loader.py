@@ -1,11 +1,12 @@
 """Loads a config: yaml file, command line and defaults become one checked object."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+import yaml
 
 from diffsynth_lite.config.document import YamlError, read_yaml
 from diffsynth_lite.config.draft import Draft
@@ -78,8 +79,16 @@ def dump_config(config: Config) -> str:
     return _to_yaml(asdict(config))
 
 
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
+    """Quotes a text that is the word None: written plain, it is refused as a null that was meant."""
+
+
+_Dumper.add_implicit_resolver("!none", re.compile("^None$"), ["N"])
+
+
 def _to_yaml(values: dict[str, Any]) -> str:
-    return OmegaConf.to_yaml(OmegaConf.create(values))
+    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text
 
 
 def _read_text(path: Path) -> str:
