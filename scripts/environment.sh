@@ -29,18 +29,18 @@ require_disk_space() {
     local free_mib
     free_mib=$(df -Pm . | awk 'NR == 2 { print $4 }')
     if [ "$free_mib" -lt "$MIN_FREE_MIB" ]; then
-        fail "$free_mib MiB are free here, and the installation needs about $MIN_FREE_MIB MiB; free some space," \
+        fail "$free_mib MiB are free here, and the installation needs about $MIN_FREE_MIB MiB (twice that with a CUDA build of torch); free some space," \
             "or use an environment that has torch already (DIFFSYNTH_LITE_PYTHON)"
     fi
 }
 
 # Whether the packages of pyproject.toml, with the extra $1, were installed by an earlier call.
 is_installed() {
-    [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(fingerprint "$1")" ]
+    [ -f "$STAMP" ] && grep -qxF "$(fingerprint "$1")" "$STAMP"
 }
 
 fingerprint() {
-    echo "$1 $PWD $(cat pyproject.toml constraints.txt | cksum)"
+    echo "extra '$1' $PYTHON $PWD $(cat pyproject.toml constraints.txt | cksum)"
 }
 
 make_venv() {
@@ -53,9 +53,10 @@ make_venv() {
     "$base" -m venv .venv || fail ".venv could not be made; see the message above"
 }
 
-# prepare_environment EXTRA: sets PYTHON to an interpreter with the package and the extra installed.
+# prepare_environment [EXTRA]: sets PYTHON to an interpreter with the package, and the extra, installed.
 prepare_environment() {
-    local extra=$1 own="" constraints=()
+    local extra=${1:-} own="" constraints=() package=.
+    [ -z "$extra" ] || package=".[$extra]"
     if [ -n "${DIFFSYNTH_LITE_PYTHON:-}" ]; then
         own=$DIFFSYNTH_LITE_PYTHON
         has_torch "$own" || fail "DIFFSYNTH_LITE_PYTHON=$own is not a Python 3.11 or later with a torch that works"
@@ -79,8 +80,8 @@ prepare_environment() {
             # First and alone: a package that asks for any torch would bring a newer one than is tested.
             "$PYTHON" -m pip install --quiet "${constraints[@]}" torch || fail "torch could not be installed"
         fi
-        "$PYTHON" -m pip install --quiet ${constraints[@]+"${constraints[@]}"} --editable ".[$extra]" ||
+        "$PYTHON" -m pip install --quiet ${constraints[@]+"${constraints[@]}"} --editable "$package" ||
             fail "the packages could not be installed; see pip's message above"
-        fingerprint "$extra" >"$STAMP"
+        fingerprint "$extra" >>"$STAMP"
     fi
 }

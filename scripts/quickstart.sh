@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
 
-prepare_environment tensorboard
+prepare_environment
 
 # The model is so small that a second thread only waits for the first.
 export OMP_NUM_THREADS=1

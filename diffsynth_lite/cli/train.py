@@ -14,7 +14,7 @@ from rich.console import Console
 
 from diffsynth_lite import __version__
 from diffsynth_lite.config import load_config
-from diffsynth_lite.errors import EXIT_BUG, EXIT_FINISHED, RunInterrupted, exit_code
+from diffsynth_lite.errors import EXIT_BUG, EXIT_FINISHED, RunInterrupted, UserError, exit_code
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> N
     }
     loaded = load_config(parsed.config, parsed.overrides, flags)
     logger.info("diffsynth_lite %s, settings from %s", __version__, loaded.path)
-    for warning in loaded.warnings:
+    for warning in (*loaded.warnings, *_launcher_warnings(loaded.config.train.mixed_precision)):
         logger.warning("%s", warning)
     # The libraries take seconds to import: a wrong config is refused before that.
     importing_since = time.perf_counter()
@@ -98,6 +98,27 @@ def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> N
         diffusers_logging.disable_progress_bar()
         transformers_logging.disable_progress_bar()
     run_training(loaded, console=console, clock=clock)
+
+
+def _launcher_warnings(mixed_precision: str) -> list[str]:
+    """What the launcher asks for and the config overrules; what is not supported is refused.
+
+    Raises:
+        UserError: the launcher asks for a kind of distribution that is planned.
+    """
+    for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
+            raise UserError(
+                f"accelerate launch: {name} is planned, not available yet; use one device, or several with "
+                "plain data parallelism (--multi_gpu)"
+            )
+    # The launcher sets "no" also where nobody asked for it.
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched in ("no", mixed_precision):
+        return []
+    return [
+        f"accelerate launch asks for {launched}; train.mixed_precision: {mixed_precision} is what is used"
+    ]
 
 
 def _explain(error: BaseException) -> None:

@@ -28,6 +28,8 @@ WORKER_TIMEOUT_S = 300.0
 KEPT_BYTES = 256 * 2**20
 """Entries that each reading process keeps in memory; reading a small one costs more than what is in it."""
 
+_SECONDS_AFTER_SIGTERM = 600
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -148,7 +150,7 @@ class BatchStream:
             num_workers=self._num_workers,
             # Forked workers can deadlock on a lock that a thread of this process held, and know its CUDA.
             multiprocessing_context="spawn" if self._num_workers else None,
-            worker_init_fn=_ignore_stop_signals,
+            worker_init_fn=_outlive_stop_signals,
             timeout=WORKER_TIMEOUT_S if self._num_workers else 0,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # else the loader draws a number from torch's global generator
@@ -227,8 +229,13 @@ def _or_raise(batch: Batch | RunStoppedError) -> Batch:
     return batch
 
 
-def _ignore_stop_signals(worker_id: int) -> None:
-    """A terminal sends Ctrl-C to the workers too, and the main process needs them to finish its step."""
+def _outlive_stop_signals(worker_id: int) -> None:
+    """Stop signals reach a whole process group, and the main process needs its workers to finish its step.
+
+    SIGTERM is also how a stuck worker is ended at exit, so it starts a countdown that ends the worker.
+    """
     for name in ("SIGINT", "SIGUSR1"):
         if hasattr(signal, name):  # Windows has no SIGUSR1
             signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if hasattr(signal, "alarm"):
+        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_SECONDS_AFTER_SIGTERM))

@@ -37,11 +37,13 @@ def find_target_layers(
     if unmatched:
         raise UserError(_describe_unmatched(unmatched, linear, type(model).__name__))
     dead = _dead_layers(model, block_lists, dead_in_last_block)
-    return [
-        name
-        for name in linear
-        if name not in dead and any(_ends_in(name, target) for target in target_modules)
-    ]
+    layers = [name for name in linear if name not in dead and any(_ends_in(name, t) for t in target_modules)]
+    if not layers:
+        raise UserError(
+            f"lora.target_modules: {', '.join(target_modules)} match only layers of the last block "
+            "whose output nobody uses; add others"
+        )
+    return layers
 
 
 def _dead_layers(model: nn.Module, block_lists: Sequence[str], dead_in_last_block: Sequence[str]) -> set[str]:

@@ -12,6 +12,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.training.evaluation import FixedNoiseLoss
 from diffsynth_lite.training.optimizer_step import StepResult
 from diffsynth_lite.training.previews import Previews
+from diffsynth_lite.training.processes import on_main_process
 from diffsynth_lite.training.progress import Pace, peak_memory_gib
 from diffsynth_lite.training.trackers import MetricsLog
 
@@ -135,10 +136,11 @@ class Evaluate:
 
     def at(self, step: int) -> None:
         """Evaluate after ``step`` optimizer steps."""
-        if self.accelerator.is_main_process:
-            values = self.validation_loss.measure(self.transformer)
-            self.metrics.log(step, values)
-            for name, value in values.items():
-                logger.info("After step %d: %s %.4f.", step, name, value)
-            self.previews.draw(self.transformer, step)
-        self.accelerator.wait_for_everyone()
+        on_main_process(self.accelerator, lambda: self._evaluate(step))
+
+    def _evaluate(self, step: int) -> None:
+        values = self.validation_loss.measure(self.transformer)
+        self.metrics.log(step, values)
+        for name, value in values.items():
+            logger.info("After step %d: %s %.4f.", step, name, value)
+        self.previews.draw(self.transformer, step)

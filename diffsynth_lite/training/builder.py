@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import GradientEngine
@@ -18,10 +18,9 @@ from diffsynth_lite.lora import add_adapter
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.training.caching import EncodedRun
 from diffsynth_lite.training.evaluation import FixedNoiseLoss
-from diffsynth_lite.training.learning_rate import learning_rate_schedule
 from diffsynth_lite.training.objective import FlowMatching, NoiseLevels
 from diffsynth_lite.training.optimizer_step import OptimizerStep
-from diffsynth_lite.training.preflight import CheckedRun, preview_size
+from diffsynth_lite.training.preflight import CheckedRun, build_learning_rate, preview_size
 from diffsynth_lite.training.previews import Previews
 
 _CACHING_TIMEOUT = timedelta(hours=6)
@@ -35,14 +34,12 @@ class BuiltRun:
 
     Attributes:
         transformer: with its adapter, not wrapped.
-        optimizer: over the adapter.
         step: takes optimizer steps.
         validation_loss: the fixed-noise loss.
         previews: draws the prompts.
     """
 
     transformer: torch.nn.Module
-    optimizer: torch.optim.Optimizer
     step: OptimizerStep
     validation_loss: FixedNoiseLoss
     previews: Previews
@@ -58,6 +55,8 @@ def build_accelerator(config: Config, tracker_folder: Path) -> Accelerator:
         mixed_precision=config.train.mixed_precision,
         log_with=list(config.logging.trackers) or None,
         project_config=ProjectConfiguration(project_dir=str(tracker_folder), logging_dir=str(tracker_folder)),
+        # Otherwise a launcher's variable would scale every gradient; the loop accumulates by itself.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=_CACHING_TIMEOUT)],
     )
     if accelerator.distributed_type not in _SUPPORTED_DISTRIBUTION:
@@ -117,25 +116,19 @@ def build_run(
         model=accelerator.prepare(transformer),
         optimizer=optimizer,
         loss=objective.loss,
-        learning_rate=learning_rate_schedule(
-            config.train.lr_scheduler,
-            base=config.train.learning_rate,
-            warmup_steps=config.train.warmup_steps,
-            total_steps=config.train.steps,
-        ),
+        learning_rate=build_learning_rate(config),
         max_grad_norm=float("inf") if config.train.max_grad_norm is None else config.train.max_grad_norm,
         seed=config.train.seed,
         batches=iter(_build_batches(config, encoded, accelerator, cache, start_step)),
     )
     return BuiltRun(
         transformer=transformer,
-        optimizer=optimizer,
         step=step,
         validation_loss=FixedNoiseLoss(
             name="validation_loss" if checked.validation_records else "train_fixed_noise_loss",
             items=encoded.validation_items,
             objective=objective,
-            seed=config.train.seed,
+            seed=config.validation.seed,
             batch_size=config.train.micro_batch_size,
         ),
         previews=_build_previews(config, checked.family, encoded, preview_folder),

@@ -53,7 +53,8 @@ def encode_run(
     """
     family, validation = checked.family, config.validation
     text_dtype = getattr(torch, config.model.text_encoder_dtype)
-    texts = [record.caption for record in (*checked.records, *checked.validation_records)]
+    held_out_records = checked.validation_records[: validation.loss_items]
+    texts = [record.caption for record in (*checked.records, *held_out_records)]
     caption_keys = encode_captions(
         [*texts, *validation.prompts, validation.negative_prompt],
         cache=cache,
@@ -78,7 +79,7 @@ def encode_run(
         )
 
     items = encode_records(checked.records)
-    held_out = encode_records(checked.validation_records) if checked.validation_records else items
+    held_out = encode_records(held_out_records) if held_out_records else items
     return EncodedRun(
         items=items,
         validation_items=[_validation_item(cache, item) for item in held_out[: validation.loss_items]],

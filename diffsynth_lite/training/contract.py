@@ -31,9 +31,9 @@ class DifferentRunError(UserError):
 def settings_contract(config: Config, *, model_fingerprint: str) -> Contract:
     """The settings that decide the numbers of a run, by dotted key.
 
-    Everything else may change between the parts of a run: the checkpointing and offload flags, micro-batches,
-    workers, previews, trackers, intervals, paths. ``train.steps`` may change where the learning rate does not
-    depend on it.
+    Everything else may change between the parts of a run: the checkpointing and offload flags, workers,
+    previews, trackers, intervals, paths. ``train.steps`` may change where the learning rate does not depend
+    on it, and ``train.micro_batch_size`` where there is no dropout.
 
     Args:
         config: of the run.
@@ -45,6 +45,8 @@ def settings_contract(config: Config, *, model_fingerprint: str) -> Contract:
         contract |= {f"{section}.{name}": value for name, value in values[section].items()}
     for section, names in _FIXED_FIELDS.items():
         contract |= {f"{section}.{name}": values[section][name] for name in names}
+    if config.lora.dropout > 0:
+        contract["train.micro_batch_size"] = config.train.micro_batch_size  # each has masks of its own
     if config.train.lr_scheduler != "constant":
         contract["train.steps"] = config.train.steps
     return contract

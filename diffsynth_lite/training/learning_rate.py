@@ -33,9 +33,7 @@ def learning_rate_schedule(
         UserError: the warm-up leaves no step, or ``base`` is below what the shape decays to.
     """
     if not 0 <= warmup_steps < total_steps:
-        raise UserError(
-            f"{warmup_steps} warm-up steps of {total_steps} steps: the warm-up must be shorter than the run"
-        )
+        raise UserError(f"train.warmup_steps {warmup_steps} must be less than train.steps {total_steps}")
     factor = _diffusers_factor(name, base=base, warmup_steps=warmup_steps, total_steps=total_steps)
 
     def learning_rate(step: int) -> float:
@@ -59,6 +57,6 @@ def _diffusers_factor(
             num_training_steps=total_steps,
         )
     except ValueError as error:
-        raise UserError(f"learning rate {base} with the {name} schedule: {error}") from error
+        raise UserError(f"train.learning_rate {base} with train.lr_scheduler {name}: {error}") from error
     factor: Callable[[int], float] = scheduler.lr_lambdas[0]
     return factor

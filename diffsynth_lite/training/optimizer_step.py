@@ -1,10 +1,11 @@
 """This file takes one optimizer step over the micro-batches that belong to it."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from accelerate import Accelerator
@@ -13,6 +14,10 @@ from diffsynth_lite.core.randomness import torch_seed
 from diffsynth_lite.data import Batch
 from diffsynth_lite.errors import RunStoppedError
 from diffsynth_lite.training.random_state import random_state_scope
+
+logger = logging.getLogger(__name__)
+
+_MAX_SKIPPED_IN_A_ROW = 5
 
 LossFunction = Callable[[torch.nn.Module, Batch], torch.Tensor]
 
@@ -49,6 +54,7 @@ class OptimizerStep:
         max_grad_norm: gradients are scaled down to it; infinity never clips.
         seed: of the dropout masks.
         batches: the micro-batches of each optimizer step, in order.
+        skipped: the steps in a row, up to now, that were skipped.
     """
 
     accelerator: Accelerator
@@ -59,12 +65,15 @@ class OptimizerStep:
     max_grad_norm: float
     seed: int
     batches: Iterator[Sequence[Batch]]
+    skipped: list[int] = field(default_factory=list)
 
     def take(self, step: int) -> StepResult:
         """Train on the next micro-batches, those of the 0-based optimizer step.
 
+        A step whose loss or gradients are not finite is skipped: the weights stay as they were.
+
         Raises:
-            RunStoppedError: the loss or a gradient is not finite; nothing was changed.
+            RunStoppedError: too many steps in a row were skipped.
         """
         started_at = time.perf_counter()
         micro_batches = next(self.batches)
@@ -76,15 +85,11 @@ class OptimizerStep:
         grad_norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
         # One transfer for both: reading from the device waits for it. Both are the same on all devices.
         mean_loss, norm = torch.stack([loss, grad_norm]).tolist()
-        if not (math.isfinite(mean_loss) and math.isfinite(norm)):
-            self.optimizer.zero_grad()
-            names = ", ".join(name for batch in micro_batches for name in batch.names)
-            raise RunStoppedError(
-                f"step {step + 1}: loss {mean_loss}, gradient norm {norm}: not finite, on {names}. "
-                "The weights are as after the step before; a lower train.learning_rate or "
-                "train.mixed_precision=no may help"
-            )
-        self.optimizer.step()
+        if math.isfinite(mean_loss) and math.isfinite(norm):
+            self.optimizer.step()
+            self.skipped.clear()
+        else:
+            self._skip(step + 1, mean_loss, norm, micro_batches)
         self.optimizer.zero_grad()
         return StepResult(
             step=step + 1,
@@ -93,6 +98,18 @@ class OptimizerStep:
             learning_rate=learning_rate,
             seconds=time.perf_counter() - started_at,
         )
+
+    def _skip(self, step: int, loss: float, norm: float, micro_batches: Sequence[Batch]) -> None:
+        """Leave a step out; the data, the schedule and the step counter go on, the optimizer does not."""
+        self.skipped.append(step)
+        names = ", ".join(name for batch in micro_batches for name in batch.names)
+        logger.warning("Step %d is skipped: loss %s, gradient norm %s, on %s.", step, loss, norm, names)
+        if len(self.skipped) >= _MAX_SKIPPED_IN_A_ROW:
+            raise RunStoppedError(
+                f"step {step}: loss and gradients were not finite in {len(self.skipped)} steps in a row; "
+                f"last on {names}. Checkpoints hold finite weights only. Look at these items, or start a new "
+                "run with a lower train.learning_rate or train.mixed_precision=no"
+            )
 
     def _accumulate_gradients(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         total = torch.zeros((), device=self.accelerator.device)

@@ -1,6 +1,7 @@
 """This file keeps a run folder's status true, however the run ends."""
 
 import errno
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,8 @@ from diffsynth_lite.training.checkpoints import CheckpointStore
 from diffsynth_lite.training.contract import DifferentRunError
 from diffsynth_lite.training.files import write_json_atomic
 from diffsynth_lite.training.run_folder import RunFolder, RunState
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -36,14 +39,24 @@ def outcome_recorded(
             write_json_atomic(folder.status_file, before)
         raise
     except BaseException as error:
-        folder.write_status(
-            _state(error),
-            exit_code=exit_code(error),
-            step=max(store.steps(), default=0),
-            message=str(error) or type(error).__name__,
-        )
+        with _best_effort(folder):
+            folder.write_status(
+                _state(error),
+                exit_code=exit_code(error),
+                step=max(store.steps(), default=0),
+                message=str(error) or type(error).__name__,
+            )
         raise
     folder.write_status("finished", exit_code=EXIT_FINISHED, step=total_steps, message="finished")
+
+
+@contextmanager
+def _best_effort(folder: RunFolder) -> Iterator[None]:
+    """On a full disk the status cannot be written either; the error that ended the run matters more."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s could not be written: %s", folder.status_file, error)
 
 
 @contextmanager
@@ -58,7 +71,7 @@ def shortages_explained() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise RunStoppedError(
             f"out of memory: {str(error).splitlines()[0]} What helps most: "
-            "--use_gradient_checkpointing_offload, a lower train.micro_batch_size, smaller pictures"
+            "--use_gradient_checkpointing_offload, a lower train.micro_batch_size"
         ) from error
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -13,6 +13,7 @@ from diffsynth_lite.data import BatchLayout, Record, check_image, read_records, 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.pipelines import ModelFamily, load_family, resolve_folder
+from diffsynth_lite.training.learning_rate import learning_rate_schedule
 from diffsynth_lite.training.trackers import require_trackers
 
 _Result = TypeVar("_Result")
@@ -63,12 +64,18 @@ def check_run(config: Config, *, num_processes: int) -> CheckedRun:
         UserError: one line for each problem found.
     """
     checks = _Checks()
+    validation = config.validation
     checks.attempt(lambda: _check_batch_size(config, num_processes))
+    checks.attempt(lambda: build_learning_rate(config))
     checks.attempt(lambda: require_trackers(config.logging.trackers))
-    records = checks.attempt(lambda: _read_images(config, config.data.path, config.data.metadata))
-    held_out = checks.attempt(
-        lambda: _read_images(config, config.validation.data, None) if config.validation.data else []
+    records = checks.attempt(
+        lambda: _read_images(config, "data.path", config.data.path, config.data.metadata)
     )
+    held_out = checks.attempt(
+        lambda: _read_images(config, "validation.data", validation.data, None) if validation.data else []
+    )
+    if checks.problems and not Path(config.model.path).expanduser().is_dir():
+        raise UserError("\n".join(checks.problems))  # Before a model is downloaded.
     family = checks.attempt(lambda: _bind_family(config))
     if family is not None:
         layers, num_blocks = _check_model(checks, family, config)
@@ -87,21 +94,28 @@ def check_run(config: Config, *, num_processes: int) -> CheckedRun:
 
 
 def _check_batch_size(config: Config, num_processes: int) -> None:
-    BatchLayout(
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        num_processes=num_processes,
-        process_index=0,
-    )
+    try:
+        BatchLayout(
+            global_batch_size=config.train.global_batch_size,
+            micro_batch_size=config.train.micro_batch_size,
+            num_processes=num_processes,
+            process_index=0,
+        )
+    except UserError as error:
+        raise UserError(f"train.{error}") from None
 
 
-def _read_images(config: Config, path: str, metadata: str | None) -> list[Record]:
-    records = read_records(
-        Path(path),
-        metadata=Path(metadata) if metadata else None,
-        image_column=config.data.image_column,
-        caption_column=config.data.caption_column,
-    )
+def _read_images(config: Config, key: str, path: str, metadata: str | None) -> list[Record]:
+    folder = Path(path).expanduser()
+    try:
+        records = read_records(
+            folder,
+            metadata=_metadata_file(folder, metadata) if metadata else None,
+            image_column=config.data.image_column,
+            caption_column=config.data.caption_column,
+        )
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from None
     if config.data.on_bad_item == "skip":
         return records  # The caching pass finds the bad ones and keeps the list of them.
     bad = {}
@@ -111,6 +125,12 @@ def _read_images(config: Config, path: str, metadata: str | None) -> list[Record
         except UserError as error:
             bad[record.name] = str(error)
     return without_bad_items(records, bad, on_bad_item="error", quarantine=lambda *_: None)
+
+
+def _metadata_file(folder: Path, name: str) -> Path:
+    """A file in the data folder, or else a path of its own."""
+    inside = folder / name
+    return inside if inside.is_file() else Path(name).expanduser()
 
 
 def _bind_family(config: Config) -> ModelFamily:
@@ -148,6 +168,20 @@ def _find_blocks(family: ModelFamily, transformer: torch.nn.Module) -> list[torc
         return blocks_of(transformer, family.block_lists)
     except ValueError as error:
         raise UserError(f"train.use_gradient_checkpointing: {error}") from None
+
+
+def build_learning_rate(config: Config) -> Callable[[int], float]:
+    """The learning rate of each 0-based optimizer step.
+
+    Raises:
+        UserError: the settings of the schedule do not fit together.
+    """
+    return learning_rate_schedule(
+        config.train.lr_scheduler,
+        base=config.train.learning_rate,
+        warmup_steps=config.train.warmup_steps,
+        total_steps=config.train.steps,
+    )
 
 
 def preview_size(config: Config) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """This file draws previews while a LoRA trains: files by prompt and step, and one grid of all of them."""
 
+import hashlib
 import logging
 import re
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from diffsynth_lite.training.random_state import random_state_scope
 
 logger = logging.getLogger(__name__)
 
-_FILE_NAME = re.compile(r"step-(\d{8})-prompt-(\d{2})\.png")
+_FILE_NAME = re.compile(r"step-(\d{8})-prompt-.*\.png")
 _MAX_COLUMNS = 12
 
 
@@ -64,7 +65,7 @@ class Previews:
         self.folder.mkdir(parents=True, exist_ok=True)
         for place, image in enumerate(images):
             image.save(self._file(step, place))
-        steps = _spread(self._drawn_steps(), _MAX_COLUMNS)
+        steps = _spread([drawn for drawn in self._drawn_steps() if drawn <= step], _MAX_COLUMNS)
         rows = [[_open(self._file(drawn, place)) for drawn in steps] for place in range(len(self.prompts))]
         path = self.folder / "grid.png"
         aside = path.with_suffix(".tmp.png")
@@ -73,7 +74,14 @@ class Previews:
         return path
 
     def _file(self, step: int, place: int) -> Path:
-        return self.folder / f"step-{step:08d}-prompt-{place:02d}.png"
+        """File of one preview; its name changes with the prompt and with how it is drawn."""
+        request = self.requests[place]
+        drawn_as = (
+            *(self.prompts[place], request.width, request.height, request.seed),
+            *(request.num_inference_steps, request.guidance_scale),
+        )
+        mark = hashlib.blake2b(repr(drawn_as).encode(), digest_size=3).hexdigest()
+        return self.folder / f"step-{step:08d}-prompt-{place:02d}-{mark}.png"
 
     def _drawn_steps(self) -> list[int]:
         """Steps of which every prompt's file is there, also from before a resume."""

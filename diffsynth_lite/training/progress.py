@@ -1,7 +1,7 @@
 """This file shows how a run goes: one line in a terminal, one log line now and then elsewhere."""
 
 import logging
-import resource
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +11,9 @@ from rich.console import Console
 from rich.progress import Progress, TaskID, TextColumn
 
 from diffsynth_lite.training.optimizer_step import StepResult
+
+if sys.platform != "win32":
+    import resource
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +25,8 @@ def peak_memory_gib(device: torch.device) -> float:
     """Most memory used so far in GiB: of the CUDA device, or of the whole process on other devices."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / _GIB
+    if sys.platform == "win32":
+        return math.nan  # The standard library cannot tell.
     bytes_per_unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * bytes_per_unit / _GIB
 
@@ -38,7 +43,8 @@ class Pace:
     def update(self, result: StepResult) -> None:
         """Take one more step into account."""
         self._seconds = _smooth(self._seconds, result.seconds)
-        self._loss = _smooth(self._loss, result.loss)
+        if math.isfinite(result.loss):
+            self._loss = _smooth(self._loss, result.loss)
 
     @property
     def samples_per_s(self) -> float:
@@ -49,7 +55,7 @@ class Pace:
         """Loss, learning rate, speed, time left and peak memory as one line."""
         seconds_left = (self._total_steps - result.step) * (self._seconds or 0.0)
         return (
-            f"loss {self._loss:.4f} lr {result.learning_rate:.2e} {self.samples_per_s:.3g} samples/s "
+            f"loss {_number(self._loss)} lr {result.learning_rate:.2e} {self.samples_per_s:.3g} samples/s "
             f"left {_clock(seconds_left)} peak {peak_memory_gib(device):.2f} GiB"
         )
 
@@ -91,6 +97,10 @@ class ProgressLine:
 
 def _smooth(before: float | None, value: float) -> float:
     return value if before is None else _SMOOTHING * before + (1 - _SMOOTHING) * value
+
+
+def _number(value: float | None) -> str:
+    return "nan" if value is None else f"{value:.4f}"
 
 
 def _clock(seconds: float) -> str:

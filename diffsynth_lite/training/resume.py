@@ -4,10 +4,23 @@ import logging
 from pathlib import Path
 
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.training.checkpoint_manifest import read_checkpoint
 from diffsynth_lite.training.checkpoints import Checkpoint, CheckpointStore
 from diffsynth_lite.training.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
+
+
+def _checkpoint_folder(source: str) -> Path:
+    path = Path(source).expanduser()
+    if not path.is_dir():
+        raise UserError(
+            f"resume.source: {source!r} is neither auto, none nor must, nor the folder of a checkpoint "
+            "such as runs/mine/checkpoints/step-00000200"
+        )
+    if (path / "checkpoints").is_dir():
+        raise UserError(f"resume.source: {source} is a run; name one of {path / 'checkpoints'}/step-...")
+    return path
 
 
 def find_start(source: str, folder: RunFolder, store: CheckpointStore) -> Checkpoint | None:
@@ -30,7 +43,7 @@ def find_start(source: str, folder: RunFolder, store: CheckpointStore) -> Checkp
             )
         return None
     if source not in ("auto", "must"):
-        return store.read(Path(source))
+        return read_checkpoint(_checkpoint_folder(source))
     checkpoint = store.latest()
     if checkpoint is None and source == "must":
         raise UserError(

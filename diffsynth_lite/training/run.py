@@ -1,8 +1,9 @@
 """This file runs a training from a loaded config to the exported LoRA."""
 
+import json
 import logging
 import uuid
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,11 +35,12 @@ from diffsynth_lite.training.contract import (
     require_same,
     settings_contract,
 )
-from diffsynth_lite.training.files import write_text_atomic
+from diffsynth_lite.training.files import write_json_atomic, write_text_atomic
 from diffsynth_lite.training.loop import run_loop
 from diffsynth_lite.training.metrics import MetricsFile
 from diffsynth_lite.training.outcome import outcome_recorded, shortages_explained
 from diffsynth_lite.training.preflight import CheckedRun, check_run
+from diffsynth_lite.training.processes import on_main_process
 from diffsynth_lite.training.progress import Pace, ProgressLine
 from diffsynth_lite.training.quarantine import Quarantine
 from diffsynth_lite.training.resume import find_start
@@ -88,7 +90,7 @@ def run_training(loaded: LoadedConfig, *, console: Console, clock: StartupClock)
     config = loaded.config
     if config.train.cpu_threads is not None:
         torch.set_num_threads(config.train.cpu_threads)
-    folder = RunFolder(Path(config.output.dir))
+    folder = RunFolder(Path(config.output.dir).expanduser())
     accelerator = build_accelerator(config, folder.path / "trackers")
     with clock.stage("checks"):
         checked = check_run(config, num_processes=accelerator.num_processes)
@@ -102,10 +104,12 @@ def run_training(loaded: LoadedConfig, *, console: Console, clock: StartupClock)
         clock=clock,
     )
     stop = StopRequest()
-    with folder.lock() if setting.is_main else nullcontext(), stop.listening():
+    with ExitStack() as held, stop.listening():
+        on_main_process(accelerator, lambda: held.enter_context(folder.lock()))
         contract = settings_contract(config, model_fingerprint=_fingerprint(checked))
         checkpoint = _find_checkpoint(setting, contract)
-        if checkpoint is not None and checkpoint.step >= config.train.steps:
+        status = folder.read_status() or {}
+        if checkpoint and checkpoint.step >= config.train.steps and status.get("state") == "finished":
             logger.info("This run is finished (step %d). %s", checkpoint.step, _results(folder))
             return
         start_step = checkpoint.step if checkpoint else 0
@@ -118,12 +122,16 @@ def run_training(loaded: LoadedConfig, *, console: Console, clock: StartupClock)
 
 def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None, stop: StopRequest) -> None:
     start_step = checkpoint.step if checkpoint else 0
-    cache = TensorCache(Path(setting.config.data.cache_dir))
+    cache = TensorCache(Path(setting.config.data.cache_dir).expanduser())
     with setting.clock.stage("encoding"):
         encoded = _encode(setting, cache)
     contract = contract | data_contract(encoded.items)
     if checkpoint is not None:
         require_same(contract, checkpoint.documents["contract"], where=str(checkpoint.path))
+    elif setting.folder.contract_file.is_file():
+        require_same(
+            contract, json.loads(setting.folder.contract_file.read_bytes()), where=str(setting.folder.path)
+        )
     with setting.clock.stage("model"):
         logger.info("Loading the transformer.")
         transformer = build_transformer(setting.config, setting.checked, setting.accelerator.device)
@@ -152,7 +160,7 @@ def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None,
         run_id=checkpoint.documents["state"]["run_id"] if checkpoint else uuid.uuid4().hex[:12],
         resolved_yaml=setting.loaded.resolved_yaml,
     )
-    _prepare_folder(setting, saver.run_id, start_step)
+    _prepare_folder(setting, contract, saver.run_id, start_step)
     try:
         step = _loop(setting, built, saver, stop, start_step)
     finally:
@@ -219,45 +227,51 @@ def _loop(setting: _Setting, built: BuiltRun, saver: Saver, stop: StopRequest, s
             ),
             should_stop=lambda: stop.agreed(accelerator),
         )
-    if step < train.steps:
+    if step < train.steps or start_step == step:
         saver.save(step)
     return step
 
 
 def _find_checkpoint(setting: _Setting, contract: Contract) -> Checkpoint | None:
     """The checkpoint to continue from, the same on all processes; its settings are the run's."""
-    found: list[Path | None] = [None]
-    if setting.is_main:
-        setting.store.clean()
-        checkpoint = find_start(setting.config.resume.source, setting.folder, setting.store)
-        found = [checkpoint.path if checkpoint else None]
+    folder, store = setting.folder, setting.store
+
+    def find() -> Path | None:
+        store.clean()
+        checkpoint = find_start(setting.config.resume.source, folder, store)
+        if checkpoint is None and folder.contract_file.is_file():
+            require_same(contract, json.loads(folder.contract_file.read_bytes()), where=str(folder.path))
+        return checkpoint.path if checkpoint else None
+
+    found = [on_main_process(setting.accelerator, find)]
     path = broadcast_object_list(found)[0]
     if path is None:
         return None
     checkpoint = setting.store.read(path)
     require_same(contract, checkpoint.documents["contract"], where=str(path))
-    if setting.is_main:
-        logger.info("Continuing from %s.", path)
+    logger.info("Continuing from %s.", path)
     return checkpoint
 
 
 def _encode(setting: _Setting, cache: TensorCache) -> EncodedRun:
     """Fill the cache on the main process; the others then find everything in it."""
     quarantine = Quarantine(setting.folder.quarantine_file)
-    with setting.accelerator.main_process_first():
-        encoded = encode_run(
-            setting.config, setting.checked, cache, setting.accelerator.device, quarantine.add
-        )
+
+    def encode() -> EncodedRun:
+        return encode_run(setting.config, setting.checked, cache, setting.accelerator.device, quarantine.add)
+
+    encoded = on_main_process(setting.accelerator, encode) or encode()
     free_memory()
     if setting.is_main:
         quarantine.write()
     return encoded
 
 
-def _prepare_folder(setting: _Setting, run_id: str, start_step: int) -> None:
-    """Write the config, cut the metrics back to the resumed step, start the trackers."""
+def _prepare_folder(setting: _Setting, contract: Contract, run_id: str, start_step: int) -> None:
+    """Write contract and config, cut the metrics back to the resumed step, start the trackers."""
     folder, logging_config = setting.folder, setting.config.logging
     if setting.is_main:
+        write_json_atomic(folder.contract_file, contract)
         write_text_atomic(folder.config_file, setting.loaded.source_text)
         write_text_atomic(folder.resolved_file, setting.loaded.resolved_yaml)
         # A new start also drops what an earlier one logged before its first checkpoint.
@@ -277,7 +291,7 @@ def _prepare_folder(setting: _Setting, run_id: str, start_step: int) -> None:
 
 def _fingerprint(checked: CheckedRun) -> str:
     family = checked.family
-    return " ".join(family.folder.fingerprint(component) for component in family.components)
+    return " ".join(family.folder.fingerprint(component) for component in (*family.components, "scheduler"))
 
 
 def _results(folder: RunFolder) -> str:

@@ -41,6 +41,11 @@ class RunFolder:
         return self.path / "resolved.yaml"
 
     @property
+    def contract_file(self) -> Path:
+        """What makes the run this run, for a start before the first checkpoint."""
+        return self.path / "contract.json"
+
+    @property
     def status_file(self) -> Path:
         """State, exit code and last step, for whoever started the run."""
         return self.path / "status.json"

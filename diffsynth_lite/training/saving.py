@@ -11,6 +11,7 @@ from diffsynth_lite.training.checkpoints import Checkpoint, CheckpointStore
 from diffsynth_lite.training.contract import Contract
 from diffsynth_lite.training.export import export_lora
 from diffsynth_lite.training.optimizer_state import load_optimizer, optimizer_tensors
+from diffsynth_lite.training.processes import on_main_process
 from diffsynth_lite.training.run_folder import RunFolder
 
 
@@ -46,21 +47,22 @@ class Saver:
         Raises:
             RunStoppedError: the disk is full.
         """
-        if self.accelerator.is_main_process:
-            adapter = adapter_tensors(self.transformer)
-            moments, groups = optimizer_tensors(self.optimizer, dict(self.transformer.named_parameters()))
-            self.store.save(
-                step,
-                tensors={"adapter": adapter, "optimizer": moments},
-                documents={
-                    "optimizer": groups,
-                    "state": {"step": step, "run_id": self.run_id},
-                    "contract": self.contract,
-                    "config": self.resolved_yaml,
-                },
-            )
-            export_lora(self.family, self.folder.lora_folder, adapter, adapter_settings(self.transformer))
-        self.accelerator.wait_for_everyone()
+        on_main_process(self.accelerator, lambda: self._write(step))
+
+    def _write(self, step: int) -> None:
+        adapter = adapter_tensors(self.transformer)
+        moments, groups = optimizer_tensors(self.optimizer, dict(self.transformer.named_parameters()))
+        self.store.save(
+            step,
+            tensors={"adapter": adapter, "optimizer": moments},
+            documents={
+                "optimizer": groups,
+                "state": {"step": step, "run_id": self.run_id},
+                "contract": self.contract,
+                "config": self.resolved_yaml,
+            },
+        )
+        export_lora(self.family, self.folder.lora_folder, adapter, adapter_settings(self.transformer))
 
 
 def restore(checkpoint: Checkpoint, transformer: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -15,7 +15,7 @@ from diffsynth_lite.errors import RunInterrupted
 
 logger = logging.getLogger(__name__)
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
 _SAME_EVENT_S = 2.0
 """Ctrl+C reaches the launcher and the trainer, and the launcher's death sends one more: that is one event."""
 

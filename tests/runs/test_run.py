@@ -1,6 +1,8 @@
 """Whole runs through the training command, on a tiny pipeline of the real classes."""
 
+import errno
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ def test_a_run_folder_holds_what_the_readme_says(tiny_run: TinyRun) -> None:
     assert tiny_run.train() == 0
     names = {path.name for path in tiny_run.folder.iterdir() if not path.name.startswith(".")}
     assert names == {
-        *("config.yaml", "resolved.yaml", "status.json", "metrics.jsonl"),
+        *("config.yaml", "resolved.yaml", "contract.json", "status.json", "metrics.jsonl"),
         *("checkpoints", "previews", "lora"),
     }
     assert sorted(path.name for path in (tiny_run.folder / "checkpoints").iterdir()) == [
@@ -39,8 +41,8 @@ def test_a_run_folder_holds_what_the_readme_says(tiny_run: TinyRun) -> None:
     assert (status["state"], status["exit_code"], status["step"]) == ("finished", 0, 6)
     with Image.open(tiny_run.folder / "previews" / "grid.png") as grid:
         assert grid.width > 2 * 64
-    drawn = sorted(path.name for path in (tiny_run.folder / "previews").glob("step-*.png"))
-    assert drawn == [f"step-{step:08d}-prompt-{place:02d}.png" for step in (0, 6) for place in (0, 1)]
+    drawn = sorted(path.name[:23] for path in (tiny_run.folder / "previews").glob("step-*.png"))
+    assert drawn == [f"step-{step:08d}-prompt-{place:02d}" for step in (0, 6) for place in (0, 1)]
 
 
 def test_the_loss_on_fixed_noise_falls(tiny_run: TinyRun) -> None:
@@ -200,7 +202,28 @@ def test_a_failing_preview_warns_and_training_goes_on(
     assert differing(checkpoint_tensors(plain, 6), checkpoint_tensors(tiny_run.folder, 6)) == []
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
+def test_a_step_that_is_not_finite_is_skipped_and_the_run_goes_on(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    predict = QwenImage.predict_velocity
+    calls = []
+
+    def predict_nan_once(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(args)
+        return predict(*args, **kwargs) * (float("nan") if len(calls) == 3 else 1.0)
+
+    monkeypatch.setattr(QwenImage, "predict_velocity", predict_nan_once)
+    assert tiny_run.train("validation.loss_items=0") == 0
+    assert "Step 2 is skipped: loss nan" in caplog.text
+    assert ".png" in caplog.text
+    assert [row["step"] for row in tiny_run.metrics() if row.get("loss", 0) is None] == [2]
+    tensors = checkpoint_tensors(tiny_run.folder, 6)
+    assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
+    steps = {float(value) for name, value in tensors.items() if name.endswith("::step")}
+    assert steps == {5.0}  # the optimizer did not count the skipped one
+
+
+def test_too_many_skipped_steps_in_a_row_stop_the_run(
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert tiny_run.train("train.steps=2") == 0
@@ -209,11 +232,49 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
     monkeypatch.setattr(
         QwenImage, "predict_velocity", lambda *args, **kwargs: predict(*args, **kwargs) * float("nan")
     )
-    assert tiny_run.train() == 3
-    assert "step 3" in caplog.text
-    assert ".png" in caplog.text
+    assert tiny_run.train("train.steps=20", "output.checkpoint_every_steps=20") == 3
+    assert "step 7: loss and gradients were not finite in 5 steps in a row" in caplog.text
     assert tiny_run.status()["state"] == "stopped"
     assert differing(before, checkpoint_tensors(tiny_run.folder, 2)) == []
+
+
+def test_a_run_without_a_checkpoint_is_not_written_over_by_another(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def killed(*_args: object) -> None:
+        raise KeyError("as if killed before its first checkpoint")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("diffsynth_lite.training.saving.Saver.save", killed)
+        with pytest.raises(KeyError):
+            tiny_run.train()
+    metrics = tiny_run.metrics()
+    assert tiny_run.train("lora.rank=8") == 2
+    assert "lora.rank was 4, is 8" in caplog.text
+    assert tiny_run.metrics() == metrics
+    assert tiny_run.train() == 0
+
+
+def test_a_run_whose_last_export_failed_is_finished_by_the_same_command(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("diffsynth_lite.training.saving.export_lora", full)
+        assert tiny_run.train("output.checkpoint_every_steps=6") == 3
+    assert tiny_run.status()["state"] == "stopped"
+    assert tiny_run.train("output.checkpoint_every_steps=6") == 0
+    assert (tiny_run.folder / "lora" / "pytorch_lora_weights.safetensors").is_file()
+    assert tiny_run.status()["state"] == "finished"
+
+
+def test_prompts_changed_on_resume_get_pictures_of_their_own(tiny_run: TinyRun) -> None:
+    assert tiny_run.train("train.steps=2") == 0
+    assert tiny_run.train("train.steps=4", "validation.prompts=[a green star]") == 0
+    with Image.open(tiny_run.folder / "previews" / "grid.png") as grid:
+        assert grid.width < 2 * 128 + 190  # one column: step 4, for the old pictures show other prompts
 
 
 def test_bf16_base_with_fp32_adapter_trains(tiny_run: TinyRun) -> None:

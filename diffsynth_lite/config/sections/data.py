@@ -40,8 +40,8 @@ class DataSettings(Settings):
     is missing is encoded again."""
 
     on_bad_item: Literal["error", "skip"] = "error"
-    """What an image that cannot be read or has no caption does: stop the run before training with a list of
-    all of them, or be left out and written to the run's `quarantine.jsonl`."""
+    """What an image that cannot be read does: stop the run before training with a list of all of them, or be
+    left out and written to the run's `quarantine.jsonl`. A missing caption is an error in any case."""
 
     num_workers: Annotated[int, Range(at_least=0, at_most=64)] = 2
     """Processes per device that read the cache ahead and draw the noise; 0 does it in the main process. More

@@ -25,7 +25,7 @@ class TrainSettings(Settings):
 
     micro_batch_size: Annotated[int, Range(at_least=1)] = 1
     """Samples per device in one forward. Raise it while memory allows: steps get faster, and the result is
-    the same but for rounding."""
+    the same but for rounding (with LoRA dropout: but for other dropout masks)."""
 
     learning_rate: Annotated[float, Range(above=0)] = 1e-4
     """Highest learning rate, after the warm-up. Lower it when previews fall apart, raise it when nothing is

@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -75,6 +76,11 @@ class ModelFamily(ABC):
 
     def __init__(self, folder: PipelineFolder) -> None:
         self.folder = folder
+
+    @cached_property
+    def _scheduler_config(self) -> dict[str, Any]:
+        """Read once: the shift is asked for with every batch."""
+        return self.folder.component_config("scheduler")
 
     def check_folder(self) -> None:
         """Check, without loading weights, that the folder holds this family's pipeline.
@@ -145,7 +151,7 @@ class ModelFamily(ABC):
         Returns:
             s in ``sigma -> s * sigma / (1 + (s - 1) * sigma)``.
         """
-        config = self.folder.component_config("scheduler")
+        config = self._scheduler_config
         mu = resolution_mu(
             self.num_image_tokens(latents_shape),
             base_shift=config.get("base_shift", 0.5),

@@ -23,7 +23,8 @@ from diffsynth_lite.errors import UserError
 logger = logging.getLogger(__name__)
 
 _WEIGHT_SUFFIX = ".safetensors"
-_SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
+_SMALL_SUFFIXES = (".json", ".txt", ".jinja", ".model")
+_SMALL_FILES = tuple(f"*{suffix}" for suffix in _SMALL_SUFFIXES)
 _OTHER_VARIANTS = (f"*.fp16*{_WEIGHT_SUFFIX}", f"*.bf16*{_WEIGHT_SUFFIX}")
 _SAMPLED_BLOCKS = 64
 _SAMPLED_BLOCK_BYTES = 64 * 1024
@@ -71,7 +72,8 @@ class PipelineFolder:
             UserError: naming the component without weights and the variants there are.
         """
         for component in components:
-            if self._weight_files(component):
+            if files := self._weight_files(component):
+                self._require_shards(component, {path.name for path in files})
                 continue
             present = sorted(path.name for path in (self.path / component).glob("*") if path.is_file())
             wanted = f"of variant {self.variant!r} " if self.variant else ""
@@ -80,14 +82,25 @@ class PipelineFolder:
                 f"(files there: {', '.join(present) or 'none'}); check model.path and model.variant"
             )
 
-    def fingerprint(self, component: str) -> str:
-        """Hash that changes when a component's configuration or weights change.
+    def _require_shards(self, component: str, present: set[str]) -> None:
+        for index in (self.path / component).glob("*.safetensors.index*.json"):
+            listed = set(self._read_json(index).get("weight_map", {}).values())
+            if listed & present and not listed <= present:
+                raise UserError(
+                    f"model.path: {self.path / component} lacks {', '.join(sorted(listed - present))}, "
+                    f"which {index.name} lists; complete the download"
+                )
 
-        Covers the JSON files in full, and of each weight file its size, its beginning and evenly spaced
-        blocks: a few milliseconds a file, also at 40 GB.
+    def fingerprint(self, component: str) -> str:
+        """Hash that tells one component from another: its configuration and its weights.
+
+        Covers the small files in full, and of each weight file its size, its header and evenly spaced
+        blocks: a few milliseconds a file, also at 40 GB. Other weights of the same model differ everywhere; a
+        file that was edited between the blocks goes unnoticed.
         """
         digest = hashlib.blake2b(digest_size=16)
-        for path in sorted((self.path / component).glob("*.json")):
+        small = (path for path in (self.path / component).glob("*") if path.suffix in _SMALL_SUFFIXES)
+        for path in sorted(small):
             digest.update(path.name.encode() + path.read_bytes())
         for path in self._weight_files(component):
             size = path.stat().st_size

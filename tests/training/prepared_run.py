@@ -1,0 +1,127 @@
+"""A tiny pipeline with encoded pictures, and a config in which no two settings are the same."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from PIL import Image
+
+from diffsynth_lite.config import Config, load_config
+from diffsynth_lite.data import TensorCache
+from diffsynth_lite.pipelines.qwen_image import tiny
+from diffsynth_lite.training.builder import BuiltRun, build_optimizer, build_run, build_transformer
+from diffsynth_lite.training.caching import EncodedRun, encode_run
+from diffsynth_lite.training.preflight import CheckedRun, check_run
+
+NUM_PICTURES = 5
+CPU = torch.device("cpu")
+
+SETTINGS = {
+    "model.dtype": "float32",
+    "model.text_encoder_dtype": "float32",
+    "model.vae_dtype": "float32",
+    "lora.rank": "4",
+    "lora.alpha": "6.0",
+    "lora.dropout": "0.125",
+    "data.width": "64",
+    "data.height": "32",
+    "data.repeats": "3",
+    "data.num_workers": "0",
+    "objective.timestep_density": "logit_normal",
+    "objective.logit_mean": "0.25",
+    "objective.logit_std": "1.5",
+    "objective.shift": "static",
+    "objective.shift_value": "3.5",
+    "objective.sigma_min": "0.125",
+    "objective.sigma_max": "0.875",
+    "objective.loss_weighting": "bell",
+    "train.steps": "7",
+    "train.seed": "11",
+    "train.global_batch_size": "6",
+    "train.micro_batch_size": "2",
+    "train.learning_rate": "0.02",
+    "train.lr_scheduler": "linear",
+    "train.warmup_steps": "2",
+    "train.adam_beta1": "0.8",
+    "train.adam_beta2": "0.95",
+    "train.adam_epsilon": "1e-6",
+    "train.weight_decay": "0.03",
+    "train.max_grad_norm": "0.7",
+    "train.mixed_precision": "no",
+    "train.use_gradient_checkpointing": "true",
+    "train.use_gradient_checkpointing_offload": "true",
+    "validation.prompts": "[a red circle, a blue square on a white background]",
+    "validation.negative_prompt": "a very blurred picture of nothing at all",
+    "validation.num_inference_steps": "9",
+    "validation.guidance_scale": "2.5",
+    "validation.seed": "13",
+    "validation.width": "80",
+    "validation.height": "48",
+    "validation.loss_items": "4",
+}
+"""All distinct and none a default, so that two that are swapped are seen."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the settings of this file leave as it is: made once."""
+
+    root: Path
+    checked: CheckedRun
+    encoded: EncodedRun
+    cache: TensorCache
+    transformer: torch.nn.Module
+
+    def config(self, changes: dict[str, str] | None = None) -> Config:
+        return load_config_of(self.root, changes)
+
+    def build(self, changes: dict[str, str] | None = None, **objects: Any) -> BuiltRun:
+        config = self.config(changes)
+        given = {
+            "checked": self.checked,
+            "encoded": self.encoded,
+            "accelerator": SimpleNamespace(
+                device=CPU, num_processes=1, process_index=0, prepare=lambda model: model
+            ),
+            "cache": self.cache,
+            "transformer": self.transformer,
+            "optimizer": build_optimizer(config, self.transformer),
+            "start_step": 0,
+            "preview_folder": self.root / "previews",
+        }
+        return build_run(config, **(given | objects))
+
+
+def load_config_of(root: Path, changes: dict[str, str] | None = None) -> Config:
+    overrides = [f"{key}={value}" for key, value in (SETTINGS | (changes or {})).items()]
+    return load_config(root / "run.yaml", overrides).config
+
+
+def prepare(root: Path) -> Prepared:
+    """Save a tiny pipeline and a few pictures, and encode them."""
+    tiny().save_pretrained(root / "model")
+    (root / "data").mkdir()
+    for place in range(NUM_PICTURES):
+        picture = Image.effect_mandelbrot((80 + place, 48), (-2, -1, 1, 1), 10 + place).convert("RGB")
+        picture.save(root / "data" / f"{place}.png")
+        (root / "data" / f"{place}.txt").write_text("a red circle")
+    (root / "run.yaml").write_text(
+        f"model: {{family: qwen_image, path: {root}/model}}\n"
+        f"data: {{path: {root}/data, cache_dir: {root}/cache}}\noutput: {{dir: {root}/run}}\n"
+    )
+    config = load_config_of(root)
+    checked = check_run(config, num_processes=1)
+    cache = TensorCache(root / "cache")
+
+    def refuse(record: object, reason: str) -> None:
+        raise AssertionError(f"{record}: {reason}")
+
+    return Prepared(
+        root=root,
+        checked=checked,
+        encoded=encode_run(config, checked, cache, CPU, refuse),
+        cache=cache,
+        transformer=build_transformer(config, checked, CPU),
+    )

@@ -1,0 +1,275 @@
+"""Each setting reaches its object: one changes at a time, and only what it stands for may change with it."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+from prepared_run import CPU, NUM_PICTURES, SETTINGS, Prepared, prepare
+
+from diffsynth_lite.core.randomness import normal
+from diffsynth_lite.data import Batch
+from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.training.builder import BuiltRun, build_optimizer
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return prepare(tmp_path_factory.mktemp("builder"))
+
+
+def linear_rates(*, base: float = 0.02, warmup: int = 2, total: int = 7) -> list[float]:
+    """Of the steps of the first run: up over the warm-up, then down to the total."""
+    return [
+        pytest.approx(
+            base * min((step + 1) / warmup if step < warmup else 1, (total - step) / (total - warmup))
+        )
+        for step in range(5)
+    ]
+
+
+def facts(built: BuiltRun) -> dict[str, Any]:
+    """What became of the settings, by the name of what they stand for."""
+    (group,) = built.step.optimizer.param_groups
+    objective = built.validation_loss.objective
+    levels = objective.noise_levels
+    first = next(built.step.batches)
+    request = built.previews.requests[0]
+    return {
+        "lr": group["lr"],
+        "beta1": group["betas"][0],
+        "beta2": group["betas"][1],
+        "eps": group["eps"],
+        "weight_decay": group["weight_decay"],
+        "rates": [built.step.learning_rate(step) for step in range(5)],
+        "max_grad_norm": built.step.max_grad_norm,
+        "train_seed": built.step.seed,
+        "density": levels.density,
+        "logit_mean": levels.logit_mean,
+        "logit_std": levels.logit_std,
+        "mode_scale": levels.mode_scale,
+        "shift": levels.shift((16, 1, 4, 8)),
+        "sigma_min": levels.sigma_min,
+        "sigma_max": levels.sigma_max,
+        "weighting": objective.weighting,
+        "checkpointing": objective.use_gradient_checkpointing,
+        "offload": objective.use_gradient_checkpointing_offload,
+        "micro_batches": [len(batch.positions) for batch in first],
+        "loss_name": built.validation_loss.name,
+        "loss_seed": built.validation_loss.seed,
+        "loss_batch_size": built.validation_loss.batch_size,
+        "prompts": list(built.previews.prompts),
+        "vae_dtype": built.previews.vae_dtype,
+        "width": request.width,
+        "height": request.height,
+        "num_inference_steps": request.num_inference_steps,
+        "guidance_scale": request.guidance_scale,
+        "preview_seed": request.seed,
+    }
+
+
+EXPECTED = {
+    "lr": 0.02,
+    "beta1": 0.8,
+    "beta2": 0.95,
+    "eps": 1e-6,
+    "weight_decay": 0.03,
+    "rates": linear_rates(),
+    "max_grad_norm": 0.7,
+    "train_seed": 11,
+    "density": "logit_normal",
+    "logit_mean": 0.25,
+    "logit_std": 1.5,
+    "mode_scale": 1.29,
+    "shift": 3.5,
+    "sigma_min": 0.125,
+    "sigma_max": 0.875,
+    "weighting": "bell",
+    "checkpointing": True,
+    "offload": True,
+    "micro_batches": [2, 2, 2],
+    "loss_name": "train_fixed_noise_loss",
+    "loss_seed": 13,
+    "loss_batch_size": 2,
+    "prompts": ["a red circle", "a blue square on a white background"],
+    "vae_dtype": torch.float32,
+    "width": 80,
+    "height": 48,
+    "num_inference_steps": 9,
+    "guidance_scale": 2.5,
+    "preview_seed": 13,
+}
+
+MODE = {
+    "objective.timestep_density": "mode",
+    "objective.logit_mean": "0.0",
+    "objective.logit_std": "1.0",
+    "objective.mode_scale": "0.5",
+}
+
+CHANGES: list[tuple[dict[str, str], dict[str, Any]]] = [
+    ({}, {}),
+    ({"train.learning_rate": "0.04"}, {"lr": 0.04, "rates": linear_rates(base=0.04)}),
+    ({"train.warmup_steps": "4"}, {"rates": linear_rates(warmup=4)}),
+    ({"train.steps": "9"}, {"rates": linear_rates(total=9)}),
+    (
+        {"train.lr_scheduler": "constant"},
+        {"rates": [pytest.approx(rate) for rate in (0.01, 0.02, 0.02, 0.02, 0.02)]},
+    ),
+    ({"train.adam_beta1": "0.6"}, {"beta1": 0.6}),
+    ({"train.adam_beta2": "0.9"}, {"beta2": 0.9}),
+    ({"train.adam_epsilon": "1e-5"}, {"eps": 1e-5}),
+    ({"train.weight_decay": "0.05"}, {"weight_decay": 0.05}),
+    ({"train.max_grad_norm": "0.3"}, {"max_grad_norm": 0.3}),
+    ({"train.max_grad_norm": "null"}, {"max_grad_norm": float("inf")}),
+    ({"train.seed": "17"}, {"train_seed": 17}),
+    (MODE, {"density": "mode", "logit_mean": 0.0, "logit_std": 1.0, "mode_scale": 0.5}),
+    ({"objective.logit_mean": "-0.5"}, {"logit_mean": -0.5}),
+    ({"objective.logit_std": "0.75"}, {"logit_std": 0.75}),
+    ({"objective.shift_value": "2.5"}, {"shift": 2.5}),
+    ({"objective.shift": "none", "objective.shift_value": "null"}, {"shift": 1.0}),
+    ({"objective.sigma_min": "0.25"}, {"sigma_min": 0.25}),
+    ({"objective.sigma_max": "0.75"}, {"sigma_max": 0.75}),
+    ({"objective.loss_weighting": "cosmap"}, {"weighting": "cosmap"}),
+    ({"train.use_gradient_checkpointing_offload": "false"}, {"offload": False}),
+    (
+        {
+            "train.use_gradient_checkpointing": "false",
+            "train.use_gradient_checkpointing_offload": "false",
+        },
+        {"checkpointing": False, "offload": False},
+    ),
+    ({"train.global_batch_size": "4"}, {"micro_batches": [2, 2]}),
+    ({"train.micro_batch_size": "3"}, {"micro_batches": [3, 3], "loss_batch_size": 3}),
+    ({"validation.seed": "19"}, {"loss_seed": 19, "preview_seed": 19}),
+    ({"validation.width": "96"}, {"width": 96}),
+    ({"validation.width": "null"}, {"width": 64}),
+    ({"validation.height": "16"}, {"height": 16}),
+    ({"validation.height": "null"}, {"height": 32}),
+    ({"validation.num_inference_steps": "21"}, {"num_inference_steps": 21}),
+    ({"validation.guidance_scale": "5.5"}, {"guidance_scale": 5.5}),
+    ({"model.vae_dtype": "bfloat16"}, {"vae_dtype": torch.bfloat16}),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    CHANGES,
+    ids=[", ".join(f"{key}={value}" for key, value in changes.items()) or "base" for changes, _ in CHANGES],
+)
+def test_a_setting_changes_what_it_stands_for_and_nothing_else(
+    prepared: Prepared, changes: dict[str, str], expected: dict[str, Any]
+) -> None:
+    assert facts(prepared.build(changes)) == EXPECTED | expected
+
+
+def test_the_shift_of_the_resolution_is_that_of_the_diffusers_pipeline(prepared: Prepared) -> None:
+    shift = _levels(prepared, "resolution").shift
+    for num_tokens, shape in ((8, (16, 1, 4, 8)), (4096, (16, 1, 128, 128))):
+        mu = calculate_shift(num_tokens, base_seq_len=256, max_seq_len=8192, base_shift=0.5, max_shift=0.9)
+        assert shift(shape) == pytest.approx(torch.tensor(mu).exp().item())
+
+
+def test_the_shift_of_the_family_is_the_familys_own(prepared: Prepared) -> None:
+    class Shifted(QwenImage):
+        def family_shift(self, latents_shape: Sequence[int]) -> float:
+            return float(latents_shape[-1])
+
+    checked = dataclasses.replace(prepared.checked, family=Shifted(prepared.checked.family.folder))
+    assert _levels(prepared, "family", checked=checked).shift((16, 1, 4, 8)) == 8.0
+    assert _levels(prepared, "resolution", checked=checked).shift((16, 1, 4, 8)) < 2.0
+
+
+def _levels(prepared: Prepared, shift: str, **objects: Any) -> Any:
+    changes = {"objective.shift": shift, "objective.shift_value": "null"}
+    return prepared.build(changes, **objects).validation_loss.objective.noise_levels
+
+
+def test_training_and_the_fixed_noise_loss_have_one_objective(prepared: Prepared) -> None:
+    built = prepared.build()
+    assert built.step.loss.__self__ is built.validation_loss.objective
+    assert built.validation_loss.objective.family is prepared.checked.family
+    assert built.validation_loss.items is prepared.encoded.validation_items
+    assert len(built.validation_loss.items) == int(SETTINGS["validation.loss_items"])
+
+
+def test_held_out_pictures_give_the_fixed_noise_loss_its_name(prepared: Prepared) -> None:
+    checked = dataclasses.replace(prepared.checked, validation_records=prepared.checked.records)
+    assert prepared.build(checked=checked).validation_loss.name == "validation_loss"
+
+
+def _samples(built: BuiltRun, num_steps: int) -> list[Batch]:
+    return [batch for _ in range(num_steps) for batch in next(built.step.batches)]
+
+
+def test_a_pass_shows_each_picture_as_often_as_it_is_repeated(prepared: Prepared) -> None:
+    changes = {"train.global_batch_size": "5", "train.micro_batch_size": "5"}
+    thrice = [name for batch in _samples(prepared.build(changes), 3) for name in batch.names]
+    assert set(Counter(thrice).values()) == {3}
+    assert len(set(thrice[:NUM_PICTURES])) < NUM_PICTURES  # one pass of 15, not three of 5
+    once = _samples(prepared.build(changes | {"data.repeats": "1"}), 2)
+    assert [len(set(batch.names)) for batch in once] == [NUM_PICTURES] * 2
+
+
+def test_noise_and_order_follow_the_seed_of_the_training(prepared: Prepared) -> None:
+    built = {seed: _samples(prepared.build({"train.seed": str(seed)}), 5) for seed in (11, 17)}
+    for seed, batches in built.items():
+        assert torch.equal(batches[0].noise[1], normal(seed, "noise", 1, (16, 1, 4, 8)))
+    first, second = ([name for batch in batches for name in batch.names] for batches in built.values())
+    assert first != second
+
+
+def test_pictures_have_the_width_and_the_height_of_the_data(prepared: Prepared) -> None:
+    (first, *_) = _samples(prepared.build(), 1)
+    assert first.latents.shape == (2, 16, 1, 32 // 8, 64 // 8)
+
+
+def test_the_data_goes_on_at_the_step_that_the_run_starts_with(prepared: Prepared) -> None:
+    batches = _samples(prepared.build(start_step=4), 1)
+    assert [batch.positions for batch in batches] == [[24, 25], [26, 27], [28, 29]]
+
+
+def test_each_process_takes_its_own_share(prepared: Prepared) -> None:
+    def positions(process_index: int) -> list[list[int]]:
+        accelerator = SimpleNamespace(
+            device=CPU, num_processes=3, process_index=process_index, prepare=lambda model: model
+        )
+        return [batch.positions for batch in _samples(prepared.build(accelerator=accelerator), 1)]
+
+    assert [positions(index) for index in range(3)] == [[[0, 1]], [[2, 3]], [[4, 5]]]
+
+
+def test_previews_are_conditioned_on_their_prompt_and_the_negative_one(prepared: Prepared) -> None:
+    built = prepared.build()
+    encode = prepared.checked.family.load_prompt_encoder(torch.float32, CPU)
+    *prompts, negative = (
+        encode([text])[0]["prompt_embeds"]
+        for text in (*built.previews.prompts, SETTINGS["validation.negative_prompt"])
+    )
+    assert len({len(embeds) for embeds in (*prompts, negative)}) == 3  # none can stand in for another
+    for request, embeds in zip(built.previews.requests, prompts, strict=True):
+        # Encoded in a batch: other sums of fp32 numbers.
+        torch.testing.assert_close(request.conditioning["prompt_embeds"], embeds)
+        torch.testing.assert_close(request.negative["prompt_embeds"], negative)
+
+
+def test_previews_go_to_their_folder_from_the_same_family(prepared: Prepared, tmp_path: Path) -> None:
+    previews = prepared.build(preview_folder=tmp_path).previews
+    assert previews.folder == tmp_path
+    assert previews.family is prepared.checked.family
+
+
+def test_the_run_trains_the_model_and_the_optimizer_that_it_was_given(prepared: Prepared) -> None:
+    wrapped = torch.nn.Sequential(prepared.transformer)
+    accelerator = SimpleNamespace(device=CPU, num_processes=1, process_index=0, prepare=lambda _: wrapped)
+    optimizer = build_optimizer(prepared.config(), prepared.transformer)
+    built = prepared.build(accelerator=accelerator, optimizer=optimizer)
+    assert built.step.model is wrapped
+    assert built.transformer is prepared.transformer
+    assert built.step.optimizer is optimizer
+    assert built.step.accelerator is accelerator
