@@ -97,22 +97,24 @@ class ForwardPass:
 
     def is_shared(self, tensor: Tensor, place: Place) -> bool:
         """Whether another block call received the same tensor, or will if this pass is like the last one."""
-        key, storage = identity(tensor), StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        # The weak reference also keeps the address from being used again, so that the key stays unique.
-        seen = self._seen.get(key)
-        if seen is None or seen.storage.expired() or seen.version != tensor._version:
-            seen = self._seen[key] = _Seen(storage, tensor._version, place)
-        elif seen.place[0] != place[0]:
-            self._shared.add(seen.place)
+        key = identity(tensor)
+        if key not in self._seen:
+            storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self._seen[key] = _Seen(storage, place)
+        first = self._seen[key].place
+        if first[0] != place[0]:
+            self._shared.add(first)
             return True
-        return seen.place in self._shared_before
+        return first in self._shared_before
 
 
 class _Seen(NamedTuple):
-    """A tensor that a block call received, and where it was first."""
+    """A tensor that a block call received, and where it was first.
 
-    storage: Any  # a StorageWeakRef, whose methods have no types
-    version: int
+    The weak reference frees the memory but keeps torch from giving another storage the same identity.
+    """
+
+    storage: StorageWeakRef
     place: Place
 
 

@@ -77,6 +77,14 @@ def test_with_one_block_ahead_nothing_is_fetched_late(resident: int, prefetched:
     assert engine.report().late_prefetches == late
 
 
+def test_a_block_that_parks_nothing_sends_nobody_away() -> None:
+    engine, weight = GradientEngine(prefetched_blocks=0), torch.rand(8, requires_grad=True)
+    with gradient_engine(engine):
+        x = gradient_checkpoint_forward(torch.sin, *OFFLOAD, weight * 2)
+        gradient_checkpoint_forward(torch.sin, True, False, x).sum().backward()
+    assert (engine.report().tensors_parked, engine.report().late_prefetches) == (1, 0)
+
+
 def test_a_call_outside_of_any_scope_frees_its_inputs_too() -> None:
     weight = torch.rand(8, requires_grad=True)
 
