@@ -18,7 +18,12 @@ from diffsynth_lite.config.sections.train import MemorySettings, TrainSettings
 from diffsynth_lite.config.settings import InvalidSettingsError, Problem, Settings
 
 # Settings of a part of the run that can be off; then they do nothing.
-_OFFLOAD_SETTINGS = ("memory.min_bytes",)
+_OFFLOAD_SETTINGS = (
+    "memory.min_bytes",
+    "memory.host_gib",
+    "memory.resident_blocks",
+    "memory.prefetched_blocks",
+)
 _PREVIEW_SETTINGS = (
     "validation.negative_prompt",
     "validation.num_inference_steps",

@@ -76,14 +76,7 @@ class EngineReport:
             raise UserError(f"train.{error}") from error
         for line in report.lines():
             logger.info("%s", line)
-        self.metrics.log(
-            result.step,
-            {
-                "blocks_recomputed": report.blocks_recomputed,
-                "tensors_parked": report.tensors_parked,
-                "bytes_parked": report.bytes_parked,
-            },
-        )
+        self.metrics.log(result.step, report.metrics())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,7 +137,13 @@ def build_run(
 
 def build_engine(config: Config) -> GradientEngine:
     """The gradient engine that all blocks of the run share."""
-    return GradientEngine(min_bytes=config.memory.min_bytes)
+    memory = config.memory
+    return GradientEngine(
+        min_bytes=memory.min_bytes,
+        host_bytes=None if memory.host_gib is None else int(memory.host_gib * 1024**3),
+        resident_blocks=memory.resident_blocks,
+        prefetched_blocks=memory.prefetched_blocks,
+    )
 
 
 def lora_alpha(config: Config) -> float:

@@ -144,6 +144,7 @@ def test_dump_config_holds_every_setting(write, minimal):
     ("text", "settings"),
     [
         ("memory: {min_bytes: 4096}", ["memory.min_bytes"]),
+        ("memory: {host_gib: 2, resident_blocks: 0}", ["memory.host_gib", "memory.resident_blocks"]),
         ("memory: {min_bytes: 4096}\ntrain: {use_gradient_checkpointing_offload: on}", []),
         ("validation: {guidance_scale: 2, width: 8}", ["validation.guidance_scale", "validation.width"]),
         ("validation: {guidance_scale: 2, prompts: [a]}", []),

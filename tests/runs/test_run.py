@@ -75,6 +75,14 @@ def test_a_switch_without_effect_stops_the_run(tiny_run: TinyRun, caplog: pytest
     assert "min_bytes" in caplog.text
 
 
+def test_a_host_memory_too_small_for_one_block_stops_the_run(
+    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert tiny_run.train("--use_gradient_checkpointing_offload", "memory.host_gib=0.000004") == 2
+    assert "use_gradient_checkpointing_offload" in caplog.text
+    assert "memory.host_gib" in caplog.text
+
+
 @pytest.mark.parametrize(
     "second_half",
     [

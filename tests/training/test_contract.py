@@ -33,6 +33,7 @@ def contract(*overrides: str) -> dict:
             "train.steps=600",
         ),
         *("data.cache_dir=elsewhere", "model.path=elsewhere", "train.cpu_threads=2", "memory.min_bytes=5"),
+        *("memory.host_gib=2", "memory.resident_blocks=0", "memory.prefetched_blocks=2"),
     ],
 )
 def test_settings_that_do_not_decide_the_numbers_may_change(override: str) -> None:

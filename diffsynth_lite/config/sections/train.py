@@ -93,3 +93,15 @@ class MemorySettings(Settings):
     min_bytes: Annotated[int | None, Range(at_least=0)] = None
     """Size in bytes of the smallest tensor that the offload moves: small ones cost more time than they save
     memory. Null is 65536 on accelerators, and 0 on the CPU."""
+
+    host_gib: Annotated[float | None, Range(above=0)] = None
+    """Most host memory in GiB that the offload takes for each device. What does not fit stays on the device;
+    it must be enough for the inputs of one block. Null is half of the memory that is available when training
+    starts, divided by the devices."""
+
+    resident_blocks: Annotated[int, Range(at_least=0)] = 1
+    """Blocks whose inputs are still on the device: those that ran last. 0 saves the memory of one more, but
+    computation may have to wait for the copies."""
+
+    prefetched_blocks: Annotated[int, Range(at_least=0)] = 1
+    """Blocks whose inputs are fetched ahead in the backward pass. With 0 it waits for every one of them."""

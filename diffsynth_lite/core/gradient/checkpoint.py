@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from diffsynth_lite.core.gradient.arguments import put_tensors, take_tensors
 from diffsynth_lite.core.gradient.engine import current_engine
+from diffsynth_lite.core.gradient.parking import changed_in_place
 
 
 def gradient_checkpoint_forward(
@@ -34,7 +35,7 @@ def gradient_checkpoint_forward(
         **kwargs: keyword arguments of the block.
 
     Raises:
-        RuntimeError: in backward, when an input that stayed on the device was changed in place.
+        RuntimeError: in backward, when an input was changed in place after the call.
     """
     # Kept by the closure below: a ContextVar that is set here is not set on autograd's worker threads.
     engine = current_engine()
@@ -50,16 +51,17 @@ def gradient_checkpoint_forward(
     def run(*inputs: Tensor | _Left) -> Any:
         nonlocal has_run
         if has_run:
-            engine.count(blocks_recomputed=1)
+            engine.recomputing()
         has_run = True
         run_args, run_kwargs = put_tensors(template, _unwrapped(inputs))
         return model(*run_args, **run_kwargs)
 
-    if not offload:
-        return checkpoint(run, *tensors, use_reentrant=False)
-    inputs = [tensor if engine.parks(tensor) else _Left(tensor, tensor._version) for tensor in tensors]
-    with engine.parking():
-        return checkpoint(run, *inputs, use_reentrant=False)
+    with engine.frame() as parking:
+        if not offload:
+            return checkpoint(run, *tensors, use_reentrant=False)
+        inputs = [tensor if engine.parks(tensor) else _Left(tensor, tensor._version) for tensor in tensors]
+        with parking.of_saved_tensors():
+            return checkpoint(run, *inputs, use_reentrant=False)
 
 
 class _Left(NamedTuple):
@@ -76,10 +78,6 @@ class _Left(NamedTuple):
 def _unwrapped(inputs: Sequence[Tensor | _Left]) -> list[Tensor]:
     """The tensors of ``inputs``, once it is sure that none of them was changed since the forward pass."""
     for item in inputs:
-        # Autograd makes this check for the tensors that it saves itself.
         if isinstance(item, _Left) and item.tensor._version != item.version:
-            raise RuntimeError(
-                f"an input of a checkpointed block, a tensor of shape {tuple(item.tensor.shape)}, was "
-                "changed in place before its backward pass"
-            )
+            raise changed_in_place(item.tensor.shape)
     return [item.tensor if isinstance(item, _Left) else item for item in inputs]

@@ -1,46 +1,107 @@
-"""This file holds what the checkpointed block calls of a run share: the parking threshold and the report."""
+"""This file holds what the block calls of a run share: parked tensors, host memory, the report."""
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from weakref import ref
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from diffsynth_lite.core.gradient.parking import LeaveReason, ParkedTensor, num_bytes, reason_to_leave
+from diffsynth_lite.core.gradient.backends import Backend, backend_for
+from diffsynth_lite.core.gradient.frames import ForwardPass, Frame, identity, in_backward
+from diffsynth_lite.core.gradient.host_memory import default_host_bytes
+from diffsynth_lite.core.gradient.host_pool import HostPool
+from diffsynth_lite.core.gradient.parking import (
+    KeptTensor,
+    LeaveReason,
+    ParkedTensor,
+    num_bytes,
+    reason_to_leave,
+)
 from diffsynth_lite.core.gradient.report import GradientReport, LeftTensors
 
 
 class GradientEngine:
     """Parks tensors for the block calls made under it, and counts what happens in them.
 
+    Forward, the tensors of a block call are copied to host memory while the next ones compute, and leave the
+    device ``resident_blocks`` calls later. Backward, each call fetches those of the ``prefetched_blocks``
+    calls that come next. Tensors that several block calls receive stay on the device.
+
     Args:
         min_bytes: tensors smaller than this stay on the device. None: 64 KiB on accelerators, 0 on CPU.
+        host_bytes: most host memory to use. None: half of what is available when the first tensor is parked,
+            divided by the processes that share it.
+        resident_blocks: block calls, the last ones, whose tensors are still on the device.
+        prefetched_blocks: block calls whose tensors are fetched ahead in backward.
+        backend: makes the copies. None: the one that suits each tensor's device.
 
     Raises:
-        ValueError: ``min_bytes`` is negative.
+        ValueError: a number is negative.
     """
 
-    def __init__(self, min_bytes: int | None = None) -> None:
-        if min_bytes is not None and min_bytes < 0:
-            raise ValueError(f"min_bytes is {min_bytes}; it must be 0 or more")
-        self._min_bytes = min_bytes
+    def __init__(
+        self,
+        min_bytes: int | None = None,
+        host_bytes: int | None = None,
+        resident_blocks: int = 1,
+        prefetched_blocks: int = 1,
+        backend: Backend | None = None,
+    ) -> None:
+        values = {
+            "min_bytes": min_bytes,
+            "host_bytes": host_bytes,
+            "resident_blocks": resident_blocks,
+            "prefetched_blocks": prefetched_blocks,
+        }
+        for name, value in values.items():
+            if value is not None and value < 0:
+                raise ValueError(f"{name} is {value}; it must be 0 or more")
+        self._min_bytes, self._host_bytes = min_bytes, host_bytes
+        self._prefetched_blocks = prefetched_blocks
+        # The autograd graph owns frames and parked tensors: what it drops is gone, whatever the reason.
+        self._resident: deque[ref[Frame]] = deque()
+        self._resident_blocks = resident_blocks
+        self._pass = ForwardPass()
+        self._backend = backend
+        self._backends: dict[torch.device, Backend] = {}
+        self._pool: HostPool | None = None
         # Recomputes are counted on autograd's worker threads.
         self._lock = threading.Lock()
         self.start_report()
+
+    @property
+    def host_pool(self) -> HostPool:
+        """The host memory that tensors are parked in."""
+        # Not before the first tensor: the memory of the models is taken by then.
+        if self._pool is None:
+            self._pool = HostPool(default_host_bytes() if self._host_bytes is None else self._host_bytes)
+        return self._pool
 
     def start_report(self) -> None:
         """Set all counters to zero."""
         with self._lock:
             self._counts: Counter[str] = Counter()
             self._left: dict[LeaveReason, LeftTensors] = {}
+            self._largest_block_bytes = self._device_bytes_after_forward = 0
 
     def report(self) -> GradientReport:
         """What happened since ``start_report``."""
+        pool = self._pool
         with self._lock:
-            return GradientReport(**self._counts, left=dict(self._left))
+            return GradientReport(
+                **self._counts,
+                left=dict(self._left),
+                largest_block_bytes=self._largest_block_bytes,
+                host_bytes=pool.num_bytes if pool else 0,
+                host_bytes_cap=(pool.cap_bytes or 0) if pool else 0,
+                device_bytes_after_forward=self._device_bytes_after_forward,
+                device_bytes_peak=torch.cuda.max_memory_allocated() if _uses_cuda() else 0,
+            )
 
     def count(self, **increments: int) -> None:
         """Add to counters, named as the fields of ``GradientReport``."""
@@ -48,10 +109,109 @@ class GradientEngine:
             self._counts.update(increments)
 
     def parks(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` goes to host memory; if not, it is counted with the reason."""
+        """Whether ``tensor`` can go to host memory; if not, it is counted with the reason."""
         reason = reason_to_leave(tensor, self._min_bytes)
-        if reason is None:
-            return True
+        if reason is None and in_backward():
+            # A block inside of a recomputed block: its backward pass comes at once.
+            reason = LeaveReason.IN_BACKWARD
+        if reason is not None:
+            self._count_left(reason, tensor)
+        return reason is None
+
+    @contextmanager
+    def frame(self) -> Iterator["Parking"]:
+        """Scope of one block call in its forward pass."""
+        with self._lock:
+            if self._pass.is_over:
+                self._pass = self._pass.next()
+            frame = Frame(self._pass)
+        parking = Parking(self, frame)
+        token = _parking.set(parking)
+        try:
+            yield parking
+        finally:
+            _parking.reset(token)
+            with self._lock:
+                self._largest_block_bytes = max(self._largest_block_bytes, frame.num_bytes)
+            self._make_room_for(frame)
+
+    def park(self, tensor: Tensor) -> "Parked":
+        """Park any tensor with those of the block call that is running its forward pass.
+
+        Whoever keeps the result keeps the values; keep it in the autograd graph only.
+
+        Raises:
+            RuntimeError: no block call of this engine is running its forward pass.
+        """
+        parking = _parking.get()
+        if parking is None or parking.engine is not self:
+            raise RuntimeError("a tensor can only be parked in the forward pass of a block of this engine")
+        if not self.parks(tensor):
+            return Parked(parking, KeptTensor(tensor))
+        return parking.park(tensor)
+
+    def recomputing(self) -> None:
+        """Count that a block runs again; the backward pass has begun."""
+        self.count(blocks_recomputed=1)
+        self._end_forward()
+
+    def park_in(self, frame: Frame, tensor: Tensor) -> ParkedTensor | KeptTensor:
+        """Park a tensor, or keep it where it is if it is shared or there is no room."""
+        size = num_bytes(tensor)
+        if frame.forward_pass.is_shared(tensor, frame.next_place()):
+            self.count(tensors_shared=1, bytes_shared=size)
+            return KeptTensor(tensor)
+        key = identity(tensor)
+        if (parked := frame.find(key)) is not None:
+            return parked
+        frame.num_bytes += size
+        backend = self._backend_for(tensor.device)
+        piece = self.host_pool.take(size, backend.allocate_host)
+        if piece is None:
+            refused = self.host_pool.refused
+            self._count_left(LeaveReason.REFUSED if refused else LeaveReason.HOST_FULL, tensor)
+            return KeptTensor(tensor)
+        parked = ParkedTensor(tensor, piece, backend)
+        frame.add(key, parked)
+        self.count(tensors_parked=1, bytes_parked=size)
+        return parked
+
+    def restore_in(self, frame: Frame, held: ParkedTensor | KeptTensor) -> Tensor:
+        """Give a tensor back to its block call, and fetch those of the calls whose turn is next."""
+        self._end_forward()
+        if isinstance(held, ParkedTensor) and not held.is_on_device:
+            self.count(late_prefetches=1)
+        tensor = held.restore()
+        for earlier in frame.before(self._prefetched_blocks):
+            for parked in earlier:
+                parked.fetch()
+        return tensor
+
+    def _make_room_for(self, frame: Frame) -> None:
+        """Let the tensors of the oldest resident call leave the device."""
+        if any(frame):
+            self._resident.append(ref(frame))
+        while len(self._resident) > self._resident_blocks:
+            oldest = self._resident.popleft()()
+            for parked in oldest or ():
+                parked.leave_device()
+
+    def _end_forward(self) -> None:
+        with self._lock:
+            if self._pass.is_over:
+                return
+            self._pass.end()
+            if _uses_cuda():
+                self._device_bytes_after_forward = torch.cuda.memory_allocated()
+
+    def _backend_for(self, device: torch.device) -> Backend:
+        if self._backend is not None:
+            return self._backend
+        if device not in self._backends:
+            self._backends[device] = backend_for(device)
+        return self._backends[device]
+
+    def _count_left(self, reason: LeaveReason, tensor: Tensor) -> None:
         with self._lock:
             left = self._left.get(reason, LeftTensors())
             self._left[reason] = LeftTensors(
@@ -59,21 +219,55 @@ class GradientEngine:
                 num_bytes=left.num_bytes + num_bytes(tensor),
                 largest_bytes=max(left.largest_bytes, num_bytes(tensor)),
             )
-        return False
 
-    def parking(self) -> saved_tensors_hooks:
+
+class Parking:
+    """What parks the tensors of one block call.
+
+    Attributes:
+        engine: that the call runs under.
+        frame: of the call.
+    """
+
+    def __init__(self, engine: GradientEngine, frame: Frame) -> None:
+        self.engine, self.frame = engine, frame
+
+    def park(self, tensor: Tensor) -> "Parked":
+        """Park a tensor for which ``engine.parks``."""
+        return Parked(self, self.engine.park_in(self.frame, tensor))
+
+    def of_saved_tensors(self) -> saved_tensors_hooks:
         """Scope in which every tensor saved for backward is parked until backward asks for it."""
 
-        def park(tensor: Tensor) -> ParkedTensor:
-            parked = ParkedTensor(tensor)
+        def pack(tensor: Tensor) -> Parked:
             # Before torch 2.12 checkpoint saves an empty tensor of its own with the inputs.
-            if parked.num_bytes:
-                self.count(tensors_parked=1, bytes_parked=parked.num_bytes)
-            return parked
+            return self.park(tensor) if tensor.numel() else Parked(self, KeptTensor(tensor))
 
-        return saved_tensors_hooks(park, ParkedTensor.restore)
+        return saved_tensors_hooks(pack, Parked.restore)
 
 
+class Parked:
+    """A tensor that a block call gave away until its backward pass."""
+
+    __slots__ = ("_held", "_parking")
+
+    def __init__(self, parking: Parking, held: ParkedTensor | KeptTensor) -> None:
+        self._parking, self._held = parking, held
+
+    def restore(self) -> Tensor:
+        """The tensor, without history; any number of times, on any thread.
+
+        Raises:
+            RuntimeError: it was changed in place since it was parked.
+        """
+        return self._parking.engine.restore_in(self._parking.frame, self._held)
+
+
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+_parking: ContextVar[Parking | None] = ContextVar("parking", default=None)
 _engine: ContextVar[GradientEngine | None] = ContextVar("gradient_engine", default=None)
 
 
@@ -88,5 +282,6 @@ def gradient_engine(engine: GradientEngine) -> Iterator[None]:
 
 
 def current_engine() -> GradientEngine:
-    """The engine of the innermost ``gradient_engine`` scope; outside of any, a new one with defaults."""
-    return _engine.get() or GradientEngine()
+    """The engine of the innermost ``gradient_engine`` scope; outside of any, a new one for one block call."""
+    # No other call would ever make room for its tensors.
+    return _engine.get() or GradientEngine(resident_blocks=0, prefetched_blocks=0)

@@ -1,7 +1,7 @@
 """This file says what the gradient switches did, and raises when a switch that was on did nothing."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from diffsynth_lite.core.gradient.parking import LeaveReason
 
@@ -33,23 +33,53 @@ class GradientReport:
     blocks_recomputed: int = 0
     """Second runs of a block during a backward pass."""
     tensors_parked: int = 0
-    """Block inputs copied to host memory."""
+    """Tensors copied to host memory."""
     bytes_parked: int = 0
     """Bytes of these copies."""
+    tensors_shared: int = 0
+    """Tensors that stayed on the device because several block calls receive them."""
+    bytes_shared: int = 0
+    """Their bytes, counted for each block call."""
+    late_prefetches: int = 0
+    """Tensors whose way back began only when backward asked for them, so that it had to wait."""
+    largest_block_bytes: int = 0
+    """Most bytes that one block call parked, or would have with more host memory."""
+    host_bytes: int = 0
+    """Size of the host memory pool."""
+    host_bytes_cap: int = 0
+    """Size that it may have; 0 before it is used, and where it is unlimited."""
+    device_bytes_after_forward: int = 0
+    """Memory of a CUDA device that tensors occupied when the last backward pass began; 0 without one."""
+    device_bytes_peak: int = 0
+    """Most memory that they occupied since the program or torch's own count started; 0 without a device."""
     left: Mapping[LeaveReason, LeftTensors] = field(default_factory=dict)
-    """Block inputs that the offload left on the device, by reason."""
+    """Tensors that the offload left on the device, by reason."""
+
+    def metrics(self) -> dict[str, float]:
+        """Every number by its name; those of ``left`` as ``tensors_left_...`` and ``bytes_left_...``."""
+        numbers = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "left"}
+        for reason in LeaveReason:
+            left, name = self.left.get(reason, LeftTensors()), reason.name.lower()
+            numbers |= {f"tensors_left_{name}": left.num_tensors, f"bytes_left_{name}": left.num_bytes}
+        return numbers
 
     def lines(self) -> list[str]:
-        """The report for people, in a few lines."""
-        lines = [
-            f"blocks: {self.blocks_run} run, {self.blocks_checkpointed} checkpointed, "
-            f"{self.blocks_recomputed} recomputed"
-        ]
+        """The report for people: a table of a few lines."""
+        blocks = f"{self.blocks_run} run, {self.blocks_checkpointed} checkpointed"
+        rows = [("blocks", f"{blocks}, {self.blocks_recomputed} recomputed")]
         if self.tensors_parked:
-            lines.append(f"parked in host memory: {self.tensors_parked} tensors, {_size(self.bytes_parked)}")
-        if self.left:
-            lines.append(f"left on the device: {self._left_in_words()}")
-        return lines
+            late = f", {self.late_prefetches} fetched late" if self.late_prefetches else ""
+            rows.append(("parked", f"{self.tensors_parked} tensors, {_size(self.bytes_parked)}{late}"))
+        if self.tensors_shared:
+            rows.append(("shared", f"{self.tensors_shared} tensors, {_size(self.bytes_shared)}"))
+        rows += [("left on device", _left_in_words(reason, left)) for reason, left in self.left.items()]
+        if self.host_bytes:
+            cap = f" of {_size(self.host_bytes_cap)}" if self.host_bytes_cap else ""
+            rows.append(("host memory", f"{_size(self.host_bytes)}{cap}"))
+        if self.device_bytes_peak:
+            after_forward = f"{_size(self.device_bytes_after_forward)} after forward"
+            rows.append(("device memory", f"{after_forward}, {_size(self.device_bytes_peak)} peak"))
+        return [f"{name:<15} {value}" for name, value in rows]
 
     def require_effect(
         self,
@@ -78,8 +108,8 @@ class GradientReport:
             return
         if problem := self._checkpointing_problem(expected_blocks):
             raise IneffectiveSwitchError(f"{' and '.join(switches)}: on, but {problem}")
-        if use_gradient_checkpointing_offload and not self.tensors_parked:
-            raise IneffectiveSwitchError(f"{switches[-1]}: on, but {self._parking_problem()}")
+        if use_gradient_checkpointing_offload and (problem := self._parking_problem()):
+            raise IneffectiveSwitchError(f"{switches[-1]}: on, but {problem}")
 
     def _checkpointing_problem(self, expected_blocks: int) -> str | None:
         if not self.blocks_run:
@@ -105,7 +135,16 @@ class GradientReport:
             )
         return None
 
-    def _parking_problem(self) -> str:
+    def _parking_problem(self) -> str | None:
+        if LeaveReason.HOST_FULL in self.left and self.host_bytes_cap < self.largest_block_bytes:
+            return (
+                f"one block parks {_size(self.largest_block_bytes)}, and host_bytes (memory.host_gib in a "
+                f"config) allows {_size(self.host_bytes_cap)} for all; raise it or set the switch off"
+            )
+        if self.tensors_parked:
+            return None
+        if self.tensors_shared:
+            return "nothing was parked: the blocks share all tensors among their inputs"
         if not self.left:
             return "nothing was parked: the blocks have no tensor among their inputs"
         if self.left.keys() == {LeaveReason.BELOW_MIN_BYTES}:
@@ -114,13 +153,12 @@ class GradientReport:
                 f"nothing was parked: all {small.num_tensors} tensors are below min_bytes (largest was "
                 f"{small.largest_bytes} bytes); set min_bytes lower or the switch off"
             )
-        return f"nothing was parked: everything was left on the device: {self._left_in_words()}"
+        reasons = ", ".join(_left_in_words(reason, left) for reason, left in self.left.items())
+        return f"nothing was parked: everything was left on the device: {reasons}"
 
-    def _left_in_words(self) -> str:
-        return ", ".join(
-            f"{left.num_tensors} tensors, {_size(left.num_bytes)} ({reason})"
-            for reason, left in self.left.items()
-        )
+
+def _left_in_words(reason: LeaveReason, left: LeftTensors) -> str:
+    return f"{left.num_tensors} tensors, {_size(left.num_bytes)} ({reason})"
 
 
 def _size(num_bytes: int) -> str:

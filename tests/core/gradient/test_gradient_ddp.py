@@ -9,7 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from diffsynth_lite.core.gradient import blocks_run_by, gradient_checkpoint_forward
+from diffsynth_lite.core.gradient import (
+    GradientEngine,
+    blocks_run_by,
+    gradient_checkpoint_forward,
+    gradient_engine,
+)
 
 NUM_PROCESSES = 2
 ALL_FLAGS = [(False, False), (True, False), (False, True), (True, True)]
@@ -64,6 +69,10 @@ def train_on_a_rank(rank: int, folder: Path) -> None:
         plain = gradients_of_a_step(model, x, None)
         # Twice each: DDP finds a missing gradient at the beginning of the next step.
         with_flags = [gradients_of_a_step(model, x, flags) for flags in ALL_FLAGS for _ in range(2)]
+        for settings in ({"find_unused_parameters": True}, {"static_graph": True}):
+            model = DistributedDataParallel(Stack(), **settings)
+            with gradient_engine(GradientEngine()):
+                with_flags += [gradients_of_a_step(model, x, (True, True)) for _ in range(2)]
         torch.save({"mean": mean, "plain": plain, "with flags": with_flags}, folder / f"rank{rank}.pt")
     finally:
         dist.destroy_process_group()
@@ -74,7 +83,7 @@ def test_gradients_under_ddp_do_not_depend_on_the_flags(tmp_path: Path) -> None:
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(NUM_PROCESSES))
     assert equal(first["mean"], first["plain"])
     assert equal(first["plain"], second["plain"])
-    assert len(first["with flags"]) == 2 * len(ALL_FLAGS)
+    assert len(first["with flags"]) == 2 * len(ALL_FLAGS) + 4
     for one, other in zip(first["with flags"], second["with flags"], strict=True):
         assert equal(one, first["plain"])
         assert equal(other, first["plain"])

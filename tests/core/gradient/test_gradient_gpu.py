@@ -1,4 +1,4 @@
-"""On a CUDA device dropout draws the same mask again, and parked inputs do not add up."""
+"""On a CUDA device dropout draws the same mask again, and parking overlaps, waits and frees as it should."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from gradient_models import ALL_FLAGS
 from torch import Tensor, nn
 
 from diffsynth_lite.core.gradient import GradientEngine, gradient_checkpoint_forward, gradient_engine
+from diffsynth_lite.core.gradient.backends import Copy, CudaBackend
 
 pytestmark = pytest.mark.gpu
 
@@ -49,12 +50,95 @@ def test_a_keyword_call_draws_the_same_dropout_in_the_recompute(
     assert all(torch.equal(one, other) for one, other in zip(gradients, reference, strict=True))
 
 
-def test_parked_inputs_leave_the_device() -> None:
-    engine, rows_of_16_mib = GradientEngine(), 4096
-    _, checkpointed = step((True, False), rows_of_16_mib)
+ROWS_OF_16_MIB = 4096
+
+
+@pytest.mark.parametrize("resident", [0, 1])
+def test_parked_inputs_leave_the_device(resident: int) -> None:
+    engine = GradientEngine(resident_blocks=resident)
+    _, checkpointed = step((True, False), ROWS_OF_16_MIB)
     with gradient_engine(engine):
-        _, parked = step((True, True), rows_of_16_mib)
+        _, parked = step((True, True), ROWS_OF_16_MIB)
     # The output of the last block takes the place of the first input, which was allocated before.
     assert checkpointed >= NUM_BLOCKS * 16
-    assert parked < 1
-    assert engine.report().bytes_parked == NUM_BLOCKS * 16 * MIB
+    assert parked < 16 * resident + 1
+    report = engine.report()
+    assert report.bytes_parked == NUM_BLOCKS * 16 * MIB
+    assert report.late_prefetches == 1 - resident
+    assert report.device_bytes_peak >= report.device_bytes_after_forward > 0
+    assert engine.host_pool.num_bytes_lent == 0
+
+
+class SlowBackend(CudaBackend):
+    """Copies that begin late: where a wait is missing, others use their memory first."""
+
+    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> Copy:
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)
+        return super()._copy(stream, target, source)
+
+
+@pytest.mark.parametrize(("resident", "prefetched"), [(0, 0), (1, 1), (2, 3)])
+def test_copies_that_begin_late_change_no_gradient(resident: int, prefetched: int) -> None:
+    reference, _ = step((False, False), ROWS_OF_16_MIB)
+    backend = SlowBackend(torch.device("cuda", torch.cuda.current_device()))
+    engine = GradientEngine(resident_blocks=resident, prefetched_blocks=prefetched, backend=backend)
+    with gradient_engine(engine):
+        for _ in range(3):
+            gradients, _ = step((True, True), ROWS_OF_16_MIB)
+            assert all(torch.equal(one, other) for one, other in zip(gradients, reference, strict=True))
+
+
+def test_parking_never_makes_the_host_wait() -> None:
+    with gradient_engine(GradientEngine()):
+        step((True, True), ROWS_OF_16_MIB)  # pins host memory
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step((True, True), ROWS_OF_16_MIB)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_copy_to_the_host_completes_while_the_device_computes() -> None:
+    backend = CudaBackend(torch.device("cuda", torch.cuda.current_device()))
+    tensor, host = torch.ones(MIB, device="cuda"), backend.allocate_host(4 * MIB)
+    assert host is not None
+    assert host.is_pinned()
+    torch.cuda.synchronize()
+    copy = backend.to_host(host.view(torch.float32), tensor)
+    torch.cuda._sleep(2_000_000_000)
+    computed = torch.cuda.Event()
+    computed.record()
+    backend._out.synchronize()
+    assert not computed.query()
+    assert host.view(torch.float32).sum() == MIB
+    copy.wait()
+
+
+def test_pinned_memory_that_is_freed_can_be_pinned_again() -> None:
+    backend = CudaBackend(torch.device("cuda", torch.cuda.current_device()))
+    for _ in range(3):
+        host = backend.allocate_host(300 * MIB)
+        assert host is not None
+        backend.to_host(host, torch.ones(300 * MIB, dtype=torch.uint8, device="cuda"))
+        del host
+    torch.ones(1, device="cuda").add_(1)
+    torch.cuda.synchronize()
+
+
+class RefusedBackend(CudaBackend):
+    """On a system that pins no memory."""
+
+    def allocate_host(self, num_bytes: int) -> Tensor | None:
+        return None
+
+
+def test_without_pinned_memory_the_inputs_stay_and_the_gradients_are_the_same() -> None:
+    reference, _ = step((False, False), 64)
+    backend = RefusedBackend(torch.device("cuda", torch.cuda.current_device()))
+    engine = GradientEngine(backend=backend)
+    with gradient_engine(engine):
+        gradients, _ = step((True, True), 64)
+    assert all(torch.equal(one, other) for one, other in zip(gradients, reference, strict=True))
+    assert engine.report().left["host memory refused by the system"].num_tensors == NUM_BLOCKS

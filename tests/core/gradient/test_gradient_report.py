@@ -129,22 +129,54 @@ def test_blocks_without_tensors_among_their_inputs_park_nothing() -> None:
 
 
 def test_the_report_tells_people_what_happened() -> None:
-    lines = report_of_a_step((True, True), engine=GradientEngine(min_bytes=1024)).lines()
+    lines = report_of_a_step((True, True), engine=GradientEngine(1024, 1024**3, resident_blocks=0)).lines()
     assert lines == [
-        "blocks: 3 run, 3 checkpointed, 3 recomputed",
-        "parked in host memory: 9 tensors, 24.0 KiB",
-        "left on the device: 12 tensors, 3.3 KiB (below min_bytes)",
+        "blocks          3 run, 3 checkpointed, 3 recomputed",
+        "parked          7 tensors, 21.5 KiB, 2 fetched late",
+        "shared          2 tensors, 2.5 KiB",
+        "left on device  12 tensors, 3.3 KiB (below min_bytes)",
+        "host memory     32.0 KiB of 1.0 GiB",
     ]
+
+
+def test_the_report_has_a_number_for_every_field_and_reason() -> None:
+    report = report_of_a_step((True, True), engine=GradientEngine(1024, 1024**3))
+    metrics = report.metrics()
+    assert all(type(value) is int for value in metrics.values())
+    assert metrics["tensors_parked"] == report.tensors_parked > 0
+    assert metrics["host_bytes_cap"] == 1024**3
+    assert metrics["tensors_left_below_min_bytes"] == report.left["below min_bytes"].num_tensors == 12
+    assert metrics["bytes_left_host_full"] == 0
+    assert metrics.keys() == GradientReport().metrics().keys()
+
+
+def test_a_cap_smaller_than_one_block_raises_and_says_what_a_block_needs() -> None:
+    message = (
+        r"^use_gradient_checkpointing_offload: on, but one block parks 9\.1 KiB, and host_bytes "
+        r"\(memory\.host_gib in a config\) allows 8\.0 KiB for all; raise it"
+    )
+    with pytest.raises(IneffectiveSwitchError, match=message):
+        require(report_of_a_step((True, True), engine=GradientEngine(host_bytes=8192)), True, True)
+
+
+def test_a_cap_smaller_than_all_blocks_leaves_the_rest_on_the_device() -> None:
+    report = report_of_a_step((True, True), engine=GradientEngine(host_bytes=16384))
+    require(report, True, True)
+    assert report.left["host memory full"].num_tensors > 0
+    assert report.host_bytes <= 16384
 
 
 def test_a_new_report_starts_from_zero_and_leaves_the_old_one_alone() -> None:
     engine = GradientEngine(min_bytes=1024)
     old = report_of_a_step((True, True), engine=engine)
     engine.start_report()
-    assert engine.report() == GradientReport()
+    # The pool is what there is, not an event.
+    assert engine.report() == GradientReport(host_bytes=old.host_bytes, host_bytes_cap=old.host_bytes_cap)
     assert old.blocks_run == 3
     assert old.left
-    assert report_of_a_step((True, True), engine=engine) == old
+    second = report_of_a_step((True, True), engine=engine)
+    engine.start_report()
+    assert report_of_a_step((True, True), engine=engine) == second
 
 
 def test_a_report_stays_as_it_was_when_more_is_counted() -> None:
