@@ -35,6 +35,8 @@ def export_lora(
         written = family.save_lora(aside, tensors, settings)
         _compare(family, aside, tensors, settings)
         folder.mkdir(parents=True, exist_ok=True)
+        # safetensors writes files that only their owner may read.
+        written.chmod(folder.stat().st_mode & 0o666)
         return written.replace(folder / written.name)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

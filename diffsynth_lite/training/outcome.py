@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from diffsynth_lite.errors import EXIT_FINISHED, RunInterrupted, RunStoppedError, exit_code
+from diffsynth_lite.errors import EXIT_FINISHED, RunInterrupted, RunStoppedError, UserError, exit_code
 from diffsynth_lite.training.checkpoints import CheckpointStore
 from diffsynth_lite.training.contract import DifferentRunError
 from diffsynth_lite.training.files import write_json_atomic
@@ -65,6 +65,7 @@ def shortages_explained() -> Iterator[None]:
 
     Raises:
         RunStoppedError: instead of torch's and the system's own errors.
+        UserError: for a file or folder that may not be written.
     """
     try:
         yield
@@ -74,6 +75,10 @@ def shortages_explained() -> Iterator[None]:
             "--use_gradient_checkpointing_offload, a lower train.micro_batch_size"
         ) from error
     except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+            raise UserError(
+                f"{error.filename}: {error.strerror}; output.dir and data.cache_dir must be writable folders"
+            ) from error
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise RunStoppedError(

@@ -67,6 +67,7 @@ def check_run(config: Config, *, num_processes: int) -> CheckedRun:
     validation = config.validation
     checks.attempt(lambda: _check_batch_size(config, num_processes))
     checks.attempt(lambda: build_learning_rate(config))
+    checks.attempt(lambda: _check_output_is_apart(config))
     checks.attempt(lambda: require_trackers(config.logging.trackers))
     records = checks.attempt(
         lambda: _read_images(config, "data.path", config.data.path, config.data.metadata)
@@ -125,6 +126,15 @@ def _read_images(config: Config, key: str, path: str, metadata: str | None) -> l
         except UserError as error:
             bad[record.name] = str(error)
     return without_bad_items(records, bad, on_bad_item="error", quarantine=lambda *_: None)
+
+
+def _check_output_is_apart(config: Config) -> None:
+    output, data = (Path(path).expanduser().resolve() for path in (config.output.dir, config.data.path))
+    if output.is_relative_to(data):
+        raise UserError(
+            f"output.dir: {config.output.dir} is inside data.path {config.data.path}, where its previews "
+            "would be taken for data; name a folder outside"
+        )
 
 
 def _metadata_file(folder: Path, name: str) -> Path:

@@ -132,6 +132,8 @@ def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None,
         require_same(
             contract, json.loads(setting.folder.contract_file.read_bytes()), where=str(setting.folder.path)
         )
+    run_id = checkpoint.documents["state"]["run_id"] if checkpoint else uuid.uuid4().hex[:12]
+    _prepare_folder(setting, contract, run_id, start_step)
     with setting.clock.stage("model"):
         logger.info("Loading the transformer.")
         transformer = build_transformer(setting.config, setting.checked, setting.accelerator.device)
@@ -157,10 +159,9 @@ def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None,
         optimizer=optimizer,
         accelerator=setting.accelerator,
         contract=contract,
-        run_id=checkpoint.documents["state"]["run_id"] if checkpoint else uuid.uuid4().hex[:12],
+        run_id=run_id,
         resolved_yaml=setting.loaded.resolved_yaml,
     )
-    _prepare_folder(setting, contract, saver.run_id, start_step)
     try:
         step = _loop(setting, built, saver, stop, start_step)
     finally:

@@ -77,7 +77,10 @@ class RunFolder:
 
     def holds_run(self) -> bool:
         """Whether a run has been started here: ``status.json`` is the first file that a run writes."""
-        return self.status_file.is_file()
+        try:
+            return b'"found_at"' in self.status_file.read_bytes()
+        except OSError:
+            return False
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -89,7 +92,11 @@ class RunFolder:
             UserError: the folder holds something other than a run, cannot be made, or is in use.
         """
         self._prepare()
-        with (self.path / _LOCK_NAME).open("a+", encoding="utf-8") as file:
+        try:
+            file = (self.path / _LOCK_NAME).open("a+", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"output.dir: {self.path} cannot be written to: {error.strerror}") from error
+        with file:
             self._acquire(file)
             yield
 

@@ -17,17 +17,18 @@ logger = logging.getLogger(__name__)
 
 _STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
 _SAME_EVENT_S = 2.0
-"""Ctrl+C reaches the launcher and the trainer, and the launcher's death sends one more: that is one event."""
+"""A terminal and a launcher may both send the same signal: that is one event."""
 
 
 class StopRequest:
     """What a stop signal does: before the first step it stops the run, from then on it is a question.
 
-    A second signal, later than the same event's echo, quits at once.
+    The same signal once more, later than the same event's echo, quits at once. Another one does not: a
+    launcher that Ctrl+C stopped takes seconds to die, and its death sends SIGTERM.
     """
 
     def __init__(self) -> None:
-        self._first_at: float | None = None
+        self._received_at: dict[int, float] = {}
         self._steps_finish = False
 
     @contextmanager
@@ -50,7 +51,7 @@ class StopRequest:
 
     def agreed(self, accelerator: Accelerator) -> bool:
         """Whether any process was asked to stop: the same answer on all of them."""
-        asked = self._first_at is not None
+        asked = bool(self._received_at)
         if accelerator.num_processes == 1:
             return asked
         count = accelerator.reduce(torch.tensor(float(asked), device=accelerator.device), reduction="sum")
@@ -58,14 +59,14 @@ class StopRequest:
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._first_at is None:
-            self._first_at = now
-            name = signal.Signals(number).name
-            if not self._steps_finish:
-                raise RunInterrupted(
-                    f"{name} before the first step; the same command starts again, and faster"
-                )
-            logger.warning("%s: finishing this step, then saving. Once more quits at once.", name)
-        elif now - self._first_at > _SAME_EVENT_S:
+        if number in self._received_at and now - self._received_at[number] > _SAME_EVENT_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        is_first = not self._received_at
+        self._received_at.setdefault(number, now)
+        if not is_first:
+            return
+        name = signal.Signals(number).name
+        if not self._steps_finish:
+            raise RunInterrupted(f"{name} before the first step; the same command starts again, and faster")
+        logger.warning("%s: finishing this step, then saving. Once more quits at once.", name)

@@ -49,9 +49,16 @@ def start_trackers(
     """
     if not names:
         return
+    from wandb.errors import Error as WandbError  # wandb takes a second to import
+
     folder.mkdir(parents=True, exist_ok=True)
     wandb = {"dir": str(folder), "mode": wandb_mode, "name": run_name, "id": run_id, "resume": "allow"}
-    accelerator.init_trackers(project, config=_flat(settings), init_kwargs={"wandb": wandb})
+    try:
+        accelerator.init_trackers(project, config=_flat(settings), init_kwargs={"wandb": wandb})
+    except WandbError as error:
+        raise UserError(
+            f"logging.trackers: wandb: {error}; log in with `wandb login`, or set logging.wandb_mode=offline"
+        ) from error
 
 
 class MetricsLog:

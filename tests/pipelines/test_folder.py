@@ -28,7 +28,25 @@ def pipeline_folder(tmp_path: Path) -> Path:
         (tmp_path / component).mkdir()
         (tmp_path / component / "config.json").write_text("{}")
         save_file({"weight": torch.arange(200_000.0)}, tmp_path / component / "model.safetensors")
+    for component in ("scheduler", "tokenizer"):
+        (tmp_path / component).mkdir()
+        (tmp_path / component / f"{component}_config.json").write_text("{}")
     return tmp_path
+
+
+def test_a_missing_component_without_weights_is_named(pipeline_folder: Path) -> None:
+    (pipeline_folder / "scheduler" / "scheduler_config.json").unlink()
+    with pytest.raises(UserError, match="scheduler is missing or empty"):
+        QwenImage(PipelineFolder(path=pipeline_folder)).check_folder()
+
+
+def test_a_missing_shard_is_named(pipeline_folder: Path) -> None:
+    shards = [f"diffusion-0000{place}-of-00002.safetensors" for place in (1, 2)]
+    index = {"weight_map": dict(zip("ab", shards, strict=True))}
+    (pipeline_folder / "vae" / "model.safetensors").rename(pipeline_folder / "vae" / shards[0])
+    (pipeline_folder / "vae" / "diffusion.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=rf"vae lacks {shards[1]}"):
+        QwenImage(PipelineFolder(path=pipeline_folder)).check_folder()
 
 
 def test_a_local_folder_is_used_as_it_is(pipeline_folder: Path) -> None:

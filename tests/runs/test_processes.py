@@ -25,6 +25,7 @@ def start(run: TinyRun, *arguments: str, command: tuple[str, ...] = TRAIN) -> su
         env={**os.environ, "ACCELERATE_USE_CPU": "true"},
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
 
 
@@ -71,6 +72,16 @@ def test_accelerate_launch_trains_and_continues_a_stopped_run_exactly(tiny_run: 
     assert process.returncode == 0, errors
     assert f"step-{status['step']:08d}" in errors
     assert differing(checkpoint_tensors(whole, 60), checkpoint_tensors(tiny_run.folder, 60)) == []
+
+
+def test_a_signal_to_the_whole_process_group_does_not_take_the_data_workers_first(tiny_run: TinyRun) -> None:
+    process = start(tiny_run, "train.steps=100000", "data.num_workers=1")
+    read_until(process, "step 3/")
+    os.killpg(process.pid, signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 75, errors
+    assert "Traceback" not in errors
+    assert tiny_run.status()["state"] == "interrupted"
 
 
 def test_a_trainer_saves_and_stops_when_its_launcher_is_killed(tiny_run: TinyRun) -> None:

@@ -61,7 +61,7 @@ SETTINGS = {
     "validation.height": "48",
     "validation.loss_items": "4",
 }
-"""All distinct and none a default, so that two that are swapped are seen."""
+"""Numbers are distinct and no defaults, so that two that are swapped, or one that is lost, are seen."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ def test_the_file_is_in_its_place_and_nothing_else_is_left(family: QwenImage, tm
         "lora/pytorch_lora_weights.safetensors",
     ]
     assert file == tmp_path / "lora" / "pytorch_lora_weights.safetensors"
+    (tmp_path / "other").touch()
+    assert file.stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 class Careless(QwenImage):

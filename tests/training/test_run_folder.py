@@ -160,8 +160,20 @@ def test_a_file_system_without_locks_is_warned_about(
     assert "cannot be locked (Function not implemented)" in caplog.text
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]"])
-def test_a_status_that_is_not_ours_is_named(folder: RunFolder, content: str) -> None:
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"hello": 1}'])
+def test_a_folder_with_somebody_elses_status_is_no_run_and_left_alone(
+    folder: RunFolder, content: str
+) -> None:
+    folder.path.mkdir(parents=True)
+    folder.status_file.write_text(content)
+    assert folder.read_status() is None
+    with pytest.raises(UserError, match="holds no run"), folder.lock():
+        pytest.fail("the folder was taken")
+    assert folder.status_file.read_text() == content
+
+
+@pytest.mark.parametrize("content", ['{"found_at"', '["found_at"]'])
+def test_a_status_of_ours_that_was_damaged_is_named(folder: RunFolder, content: str) -> None:
     start(folder)
     folder.status_file.write_text(content)
     with pytest.raises(UserError, match=r"status\.json"):

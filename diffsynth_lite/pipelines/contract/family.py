@@ -60,6 +60,7 @@ class ModelFamily(ABC):
     Attributes:
         pipeline_class: class name that ``model_index.json`` must give.
         components: folders whose weights training and previews need.
+        components_without_weights: other folders that they need.
         block_lists: attributes of the transformer that hold its blocks, in call order.
         size_divisor: width and height must be multiples of it, in pixels.
         default_target_modules: endings of the names of the linear layers that get a LoRA.
@@ -69,6 +70,7 @@ class ModelFamily(ABC):
 
     pipeline_class: ClassVar[str]
     components: ClassVar[tuple[str, ...]]
+    components_without_weights: ClassVar[tuple[str, ...]] = ("scheduler", "tokenizer")
     block_lists: ClassVar[tuple[str, ...]]
     size_divisor: ClassVar[int]
     default_target_modules: ClassVar[tuple[str, ...]]
@@ -95,6 +97,8 @@ class ModelFamily(ABC):
                 f"{self.pipeline_class}; check model.family and model.path"
             )
         self.folder.require_weights(self.components)
+        for component in self.components_without_weights:
+            self.folder.require_files(component)
 
     def check_size(self, width: int, height: int, *, keys: str) -> None:
         """Check that a picture size suits the family.

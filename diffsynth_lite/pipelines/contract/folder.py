@@ -82,6 +82,15 @@ class PipelineFolder:
                 f"(files there: {', '.join(present) or 'none'}); check model.path and model.variant"
             )
 
+    def require_files(self, component: str) -> None:
+        """Check that a component's folder is there and holds something.
+
+        Raises:
+            UserError: naming the folder.
+        """
+        if not any((self.path / component).glob("*.json")):
+            raise UserError(f"model.path: {self.path / component} is missing or empty; complete the download")
+
     def _require_shards(self, component: str, present: set[str]) -> None:
         for index in (self.path / component).glob("*.safetensors.index*.json"):
             listed = set(self._read_json(index).get("weight_map", {}).values())
