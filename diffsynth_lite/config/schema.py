@@ -19,6 +19,7 @@ from diffsynth_lite.config.settings import InvalidSettingsError, Problem, Settin
 
 # Settings of a part of the run that can be off; then they do nothing.
 _OFFLOAD_SETTINGS = ("memory.min_bytes",)
+_CHECKPOINTING_SETTINGS = ("memory.skip_dead_ops",)
 _PREVIEW_SETTINGS = (
     "validation.negative_prompt",
     "validation.num_inference_steps",
@@ -62,6 +63,11 @@ class Config:
         loss = self.validation.loss_items > 0
         groups = [
             (self.train.use_gradient_checkpointing_offload, _OFFLOAD_SETTINGS, "while the offload is off"),
+            (
+                self.train.use_gradient_checkpointing,
+                _CHECKPOINTING_SETTINGS,
+                "while train.use_gradient_checkpointing is off",
+            ),
             (previews, _PREVIEW_SETTINGS, "without validation.prompts"),
             (loss, _LOSS_SETTINGS, "while validation.loss_items is 0"),
             (previews or loss, _VALIDATION_SETTINGS, "without validation.prompts and validation.loss_items"),
@@ -75,6 +81,8 @@ class Config:
                     yield Problem((name,), f"has no effect {reason}")
 
     def _conflicts(self) -> Iterator[Problem]:
+        if not self.train.use_gradient_checkpointing:
+            yield from self._checkpointing_conflicts()
         if _is_same_folder(self.validation.data, self.data.path):
             message = (
                 "validation.data is data.path, so nothing is held out; name another folder, or remove it"
@@ -85,6 +93,15 @@ class Config:
                 "output.dir is data.path; previews would mix with the training images, so name another folder"
             )
             yield Problem(("output.dir", "data.path"), message)
+
+    def _checkpointing_conflicts(self) -> Iterator[Problem]:
+        for key, off in (("policy", "all"), ("save_attention", "no")):
+            if getattr(self.memory, key) != off:
+                yield Problem(
+                    (f"memory.{key}", "train.use_gradient_checkpointing"),
+                    f"{getattr(self.memory, key)} is a way of checkpointing, which "
+                    f"train.use_gradient_checkpointing turns off; turn it on, or set memory.{key}: {off}",
+                )
 
 
 def section_types() -> dict[str, type[Settings]]:

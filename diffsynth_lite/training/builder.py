@@ -21,7 +21,7 @@ from diffsynth_lite.training.evaluation import FixedNoiseLoss
 from diffsynth_lite.training.learning_rate import learning_rate_schedule
 from diffsynth_lite.training.objective import FlowMatching, NoiseLevels
 from diffsynth_lite.training.optimizer_step import OptimizerStep
-from diffsynth_lite.training.preflight import CheckedRun, preview_size
+from diffsynth_lite.training.preflight import CheckedRun, block_policy, preview_size
 from diffsynth_lite.training.previews import Previews
 
 _CACHING_TIMEOUT = timedelta(hours=6)
@@ -144,7 +144,11 @@ def build_run(
 
 def build_engine(config: Config) -> GradientEngine:
     """The gradient engine that all blocks of the run share."""
-    return GradientEngine(min_bytes=config.memory.min_bytes)
+    return GradientEngine(
+        min_bytes=config.memory.min_bytes,
+        policy=block_policy(config),
+        skip_dead_ops=config.memory.skip_dead_ops,
+    )
 
 
 def lora_alpha(config: Config) -> float:

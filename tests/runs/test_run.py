@@ -67,6 +67,32 @@ def test_the_flags_prove_their_effect_and_change_no_weight(tiny_run: TinyRun, fl
     assert (report["bytes_parked"] > 0) == ("offload" in flag)
 
 
+@pytest.mark.parametrize(
+    ("settings", "num_selected"),
+    [
+        (("memory.policy=last_k", "memory.policy_n=1", "memory.save_attention=keep"), 1),
+        (("memory.policy=only", "memory.policy_blocks=[0]", "memory.save_attention=park"), 1),
+        (("--use_gradient_checkpointing_offload", "memory.save_attention=park"), 2),
+        (("--use_gradient_checkpointing_offload", "memory.skip_dead_ops=off"), 2),
+    ],
+)
+def test_a_policy_proves_its_effect_and_changes_no_weight(
+    tiny_run: TinyRun, settings: tuple[str, ...], num_selected: int
+) -> None:
+    plain, treated = tiny_run.root / "plain", tiny_run.root / "treated"
+    # Without adapters on the modulation, whose gradient would need the feed-forward part's last product.
+    targets = "lora.target_modules=[to_q, img_mlp.net.2]"
+    assert tiny_run.train(targets, f"output.dir={plain}", "--no-use_gradient_checkpointing") == 0
+    assert tiny_run.train(targets, f"output.dir={treated}", *settings) == 0
+    assert differing(checkpoint_tensors(plain, 6), checkpoint_tensors(treated, 6)) == []
+    report = next(row for row in tiny_run.metrics(treated) if "blocks_recomputed" in row)
+    assert report["blocks_recomputed"] == 2 * num_selected  # two micro-batches
+    saves, skips = "attention" in str(settings), "dead_ops" not in str(settings)
+    assert report["attention_saved"] == (2 * num_selected if saves else 0)
+    assert (report["attention_bytes_parked"] > 0) == ("attention=park" in str(settings))
+    assert (report["dead_ops_skipped"] > 0) == skips
+
+
 def test_a_switch_without_effect_stops_the_run(tiny_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
     assert tiny_run.train("--use_gradient_checkpointing_offload", "memory.min_bytes=1000000000") == 2
     assert "use_gradient_checkpointing_offload" in caplog.text
@@ -79,6 +105,12 @@ def test_a_switch_without_effect_stops_the_run(tiny_run: TinyRun, caplog: pytest
         (),
         ("--use_gradient_checkpointing_offload",),
         ("--no-use_gradient_checkpointing",),
+        (
+            "memory.policy=every_n",
+            "memory.policy_n=2",
+            "memory.save_attention=park",
+            "memory.skip_dead_ops=off",
+        ),
         ("data.num_workers=2",),
     ],
 )

@@ -36,6 +36,16 @@ class GradientReport:
     """Block inputs copied to host memory."""
     bytes_parked: int = 0
     """Bytes of these copies."""
+    attention_saved: int = 0
+    """Calls of attention whose outputs were saved, so that the recompute does not run them."""
+    attention_not_saved: int = 0
+    """Calls under a policy that saves attention which run again: without a fused kernel, or with dropout."""
+    attention_bytes_kept: int = 0
+    """Bytes of these outputs that stayed on the device."""
+    attention_bytes_parked: int = 0
+    """Bytes of these outputs that were copied to host memory."""
+    dead_ops_skipped: int = 0
+    """Matrix products that recomputes left out, because no gradient depends on them."""
     left: Mapping[LeaveReason, LeftTensors] = field(default_factory=dict)
     """Block inputs that the offload left on the device, by reason."""
 
@@ -49,6 +59,14 @@ class GradientReport:
             lines.append(f"parked in host memory: {self.tensors_parked} tensors, {_size(self.bytes_parked)}")
         if self.left:
             lines.append(f"left on the device: {self._left_in_words()}")
+        if self.attention_saved or self.attention_not_saved:
+            lines.append(
+                f"attention: {self.attention_saved} outputs saved "
+                f"({_size(self.attention_bytes_kept)} on the device, "
+                f"{_size(self.attention_bytes_parked)} in host memory), {self.attention_not_saved} not saved"
+            )
+        if self.dead_ops_skipped:
+            lines.append(f"left out of the recompute: {self.dead_ops_skipped} matrix products")
         return lines
 
     def require_effect(
@@ -57,14 +75,18 @@ class GradientReport:
         use_gradient_checkpointing: bool,
         use_gradient_checkpointing_offload: bool,
         expected_blocks: int,
+        expected_checkpointed: int | None = None,
+        save_attention: bool = False,
     ) -> None:
         """Check that every switch that was on did what it promises.
 
         Args:
             use_gradient_checkpointing: the switch, as it was set.
             use_gradient_checkpointing_offload: the switch, as it was set; it implies the other.
-            expected_blocks: block calls that should have been checkpointed since ``start_report``: the
-                blocks of the model times the forward passes.
+            expected_blocks: block calls that there should have been since ``start_report``: the blocks of the
+                model times the forward passes.
+            expected_checkpointed: those of them that the policy checkpoints; None is all.
+            save_attention: whether the policy saves attention outputs.
 
         Raises:
             IneffectiveSwitchError: a switch that was on had no effect, or not on all blocks.
@@ -76,12 +98,16 @@ class GradientReport:
             switches.append("use_gradient_checkpointing_offload")
         if not switches:
             return
-        if problem := self._checkpointing_problem(expected_blocks):
+        if expected_checkpointed is None:
+            expected_checkpointed = expected_blocks
+        if problem := self._checkpointing_problem(expected_blocks, expected_checkpointed):
             raise IneffectiveSwitchError(f"{' and '.join(switches)}: on, but {problem}")
         if use_gradient_checkpointing_offload and not self.tensors_parked:
             raise IneffectiveSwitchError(f"{switches[-1]}: on, but {self._parking_problem()}")
+        if save_attention and not self.attention_saved:
+            raise IneffectiveSwitchError(f"save_attention: on, but {self._attention_problem()}")
 
-    def _checkpointing_problem(self, expected_blocks: int) -> str | None:
+    def _checkpointing_problem(self, expected_blocks: int, expected_checkpointed: int) -> str | None:
         if not self.blocks_run:
             return (
                 "no block was seen: the model did not call its blocks through gradient_checkpoint_forward "
@@ -92,10 +118,15 @@ class GradientReport:
                 f"only {self.blocks_run} of {expected_blocks} block calls were seen: the other blocks did "
                 "not go through gradient_checkpoint_forward"
             )
-        if self.blocks_checkpointed < expected_blocks:
+        if self.blocks_checkpointed < expected_checkpointed:
             return (
-                f"{self.blocks_checkpointed} of {expected_blocks} block calls were checkpointed: the others "
-                "ran under torch.no_grad or were called with the switch off"
+                f"{self.blocks_checkpointed} of {expected_checkpointed} block calls were checkpointed: the "
+                "others ran under torch.no_grad or were called with the switch off"
+            )
+        if self.blocks_checkpointed > expected_checkpointed and self.blocks_run == expected_blocks:
+            return (
+                f"{self.blocks_checkpointed} block calls were checkpointed where the policy selects "
+                f"{expected_checkpointed}: the model does not run its blocks by block_runner"
             )
         if not self.blocks_recomputed:
             return (
@@ -115,6 +146,17 @@ class GradientReport:
                 f"{small.largest_bytes} bytes); set min_bytes lower or the switch off"
             )
         return f"nothing was parked: everything was left on the device: {self._left_in_words()}"
+
+    def _attention_problem(self) -> str:
+        if not self.attention_not_saved:
+            return (
+                "no attention was seen: the checkpointed blocks are compiled, or call another function than "
+                "torch's scaled_dot_product_attention"
+            )
+        return (
+            f"none of {self.attention_not_saved} attention outputs was saved: no fused kernel served these "
+            "calls, or they have dropout"
+        )
 
     def _left_in_words(self) -> str:
         return ", ".join(

@@ -96,6 +96,38 @@ def test_gradients_do_not_reach_the_blocks() -> None:
         require(engine.report(), True, False, expected=1)
 
 
+def test_a_policy_that_did_not_reach_the_blocks() -> None:
+    report = report_of_a_step((True, False))
+    report.require_effect(
+        use_gradient_checkpointing=True,
+        use_gradient_checkpointing_offload=False,
+        expected_blocks=3,
+        expected_checkpointed=3,
+    )
+    with pytest.raises(IneffectiveSwitchError, match=r"3 block calls .* selects 2: .* block_runner"):
+        report.require_effect(
+            use_gradient_checkpointing=True,
+            use_gradient_checkpointing_offload=False,
+            expected_blocks=3,
+            expected_checkpointed=2,
+        )
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [({}, "no attention was seen"), ({"attention_not_saved": 4}, "none of 4 attention outputs was saved")],
+)
+def test_no_attention_was_saved(counts: dict[str, int], message: str) -> None:
+    report = GradientReport(blocks_run=2, blocks_checkpointed=2, blocks_recomputed=2, **counts)
+    with pytest.raises(IneffectiveSwitchError, match=f"^save_attention: on, but {message}"):
+        report.require_effect(
+            use_gradient_checkpointing=True,
+            use_gradient_checkpointing_offload=False,
+            expected_blocks=2,
+            save_attention=True,
+        )
+
+
 def test_all_tensors_are_below_min_bytes() -> None:
     report = report_of_a_step((True, True), engine=GradientEngine(min_bytes=1 << 20))
     # The hidden states are the largest: batch 2, 20 tokens, 32 channels, fp32.
@@ -134,6 +166,7 @@ def test_the_report_tells_people_what_happened() -> None:
         "blocks: 3 run, 3 checkpointed, 3 recomputed",
         "parked in host memory: 9 tensors, 24.0 KiB",
         "left on the device: 12 tensors, 3.3 KiB (below min_bytes)",
+        "left out of the recompute: 9 matrix products",
     ]
 
 
