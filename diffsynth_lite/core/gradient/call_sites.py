@@ -8,7 +8,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,6 +60,8 @@ def module_of(block: Callable[..., Any]) -> nn.Module | None:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module`` or a part of it is compiled: its calls are not seen, and modes would break it up."""
-    if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+    # torch.compile wraps a module, module.compile() sets the other. To name the wrapper's class would import
+    # the compiler, which takes seconds.
+    if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
         return True
     return any(is_compiled(child) for child in module._modules.values() if child is not None)

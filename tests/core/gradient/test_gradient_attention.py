@@ -1,5 +1,7 @@
 """With its outputs saved, attention runs once a block and step, and no bit changes."""
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -114,6 +116,26 @@ def test_a_retained_graph_and_another_live_one_get_their_own_outputs(save_attent
             loss.backward(retain_graph=True)
             found = gradients(case.model)
             assert all(torch.equal(found[name], value) for name, value in gradient.items())
+
+
+@pytest.mark.parametrize("runs_backward", [True, False])
+def test_kept_outputs_go_with_their_graph(runs_backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, engine, kept = qwen_image_with_lora(), saving("keep"), []
+    save = engine.save_attention
+
+    def watched(tensor: Tensor, *, park: bool) -> Callable[[], Tensor]:
+        kept.append(weakref.ref(tensor))
+        return save(tensor, park=park)
+
+    monkeypatch.setattr(engine, "save_attention", watched)
+    with gradient_engine(engine), blocks_run_by(case.model, block_runner(3, True, False)):
+        loss = forward(case.model, case.inputs).square().mean()
+    assert [ref() is None for ref in kept] == [False] * 6
+    if runs_backward:
+        loss.backward()
+    del loss
+    gc.collect()
+    assert [ref() is None for ref in kept] == [True] * 6
 
 
 class Attention(nn.Module):
