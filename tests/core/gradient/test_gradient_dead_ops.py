@@ -27,6 +27,7 @@ from diffsynth_lite.core.gradient import (
     gradient_engine,
 )
 from diffsynth_lite.core.gradient import dead_ops as dead_ops_module
+from diffsynth_lite.core.gradient.signature import block_signature
 
 
 def step_of(case: Case, engine: GradientEngine, **kwargs: Any) -> tuple[Step, GradientReport]:
@@ -146,6 +147,53 @@ def test_a_product_that_is_read_is_not_skipped(name: str) -> None:
 
     assert torch.equal(gradient(True), gradient(False))
     assert engine.report().dead_ops_skipped == num_skipped
+
+
+CHANGES: dict[str, Callable[[Tail], Any]] = {
+    "a parameter trains": lambda block: block.gate.requires_grad_(True),
+    "a setting": lambda block: setattr(block, "reads", True),
+    "a list of names": lambda block: setattr(block, "active", ["read"]),
+    "train mode": lambda block: block.eval(),
+    "another activation": lambda block: setattr(block, "part", nn.GELU()),
+    "autocast": lambda block: torch.set_autocast_enabled("cpu", True),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_calls_that_may_run_other_operators_are_told_apart(name: str) -> None:
+    block, x = Tail(lambda product: None), torch.ones(3, 4)
+    block.reads, block.active, block.part = False, [], nn.SiLU()
+    before = block_signature(block, [x], ((), {}))
+    assert before == block_signature(block, [x + 1], ((), {}))
+    CHANGES[name](block)
+    try:
+        assert block_signature(block, [x], ((), {})) != before
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+
+
+def test_calls_with_other_arguments_are_told_apart_or_not_followed() -> None:
+    block, x = Tail(lambda product: None), torch.ones(3, 4)
+    arguments = [((1,), {}), ((2,), {}), ((), {"a": 1}), (([1],), {}), ((None,), {})]
+    assert len({block_signature(block, [x], each) for each in arguments}) == len(arguments)
+    tensors = [x, x[:1], x.double(), x.t(), torch.ones(3, 4, requires_grad=True)]
+    assert len({block_signature(block, [each], ((), {})) for each in tensors}) == len(tensors)
+    assert block_signature(block, [x], ((object(),), {})) is None
+    assert block_signature(block, [nn.Parameter(x).as_subclass(Marked)], ((), {})) is None
+    block.gate = nn.Parameter(torch.ones(4).as_subclass(Marked))
+    assert block_signature(block, [x], ((), {})) is None
+
+
+class Marked(Tensor):
+    """Stands for sharded and quantized tensors."""
+
+
+def test_outside_of_an_engine_nothing_is_searched_each_time_anew() -> None:
+    case, runs = qwen_image_with_lora(), []
+    for block in case.model.transformer_blocks:
+        block.register_forward_pre_hook(lambda *_: runs.append(1))
+    training_step(case, blocks_run_by(case.model, block_runner(3, True, False)))
+    assert len(runs) == 2 * 3
 
 
 def test_random_numbers_are_as_if_nothing_had_been_searched() -> None:
