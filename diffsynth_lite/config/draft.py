@@ -84,7 +84,7 @@ class Draft:
         except UserError as error:
             self._fail(name, str(error))
         except OmegaConfBaseException:
-            self._fail(name, f"got {typed}; {expectation(written, field_type)}")
+            self._fail(name, f"got {typed}; {expectation(name, written, field_type)}")
         else:
             objection = None if has_reference(value) else field_type.objection(value)
             if objection:

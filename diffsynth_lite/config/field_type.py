@@ -6,6 +6,7 @@ from types import NoneType
 from typing import Annotated, Literal, Protocol, get_args, get_origin, get_type_hints
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_LISTED_WORDS = {int: "whole numbers", str: "texts"}
 
 
 class Rule(Protocol):
@@ -16,7 +17,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """The numbers between two bounds; a bound left out is open."""
+    """The numbers between two bounds, alone or in a list; a bound left out is open."""
 
     at_least: float = -math.inf
     above: float = -math.inf
@@ -24,6 +25,8 @@ class Range:
     below: float = math.inf
 
     def allows(self, value: object) -> bool:
+        if isinstance(value, list):
+            return all(map(self.allows, value))
         assert isinstance(value, int | float)
         return math.isfinite(value) and all(
             [self.at_least <= value, self.above < value, value <= self.at_most, value < self.below]
@@ -93,7 +96,8 @@ class FieldType:
         if self.choices:
             words = f"one of {', '.join(self.choices)}"
         if self.is_list:
-            words = f"a list of {', '.join(self.choices) or 'texts'}, written [a, b]"
+            example = "[a, b]" if self.base is str else "[1, 2]"
+            words = f"a list of {', '.join(self.choices) or _LISTED_WORDS[self.base]}, written {example}"
         return ", ".join([words, *map(str, self.rules), *(["or null"] if self.optional else [])])
 
 

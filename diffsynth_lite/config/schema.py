@@ -24,6 +24,7 @@ _OFFLOAD_SETTINGS = (
     "memory.resident_blocks",
     "memory.prefetched_blocks",
 )
+_CHECKPOINTING_SETTINGS = ("memory.skip_dead_ops",)
 _PREVIEW_SETTINGS = (
     "validation.negative_prompt",
     "validation.num_inference_steps",
@@ -65,8 +66,14 @@ class Config:
         """The settings that were changed but do nothing, because what they belong to is off."""
         previews, trackers = bool(self.validation.prompts), self.logging.trackers
         loss = self.validation.loss_items > 0
+        parks = self.train.use_gradient_checkpointing_offload or self.memory.save_attention == "park"
         groups = [
-            (self.train.use_gradient_checkpointing_offload, _OFFLOAD_SETTINGS, "while the offload is off"),
+            (parks, _OFFLOAD_SETTINGS, "while the offload is off"),
+            (
+                self.train.use_gradient_checkpointing,
+                _CHECKPOINTING_SETTINGS,
+                "while train.use_gradient_checkpointing is off",
+            ),
             (previews, _PREVIEW_SETTINGS, "without validation.prompts"),
             (loss, _LOSS_SETTINGS, "while validation.loss_items is 0"),
             (previews or loss, _VALIDATION_SETTINGS, "without validation.prompts and validation.loss_items"),
@@ -80,6 +87,8 @@ class Config:
                     yield Problem((name,), f"has no effect {reason}")
 
     def _conflicts(self) -> Iterator[Problem]:
+        if not self.train.use_gradient_checkpointing:
+            yield from self._checkpointing_conflicts()
         if _is_same_folder(self.validation.data, self.data.path):
             message = (
                 "validation.data is data.path, so nothing is held out; name another folder, or remove it"
@@ -90,6 +99,15 @@ class Config:
                 "output.dir is data.path; previews would mix with the training images, so name another folder"
             )
             yield Problem(("output.dir", "data.path"), message)
+
+    def _checkpointing_conflicts(self) -> Iterator[Problem]:
+        for key, off in (("policy", "all"), ("save_attention", "no")):
+            if getattr(self.memory, key) != off:
+                yield Problem(
+                    (f"memory.{key}", "train.use_gradient_checkpointing"),
+                    f"{getattr(self.memory, key)} is a way of checkpointing, which "
+                    f"train.use_gradient_checkpointing turns off; turn it on, or set memory.{key}: {off}",
+                )
 
 
 def section_types() -> dict[str, type[Settings]]:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 
-_PLANNED = frozenset(["memory.policy", "memory.budget"])
+_PLANNED = frozenset(["memory.budget"])
 
 
 def unknown_section(name: str, sections: Mapping[str, Collection[str]]) -> str:

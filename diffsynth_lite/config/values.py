@@ -13,6 +13,9 @@ from diffsynth_lite.errors import UserError
 _NULLS = frozenset(["", "~", "null", "Null", "NULL"])
 # YAML 1.1's words for true and false, as people know them from other yaml files.
 _SWITCHES = dict.fromkeys(["true", "yes", "on"], True) | dict.fromkeys(["false", "no", "off"], False)
+_AUTO_IS_PLANNED = frozenset(
+    ["train.use_gradient_checkpointing", "train.use_gradient_checkpointing_offload", "memory.policy"]
+)
 # At most 18 digits, to fit in 64 bits. No leading zero: 010 is 8 to some readers of yaml, 10 to others.
 _WHOLE_NUMBER = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
@@ -38,15 +41,15 @@ def read_value(written: Written, field_type: FieldType) -> object:
     return written.text if written.quoted else _plain_value(written.text, field_type)
 
 
-def expectation(written: Written, field_type: FieldType) -> str:
-    """What the setting must be instead of what was written, which has the wrong type."""
+def expectation(name: str, written: Written, field_type: FieldType) -> str:
+    """What the setting ``name`` must be instead of what was written, which has the wrong type."""
     words = f"must be {field_type}"
     parts = written if isinstance(written, list) else [written]
     if any(isinstance(part, Block) for part in parts):
         return f"{words}; text with ': ' needs quotes"
     if not isinstance(written, Scalar):
         return words
-    if written.text == "auto" and field_type.base is bool:
+    if written.text == "auto" and name in _AUTO_IS_PLANNED:
         return f"auto is planned, not available yet; {words}"
     if written.quoted and field_type.base is not str:
         return f"{words}, without quotes"

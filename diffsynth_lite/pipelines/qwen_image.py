@@ -18,7 +18,7 @@ from diffusers import (
 from PIL.Image import Image
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
-from diffsynth_lite.core.gradient import blocks_run_by, gradient_checkpoint_forward
+from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
 from diffsynth_lite.pipelines.contract.family import (
     Conditioning,
     EncodedImage,
@@ -45,6 +45,7 @@ def model_fn_qwen_image(
     *,
     use_gradient_checkpointing: bool = False,
     use_gradient_checkpointing_offload: bool = False,
+    policy: BlockPolicy | None = None,
 ) -> torch.Tensor:
     """One forward of Qwen-Image, each transformer block run by the gradient engine.
 
@@ -56,17 +57,16 @@ def model_fn_qwen_image(
         prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
         use_gradient_checkpointing: recompute each block in backward.
         use_gradient_checkpointing_offload: also park each block's inputs in host memory.
+        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
 
     Returns:
         (B, 16, 1, H, W), the predicted velocity ``noise - latents``.
     """
     batch, channels, _, height, width = latents_bcfhw.shape
-
-    def run(_index: int, block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return gradient_checkpoint_forward(
-            block, use_gradient_checkpointing, use_gradient_checkpointing_offload, *args, **kwargs
-        )
-
+    num_blocks = count_blocks(transformer, QwenImage.block_lists)
+    run = block_runner(
+        num_blocks, use_gradient_checkpointing, use_gradient_checkpointing_offload, policy=policy
+    )
     tokens_bld = QwenImagePipeline._pack_latents(latents_bcfhw.squeeze(2), batch, channels, height, width)
     with blocks_run_by(transformer, run):
         velocity_bld = transformer(

@@ -45,14 +45,18 @@ class EngineReport:
         engine: that the step ran in.
         use_gradient_checkpointing: the switch.
         use_gradient_checkpointing_offload: the switch.
+        save_attention: whether attention outputs are to be saved.
         expected_block_runs: calls of blocks that one step makes.
+        expected_checkpointed: those of them that the policy checkpoints.
         metrics: gets the numbers.
     """
 
     engine: GradientEngine
     use_gradient_checkpointing: bool
     use_gradient_checkpointing_offload: bool
+    save_attention: bool
     expected_block_runs: int
+    expected_checkpointed: int
     metrics: MetricsLog
     _done: bool = False
 
@@ -70,10 +74,13 @@ class EngineReport:
             report.require_effect(
                 use_gradient_checkpointing=self.use_gradient_checkpointing,
                 use_gradient_checkpointing_offload=self.use_gradient_checkpointing_offload,
+                save_attention=self.save_attention,
                 expected_blocks=self.expected_block_runs,
+                expected_checkpointed=self.expected_checkpointed,
             )
         except IneffectiveSwitchError as error:
-            raise UserError(f"train.{error}") from error
+            section = "memory" if str(error).startswith("save_attention") else "train"
+            raise UserError(f"{section}.{error}") from error
         for line in report.lines():
             logger.info("%s", line)
         self.metrics.log(result.step, report.metrics())

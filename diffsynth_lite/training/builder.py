@@ -20,7 +20,7 @@ from diffsynth_lite.training.caching import EncodedRun
 from diffsynth_lite.training.evaluation import FixedNoiseLoss
 from diffsynth_lite.training.objective import FlowMatching, NoiseLevels
 from diffsynth_lite.training.optimizer_step import OptimizerStep
-from diffsynth_lite.training.preflight import CheckedRun, build_learning_rate, preview_size
+from diffsynth_lite.training.preflight import CheckedRun, block_policy, build_learning_rate, preview_size
 from diffsynth_lite.training.previews import Previews
 
 _CACHING_TIMEOUT = timedelta(hours=6)
@@ -143,6 +143,8 @@ def build_engine(config: Config) -> GradientEngine:
         host_bytes=None if memory.host_gib is None else int(memory.host_gib * 1024**3),
         resident_blocks=memory.resident_blocks,
         prefetched_blocks=memory.prefetched_blocks,
+        policy=block_policy(config),
+        skip_dead_ops=memory.skip_dead_ops,
     )
 
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.core.gradient import blocks_of
+from diffsynth_lite.core.gradient import BlockPolicy, Treatment, blocks_of
 from diffsynth_lite.data import BatchLayout, Record, check_image, read_records, without_bad_items
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import find_target_layers
@@ -29,6 +29,7 @@ class CheckedRun:
         validation_records: held-out ones; empty when the training items are measured instead.
         target_layers: full names of the layers that get a LoRA.
         num_blocks: transformer blocks that checkpointing covers.
+        num_selected_blocks: those of them that the policy checkpoints.
     """
 
     family: ModelFamily
@@ -36,6 +37,7 @@ class CheckedRun:
     validation_records: Sequence[Record]
     target_layers: Sequence[str]
     num_blocks: int
+    num_selected_blocks: int
 
 
 class _Checks:
@@ -79,7 +81,7 @@ def check_run(config: Config, *, num_processes: int) -> CheckedRun:
         raise UserError("\n".join(checks.problems))  # Before a model is downloaded.
     family = checks.attempt(lambda: _bind_family(config))
     if family is not None:
-        layers, num_blocks = _check_model(checks, family, config)
+        model = _check_model(checks, family, config)
     if checks.problems:
         raise UserError("\n".join(checks.problems))
     assert family is not None
@@ -89,8 +91,9 @@ def check_run(config: Config, *, num_processes: int) -> CheckedRun:
         family=family,
         records=records,
         validation_records=held_out,
-        target_layers=layers,
-        num_blocks=num_blocks,
+        target_layers=model.target_layers,
+        num_blocks=model.num_blocks,
+        num_selected_blocks=model.num_selected_blocks,
     )
 
 
@@ -151,7 +154,14 @@ def _bind_family(config: Config) -> ModelFamily:
     return family
 
 
-def _check_model(checks: _Checks, family: ModelFamily, config: Config) -> tuple[Sequence[str], int]:
+@dataclass(frozen=True, kw_only=True)
+class _CheckedModel:
+    target_layers: Sequence[str]
+    num_blocks: int
+    num_selected_blocks: int
+
+
+def _check_model(checks: _Checks, family: ModelFamily, config: Config) -> _CheckedModel:
     checks.attempt(
         lambda: family.check_size(config.data.width, config.data.height, keys="data.width, data.height")
     )
@@ -161,7 +171,12 @@ def _check_model(checks: _Checks, family: ModelFamily, config: Config) -> tuple[
     transformer = family.empty_transformer()
     blocks = checks.attempt(lambda: _find_blocks(family, transformer))
     layers = checks.attempt(lambda: _find_targets(family, transformer, config)) if blocks else []
-    return layers or [], len(blocks or [])
+    selected = checks.attempt(lambda: _select_blocks(config, len(blocks))) if blocks else []
+    return _CheckedModel(
+        target_layers=layers or [],
+        num_blocks=len(blocks or []),
+        num_selected_blocks=len(selected or []),
+    )
 
 
 def _find_targets(family: ModelFamily, transformer: torch.nn.Module, config: Config) -> list[str]:
@@ -192,6 +207,25 @@ def build_learning_rate(config: Config) -> Callable[[int], float]:
         warmup_steps=config.train.warmup_steps,
         total_steps=config.train.steps,
     )
+
+
+def block_policy(config: Config) -> BlockPolicy:
+    """What happens to the single blocks, as far as the two gradient switches permit it."""
+    memory = config.memory
+    return BlockPolicy(
+        select=memory.policy,
+        n=memory.policy_n,
+        blocks=tuple(memory.policy_blocks),
+        selected=Treatment(park=True, save_attention=memory.save_attention),
+    )
+
+
+def _select_blocks(config: Config, num_blocks: int) -> list[int]:
+    key = "policy_n" if config.memory.policy_n else "policy_blocks"
+    try:
+        return block_policy(config).selection(num_blocks)
+    except ValueError as error:
+        raise UserError(f"memory.{key}: {error}") from None
 
 
 def preview_size(config: Config) -> tuple[int, int]:

@@ -202,7 +202,9 @@ def _loop(setting: _Setting, built: BuiltRun, saver: Saver, stop: StopRequest, s
         engine=engine,
         use_gradient_checkpointing=train.use_gradient_checkpointing,
         use_gradient_checkpointing_offload=train.use_gradient_checkpointing_offload,
+        save_attention=config.memory.save_attention != "no",
         expected_block_runs=setting.checked.num_blocks * micro_batches_per_step,
+        expected_checkpointed=setting.checked.num_selected_blocks * micro_batches_per_step,
         metrics=metrics,
     )
     log_metrics = LogMetrics(

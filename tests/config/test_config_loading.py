@@ -146,6 +146,10 @@ def test_dump_config_holds_every_setting(write, minimal):
         ("memory: {min_bytes: 4096}", ["memory.min_bytes"]),
         ("memory: {host_gib: 2, resident_blocks: 0}", ["memory.host_gib", "memory.resident_blocks"]),
         ("memory: {min_bytes: 4096}\ntrain: {use_gradient_checkpointing_offload: on}", []),
+        ("memory: {host_gib: 2, save_attention: park}", []),
+        ("memory: {host_gib: 2, save_attention: keep}", ["memory.host_gib"]),
+        ("memory: {skip_dead_ops: off}\ntrain: {use_gradient_checkpointing: off}", ["memory.skip_dead_ops"]),
+        ("memory: {skip_dead_ops: off}", []),
         ("validation: {guidance_scale: 2, width: 8}", ["validation.guidance_scale", "validation.width"]),
         ("validation: {guidance_scale: 2, prompts: [a]}", []),
         ("validation: {loss_items: 0, data: other}", ["validation.data"]),
@@ -169,6 +173,24 @@ def test_offload_alone_implies_checkpointing_and_against_it_is_an_error(write, m
     path = write(f"{minimal}train:\n  use_gradient_checkpointing: off\n")
     with pytest.raises(UserError, match=rf"^{offload}=True \(command line\): .* turn both on"):
         load_config(path, flags={offload: True})
+
+
+@pytest.mark.parametrize(
+    ("setting", "needed"), [("save_attention=park", []), ("policy=last_k", ["memory.policy_n=2"])]
+)
+def test_a_way_of_checkpointing_with_checkpointing_off_is_an_error(write, minimal, setting, needed):
+    path = write(f"{minimal}train:\n  use_gradient_checkpointing: off\n")
+    key = setting.split("=")[0]
+    with pytest.raises(UserError, match=rf"^memory.{setting} .* is a way of checkpointing, which"):
+        load_config(path, [f"memory.{setting}", *needed])
+    loaded = load_config(write(minimal), [f"memory.{setting}", *needed])
+    assert getattr(loaded.config.memory, key) == setting.split("=")[1]
+    assert loaded.warnings == ()
+
+
+def test_a_block_named_twice_is_an_error(write, minimal):
+    with pytest.raises(UserError, match=r"^memory.policy_blocks=\[1, 1\] .*names a block twice"):
+        load_config(write(minimal), ["memory.policy=skip", "memory.policy_blocks=[1, 1]"])
 
 
 def test_output_in_the_folder_of_the_images_is_an_error(write, minimal):

@@ -63,6 +63,11 @@ def consistent(name: str, values: dict) -> dict:
         values |= {"micro_batch_size": values["global_batch_size"]}
         values |= {"warmup_steps": min(values["warmup_steps"], values["steps"])}
         values |= {"use_gradient_checkpointing": True} if values["use_gradient_checkpointing_offload"] else {}
+    if name == "memory":
+        is_counted = values["policy"] in ("every_n", "first_k", "last_k")
+        is_listed = values["policy"] in ("skip", "only")
+        values |= {"policy_n": (values["policy_n"] or 2) if is_counted else None}
+        values |= {"policy_blocks": (values["policy_blocks"] or [3]) if is_listed else []}
     return values
 
 
@@ -74,6 +79,8 @@ def configs(draw: st.DrawFn) -> Config:
         sections[name] = section(**consistent(name, values))
     sections["data"] = replace(sections["data"], path=f"pictures/{sections['data'].path}")
     sections["output"] = replace(sections["output"], dir=f"runs/{sections['output'].dir}")
+    if sections["memory"].policy != "all" or sections["memory"].save_attention != "no":
+        sections["train"] = replace(sections["train"], use_gradient_checkpointing=True)
     sections["validation"] = replace(sections["validation"], data=draw(st.sampled_from([None, "other"])))
     return Config(**sections)
 

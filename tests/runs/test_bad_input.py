@@ -76,6 +76,26 @@ BEFORE_WEIGHTS: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
     "model without blocks": (without_blocks, (), "transformer_blocks"),
     "size that does not fit": (lambda run: None, ("data.width=72",), "not divisible by 16"),
     "batch that does not fit": (lambda run: None, ("train.global_batch_size=3",), "global_batch_size"),
+    "block that does not exist": (
+        lambda run: None,
+        ("memory.policy=only", "memory.policy_blocks=[0, 2]"),
+        "memory.policy_blocks: only names blocks [2]; the model has blocks 0 to 1",
+    ),
+    "more blocks than there are": (
+        lambda run: None,
+        ("memory.policy=last_k", "memory.policy_n=3"),
+        "memory.policy_n: last_k of 3 blocks; the model has 2",
+    ),
+    "no block selected": (
+        lambda run: None,
+        ("memory.policy=skip", "memory.policy_blocks=[0, 1]"),
+        "memory.policy_blocks: skip of blocks [0, 1] selects none of 2 blocks",
+    ),
+    "attention saved without checkpointing": (
+        lambda run: None,
+        ("memory.save_attention=keep", "--no-use_gradient_checkpointing"),
+        "turn it on, or set memory.save_attention: no",
+    ),
     "offload without checkpointing": (
         lambda run: None,
         ("--use_gradient_checkpointing_offload", "--no-use_gradient_checkpointing"),

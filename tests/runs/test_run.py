@@ -58,37 +58,18 @@ def test_held_out_data_give_a_validation_loss(tiny_run: TinyRun) -> None:
     assert [row["step"] for row in tiny_run.metrics() if "validation_loss" in row] == [0, 1]
 
 
-@pytest.mark.parametrize("flag", ["--use_gradient_checkpointing", "--use_gradient_checkpointing_offload"])
-def test_the_flags_prove_their_effect_and_change_no_weight(tiny_run: TinyRun, flag: str) -> None:
-    plain, switched = tiny_run.root / "plain", tiny_run.root / "switched"
-    assert tiny_run.train(f"output.dir={plain}", "--no-use_gradient_checkpointing") == 0
-    assert tiny_run.train(f"output.dir={switched}", flag) == 0
-    assert differing(checkpoint_tensors(plain, 6), checkpoint_tensors(switched, 6)) == []
-    report = next(row for row in tiny_run.metrics(switched) if "blocks_recomputed" in row)
-    assert report["blocks_recomputed"] == 2 * 2  # two blocks, two micro-batches
-    assert (report["bytes_parked"] > 0) == ("offload" in flag)
-
-
-def test_a_switch_without_effect_stops_the_run(tiny_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
-    assert tiny_run.train("--use_gradient_checkpointing_offload", "memory.min_bytes=1000000000") == 2
-    assert "use_gradient_checkpointing_offload" in caplog.text
-    assert "min_bytes" in caplog.text
-
-
-def test_a_host_memory_too_small_for_one_block_stops_the_run(
-    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert tiny_run.train("--use_gradient_checkpointing_offload", "memory.host_gib=0.000004") == 2
-    assert "use_gradient_checkpointing_offload" in caplog.text
-    assert "memory.host_gib" in caplog.text
-
-
 @pytest.mark.parametrize(
     "second_half",
     [
         (),
         ("--use_gradient_checkpointing_offload",),
         ("--no-use_gradient_checkpointing",),
+        (
+            "memory.policy=every_n",
+            "memory.policy_n=2",
+            "memory.save_attention=park",
+            "memory.skip_dead_ops=off",
+        ),
         ("data.num_workers=2",),
     ],
 )

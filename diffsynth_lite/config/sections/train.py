@@ -1,7 +1,7 @@
 """The sections ``train`` and ``memory``: how the LoRA is trained, and what is saved in memory."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from diffsynth_lite.config.field_type import Range
@@ -88,7 +88,8 @@ class TrainSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySettings(Settings):
-    """Details of `train.use_gradient_checkpointing_offload`."""
+    """Details of `train.use_gradient_checkpointing` and `train.use_gradient_checkpointing_offload`. None of
+    them changes the result, so all may change between the parts of a run."""
 
     min_bytes: Annotated[int | None, Range(at_least=0)] = None
     """Size in bytes of the smallest tensor that the offload moves: small ones cost more time than they save
@@ -96,8 +97,8 @@ class MemorySettings(Settings):
 
     host_gib: Annotated[float | None, Range(above=0)] = None
     """Most host memory in GiB that the offload takes for each device. What does not fit stays on the device;
-    it must be enough for the inputs of one block. Null is half of the memory that is available when training
-    starts, divided by the devices."""
+    it must be enough for one block. Null is half of the memory that is available when training starts,
+    divided by the devices."""
 
     resident_blocks: Annotated[int, Range(at_least=0)] = 1
     """Blocks whose inputs are still on the device: those that ran last. 0 saves the memory of one more, but
@@ -105,3 +106,35 @@ class MemorySettings(Settings):
 
     prefetched_blocks: Annotated[int, Range(at_least=0)] = 1
     """Blocks whose inputs are fetched ahead in the backward pass. With 0 it waits for every one of them."""
+
+    policy: Literal["all", "every_n", "skip", "only", "first_k", "last_k"] = "all"
+    """Which blocks are checkpointed; the others keep their activations, which costs memory and saves time.
+    `every_n`: blocks 0, n, 2n and so on; `first_k` and `last_k`: n blocks at one end; `only` those listed;
+    `skip`: all but those listed. Where some memory is left, `first_k` makes the best use of it."""
+
+    policy_n: Annotated[int | None, Range(at_least=1)] = None
+    """The n of `every_n`, `first_k` and `last_k`, which need it."""
+
+    policy_blocks: Annotated[list[int], Range(at_least=0)] = field(default_factory=list)
+    """The blocks of `skip` and `only`, which need them: their places in the model, from 0."""
+
+    save_attention: Literal["no", "keep", "park"] = "no"
+    """Save what attention computes in the checkpointed blocks, so that it is not computed twice: on the
+    device (`keep`), or in the memory of the host (`park`). It pays most where images are large."""
+
+    skip_dead_ops: bool = True
+    """Leave out of the second run of a block the matrix products on which no gradient depends: in LoRA
+    training the last one of each feed-forward part, if the block's modulation has no LoRA. To find them, one
+    block of each kind and input size is run a third time, once."""
+
+    def conflicts(self) -> Iterator[Problem]:
+        for key, is_set, policies in (
+            ("policy_n", self.policy_n is not None, ("every_n", "first_k", "last_k")),
+            ("policy_blocks", bool(self.policy_blocks), ("skip", "only")),
+        ):
+            if self.policy in policies and not is_set:
+                yield Problem(("policy", key), f"{self.policy} needs memory.{key}")
+            elif is_set and self.policy not in policies:
+                yield Problem((key, "policy"), f"has no effect with memory.policy {self.policy}")
+        if len(set(self.policy_blocks)) < len(self.policy_blocks):
+            yield Problem(("policy_blocks",), f"{self.policy_blocks} names a block twice; name each once")

@@ -1,16 +1,35 @@
 """Gradient checkpointing of single blocks, with their inputs parked in host memory, and its report."""
 
-from diffsynth_lite.core.gradient.blocks import blocks_of, blocks_run_by
-from diffsynth_lite.core.gradient.checkpoint import gradient_checkpoint_forward
-from diffsynth_lite.core.gradient.engine import GradientEngine, gradient_engine
+from diffsynth_lite.core.gradient.blocks import blocks_of, blocks_run_by, count_blocks
+from diffsynth_lite.core.gradient.checkpoint import block_runner, gradient_checkpoint_forward
+from diffsynth_lite.core.gradient.engine import GradientEngine
+from diffsynth_lite.core.gradient.policies import (
+    KEEP,
+    PARK,
+    RECOMPUTE,
+    BlockPolicy,
+    SaveAttention,
+    Selection,
+    Treatment,
+)
 from diffsynth_lite.core.gradient.report import GradientReport, IneffectiveSwitchError
+from diffsynth_lite.core.gradient.scope import gradient_engine
 
 __all__ = [
+    "KEEP",
+    "PARK",
+    "RECOMPUTE",
+    "BlockPolicy",
     "GradientEngine",
     "GradientReport",
     "IneffectiveSwitchError",
+    "SaveAttention",
+    "Selection",
+    "Treatment",
+    "block_runner",
     "blocks_of",
     "blocks_run_by",
+    "count_blocks",
     "gradient_checkpoint_forward",
     "gradient_engine",
 ]

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -22,6 +23,12 @@ class _Place:
 
     def __init__(self, index: int) -> None:
         self.index = index
+
+    def __repr__(self) -> str:
+        return f"tensor {self.index}"
+
+
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, _Place)
 
 
 def take_tensors(tree: Any) -> tuple[list[Tensor], Any]:
@@ -57,6 +64,23 @@ def put_tensors(template: Any, tensors: Sequence[Tensor]) -> Any:
         tensors: as many as were taken out, in the same order.
     """
     return _replace_leaves(template, lambda leaf: tensors[leaf.index] if isinstance(leaf, _Place) else leaf)
+
+
+def describe_template(template: Any) -> str | None:
+    """All that a template says, as text, or None where it holds more than numbers, texts and the like.
+
+    Args:
+        template: from ``take_tensors``.
+    """
+    is_plain = True
+
+    def check(leaf: Any) -> Any:
+        nonlocal is_plain
+        is_plain = is_plain and (leaf is None or isinstance(leaf, _PLAIN))
+        return leaf
+
+    _replace_leaves(template, check)
+    return repr(template) if is_plain else None
 
 
 def _replace_leaves(tree: Any, replacement: Callable[[Any], Any]) -> Any:

@@ -80,6 +80,20 @@ def blocks_of(model: nn.Module, block_lists: Sequence[str]) -> list[nn.Module]:
     return blocks
 
 
+def count_blocks(model: nn.Module, block_lists: Sequence[str]) -> int:
+    """The number of blocks of ``model``, quickly enough for every forward pass.
+
+    Args:
+        model: a diffusers model, plain or wrapped for distributed training or by ``torch.compile``.
+        block_lists: names of its module lists.
+    """
+    for attribute in ("module", "_orig_mod"):
+        while isinstance(getattr(model, attribute, None), nn.Module):
+            model = getattr(model, attribute)
+    lists = (model.get_submodule(block_list) for block_list in block_lists)
+    return sum(len(modules) for modules in lists if isinstance(modules, nn.ModuleList))
+
+
 def _hooked(model: nn.Module) -> list[nn.Module]:
     """The modules of ``model`` that ask diffusers' gradient checkpointing hook before they call a block."""
     modules = []

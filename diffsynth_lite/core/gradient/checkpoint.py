@@ -1,6 +1,7 @@
 """This file runs one block so that its activations are recomputed, and its inputs parked, until backward."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -8,8 +9,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from diffsynth_lite.core.gradient.arguments import put_tensors, take_tensors
-from diffsynth_lite.core.gradient.engine import current_engine
+from diffsynth_lite.core.gradient.engine import GradientEngine
 from diffsynth_lite.core.gradient.parking import changed_in_place
+from diffsynth_lite.core.gradient.policies import BlockPolicy, Treatment
+from diffsynth_lite.core.gradient.savings import Savings
+from diffsynth_lite.core.gradient.scope import current_engine
 
 
 def gradient_checkpoint_forward(
@@ -25,9 +29,13 @@ def gradient_checkpoint_forward(
     is the plain call. Otherwise the activations inside ``model`` are dropped and recomputed in backward;
     tensors are found in positional and keyword arguments, also in tuples, lists, dicts and dataclasses.
 
+    The engine of the ``gradient_engine`` scope adds what its policy says for a selected block. For a policy
+    that treats some blocks differently, run the blocks by ``block_runner``, which knows their places.
+
     Args:
         model: a block. It runs twice with equal arguments: containers that hold tensors reach it as copies,
-            others must not be changed by it.
+            others must not be changed by it. Where the engine skips dead operations, a block of a new kind
+            runs a third time, to find them.
         use_gradient_checkpointing: recompute the block in backward.
         use_gradient_checkpointing_offload: recompute it, and park its input tensors in host memory between
             forward and backward, through the engine of the ``gradient_engine`` scope.
@@ -37,27 +45,85 @@ def gradient_checkpoint_forward(
     Raises:
         RuntimeError: in backward, when an input was changed in place after the call.
     """
-    # Kept by the closure below: a ContextVar that is set here is not set on autograd's worker threads.
+    # Kept by the closures below: a ContextVar that is set here is not set on autograd's worker threads.
     engine = current_engine()
+    treatment = engine.policy.selected.under(use_gradient_checkpointing, use_gradient_checkpointing_offload)
+    return _run_block(engine, treatment, model, args, kwargs)
+
+
+def block_runner(
+    num_blocks: int,
+    use_gradient_checkpointing: bool,
+    use_gradient_checkpointing_offload: bool,
+    *,
+    policy: BlockPolicy | None = None,
+) -> Callable[..., Any]:
+    """A ``run`` for ``blocks_run_by``: ``gradient_checkpoint_forward`` with a policy for the single blocks.
+
+    Args:
+        num_blocks: block calls of one forward pass.
+        use_gradient_checkpointing: as in ``gradient_checkpoint_forward``, for the blocks that the policy
+            recomputes.
+        use_gradient_checkpointing_offload: the same, for the blocks that it parks.
+        policy: None is that of the ``gradient_engine`` scope.
+
+    Returns:
+        A function for one forward pass.
+
+    Raises:
+        ValueError: the policy names blocks that do not exist, or selects none; later, more than
+            ``num_blocks`` blocks were called.
+    """
+    engine = current_engine()
+    chosen = policy or engine.policy
+    chosen.selection(num_blocks)
+
+    def run(index: int, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        treatment = chosen.treatment(index, num_blocks)
+        permitted = treatment.under(use_gradient_checkpointing, use_gradient_checkpointing_offload)
+        return _run_block(engine, permitted, block, args, kwargs)
+
+    return run
+
+
+def _run_block(
+    engine: GradientEngine,
+    treatment: Treatment,
+    block: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     engine.count(blocks_run=1)
-    offload = use_gradient_checkpointing_offload
-    if not (use_gradient_checkpointing or offload) or not torch.is_grad_enabled():
-        return model(*args, **kwargs)
+    if not treatment.recompute or not torch.is_grad_enabled():
+        return block(*args, **kwargs)
 
     engine.count(blocks_checkpointed=1)
     tensors, template = take_tensors((args, kwargs))
+    savings = Savings(engine, treatment, block)
     has_run = False
 
     def run(*inputs: Tensor | _Left) -> Any:
         nonlocal has_run
+        given = _unwrapped(inputs)
+
+        def call() -> Any:
+            run_args, run_kwargs = put_tensors(template, given)
+            return block(*run_args, **run_kwargs)
+
+        scope: AbstractContextManager[Any] = nullcontext()
         if has_run:
             engine.recomputing()
+            scope = savings.recompute(call, given, template)
+        else:
+            scope = savings.forward()
         has_run = True
-        run_args, run_kwargs = put_tensors(template, _unwrapped(inputs))
-        return model(*run_args, **run_kwargs)
+        with scope:
+            return call()
 
     with engine.frame() as parking:
-        if not offload:
+        if treatment.checkpoint is not None:
+            return treatment.checkpoint(run, *tensors)
+        if not treatment.park:
             return checkpoint(run, *tensors, use_reentrant=False)
         inputs = [tensor if engine.parks(tensor) else _Left(tensor, tensor._version) for tensor in tensors]
         with parking.of_saved_tensors():

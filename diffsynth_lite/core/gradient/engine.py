@@ -1,10 +1,11 @@
-"""This file holds what the block calls of a run share: parked tensors, host memory, the report."""
+"""This file holds what the block calls of a run share: policy, parked tensors, host memory, findings."""
 
 import threading
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 from weakref import ref
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from diffsynth_lite.core.gradient.backends import Backend, backend_for
+from diffsynth_lite.core.gradient.counters import Counters
 from diffsynth_lite.core.gradient.frames import ForwardPass, Frame, identity, in_backward
 from diffsynth_lite.core.gradient.host_memory import default_host_bytes
 from diffsynth_lite.core.gradient.host_pool import HostPool
@@ -22,7 +24,8 @@ from diffsynth_lite.core.gradient.parking import (
     num_bytes,
     reason_to_leave,
 )
-from diffsynth_lite.core.gradient.report import GradientReport, LeftTensors
+from diffsynth_lite.core.gradient.policies import BlockPolicy
+from diffsynth_lite.core.gradient.report import GradientReport
 
 
 class GradientEngine:
@@ -39,6 +42,9 @@ class GradientEngine:
         resident_blocks: block calls, the last ones, whose tensors are still on the device.
         prefetched_blocks: block calls whose tensors are fetched ahead in backward.
         backend: makes the copies. None: the one that suits each tensor's device.
+        policy: what happens to the single blocks, as far as the switches of their calls permit it. None:
+            every block as its switches say.
+        skip_dead_ops: leave out of the recompute the matrix products on which no gradient depends.
 
     Raises:
         ValueError: a number is negative.
@@ -51,6 +57,9 @@ class GradientEngine:
         resident_blocks: int = 1,
         prefetched_blocks: int = 1,
         backend: Backend | None = None,
+        *,
+        policy: BlockPolicy | None = None,
+        skip_dead_ops: bool = True,
     ) -> None:
         values = {
             "min_bytes": min_bytes,
@@ -61,6 +70,8 @@ class GradientEngine:
         for name, value in values.items():
             if value is not None and value < 0:
                 raise ValueError(f"{name} is {value}; it must be 0 or more")
+        self.policy = policy or BlockPolicy()
+        self.skip_dead_ops = skip_dead_ops
         self._min_bytes, self._host_bytes = min_bytes, host_bytes
         self._prefetched_blocks = prefetched_blocks
         # The autograd graph owns frames and parked tensors: what it drops is gone, whatever the reason.
@@ -70,9 +81,10 @@ class GradientEngine:
         self._backend = backend
         self._backends: dict[torch.device, Backend] = {}
         self._pool: HostPool | None = None
-        # Recomputes are counted on autograd's worker threads.
+        self._findings: dict[Hashable, Any] = {}
+        self._counters = Counters()
+        # Backward passes begin on autograd's worker threads.
         self._lock = threading.Lock()
-        self.start_report()
 
     @property
     def host_pool(self) -> HostPool:
@@ -84,38 +96,26 @@ class GradientEngine:
 
     def start_report(self) -> None:
         """Set all counters to zero."""
-        with self._lock:
-            self._counts: Counter[str] = Counter()
-            self._left: dict[LeaveReason, LeftTensors] = {}
-            self._largest_block_bytes = self._device_bytes_after_forward = 0
+        self._counters.reset()
 
     def report(self) -> GradientReport:
         """What happened since ``start_report``."""
         pool = self._pool
-        with self._lock:
-            return GradientReport(
-                **self._counts,
-                left=dict(self._left),
-                largest_block_bytes=self._largest_block_bytes,
-                host_bytes=pool.num_bytes if pool else 0,
-                host_bytes_cap=(pool.cap_bytes or 0) if pool else 0,
-                device_bytes_after_forward=self._device_bytes_after_forward,
-                device_bytes_peak=torch.cuda.max_memory_allocated() if _uses_cuda() else 0,
-            )
+        return self._counters.report(
+            host_bytes=pool.num_bytes if pool else 0,
+            host_bytes_cap=(pool.cap_bytes or 0) if pool else 0,
+            device_bytes_peak=torch.cuda.max_memory_allocated() if _uses_cuda() else 0,
+        )
 
     def count(self, **increments: int) -> None:
         """Add to counters, named as the fields of ``GradientReport``."""
-        with self._lock:
-            self._counts.update(increments)
+        self._counters.add(**increments)
 
     def parks(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` can go to host memory; if not, it is counted with the reason."""
-        reason = reason_to_leave(tensor, self._min_bytes)
-        if reason is None and in_backward():
-            # A block inside of a recomputed block: its backward pass comes at once.
-            reason = LeaveReason.IN_BACKWARD
+        reason = self._reason_to_leave(tensor)
         if reason is not None:
-            self._count_left(reason, tensor)
+            self._counters.add_left(reason, num_bytes(tensor))
         return reason is None
 
     @contextmanager
@@ -131,8 +131,7 @@ class GradientEngine:
             yield parking
         finally:
             _parking.reset(token)
-            with self._lock:
-                self._largest_block_bytes = max(self._largest_block_bytes, frame.num_bytes)
+            self._counters.raise_to(largest_block_bytes=frame.num_bytes)
             self._make_room_for(frame)
 
     def park(self, tensor: Tensor) -> "Parked":
@@ -149,6 +148,30 @@ class GradientEngine:
         if not self.parks(tensor):
             return Parked(parking, KeptTensor(tensor))
         return parking.park(tensor)
+
+    def save_attention(self, tensor: Tensor, *, park: bool) -> Callable[[], Tensor]:
+        """Put a tensor that attention computed in the running block call away until the recompute.
+
+        Args:
+            tensor: without autograd history.
+            park: with the tensors of the block call, if it can be parked; if not, it stays on the device.
+
+        Returns:
+            A function that gives it as a new tensor each time.
+        """
+        if park and self._reason_to_leave(tensor) is None:
+            parked = self.park(tensor)
+            if parked.is_in_host_memory:
+                self.count(attention_bytes_parked=num_bytes(tensor))
+                return parked.restore
+        self.count(attention_bytes_kept=num_bytes(tensor))
+        return tensor.detach
+
+    def remembered(self, key: Hashable, find: Callable[[], Any]) -> Any:
+        """What ``find`` found when it was first asked for ``key``."""
+        if key not in self._findings:
+            self._findings[key] = find()
+        return self._findings[key]
 
     def recomputing(self) -> None:
         """Count that a block runs again; the backward pass has begun."""
@@ -169,7 +192,7 @@ class GradientEngine:
         piece = self.host_pool.take(size, backend.allocate_host)
         if piece is None:
             refused = self.host_pool.refused
-            self._count_left(LeaveReason.REFUSED if refused else LeaveReason.HOST_FULL, tensor)
+            self._counters.add_left(LeaveReason.REFUSED if refused else LeaveReason.HOST_FULL, size)
             return KeptTensor(tensor)
         parked = ParkedTensor(tensor, piece, backend)
         frame.add(key, parked)
@@ -201,8 +224,8 @@ class GradientEngine:
             if self._pass.is_over:
                 return
             self._pass.end()
-            if _uses_cuda():
-                self._device_bytes_after_forward = torch.cuda.memory_allocated()
+        if _uses_cuda():
+            self._counters.put(device_bytes_after_forward=torch.cuda.memory_allocated())
 
     def _backend_for(self, device: torch.device) -> Backend:
         if self._backend is not None:
@@ -211,14 +234,10 @@ class GradientEngine:
             self._backends[device] = backend_for(device)
         return self._backends[device]
 
-    def _count_left(self, reason: LeaveReason, tensor: Tensor) -> None:
-        with self._lock:
-            left = self._left.get(reason, LeftTensors())
-            self._left[reason] = LeftTensors(
-                num_tensors=left.num_tensors + 1,
-                num_bytes=left.num_bytes + num_bytes(tensor),
-                largest_bytes=max(left.largest_bytes, num_bytes(tensor)),
-            )
+    def _reason_to_leave(self, tensor: Tensor) -> LeaveReason | None:
+        reason = reason_to_leave(tensor, self._min_bytes)
+        # A block inside of a recomputed block: its backward pass comes at once.
+        return LeaveReason.IN_BACKWARD if reason is None and in_backward() else reason
 
 
 class Parking:
@@ -254,6 +273,11 @@ class Parked:
     def __init__(self, parking: Parking, held: ParkedTensor | KeptTensor) -> None:
         self._parking, self._held = parking, held
 
+    @property
+    def is_in_host_memory(self) -> bool:
+        """Whether it has a copy there; a tensor that stays on the device has none."""
+        return isinstance(self._held, ParkedTensor)
+
     def restore(self) -> Tensor:
         """The tensor, without history; any number of times, on any thread.
 
@@ -268,20 +292,3 @@ def _uses_cuda() -> bool:
 
 
 _parking: ContextVar[Parking | None] = ContextVar("parking", default=None)
-_engine: ContextVar[GradientEngine | None] = ContextVar("gradient_engine", default=None)
-
-
-@contextmanager
-def gradient_engine(engine: GradientEngine) -> Iterator[None]:
-    """Scope in which ``gradient_checkpoint_forward`` works through ``engine``."""
-    token = _engine.set(engine)
-    try:
-        yield
-    finally:
-        _engine.reset(token)
-
-
-def current_engine() -> GradientEngine:
-    """The engine of the innermost ``gradient_engine`` scope; outside of any, a new one for one block call."""
-    # No other call would ever make room for its tensors.
-    return _engine.get() or GradientEngine(resident_blocks=0, prefetched_blocks=0)

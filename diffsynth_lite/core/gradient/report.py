@@ -49,9 +49,19 @@ class GradientReport:
     host_bytes_cap: int = 0
     """Size that it may have; 0 before it is used, and where it is unlimited."""
     device_bytes_after_forward: int = 0
-    """Memory of a CUDA device that tensors occupied when the last backward pass began; 0 without one."""
+    """Memory of a CUDA device that tensors occupied when the last backward pass came to a block; else 0."""
     device_bytes_peak: int = 0
     """Most memory that they occupied since the program or torch's own count started; 0 without a device."""
+    attention_saved: int = 0
+    """Calls of attention whose outputs were saved, so that the recompute does not run them."""
+    attention_not_saved: int = 0
+    """Calls under a policy that saves attention which run again: without a fused kernel, or with dropout."""
+    attention_bytes_kept: int = 0
+    """Bytes of these outputs that stayed on the device."""
+    attention_bytes_parked: int = 0
+    """Bytes of these outputs that were copied to host memory; ``bytes_parked`` has them too."""
+    dead_ops_skipped: int = 0
+    """Matrix products that recomputes left out, because no gradient depends on them."""
     left: Mapping[LeaveReason, LeftTensors] = field(default_factory=dict)
     """Tensors that the offload left on the device, by reason."""
 
@@ -73,6 +83,10 @@ class GradientReport:
         if self.tensors_shared:
             rows.append(("shared", f"{self.tensors_shared} tensors, {_size(self.bytes_shared)}"))
         rows += [("left on device", _left_in_words(reason, left)) for reason, left in self.left.items()]
+        if self.attention_saved or self.attention_not_saved:
+            rows.append(("attention", self._attention_in_words()))
+        if self.dead_ops_skipped:
+            rows.append(("not recomputed", f"{self.dead_ops_skipped} matrix products"))
         if self.host_bytes:
             cap = f" of {_size(self.host_bytes_cap)}" if self.host_bytes_cap else ""
             rows.append(("host memory", f"{_size(self.host_bytes)}{cap}"))
@@ -87,14 +101,18 @@ class GradientReport:
         use_gradient_checkpointing: bool,
         use_gradient_checkpointing_offload: bool,
         expected_blocks: int,
+        expected_checkpointed: int | None = None,
+        save_attention: bool = False,
     ) -> None:
         """Check that every switch that was on did what it promises.
 
         Args:
             use_gradient_checkpointing: the switch, as it was set.
             use_gradient_checkpointing_offload: the switch, as it was set; it implies the other.
-            expected_blocks: block calls that should have been checkpointed since ``start_report``: the
-                blocks of the model times the forward passes.
+            expected_blocks: block calls that there should have been since ``start_report``: the blocks of the
+                model times the forward passes.
+            expected_checkpointed: those of them that the policy checkpoints; None is all.
+            save_attention: whether the policy saves attention outputs.
 
         Raises:
             IneffectiveSwitchError: a switch that was on had no effect, or not on all blocks.
@@ -106,12 +124,16 @@ class GradientReport:
             switches.append("use_gradient_checkpointing_offload")
         if not switches:
             return
-        if problem := self._checkpointing_problem(expected_blocks):
+        if expected_checkpointed is None:
+            expected_checkpointed = expected_blocks
+        if problem := self._checkpointing_problem(expected_blocks, expected_checkpointed):
             raise IneffectiveSwitchError(f"{' and '.join(switches)}: on, but {problem}")
         if use_gradient_checkpointing_offload and (problem := self._parking_problem()):
             raise IneffectiveSwitchError(f"{switches[-1]}: on, but {problem}")
+        if save_attention and (problem := self._attention_problem()):
+            raise IneffectiveSwitchError(f"save_attention: on, but {problem}")
 
-    def _checkpointing_problem(self, expected_blocks: int) -> str | None:
+    def _checkpointing_problem(self, expected_blocks: int, expected_checkpointed: int) -> str | None:
         if not self.blocks_run:
             return (
                 "no block was seen: the model did not call its blocks through gradient_checkpoint_forward "
@@ -122,10 +144,15 @@ class GradientReport:
                 f"only {self.blocks_run} of {expected_blocks} block calls were seen: the other blocks did "
                 "not go through gradient_checkpoint_forward"
             )
-        if self.blocks_checkpointed < expected_blocks:
+        if self.blocks_checkpointed < expected_checkpointed:
             return (
-                f"{self.blocks_checkpointed} of {expected_blocks} block calls were checkpointed: the others "
-                "ran under torch.no_grad or were called with the switch off"
+                f"{self.blocks_checkpointed} of {expected_checkpointed} block calls were checkpointed: the "
+                "others ran under torch.no_grad or were called with the switch off"
+            )
+        if self.blocks_checkpointed > expected_checkpointed and self.blocks_run == expected_blocks:
+            return (
+                f"{self.blocks_checkpointed} block calls were checkpointed where the policy selects "
+                f"{expected_checkpointed}: the model does not run its blocks by block_runner"
             )
         if not self.blocks_recomputed:
             return (
@@ -136,12 +163,10 @@ class GradientReport:
         return None
 
     def _parking_problem(self) -> str | None:
-        if LeaveReason.HOST_FULL in self.left and self.host_bytes_cap < self.largest_block_bytes:
-            return (
-                f"one block parks {_size(self.largest_block_bytes)}, and host_bytes (memory.host_gib in a "
-                f"config) allows {_size(self.host_bytes_cap)} for all; raise it or set the switch off"
-            )
-        if self.tensors_parked:
+        if problem := self._host_memory_problem():
+            return problem
+        # Attention outputs are parked without this switch too.
+        if self.bytes_parked > self.attention_bytes_parked:
             return None
         if self.tensors_shared:
             return "nothing was parked: the blocks share all tensors among their inputs"
@@ -155,6 +180,34 @@ class GradientReport:
             )
         reasons = ", ".join(_left_in_words(reason, left) for reason, left in self.left.items())
         return f"nothing was parked: everything was left on the device: {reasons}"
+
+    def _attention_problem(self) -> str | None:
+        if problem := self._host_memory_problem():
+            return problem
+        if self.attention_saved:
+            return None
+        if not self.attention_not_saved:
+            return (
+                "no attention was seen: the checkpointed blocks are compiled, or call another function than "
+                "torch's scaled_dot_product_attention"
+            )
+        return (
+            f"none of {self.attention_not_saved} attention outputs was saved: no fused kernel served these "
+            "calls, or they have dropout"
+        )
+
+    def _host_memory_problem(self) -> str | None:
+        if LeaveReason.HOST_FULL not in self.left or self.host_bytes_cap >= self.largest_block_bytes:
+            return None
+        return (
+            f"one block parks {_size(self.largest_block_bytes)}, and host_bytes (memory.host_gib in a "
+            f"config) allows {_size(self.host_bytes_cap)} for all; raise it or set the switch off"
+        )
+
+    def _attention_in_words(self) -> str:
+        kept, parked = _size(self.attention_bytes_kept), _size(self.attention_bytes_parked)
+        not_saved = f", {self.attention_not_saved} not saved" if self.attention_not_saved else ""
+        return f"{self.attention_saved} outputs saved, {kept} on device, {parked} parked{not_saved}"
 
 
 def _left_in_words(reason: LeaveReason, left: LeftTensors) -> str:

@@ -5,7 +5,13 @@ import torch
 from gradient_models import ALL_FLAGS
 from torch import Tensor, nn
 
-from diffsynth_lite.core.gradient import GradientEngine, gradient_checkpoint_forward, gradient_engine
+from diffsynth_lite.core.gradient import (
+    BlockPolicy,
+    GradientEngine,
+    Treatment,
+    gradient_checkpoint_forward,
+    gradient_engine,
+)
 from diffsynth_lite.core.gradient.backends import Copy, CudaBackend
 
 pytestmark = pytest.mark.gpu
@@ -142,3 +148,42 @@ def test_without_pinned_memory_the_inputs_stay_and_the_gradients_are_the_same() 
         gradients, _ = step((True, True), 64)
     assert all(torch.equal(one, other) for one, other in zip(gradients, reference, strict=True))
     assert engine.report().left["host memory refused by the system"].num_tensors == NUM_BLOCKS
+
+
+class AttentionBlock(nn.Module):
+    """Attention with dropout behind it, then a product that nothing needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.last = nn.Linear(64, 64), nn.Linear(64, 64).requires_grad_(False)
+        self.gate = nn.Parameter(torch.ones(64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query(x).unflatten(-1, (4, 16)).transpose(1, 2)
+        attended = nn.functional.scaled_dot_product_attention(query, query, query).transpose(1, 2).flatten(2)
+        return x + self.gate * self.last(nn.functional.dropout(attended, 0.5).sin())
+
+
+@pytest.mark.parametrize("save_attention", ["keep", "park"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_saved_attention_and_skipped_products_change_nothing(save_attention: str, offload: bool) -> None:
+    treatment = Treatment(park=True, save_attention=save_attention)
+    engine = GradientEngine(policy=BlockPolicy(selected=treatment))
+    torch.manual_seed(0)
+    blocks = [AttentionBlock().cuda().bfloat16() for _ in range(3)]
+    inputs = torch.randn(2, 1024, 64, device="cuda", dtype=torch.bfloat16)
+
+    def gradients(checkpointing: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        x = inputs
+        with gradient_engine(engine):
+            for block in blocks:
+                x = gradient_checkpoint_forward(block, checkpointing, checkpointing and offload, x)
+        return list(torch.autograd.grad(x.float().square().sum(), [block.query.weight for block in blocks]))
+
+    for found, expected in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(found, expected)
+    report = engine.report()
+    assert (report.attention_saved, report.attention_not_saved) == (3, 0)
+    assert (report.attention_bytes_parked > 0) == (save_attention == "park")
+    assert report.dead_ops_skipped == 3

@@ -8,9 +8,11 @@ from gradient_models import qwen_image_with_lora, training_step
 from torch import Tensor, nn
 
 from diffsynth_lite.core.gradient import (
+    BlockPolicy,
     GradientEngine,
     GradientReport,
     IneffectiveSwitchError,
+    Treatment,
     blocks_run_by,
     gradient_checkpoint_forward,
     gradient_engine,
@@ -96,6 +98,69 @@ def test_gradients_do_not_reach_the_blocks() -> None:
         require(engine.report(), True, False, expected=1)
 
 
+def test_a_policy_that_did_not_reach_the_blocks() -> None:
+    report = report_of_a_step((True, False))
+    report.require_effect(
+        use_gradient_checkpointing=True,
+        use_gradient_checkpointing_offload=False,
+        expected_blocks=3,
+        expected_checkpointed=3,
+    )
+    with pytest.raises(IneffectiveSwitchError, match=r"3 block calls .* selects 2: .* block_runner"):
+        report.require_effect(
+            use_gradient_checkpointing=True,
+            use_gradient_checkpointing_offload=False,
+            expected_blocks=3,
+            expected_checkpointed=2,
+        )
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [({}, "no attention was seen"), ({"attention_not_saved": 4}, "none of 4 attention outputs was saved")],
+)
+def test_no_attention_was_saved(counts: dict[str, int], message: str) -> None:
+    report = GradientReport(blocks_run=2, blocks_checkpointed=2, blocks_recomputed=2, **counts)
+    with pytest.raises(IneffectiveSwitchError, match=f"^save_attention: on, but {message}"):
+        report.require_effect(
+            use_gradient_checkpointing=True,
+            use_gradient_checkpointing_offload=False,
+            expected_blocks=2,
+            save_attention=True,
+        )
+
+
+def test_parked_attention_does_not_prove_that_inputs_are_parked() -> None:
+    worked = {"blocks_run": 2, "blocks_checkpointed": 2, "blocks_recomputed": 2, "attention_saved": 2}
+    report = GradientReport(**worked, tensors_parked=4, bytes_parked=64, attention_bytes_parked=64)
+    report.require_effect(
+        use_gradient_checkpointing=True,
+        use_gradient_checkpointing_offload=False,
+        expected_blocks=2,
+        save_attention=True,
+    )
+    with pytest.raises(IneffectiveSwitchError, match=r"^use_.*_offload: on, but nothing was parked"):
+        require(report, True, True, expected=2)
+
+
+def test_a_cap_too_small_for_saved_attention_raises() -> None:
+    policy = BlockPolicy(selected=Treatment(save_attention="park"))
+    report = report_of_a_step((True, False), engine=GradientEngine(host_bytes=4096, policy=policy))
+    with pytest.raises(IneffectiveSwitchError, match=r"^save_attention: on, but one block parks .* 4\.0 KiB"):
+        report.require_effect(
+            use_gradient_checkpointing=True,
+            use_gradient_checkpointing_offload=False,
+            expected_blocks=NUM_BLOCKS,
+            save_attention=True,
+        )
+
+
+def test_the_table_tells_of_saved_attention() -> None:
+    policy = BlockPolicy(selected=Treatment(save_attention="park"))
+    lines = report_of_a_step((True, False), engine=GradientEngine(1024, policy=policy)).lines()
+    assert "attention       3 outputs saved, 1.3 KiB on device, 20.2 KiB parked" in lines
+
+
 def test_all_tensors_are_below_min_bytes() -> None:
     report = report_of_a_step((True, True), engine=GradientEngine(min_bytes=1 << 20))
     # The hidden states are the largest: batch 2, 20 tokens, 32 channels, fp32.
@@ -135,6 +200,7 @@ def test_the_report_tells_people_what_happened() -> None:
         "parked          7 tensors, 21.5 KiB, 2 fetched late",
         "shared          2 tensors, 2.5 KiB",
         "left on device  12 tensors, 3.3 KiB (below min_bytes)",
+        "not recomputed  9 matrix products",
         "host memory     32.0 KiB of 1.0 GiB",
     ]
 

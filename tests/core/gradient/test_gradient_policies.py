@@ -1,0 +1,243 @@
+"""Which blocks a policy selects, what it does to them, and that it changes no bit of values and gradients."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from gradient_models import (
+    Case,
+    Step,
+    chroma,
+    flux,
+    qwen_image,
+    qwen_image_with_lora,
+    sdxl_unet,
+    training_step,
+    wan,
+)
+from torch.utils.checkpoint import checkpoint
+
+from diffsynth_lite.core.gradient import (
+    KEEP,
+    PARK,
+    RECOMPUTE,
+    BlockPolicy,
+    GradientEngine,
+    GradientReport,
+    Treatment,
+    block_runner,
+    blocks_of,
+    blocks_run_by,
+    count_blocks,
+    gradient_checkpoint_forward,
+    gradient_engine,
+)
+
+SELECTIONS = {
+    "all": BlockPolicy(),
+    "every_n": BlockPolicy(select="every_n", n=2),
+    "skip": BlockPolicy(select="skip", blocks=(1,)),
+    "only": BlockPolicy(select="only", blocks=(2, 0)),
+    "first_k": BlockPolicy(select="first_k", n=2),
+    "last_k": BlockPolicy(select="last_k", n=1),
+}
+SELECTED = {  # of 3 blocks
+    "all": [0, 1, 2],
+    "every_n": [0, 2],
+    "skip": [0, 2],
+    "only": [0, 2],
+    "first_k": [0, 1],
+    "last_k": [2],
+}
+TREATMENTS = {
+    "recompute": RECOMPUTE,
+    "park": PARK,
+    "keep attention": Treatment(save_attention="keep"),
+    "park attention": Treatment(save_attention="park"),
+    "park all": Treatment(park=True, save_attention="park"),
+    "plain checkpoint": Treatment(checkpoint=lambda run, *x: checkpoint(run, *x, use_reentrant=False)),
+}
+
+
+def policy_step(
+    case: Case, policy: BlockPolicy, *, flags: tuple[bool, bool] = (True, True), **kwargs: Any
+) -> tuple[Step, GradientReport]:
+    """A training step under a policy, and the report of it."""
+    engine = GradientEngine(policy=policy)
+    blocks = (
+        blocks_of(case.model, ["transformer_blocks", "single_transformer_blocks"])
+        if is_chroma(case)
+        else None
+    )
+    with gradient_engine(engine):
+        run = block_runner(len(case.block_names), *flags)
+        step = training_step(case, blocks_run_by(case.model, run, blocks=blocks), **kwargs)
+    return step, engine.report()
+
+
+def is_chroma(case: Case) -> bool:
+    return type(case.model).__name__.startswith("Chroma")
+
+
+@pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
+@pytest.mark.parametrize("treatment", TREATMENTS.values(), ids=TREATMENTS.keys())
+@pytest.mark.parametrize("make_case", [qwen_image, qwen_image_with_lora, flux, wan, sdxl_unet, chroma])
+def test_no_treatment_changes_a_step_of_any_architecture(
+    make_case: Callable[[], Case], treatment: Treatment
+) -> None:
+    case = make_case()
+    reference = training_step(case)
+    step, report = policy_step(case, BlockPolicy(selected=treatment))
+    assert step == reference
+    assert report.blocks_recomputed == len(case.block_names)
+    assert bool(report.attention_saved) == (treatment.save_attention != "no")
+    assert (report.bytes_parked > report.attention_bytes_parked) == treatment.park
+    assert not (treatment.checkpoint and report.dead_ops_skipped)
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS.values(), ids=TREATMENTS.keys())
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_a_policy_treats_the_blocks_that_it_selects_and_changes_no_bit(
+    name: str, treatment: Treatment
+) -> None:
+    case, policy = qwen_image_with_lora(), replace(SELECTIONS[name], selected=treatment)
+    assert policy.selection(3) == SELECTED[name]
+    step, report = policy_step(case, policy)
+    assert step == training_step(case)
+    assert report.blocks_run == 3
+    assert report.blocks_checkpointed == report.blocks_recomputed == len(SELECTED[name])
+
+
+@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize("treatment", TREATMENTS.values(), ids=TREATMENTS.keys())
+def test_gradients_accumulate_over_batches_of_different_sizes(treatment: Treatment, amp: bool) -> None:
+    case = qwen_image_with_lora(batch_size=1)
+    larger = Case(case.model, qwen_image(batch_size=3).inputs, case.block_names)
+    policy = BlockPolicy(select="first_k", n=2, selected=treatment)
+    with torch.autocast("cpu", torch.bfloat16) if amp else nullcontext():
+        training_step(case)
+        reference = training_step(larger, keep_gradients=True)
+        policy_step(case, policy)
+        assert policy_step(larger, policy, keep_gradients=True)[0] == reference
+
+
+def test_the_blocks_treated_are_those_of_these_places() -> None:
+    case, ran = qwen_image(), []
+    for place, block in enumerate(case.model.transformer_blocks):
+        block.register_forward_pre_hook(lambda *_, place=place: ran.append(place))
+    with gradient_engine(GradientEngine(policy=SELECTIONS["only"], skip_dead_ops=False)):
+        training_step(case, blocks_run_by(case.model, block_runner(3, True, False)))
+    assert ran == [0, 1, 2, 2, 0]
+
+
+def test_blocks_may_have_two_treatments_at_once() -> None:
+    case = qwen_image_with_lora()
+    policy = BlockPolicy(select="first_k", n=1, selected=PARK, others=Treatment(save_attention="keep"))
+    step, report = policy_step(case, policy)
+    assert step == training_step(case)
+    assert report.blocks_recomputed == 3
+    assert report.attention_saved == 2
+    assert report.tensors_parked == policy_step(case, BlockPolicy(select="first_k", n=1))[1].tensors_parked
+
+
+@pytest.mark.parametrize("flags", [(False, False), (True, False), (False, True), (True, True)])
+def test_the_switches_permit_what_the_policy_asks_for(flags: tuple[bool, bool]) -> None:
+    case = qwen_image_with_lora()
+    step, report = policy_step(case, SELECTIONS["every_n"], flags=flags)
+    assert step == training_step(case)
+    assert report.blocks_checkpointed == (2 if any(flags) else 0)
+    assert bool(report.tensors_parked) == flags[1]
+
+
+def test_a_policy_given_to_the_runner_wins_over_the_engines() -> None:
+    case, engine = qwen_image(), GradientEngine(policy=SELECTIONS["all"])
+    with gradient_engine(engine):
+        run = block_runner(3, True, False, policy=SELECTIONS["last_k"])
+        training_step(case, blocks_run_by(case.model, run))
+    assert engine.report().blocks_recomputed == 1
+
+
+def test_a_block_called_by_itself_is_a_selected_block() -> None:
+    provided, x = [], torch.rand(4, requires_grad=True)
+
+    def provider(run: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+        provided.append([tensor.shape for tensor in tensors])
+        return checkpoint(run, *tensors, use_reentrant=False)
+
+    policy = BlockPolicy(select="only", blocks=(5,), selected=Treatment(checkpoint=provider))
+    with gradient_engine(GradientEngine(policy=policy)):
+        gradient_checkpoint_forward(
+            lambda x, by: x * by["y"], True, True, x, by={"y": x + 1}
+        ).sum().backward()
+    assert provided == [[x.shape, x.shape]]
+    assert torch.equal(x.grad, 2 * x + 1)
+
+
+def test_more_calls_than_blocks_are_an_error() -> None:
+    case = qwen_image(num_layers=2)
+    with pytest.raises(ValueError, match="block 1 was called in a model of 1 blocks"):
+        training_step(case, blocks_run_by(case.model, block_runner(1, True, False)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"select": "every_n"}, "n is None"),
+        ({"select": "every_n", "n": 0}, "at least 1"),
+        ({"select": "all", "n": 2}, "only they"),
+        ({"select": "only"}, r"blocks is \(\)"),
+        ({"select": "first_k", "n": 1, "blocks": (1,)}, "only they"),
+        ({"select": "skip", "blocks": (1, 1)}, "named once"),
+        ({"select": "skip", "blocks": (-1,)}, "count from 0"),
+    ],
+)
+def test_a_policy_that_contradicts_itself_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BlockPolicy(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"select": "only", "blocks": (1, 3)}, r"only names blocks \[3\]; the model has blocks 0 to 2"),
+        ({"select": "skip", "blocks": (0, 1, 2)}, "selects none of 3 blocks"),
+        ({"select": "first_k", "n": 4}, "first_k of 4 blocks; the model has 3"),
+        ({"select": "every_n", "n": 4}, "every_n of 4 blocks; the model has 3"),
+    ],
+)
+def test_a_policy_that_does_not_fit_the_model_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        block_runner(3, True, True, policy=BlockPolicy(**settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"recompute": False, "park": True},
+        {"recompute": False, "save_attention": "keep"},
+        {"recompute": False, "checkpoint": checkpoint},
+        {"park": True, "checkpoint": checkpoint},
+        {"save_attention": "park", "checkpoint": checkpoint},
+    ],
+)
+def test_a_treatment_that_contradicts_itself_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"nothing to park|of your own"):
+        Treatment(**settings)
+
+
+def test_policies_are_values() -> None:
+    assert BlockPolicy(select="only", blocks=(1,)) == BlockPolicy(select="only", blocks=(1,))
+    assert len({BlockPolicy(), BlockPolicy(), SELECTIONS["skip"]}) == 2
+    assert SELECTIONS["skip"].treatment(1, 3) == KEEP
+
+
+def test_blocks_are_counted_through_wrappers() -> None:
+    model = flux().model
+    lists = ["transformer_blocks", "single_transformer_blocks"]
+    assert count_blocks(model, lists) == 4
+    compiled, wrapped = torch.nn.Module(), torch.nn.Module()
+    compiled._orig_mod, wrapped.module = model, compiled
+    assert count_blocks(wrapped, lists) == 4

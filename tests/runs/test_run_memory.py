@@ -1,0 +1,55 @@
+"""Whole runs with what saves memory: it has its effect, proves it, and changes no weight."""
+
+import pytest
+from tiny_run import TinyRun, checkpoint_tensors, differing
+
+
+@pytest.mark.parametrize("flag", ["--use_gradient_checkpointing", "--use_gradient_checkpointing_offload"])
+def test_the_flags_prove_their_effect_and_change_no_weight(tiny_run: TinyRun, flag: str) -> None:
+    plain, switched = tiny_run.root / "plain", tiny_run.root / "switched"
+    assert tiny_run.train(f"output.dir={plain}", "--no-use_gradient_checkpointing") == 0
+    assert tiny_run.train(f"output.dir={switched}", flag) == 0
+    assert differing(checkpoint_tensors(plain, 6), checkpoint_tensors(switched, 6)) == []
+    report = next(row for row in tiny_run.metrics(switched) if "blocks_recomputed" in row)
+    assert report["blocks_recomputed"] == 2 * 2  # two blocks, two micro-batches
+    assert (report["bytes_parked"] > 0) == ("offload" in flag)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_selected"),
+    [
+        (("memory.policy=last_k", "memory.policy_n=1", "memory.save_attention=keep"), 1),
+        (("memory.policy=only", "memory.policy_blocks=[0]", "memory.save_attention=park"), 1),
+        (("--use_gradient_checkpointing_offload", "memory.save_attention=park"), 2),
+        (("--use_gradient_checkpointing_offload", "memory.skip_dead_ops=off"), 2),
+    ],
+)
+def test_a_policy_proves_its_effect_and_changes_no_weight(
+    tiny_run: TinyRun, settings: tuple[str, ...], num_selected: int
+) -> None:
+    plain, treated = tiny_run.root / "plain", tiny_run.root / "treated"
+    # Without adapters on the modulation, whose gradient would need the feed-forward part's last product.
+    targets = "lora.target_modules=[to_q, img_mlp.net.2]"
+    assert tiny_run.train(targets, f"output.dir={plain}", "--no-use_gradient_checkpointing") == 0
+    assert tiny_run.train(targets, f"output.dir={treated}", *settings) == 0
+    assert differing(checkpoint_tensors(plain, 6), checkpoint_tensors(treated, 6)) == []
+    report = next(row for row in tiny_run.metrics(treated) if "blocks_recomputed" in row)
+    assert report["blocks_recomputed"] == 2 * num_selected  # two micro-batches
+    saves, skips = "attention" in str(settings), "dead_ops" not in str(settings)
+    assert report["attention_saved"] == (2 * num_selected if saves else 0)
+    assert (report["attention_bytes_parked"] > 0) == ("attention=park" in str(settings))
+    assert (report["dead_ops_skipped"] > 0) == skips
+
+
+def test_a_switch_without_effect_stops_the_run(tiny_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
+    assert tiny_run.train("--use_gradient_checkpointing_offload", "memory.min_bytes=1000000000") == 2
+    assert "use_gradient_checkpointing_offload" in caplog.text
+    assert "min_bytes" in caplog.text
+
+
+def test_a_host_memory_too_small_for_one_block_stops_the_run(
+    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert tiny_run.train("--use_gradient_checkpointing_offload", "memory.host_gib=0.000004") == 2
+    assert "use_gradient_checkpointing_offload" in caplog.text
+    assert "memory.host_gib" in caplog.text
