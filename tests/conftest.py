@@ -10,8 +10,14 @@ os.environ.update(
     WANDB_MODE="offline",
 )
 
+import hypothesis
 import pytest
 import torch
+
+# A change is judged by the same examples each time; elsewhere new ones are tried.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("exploring", deadline=None)
+hypothesis.settings.load_profile("repeatable" if os.environ.get("CI") else "exploring")
 
 # Two OpenMP threads on a busy two-core machine made tiny models up to 60 times slower.
 torch.set_num_threads(1)

@@ -83,7 +83,14 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
     """Quotes a text that is the word None: written plain, it is refused as a null that was meant."""
 
 
+def _represent_text(dumper: Any, text: str) -> Any:
+    # Between single quotes these line breaks of Unicode would be read back as spaces.
+    style = '"' if any(character in text for character in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
 _Dumper.add_implicit_resolver("!none", re.compile("^None$"), ["N"])
+_Dumper.add_representer(str, _represent_text)
 
 
 def _to_yaml(values: dict[str, Any]) -> str:
