@@ -106,7 +106,7 @@ def run_training(loaded: LoadedConfig, *, console: Console, clock: StartupClock)
     stop = StopRequest()
     with ExitStack() as held, stop.listening():
         on_main_process(accelerator, lambda: held.enter_context(folder.lock()))
-        contract = settings_contract(config, model_fingerprint=_fingerprint(checked))
+        contract = settings_contract(config, model_fingerprint=checked.family.fingerprint())
         checkpoint = _find_checkpoint(setting, contract)
         status = folder.read_status() or {}
         if checkpoint and checkpoint.step >= config.train.steps and status.get("state") == "finished":
@@ -290,11 +290,6 @@ def _prepare_folder(setting: _Setting, contract: Contract, run_id: str, start_st
         run_id=run_id,
         wandb_mode=logging_config.wandb_mode,
     )
-
-
-def _fingerprint(checked: CheckedRun) -> str:
-    family = checked.family
-    return " ".join(family.folder.fingerprint(component) for component in (*family.components, "scheduler"))
 
 
 def _results(folder: RunFolder) -> str:

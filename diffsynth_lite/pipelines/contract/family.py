@@ -100,6 +100,10 @@ class ModelFamily(ABC):
         for component in self.components_without_weights:
             self.folder.require_files(component)
 
+    def fingerprint(self) -> str:
+        """Identity of the base model: changes with the weights and settings of any of its components."""
+        return " ".join(self.folder.fingerprint(component) for component in (*self.components, "scheduler"))
+
     def check_size(self, width: int, height: int, *, keys: str) -> None:
         """Check that a picture size suits the family.
 
