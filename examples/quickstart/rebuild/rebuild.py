@@ -1,6 +1,6 @@
 """Rebuilds the mini Qwen-Image pipeline from nothing, and compares it with the one that is shipped.
 
-About 20 minutes on one core. The classes and the folder are those of the real Qwen-Image; only the sizes
+About 25 minutes on one core. The classes and the folder are those of the real Qwen-Image; only the sizes
 are small. Stages: a tokenizer and a random text encoder, an autoencoder trained on drawings, a transformer
 trained on captioned drawings of the known colours.
 """
