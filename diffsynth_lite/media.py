@@ -1,0 +1,39 @@
+"""This file holds what an encoder gets of one training item: decoded pictures, and the text with them."""
+
+from dataclasses import dataclass
+
+from PIL.Image import Image
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Media:
+    """The decoded media of one item: upright, cropped, at the training size.
+
+    Attributes:
+        frames: RGB, all of one size; one for a picture.
+        inputs: RGB pictures that an edit starts from, each of a size of its own.
+        first_frame: RGB of the frames' size; None where the item names none.
+        last_frame: likewise.
+        mask: mode "L" of the frames' size: 255 counts in the loss, 0 does not. None: all counts.
+        fps: frames per second of a clip; None for a picture.
+    """
+
+    frames: tuple[Image, ...]
+    inputs: tuple[Image, ...] = ()
+    first_frame: Image | None = None
+    last_frame: Image | None = None
+    mask: Image | None = None
+    fps: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """What a prompt encoder gets.
+
+    Attributes:
+        text: the caption.
+        images: RGB pictures that it sees beside the text, in families that edit.
+    """
+
+    text: str
+    images: tuple[Image, ...] = ()
