@@ -1,11 +1,12 @@
 """One file a model family: each file here that is not a package is a family, found by its name."""
 
 from diffsynth_lite.pipelines.contract.discovery import family_names, load_family
-from diffsynth_lite.pipelines.contract.family import Conditioning, ModelFamily, PreviewRequest
+from diffsynth_lite.pipelines.contract.family import Conditioning, EncodedMedia, ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.contract.folder import PipelineFolder, resolve_folder
 
 __all__ = [
     "Conditioning",
+    "EncodedMedia",
     "ModelFamily",
     "PipelineFolder",
     "PreviewRequest",

@@ -4,9 +4,7 @@ Layouts: b batch, c latent channels, f frames (1), h and w latent height and wid
 Sources: diffusers ``transformer_qwenimage.py`` and ``pipeline_qwenimage.py``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from diffusers import (
@@ -19,21 +17,15 @@ from PIL.Image import Image
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
-from diffsynth_lite.pipelines.contract.family import (
-    Conditioning,
-    EncodedImage,
-    LoraFile,
-    ModelFamily,
-    PreviewRequest,
-)
+from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.contract.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.contract.padding import pad_tokens
 from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
 from diffsynth_lite.testing.text_encoders import tiny_qwen2_5_vl
 from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
 
 _PATCH = 2
-_MAX_PROMPT_TOKENS = 512
-"""Longer prompts are cut, as by the pipeline's own default."""
 
 
 def model_fn_qwen_image(
@@ -84,13 +76,15 @@ def model_fn_qwen_image(
     return velocity_bcfhw
 
 
-class QwenImage(ModelFamily):
+class QwenImage(DiffusersFamily):
     """Qwen-Image: 60 dual-stream blocks, Qwen2.5-VL prompts, a causal 3D VAE with 16 channels at 1/8 size."""
 
-    pipeline_class = "QwenImagePipeline"
+    pipeline = QwenImagePipeline
+    transformer_class = QwenImageTransformer2DModel
     components = ("transformer", "text_encoder", "vae")
     block_lists = ("transformer_blocks",)
     size_divisor = 16
+    max_prompt_tokens = 512
     default_target_modules = (
         *("to_q", "to_k", "to_v", "to_out.0"),
         *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
@@ -98,45 +92,23 @@ class QwenImage(ModelFamily):
     )
     dead_in_last_block = ("attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
-    def empty_transformer(self) -> torch.nn.Module:
-        config = self.folder.component_config("transformer")
-        with torch.device("meta"):
-            transformer: torch.nn.Module = QwenImageTransformer2DModel.from_config(config)
-        return transformer
-
-    def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
-        transformer: torch.nn.Module = QwenImageTransformer2DModel.from_pretrained(
-            self.folder.path,
-            subfolder="transformer",
-            variant=self.folder.variant,
-            dtype=dtype,
-            use_safetensors=True,
-        )
-        return transformer.requires_grad_(False)
-
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
         parts = (self.folder.fingerprint("text_encoder"), self.folder.fingerprint("tokenizer"))
-        return f"qwen_image/prompt/1 {' '.join(parts)} {dtype} {_MAX_PROMPT_TOKENS}"
+        return f"qwen_image/prompt/1 {' '.join(parts)} {dtype} {self.max_prompt_tokens}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[str]], list[Conditioning]]:
-        encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-            self.folder.path,
-            subfolder="text_encoder",
-            variant=self.folder.variant,
-            dtype=dtype,
-            use_safetensors=True,
-        ).to(device)
+    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
+        encoder = self.load_component(Qwen2_5_VLForConditionalGeneration, "text_encoder", dtype)
         tokenizer = AutoTokenizer.from_pretrained(self.folder.path, subfolder="tokenizer")
         pipeline = QwenImagePipeline(
-            scheduler=None, vae=None, text_encoder=encoder, tokenizer=tokenizer, transformer=None
+            scheduler=None, vae=None, text_encoder=encoder.to(device), tokenizer=tokenizer, transformer=None
         )
 
         @torch.no_grad()
-        def encode(prompts: Sequence[str]) -> list[Conditioning]:
+        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
             embeds, mask = pipeline.encode_prompt(
-                list(prompts), device=device, max_sequence_length=_MAX_PROMPT_TOKENS
+                [prompt.text for prompt in prompts], device=device, max_sequence_length=self.max_prompt_tokens
             )
             # The pipeline gives no mask at all when no prompt is padded.
             lengths = [embeds.shape[1]] * len(prompts) if mask is None else mask.sum(1).tolist()
@@ -147,13 +119,17 @@ class QwenImage(ModelFamily):
 
         return encode
 
-    def image_encoder_id(self, dtype: torch.dtype) -> str:
+    def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
+        tokenizer = AutoTokenizer.from_pretrained(self.folder.path, subfolder="tokenizer")
+        return [len(tokens) for tokens in tokenizer(list(texts))["input_ids"]]
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"qwen_image/latents/1 {self.folder.fingerprint('vae')} {dtype}"
 
-    def load_image_encoder(
+    def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Image]], list[EncodedImage]]:
-        vae = self._load_vae(dtype).to(device)
+    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
+        vae = self.load_component(AutoencoderKLQwenImage, "vae", dtype).to(device)
         pipeline = QwenImagePipeline(
             scheduler=None, vae=vae, text_encoder=None, tokenizer=None, transformer=None
         )
@@ -163,14 +139,19 @@ class QwenImage(ModelFamily):
         )
 
         @torch.no_grad()
-        def encode(images: Sequence[Image]) -> list[EncodedImage]:
-            pixels_bchw = pipeline.image_processor.preprocess(list(images))
+        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
+            pixels_bchw = pipeline.image_processor.preprocess([item.frames[0] for item in media])
             latents_bcfhw = vae.encode(pixels_bchw.unsqueeze(2).to(device, dtype)).latent_dist.mode()
             return [{"latents": (latents.float().cpu() - mean) / std} for latents in latents_bcfhw]
 
         return encode
 
-    def num_image_tokens(self, latents_shape: Sequence[int]) -> int:
+    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
+        config = self.folder.component_config("vae")
+        scale = 2 ** len(config["temperal_downsample"])
+        return config["z_dim"], num_frames, height // scale, width // scale
+
+    def num_tokens(self, latents_shape: Sequence[int]) -> int:
         return latents_shape[-2] * latents_shape[-1] // _PATCH**2
 
     def family_shift(self, latents_shape: Sequence[int]) -> float:
@@ -200,42 +181,19 @@ class QwenImage(ModelFamily):
 
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
-    ) -> list[Image]:
+    ) -> list[list[Image]]:
         parameter = next(transformer.parameters())
         pipeline = QwenImagePipeline(
             scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(
                 self.folder.path, subfolder="scheduler"
             ),
-            vae=self._load_vae(vae_dtype).to(parameter.device),
+            vae=self.load_component(AutoencoderKLQwenImage, "vae", vae_dtype).to(parameter.device),
             text_encoder=None,
             tokenizer=None,
             transformer=transformer,
         )
         pipeline.set_progress_bar_config(disable=True)
-        return [_draw(pipeline, request, parameter.device, parameter.dtype) for request in requests]
-
-    def save_lora(
-        self, folder: Path, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
-    ) -> Path:
-        QwenImagePipeline.save_lora_weights(
-            folder, transformer_lora_layers=dict(tensors), transformer_lora_adapter_metadata=dict(settings)
-        )
-        return folder / "pytorch_lora_weights.safetensors"
-
-    def read_lora(self, folder: Path) -> LoraFile:
-        tensors, settings = QwenImagePipeline.lora_state_dict(
-            folder, use_safetensors=True, local_files_only=True, return_lora_metadata=True
-        )
-        prefix = f"{QwenImagePipeline.transformer_name}."
-        return (
-            {name.removeprefix(prefix): tensor for name, tensor in tensors.items()},
-            {name.removeprefix(prefix): value for name, value in (settings or {}).items()},
-        )
-
-    def _load_vae(self, dtype: torch.dtype) -> AutoencoderKLQwenImage:
-        return AutoencoderKLQwenImage.from_pretrained(
-            self.folder.path, subfolder="vae", variant=self.folder.variant, dtype=dtype, use_safetensors=True
-        )
+        return [[_draw(pipeline, request, parameter.device, parameter.dtype)] for request in requests]
 
 
 def tiny() -> QwenImagePipeline:
@@ -294,6 +252,6 @@ def _draw(
         height=request.height,
         num_inference_steps=request.num_inference_steps,
         generator=torch.Generator().manual_seed(request.seed),
-        max_sequence_length=_MAX_PROMPT_TOKENS,
+        max_sequence_length=QwenImage.max_prompt_tokens,
     ).images[0]
     return image

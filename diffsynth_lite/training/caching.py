@@ -7,8 +7,10 @@ import torch
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import EncodedItem, Record, TensorCache, encode_captions, encode_images
+from diffsynth_lite.data.encoding import CaptionEncoder, ImageEncoder
 from diffsynth_lite.errors import RunStoppedError
-from diffsynth_lite.pipelines import Conditioning
+from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.pipelines import Conditioning, EncodedMedia
 from diffsynth_lite.training.evaluation import ValidationItem
 from diffsynth_lite.training.preflight import CheckedRun
 
@@ -59,7 +61,7 @@ def encode_run(
         [*texts, *validation.prompts, validation.negative_prompt],
         cache=cache,
         encoder_id=family.prompt_encoder_id(text_dtype),
-        encode=lambda: family.load_prompt_encoder(text_dtype, device),
+        encode=lambda: _of_texts(family.load_prompt_encoder(text_dtype, device)),
         batch_size=_ENCODE_BATCH_SIZE,
     )
 
@@ -71,8 +73,8 @@ def encode_run(
             width=config.data.width,
             height=config.data.height,
             cache=cache,
-            encoder_id=family.image_encoder_id(vae_dtype),
-            encode=lambda: family.load_image_encoder(vae_dtype, device),
+            encoder_id=family.media_encoder_id(vae_dtype),
+            encode=lambda: _of_pictures(family.load_media_encoder(vae_dtype, device)),
             batch_size=_ENCODE_BATCH_SIZE,
             on_bad_item=config.data.on_bad_item,
             quarantine=quarantine,
@@ -86,6 +88,14 @@ def encode_run(
         prompts=[_require(cache, caption_keys[prompt]) for prompt in validation.prompts],
         negative=_require(cache, caption_keys[validation.negative_prompt]),
     )
+
+
+def _of_texts(encode: Callable[[Sequence[Prompt]], list[Conditioning]]) -> CaptionEncoder:
+    return lambda texts: encode([Prompt(text=text) for text in texts])
+
+
+def _of_pictures(encode: Callable[[Sequence[Media]], list[EncodedMedia]]) -> ImageEncoder:
+    return lambda pictures: encode([Media(frames=(picture,)) for picture in pictures])
 
 
 def _require(cache: TensorCache, key: str) -> dict[str, torch.Tensor]:

@@ -12,6 +12,18 @@ _LABEL_WIDTH_PX = 190
 _HEADER_PX = 28
 _FONT_PX = 14
 _LINE_CHARACTERS = 25
+_STRIP_FRAMES = 5
+
+
+def frame_strip(frames: Sequence[Image.Image]) -> Image.Image:
+    """A picture of a clip: up to five of its frames side by side, evenly spread; a single frame is itself."""
+    count = min(len(frames), _STRIP_FRAMES)
+    shown = [frames[round(place * (len(frames) - 1) / max(1, count - 1))] for place in range(count)]
+    width, height = frames[0].size
+    strip = Image.new("RGB", (count * width, height))
+    for place, frame in enumerate(shown):
+        strip.paste(frame, (place * width, 0))
+    return strip
 
 
 def preview_grid(

@@ -13,7 +13,7 @@ from PIL import Image
 
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.training.evaluation import evaluation_mode
-from diffsynth_lite.training.grid import preview_grid
+from diffsynth_lite.training.grid import frame_strip, preview_grid
 from diffsynth_lite.training.random_state import random_state_scope
 
 logger = logging.getLogger(__name__)
@@ -53,18 +53,18 @@ class Previews:
         logger.info("After step %d: drawing %d previews.", step, len(self.requests))
         try:
             with random_state_scope(next(transformer.parameters()).device), evaluation_mode(transformer):
-                images = self.family.sample(transformer, self.vae_dtype, self.requests)
-            return self._save(images, step)
+                previews = self.family.sample(transformer, self.vae_dtype, self.requests)
+            return self._save(previews, step)
         except Exception:  # a picture is never worth the run: no memory, a full disk, a broken scheduler
             logger.warning("Previews at step %d failed; training goes on.", step, exc_info=True)
             return None
         finally:
             free_memory()
 
-    def _save(self, images: Sequence[Image.Image], step: int) -> Path:
+    def _save(self, previews: Sequence[Sequence[Image.Image]], step: int) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for place, image in enumerate(images):
-            image.save(self._file(step, place))
+        for place, frames in enumerate(previews):
+            frame_strip(frames).save(self._file(step, place))
         steps = _spread([drawn for drawn in self._drawn_steps() if drawn <= step], _MAX_COLUMNS)
         rows = [[_open(self._file(drawn, place)) for drawn in steps] for place in range(len(self.prompts))]
         path = self.folder / "grid.png"

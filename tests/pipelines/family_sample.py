@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
+from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import Conditioning, ModelFamily, PipelineFolder, load_family
 
 CPU = torch.device("cpu")
@@ -33,10 +34,10 @@ def build_sample(name: str, folder: Path) -> Sample:
         Image.effect_mandelbrot((width, height), (-2, -1, 1, 1), 10 + place).convert("RGB")
         for place in range(3)
     ]
-    encoded = family.load_image_encoder(torch.float32, CPU)(images)
+    encoded = family.load_media_encoder(torch.float32, CPU)([Media(frames=(image,)) for image in images])
     return Sample(
         name=name,
         family=family,
         latents=torch.stack([image["latents"] for image in encoded]),
-        conditioning=family.load_prompt_encoder(torch.float32, CPU)(PROMPTS),
+        conditioning=family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=text) for text in PROMPTS]),
     )

@@ -80,7 +80,7 @@ def test_every_declared_block_is_recomputed_and_parked(sample: Sample) -> None:
     report = engine.report()
     num_blocks = len(blocks_of(transformer, sample.family.block_lists))
     assert report.blocks_run == report.blocks_recomputed == num_blocks > 0
-    tokens = sample.family.num_image_tokens(sample.latents.shape[1:]) * len(sample.latents)
+    tokens = sample.family.num_tokens(sample.latents.shape[1:]) * len(sample.latents)
     # At the least each block's image tokens are parked, with one fp32 number a token.
     assert report.bytes_parked > num_blocks * tokens * 4
 
@@ -168,8 +168,8 @@ def test_previews_have_the_size_asked_for_and_repeat_exactly(sample: Sample) -> 
         seed=5,
     )
     first, second = (family.sample(transformer, torch.float32, [request])[0] for _ in range(2))
-    assert first.size == (4 * family.size_divisor, 2 * family.size_divisor)
-    assert first.tobytes() == second.tobytes()
+    assert [frame.size for frame in first] == [(4 * family.size_divisor, 2 * family.size_divisor)]
+    assert [frame.tobytes() for frame in first] == [frame.tobytes() for frame in second]
 
 
 def test_the_shift_is_positive_and_grows_with_the_picture_where_it_depends_on_it(sample: Sample) -> None:
@@ -189,3 +189,21 @@ def test_sizes_that_do_not_fit_name_the_nearest_that_would(sample: Sample) -> No
 def test_the_tiny_pipeline_passes_the_check_of_its_folder(sample: Sample) -> None:
     sample.family.check_folder()
     assert sample.family.folder.pipeline_class_name() == sample.family.pipeline_class
+
+
+def test_frame_counts_that_do_not_fit_name_the_nearest_that_would(sample: Sample) -> None:
+    family = sample.family
+    family.check_frames(family.default_num_frames, key="data.frame_counts")
+    for wrong in (0, 2 if family.frame_step is None else family.frame_step):
+        with pytest.raises(ValueError, match=f"data.frame_counts: {wrong} frames; this family"):
+            family.check_frames(wrong, key="data.frame_counts")
+
+
+def test_the_shape_of_latents_is_known_before_anything_is_encoded(sample: Sample) -> None:
+    divisor, (_, *shape) = sample.family.size_divisor, sample.latents.shape
+    assert sample.family.latents_shape(4 * divisor, 2 * divisor, 1) == tuple(shape)
+
+
+def test_the_length_of_a_prompt_is_that_of_its_tokens(sample: Sample) -> None:
+    short, long = sample.family.prompt_lengths(["a circle", "a circle a circle a circle"])
+    assert 0 < short < long < sample.family.max_prompt_tokens

@@ -7,6 +7,7 @@ from family_sample import PROMPTS
 from PIL import Image
 
 from diffsynth_lite.core.noise import shift_sigma
+from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.qwen_image import QwenImage, model_fn_qwen_image, tiny
 
@@ -68,7 +69,9 @@ def test_model_fn_equals_the_transformers_own_forward(
 
 
 def test_prompts_are_encoded_as_by_the_pipeline(pipeline: QwenImagePipeline, family: QwenImage) -> None:
-    encoded = family.load_prompt_encoder(torch.float32, torch.device("cpu"))(PROMPTS)
+    encoded = family.load_prompt_encoder(torch.float32, torch.device("cpu"))(
+        [Prompt(text=text) for text in PROMPTS]
+    )
     embeds, mask = pipeline.encode_prompt(list(PROMPTS), device="cpu")
     assert mask is not None
     for row, row_mask, conditioning in zip(embeds, mask.bool(), encoded, strict=True):
@@ -78,7 +81,7 @@ def test_prompts_are_encoded_as_by_the_pipeline(pipeline: QwenImagePipeline, fam
 def test_one_prompt_alone_has_no_mask_and_keeps_its_length(
     pipeline: QwenImagePipeline, family: QwenImage
 ) -> None:
-    (alone,) = family.load_prompt_encoder(torch.float32, torch.device("cpu"))(PROMPTS[:1])
+    (alone,) = family.load_prompt_encoder(torch.float32, torch.device("cpu"))([Prompt(text=PROMPTS[0])])
     embeds, mask = pipeline.encode_prompt(PROMPTS[0], device="cpu")
     assert mask is None
     assert torch.equal(alone["prompt_embeds"], embeds[0])
@@ -88,8 +91,8 @@ def test_latents_are_normalised_as_the_pipeline_undoes_it(
     pipeline: QwenImagePipeline, family: QwenImage
 ) -> None:
     image = Image.effect_mandelbrot((64, 32), (-2, -1, 1, 1), 10).convert("RGB")
-    (encoded,) = family.load_image_encoder(torch.float32, torch.device("cpu"))([image])
-    assert encoded["latents"].shape == (16, 1, 4, 8)
+    (encoded,) = family.load_media_encoder(torch.float32, torch.device("cpu"))([Media(frames=(image,))])
+    assert encoded["latents"].shape == family.latents_shape(64, 32, 1) == (16, 1, 4, 8)
     mean = torch.tensor(pipeline.vae.config.latents_mean).view(1, 16, 1, 1, 1)
     std = torch.tensor(pipeline.vae.config.latents_std).view(1, 16, 1, 1, 1)
     pixels = pipeline.image_processor.preprocess(image).unsqueeze(2)

@@ -113,7 +113,7 @@ def test_it_is_refused_in_one_line_before_weights_are_loaded(
     def loaded(*_args: object) -> None:
         pytest.fail("weights were loaded")
 
-    for method in ("load_transformer", "load_prompt_encoder", "load_image_encoder"):
+    for method in ("load_transformer", "load_prompt_encoder", "load_media_encoder"):
         monkeypatch.setattr(QwenImage, method, loaded)
     spoil, arguments, message = BEFORE_WEIGHTS[case]
     spoil(tiny_run)

@@ -14,6 +14,7 @@ from prepared_run import CPU, NUM_PICTURES, SETTINGS, Prepared, prepare
 
 from diffsynth_lite.core.randomness import normal
 from diffsynth_lite.data import Batch
+from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training.builder import BuiltRun, build_optimizer
 
@@ -248,7 +249,7 @@ def test_previews_are_conditioned_on_their_prompt_and_the_negative_one(prepared:
     built = prepared.build()
     encode = prepared.checked.family.load_prompt_encoder(torch.float32, CPU)
     *prompts, negative = (
-        encode([text])[0]["prompt_embeds"]
+        encode([Prompt(text=text)])[0]["prompt_embeds"]
         for text in (*built.previews.prompts, SETTINGS["validation.negative_prompt"])
     )
     assert len({len(embeds) for embeds in (*prompts, negative)}) == 3  # none can stand in for another

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from diffsynth_lite.training.grid import preview_grid
+from diffsynth_lite.training.grid import frame_strip, preview_grid
 from diffsynth_lite.training.previews import Previews
 
 PROMPTS = ["red", "blue"]
@@ -22,9 +22,9 @@ def previews(folder: Path, sample, prompts=PROMPTS) -> Previews:
     return Previews(family=family, folder=folder, prompts=prompts, requests=requests, vae_dtype=torch.float32)
 
 
-def draw_colours(_transformer, _dtype, requests) -> list[Image.Image]:
+def draw_colours(_transformer, _dtype, requests) -> list[list[Image.Image]]:
     torch.rand(1)
-    return [Image.new("RGB", (64, 32), request.prompt) for request in requests]
+    return [[Image.new("RGB", (64, 32), request.prompt)] for request in requests]
 
 
 def pixel_counts(path: Path) -> dict[tuple[int, int, int], int]:
@@ -91,3 +91,11 @@ def test_long_prompts_and_tall_pictures_fit() -> None:
     grid = preview_grid([[tall, tall]], ["a very long prompt " * 40], [0, 1000])
     assert grid.height < 450
     assert grid.width < 190 + 2 * 110 + 8
+
+
+def test_a_strip_has_the_first_and_the_last_frame_and_a_picture_is_its_own_strip() -> None:
+    frames = [Image.new("RGB", (4, 2), (shade, 0, 0)) for shade in range(9)]
+    strip = frame_strip(frames)
+    assert [strip.getpixel((4 * place, 0))[0] for place in range(5)] == [0, 2, 4, 6, 8]
+    assert strip.size == (20, 2)
+    assert frame_strip(frames[3:4]).tobytes() == frames[3].tobytes()

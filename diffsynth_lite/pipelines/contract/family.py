@@ -9,20 +9,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from PIL.Image import Image
 
 from diffsynth_lite.core.noise import resolution_mu
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.contract.folder import PipelineFolder
 
 Conditioning = dict[str, torch.Tensor]
 """What one sample is conditioned on (prompt embeddings and the like), without a batch axis, on the CPU."""
 
-EncodedImage = dict[str, torch.Tensor]
-"""What training needs of one image: ``latents``, normalised, fp32, on the CPU, without a batch axis."""
+EncodedMedia = dict[str, torch.Tensor]
+"""What training needs of one item's media, on the CPU, without a batch axis: ``latents``, normalised, fp32,
+and whatever else the transformer is conditioned on, which joins the conditioning of its prompt."""
+
+RecordKind = Literal["image", "video", "edit", "image_to_video"]
+"""What an item of a data set is: a picture, a clip, pictures to edit with their target, a clip with its first
+frame."""
 
 LoraFile = tuple[dict[str, torch.Tensor], dict[str, Any]]
 """An adapter as its file holds it: tensors by peft's names, without the component's prefix, and settings."""
@@ -30,13 +36,15 @@ LoraFile = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewRequest:
-    """One preview picture.
+    """One preview: a picture or a clip.
 
     Attributes:
         conditioning: of the prompt.
         negative: of the negative prompt, for classifier-free guidance.
+        inputs: RGB pictures to edit, or to start a clip from; most families have none.
         width: pixels, a multiple of the family's ``size_divisor``.
         height: pixels, likewise.
+        num_frames: of a clip, as ``check_frames`` wants it; 1 is a picture.
         num_inference_steps: denoising steps.
         guidance_scale: classifier-free guidance; 1 or less switches it off.
         seed: of the starting noise.
@@ -44,8 +52,10 @@ class PreviewRequest:
 
     conditioning: Conditioning
     negative: Conditioning
+    inputs: tuple[Image, ...] = ()
     width: int
     height: int
+    num_frames: int = 1
     num_inference_steps: int
     guidance_scale: float
     seed: int
@@ -62,7 +72,13 @@ class ModelFamily(ABC):
         components: folders whose weights training and previews need.
         components_without_weights: other folders that they need.
         block_lists: attributes of the transformer that hold its blocks, in call order.
+        record_kinds: what its data sets are made of.
         size_divisor: width and height must be multiples of it, in pixels.
+        frame_step: frame counts must be k * ``frame_step`` + 1; None where there are only pictures.
+        default_num_frames: of clips, unless the user says otherwise.
+        default_fps: frames per second that the model was trained on; None where there are only pictures.
+        max_prompt_tokens: longer prompts are cut, as by the pipeline's own default.
+        prompt_sees_images: whether the text encoder also sees the input pictures of an edit.
         default_target_modules: endings of the names of the linear layers that get a LoRA.
         dead_in_last_block: endings of names in the last block whose output nobody uses: a LoRA there never
             gets a gradient, which plain DDP refuses.
@@ -72,7 +88,13 @@ class ModelFamily(ABC):
     components: ClassVar[tuple[str, ...]]
     components_without_weights: ClassVar[tuple[str, ...]] = ("scheduler", "tokenizer")
     block_lists: ClassVar[tuple[str, ...]]
+    record_kinds: ClassVar[tuple[RecordKind, ...]] = ("image",)
     size_divisor: ClassVar[int]
+    frame_step: ClassVar[int | None] = None
+    default_num_frames: ClassVar[int] = 1
+    default_fps: ClassVar[float | None] = None
+    max_prompt_tokens: ClassVar[int]
+    prompt_sees_images: ClassVar[bool] = False
     default_target_modules: ClassVar[tuple[str, ...]]
     dead_in_last_block: ClassVar[tuple[str, ...]] = ()
 
@@ -118,6 +140,24 @@ class ModelFamily(ABC):
                 f"the nearest size is {fit[0]}x{fit[1]}"
             )
 
+    def check_frames(self, num_frames: int, *, key: str) -> None:
+        """Check that a number of frames suits the family.
+
+        Raises:
+            UserError: naming ``key`` and the nearest numbers that would do.
+        """
+        if self.frame_step is None:
+            if num_frames != 1:
+                raise UserError(f"{key}: {num_frames} frames; this family makes pictures, of 1 frame")
+            return
+        steps, rest = divmod(num_frames - 1, self.frame_step)
+        if num_frames < 1 or rest:
+            fit = [max(0, steps + extra) * self.frame_step + 1 for extra in (0, 1)]
+            raise UserError(
+                f"{key}: {num_frames} frames; this family needs {self.frame_step} k + 1, such as "
+                f"{' or '.join(map(str, fit))}"
+            )
+
     @abstractmethod
     def empty_transformer(self) -> torch.nn.Module:
         """The transformer on the meta device: its structure without its weights."""
@@ -133,21 +173,29 @@ class ModelFamily(ABC):
     @abstractmethod
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[str]], list[Conditioning]]:
+    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
         """A function from prompts to their conditioning; the encoders live as long as it does."""
 
     @abstractmethod
-    def image_encoder_id(self, dtype: torch.dtype) -> str:
-        """Identity of everything that decides an image's latents; part of the cache's key."""
+    def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each text, uncut, as ``max_prompt_tokens`` counts them; loads the tokenizer alone."""
 
     @abstractmethod
-    def load_image_encoder(
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        """Identity of everything that decides what is encoded of media; part of the cache's key."""
+
+    @abstractmethod
+    def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Image]], list[EncodedImage]]:
-        """A function from RGB images of one size to what training needs of them."""
+    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
+        """A function from media, all of one size and frame count, to what training needs of them."""
 
     @abstractmethod
-    def num_image_tokens(self, latents_shape: Sequence[int]) -> int:
+    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
+        """Shape of the latents of media of this size, without a batch axis; loads no weights."""
+
+    @abstractmethod
+    def num_tokens(self, latents_shape: Sequence[int]) -> int:
         """Tokens that the transformer makes of one sample's latents."""
 
     def resolution_shift(self, latents_shape: Sequence[int]) -> float:
@@ -161,7 +209,7 @@ class ModelFamily(ABC):
         """
         config = self._scheduler_config
         mu = resolution_mu(
-            self.num_image_tokens(latents_shape),
+            self.num_tokens(latents_shape),
             base_shift=config.get("base_shift", 0.5),
             max_shift=config.get("max_shift", 1.15),
             base_tokens=config.get("base_image_seq_len", 256),
@@ -188,7 +236,7 @@ class ModelFamily(ABC):
 
         Args:
             transformer: the transformer, plain or wrapped by DDP.
-            noisy_latents: (B, ...) as the image encoder gives them, in fp32.
+            noisy_latents: (B, ...) as the media encoder gives them, in fp32.
             sigma: (B,), noise level in [0, 1], in fp32.
             conditioning: of the B samples.
             use_gradient_checkpointing: recompute each block in backward instead of keeping its activations.
@@ -201,8 +249,8 @@ class ModelFamily(ABC):
     @abstractmethod
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
-    ) -> list[Image]:
-        """Previews, drawn by diffusers' own pipeline around the given transformer."""
+    ) -> list[list[Image]]:
+        """The frames of each preview, drawn by diffusers' own pipeline around the given transformer."""
 
     @abstractmethod
     def save_lora(

@@ -1,0 +1,66 @@
+"""This file does what all families of diffusers have in common: loading components, and adapter files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from diffsynth_lite.pipelines.contract.family import LoraFile, ModelFamily
+
+
+class DiffusersFamily(ModelFamily):
+    """A family whose transformer and pipeline are classes of diffusers.
+
+    Attributes:
+        pipeline: the pipeline's class; it saves and loads the adapter files.
+        transformer_class: of the component ``transformer``.
+    """
+
+    pipeline: ClassVar[Any]
+    transformer_class: ClassVar[Any]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "pipeline" in vars(cls):
+            cls.pipeline_class = cls.pipeline.__name__
+
+    def load_component(self, component_class: Any, name: str, dtype: torch.dtype) -> Any:
+        """A component with its weights, on the CPU in ``dtype``; pickled weights are refused.
+
+        Args:
+            component_class: of diffusers or transformers.
+            name: folder of the component.
+            dtype: of the weights.
+        """
+        return component_class.from_pretrained(
+            self.folder.path, subfolder=name, variant=self.folder.variant, dtype=dtype, use_safetensors=True
+        )
+
+    def empty_transformer(self) -> torch.nn.Module:
+        config = self.folder.component_config("transformer")
+        with torch.device("meta"):
+            transformer: torch.nn.Module = self.transformer_class.from_config(config)
+        return transformer
+
+    def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
+        transformer: torch.nn.Module = self.load_component(self.transformer_class, "transformer", dtype)
+        return transformer.requires_grad_(False)
+
+    def save_lora(
+        self, folder: Path, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
+    ) -> Path:
+        self.pipeline.save_lora_weights(
+            folder, transformer_lora_layers=dict(tensors), transformer_lora_adapter_metadata=dict(settings)
+        )
+        return folder / "pytorch_lora_weights.safetensors"
+
+    def read_lora(self, folder: Path) -> LoraFile:
+        tensors, settings = self.pipeline.lora_state_dict(
+            folder, use_safetensors=True, local_files_only=True, return_lora_metadata=True
+        )
+        prefix = f"{self.pipeline.transformer_name}."
+        return (
+            {name.removeprefix(prefix): tensor for name, tensor in tensors.items()},
+            {name.removeprefix(prefix): value for name, value in (settings or {}).items()},
+        )
