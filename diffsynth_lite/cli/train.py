@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from diffsynth_lite import __version__
+from diffsynth_lite.cli.console import configure_logging, explain
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import EXIT_BUG, EXIT_FINISHED, RunInterrupted, UserError, exit_code
 
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = build_parser().parse_intermixed_args(arguments)
     console = Console(stderr=True)
     is_main = os.environ.get("RANK", "0") == "0"
-    _configure_logging(console, is_main=is_main)
+    configure_logging(console, is_main=is_main)
     try:
         _train(parsed, console, started_at)
     except (Exception, RunInterrupted) as error:
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code == EXIT_BUG:
             raise
         if is_main:
-            _explain(error)
+            explain(error)
         return code
     return EXIT_FINISHED
 
@@ -119,32 +120,6 @@ def _launcher_warnings(mixed_precision: str) -> list[str]:
     return [
         f"accelerate launch asks for {launched}; train.mixed_precision: {mixed_precision} is what is used"
     ]
-
-
-def _explain(error: BaseException) -> None:
-    """One line for each problem, on the error stream."""
-    level = logging.WARNING if isinstance(error, RunInterrupted) else logging.ERROR
-    for line in str(error).splitlines():
-        logger.log(level, "%s", line)
-
-
-class _ConsoleHandler(logging.Handler):
-    """Prints log lines above the progress line, unbroken: a terminal wraps them, a file keeps them whole."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._console = console
-        self.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
-
-
-def _configure_logging(console: Console, *, is_main: bool) -> None:
-    """Our facts and everybody's warnings on the main process; other processes are silent."""
-    handler = _ConsoleHandler(console) if is_main else logging.NullHandler()
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger("diffsynth_lite").setLevel(logging.INFO)
 
 
 def _die_with_launcher() -> None:

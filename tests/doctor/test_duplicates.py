@@ -1,0 +1,55 @@
+"""Which pictures count as alike, on drawings and on the same drawing after what people do to pictures."""
+
+import io
+
+import numpy as np
+from PIL import Image, ImageEnhance
+
+from diffsynth_lite.doctor.duplicates import equal_files, look_alikes, look_of
+
+
+def scene(seed: int) -> Image.Image:
+    """Soft random shades, as different from each other as photos are."""
+    shades = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    return Image.fromarray(shades).resize((120, 90), Image.Resampling.BICUBIC)
+
+
+def as_jpeg(picture: Image.Image) -> Image.Image:
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=60)
+    return Image.open(file).convert("RGB")
+
+
+def test_copies_that_were_scaled_compressed_or_brightened_are_alike() -> None:
+    original = scene(0)
+    pictures = {
+        "original": original,
+        "other": scene(1),
+        "smaller": original.resize((60, 45), Image.Resampling.LANCZOS),
+        "jpeg": as_jpeg(original),
+        "brighter": ImageEnhance.Brightness(original).enhance(1.02),
+    }
+    looks = {name: look_of(picture) for name, picture in pictures.items()}
+    assert look_alikes(looks) == [["original", "smaller", "jpeg", "brighter"]]
+
+
+def test_of_two_hundred_scenes_no_two_are_alike() -> None:
+    assert look_alikes({str(seed): look_of(scene(seed)) for seed in range(200)}) == []
+
+
+def test_drawings_that_differ_only_in_colour_are_not_alike() -> None:
+    shapes = {colour: Image.new("RGB", (64, 64), "black") for colour in ("red", "blue", "maroon")}
+    for colour, picture in shapes.items():
+        picture.paste(Image.new("RGB", (32, 32), colour), (16, 16))
+    looks = {colour: look_of(picture) for colour, picture in shapes.items()}
+    assert looks["red"].bits == looks["maroon"].bits
+    assert look_alikes(looks) == []
+
+
+def test_many_copies_of_one_picture_are_one_group() -> None:
+    look = look_of(scene(3))
+    assert look_alikes({str(number): look for number in range(1000)}) == [[str(n) for n in range(1000)]]
+
+
+def test_equal_files_are_grouped_by_their_content() -> None:
+    assert equal_files({"a": "1", "b": "2", "c": "1", "d": "3"}) == [["a", "c"]]
