@@ -1,0 +1,147 @@
+"""This file holds what the doctor found, as values that the console and the page show alike."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from PIL.Image import Image
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceFindings:
+    """What one source holds.
+
+    Attributes:
+        place: its folder or data set.
+        num_records: by kind: image, video, edit, image_to_video.
+        num_captions: of all records together.
+        passes: times that each record stands in a pass: repeats x weight.
+    """
+
+    place: str
+    num_records: Mapping[str, int]
+    num_captions: int
+    passes: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketFindings:
+    """One row of the bucket table.
+
+    Attributes:
+        width: pixels.
+        height: pixels.
+        num_frames: 1 for pictures.
+        num_items: items that fall into it.
+        samples_per_pass: with repeats and weights.
+        micro_batch_size: samples of one forward pass.
+        num_tokens: of one sample in the transformer.
+    """
+
+    width: int
+    height: int
+    num_frames: int
+    num_items: int
+    samples_per_pass: float
+    micro_batch_size: int
+    num_tokens: int
+
+    @property
+    def name(self) -> str:
+        """Such as ``832x480`` or ``832x480x81``."""
+        return f"{self.width}x{self.height}" + (f"x{self.num_frames}" if self.num_frames > 1 else "")
+
+    @property
+    def batches_per_pass(self) -> float:
+        """Micro-batches that a pass over the data takes from it, on all devices together."""
+        return self.samples_per_pass / self.micro_batch_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """Least, middle and greatest of some numbers."""
+
+    least: float
+    middle: float
+    greatest: float
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> "Spread | None":
+        """The spread of numbers in any order; None of none."""
+        ordered = sorted(numbers)
+        if not ordered:
+            return None
+        return cls(least=ordered[0], middle=ordered[len(ordered) // 2], greatest=ordered[-1])
+
+    def __str__(self) -> str:
+        if self.least == self.greatest:
+            return f"{self.least:g}"
+        return f"{self.least:g} to {self.greatest:g}, median {self.middle:g}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptionFindings:
+    """What the captions are like.
+
+    Attributes:
+        tokens: of the captions, uncut; None where the tokenizer could not be loaded.
+        limit: tokens that the encoder takes; what is longer is cut.
+        too_long: names of items with a caption above the limit.
+        without_trigger: names of items whose captions lacked the trigger, which was put in front.
+        same: captions that several items have, with their number; the most frequent first.
+    """
+
+    tokens: Spread | None
+    limit: int
+    too_long: Sequence[str] = ()
+    without_trigger: Sequence[str] = ()
+    same: Sequence[tuple[str, int]] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SheetEntry:
+    """One item as the model will see it.
+
+    Attributes:
+        name: of the item.
+        bucket: its size in words.
+        captions: as encoded, one after the other.
+        pictures: by what they are: frames, input, mask, ...
+        remarks: what is odd about it.
+    """
+
+    name: str
+    bucket: str
+    captions: Sequence[str]
+    pictures: Mapping[str, Image]
+    remarks: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """All that the doctor found.
+
+    Attributes:
+        machine: facts by name.
+        sources: one each.
+        facts: numbers in words by name: sizes, durations, passes, sizes of the cache.
+        buckets: the largest first.
+        captions: of all items.
+        dropped: name of a record to the reason why it is not trained on.
+        equal: groups of names with equal files.
+        alike: groups of names that look alike, beyond the equal ones.
+        advice: what to change, the most important first.
+        sheet: items as the model sees them.
+        num_items: items planned; the sheet may show fewer.
+    """
+
+    machine: Mapping[str, str]
+    sources: Sequence[SourceFindings]
+    facts: Mapping[str, str]
+    buckets: Sequence[BucketFindings]
+    captions: CaptionFindings
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    equal: Sequence[Sequence[str]] = ()
+    alike: Sequence[Sequence[str]] = ()
+    advice: Sequence[str] = ()
+    sheet: Sequence[SheetEntry] = ()
+    num_items: int = 0

@@ -1,0 +1,113 @@
+"""The doctor's page: complete, by itself, and safe whatever captions and file names hold."""
+
+import base64
+import io
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+from PIL import Image
+
+from diffsynth_lite.doctor.findings import (
+    BucketFindings,
+    CaptionFindings,
+    Findings,
+    SheetEntry,
+    SourceFindings,
+    Spread,
+)
+from diffsynth_lite.doctor.page import write_page
+
+ATTACK = "<script>alert(1)</script> & \" ' {{ 7 * 7 }}"
+
+
+class _Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.images: list[dict[str, str | None]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.text += " "
+        if tag == "img":
+            self.images.append(dict(attributes))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def findings(**changes: object) -> Findings:
+    strip = Image.new("RGB", (500, 100), "teal")
+    values = {
+        "machine": {"torch": "2"},
+        "sources": [
+            SourceFindings(place="photos", num_records={"image": 2}, num_captions=2, passes=1.5),
+        ],
+        "facts": {"items": "2"},
+        "buckets": [
+            BucketFindings(
+                width=832,
+                height=480,
+                num_frames=81,
+                num_items=2,
+                samples_per_pass=3,
+                micro_batch_size=2,
+                num_tokens=32760,
+            )
+        ],
+        "captions": CaptionFindings(tokens=Spread.of([3, 5]), limit=512),
+        "sheet": [
+            SheetEntry(name=ATTACK, bucket="832x480x81", captions=[ATTACK], pictures={"frames": strip}),
+            SheetEntry(
+                name="pair",
+                bucket="64x64",
+                captions=["make it red"],
+                pictures={"input": strip, "target": Image.new("L", (64, 64), 9)},
+                remarks=["enlarged"],
+            ),
+        ],
+        "num_items": 2,
+    }
+    return Findings(**(values | changes))
+
+
+def page(tmp_path: Path, **changes: object) -> tuple[str, _Page]:
+    path = tmp_path / "new" / "page.html"
+    write_page(path, findings(**changes), title="flowers", lead="two pictures")
+    text = path.read_text(encoding="utf-8")
+    return text, _Page(text)
+
+
+def test_the_page_needs_no_network_and_runs_no_script(tmp_path: Path) -> None:
+    text, parsed = page(tmp_path, dropped={ATTACK: ATTACK}, equal=[[ATTACK, "b"]], advice=[ATTACK])
+    assert "script" not in parsed.tags
+    assert not re.search('(?:src|href)=(?!"data:image)', text)
+    assert "http" not in text
+    assert parsed.text.count(ATTACK) >= 4
+
+
+def test_the_pictures_are_in_the_page_as_the_model_sees_them(tmp_path: Path) -> None:
+    _, parsed = page(tmp_path)
+    assert [image["alt"] for image in parsed.images][1:] == ["input of pair", "target of pair"]
+    data = base64.b64decode(parsed.images[0]["src"].partition(",")[2])
+    with Image.open(io.BytesIO(data)) as image:
+        assert image.size == (500, 100)
+        red, green, _ = image.getpixel((50, 50))
+        assert red < 10 < 110 < green
+
+
+def test_tables_and_remarks_are_shown(tmp_path: Path) -> None:
+    _, parsed = page(tmp_path, num_items=900)
+    text = " ".join(parsed.text.split())
+    for part in ("832x480x81 2 3 2 1.5 32760", "2 image; 2 captions; 1.5 times a pass", "2 of 900 items"):
+        assert part in text
+    assert "enlarged" in text
+
+
+def test_a_spread_says_its_range_and_its_middle() -> None:
+    assert str(Spread.of([3, 1, 2])) == "1 to 3, median 2"
+    assert str(Spread.of([4, 4])) == "4"
+    assert Spread.of([]) is None
