@@ -1,5 +1,6 @@
 """What every family has to do; a new file under pipelines/ is tested here from the moment it exists."""
 
+import shutil
 from pathlib import Path
 
 import diffusers
@@ -8,8 +9,9 @@ import torch
 from family_sample import Sample
 
 from diffsynth_lite.core.gradient import GradientEngine, blocks_of, gradient_engine
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter, find_target_layers
-from diffsynth_lite.pipelines import PreviewRequest
+from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest
 
 SIGMA = torch.tensor([0.1, 0.5, 0.9])
 FLAGS = [(False, False), (True, False), (False, True), (True, True)]
@@ -207,3 +209,17 @@ def test_the_shape_of_latents_is_known_before_anything_is_encoded(sample: Sample
 def test_the_length_of_a_prompt_is_that_of_its_tokens(sample: Sample) -> None:
     short, long = sample.family.prompt_lengths(["a circle", "a circle a circle a circle"])
     assert 0 < short < long < sample.family.max_prompt_tokens
+
+
+def test_damaged_weights_are_named_and_are_no_bug_of_ours(sample: Sample, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(sample.family.folder.path, tmp_path / "copy"))
+    family = type(sample.family)(PipelineFolder(path=copy))
+    for component, load in (
+        ("transformer", lambda: family.load_transformer(torch.float32)),
+        ("vae", lambda: family.load_media_encoder(torch.float32, torch.device("cpu"))),
+        ("text_encoder", lambda: family.load_prompt_encoder(torch.float32, torch.device("cpu"))),
+    ):
+        (weights,) = (copy / component).glob("*.safetensors")
+        weights.write_bytes(weights.read_bytes()[:-100])
+        with pytest.raises(UserError, match=f"{component} cannot be read"):
+            load()

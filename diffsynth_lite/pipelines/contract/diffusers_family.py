@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import SafetensorError
 
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.contract.family import LoraFile, ModelFamily
 
 
@@ -32,10 +34,23 @@ class DiffusersFamily(ModelFamily):
             component_class: of diffusers or transformers.
             name: folder of the component.
             dtype: of the weights.
+
+        Raises:
+            UserError: a weight file is damaged.
         """
-        return component_class.from_pretrained(
-            self.folder.path, subfolder=name, variant=self.folder.variant, dtype=dtype, use_safetensors=True
-        )
+        try:
+            return component_class.from_pretrained(
+                self.folder.path,
+                subfolder=name,
+                variant=self.folder.variant,
+                dtype=dtype,
+                use_safetensors=True,
+            )
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"model.path: the weights in {self.folder.path / name} cannot be read "
+                f"({' '.join(str(error).split())}); get the folder again"
+            ) from error
 
     def empty_transformer(self) -> torch.nn.Module:
         config = self.folder.component_config("transformer")
