@@ -2,10 +2,9 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 from weakref import ref
 
 import torch
@@ -17,6 +16,7 @@ from diffsynth_lite.core.gradient.counters import Counters
 from diffsynth_lite.core.gradient.frames import ForwardPass, Frame, identity, in_backward
 from diffsynth_lite.core.gradient.host_memory import default_host_bytes
 from diffsynth_lite.core.gradient.host_pool import HostPool
+from diffsynth_lite.core.gradient.known_dead_calls import KnownDeadCalls
 from diffsynth_lite.core.gradient.parking import (
     KeptTensor,
     LeaveReason,
@@ -72,6 +72,7 @@ class GradientEngine:
                 raise ValueError(f"{name} is {value}; it must be 0 or more")
         self.policy = policy or BlockPolicy()
         self.skip_dead_ops = skip_dead_ops
+        self.dead_calls = KnownDeadCalls()
         self._min_bytes, self._host_bytes = min_bytes, host_bytes
         self._prefetched_blocks = prefetched_blocks
         # The autograd graph owns frames and parked tensors: what it drops is gone, whatever the reason.
@@ -81,7 +82,6 @@ class GradientEngine:
         self._backend = backend
         self._backends: dict[torch.device, Backend] = {}
         self._pool: HostPool | None = None
-        self._findings: dict[Hashable, Any] = {}
         self._counters = Counters()
         # Backward passes begin on autograd's worker threads.
         self._lock = threading.Lock()
@@ -166,12 +166,6 @@ class GradientEngine:
                 return parked.restore
         self.count(attention_bytes_kept=num_bytes(tensor))
         return tensor.detach
-
-    def remembered(self, key: Hashable, find: Callable[[], Any]) -> Any:
-        """What ``find`` found when it was first asked for ``key``."""
-        if key not in self._findings:
-            self._findings[key] = find()
-        return self._findings[key]
 
     def recomputing(self) -> None:
         """Count that a block runs again; the backward pass has begun."""
