@@ -77,8 +77,9 @@ def shortages_explained() -> Iterator[None]:
         ) from error
     except HostBytesError as error:
         raise UserError(
-            f"memory.host_gib: {error.host_bytes / 1024**3:.3g} GiB do not hold the {error.block_bytes / 1024**3:.3g} "
-            "GiB that one block parks; raise it, lower train.micro_batch_size, or park nothing"
+            f"memory.host_gib: {error.host_bytes / 1024**3:.3g} GiB do not hold the "
+            f"{error.block_bytes / 1024**3:.3g} GiB that one block parks; raise it, or lower "
+            "train.micro_batch_size, or park nothing"
         ) from error
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):

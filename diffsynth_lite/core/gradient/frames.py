@@ -130,8 +130,8 @@ def in_backward() -> bool:
     Raises:
         RuntimeError: this torch does not tell.
     """
-    # There is no public function for it (pytorch pull request 141276 was closed). From 2.6 to 2.13 torch's own
-    # checkpoint, FSDP2 and module_tracker ask in this way.
+    # There is no public function for it (pytorch pull request 141276 was closed). From torch 2.6 to 2.13 its
+    # own checkpoint, FSDP2 and module_tracker ask in this way.
     graph_task_id = getattr(torch._C, "_current_graph_task_id", None)
     if graph_task_id is None:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Checks of parking that run on any device: with CUDA's streams, and on the CPU with backends that pretend."""
+"""Checks of parking for any device: with CUDA's streams, and on the CPU with backends that pretend."""
 
 from collections.abc import Callable
 from typing import Any

@@ -26,9 +26,9 @@ from diffsynth_lite.core.gradient import (
     blocks_run_by,
     gradient_checkpoint_forward,
     gradient_engine,
+    known_dead_calls,
 )
 from diffsynth_lite.core.gradient import dead_ops as dead_ops_module
-from diffsynth_lite.core.gradient import known_dead_calls
 from diffsynth_lite.core.gradient.signature import block_signature, call_signature
 
 
