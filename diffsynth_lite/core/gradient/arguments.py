@@ -9,6 +9,7 @@ is our own.
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -91,7 +92,7 @@ def _replace_leaves(tree: Any, replacement: Callable[[Any], Any]) -> Any:
         return replacement(tree)
     if isinstance(tree, tuple):
         items = [_replace_leaves(item, replacement) for item in tree]
-        if all(new is old for new, old in zip(items, tree, strict=True)):
+        if all(map(operator.is_, items, tree)):
             return tree
         make = getattr(type(tree), "_make", type(tree))
         return make(items)

@@ -106,7 +106,8 @@ def _hooked(model: nn.Module) -> list[nn.Module]:
         attributes = vars(module)
         if "gradient_checkpointing" in attributes:
             modules.append(module)
-        if attributes["_modules"]:
+        # Most modules of a model with a LoRA are those of its adapters, around layers, which call no blocks.
+        if "base_layer" not in attributes["_modules"]:
             found += attributes["_modules"].values()
     if not modules:
         raise ValueError(

@@ -22,7 +22,7 @@ class KnownDeadCalls:
 
     def __init__(self) -> None:
         self._found: dict[Hashable, DeadCalls] = {}
-        self._recomputes_to_go: WeakKeyDictionary[nn.Module, dict[Hashable, int]] = WeakKeyDictionary()
+        self._recomputes_to_go: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
     def of_call(
         self, module: nn.Module, tensors: Sequence[Tensor], template: Any, run: Callable[[], Any]
@@ -35,23 +35,20 @@ class KnownDeadCalls:
             template: the rest of its arguments, from ``take_tensors``.
             run: makes the call, to search it.
         """
-        call = call_signature(tensors, template)
-        if call is None:
+        to_go = self._recomputes_to_go.get(module, 0)
+        if to_go:
+            self._recomputes_to_go[module] = to_go - 1
             return {}
-        to_go = self._recomputes_to_go.setdefault(module, {})
-        if to_go.get(call, 0):
-            to_go[call] -= 1
-            return {}
-        dead = self._dead_calls(module, call, tensors, run)
+        dead = self._look_at(module, tensors, template, run)
         if not dead:
-            to_go[call] = _RECOMPUTES_UNTIL_NEXT_LOOK
+            self._recomputes_to_go[module] = _RECOMPUTES_UNTIL_NEXT_LOOK
         return dead
 
-    def _dead_calls(
-        self, module: nn.Module, call: Hashable, tensors: Sequence[Tensor], run: Callable[[], Any]
+    def _look_at(
+        self, module: nn.Module, tensors: Sequence[Tensor], template: Any, run: Callable[[], Any]
     ) -> DeadCalls:
-        block = block_signature(module)
-        if block is None:
+        call, block = call_signature(tensors, template), block_signature(module)
+        if call is None or block is None:
             return {}
         if (block, call) not in self._found:
             self._found[block, call] = find_dead_calls(run, [tensor.device for tensor in tensors])
