@@ -30,7 +30,7 @@ class Savings:
         self._engine = engine
         self._module = module if engine.skip_dead_ops and treatment.checkpoint is None else None
         self._attention: SavedAttention | None = None
-        if treatment.save_attention != "no" and not (module and is_compiled(module)):
+        if treatment.save_attention != "no" and not (module is not None and is_compiled(module)):
             save = partial(engine.save_attention, park=treatment.save_attention == "park")
             self._attention = SavedAttention(save, engine.count)
 
