@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from diffsynth_lite.core.gradient import HostBytesError
 from diffsynth_lite.errors import EXIT_FINISHED, RunInterrupted, RunStoppedError, UserError, exit_code
 from diffsynth_lite.training.checkpoints import CheckpointStore
 from diffsynth_lite.training.contract import DifferentRunError
@@ -61,11 +62,11 @@ def _best_effort(folder: RunFolder) -> Iterator[None]:
 
 @contextmanager
 def shortages_explained() -> Iterator[None]:
-    """Scope in which running out of device memory or of disk space ends the run with what would help.
+    """Scope in which running out of memory or of disk space ends the run with what would help.
 
     Raises:
         RunStoppedError: instead of torch's and the system's own errors.
-        UserError: for a file or folder that may not be written.
+        UserError: for a file or folder that may not be written, and for too little host memory.
     """
     try:
         yield
@@ -73,6 +74,12 @@ def shortages_explained() -> Iterator[None]:
         raise RunStoppedError(
             f"out of memory: {str(error).splitlines()[0]} What helps most: "
             "--use_gradient_checkpointing_offload, a lower train.micro_batch_size"
+        ) from error
+    except HostBytesError as error:
+        raise UserError(
+            f"memory.host_gib: {error.host_bytes / 1024**3:.3g} GiB do not hold the "
+            f"{error.block_bytes / 1024**3:.3g} GiB that one block parks; raise it, or lower "
+            "train.micro_batch_size, or park nothing"
         ) from error
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):

@@ -3,6 +3,7 @@
 from diffsynth_lite.core.gradient.blocks import blocks_of, blocks_run_by, count_blocks
 from diffsynth_lite.core.gradient.checkpoint import block_runner, gradient_checkpoint_forward
 from diffsynth_lite.core.gradient.engine import GradientEngine
+from diffsynth_lite.core.gradient.host_pool import HostBytesError
 from diffsynth_lite.core.gradient.policies import (
     KEEP,
     PARK,
@@ -22,6 +23,7 @@ __all__ = [
     "BlockPolicy",
     "GradientEngine",
     "GradientReport",
+    "HostBytesError",
     "IneffectiveSwitchError",
     "SaveAttention",
     "Selection",

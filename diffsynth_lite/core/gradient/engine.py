@@ -2,10 +2,9 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 from weakref import ref
 
 import torch
@@ -16,7 +15,8 @@ from diffsynth_lite.core.gradient.backends import Backend, backend_for
 from diffsynth_lite.core.gradient.counters import Counters
 from diffsynth_lite.core.gradient.frames import ForwardPass, Frame, identity, in_backward
 from diffsynth_lite.core.gradient.host_memory import default_host_bytes
-from diffsynth_lite.core.gradient.host_pool import HostPool
+from diffsynth_lite.core.gradient.host_pool import HostBytesError, HostPool
+from diffsynth_lite.core.gradient.known_dead_calls import KnownDeadCalls
 from diffsynth_lite.core.gradient.parking import (
     KeptTensor,
     LeaveReason,
@@ -38,7 +38,7 @@ class GradientEngine:
     Args:
         min_bytes: tensors smaller than this stay on the device. None: 64 KiB on accelerators, 0 on CPU.
         host_bytes: most host memory to use. None: half of what is available when the first tensor is parked,
-            divided by the processes that share it.
+            divided by the processes that share it. What does not fit stays on the device.
         resident_blocks: block calls, the last ones, whose tensors are still on the device.
         prefetched_blocks: block calls whose tensors are fetched ahead in backward.
         backend: makes the copies. None: the one that suits each tensor's device.
@@ -72,6 +72,7 @@ class GradientEngine:
                 raise ValueError(f"{name} is {value}; it must be 0 or more")
         self.policy = policy or BlockPolicy()
         self.skip_dead_ops = skip_dead_ops
+        self.dead_calls = KnownDeadCalls()
         self._min_bytes, self._host_bytes = min_bytes, host_bytes
         self._prefetched_blocks = prefetched_blocks
         # The autograd graph owns frames and parked tensors: what it drops is gone, whatever the reason.
@@ -81,8 +82,8 @@ class GradientEngine:
         self._backend = backend
         self._backends: dict[torch.device, Backend] = {}
         self._pool: HostPool | None = None
-        self._findings: dict[Hashable, Any] = {}
         self._counters = Counters()
+        self._has_run_backward = False
         # Backward passes begin on autograd's worker threads.
         self._lock = threading.Lock()
 
@@ -120,7 +121,12 @@ class GradientEngine:
 
     @contextmanager
     def frame(self) -> Iterator["Parking"]:
-        """Scope of one block call in its forward pass."""
+        """Scope of one block call in its forward pass.
+
+        Raises:
+            HostBytesError: at its end, when the host memory allowed does not even hold what this call parks;
+                not any more once a backward pass has begun, since later batches may be larger.
+        """
         with self._lock:
             if self._pass.is_over:
                 self._pass = self._pass.next()
@@ -133,6 +139,9 @@ class GradientEngine:
             _parking.reset(token)
             self._counters.raise_to(largest_block_bytes=frame.num_bytes)
             self._make_room_for(frame)
+        cap_bytes = self._pool.cap_bytes if self._pool else None
+        if cap_bytes is not None and frame.num_bytes > cap_bytes and not self._has_run_backward:
+            raise HostBytesError(cap_bytes, frame.num_bytes)
 
     def park(self, tensor: Tensor) -> "Parked":
         """Park any tensor with those of the block call that is running its forward pass.
@@ -166,12 +175,6 @@ class GradientEngine:
                 return parked.restore
         self.count(attention_bytes_kept=num_bytes(tensor))
         return tensor.detach
-
-    def remembered(self, key: Hashable, find: Callable[[], Any]) -> Any:
-        """What ``find`` found when it was first asked for ``key``."""
-        if key not in self._findings:
-            self._findings[key] = find()
-        return self._findings[key]
 
     def recomputing(self) -> None:
         """Count that a block runs again; the backward pass has begun."""
@@ -224,6 +227,7 @@ class GradientEngine:
             if self._pass.is_over:
                 return
             self._pass.end()
+        self._has_run_backward = True
         if _uses_cuda():
             self._counters.put(device_bytes_after_forward=torch.cuda.memory_allocated())
 

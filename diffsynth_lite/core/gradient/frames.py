@@ -125,5 +125,17 @@ def identity(tensor: Tensor) -> Any:
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward pass on this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    """Whether autograd is running a backward pass on this thread.
+
+    Raises:
+        RuntimeError: this torch does not tell.
+    """
+    # There is no public function for it (pytorch pull request 141276 was closed). From torch 2.6 to 2.13 its
+    # own checkpoint, FSDP2 and module_tracker ask in this way.
+    graph_task_id = getattr(torch._C, "_current_graph_task_id", None)
+    if graph_task_id is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no torch._C._current_graph_task_id, without which nothing can be "
+            "parked; use a torch from 2.6 to 2.13, or set use_gradient_checkpointing_offload off"
+        )
+    return bool(graph_task_id() != -1)

@@ -18,6 +18,22 @@ AllocateHost = Callable[[int], Tensor | None]
 """Makes a one-dimensional uint8 tensor of so many bytes in host memory, or None when the system refuses."""
 
 
+class HostBytesError(ValueError):
+    """The host memory allowed does not hold what one block call parks.
+
+    Attributes:
+        host_bytes: allowed.
+        block_bytes: of the tensors of one block call that can be parked.
+    """
+
+    def __init__(self, host_bytes: int, block_bytes: int) -> None:
+        super().__init__(
+            f"host_bytes is {host_bytes}, and one block call parks {block_bytes} bytes; allow at least "
+            "these, or park nothing"
+        )
+        self.host_bytes, self.block_bytes = host_bytes, block_bytes
+
+
 class HostPiece:
     """Bytes on loan; they go back to the pool when the piece is deleted.
 

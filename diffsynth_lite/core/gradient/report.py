@@ -163,8 +163,6 @@ class GradientReport:
         return None
 
     def _parking_problem(self) -> str | None:
-        if problem := self._host_memory_problem():
-            return problem
         # Attention outputs are parked without this switch too.
         if self.bytes_parked > self.attention_bytes_parked:
             return None
@@ -182,8 +180,6 @@ class GradientReport:
         return f"nothing was parked: everything was left on the device: {reasons}"
 
     def _attention_problem(self) -> str | None:
-        if problem := self._host_memory_problem():
-            return problem
         if self.attention_saved:
             return None
         if not self.attention_not_saved:
@@ -194,14 +190,6 @@ class GradientReport:
         return (
             f"none of {self.attention_not_saved} attention outputs was saved: no fused kernel served these "
             "calls, or they have dropout"
-        )
-
-    def _host_memory_problem(self) -> str | None:
-        if LeaveReason.HOST_FULL not in self.left or self.host_bytes_cap >= self.largest_block_bytes:
-            return None
-        return (
-            f"one block parks {_size(self.largest_block_bytes)}, and host_bytes (memory.host_gib in a "
-            f"config) allows {_size(self.host_bytes_cap)} for all; raise it or set the switch off"
         )
 
     def _attention_in_words(self) -> str:

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from diffsynth_lite.core.gradient.attention import SavedAttention
 from diffsynth_lite.core.gradient.call_sites import CallSites, Handler, is_compiled, module_of
-from diffsynth_lite.core.gradient.dead_ops import find_dead_calls, skipper
+from diffsynth_lite.core.gradient.dead_ops import skipper
 from diffsynth_lite.core.gradient.engine import GradientEngine
 from diffsynth_lite.core.gradient.policies import Treatment
-from diffsynth_lite.core.gradient.signature import block_signature
 
 
 class Savings:
@@ -28,11 +27,10 @@ class Savings:
 
     def __init__(self, engine: GradientEngine, treatment: Treatment, block: Callable[..., Any]) -> None:
         module = module_of(block)
-        is_eager = module is None or not is_compiled(module)
         self._engine = engine
-        self._module = module if is_eager and engine.skip_dead_ops and treatment.checkpoint is None else None
+        self._module = module if engine.skip_dead_ops and treatment.checkpoint is None else None
         self._attention: SavedAttention | None = None
-        if is_eager and treatment.save_attention != "no":
+        if treatment.save_attention != "no" and not (module is not None and is_compiled(module)):
             save = partial(engine.save_attention, park=treatment.save_attention == "park")
             self._attention = SavedAttention(save, engine.count)
 
@@ -53,10 +51,8 @@ class Savings:
         handlers: dict[Any, Handler] = {}
         if self._attention is not None:
             handlers |= self._attention.replayer()
-        signature = block_signature(self._module, tensors, template) if self._module else None
-        if signature is not None:
-            devices = [tensor.device for tensor in tensors]
-            dead = self._engine.remembered(signature, lambda: find_dead_calls(call, devices))
+        if self._module is not None:
+            dead = self._engine.dead_calls.of_call(self._module, tensors, template, call)
             if dead:
                 handlers |= skipper(dead, lambda: self._engine.count(dead_ops_skipped=1))
         return CallSites(handlers) if handlers else nullcontext()

@@ -1,4 +1,4 @@
-"""This file tells block calls apart that may run different operators."""
+"""This file tells block calls apart that may run different operators, or need other results in backward."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -7,28 +7,25 @@ import torch
 from torch import Tensor, nn
 
 from diffsynth_lite.core.gradient.arguments import describe_template
+from diffsynth_lite.core.gradient.call_sites import is_compiled
 
-_PLAIN = frozenset([bool, int, float, str])
+_PLAIN = frozenset([bool, int, float, str, type(None)])
 _FOLLOWED = frozenset([nn.Parameter, Tensor])
 
 
-def block_signature(module: nn.Module, tensors: Sequence[Tensor], template: Any) -> Hashable | None:
-    """What decides which operators a block runs and which of their results backward needs.
+def call_signature(tensors: Sequence[Tensor], template: Any) -> Hashable | None:
+    """Equal for arguments of the same shapes and settings.
 
     Args:
-        module: the block.
-        tensors: those among its arguments.
-        template: the rest of its arguments, from ``take_tensors``.
+        tensors: those among a block's arguments.
+        template: the rest of them, from ``take_tensors``.
 
     Returns:
-        Equal values for calls that run alike: blocks of the same classes, settings and parameter shapes, with
-        the same parameters frozen, on inputs of the same shapes. None for calls that are not followed: of
-        tensor subclasses (such as sharded parameters, whose collectives no process may run on its own), or
-        with arguments of other types than tensors, numbers and texts.
+        None for arguments that are not followed: tensor subclasses, and others than tensors, numbers and
+        texts.
     """
-    parts: list[Hashable] = []
     arguments = describe_template(template)
-    if arguments is None or not _add_parts(module, parts) or any(type(t) not in _FOLLOWED for t in tensors):
+    if arguments is None or any(type(tensor) not in _FOLLOWED for tensor in tensors):
         return None
     inputs = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
     devices = {"cpu"} | {tensor.device.type for tensor in tensors}
@@ -37,20 +34,34 @@ def block_signature(module: nn.Module, tensors: Sequence[Tensor], template: Any)
         for device in sorted(devices)
         if torch.is_autocast_enabled(device)
     )
-    return arguments, inputs, autocast, tuple(parts)
+    return arguments, inputs, autocast
+
+
+def block_signature(module: nn.Module) -> Hashable | None:
+    """Equal for blocks of the same classes, settings and parameter shapes, with the same parameters frozen.
+
+    Returns:
+        None for blocks that are not followed: compiled ones, and those with parameters of other classes, such
+        as sharded ones, whose collectives no process may run on its own.
+    """
+    parts: list[Hashable] = []
+    return tuple(parts) if not is_compiled(module) and _add_parts(module, parts) else None
 
 
 def _add_parts(module: nn.Module, parts: list[Hashable]) -> bool:
     """Append class, settings and parameters of a module and of those in it; False if one is not followed."""
-    # This runs in every recompute, so the module's own dictionaries are read: with named_modules and
-    # named_parameters it took three times as long.
-    parts.append((type(module),))
+    # The module's own dictionaries are read: with named_modules and named_parameters it took three times as
+    # long.
+    parts.append((type(module), len(module._forward_hooks), len(module._forward_pre_hooks)))
     for name, value in vars(module).items():
         if type(value) in _PLAIN:
             parts.append((name, value))
         elif type(value) is list:
             # The active adapters of peft's layers.
             parts.append((name, repr(value)))
+        elif not name.startswith("_"):
+            # Such as the processor of an attention layer.
+            parts.append((name, type(value)))
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue

@@ -15,6 +15,7 @@ from gradient_models import (
     training_step,
     wan,
 )
+from peft import LoraConfig
 from test_gradient_attention import CountedOperators
 from torch import Tensor, nn
 
@@ -25,9 +26,10 @@ from diffsynth_lite.core.gradient import (
     blocks_run_by,
     gradient_checkpoint_forward,
     gradient_engine,
+    known_dead_calls,
 )
 from diffsynth_lite.core.gradient import dead_ops as dead_ops_module
-from diffsynth_lite.core.gradient.signature import block_signature
+from diffsynth_lite.core.gradient.signature import block_signature, call_signature
 
 
 def step_of(case: Case, engine: GradientEngine, **kwargs: Any) -> tuple[Step, GradientReport]:
@@ -81,6 +83,41 @@ def test_what_is_dead_is_found_anew_when_other_parameters_train() -> None:
     case.model.disable_adapters()
     step, _ = step_of(case, engine)
     assert step == training_step(case)
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning")
+def test_freezing_and_switching_adapters_between_steps_changes_no_bit() -> None:
+    case, engine = qwen_image_with_lora(), GradientEngine()
+    case.model.add_adapter(LoraConfig(r=2, target_modules=["img_mod.1", "to_q"]), adapter_name="gates")
+    skipped = []
+    for adapters in ("default", "gates", ["default", "gates"], "gates", "default"):
+        case.model.set_adapter(adapters)
+        for frozen in ("nothing", "img_mod"):
+            for name, parameter in case.model.named_parameters():
+                if frozen in name:
+                    parameter.requires_grad_(False)
+            step, report = step_of(case, engine)
+            assert step == training_step(case)
+            skipped.append(report.dead_ops_skipped)
+    assert len(set(skipped)) > 2
+
+
+def test_a_block_without_dead_products_is_looked_at_again_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(known_dead_calls, "_RECOMPUTES_UNTIL_NEXT_LOOK", 3)
+    case, engine, skipped = qwen_image_with_lora(), GradientEngine(), []
+    gates = [p for name, p in case.model.named_parameters() if "_mod." in name]
+    for gate in gates:
+        gate.requires_grad_(True)
+    step_of(case, engine)
+    for gate in gates:
+        gate.requires_grad_(False)
+    for _ in range(4):
+        step, report = step_of(case, engine)
+        assert step == training_step(case)
+        skipped.append(report.dead_ops_skipped)
+    assert skipped == [0, 0, 0, 9]
 
 
 def test_one_block_of_a_kind_and_input_size_is_run_once_more() -> None:
@@ -155,33 +192,41 @@ CHANGES: dict[str, Callable[[Tail], Any]] = {
     "a list of names": lambda block: setattr(block, "active", ["read"]),
     "train mode": lambda block: block.eval(),
     "another activation": lambda block: setattr(block, "part", nn.GELU()),
-    "autocast": lambda block: torch.set_autocast_enabled("cpu", True),
+    "another kind of object": lambda block: setattr(block, "read", READS),
+    "a hook": lambda block: block.first.register_forward_hook(lambda *_: None),
+    "a removed part": lambda block: delattr(block, "part"),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_calls_that_may_run_other_operators_are_told_apart(name: str) -> None:
-    block, x = Tail(lambda product: None), torch.ones(3, 4)
-    block.reads, block.active, block.part = False, [], nn.SiLU()
-    before = block_signature(block, [x], ((), {}))
-    assert before == block_signature(block, [x + 1], ((), {}))
+    block, other = Tail(lambda product: None), Tail(lambda product: None)
+    for each in (block, other):
+        each.reads, each.active, each.part = False, [], nn.SiLU()
+    assert block_signature(block) == block_signature(other)
     CHANGES[name](block)
-    try:
-        assert block_signature(block, [x], ((), {})) != before
-    finally:
-        torch.set_autocast_enabled("cpu", False)
+    assert block_signature(block) != block_signature(other)
+
+
+def test_blocks_that_are_compiled_or_hold_other_parameters_are_not_followed() -> None:
+    block = Tail(lambda product: None)
+    assert block_signature(nn.Sequential(block)) is not None
+    assert block_signature(nn.Sequential(torch.compile(block, backend="eager"))) is None
+    block.gate = nn.Parameter(torch.ones(4).as_subclass(Marked))
+    assert block_signature(block) is None
 
 
 def test_calls_with_other_arguments_are_told_apart_or_not_followed() -> None:
-    block, x = Tail(lambda product: None), torch.ones(3, 4)
+    x = torch.ones(3, 4)
     arguments = [((1,), {}), ((2,), {}), ((), {"a": 1}), (([1],), {}), ((None,), {})]
-    assert len({block_signature(block, [x], each) for each in arguments}) == len(arguments)
+    assert len({call_signature([x], each) for each in arguments}) == len(arguments)
     tensors = [x, x[:1], x.double(), x.t(), torch.ones(3, 4, requires_grad=True)]
-    assert len({block_signature(block, [each], ((), {})) for each in tensors}) == len(tensors)
-    assert block_signature(block, [x], ((object(),), {})) is None
-    assert block_signature(block, [nn.Parameter(x).as_subclass(Marked)], ((), {})) is None
-    block.gate = nn.Parameter(torch.ones(4).as_subclass(Marked))
-    assert block_signature(block, [x], ((), {})) is None
+    assert len({call_signature([each], ((), {})) for each in tensors}) == len(tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        under_autocast = call_signature([x], ((), {}))
+    assert under_autocast != call_signature([x], ((), {})) == call_signature([x + 1], ((), {}))
+    assert call_signature([x], ((object(),), {})) is None
+    assert call_signature([nn.Parameter(x).as_subclass(Marked)], ((), {})) is None
 
 
 class Marked(Tensor):

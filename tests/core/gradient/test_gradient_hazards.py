@@ -204,8 +204,8 @@ def test_an_in_place_change_of_a_parked_tensor_raises(
         assert torch.equal(weight.grad, torch.full((3,), 8.0))
 
 
-@pytest.mark.parametrize("settings", [{"host_bytes": 0}, {"min_bytes": 1000}, {}])
-def test_an_in_place_change_of_a_tensor_that_stayed_raises(settings: dict[str, int]) -> None:
+@pytest.mark.parametrize("settings", [{"backend": LazyBackend(host_bytes=0)}, {"min_bytes": 1000}, {}])
+def test_an_in_place_change_of_a_tensor_that_stayed_raises(settings: dict[str, Any]) -> None:
     weight, scale = torch.ones(3, requires_grad=True), torch.full((3,), 2.0)
     with gradient_engine(GradientEngine(**settings)):
         loss = gradient_checkpoint_forward(torch.mul, *OFFLOAD, weight, scale).sum()

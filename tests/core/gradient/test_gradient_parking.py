@@ -183,6 +183,13 @@ def test_a_step_in_which_half_of_the_tensors_are_too_small_is_the_same_step() ->
     assert report.left["below min_bytes"].largest_bytes < 1000
 
 
+def test_a_torch_that_does_not_tell_whether_backward_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_current_graph_task_id")
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"_current_graph_task_id.*set use_gradient_checkpointing_offload"):
+        gradient_checkpoint_forward(torch.sin, False, True, x * 1)
+
+
 def test_a_tensor_of_exactly_min_bytes_is_parked() -> None:
     engine = GradientEngine(min_bytes=32)
     with gradient_engine(engine):

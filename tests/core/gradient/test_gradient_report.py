@@ -11,6 +11,7 @@ from diffsynth_lite.core.gradient import (
     BlockPolicy,
     GradientEngine,
     GradientReport,
+    HostBytesError,
     IneffectiveSwitchError,
     Treatment,
     blocks_run_by,
@@ -145,14 +146,8 @@ def test_parked_attention_does_not_prove_that_inputs_are_parked() -> None:
 
 def test_a_cap_too_small_for_saved_attention_raises() -> None:
     policy = BlockPolicy(selected=Treatment(save_attention="park"))
-    report = report_of_a_step((True, False), engine=GradientEngine(host_bytes=4096, policy=policy))
-    with pytest.raises(IneffectiveSwitchError, match=r"^save_attention: on, but one block parks .* 4\.0 KiB"):
-        report.require_effect(
-            use_gradient_checkpointing=True,
-            use_gradient_checkpointing_offload=False,
-            expected_blocks=NUM_BLOCKS,
-            save_attention=True,
-        )
+    with pytest.raises(HostBytesError, match=r"^host_bytes is 4096, and one block call parks 7344 bytes"):
+        report_of_a_step((True, False), engine=GradientEngine(host_bytes=4096, policy=policy))
 
 
 def test_the_table_tells_of_saved_attention() -> None:
@@ -216,13 +211,22 @@ def test_the_report_has_a_number_for_every_field_and_reason() -> None:
     assert metrics.keys() == GradientReport().metrics().keys()
 
 
-def test_a_cap_smaller_than_one_block_raises_and_says_what_a_block_needs() -> None:
-    message = (
-        r"^use_gradient_checkpointing_offload: on, but one block parks 9\.1 KiB, and host_bytes "
-        r"\(memory\.host_gib in a config\) allows 8\.0 KiB for all; raise it"
-    )
-    with pytest.raises(IneffectiveSwitchError, match=message):
-        require(report_of_a_step((True, True), engine=GradientEngine(host_bytes=8192)), True, True)
+def test_a_cap_smaller_than_one_block_raises_in_the_first_forward_and_says_what_a_block_needs() -> None:
+    engine = GradientEngine(host_bytes=8192)
+    with pytest.raises(HostBytesError, match=r"^host_bytes is 8192, and one block call parks 9326 bytes"):
+        report_of_a_step((True, True), engine=engine)
+    assert engine.report().blocks_run == 1
+    assert engine.host_pool.num_bytes_lent == 0
+
+
+def test_a_cap_that_holds_a_block_does_not_stop_a_later_larger_batch() -> None:
+    engine, weight = GradientEngine(host_bytes=8192), torch.ones(1024, requires_grad=True)
+    with gradient_engine(engine):
+        for num_rows in (1, 4):
+            x = torch.ones(num_rows, 1024)
+            gradient_checkpoint_forward(torch.mul, False, True, x, weight * 1).sum().backward()
+    assert torch.equal(weight.grad, torch.full((1024,), 5.0))
+    assert engine.report().left["host memory full"].num_bytes == 4 * 4096
 
 
 def test_a_cap_smaller_than_all_blocks_leaves_the_rest_on_the_device() -> None:

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Everything that needs a CUDA device, in one go within 10 minutes: the tests marked gpu, then the benchmarks.
+# Prints what each part prints, then a table of how each ended. Returns 1 when a part failed or ran out of time.
+# Runs in the environment of PYTHON (default: python), which needs torch with CUDA and what the tests need.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1
+
+"$PYTHON" -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no CUDA device")' || exit 1
+
+output=$(mktemp)
+trap 'rm -f "$output"' EXIT
+table=()
+failed=0
+
+# run NAME LIMIT_S COMMAND...: one row of the table, whose last column is the last line that was printed
+run() {
+    local name=$1 limit_s=$2 started_at=$SECONDS outcome=ok
+    shift 2
+    echo "== $name"
+    timeout --kill-after=10 "$limit_s" "$@" 2>&1 | tee "$output"
+    case ${PIPESTATUS[0]} in
+        0) ;;
+        124 | 137) outcome="over ${limit_s} s" failed=1 ;;
+        *) outcome=failed failed=1 ;;
+    esac
+    table+=("$(printf '%-30s %-10s %4d s  %s' \
+        "$name" "$outcome" $((SECONDS - started_at)) "$(tail -n 1 "$output")")")
+}
+
+run "tests" 240 "$PYTHON" -m pytest -m gpu
+run "quickstart pictures" 30 "$PYTHON" examples/quickstart/make_data.py --output runs/quickstart_data
+for checkpointing in true false; do
+    run "step time, checkpointing $checkpointing" 60 \
+        "$PYTHON" scripts/benchmark_step_time.py "train.use_gradient_checkpointing=$checkpointing"
+done
+run "checkpointing" 120 "$PYTHON" scripts/bench_checkpointing.py
+run "offload" 80 "$PYTHON" scripts/bench_offload.py
+
+echo
+"$PYTHON" -c 'import torch; print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")'
+printf '%s\n' "${table[@]}"
+exit "$failed"

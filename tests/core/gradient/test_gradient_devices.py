@@ -1,0 +1,46 @@
+"""The checks that a GPU is given, on the CPU: plain copies, late copies, no host memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from device_checks import check_flags, check_full, check_parking, check_refused, check_savings
+from gradient_models import ALL_FLAGS
+from lazy_backend import LazyBackend
+
+from diffsynth_lite.core.gradient.backends import PlainBackend
+
+BACKENDS = [PlainBackend, LazyBackend]
+
+
+@pytest.mark.parametrize("flags", ALL_FLAGS)
+def test_a_keyword_call_draws_the_same_dropout_in_the_recompute(flags: tuple[bool, bool]) -> None:
+    check_flags("cpu", 4, flags)
+
+
+@pytest.mark.parametrize("make_backend", BACKENDS)
+@pytest.mark.parametrize(("resident", "prefetched"), [(0, 0), (0, 1), (1, 1), (2, 3)])
+def test_parked_steps_are_the_same_steps(
+    make_backend: Callable[[], Any], resident: int, prefetched: int
+) -> None:
+    check_parking("cpu", 4, resident=resident, prefetched=prefetched, backend=make_backend())
+
+
+def test_without_host_memory_the_inputs_stay_and_the_gradients_are_the_same() -> None:
+    check_refused("cpu", LazyBackend(host_bytes=0))
+
+
+@pytest.mark.parametrize("make_backend", BACKENDS)
+def test_with_too_little_host_memory_the_rest_stays_and_the_gradients_are_the_same(
+    make_backend: Callable[[], Any],
+) -> None:
+    check_full("cpu", 4, make_backend())
+
+
+@pytest.mark.parametrize("make_backend", BACKENDS)
+@pytest.mark.parametrize("save_attention", ["keep", "park"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_saved_attention_and_skipped_products_change_nothing(
+    make_backend: Callable[[], Any], save_attention: Any, offload: bool
+) -> None:
+    check_savings("cpu", 16, save_attention=save_attention, offload=offload, make_backend=make_backend)

@@ -1,0 +1,163 @@
+"""Two processes get the same gradients when each block of their model is treated in another way."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lazy_backend import LazyBackend
+from test_gradient_ddp import NUM_PROCESSES, Stack, equal
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from diffsynth_lite.core.gradient import (
+    KEEP,
+    PARK,
+    RECOMPUTE,
+    BlockPolicy,
+    GradientEngine,
+    Treatment,
+    block_runner,
+    blocks_run_by,
+    gradient_engine,
+)
+
+TREATMENTS = [
+    PARK,
+    Treatment(park=True, save_attention="park"),
+    Treatment(save_attention="keep"),
+    RECOMPUTE,
+    KEEP,
+]
+NUM_MICRO_BATCHES = 2
+
+
+class OneForEachBlock(BlockPolicy):
+    """Every treatment once."""
+
+    def treatment(self, index: int, num_blocks: int) -> Treatment:
+        return TREATMENTS[index]
+
+
+class AttentionBlock(nn.Module):
+    """Attention, dropout, and a frozen product that nothing in backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.last = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        attended = nn.functional.scaled_dot_product_attention(query, query, query).transpose(1, 2).flatten(2)
+        return x + self.last(nn.functional.dropout(attended, 0.3).sin())
+
+
+def stack() -> Stack:
+    model = Stack()
+    torch.manual_seed(0)
+    model.blocks = nn.ModuleList(AttentionBlock() for _ in TREATMENTS)
+    return model
+
+
+def with_ddp(**settings: bool) -> tuple[nn.Module, Callable[[], AbstractContextManager[None]]]:
+    """A model, and a scope in which its processes do not exchange gradients."""
+    model = stack()
+    if settings.get("find_unused_parameters"):
+        model.unused = nn.Parameter(torch.ones(3))
+    ddp = DistributedDataParallel(model, **settings)
+    return ddp, ddp.no_sync
+
+
+def with_fsdp() -> tuple[nn.Module, Callable[[], AbstractContextManager[None]]]:
+    """The same for sharded parameters."""
+    model, mesh = stack(), init_device_mesh("cpu", (NUM_PROCESSES,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, nullcontext
+
+
+WRAPPERS: dict[str, Callable[[], Any]] = {
+    "ddp": partial(with_ddp, find_unused_parameters=False),
+    "ddp, unused parameters": partial(with_ddp, find_unused_parameters=True),
+    "ddp, static graph": partial(with_ddp, static_graph=True),
+    "fsdp": with_fsdp,
+}
+
+
+def gradients_of_steps(make: Callable[[], Any], engine: GradientEngine | None, x: Tensor) -> list[Tensor]:
+    """Gradients after each of two steps of two micro-batches, the first of which is not synchronised."""
+    model, no_sync = make()
+    torch.manual_seed(1)
+    gradients = []
+    for step in range(2):
+        model.zero_grad(set_to_none=True)
+        for place in range(NUM_MICRO_BATCHES):
+            # DDP takes a graph for static from the first pass on, which it must see whole.
+            is_apart = place < NUM_MICRO_BATCHES - 1 and (step or not getattr(model, "static_graph", False))
+            with no_sync() if is_apart else nullcontext(), gradient_engine(engine or GradientEngine()):
+                run = block_runner(len(TREATMENTS), engine is not None, engine is not None)
+                with blocks_run_by(model, run):
+                    loss = model(x * (place + 1)).square().mean()
+                loss.backward()
+        found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        gradients += [g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for g in found]
+    return gradients
+
+
+def train_on_a_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    rendezvous = f"file://{folder / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=NUM_PROCESSES)
+    try:
+        x = torch.linspace(-1, 1, 64).reshape(2, 4, 8) * (rank + 1)
+        results = {}
+        for name, make in WRAPPERS.items():
+            engines = [
+                GradientEngine(policy=OneForEachBlock(), backend=backend) for backend in (None, LazyBackend())
+            ]
+            plain = gradients_of_steps(make, None, x)
+            treated = [gradients_of_steps(make, engine, x) for engine in engines]
+            results[name] = {
+                "plain": plain,
+                "equal": [equal(each, plain) for each in treated],
+                "reports": [engine.report().metrics() for engine in engines],
+                "lent": [engine.host_pool.num_bytes_lent for engine in engines],
+            }
+        torch.save(results, folder / f"{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each process found, by wrapper."""
+    folder = tmp_path_factory.mktemp("processes")
+    torch.multiprocessing.spawn(train_on_a_rank, (folder,), nprocs=NUM_PROCESSES)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(NUM_PROCESSES)]
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_policy_of_all_treatments_changes_no_gradient(results: list[dict[str, Any]], name: str) -> None:
+    first, second = (result[name] for result in results)
+    assert equal(first["plain"], second["plain"])
+    assert any(gradient.any() for gradient in first["plain"])
+    for found in (first, second):
+        assert found["equal"] == [True, True]
+        assert found["lent"] == [0, 0]
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_policy_is_what_the_processes_did(results: list[dict[str, Any]], name: str) -> None:
+    passes = 2 * NUM_MICRO_BATCHES
+    for report in (report for result in results for report in result[name]["reports"]):
+        assert (report["blocks_run"], report["blocks_recomputed"]) == (5 * passes, 4 * passes)
+        assert report["attention_saved"] == 2 * passes
+        assert report["attention_bytes_parked"] > 0
+        assert report["tensors_parked"] > report["tensors_left_host_full"] == 0
