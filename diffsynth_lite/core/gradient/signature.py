@@ -35,7 +35,7 @@ def block_signature(module: nn.Module, tensors: Sequence[Tensor], template: Any)
     autocast = tuple(
         (device, torch.get_autocast_dtype(device))
         for device in sorted(devices)
-        if torch.is_autocast_enabled(device)
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     )
     return arguments, inputs, autocast, tuple(parts)
 
