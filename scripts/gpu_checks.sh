@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a CUDA device, in one go: the tests marked gpu, then the benchmark of the step time.
+# Everything that needs a CUDA device, in one go: the tests marked gpu, then the benchmarks.
 # Runs in the environment of PYTHON (default: python), which needs torch with CUDA.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,3 +13,5 @@ for checkpointing in true false; do
     echo "== step time, train.use_gradient_checkpointing=$checkpointing"
     "$PYTHON" scripts/benchmark_step_time.py "train.use_gradient_checkpointing=$checkpointing"
 done
+"$PYTHON" scripts/bench_checkpointing.py
+"$PYTHON" scripts/bench_offload.py
