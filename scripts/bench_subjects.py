@@ -229,9 +229,9 @@ class FusedAttention(TorchFunctionMode):
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output: Tensor = kernel(query, key, value, attn_mask=attn_mask)[0]
-    return output
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=attn_mask)[
+        0
+    ]
 
 
 def _cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
@@ -275,12 +275,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def size_of(arguments: argparse.Namespace) -> Size:
     """The size that the options ask for."""
     kind = KINDS[arguments.model]
-    asked = {
-        "num_heads": arguments.heads,
-        "height": arguments.height,
-        "width": arguments.width,
-        "num_frames": arguments.frames,
-    }
+    asked = {"num_heads": arguments.heads, "num_frames": arguments.frames}
+    asked |= {"height": arguments.height, "width": arguments.width}
     size = kind.small if arguments.device == "cpu" else kind.full
     return replace(size, **{name: value for name, value in asked.items() if value is not None})
 
