@@ -77,7 +77,7 @@ def find_dead_calls(run: Callable[[], Any], devices: Iterable[torch.device]) -> 
         devices: of the block's tensors.
     """
     trace = _Trace()
-    accelerators = [device for device in set(devices) if device.type != "cpu"]
+    accelerators = [device for device in set(devices) if device.type not in ("cpu", "meta")]
     fork = torch.random.fork_rng(
         [device.index for device in accelerators],
         device_type=accelerators[0].type if accelerators else "cuda",

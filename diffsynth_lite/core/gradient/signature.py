@@ -32,7 +32,7 @@ def call_signature(tensors: Sequence[Tensor], template: Any) -> Hashable | None:
     autocast = tuple(
         (device, torch.get_autocast_dtype(device))
         for device in sorted(devices)
-        if torch.is_autocast_enabled(device)
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     )
     return arguments, inputs, autocast
 

@@ -1,0 +1,273 @@
+"""How the gradient benchmarks measure a training step: its memory, exactly, and its time."""
+
+import statistics
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from bench_subjects import Subject
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from diffsynth_lite.core.gradient import BlockPolicy, GradientEngine, block_runner, gradient_engine
+from diffsynth_lite.core.gradient.backends import PlainBackend
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What a training step occupies beside the weights and inputs that were there before.
+
+    Attributes:
+        after_forward: bytes on the device between forward and backward.
+        peak: most bytes on the device in the whole step, gradients included.
+        host: bytes in host memory between forward and backward.
+    """
+
+    after_forward: int
+    peak: int
+    host: int
+
+
+class LiveBytes:
+    """Bytes of tensor storages, each counted once and as long as it is alive.
+
+    Attributes:
+        num_bytes: now.
+        peak_bytes: most since it was last set.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = self.peak_bytes = 0
+        self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def add(self, tensor: Tensor, *, is_counted: bool = True) -> None:
+        """Count the storage of ``tensor`` from now on, unless it is known; or know it as not counted."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            return
+        size = storage.nbytes() if is_counted else 0
+        self._storages[key] = weakref.ref(storage, lambda _: self._forget(key)), size
+        self._grow(size)
+
+    def ignore(self, tensor: Tensor) -> None:
+        """Count the storage of ``tensor`` no longer."""
+        self._forget(tensor.untyped_storage()._cdata)
+        self.add(tensor, is_counted=False)
+
+    def _forget(self, key: int) -> None:
+        _, size = self._storages.pop(key, (None, 0))
+        self._grow(-size)
+
+    def _grow(self, size: int) -> None:
+        self.num_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+
+class Meter(Protocol):
+    """Measures the memory of a device while it is entered."""
+
+    num_bytes: int
+    peak_bytes: int
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exception: Any) -> Any: ...
+
+    def start(self) -> None:
+        """Begin to measure: what is there now does not count."""
+
+    def ignore(self, tensor: Tensor) -> None:
+        """From now on ``tensor`` stands for host memory."""
+
+
+def meter_for(device: torch.device) -> Meter:
+    """Torch's own count on CUDA; elsewhere every storage is counted."""
+    return CudaMeter() if device.type == "cuda" else CountingMeter()
+
+
+class CudaMeter:
+    """Memory of the current CUDA device, as torch's allocator counts it."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exception: Any) -> None: ...
+
+    def start(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        self._before = torch.cuda.memory_allocated()
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.cuda.memory_allocated() - self._before
+
+    @property
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated() - self._before
+
+    def ignore(self, tensor: Tensor) -> None: ...
+
+
+class CountingMeter(TorchDispatchMode):
+    """Memory of the storages that operators return. What kernels use inside of themselves is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live, self._before = LiveBytes(), 0
+
+    def start(self) -> None:
+        self._before = self._live.peak_bytes = self._live.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self._live.num_bytes - self._before
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._live.peak_bytes - self._before
+
+    def ignore(self, tensor: Tensor) -> None:
+        self._live.ignore(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in _tensors((args, kwargs)):
+            self._live.add(tensor, is_counted=False)  # from outside
+        value = func(*args, **(kwargs or {}))
+        for tensor in _tensors(value):
+            self._live.add(tensor)
+        return value
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class Method(Protocol):
+    """A way to run the blocks of a model."""
+
+    name: str
+
+    def loss(self, subject: Subject) -> Tensor:
+        """The forward pass of ``subject``."""
+
+    def host_bytes(self) -> int:
+        """Bytes that the last forward pass put into host memory."""
+
+
+class EngineMethod:
+    """The blocks through an engine of their own.
+
+    Args:
+        name: of the row.
+        policy: what happens to the blocks, or a function of their number that says it.
+        subject: on whose device the engine works.
+        meter: which must not count the host memory.
+        skip_dead_ops: as in ``GradientEngine``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        policy: BlockPolicy | Callable[[int], BlockPolicy],
+        subject: Subject,
+        meter: Meter,
+        *,
+        skip_dead_ops: bool = True,
+    ) -> None:
+        self.name, self._policy = name, policy
+        device = subject.device
+        self.engine = GradientEngine(
+            # Nothing is allocated on meta, so that no memory of this machine limits it.
+            host_bytes=sys.maxsize if device.type == "meta" else None,
+            backend=None if device.type == "cuda" else HostBackend(device, meter),
+            skip_dead_ops=skip_dead_ops,
+        )
+
+    def loss(self, subject: Subject) -> Tensor:
+        policy = self._policy if isinstance(self._policy, BlockPolicy) else self._policy(subject.num_blocks)
+        with gradient_engine(self.engine):
+            return subject.loss(block_runner(subject.num_blocks, True, True, policy=policy))
+
+    def host_bytes(self) -> int:
+        return self.engine.host_pool.num_bytes_lent
+
+
+class HostBackend(PlainBackend):
+    """Plain copies into memory that stands for the host's: on ``device`` itself, but not counted there."""
+
+    def __init__(self, device: torch.device, meter: Meter) -> None:
+        self._device, self._meter = device, meter
+
+    def allocate_host(self, num_bytes: int) -> Tensor:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._meter.ignore(buffer)
+        return buffer
+
+
+def measure_memory(subject: Subject, method: Method, meter: Meter) -> Memory:
+    """The memory of a method's second training step; in the first an engine learns what blocks share."""
+    with meter:
+        take_step(subject, method)
+        meter.start()
+        loss = method.loss(subject)
+        after_forward, host = meter.num_bytes, method.host_bytes()
+        subject.backward(loss)
+        del loss
+        peak = meter.peak_bytes
+    subject.model.zero_grad(set_to_none=True)
+    return Memory(after_forward=after_forward, peak=peak, host=host)
+
+
+def measure_times(
+    subject: Subject, methods: Sequence[Method], *, num_warmup: int, num_rounds: int
+) -> dict[str, float]:
+    """Median seconds of a training step by method. They take turns, so that noise hits all of them."""
+    times: dict[str, list[float]] = {method.name: [] for method in methods}
+    for _ in range(num_warmup + num_rounds):
+        for method in methods:
+            times[method.name].append(seconds_of(lambda method=method: take_step(subject, method)))
+    return {name: statistics.median(seconds[num_warmup:]) for name, seconds in times.items()}
+
+
+def take_step(subject: Subject, method: Method) -> None:
+    """Forward and backward; the gradients are dropped."""
+    subject.backward(method.loss(subject))
+    subject.model.zero_grad(set_to_none=True)
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Seconds of one call, with the device idle before and after."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    started_at = time.perf_counter()
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started_at
+
+
+def print_table(title: str, rows: Sequence[Mapping[str, str]]) -> None:
+    """Print rows of cells by column, as a table that markdown reads too."""
+    console = Console(width=200, highlight=False)
+    console.print(title)
+    table = Table(box=MARKDOWN)
+    for index, column in enumerate(rows[0]):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row.values())
+    console.print(table)
+
+
+def mebibytes(num_bytes: float) -> str:
+    """``num_bytes`` in MiB, with one decimal."""
+    return f"{num_bytes / 2**20:,.1f}"

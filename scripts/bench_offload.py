@@ -1,0 +1,245 @@
+"""What parking the inputs of blocks saves and costs, beside plain checkpointing and torch's save_on_cpu.
+
+Memory is measured between forward and backward for two or more numbers of blocks: with parking that on the
+device does not grow. Time is measured in turns; the stall is what a block takes longer than with plain
+checkpointing. On CUDA torch's profiler shows how much of the copying ran beside kernels. On cpu and meta
+every tensor is counted by its size, and the host copies apart; meta computes nothing and has no times.
+"""
+
+import argparse
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from bench_meters import (
+    EngineMethod,
+    LiveBytes,
+    Memory,
+    Meter,
+    Method,
+    measure_memory,
+    measure_times,
+    mebibytes,
+    meter_for,
+    print_table,
+    take_step,
+)
+from bench_subjects import Subject, add_arguments, build_subject, size_of
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+from diffsynth_lite.core.gradient import PARK, RECOMPUTE, BlockPolicy
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Span = tuple[float, float]
+
+REFERENCE = "checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What was measured of one row.
+
+    Attributes:
+        memory: of a step, by the number of blocks.
+        seconds: of a step with the most blocks; None if it was not timed.
+        overlap: share of the time of copies between host and device in which a kernel ran; None if it was
+            not measured.
+    """
+
+    memory: dict[int, Memory]
+    seconds: float | None = None
+    overlap: float | None = None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure all rows and print the table."""
+    options = parse_arguments(arguments)
+    size = size_of(options)
+    counts = sorted(options.num_blocks or [size.num_blocks // 2, size.num_blocks])
+    subject = build_subject(options, replace(size, num_blocks=counts[-1]))
+    figures = measure(subject, counts, num_warmup=options.warmup, num_rounds=options.rounds)
+    print_table(
+        f"{options.model} on {options.device}, {replace(size, num_blocks=counts[-1])}\n"
+        "Memory in MiB; under a number of blocks: on the device between forward and backward.",
+        cells(figures),
+    )
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add_arguments(parser)
+    parser.add_argument(
+        "--num-blocks", type=int, nargs="+", help="default: half of those of the model and all, on cpu 4 8"
+    )
+    options = parser.parse_args(arguments)
+    if options.num_blocks is not None and len(set(options.num_blocks)) < 2:
+        parser.error(f"--num-blocks {options.num_blocks}: two different numbers are needed")
+    return options
+
+
+def measure(
+    subject: Subject, counts: Sequence[int], *, num_warmup: int, num_rounds: int
+) -> dict[str, Figures]:
+    """The figures of every row, by its name.
+
+    Args:
+        subject: with as many blocks as the last of ``counts``.
+        counts: numbers of blocks, ascending.
+        num_warmup: steps before the measured ones.
+        num_rounds: steps that are timed, of each row.
+    """
+    meter = meter_for(subject.device)
+    methods = rows(subject, meter)
+    memories: dict[str, dict[int, Memory]] = {method.name: {} for method in methods}
+    for count in counts:
+        subject.use_blocks(count)
+        for method in methods:
+            memories[method.name][count] = measure_memory(subject, method, meter)
+    figures = {name: Figures(memory=memory) for name, memory in memories.items()}
+    if subject.device.type == "meta":
+        return figures
+    times = measure_times(subject, methods, num_warmup=num_warmup, num_rounds=num_rounds)
+    return {
+        method.name: replace(
+            figures[method.name],
+            seconds=times[method.name],
+            overlap=measure_overlap(subject, method) if subject.device.type == "cuda" else None,
+        )
+        for method in methods
+    }
+
+
+def rows(subject: Subject, meter: Meter) -> list[Method]:
+    """The ways to run the blocks that are compared."""
+    return [
+        EngineMethod(REFERENCE, BlockPolicy(selected=RECOMPUTE), subject, meter),
+        EngineMethod("park", BlockPolicy(selected=PARK), subject, meter),
+        SaveOnCpuMethod("save_on_cpu, keywords", as_keywords, meter),
+        SaveOnCpuMethod("save_on_cpu, positions", as_positions, meter),
+    ]
+
+
+class SaveOnCpuMethod:
+    """Torch's ``save_on_cpu`` around its ``checkpoint``, for every block.
+
+    Args:
+        name: of the row.
+        arrange: how a block is called: its arguments in other places.
+        meter: which must not count the host memory.
+    """
+
+    def __init__(
+        self, name: str, arrange: Callable[[torch.nn.Module, Arguments], Arguments], meter: Meter
+    ) -> None:
+        self.name, self._arrange, self._meter = name, arrange, meter
+        self._host = LiveBytes()
+
+    def loss(self, subject: Subject) -> Tensor:
+        torch_hooks = save_on_cpu(pin_memory=True)
+
+        def pack(tensor: Tensor) -> Any:
+            # On meta the copy must be there too; elsewhere torch decides where it is.
+            with torch.device("meta" if tensor.device.type == "meta" else "cpu"):
+                device, packed = torch_hooks.pack_hook(tensor)
+            self._host.add(packed)
+            self._meter.ignore(packed)
+            return device, packed
+
+        def run(_index: int, block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self._arrange(block, (args, kwargs))
+            with saved_tensors_hooks(pack, torch_hooks.unpack_hook):
+                return checkpoint(block, *args, use_reentrant=False, **kwargs)
+
+        return subject.loss(run)
+
+    def host_bytes(self) -> int:
+        return self._host.num_bytes
+
+
+def as_keywords(block: torch.nn.Module, call: Arguments) -> Arguments:
+    """The call with every argument by its name."""
+    args, kwargs = call
+    return (), inspect.signature(block.forward).bind(*args, **kwargs).arguments
+
+
+def as_positions(block: torch.nn.Module, call: Arguments) -> Arguments:
+    """The call with every argument in its position."""
+    args, kwargs = call
+    bound = inspect.signature(block.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return tuple(bound.arguments.values()), {}
+
+
+def measure_overlap(subject: Subject, method: Method) -> float | None:
+    """Share of the time of copies between host and device in which a kernel ran; None without copies."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        take_step(subject, method)
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    copies = [event for event in events if "DtoH" in event.name or "HtoD" in event.name]
+    kernels = [event for event in events if not event.name.startswith(("Memcpy", "Memset"))]
+    return covered_ratio(
+        [(event.time_range.start, event.time_range.end) for event in copies],
+        [(event.time_range.start, event.time_range.end) for event in kernels],
+    )
+
+
+def covered_ratio(spans: Sequence[Span], covers: Sequence[Span]) -> float | None:
+    """Share of the length of ``spans`` that lies in ``covers``; None if there is no length.
+
+    Args:
+        spans: (start, end) of each.
+        covers: (start, end) of each; they may overlap each other.
+    """
+    total = sum(end - start for start, end in spans)
+    if not total:
+        return None
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(covers):
+        start, reached = max(start, reached), max(end, reached)
+        covered += sum(max(0.0, min(end, last) - max(start, first)) for first, last in spans)
+    return covered / total
+
+
+def cells(figures: dict[str, Figures]) -> list[dict[str, str]]:
+    """The table: memory in MiB, times in ms where they were measured."""
+    reference = figures[REFERENCE].seconds
+    return [
+        {"blocks run by": name, **_memory_cells(row.memory), **_time_cells(row, reference)}
+        for name, row in figures.items()
+    ]
+
+
+def _memory_cells(memory: dict[int, Memory]) -> dict[str, str]:
+    (few, least), *_, (many, most) = memory.items()
+    after_forward = {f"{count} blocks": mebibytes(figures.after_forward) for count, figures in memory.items()}
+    return after_forward | {
+        "a block more": mebibytes((most.after_forward - least.after_forward) / (many - few)),
+        "peak": mebibytes(most.peak),
+        "in host memory": mebibytes(most.host),
+    }
+
+
+def _time_cells(row: Figures, reference: float | None) -> dict[str, str]:
+    if row.seconds is None or reference is None:
+        return {}
+    stall = (row.seconds - reference) / max(row.memory)
+    return {
+        "ms a step": f"{row.seconds * 1000:.1f}",
+        "time": f"{row.seconds / reference:.3f}",
+        "stall, ms a block": f"{stall * 1000:.2f}",
+        "copies beside kernels": "-" if row.overlap is None else f"{row.overlap:.1%}",
+    }
+
+
+if __name__ == "__main__":
+    main()

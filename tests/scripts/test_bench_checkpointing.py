@@ -1,0 +1,113 @@
+"""The checkpointing benchmark tells rows apart as arithmetic says, on real blocks of three models."""
+
+import bench_checkpointing
+import pytest
+from bench_checkpointing import Figures, measure, parse_arguments, rows
+from bench_meters import meter_for
+from bench_subjects import Size, build_subject
+
+BLOCKS = 8
+SMALL = {
+    "ltx": Size(num_blocks=BLOCKS, num_heads=1, height=256, width=512, num_frames=9),
+    "wan": Size(num_blocks=BLOCKS, num_heads=1, height=128, width=128, num_frames=5),
+    "qwen": Size(num_blocks=BLOCKS, num_heads=1, height=256, width=256, num_frames=1),
+}
+HIDDEN_BYTES = {
+    "ltx": 2 * 8 * 16 * 64 * 4,  # tokens x width x 4 bytes
+    "wan": 2 * 8 * 8 * 128 * 4,
+    "qwen": (16 * 16 + 512) * 128 * 4,  # picture and text
+}
+ATTENTION_BYTES = {
+    # Output, and a number for each head and token; a block of LTX and Wan has attention twice.
+    "ltx": 2 * 256 * (64 + 1) * 4,
+    "wan": 2 * 128 * (128 + 1) * 4,
+    "qwen": (256 + 512) * (128 + 1) * 4,
+}
+
+
+def figures(
+    model: str, *options: str, device: str = "cpu", only: tuple[str, ...] | None = None
+) -> dict[str, Figures]:
+    arguments = ["--model", model, "--device", device, "--dtype", "float32", *options]
+    subject = build_subject(parse_arguments(arguments), SMALL[model])
+    meter = meter_for(subject.device)
+    methods = [method for method in rows(subject, meter) if only is None or method.name in only]
+    return measure(subject, methods, meter, num_warmup=0, num_rounds=1)
+
+
+@pytest.fixture(scope="module")
+def ltx() -> dict[str, Figures]:
+    return figures("ltx", "--train", "lora", "--rank", "2")
+
+
+def test_every_row_keeps_between_forward_and_backward_what_its_policy_says(ltx: dict[str, Figures]) -> None:
+    block = {name: row.block_bytes for name, row in ltx.items()}
+    hidden, attention = HIDDEN_BYTES["ltx"], ATTENTION_BYTES["ltx"]
+    assert block["none"] > 5 * hidden
+    assert block["every block"] == block["every block, dead ops run"] == hidden
+    assert block["every 2nd"] == block["first half"] == (block["none"] + hidden) / 2
+    assert block["every 4th"] == (3 * block["none"] + hidden) / 4
+    assert block["every block, save attention"] == hidden + attention
+    assert block["every block, park attention"] == hidden
+    assert block["park every block"] == block["park every block and attention"] == 0
+    assert block["park every block, save attention"] == attention
+    assert block["park first half"] == block["none"] / 2
+
+
+def test_what_is_parked_is_in_host_memory_and_nothing_else(ltx: dict[str, Figures]) -> None:
+    host = {name: row.memory.host for name, row in ltx.items() if row.memory}
+    hidden, attention = HIDDEN_BYTES["ltx"], ATTENTION_BYTES["ltx"]
+    assert host["none"] == host["every block"] == host["every block, save attention"] == 0
+    assert host["park every block"] == host["park every block, save attention"] == BLOCKS * hidden
+    assert host["park first half"] == BLOCKS // 2 * hidden
+    assert host["every block, park attention"] == BLOCKS * attention
+    assert host["park every block and attention"] == BLOCKS * (hidden + attention)
+
+
+def test_every_row_is_timed_on_a_cpu_and_the_peak_falls_with_what_is_kept(ltx: dict[str, Figures]) -> None:
+    assert all(row.seconds for row in ltx.values())
+    peak = {name: row.memory.peak for name, row in ltx.items() if row.memory}
+    assert peak["none"] > peak["every 4th"] > peak["every 2nd"] >= peak["first half"] > peak["every block"]
+    assert peak["every block"] >= peak["park every block"]
+
+
+@pytest.mark.parametrize("model", ["wan", "qwen"])
+def test_other_models_keep_their_inputs_and_attention_outputs(model: str) -> None:
+    names = ("every block", "every block, save attention", "park every block and attention")
+    recompute, save, park = figures(model, "--train", "lora", only=names).values()
+    hidden, attention = HIDDEN_BYTES[model], ATTENTION_BYTES[model]
+    assert (recompute.block_bytes, save.block_bytes, park.block_bytes) == (hidden, hidden + attention, 0)
+    assert park.memory is not None
+    assert park.memory.host == BLOCKS * (hidden + attention)
+
+
+def test_what_is_counted_on_meta_is_what_a_cpu_keeps() -> None:
+    # Where attention is parked, its small part stays on meta: only a CPU has no least size.
+    names = ("none", "park every block", "every block, save attention")
+    on_cpu, on_meta = (figures("ltx", device=device, only=names) for device in ("cpu", "meta"))
+    assert set(on_meta) == set(names)
+    for name, row in on_meta.items():
+        assert (row.memory, row.block_bytes) == (on_cpu[name].memory, on_cpu[name].block_bytes), name
+        assert row.seconds is None
+
+
+def test_without_a_frozen_weight_there_is_no_row_of_dead_products() -> None:
+    subject = build_subject(parse_arguments(["--device", "cpu"]), SMALL["ltx"])
+    assert "every block, dead ops run" not in {row.name for row in rows(subject, meter_for(subject.device))}
+
+
+def test_the_script_prints_its_rows_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--num-blocks", "8", "--heads", "1", "--height", "64", "--width", "64", "--frames", "9"]
+    bench_checkpointing.main(["--device", "cpu", "--warmup", "0", "--rounds", "1", *sizes])
+    printed = capsys.readouterr().out
+    assert "num_heads=1, height=64, width=64, num_frames=9" in printed
+    header = next(line for line in printed.splitlines() if line.startswith("| recompute"))
+    columns = [column.strip() for column in header.strip("|").split("|")]
+    assert columns[:5] == ["recompute", "it/s", "time", "after forward", "a block more"]
+    assert "| park every block and attention" in printed
+
+
+def test_too_few_blocks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(["--num-blocks", "4"])
+    assert "at least 8 are needed" in capsys.readouterr().err
