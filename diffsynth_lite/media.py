@@ -1,8 +1,13 @@
 """This file holds what an encoder gets of one training item: decoded pictures, and the text with them."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from PIL.Image import Image
+
+RecordKind = Literal["image", "video", "edit", "image_to_video"]
+"""What an item of a data set is: a picture, a clip, pictures to edit with their target, a clip with its first
+or last frame."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

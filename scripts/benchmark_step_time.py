@@ -19,7 +19,7 @@ from peft import LoraConfig
 
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
-from diffsynth_lite.data import Batch, TensorCache
+from diffsynth_lite.data import Batch
 from diffsynth_lite.training.builder import build_optimizer, build_run, build_transformer
 from diffsynth_lite.training.caching import encode_run
 from diffsynth_lite.training.preflight import check_run
@@ -89,16 +89,14 @@ def trainer_step(arguments: argparse.Namespace, folder: Path) -> tuple[Subject, 
     overrides = [*arguments.overrides, f"data.cache_dir={folder / 'cache'}", "validation.prompts=[]"]
     config = load_config(arguments.config, overrides).config
     accelerator = Accelerator(mixed_precision=config.train.mixed_precision)
-    checked = check_run(config, num_processes=1)
-    cache = TensorCache(Path(config.data.cache_dir))
-    encoded = encode_run(config, checked, cache, accelerator.device, quarantine=lambda *_: None)
+    checked = check_run(config, accelerator)
+    encoded = encode_run(config, checked, accelerator)
     first, second = (
         build_run(
             config,
             checked,
             encoded,
             accelerator=accelerator,
-            cache=cache,
             transformer=(transformer := build_transformer(config, checked, accelerator.device)),
             optimizer=build_optimizer(config, transformer),
             start_step=0,

@@ -17,11 +17,21 @@ def test_relative_links_lead_to_files(document: Path) -> None:
 
 
 def test_the_readme_has_links_to_check() -> None:
-    assert "docs/images/quickstart.png" in LINK.findall((REPOSITORY / "README.md").read_text())
+    links = LINK.findall((REPOSITORY / "README.md").read_text())
+    assert {"docs/images/quickstart.png", "docs/images/video_quickstart.png"} <= set(links)
 
 
-def test_the_quickstart_names_files_that_the_scripts_write() -> None:
-    script = (REPOSITORY / "scripts" / "quickstart.sh").read_text()
-    score = (REPOSITORY / "examples" / "quickstart" / "score.py").read_text()
-    assert "$run/score/grid.png" in script
-    assert '"grid.png"' in score
+@pytest.mark.parametrize(
+    ("script", "score"), [("quickstart.sh", "score.py"), ("video_quickstart.sh", "score_clips.py")]
+)
+def test_a_quickstart_names_files_that_its_scripts_write(script: str, score: str) -> None:
+    text = (REPOSITORY / "scripts" / script).read_text()
+    assert f"$example/{score}" in text
+    assert "$run/score/grid.png" in text
+    assert '"grid.png"' in (REPOSITORY / "examples" / "quickstart" / score).read_text()
+
+
+def test_the_readme_names_scripts_that_are_there() -> None:
+    named = re.findall(r"bash (scripts/\S+\.sh)", (REPOSITORY / "README.md").read_text())
+    assert "scripts/video_quickstart.sh" in named
+    assert [name for name in named if not (REPOSITORY / name).is_file()] == []

@@ -3,5 +3,15 @@
 from diffsynth_lite.config.loader import LoadedConfig, dump_config, load_config
 from diffsynth_lite.config.lookup import find_config_file
 from diffsynth_lite.config.schema import Config
+from diffsynth_lite.config.sections.data import DataSettings
+from diffsynth_lite.config.sections.source import SourceSettings
 
-__all__ = ["Config", "LoadedConfig", "dump_config", "find_config_file", "load_config"]
+__all__ = [
+    "Config",
+    "DataSettings",
+    "LoadedConfig",
+    "SourceSettings",
+    "dump_config",
+    "find_config_file",
+    "load_config",
+]

@@ -5,7 +5,7 @@ import yaml
 from diffsynth_lite.config.written import Block, Entry, Scalar, Written
 from diffsynth_lite.errors import UserError
 
-# A config nests three deep; a little more is let through so that the message can name the key.
+# A config nests five deep; a little more is let through so that the message can name the key.
 _DEEPEST = 8
 
 
@@ -77,7 +77,7 @@ def _written(node: yaml.Node) -> Written:
         return Scalar(node.value, quoted=node.style is not None)
     if isinstance(node, yaml.SequenceNode):
         return [_written(item) for item in node.value]
-    return Block(tuple(_entry(key, value) for key, value in node.value))
+    return Block(tuple(_entry(key, value) for key, value in node.value), node.start_mark.line + 1)
 
 
 def _entry(key: yaml.Node, value: yaml.Node) -> Entry:

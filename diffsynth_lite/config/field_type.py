@@ -1,7 +1,8 @@
 """The type of one setting: what its annotation allows, in words for messages and for the documentation."""
 
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType
 from typing import Annotated, Literal, Protocol, get_args, get_origin, get_type_hints
 
@@ -54,9 +55,51 @@ class NotEmpty:
         return "not empty"
 
 
+@dataclass(frozen=True)
+class NoEmptyEntry:
+    """A list in which no text is empty; the list itself may be."""
+
+    def allows(self, value: object) -> bool:
+        assert isinstance(value, list)
+        return all(text.strip() for text in value)
+
+    def __str__(self) -> str:
+        return "none of them empty"
+
+
+@dataclass(frozen=True)
+class Distinct:
+    """A list in which nothing stands twice."""
+
+    def allows(self, value: object) -> bool:
+        assert isinstance(value, list)
+        return len(set(value)) == len(value)
+
+    def __str__(self) -> str:
+        return "each once"
+
+
+@dataclass(frozen=True)
+class Form:
+    """Texts, alone or in a list, that are as a pattern says as a whole; ``words`` describe it."""
+
+    pattern: str
+    words: str
+
+    def allows(self, value: object) -> bool:
+        texts = value if isinstance(value, list) else [value]
+        return all(re.fullmatch(self.pattern, str(text)) for text in texts)
+
+    def __str__(self) -> str:
+        return self.words
+
+
 @dataclass(frozen=True, kw_only=True)
 class FieldType:
-    """What a setting may be: ``base``, one of ``choices``, a list of these, or nothing, within ``rules``."""
+    """What a setting may be: ``base``, one of ``choices``, a list of these, or nothing, within ``rules``.
+
+    A base that is a class of settings makes a list of sections.
+    """
 
     base: type
     choices: tuple[str, ...]
@@ -79,9 +122,14 @@ class FieldType:
             (hint,) = get_args(hint)
         choices = get_args(hint) if get_origin(hint) is Literal else ()
         base = str if choices else hint
-        assert base in _WORDS, f"a setting cannot be annotated {hint}"
         assert isinstance(base, type)
+        assert base in _WORDS or (is_dataclass(base) and is_list), f"a setting cannot be annotated {hint}"
         return cls(base=base, choices=choices, is_list=is_list, optional=optional, rules=rules)
+
+    @property
+    def is_list_of_sections(self) -> bool:
+        """Whether its value is a list of sections, each with settings of its own."""
+        return is_dataclass(self.base)
 
     def objection(self, value: object) -> str | None:
         """What a value of the right type still does wrong, as "must ..."; None when it will do."""
@@ -92,13 +140,18 @@ class FieldType:
         return None if all(rule.allows(value) for rule in self.rules) else f"must be {self}"
 
     def __str__(self) -> str:
-        words = _WORDS[self.base]
-        if self.choices:
-            words = f"one of {', '.join(self.choices)}"
-        if self.is_list:
-            example = "[a, b]" if self.base is str else "[1, 2]"
-            words = f"a list of {', '.join(self.choices) or _LISTED_WORDS[self.base]}, written {example}"
+        words = self._listed_words() if self.is_list else self._words()
         return ", ".join([words, *map(str, self.rules), *(["or null"] if self.optional else [])])
+
+    def _words(self) -> str:
+        return f"one of {', '.join(self.choices)}" if self.choices else _WORDS[self.base]
+
+    def _listed_words(self) -> str:
+        if is_dataclass(self.base):
+            key = fields(self.base)[0].name
+            return f"a list of sections, written [{{{key}: a}}, {{{key}: b}}]"
+        example = "[a, b]" if self.base is str else "[1, 2]"
+        return f"a list of {', '.join(self.choices) or _LISTED_WORDS[self.base]}, written {example}"
 
 
 def field_types(settings: type) -> dict[str, FieldType]:

@@ -30,29 +30,31 @@ def check_reference(text: str) -> None:
         raise UserError(f"got '{text}'; a reference must be {forms}")
 
 
-def resolve(values: Mapping[str, Mapping[str, Any]], name: str) -> Written:
+def resolve(values: Mapping[str, Mapping[str, Any]], name: str, reference: str | list[str]) -> Written:
     """What the references in a setting come to, as if that had been typed in their place.
 
     Args:
         values: all settings, unresolved, by section and key.
-        name: the setting, as ``section.key``.
+        name: the setting, as ``section.key`` or ``section.key[0].key``.
+        reference: its value in ``values``.
 
     Raises:
-        UserError: a variable that is not set, a setting that does not exist or has no value, a circle. The
-            message does not show the value of a variable, which may be a secret.
+        UserError: a variable that is not set, a setting that does not exist, has no value or holds sections,
+            a circle. The message does not show the value of a variable, which may be a secret.
     """
     settings = OmegaConf.create(dict(values))
-    section, key = name.split(".")
     try:
         value = OmegaConf.select(settings, name)
         entries = list(value) if isinstance(value, ListConfig) else None
-        _refuse_null_in_text(settings, values[section][key])
+        _refuse_null_in_text(settings, reference)
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0].rpartition("interpolation: ")[2].strip('"')
         raise UserError(
             f"{reason}; set what is referred to, or write the value here "
             "(an environment variable can have a default: ${oc.env:NAME,default})"
         ) from None
+    if any(isinstance(entry, DictConfig) for entry in entries or []):
+        raise UserError("stands for a list of sections; refer to a setting with a value of its own")
     if has_reference(value if entries is None else entries):
         raise UserError(
             "the value it stands for has a '${' of its own, which cannot be told from a reference"

@@ -1,13 +1,14 @@
 """Loads a config: yaml file, command line and defaults become one checked object."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from diffsynth_lite.config.assignment import Where, assign_block, without_repeats
 from diffsynth_lite.config.document import YamlError, read_yaml
 from diffsynth_lite.config.draft import Draft
 from diffsynth_lite.config.lookup import find_config_file
@@ -121,12 +122,16 @@ def _assign_file(draft: Draft, text: str, path: Path) -> None:
         raise UserError(
             f"{path}:1: must be sections with settings, such as 'train:' and below it '  steps: 1000'"
         )
-    for section in _without_repeats(draft, root, path, prefix=""):
-        _assign_section(draft, section, path)
+
+    def where(line: int) -> str:
+        return f"{path}:{line}"
+
+    for section in without_repeats(draft, root, where, prefix=""):
+        _assign_section(draft, section, where)
 
 
-def _assign_section(draft: Draft, section: Entry, path: Path) -> None:
-    place = f"{path}:{section.line}"
+def _assign_section(draft: Draft, section: Entry, where: Where) -> None:
+    place = where(section.line)
     if section.key not in draft.types:
         draft.report(f"{place} {section.key}", unknown_section(section.key, draft.types))
         return
@@ -137,17 +142,4 @@ def _assign_section(draft: Draft, section: Entry, path: Path) -> None:
         message = "must hold 'key: value' lines, indented below it; is there a space after each colon?"
         draft.report(f"{place} {section.key}", f"got {shown(section.value)}; {message}")
         return
-    for entry in _without_repeats(draft, section.value, path, prefix=f"{section.key}."):
-        draft.assign(section.key, entry.key, entry.value, f"{path}:{entry.line} {section.key}.{entry.key}")
-
-
-def _without_repeats(draft: Draft, mapping: Block, path: Path, *, prefix: str) -> Iterator[Entry]:
-    """The entries of a mapping; a key that was there before is reported instead."""
-    lines: dict[str, int] = {}
-    for entry in mapping.entries:
-        if entry.key in lines:
-            message = f"is there already, on line {lines[entry.key]}; keep one of them"
-            draft.report(f"{path}:{entry.line} {prefix}{entry.key}", message)
-            continue
-        lines[entry.key] = entry.line
-        yield entry
+    assign_block(draft, section.key, section.value, where)

@@ -1,5 +1,6 @@
 """Reads ``section.key=value`` from the command line."""
 
+from diffsynth_lite.config.assignment import assign_setting
 from diffsynth_lite.config.document import read_yaml
 from diffsynth_lite.config.draft import Draft
 from diffsynth_lite.config.spelling import unknown_section
@@ -23,13 +24,13 @@ def assign_override(draft: Draft, text: str) -> None:
     elif not equals:
         draft.report(place, f"has no value; {_FORM}")
     else:
-        field_type = draft.types[section].get(key)
+        field_type = draft.type_of(section, key)
         try:
             written = _written(value, is_list=field_type is not None and field_type.is_list)
         except UserError as error:
             draft.report(place, f"{error}; write a list as '[a, b]'")
             return
-        draft.assign(section, key, written, place)
+        assign_setting(draft, section, key, written, place=place, where=lambda _line: place)
 
 
 def _written(value: str, *, is_list: bool) -> Written:

@@ -22,7 +22,8 @@ is an error. `model`, `data` and `output` have settings that a file must give, e
 [`configs/qwen_lora.yaml`](../configs/qwen_lora.yaml) is a commented file to start from.
 
 - **Where a value comes from.** A command-line flag wins over `section.key=value` on the command line, that
-  over the file, and that over the default. A list is overridden as `'validation.prompts=[a cat, a dog]'`.
+  over the file, and that over the default. A list is overridden as a whole, as in
+  `'validation.prompts=[a cat, a dog]'` or `'data.sources=[{path: photos}, {path: drawings, repeats: 2}]'`.
 - **Which file.** `--config NAME` takes a path; a bare file name is looked for in the working folder, then in
   the recipes that come with the package.
 - **Paths** are relative to the working folder.
@@ -44,9 +45,13 @@ def render_reference() -> str:
 
 def descriptions(settings: type[Settings]) -> dict[str, str]:
     """The text under each setting of a section, on one line."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(settings))).body
-    assert isinstance(definition, ast.ClassDef)
-    return dict(_described(definition.body))
+    texts: dict[str, str] = {}
+    for cls in reversed(settings.__mro__):
+        if issubclass(cls, Settings):
+            (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+            assert isinstance(definition, ast.ClassDef)
+            texts |= _described(definition.body)
+    return texts
 
 
 def _described(statements: list[ast.stmt]) -> Iterator[tuple[str, str]]:
@@ -56,11 +61,20 @@ def _described(statements: list[ast.stmt]) -> Iterator[tuple[str, str]]:
                 yield name, " ".join(text.split())
 
 
-def _section(name: str, settings: type[Settings]) -> str:
+def _section(name: str, settings: type[Settings], *, level: int = 2) -> str:
+    """A table of the settings, and one below it for each list of sections, without which it need not repeat
+    what a section shares with the entries of its list.
+    """
     types, texts, defaults = field_types(settings), descriptions(settings), _defaults(settings)
-    rows = [f"| `{key}` | {types[key]} | {defaults[key]} | {texts[key]} |" for key in types]
-    heading = [f"## {name}", "", inspect.cleandoc(settings.__doc__ or ""), ""]
-    return "\n".join([*heading, "| setting | value | default | meaning |", "|---|---|---|---|", *rows, ""])
+    entries = {key: field_type.base for key, field_type in types.items() if field_type.is_list_of_sections}
+    shared = {key for entry in entries.values() if issubclass(settings, entry) for key in field_types(entry)}
+    rows = [
+        f"| `{key}` | {types[key]} | {defaults[key]} | {texts[key]} |" for key in types if key not in shared
+    ]
+    heading = [f"{'#' * level} {name}", "", inspect.cleandoc(settings.__doc__ or ""), ""]
+    tables = [_section(f"{name}.{key}", entry, level=level + 1) for key, entry in entries.items()]
+    table = ["| setting | value | default | meaning |", "|---|---|---|---|", *rows, ""]
+    return "\n".join([*heading, *table, *tables])
 
 
 def _defaults(settings: type[Settings]) -> dict[str, str]:

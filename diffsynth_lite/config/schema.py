@@ -24,8 +24,13 @@ _OFFLOAD_SETTINGS = (
     "memory.resident_blocks",
     "memory.prefetched_blocks",
 )
+_LOADER_SETTINGS = ("data.num_workers",)
 _CHECKPOINTING_SETTINGS = ("memory.skip_dead_ops",)
+_TAG_SETTINGS = ("data.tag_separator", "data.keep_tags")
+_SKIP_SETTINGS = ("data.max_bad_ratio",)
 _PREVIEW_SETTINGS = (
+    "validation.inputs",
+    "validation.num_frames",
     "validation.negative_prompt",
     "validation.num_inference_steps",
     "validation.guidance_scale",
@@ -69,11 +74,14 @@ class Config:
         parks = self.train.use_gradient_checkpointing_offload or self.memory.save_attention == "park"
         groups = [
             (parks, _OFFLOAD_SETTINGS, "while the offload is off"),
+            (self.data.cache, _LOADER_SETTINGS, "while data.cache is off: the main process encodes"),
             (
                 self.train.use_gradient_checkpointing,
                 _CHECKPOINTING_SETTINGS,
                 "while train.use_gradient_checkpointing is off",
             ),
+            (self.data.tag_shuffles > 0, _TAG_SETTINGS, "while data.tag_shuffles is 0"),
+            (self.data.on_bad_item == "skip", _SKIP_SETTINGS, "while data.on_bad_item is error"),
             (previews, _PREVIEW_SETTINGS, "without validation.prompts"),
             (loss, _LOSS_SETTINGS, "while validation.loss_items is 0"),
             (previews or loss, _VALIDATION_SETTINGS, "without validation.prompts and validation.loss_items"),
@@ -89,16 +97,16 @@ class Config:
     def _conflicts(self) -> Iterator[Problem]:
         if not self.train.use_gradient_checkpointing:
             yield from self._checkpointing_conflicts()
-        if _is_same_folder(self.validation.data, self.data.path):
-            message = (
-                "validation.data is data.path, so nothing is held out; name another folder, or remove it"
-            )
-            yield Problem(("validation.data", "data.path"), message)
-        if _is_same_folder(self.output.dir, self.data.path):
-            message = (
-                "output.dir is data.path; previews would mix with the training images, so name another folder"
-            )
-            yield Problem(("output.dir", "data.path"), message)
+        for key, source in self.data.sources_by_key.items():
+            yield from self._folder_conflicts(f"{key}.path", source.path)
+
+    def _folder_conflicts(self, key: str, folder: str | None) -> Iterator[Problem]:
+        if _is_same_folder(self.validation.data, folder):
+            message = f"validation.data is {key}, so nothing is held out; name another folder, or remove it"
+            yield Problem(("validation.data", key), message)
+        if _is_same_folder(self.output.dir, folder):
+            message = f"output.dir is {key}; previews would mix with the data, so name another folder"
+            yield Problem(("output.dir", key), message)
 
     def _checkpointing_conflicts(self) -> Iterator[Problem]:
         for key, off in (("policy", "all"), ("save_attention", "no")):
@@ -115,5 +123,5 @@ def section_types() -> dict[str, type[Settings]]:
     return get_type_hints(Config)
 
 
-def _is_same_folder(one: str | None, other: str) -> bool:
-    return one is not None and os.path.normpath(one) == os.path.normpath(other)
+def _is_same_folder(one: str | None, other: str | None) -> bool:
+    return one is not None and other is not None and os.path.normpath(one) == os.path.normpath(other)

@@ -1,7 +1,7 @@
 """The base of every section of the config: frozen settings that check themselves when they are made."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 
 from diffsynth_lite.config.field_type import field_types
 from diffsynth_lite.errors import UserError
@@ -47,7 +47,9 @@ class Settings:
 
     def is_default(self, key: str) -> bool:
         """Whether an optional setting has the value it has when nobody sets it."""
-        return any(field.name == key and field.default == getattr(self, key) for field in fields(self))
+        (field,) = (field for field in fields(self) if field.name == key)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        return bool(default == getattr(self, key))
 
     def _objections(self) -> Iterator[Problem]:
         for key, field_type in field_types(type(self)).items():

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 
 _PLANNED = frozenset(["memory.budget"])
+_RENAMED = {"image_column": "'media_column'", "caption_column": "'caption_columns', a list"}
 
 
 def unknown_section(name: str, sections: Mapping[str, Collection[str]]) -> str:
@@ -30,6 +31,11 @@ def unknown_key(section: str, key: str, sections: Mapping[str, Collection[str]])
     """A message for a key that its section does not have; see :func:`unknown_section`."""
     if f"{section}.{key}" in _PLANNED:
         return "planned, not available yet; remove it"
+    if section == "data" and key in _RENAMED:
+        return f"is now called {_RENAMED[key]}"
+    of_list = key.partition("[")[0]
+    if of_list != key and of_list in sections[section]:
+        return f"an entry cannot be set alone; set the whole list, as {section}.{of_list}=[...]"
     meant = get_close_matches(key, sections[section], n=1)
     homes = _homes(key, sections)
     if homes:

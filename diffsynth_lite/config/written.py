@@ -30,9 +30,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Block:
-    """A yaml mapping as written: in order, with keys that occur twice still there."""
+    """A yaml mapping as written: in order, with keys that occur twice still there; its line is that of the
+    first of them.
+    """
 
     entries: tuple[Entry, ...]
+    line: int
 
 
 Written: TypeAlias = "Scalar | Block | list[Written]"

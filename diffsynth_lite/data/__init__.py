@@ -1,24 +1,74 @@
-"""Records, images, the sample schedule and the cache."""
+"""Records, media, the plan of what is trained on, its encoding and the cache, and the sample schedule."""
 
-from diffsynth_lite.data.bad_items import without_bad_items
-from diffsynth_lite.data.batches import Batch, BatchStream
+from diffsynth_lite.data.bad_items import BadItemsError, OnBadItem, without_bad_items
+from diffsynth_lite.data.batches import Batch, BatchStream, EntryReader
+from diffsynth_lite.data.buckets import Bucket, BucketRule, kept_ratio
 from diffsynth_lite.data.cache import TensorCache
-from diffsynth_lite.data.encoding import EncodedItem, encode_captions, encode_images
-from diffsynth_lite.data.images import check_image
-from diffsynth_lite.data.records import Record, read_records
-from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule
+from diffsynth_lite.data.cache_contents import Pruned, Verified, prune, verify
+from diffsynth_lite.data.captions import tag_variants
+from diffsynth_lite.data.encoding import (
+    Encoder,
+    LiveTensors,
+    Planned,
+    Share,
+    encode_missing,
+    find_undecodable,
+)
+from diffsynth_lite.data.file_memory import FileMemory, FileState
+from diffsynth_lite.data.images import check_image, load_image
+from diffsynth_lite.data.items import ItemRow, ItemTable
+from diffsynth_lite.data.media_index import MediaFacts, MediaIndex
+from diffsynth_lite.data.pace import PassPace
+from diffsynth_lite.data.plan import Plan, PlanRules, plan_items, refuse_other_kinds
+from diffsynth_lite.data.planned import PlannedItem, PlannedPrompt
+from diffsynth_lite.data.records import Record, Source
+from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule, micro_batch_sizes
+from diffsynth_lite.data.sources import FoundRecords, find_records
+from diffsynth_lite.data.video import VideoFacts
 
 __all__ = [
+    "BadItemsError",
     "Batch",
     "BatchLayout",
     "BatchStream",
-    "EncodedItem",
+    "Bucket",
+    "BucketRule",
+    "Encoder",
+    "EntryReader",
+    "FileMemory",
+    "FileState",
+    "FoundRecords",
+    "ItemRow",
+    "ItemTable",
+    "LiveTensors",
+    "MediaFacts",
+    "MediaIndex",
+    "OnBadItem",
+    "PassPace",
+    "Plan",
+    "PlanRules",
+    "Planned",
+    "PlannedItem",
+    "PlannedPrompt",
+    "Pruned",
     "Record",
     "SampleSchedule",
+    "Share",
+    "Source",
     "TensorCache",
+    "Verified",
+    "VideoFacts",
     "check_image",
-    "encode_captions",
-    "encode_images",
-    "read_records",
+    "encode_missing",
+    "find_records",
+    "find_undecodable",
+    "kept_ratio",
+    "load_image",
+    "micro_batch_sizes",
+    "plan_items",
+    "prune",
+    "refuse_other_kinds",
+    "tag_variants",
+    "verify",
     "without_bad_items",
 ]

@@ -7,16 +7,19 @@ a micro-batch; latents have whatever further shape the encoder gave them.
 import dataclasses
 import logging
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from diffsynth_lite.core.randomness import normal, uniform
-from diffsynth_lite.data.cache import TensorCache
-from diffsynth_lite.data.encoding import EncodedItem
+from diffsynth_lite.data.buckets import Bucket
+from diffsynth_lite.data.items import ItemRow, ItemTable
+from diffsynth_lite.data.listing import listed
 from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule
 from diffsynth_lite.errors import RunStoppedError
 
@@ -29,42 +32,42 @@ KEPT_BYTES = 256 * 2**20
 """Entries that each reading process keeps in memory; reading a small one costs more than what is in it."""
 
 _SECONDS_AFTER_SIGTERM = 600
+_NOT_CONDITIONING = ("latents", "loss_mask")
 
 
-@dataclass(frozen=True)
-class Sample:
-    """What stands at one position of the sample stream."""
+class EntryReader(Protocol):
+    """Where the tensors of an item come from: the cache, or an encoder that makes them now."""
 
-    position: int
-    name: str
-    latents: Tensor
-    conditioning: dict[str, Tensor]
-    """What the caption encoder gave; lengths differ between samples."""
-
-    noise: Tensor
-    """Standard normal, float32, shaped like the latents."""
-
-    uniform: float
-    """Draw in [0, 1) that the timestep density turns into a noise level."""
+    def read(self, key: str) -> dict[str, Tensor] | None:
+        """Tensors of an entry on the CPU, or None where there is none that is whole."""
+        ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The samples of one forward pass, on the CPU."""
+    """The samples of one forward pass, on the CPU.
 
+    Attributes:
+        bucket: size and frames of all of them.
+        positions: number of each sample in the run, consecutive.
+        names: of the items, for messages.
+        latents: (B, ...), in the encoder's precision.
+        noise: (B, ...), float32.
+        uniform: (B,), float32, in [0, 1), which the timestep density turns into noise levels.
+        conditioning: B entries, left uncollated because their lengths differ; not to be changed in place.
+        loss_mask: (B, 1, ...) at the size of the latents, 1 counts and 0 does not; None where all counts.
+        step_samples: samples of this optimizer step, over all micro-steps and processes.
+    """
+
+    bucket: Bucket
     positions: list[int]
     names: list[str]
     latents: Tensor
-    """(B, ...), in the encoder's precision."""
-
     noise: Tensor
-    """(B, ...), float32."""
-
     uniform: Tensor
-    """(B,), float32, in [0, 1)."""
-
     conditioning: list[dict[str, Tensor]]
-    """B entries, left uncollated because their lengths differ; shared, so not to be changed in place."""
+    loss_mask: Tensor | None = None
+    step_samples: int
 
     def pin_memory(self) -> "Batch":
         """Copy in page-locked memory; `DataLoader` calls this."""
@@ -76,6 +79,7 @@ class Batch:
             conditioning=[
                 {name: tensor.pin_memory() for name, tensor in entry.items()} for entry in self.conditioning
             ],
+            loss_mask=None if self.loss_mask is None else self.loss_mask.pin_memory(),
         )
 
 
@@ -87,50 +91,35 @@ class BatchStream:
 
     Args:
         items: the data set, in the order that the schedule's indices mean.
-        cache: where the tensors of ``items`` are.
-        schedule: which item stands at which position.
+        entries: where the tensors of ``items`` are read.
+        schedule: which items make up each block.
+        layout: which blocks this process takes.
         seed: seed of the run.
-        global_batch_size: samples of an optimizer step, over all processes.
-        micro_batch_size: samples of one forward pass.
-        num_processes: processes of the run.
-        process_index: number of this process.
         num_workers: processes that read ahead; 0 reads in this one.
         start_step: optimizer step that the iteration starts with.
-
-    Raises:
-        UserError: the batch sizes do not fit together.
+        caption_dropout: part of the samples that are trained without their caption, in [0, 1]; above 0 all
+            items need an unconditional entry.
     """
 
     def __init__(
         self,
-        items: Sequence[EncodedItem],
-        cache: TensorCache,
+        items: ItemTable,
+        entries: EntryReader,
         schedule: SampleSchedule,
+        layout: BatchLayout,
         *,
         seed: int,
-        global_batch_size: int,
-        micro_batch_size: int,
-        num_processes: int,
-        process_index: int,
         num_workers: int,
         start_step: int,
+        caption_dropout: float = 0.0,
     ) -> None:
-        assert schedule.num_items == len(items)
-        self.layout = BatchLayout(
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            num_processes=num_processes,
-            process_index=process_index,
-        )
-        self._samples = _Samples(items, cache, schedule, seed)
+        self._items = items
+        self._schedule = schedule
+        self._layout = layout
+        self._micro_batches = _MicroBatches(entries, items.buckets, seed, caption_dropout)
         self._num_workers = num_workers
         self._start_step = start_step
-        if len(items) < global_batch_size:
-            logger.warning(
-                "global_batch_size %d is more than the %d items: a step sees some of them twice",
-                global_batch_size,
-                len(items),
-            )
+        self._warn_of_few_items()
 
     def __iter__(self) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each step, from the first step on, for ever.
@@ -138,15 +127,25 @@ class BatchStream:
         Raises:
             RunStoppedError: a cache entry has vanished or was damaged since the caching pass.
         """
-        batches = iter(self._loader())
-        while True:
-            yield [_or_raise(next(batches)) for _ in range(self.layout.num_micro_steps)]
+        requests = self._requests()
+        batches = iter(self._loader(requests))
+        try:
+            while True:
+                yield [_or_raise(next(batches)) for _ in range(self._layout.num_micro_steps)]
+        except (GeneratorExit, RunStoppedError):
+            # A worker that is told to end while its thread still hands a batch over aborts ("terminate called
+            # without an active exception", torch 2.13), which torch may raise as an error of this process.
+            requests.close()
+            for _ in batches:
+                pass
+            raise
 
-    def _loader(self) -> "DataLoader[Sample | RunStoppedError]":
+    def _loader(self, requests: "Iterator[_Request]") -> "DataLoader[Batch | RunStoppedError]":
         return DataLoader(
-            self._samples,
-            batch_sampler=self._micro_batches(),
-            collate_fn=_collate,
+            self._micro_batches,
+            batch_size=None,
+            # It runs in this process, so that workers need neither the table of the items nor the schedule.
+            sampler=requests,
             num_workers=self._num_workers,
             # Forked workers can deadlock on a lock that a thread of this process held, and know its CUDA.
             multiprocessing_context="spawn" if self._num_workers else None,
@@ -156,50 +155,112 @@ class BatchStream:
             generator=torch.Generator(),  # else the loader draws a number from torch's global generator
         )
 
-    def _micro_batches(self) -> Iterator[list[int]]:
-        step = self._start_step
+    def _requests(self) -> "Generator[_Request, None, None]":
+        layout, step = self._layout, self._start_step
         while True:
-            for micro_step in range(self.layout.num_micro_steps):
-                yield list(self.layout.micro_batch(step, micro_step))
+            # In order and once: the schedule keeps the cycle that it is in.
+            blocks = [self._schedule.block(index) for index in layout.blocks_of_step(step)]
+            step_samples = sum(block.size for block in blocks)
+            for block in blocks[layout.process_index :: layout.num_processes]:
+                rows = tuple(self._items.row(index) for index in self._schedule.items(block))
+                yield _Request(block.bucket, block.position, rows, step_samples)
             step += 1
 
+    def _warn_of_few_items(self) -> None:
+        per_step = self._layout.global_batch_size
+        if len(self._items) < per_step:
+            logger.warning(
+                "global_batch_size %d is more than the %d items: a step sees some of them twice",
+                per_step,
+                len(self._items),
+            )
+        counts = np.bincount(self._items.bucket_index, minlength=len(self._items.buckets)).tolist()
+        small = [
+            f"{bucket.name} ({count})"
+            for bucket, count, size in zip(self._items.buckets, counts, self._schedule.sizes, strict=True)
+            if 0 < count < size
+        ]
+        if small:
+            logger.warning("buckets with fewer items than a micro-batch repeat them: %s", listed(small))
 
-class _Samples(Dataset[Sample | RunStoppedError]):
-    """Position to sample; an error is returned, because torch adds the traceback to one raised here."""
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A micro-batch to be read: what a worker is sent."""
+
+    bucket: int
+    position: int
+    rows: tuple[ItemRow, ...]
+    step_samples: int
+
+
+class _MicroBatches(Dataset[Batch | RunStoppedError]):
+    """Request to batch; an error is returned, because torch adds the traceback to one raised here."""
 
     def __init__(
-        self, items: Sequence[EncodedItem], cache: TensorCache, schedule: SampleSchedule, seed: int
+        self,
+        entries: EntryReader,
+        buckets: tuple[Bucket, ...],
+        seed: int,
+        caption_dropout: float,
     ) -> None:
-        self._items = items
-        self._cache = cache
-        self._schedule = schedule
+        self._entries = entries
+        self._buckets = buckets
         self._seed = seed
+        self._caption_dropout = caption_dropout
         self._kept: dict[str, dict[str, Tensor]] = {}
         self._kept_bytes = 0
 
-    def __getitem__(self, position: int) -> Sample | RunStoppedError:
-        item = self._items[self._schedule.item(position)]
-        image, caption = self._read(item.latents_key), self._read(item.caption_key)
-        if image is None or caption is None:
-            return RunStoppedError(
-                f"{item.name}: its entry in the cache {self._cache.folder} is damaged or gone; "
-                "the same command encodes it again and continues"
-            )
-        latents = image["latents"]
-        return Sample(
-            position=position,
-            name=item.name,
+    def __getitem__(self, request: _Request) -> Batch | RunStoppedError:
+        media: list[dict[str, Tensor]] = []
+        captions: list[dict[str, Tensor]] = []
+        positions = list(range(request.position, request.position + len(request.rows)))
+        for position, row in zip(positions, request.rows, strict=True):
+            entry, caption = self._read(row.media_key), self._read(self._caption_key(row, position))
+            if entry is None or caption is None:
+                return RunStoppedError(
+                    f"{row.name}: its entry in the cache is damaged or gone; "
+                    "the same command encodes it again and continues"
+                )
+            media.append(entry)
+            captions.append(caption)
+        latents = torch.stack([entry["latents"] for entry in media])
+        return Batch(
+            bucket=self._buckets[request.bucket],
+            positions=positions,
+            names=[row.name for row in request.rows],
             latents=latents,
-            conditioning=caption,
-            noise=normal(self._seed, "noise", position, latents.shape),
-            uniform=uniform(self._seed, "timestep", position),
+            noise=torch.stack([normal(self._seed, "noise", place, latents.shape[1:]) for place in positions]),
+            uniform=torch.tensor(
+                [uniform(self._seed, "timestep", place) for place in positions], dtype=torch.float32
+            ),
+            # Copied: what a worker hands over is an open file for as long as it lives, and entries are kept.
+            conditioning=[
+                {
+                    name: tensor.clone()
+                    for name, tensor in (caption | entry).items()
+                    if name not in _NOT_CONDITIONING
+                }
+                for caption, entry in zip(captions, media, strict=True)
+            ],
+            loss_mask=_stacked_masks([entry.get("loss_mask") for entry in media]),
+            step_samples=request.step_samples,
         )
+
+    def _caption_key(self, row: ItemRow, position: int) -> str:
+        """One of the item's captions, or that of no caption."""
+        dropout, variants = self._caption_dropout, row.caption_keys
+        if row.unconditional_key and uniform(self._seed, "caption-dropout", position) < dropout:
+            return row.unconditional_key
+        if len(variants) == 1:
+            return variants[0]
+        return variants[int(uniform(self._seed, "caption", position) * len(variants))]
 
     def _read(self, key: str) -> dict[str, Tensor] | None:
         """Read an entry and keep it while there is room; all are wanted equally often, so none makes way."""
         if key in self._kept:
             return self._kept[key]
-        tensors = self._cache.read(key)
+        tensors = self._entries.read(key)
         num_bytes = sum(tensor.nbytes for tensor in tensors.values()) if tensors else 0
         if tensors and self._kept_bytes + num_bytes <= KEPT_BYTES:
             self._kept[key] = tensors
@@ -207,20 +268,14 @@ class _Samples(Dataset[Sample | RunStoppedError]):
         return tensors
 
 
-def _collate(samples: Sequence[Sample | RunStoppedError]) -> Batch | RunStoppedError:
-    whole: list[Sample] = []
-    for sample in samples:
-        if isinstance(sample, RunStoppedError):
-            return sample
-        whole.append(sample)
-    return Batch(
-        positions=[sample.position for sample in whole],
-        names=[sample.name for sample in whole],
-        latents=torch.stack([sample.latents for sample in whole]),
-        noise=torch.stack([sample.noise for sample in whole]),
-        uniform=torch.tensor([sample.uniform for sample in whole], dtype=torch.float32),
-        conditioning=[sample.conditioning for sample in whole],
-    )
+def _stacked_masks(masks: Sequence[Tensor | None]) -> Tensor | None:
+    """One mask for each sample, all ones where it has none; None where no sample has one."""
+    given = [mask for mask in masks if mask is not None]
+    if not given:
+        return None
+    # One from a file has one frame for all, one that leaves a first frame out has each.
+    shape = [max(sides) for sides in zip(*(mask.shape for mask in given), strict=True)]
+    return torch.stack([torch.ones(shape) if mask is None else mask.expand(shape) for mask in masks])
 
 
 def _or_raise(batch: Batch | RunStoppedError) -> Batch:

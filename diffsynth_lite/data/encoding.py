@@ -1,164 +1,195 @@
-"""This file is the caching pass: every caption and image is encoded once, before the transformer is loaded.
+"""This file encodes media and prompts: ahead into the cache, or while the training goes on.
 
-The encoders come as functions that load them, so nothing is loaded when nothing is missing, and this file
-knows no model.
+Encoders come as functions that load them, so nothing is loaded when nothing is missing, and this file knows
+no model. They get one thing at a time: in a batch, numbers may depend on what else is in it, and an entry of
+the cache must depend on nothing but what its key names.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Protocol
 
-from PIL import Image
 from torch import Tensor
 
-from diffsynth_lite.data.bad_items import OnBadItem, without_bad_items
-from diffsynth_lite.data.cache import TensorCache, file_fingerprint
-from diffsynth_lite.data.images import check_image, image_transform_id, load_image
-from diffsynth_lite.data.listing import listed
-from diffsynth_lite.data.records import Record
+from diffsynth_lite.data.cache import TensorCache, require_finite
+from diffsynth_lite.data.cache_contents import is_present, remember_written
+from diffsynth_lite.data.file_memory import FileMemory, FileState
+from diffsynth_lite.data.pace import PassPace
 from diffsynth_lite.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-Item = TypeVar("Item")
-
-CaptionEncoder = Callable[[list[str]], list[dict[str, Tensor]]]
-ImageEncoder = Callable[[list[Image.Image]], list[dict[str, Tensor]]]
+Encode = Callable[[Sequence[Any]], list[dict[str, Tensor]]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EncodedItem:
-    """Where the cache holds the tensors of one record."""
+class Planned(Protocol):
+    """What can be encoded: `PlannedItem` and `PlannedPrompt`."""
 
-    name: str
-    latents_key: str
-    caption_key: str
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def group(self) -> Any: ...
+
+    @property
+    def has_media(self) -> bool: ...
+
+    def key(self, cache: TensorCache, encoder_id: str) -> str: ...
+
+    def load(self) -> Any: ...
+
+    def complete(self, tensors: Mapping[str, Tensor], loaded: Any) -> dict[str, Tensor]: ...
 
 
-def encode_captions(
-    captions: Sequence[str],
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoder:
+    """One of the encoders of a model family.
+
+    Attributes:
+        what: it encodes, in the plural, for messages.
+        identity: name of all that decides its tensors besides what is encoded.
+        load: gives the function that encodes; the weights live as long as it does.
+    """
+
+    what: str
+    identity: str
+    load: Callable[[], Encode]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """The part of one of ``num_processes`` processes.
+
+    A key's owner depends on the key alone, so that processes which look at a changing cache at different
+    times still leave nothing out.
+    """
+
+    num_processes: int = 1
+    process_index: int = 0
+
+    def owns(self, key: str) -> bool:
+        return int(key[:8], 16) % self.num_processes == self.process_index
+
+
+def encode_missing(
+    planned: Mapping[str, Planned],
+    encoder: Encoder,
     *,
     cache: TensorCache,
-    encoder_id: str,
-    encode: Callable[[], CaptionEncoder],
-    batch_size: int,
+    memory: FileMemory,
+    share: Share,
+    stop_at_bad: bool,
 ) -> dict[str, str]:
-    """Cache key of each caption, after encoding those that the cache does not hold.
+    """Encode what the cache does not hold. Killed at any time, it goes on where it was.
 
     Args:
-        captions: captions, repeated ones welcome.
-        cache: where embeddings are kept.
-        encoder_id: name of all that decides the embeddings besides the caption: weights, template, precision.
-        encode: loads the encoder; called at most once, and only when a caption is missing.
-        batch_size: captions given to the encoder at a time.
+        planned: by key.
+        encoder: loaded only when something is missing.
+        cache: gets the tensors.
+        memory: of the entries that were seen whole.
+        share: what this process is to do.
+        stop_at_bad: after the first bad one, only look for more of them, as nothing will be trained.
+
+    Returns:
+        Key to the reason, of what cannot be used.
 
     Raises:
         UserError: the encoder gave NaN or infinity.
     """
-    keys = {caption: cache.key(kind="caption", text=caption, encoder=encoder_id) for caption in captions}
-    missing = [caption for caption, key in keys.items() if cache.read(key) is None]
-    encoder: CaptionEncoder | None = None
-    for batch in _batches(missing, batch_size, "captions"):
-        encoder = encoder or encode()
-        for caption, tensors in zip(batch, encoder(batch), strict=True):
-            _store(cache, keys[caption], tensors, f"caption {caption!r}")
-    return keys
+    missing = [key for key in planned if share.owns(key) and not is_present(cache, memory, key)]
+    missing.sort(key=lambda key: planned[key].group)
+    bad: dict[str, str] = {}
+    if not missing:
+        return bad
+    logger.info("encoding %d %s that the cache does not hold", len(missing), encoder.what)
+    encode: Encode | None = None
+    pace = PassPace(f"encoded %d of %d {encoder.what}", len(missing))
+    for key in missing:
+        try:
+            loaded = planned[key].load()
+        except UserError as error:
+            bad[key] = str(error)
+        else:
+            if not (bad and stop_at_bad):
+                encode = encode or encoder.load()
+                cache.write(key, _tensors(planned[key], loaded, encode))
+                remember_written(cache, memory, key)
+        pace.advance()
+    memory.flush()
+    return bad
 
 
-def encode_images(
-    records: Sequence[Record],
-    *,
-    caption_keys: Mapping[str, str],
-    width: int,
-    height: int,
-    cache: TensorCache,
-    encoder_id: str,
-    encode: Callable[[], ImageEncoder],
-    batch_size: int,
-    on_bad_item: OnBadItem,
-    quarantine: Callable[[Record, str], None],
-) -> list[EncodedItem]:
-    """Cache entries of all records, after encoding the images that the cache does not hold.
+def find_undecodable(planned: Mapping[str, Planned], *, memory: FileMemory, share: Share) -> dict[str, str]:
+    """Decode media not decoded yet, for runs that do not cache; what is good is remembered.
+
+    Returns:
+        Key to the reason, of what cannot be used.
+    """
+    seen = FileState(0, 0)
+    unknown = [
+        key
+        for key, one in planned.items()
+        if one.has_media and share.owns(key) and memory.recall(f"decodes {key}", seen) is None
+    ]
+    bad: dict[str, str] = {}
+    if not unknown:
+        return bad
+    logger.info("decoding %d items that were not seen yet", len(unknown))
+    pace = PassPace("decoded %d of %d items", len(unknown))
+    for key in unknown:
+        try:
+            planned[key].load()
+            memory.remember(f"decodes {key}", seen, "")
+        except UserError as error:
+            bad[key] = str(error)
+        pace.advance()
+    memory.flush()
+    return bad
+
+
+class LiveTensors:
+    """Tensors by key like those of a cache, but made when they are read; the encoders stay loaded.
 
     Args:
-        records: records of the data set.
-        caption_keys: caption to cache key, as `encode_captions` returns it.
-        width: training width in pixels.
-        height: training height in pixels.
-        cache: where latents are kept; an entry holds what the encoder gives, "latents" among it.
-        encoder_id: name of all that decides the latents besides the pixels: weights, precision.
-        encode: loads the encoder; called at most once, and only when an image is missing.
-        batch_size: images given to the encoder at a time.
-        on_bad_item: "error" names all bad images in one error, "skip" leaves them out.
-        quarantine: is told each record that is left out, and why.
-
-    Raises:
-        UserError: bad images as `without_bad_items` says, or the encoder gave NaN or infinity.
+        groups: what can be read, by key, with the encoder of it.
     """
-    transform = image_transform_id(width, height)
-    bad: dict[str, str] = {}
-    records_of_key: dict[str, list[Record]] = {}  # equal files are encoded once
-    for record in records:
-        try:
-            content = file_fingerprint(record.image)
-        except OSError as error:
-            bad[record.name] = f"{record.image}: cannot be read: {error.strerror}"
-            continue
-        key = cache.key(kind="image", content=content, transform=transform, encoder=encoder_id)
-        records_of_key.setdefault(key, []).append(record)
-    missing = [key for key in records_of_key if cache.read(key) is None]
-    encoder: ImageEncoder | None = None
-    for batch in _batches(missing, batch_size, "images"):
-        images: dict[str, Image.Image] = {}
-        for key in batch:
-            try:
-                images[key] = load_image(records_of_key[key][0].image, width=width, height=height)
-            except UserError as error:
-                bad |= {record.name: str(error) for record in records_of_key[key]}
-        if not images or (bad and on_bad_item == "error"):
-            continue  # this ends in an error, so the rest is only searched for more bad images
-        encoder = encoder or encode()
-        for key, tensors in zip(images, encoder(list(images.values())), strict=True):
-            _store(cache, key, tensors, str(records_of_key[key][0].image))
-    usable = without_bad_items(records, bad, on_bad_item=on_bad_item, quarantine=quarantine)
-    _warn_of_small_images(usable, width, height)
-    keys = {record.name: key for key, equal in records_of_key.items() for record in equal}
-    return [
-        EncodedItem(name=record.name, latents_key=keys[record.name], caption_key=caption_keys[record.caption])
-        for record in usable
-    ]
+
+    def __init__(self, groups: Iterable[tuple[Mapping[str, Planned], Encoder]]) -> None:
+        self._groups = [(planned, encoder, _Loaded(encoder)) for planned, encoder in groups]
+
+    def read(self, key: str) -> dict[str, Tensor] | None:
+        """Tensors of ``key`` on the CPU, or None where it is not known.
+
+        Raises:
+            UserError: a file has changed into a bad one, or the encoder gave NaN or infinity.
+        """
+        for planned, _, loaded in self._groups:
+            if key in planned:
+                return _tensors(planned[key], planned[key].load(), loaded.encode)
+        return None
 
 
-def _warn_of_small_images(records: Sequence[Record], width: int, height: int) -> None:
-    sizes = {record.name: check_image(record.image) for record in records}
-    small = [name for name, size in sizes.items() if size[0] < width or size[1] < height]
-    if small:
-        logger.warning(
-            "%d of %d images are smaller than %d x %d and are enlarged: %s",
-            len(small),
-            len(records),
-            width,
-            height,
-            listed(small),
-        )
+class _Loaded:
+    """An encoder that is loaded when it is first used."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self._encode: Encode | None = None
+
+    def encode(self, loaded: Sequence[Any]) -> list[dict[str, Tensor]]:
+        self._encode = self._encode or self._encoder.load()
+        return self._encode(loaded)
 
 
-def _batches(items: list[Item], batch_size: int, what: str) -> Iterator[list[Item]]:
-    """Slices of ``items``, with a line in the log at each tenth of a long pass."""
-    if items:
-        logger.info("encoding %d %s that the cache does not hold", len(items), what)
-    for start in range(0, len(items), batch_size):
-        yield items[start : start + batch_size]
-        end = min(start + batch_size, len(items))
-        if end * 10 // len(items) > start * 10 // len(items):
-            logger.info("encoded %d of %d %s", end, len(items), what)
-
-
-def _store(cache: TensorCache, key: str, tensors: Mapping[str, Tensor], what: str) -> None:
+def _tensors(planned: Planned, loaded: Any, encode: Encode) -> dict[str, Tensor]:
+    [encoded] = encode([loaded])
+    tensors = planned.complete(encoded, loaded)
+    stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
-        cache.write(key, tensors)
+        require_finite(stored)
     except ValueError as error:
         raise UserError(
-            f"{what}: the encoder gave numbers that are not finite ({error}); use bf16 or fp32"
+            f"{planned.where}: the encoder gave numbers that are not finite ({error}); use bf16 or fp32"
         ) from error
+    return stored

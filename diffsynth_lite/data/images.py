@@ -1,12 +1,16 @@
-"""This file turns an image file into RGB pixels of the training size, and refuses what would go in wrong."""
+"""This file turns an image file into upright RGB pixels, and refuses what would go in wrong."""
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+import numpy as np
+import PIL
+from PIL import ExifTags, Image, ImageColor, ImageFile, ImageOps, UnidentifiedImageError
 
+from diffsynth_lite.data.file_errors import is_of_the_machine
 from diffsynth_lite.errors import UserError
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -15,46 +19,95 @@ MAX_PIXELS = 2**26
 """Largest accepted image, 8192 x 8192: a file of a few KiB can claim gigabytes of pixels."""
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
-_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
+_GREY_16 = ("I;16", "I;16B", "I")
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", *_GREY_16)
+_OUT_OF_MEMORY = ImageFile.ERRORS[-9]  # what Pillow says in an OSError without a number
+_SIDEWAYS = (5, 6, 7, 8)  # the EXIF orientations that swap width and height
+
+DECODER_ID = f"v1 Pillow {PIL.__version__.partition('.')[0]}"
+"""Name of what decides pixels besides a file's bytes; part of cache keys, so change it with the code."""
 
 
-def check_image(path: Path) -> tuple[int, int]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageFacts:
+    """Size of an image as it is shown, in pixels."""
+
+    width: int
+    height: int
+
+
+def check_image(path: Path) -> ImageFacts:
     """Check the header of an image file without decoding it.
-
-    Returns:
-        Width and height in pixels as stored, before the rotation that EXIF asks for.
 
     Raises:
         UserError: the format, the size or the kind of pixels cannot be used.
     """
     with _opened(path) as image:
-        return image.size
+        sideways = _exif(image).get(ExifTags.Base.Orientation) in _SIDEWAYS
+        width, height = reversed(image.size) if sideways else image.size
+        return ImageFacts(width=width, height=height)
 
 
-def load_image(path: Path, *, width: int, height: int) -> Image.Image:
-    """Decode an image strictly and bring it to exactly ``width`` x ``height`` RGB pixels.
+def load_image(path: Path, *, background: str) -> Image.Image:
+    """Decode an image strictly: as it is shown, as RGB with 8 bits a channel.
 
-    EXIF rotation is applied, transparency is laid over white, and the image is resized (Lanczos) to cover
-    the target and cropped at its centre.
+    Args:
+        path: the file.
+        background: colour that shows through where the image is transparent: a name or "#rrggbb".
 
     Raises:
-        UserError: the file cannot be used, or is damaged in any part.
+        UserError: the file cannot be used, or is damaged in any part, or ``background`` is no colour.
     """
+    try:
+        colour = ImageColor.getrgb(background)[:3]
+    except ValueError as error:
+        raise UserError(f"background: {background!r} is no colour; give a name or #rrggbb") from error
+    return _upright(path, colour)
+
+
+def load_mask(path: Path) -> Image.Image:
+    """Decode a mask strictly: mode "L", 255 where the loss counts, 0 where it does not.
+
+    Colours become grey, and what is transparent does not count.
+
+    Raises:
+        UserError: as `load_image`, or nothing in the mask counts.
+    """
+    mask = _upright(path, (0, 0, 0)).convert("L")
+    if mask.getextrema() == (0, 0):
+        raise UserError(f"{path}: a mask that is black all over; white is what counts in the loss")
+    return mask
+
+
+def cover(image: Image.Image, width: int, height: int, *, x: float = 0.5, y: float = 0.5) -> Image.Image:
+    """Resize (Lanczos) to cover ``width`` x ``height`` pixels, and crop the surplus.
+
+    Args:
+        image: RGB picture or "L" mask.
+        width: of the result.
+        height: likewise.
+        x: in [0, 1], where the crop stands in the surplus width: 0 at the left, 0.5 in the middle.
+        y: in [0, 1], likewise from the top.
+    """
+    return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS, centering=(x, y))
+
+
+def _upright(path: Path, background: tuple[int, ...]) -> Image.Image:
     with _opened(path) as image:
         image.verify()  # the checksums of a PNG, which decoding passes over; it spends the opened image
     with _opened(path) as image:
-        upright = ImageOps.exif_transpose(image)
-        return ImageOps.fit(_over_white(upright), (width, height), Image.Resampling.LANCZOS)
-
-
-def image_transform_id(width: int, height: int) -> str:
-    """Name of what `load_image` does to the pixels; part of a cache key, so change it with the code."""
-    return f"v1 exif white lanczos-cover centre {width}x{height}"
+        _exif(image)  # kept by the image, so that its size is the one that `check_image` tells
+        return _over(ImageOps.exif_transpose(_with_8_bits(image)), background)
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Image.Image]:
-    """Open ``path`` with its header checked; an error of the decoder becomes a UserError naming the file."""
+    """Open ``path`` with its header checked; an error of the decoder becomes a UserError naming the file.
+
+    Raises:
+        MemoryError: there was too little for the pixels; the file may be good.
+        OSError: the machine failed to read the file, which may be good.
+    """
     try:
         with warnings.catch_warnings(), path.open("rb") as file:
             warnings.simplefilter("error", UserWarning)  # "Truncated File Read", "Corrupt EXIF data"
@@ -65,6 +118,11 @@ def _opened(path: Path) -> Iterator[Image.Image]:
     except UnidentifiedImageError as error:
         raise UserError(f"{path}: not a PNG, JPEG, WebP or BMP image") from error
     except Exception as error:  # decoders raise anything: TypeError was seen for a damaged EXIF block
+        if is_of_the_machine(error):
+            error.add_note(f"while {path} was read")
+            raise
+        if _OUT_OF_MEMORY in str(error):
+            raise MemoryError(f"{path}: {error}") from error
         raise UserError(f"{path}: {' '.join(str(error).split()) or type(error).__name__}") from error
 
 
@@ -80,8 +138,25 @@ def _check_header(image: Image.Image) -> None:
         raise ValueError("animated; save the frame that is meant as an image of its own")
 
 
-def _over_white(image: Image.Image) -> Image.Image:
+def _exif(image: Image.Image) -> Image.Exif:
+    """EXIF of the header; the method of a PNG would decode all pixels to look for more behind them."""
+    return Image.Image.getexif(image)
+
+
+def _with_8_bits(image: Image.Image) -> Image.Image:
+    """The image, or where it is grey with 16 bits (the range of a PNG is 0 to 65535) its nearest with 8."""
+    if image.mode not in _GREY_16:
+        return image
+    values = np.asarray(image).astype(np.uint32)
+    grey = Image.fromarray(((values + 128) // 257).astype(np.uint8))
+    if (transparent := image.info.get("transparency")) is not None:
+        grey.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+    grey.info["exif"] = image.getexif().tobytes()
+    return grey
+
+
+def _over(image: Image.Image, background: tuple[int, ...]) -> Image.Image:
     if not image.has_transparency_data:
         return image.convert("RGB")
     rgba = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+    return Image.alpha_composite(Image.new("RGBA", rgba.size, (*background, 255)), rgba).convert("RGB")

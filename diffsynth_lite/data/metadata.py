@@ -1,128 +1,149 @@
-"""This file reads captions from metadata.jsonl or metadata.csv and matches its rows to image files.
+"""This file parses metadata.jsonl, .csv and .parquet into columns, and guesses nothing.
 
-`datasets` parses, we match: its own image folder drops items, and its type inference changes captions
-(``NA`` becomes None, ``001`` becomes 1, a column of dates becomes timestamps). Rows only ever select among
-the images that were found, so no row can reach outside the folder, and no URL is fetched.
+The standard library reads the two text formats: type inference changes captions (``NA`` becomes None, ``001``
+becomes 1, dates become timestamps), and the csv reader of pyarrow 26 takes all rows after a quote that nobody
+closed for one caption.
 """
 
-import logging
-import shutil
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path, PurePosixPath, PureWindowsPath
-from tempfile import TemporaryDirectory
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from datasets import Dataset, Features, Value
-
-from diffsynth_lite.data.images import IMAGE_SUFFIXES
-from diffsynth_lite.data.listing import listed
 from diffsynth_lite.errors import UserError
 
-Row = dict[str, object]
+_CSV_HINT = "a text with a comma, a quote or several lines needs double quotes around it"
 
 
-def read_metadata_captions(
-    path: Path, images: Sequence[str], *, image_column: str, caption_column: str
-) -> dict[str, str]:
-    """Caption of each image that has a row.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows of metadata.
+
+    Attributes:
+        where: where they stand, for messages.
+        columns: name to the cells of all rows.
+        num_rows: length of each column.
+        first_row: number of the first row, as people count there.
+    """
+
+    where: str
+    columns: Mapping[str, Sequence[object]]
+    num_rows: int
+    first_row: int = 1
+
+
+def read_table(path: Path, columns: Sequence[str]) -> Table:
+    """The wanted columns of a metadata file.
 
     Args:
-        path: a .jsonl or .csv file in UTF-8.
-        images: names of the image files, relative, with forward slashes.
-        image_column: column with the name of the image.
-        caption_column: column with the caption.
+        path: a .jsonl or .csv file in UTF-8, or a .parquet file.
+        columns: their names, each once. A cell of csv is text; the other formats also hold lists and nothing.
 
     Raises:
-        UserError: the file cannot be parsed, lacks a column, or holds rows that fit no image, are doubled or
-            have no caption; all such rows are named at once.
+        UserError: the file cannot be parsed, has no rows or lacks a column.
     """
-    rows = _read_rows(path, (image_column, caption_column))
-    known = set(images)
-    row_of_image: dict[str, int] = {}
-    captions: dict[str, str] = {}
-    problems: list[str] = []
-    for number, row in enumerate(rows, start=1):
-        image, caption = row.get(image_column), row.get(caption_column)
-        name = str(PurePosixPath(image)) if isinstance(image, str) else ""
-        if name not in known:
-            problems.append(f"row {number}: {_why_unknown(image, image_column)}")
-            continue
-        if name in row_of_image:
-            problems.append(f"row {number}: {name} has row {row_of_image[name]} already")
-        elif not isinstance(caption, str) or not caption.strip():
-            problems.append(f"row {number}: {name} has no text in {caption_column!r} but {caption!r}")
-        row_of_image.setdefault(name, number)
-        captions[name] = str(caption).strip()
-    if problems:
-        raise UserError(f"{path}: {len(problems)} of {len(rows)} rows cannot be used: {listed(problems)}")
-    if not rows:
-        raise UserError(f"{path}: no rows; each needs {image_column!r} and {caption_column!r}")
-    return captions
-
-
-def _why_unknown(image: object, image_column: str) -> str:
-    if not isinstance(image, str) or not image.strip():
-        return f"{image_column!r} is {image!r}, not the name of a file"
-    if "://" in image:
-        return f"{image!r} is a URL, and none is fetched"
-    if ".." in PurePosixPath(image).parts or PureWindowsPath(image).anchor or "\\" in image:
-        return f"{image!r} must be relative to the data folder, inside it, with forward slashes"
-    return f"{image!r} is not among the images of the data folder ({', '.join(IMAGE_SUFFIXES)} are read)"
-
-
-def _read_rows(path: Path, columns: tuple[str, str]) -> list[Row]:
-    """Rows as `datasets` parses them, with all columns of a csv file as text."""
-    parsers = {".jsonl": _parse_jsonl, ".csv": _parse_csv}
+    parsers = {".jsonl": _parse_jsonl, ".csv": _parse_csv, ".parquet": _parse_parquet}
     parse = parsers.get(path.suffix.lower())
     if parse is None:
-        raise UserError(f"{path}: metadata is read from {' or '.join(parsers)} files")
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
-    with _parsing(path), TemporaryDirectory() as scratch:
-        # A copy with a plain name, because `datasets` takes [, ] and * in a path for a pattern; the cache
-        # folder is given so that nothing is left in the home folder.
-        rows = parse(Path(shutil.copyfile(path, Path(scratch) / "metadata")), scratch)
-    found = list(dict.fromkeys(column for row in rows for column in row))
-    if rows and not set(columns) <= set(found):
-        raise UserError(f"{path}: needs the columns {' and '.join(columns)}; it has {', '.join(found)}")
-    return rows
-
-
-def _parse_jsonl(path: Path, scratch: str) -> list[Row]:
-    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        # Checked first, because pyarrow 26 ends the whole process on a line that is just `null`.
-        if line.strip() and not line.lstrip().startswith(b"{"):
-            raise ValueError(f"line {number} is not a JSON object in braces")
-    if not content.strip():
-        return []
-    return list(Dataset.from_json(str(path), cache_dir=scratch, streaming=True))
-
-
-def _parse_csv(path: Path, scratch: str) -> list[Row]:
-    if b"\0" in path.read_bytes():
-        raise ValueError("holds zero bytes, so it is not UTF-8 text")
-    options = {"cache_dir": scratch, "streaming": True, "keep_default_na": False, "index_col": False}
-    [header] = Dataset.from_csv(str(path), header=None, nrows=1, **options)
-    columns = [column for column in header.values() if isinstance(column, str) and column]
-    features = Features({column: Value("string") for column in columns})
-    return list(Dataset.from_csv(str(path), features=features, **options))
-
-
-@contextmanager
-def _parsing(path: Path) -> Iterator[None]:
-    """Turn what the parsers raise into one UserError, and keep `datasets` from logging it as well."""
-    library = logging.getLogger("datasets")
-    level = library.level
-    library.setLevel(logging.CRITICAL)
+        raise UserError(f"{path}: metadata is read from {', '.join(parsers)} files")
     try:
-        with warnings.catch_warnings():
-            # Without this an unquoted comma in the first caption cuts the captions of all rows short.
-            warnings.filterwarnings("error", message="Length of header or names")
-            yield
-    except (ValueError, Warning) as error:
-        hint = "; a text with a comma or a quote needs double quotes" if path.suffix.lower() == ".csv" else ""
-        raise UserError(f"{path}: {' '.join(str(error).split())}{hint}") from error
-    finally:
-        library.setLevel(level)
+        cells = parse(path, columns)
+    except UserError:
+        raise
+    except (csv.Error, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: {' '.join(str(error).split())}") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+    num_rows = len(cells[columns[0]])
+    if not num_rows:
+        raise UserError(f"{path}: no rows; each needs {' and '.join(map(repr, columns))}")
+    return Table(where=str(path), columns=cells, num_rows=num_rows)
+
+
+def require_columns(where: str, wanted: Sequence[str], found: Sequence[str]) -> None:
+    """Refuse a table that lacks a column or has it twice.
+
+    Raises:
+        UserError: names the columns that are there.
+    """
+    if missing := [column for column in wanted if column not in found]:
+        raise UserError(f"{where}: has no column {' and '.join(missing)}; it has {', '.join(found)}")
+    if doubled := [column for column in wanted if found.count(column) > 1]:
+        raise UserError(f"{where}: has the column {' and '.join(doubled)} twice")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines with their ends, without a byte order mark."""
+    with path.open("rb") as file:
+        for number, content in enumerate(file, start=1):
+            try:
+                line = content.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"line {number}: not UTF-8 text") from error
+            if "\0" in line:
+                raise ValueError(f"line {number}: not UTF-8 text, it holds zero bytes")
+            yield number, line
+
+
+def _parse_jsonl(path: Path, columns: Sequence[str]) -> dict[str, list[object]]:
+    cells: dict[str, list[object]] = {column: [] for column in columns}
+    found: dict[str, None] = {}
+    for number, line in _lines(path):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line, object_pairs_hook=_without_doubles)
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"line {number} is not a JSON object in braces")
+        found.update(dict.fromkeys(row))
+        for column, values in cells.items():
+            values.append(row.get(column))
+    if found:
+        require_columns(str(path), columns, list(found))
+    return cells
+
+
+def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise ValueError("holds a key twice")
+    return row
+
+
+def _parse_csv(path: Path, columns: Sequence[str]) -> dict[str, list[object]]:
+    reader = csv.reader((line for _, line in _lines(path)), strict=True)
+    header = next(reader, None)
+    if header is None:
+        raise ValueError("empty; its first line must name the columns")
+    require_columns(str(path), columns, header)
+    places = [header.index(column) for column in columns]
+    cells: dict[str, list[object]] = {column: [] for column in columns}
+    start = reader.line_num + 1
+    try:
+        for row in reader:
+            start, line = reader.line_num + 1, start
+            if not row:
+                continue
+            if len(row) != len(header):
+                raise ValueError(f"line {line}: {len(row)} cells instead of {len(header)}; {_CSV_HINT}")
+            for place, values in zip(places, cells.values(), strict=True):
+                values.append(row[place])
+    except csv.Error as error:
+        raise ValueError(f"line {start}: {error}; {_CSV_HINT}") from error
+    return cells
+
+
+def _parse_parquet(path: Path, columns: Sequence[str]) -> dict[str, list[object]]:
+    from pyarrow.parquet import ParquetFile  # Here, because most folders need none of it.
+
+    with ParquetFile(path) as file:
+        require_columns(str(path), columns, file.schema_arrow.names)
+        for column in columns:
+            kind = str(file.schema_arrow.field(column).type)
+            if "binary" in kind or "struct" in kind:
+                raise ValueError(f"{column!r} holds {kind}, not text; read media inside tables as a dataset")
+        table = file.read(columns=list(columns))
+    return {column: table.column(column).to_pylist() for column in columns}

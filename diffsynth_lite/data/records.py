@@ -1,158 +1,170 @@
-"""This file reads a folder of images and captions into a list of records, or says all that is wrong."""
+"""This file says what a record of the training data is, and what a source of records."""
 
-import logging
-import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from diffsynth_lite.data.images import IMAGE_SUFFIXES
-from diffsynth_lite.data.listing import listed
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import RecordKind
 
-logger = logging.getLogger(__name__)
+VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """One image and its caption."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Companions:
+    """The files that belong to a target.
+
+    Attributes:
+        inputs: pictures that an edit starts from, in their order.
+        first_frame: picture that a clip starts with; None where none is named.
+        last_frame: picture that a clip ends with; likewise.
+        mask: picture of what counts in the loss; likewise.
+    """
+
+    inputs: tuple[Path, ...] = ()
+    first_frame: Path | None = None
+    last_frame: Path | None = None
+    mask: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record(Companions):
+    """One item to learn: a picture or a clip, its captions, and the files that belong to it.
+
+    Attributes:
+        name: unique in the run: path of the target below its source with forward slashes, and the index of
+            the source ahead where there are several, as in "0/cat.png".
+        source: index of its source.
+        target: the picture or clip.
+        captions: at least one, with the trigger.
+    """
 
     name: str
-    """Path of the image relative to the data folder, with forward slashes."""
+    source: int
+    target: Path
+    captions: tuple[str, ...]
 
-    image: Path
-    caption: str
+    @property
+    def kind(self) -> RecordKind:
+        if self.inputs:
+            return "edit"
+        if not is_video(self.target.name):
+            return "image"
+        return "image_to_video" if self.first_frame or self.last_frame else "video"
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Everything that is read for the record, the target first."""
+        others = (self.first_frame, self.last_frame, self.mask)
+        return (self.target, *self.inputs, *(path for path in others if path))
 
 
-def read_records(
-    folder: Path, *, metadata: Path | None, image_column: str, caption_column: str
-) -> list[Record]:
-    """Records of all images in ``folder`` and its subfolders, in the order of their names.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Where records come from: a folder of files, or a dataset that `datasets` reads.
 
-    Captions stand in ``<stem>.txt`` beside each image, or in one metadata file. Hidden files and folders
-    are not read. No file is decoded here.
-
-    Args:
-        folder: folder of the images; paths in the metadata are relative to it.
-        metadata: a .jsonl or .csv file; None takes the folder's ``metadata.jsonl`` or ``.csv``, if any.
-        image_column: column of the metadata that holds the path of the image.
-        caption_column: column of the metadata that holds the caption.
+    Attributes:
+        path: folder of the media, or None.
+        dataset: hub id or local folder of a dataset, or None.
+        split: of the dataset.
+        revision: of the dataset on the hub; None takes the newest.
+        metadata: .jsonl, .csv or .parquet file with one row an item, its paths relative to ``path``. None
+            takes the folder's own ``metadata.*``, and without one the captions in text files.
+        media_column: of the metadata or dataset, with the pictures or clips.
+        caption_columns: each with a text or a list of texts.
+        input_columns: each with a picture that an edit starts from, or a list of them.
+        first_frame_column: with the picture that a clip starts with.
+        last_frame_column: with the picture that a clip ends with.
+        mask_column: with the picture of what counts in the loss.
+        input_dirs: folders instead of columns, which hold files of the targets' names; the suffix may differ.
+        first_frame_dir: likewise.
+        last_frame_dir: likewise.
+        mask_dir: likewise.
+        repeats: how often each item occurs in a pass, >= 1.
+        weight: factor on ``repeats``, > 0.
+        trigger: word or words that each caption must hold; None for none.
+        allow_outside: follow links, absolute paths and ``..`` that leave the folder.
 
     Raises:
-        UserError: no images, or captions that are missing, empty, unreadable, doubled or without image.
+        UserError: the settings contradict each other.
     """
-    files = _files_in(folder)
-    images = [name for name in files if _suffix(name) in IMAGE_SUFFIXES]
-    if not images:
-        raise UserError(
-            f"{folder}: no images among its {len(files)} files; "
-            f"{', '.join(IMAGE_SUFFIXES)} are read, also in subfolders"
-        )
-    texts = {_stem(name): name for name in files if _suffix(name) == ".txt"}
-    metadata = metadata or _metadata_in(folder, files, has_texts=any(_stem(name) in texts for name in images))
-    if metadata is None:
-        captions = _captions_beside(folder, images, texts)
-    else:
-        # Imported here, because `datasets` takes a second to import and most folders need none of it.
-        from diffsynth_lite.data.metadata import read_metadata_captions
 
-        captions = read_metadata_captions(
-            metadata, images, image_column=image_column, caption_column=caption_column
-        )
-        _warn_of_images_without_row(images, captions, metadata)
-    names = [name for name in images if name in captions]
-    _refuse_links_out(folder, names)
-    return [Record(name=name, image=folder / name, caption=captions[name]) for name in names]
+    path: Path | None = None
+    dataset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    metadata: Path | None = None
+    media_column: str = "file_name"
+    caption_columns: tuple[str, ...] = ("text",)
+    input_columns: tuple[str, ...] = ()
+    first_frame_column: str | None = None
+    last_frame_column: str | None = None
+    mask_column: str | None = None
+    input_dirs: tuple[Path, ...] = ()
+    first_frame_dir: Path | None = None
+    last_frame_dir: Path | None = None
+    mask_dir: Path | None = None
+    repeats: int = 1
+    weight: float = 1.0
+    trigger: str | None = None
+    allow_outside: bool = False
 
-
-def _suffix(name: str) -> str:
-    return PurePosixPath(name).suffix.lower()
-
-
-def _stem(name: str) -> str:
-    return str(PurePosixPath(name).with_suffix(""))
-
-
-def _files_in(folder: Path) -> list[str]:
-    """Sorted relative names of the files below ``folder`` that are not hidden."""
-    if not folder.exists():
-        raise UserError(f"{folder}: no such folder; give a folder that holds images and their captions")
-    if not folder.is_dir():
-        raise UserError(f"{folder}: is a file; give the folder that holds the images")
-
-    def refuse(error: OSError) -> None:
-        raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from error
-
-    files, links = [], []
-    for current, subfolders, names in os.walk(folder, onerror=refuse):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        here = Path(current)
-        links += [
-            (here / name).relative_to(folder).as_posix() for name in subfolders if (here / name).is_symlink()
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.dataset is None):
+            raise UserError(
+                f"path {self.path} and dataset {self.dataset}: a source needs exactly one of them"
+            )
+        if self.dataset is not None and (self.metadata or self.pair_dirs):
+            raise UserError(
+                f"dataset {self.dataset!r}: metadata and *_dir settings go with path; name columns"
+            )
+        both = [
+            role
+            for role in ("input", "first_frame", "last_frame", "mask")
+            if self._is_set(role, "column") and self._is_set(role, "dir")
         ]
-        files += [(here / name).relative_to(folder).as_posix() for name in names if not name.startswith(".")]
-    if links:
-        logger.warning("%s: %d linked folders are not read: %s", folder, len(links), listed(sorted(links)))
-    return sorted(files)
+        if both:
+            raise UserError(
+                f"{self.where}: {', '.join(both)} has both a column and a folder; give one of them"
+            )
+
+    def _is_set(self, role: str, place: str) -> bool:
+        return bool(getattr(self, f"{role}_{place}s" if role == "input" else f"{role}_{place}"))
+
+    @property
+    def where(self) -> str:
+        """The source in an error message."""
+        return str(self.path) if self.path is not None else f"dataset {self.dataset!r}"
+
+    @property
+    def pair_columns(self) -> tuple[str, ...]:
+        """Columns with files that belong to the targets."""
+        others = (self.first_frame_column, self.last_frame_column, self.mask_column)
+        return (*self.input_columns, *(column for column in others if column))
+
+    @property
+    def pair_dirs(self) -> tuple[Path, ...]:
+        """Folders with files that belong to the targets."""
+        others = (self.first_frame_dir, self.last_frame_dir, self.mask_dir)
+        return (*self.input_dirs, *(folder for folder in others if folder))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All columns that a metadata file or dataset must have."""
+        return tuple(dict.fromkeys((self.media_column, *self.caption_columns, *self.pair_columns)))
 
 
-def _metadata_in(folder: Path, files: Sequence[str], *, has_texts: bool) -> Path | None:
-    """Metadata file of the folder, or None where the captions stand beside the images."""
-    found = [name for name in ("metadata.jsonl", "metadata.csv") if name in files]
-    sources = [*found, *(["caption files beside the images"] if has_texts else [])]
-    if found and len(sources) > 1:
-        raise UserError(
-            f"{folder}: holds {' and '.join(sources)}; name the metadata file that is meant, or keep only one"
-        )
-    return folder / found[0] if found else None
+def is_video(name: str) -> bool:
+    """Whether a file name is that of a clip."""
+    return name.lower().endswith(VIDEO_SUFFIXES)
 
 
-def _captions_beside(folder: Path, images: Sequence[str], texts: Mapping[str, str]) -> dict[str, str]:
-    """Caption of each image from the text file of the same name."""
-    stems = {_stem(name) for name in images}
-    _refuse_links_out(folder, [text for stem, text in texts.items() if stem in stems])
-    captions: dict[str, str] = {}
-    problems: list[str] = []
-    for name in images:
-        text = texts.get(_stem(name))
-        if text is None:
-            problems.append(f"{name}: no {_stem(name)}.txt")
-            continue
-        try:
-            captions[name] = (folder / text).read_text(encoding="utf-8-sig").strip()
-        except UnicodeDecodeError:
-            problems.append(f"{text}: not UTF-8 text")
-        except OSError as error:
-            problems.append(f"{text}: cannot be read: {error.strerror}")
-        else:
-            problems += [] if captions[name] else [f"{text}: empty"]
-    if problems:
-        raise UserError(
-            f"{folder}: {len(problems)} of {len(images)} images have no usable caption: {listed(problems)}. "
-            "Each image needs a UTF-8 .txt file of its name, or the folder a metadata.jsonl or metadata.csv"
-        )
-    if orphans := sorted(text for stem, text in texts.items() if stem not in stems):
-        logger.warning("%s: %d .txt files belong to no image: %s", folder, len(orphans), listed(orphans))
-    return captions
+def is_image(name: str) -> bool:
+    """Whether a file name is that of a picture."""
+    return name.lower().endswith(IMAGE_SUFFIXES)
 
 
-def _warn_of_images_without_row(images: Sequence[str], captions: Mapping[str, str], metadata: Path) -> None:
-    left_out = [name for name in images if name not in captions]
-    if left_out:
-        logger.warning(
-            "%s: %d of %d images have no row and are left out: %s",
-            metadata,
-            len(left_out),
-            len(images),
-            listed(left_out),
-        )
-
-
-def _refuse_links_out(folder: Path, names: Sequence[str]) -> None:
-    """A link can make any file of this machine look like a part of the folder."""
-    root = folder.resolve()
-    outside = [name for name in names if not (folder / name).resolve().is_relative_to(root)]
-    if outside:
-        raise UserError(
-            f"{folder}: {len(outside)} files are links that leave it: {listed(outside)}; copy the files in"
-        )
+def stem(name: str) -> str:
+    """Relative name of a file, folders included, without its suffix."""
+    head, _, tail = name.rpartition(".")
+    return head if head and "/" not in tail else name

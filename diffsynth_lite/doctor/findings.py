@@ -5,6 +5,15 @@ from dataclasses import dataclass, field
 
 from PIL.Image import Image
 
+_KINDS = {"image": "picture", "video": "clip", "edit": "edit pair", "image_to_video": "first-frame clip"}
+
+
+def counted(number: int, noun: str) -> str:
+    """Such as ``1 item``, ``2 items``, ``3 copies``."""
+    if number != 1:
+        noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number} {noun}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFindings:
@@ -13,14 +22,21 @@ class SourceFindings:
     Attributes:
         place: its folder or data set.
         num_records: by kind: image, video, edit, image_to_video.
-        num_captions: of all records together.
+        num_captions: of all records together, with the tags in all their orders.
+        num_dropped: records that are not trained on.
         passes: times that each record stands in a pass: repeats x weight.
     """
 
     place: str
     num_records: Mapping[str, int]
     num_captions: int
+    num_dropped: int
     passes: float
+
+    @property
+    def contents(self) -> str:
+        """Its records in words."""
+        return ", ".join(counted(count, _KINDS[kind]) for kind, count in self.num_records.items()) or "none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,27 +44,18 @@ class BucketFindings:
     """One row of the bucket table.
 
     Attributes:
-        width: pixels.
-        height: pixels.
-        num_frames: 1 for pictures.
+        name: its size in words, such as ``832x480x81``.
         num_items: items that fall into it.
         samples_per_pass: with repeats and weights.
         micro_batch_size: samples of one forward pass.
-        num_tokens: of one sample in the transformer.
+        num_tokens: of one sample in the transformer, with its inputs.
     """
 
-    width: int
-    height: int
-    num_frames: int
+    name: str
     num_items: int
     samples_per_pass: float
     micro_batch_size: int
     num_tokens: int
-
-    @property
-    def name(self) -> str:
-        """Such as ``832x480`` or ``832x480x81``."""
-        return f"{self.width}x{self.height}" + (f"x{self.num_frames}" if self.num_frames > 1 else "")
 
     @property
     def batches_per_pass(self) -> float:
@@ -83,7 +90,7 @@ class CaptionFindings:
     """What the captions are like.
 
     Attributes:
-        tokens: of the captions, uncut; None where the tokenizer could not be loaded.
+        tokens: of the captions, uncut; None where there are none.
         limit: tokens that the encoder takes; what is longer is cut.
         too_long: names of items with a caption above the limit.
         without_trigger: names of items whose captions lacked the trigger, which was put in front.
@@ -105,7 +112,7 @@ class SheetEntry:
         name: of the item.
         bucket: its size in words.
         captions: as encoded, one after the other.
-        pictures: by what they are: frames, input, mask, ...
+        pictures: by what they are: input, target, mask, ...
         remarks: what is odd about it.
     """
 
@@ -122,6 +129,7 @@ class Findings:
 
     Attributes:
         machine: facts by name.
+        problems: what stops a run besides single files, a line each.
         sources: one each.
         facts: numbers in words by name: sizes, durations, passes, sizes of the cache.
         buckets: the largest first.
@@ -139,6 +147,7 @@ class Findings:
     facts: Mapping[str, str]
     buckets: Sequence[BucketFindings]
     captions: CaptionFindings
+    problems: Sequence[str] = ()
     dropped: Mapping[str, str] = field(default_factory=dict)
     equal: Sequence[Sequence[str]] = ()
     alike: Sequence[Sequence[str]] = ()

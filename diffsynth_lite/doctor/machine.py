@@ -25,7 +25,7 @@ def describe_machine(folders: Sequence[Path]) -> dict[str, str]:
         "diffsynth_lite": __version__,
         "python": platform.python_version(),
         "system": platform.platform(terse=True),
-        **{name: version(name) for name in _PACKAGES},
+        "packages": ", ".join(f"{name} {version(name)}" for name in _PACKAGES),
         "CPU cores": str(os.cpu_count()),
     }
     if (free := available_host_bytes()) is not None:
@@ -35,9 +35,13 @@ def describe_machine(folders: Sequence[Path]) -> dict[str, str]:
         facts[f"GPU {index}"] = f"{torch.cuda.get_device_name(index)}, {in_gib(free)} of {in_gib(total)} free"
     if not torch.cuda.is_available():
         facts["GPU"] = "none that torch can use"
-    for folder in folders:
-        facts[f"free disk at {folder}"] = in_gib(shutil.disk_usage(_existing(folder)).free)
+    facts["free disk"] = ", ".join(f"{in_gib(free_disk_bytes(folder))} at {folder}" for folder in folders)
     return facts
+
+
+def free_disk_bytes(folder: Path) -> int:
+    """Bytes that are free for a folder, which may not exist yet."""
+    return shutil.disk_usage(_existing(folder)).free
 
 
 def in_gib(num_bytes: float) -> str:

@@ -11,8 +11,20 @@ from PIL import Image
 
 from diffsynth_lite.doctor.findings import Findings, SheetEntry
 
-_THUMBNAIL_PX = 256
-_WIDE_ASPECT = 2.0
+_THUMBNAIL_PX = 232
+_STRIP_PX = 4 * _THUMBNAIL_PX
+_STRIP_ASPECT = 2.5
+_GAP_PX = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Picture:
+    """A picture as text that stands in the page, and its size there in pixels."""
+
+    kind: str
+    source: str
+    width: int
+    height: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,9 +34,14 @@ class _Figure:
     name: str
     bucket: str
     captions: Sequence[str]
-    pictures: dict[str, str]
+    pictures: Sequence[_Picture]
     remarks: Sequence[str]
-    wide: bool
+
+    @property
+    def width(self) -> int:
+        """Pixels that its pictures take side by side; captions are broken there."""
+        gaps = _GAP_PX * (len(self.pictures) - 1)
+        return max(_THUMBNAIL_PX, gaps + sum(picture.width for picture in self.pictures))
 
 
 def write_page(path: Path, findings: Findings, *, title: str, lead: str) -> None:
@@ -52,16 +69,17 @@ def _figure(entry: SheetEntry) -> _Figure:
         name=entry.name,
         bucket=entry.bucket,
         captions=entry.captions,
-        pictures={kind: _inline(picture) for kind, picture in entry.pictures.items()},
+        pictures=[_inline(kind, picture) for kind, picture in entry.pictures.items()],
         remarks=entry.remarks,
-        wide=any(picture.width > _WIDE_ASPECT * picture.height for picture in entry.pictures.values()),
     )
 
 
-def _inline(picture: Image.Image) -> str:
-    """A small JPEG of a picture as a data URL; a strip of frames keeps the height of a frame."""
+def _inline(kind: str, picture: Image.Image) -> _Picture:
+    """A small JPEG of a picture as a data URL; a strip of frames is wider."""
     small = picture.convert("RGB")
-    small.thumbnail((_THUMBNAIL_PX * max(1, round(small.width / small.height)), _THUMBNAIL_PX))
+    is_strip = small.width > _STRIP_ASPECT * small.height
+    small.thumbnail((_STRIP_PX if is_strip else _THUMBNAIL_PX, _THUMBNAIL_PX))
     file = io.BytesIO()
     small.save(file, "JPEG", quality=80)
-    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+    source = f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return _Picture(kind=kind, source=source, width=small.width, height=small.height)

@@ -5,6 +5,7 @@ Sources: diffusers ``transformer_qwenimage.py`` and ``pipeline_qwenimage.py``.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from diffusers import (
@@ -20,6 +21,7 @@ from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_b
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.contract.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.contract.latents import encode_latents
 from diffsynth_lite.pipelines.contract.padding import pad_tokens
 from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
 from diffsynth_lite.testing.text_encoders import tiny_qwen2_5_vl
@@ -35,6 +37,7 @@ def model_fn_qwen_image(
     prompt_embeds_bld: torch.Tensor,
     prompt_embeds_mask: torch.Tensor | None = None,
     *,
+    input_latents_bcfhw: Sequence[torch.Tensor] = (),
     use_gradient_checkpointing: bool = False,
     use_gradient_checkpointing_offload: bool = False,
     policy: BlockPolicy | None = None,
@@ -47,6 +50,8 @@ def model_fn_qwen_image(
         timestep: (B,), noise level in [0, 1].
         prompt_embeds_bld: (B, L, D) prompt embeddings, padded on the right.
         prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
+        input_latents_bcfhw: each (B, 16, 1, H_i, W_i), clean normalised latents of the pictures that an edit
+            starts from.
         use_gradient_checkpointing: recompute each block in backward.
         use_gradient_checkpointing_offload: also park each block's inputs in host memory.
         policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
@@ -54,12 +59,14 @@ def model_fn_qwen_image(
     Returns:
         (B, 16, 1, H, W), the predicted velocity ``noise - latents``.
     """
-    batch, channels, _, height, width = latents_bcfhw.shape
+    batch, _, _, height, width = latents_bcfhw.shape
+    pictures = (latents_bcfhw, *input_latents_bcfhw)
     num_blocks = count_blocks(transformer, QwenImage.block_lists)
     run = block_runner(
         num_blocks, use_gradient_checkpointing, use_gradient_checkpointing_offload, policy=policy
     )
-    tokens_bld = QwenImagePipeline._pack_latents(latents_bcfhw.squeeze(2), batch, channels, height, width)
+    tokens_bld = torch.cat([_pack(picture_bcfhw) for picture_bcfhw in pictures], dim=1)
+    picture_shapes = [(1, picture.shape[-2] // _PATCH, picture.shape[-1] // _PATCH) for picture in pictures]
     with blocks_run_by(transformer, run):
         velocity_bld = transformer(
             hidden_states=tokens_bld,
@@ -67,19 +74,27 @@ def model_fn_qwen_image(
             encoder_hidden_states=prompt_embeds_bld,
             encoder_hidden_states_mask=prompt_embeds_mask,
             # A list per sample: diffusers reads plain tuples differently when zero_cond_t is set.
-            img_shapes=[[(1, height // _PATCH, width // _PATCH)]] * batch,
+            img_shapes=[picture_shapes] * batch,
             return_dict=False,
         )[0]
     velocity_bcfhw: torch.Tensor = QwenImagePipeline._unpack_latents(
-        velocity_bld, height, width, vae_scale_factor=1
+        velocity_bld[:, : height * width // _PATCH**2], height, width, vae_scale_factor=1
     )
     return velocity_bcfhw
+
+
+def _pack(latents_bcfhw: torch.Tensor) -> torch.Tensor:
+    batch, channels, _, height, width = latents_bcfhw.shape
+    tokens_bld: torch.Tensor = QwenImagePipeline._pack_latents(
+        latents_bcfhw.squeeze(2), batch, channels, height, width
+    )
+    return tokens_bld
 
 
 class QwenImage(DiffusersFamily):
     """Qwen-Image: 60 dual-stream blocks, Qwen2.5-VL prompts, a causal 3D VAE with 16 channels at 1/8 size."""
 
-    pipeline = QwenImagePipeline
+    pipelines: ClassVar[tuple[Any, ...]] = (QwenImagePipeline,)
     transformer_class = QwenImageTransformer2DModel
     components = ("transformer", "text_encoder", "vae")
     block_lists = ("transformer_blocks",)
@@ -133,16 +148,10 @@ class QwenImage(DiffusersFamily):
         pipeline = QwenImagePipeline(
             scheduler=None, vae=vae, text_encoder=None, tokenizer=None, transformer=None
         )
-        mean, std = (
-            torch.tensor(values).view(-1, 1, 1, 1)
-            for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
 
-        @torch.no_grad()
         def encode(media: Sequence[Media]) -> list[EncodedMedia]:
             pixels_bchw = pipeline.image_processor.preprocess([item.frames[0] for item in media])
-            latents_bcfhw = vae.encode(pixels_bchw.unsqueeze(2).to(device, dtype)).latent_dist.mode()
-            return [{"latents": (latents.float().cpu() - mean) / std} for latents in latents_bcfhw]
+            return [{"latents": latents} for latents in encode_latents(vae, pixels_bchw.unsqueeze(2))]
 
         return encode
 
@@ -184,16 +193,14 @@ class QwenImage(DiffusersFamily):
     ) -> list[list[Image]]:
         parameter = next(transformer.parameters())
         pipeline = QwenImagePipeline(
-            scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(
-                self.folder.path, subfolder="scheduler"
-            ),
+            scheduler=self.load_scheduler(),
             vae=self.load_component(AutoencoderKLQwenImage, "vae", vae_dtype).to(parameter.device),
             text_encoder=None,
             tokenizer=None,
             transformer=transformer,
         )
         pipeline.set_progress_bar_config(disable=True)
-        return [[_draw(pipeline, request, parameter.device, parameter.dtype)] for request in requests]
+        return [[draw(pipeline, request, parameter.device, parameter.dtype)] for request in requests]
 
 
 def tiny() -> QwenImagePipeline:
@@ -231,9 +238,11 @@ def tiny() -> QwenImagePipeline:
     )
 
 
-def _draw(
-    pipeline: QwenImagePipeline, request: PreviewRequest, device: torch.device, dtype: torch.dtype
+def draw(
+    pipeline: Any, request: PreviewRequest, device: torch.device, dtype: torch.dtype, **inputs: Any
 ) -> Image:
+    """One preview by any of the Qwen-Image pipelines; ``inputs`` are further arguments of its call."""
+
     def embeds_and_mask(conditioning: Conditioning) -> tuple[torch.Tensor, torch.Tensor]:
         embeds_bld = conditioning["prompt_embeds"][None].to(device, dtype)
         return embeds_bld, torch.ones(embeds_bld.shape[:2], dtype=torch.long, device=device)
@@ -243,6 +252,7 @@ def _draw(
         embeds_and_mask(request.negative) if request.guidance_scale > 1 else (None, None)
     )
     image: Image = pipeline(
+        **inputs,
         prompt_embeds=embeds,
         prompt_embeds_mask=mask,
         negative_prompt_embeds=negative_embeds,

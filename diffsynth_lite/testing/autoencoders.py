@@ -1,6 +1,9 @@
 """Small random autoencoders of the real classes, with the real compression and latent statistics."""
 
-from diffusers import AutoencoderKLQwenImage
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, AutoencoderKLLTXVideo, AutoencoderKLQwenImage, AutoencoderKLWan
 
 from diffsynth_lite.testing.seeding import seeded
 
@@ -16,3 +19,67 @@ def tiny_qwen_vae(*, seed: int = 0) -> AutoencoderKLQwenImage:
     """
     with seeded(seed):
         return AutoencoderKLQwenImage(base_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1).eval()
+
+
+def tiny_wan_vae(*, residual: bool = False, seed: int = 0) -> AutoencoderKLWan:
+    """A random Wan VAE in eval mode: 16 channels, 8 x 8 pixels and 4 frames to a latent.
+
+    Args:
+        residual: the layout of Wan 2.2 TI2V-5B instead: 48 channels, 16 x 16 pixels to a latent.
+        seed: of the weights; the global random state is left as it was.
+    """
+    layout: dict[str, Any] = {}
+    if residual:
+        layout = {
+            "is_residual": True,
+            "z_dim": 48,
+            "latents_mean": [0.01 * channel for channel in range(48)],
+            "latents_std": [1 + 0.01 * channel for channel in range(48)],
+            "patch_size": 2,
+            "in_channels": 12,
+            "out_channels": 12,
+            "scale_factor_spatial": 16,
+        }
+    with seeded(seed):
+        return AutoencoderKLWan(base_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, **layout).eval()
+
+
+def tiny_flux_vae(*, seed: int = 0) -> AutoencoderKL:
+    """A random VAE of FLUX.1 in eval mode: 16 channels, 8 x 8 pixels to a latent, the real shift and scale.
+
+    Args:
+        seed: of the weights; the global random state is left as it was.
+    """
+    with seeded(seed):
+        return AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            block_out_channels=(4, 4, 4, 4),
+            norm_num_groups=2,
+            layers_per_block=1,
+            latent_channels=16,
+            shift_factor=0.1159,
+            scaling_factor=0.3611,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+        ).eval()
+
+
+def tiny_ltx_vae(*, seed: int = 0) -> AutoencoderKLLTXVideo:
+    """A random LTX-Video VAE in eval mode: 128 channels, 32 x 32 pixels and 8 frames to a latent.
+
+    Its statistics are no released model's, but are not those of the class either, which change nothing.
+
+    Args:
+        seed: of the weights; the global random state is left as it was.
+    """
+    with seeded(seed):
+        vae = AutoencoderKLLTXVideo(
+            block_out_channels=(8, 8, 8, 8),
+            decoder_block_out_channels=(8, 8, 8, 8),
+            layers_per_block=(1, 1, 1, 1, 1),
+            decoder_layers_per_block=(1, 1, 1, 1, 1),
+        )
+    vae.latents_mean.copy_(torch.linspace(-0.5, 0.5, 128))
+    vae.latents_std.copy_(torch.linspace(0.5, 1.5, 128))
+    return vae.eval()

@@ -1,6 +1,18 @@
 """Small random text encoders of the real classes, fitting a given tokenizer."""
 
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 
 from diffsynth_lite.testing.seeding import seeded
 
@@ -52,3 +64,70 @@ def tiny_qwen2_5_vl(
     )
     with seeded(seed):
         return Qwen2_5_VLForConditionalGeneration(config).eval()
+
+
+def tiny_umt5(tokenizer: T5Tokenizer, *, hidden_size: int = 32, seed: int = 0) -> UMT5EncoderModel:
+    """A random UMT5 encoder in eval mode with two layers: the text encoder of the Wan pipelines.
+
+    Args:
+        tokenizer: gives the vocabulary size.
+        hidden_size: width of the embeddings; a multiple of 4, the number of heads.
+        seed: of the weights; the global random state is left as it was.
+    """
+    config = UMT5Config(
+        vocab_size=len(tokenizer),
+        d_model=hidden_size,
+        d_kv=hidden_size // 4,
+        d_ff=2 * hidden_size,
+        num_layers=2,
+        num_heads=4,
+        relative_attention_num_buckets=8,
+        feed_forward_proj="gated-gelu",
+    )
+    with seeded(seed):
+        return UMT5EncoderModel(config).eval()
+
+
+def tiny_t5(tokenizer: T5Tokenizer, *, hidden_size: int = 32, seed: int = 0) -> T5EncoderModel:
+    """A random T5 encoder in eval mode with two layers: of the LTX-Video pipelines, and one of FLUX.1's two.
+
+    Args:
+        tokenizer: gives the vocabulary size.
+        hidden_size: width of the embeddings; a multiple of 4, the number of heads.
+        seed: of the weights; the global random state is left as it was.
+    """
+    config = T5Config(
+        vocab_size=len(tokenizer),
+        d_model=hidden_size,
+        d_kv=hidden_size // 4,
+        d_ff=2 * hidden_size,
+        num_layers=2,
+        num_heads=4,
+        relative_attention_num_buckets=8,
+        feed_forward_proj="gated-gelu",
+    )
+    with seeded(seed):
+        return T5EncoderModel(config).eval()
+
+
+def tiny_clip_text(tokenizer: CLIPTokenizer, *, hidden_size: int = 32, seed: int = 0) -> CLIPTextModel:
+    """A random CLIP text encoder in eval mode with two layers: the other one of the FLUX.1 pipelines.
+
+    Args:
+        tokenizer: gives the vocabulary size, the special tokens and the longest text.
+        hidden_size: width of the embeddings; a multiple of 4, the number of heads.
+        seed: of the weights; the global random state is left as it was.
+    """
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=tokenizer.model_max_length,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with seeded(seed):
+        return CLIPTextModel(config).eval()

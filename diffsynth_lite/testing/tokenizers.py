@@ -1,4 +1,4 @@
-"""Byte-level BPE tokenizers assembled from a word list: no download, no training, the same on every machine.
+"""Tokenizers assembled from a word list: no download, no training, the same on every machine.
 
 ``tokenizers.BpeTrainer`` is not used: with an end-of-word suffix it gives another vocabulary in each call.
 """
@@ -11,7 +11,7 @@ from itertools import pairwise
 from diffusers import QwenImageEditPipeline, QwenImagePipeline
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import Qwen2Tokenizer
+from transformers import CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
 
 QWEN2_SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -107,6 +107,30 @@ def qwen2_tokenizer(words: Sequence[str] = ()) -> Qwen2Tokenizer:
     tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in QWEN2_SPECIAL_TOKENS])
     tokenizer.chat_template = CHATML_TEMPLATE
     return tokenizer
+
+
+def t5_tokenizer(words: Sequence[str] = ()) -> T5Tokenizer:
+    """A T5 tokenizer of some 100 entries, enough for the pipelines with a T5 or UMT5 encoder.
+
+    Args:
+        words: words that become one token each; other printable ASCII falls back to characters.
+    """
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -5.0)]
+    pieces += [(f"\u2581{word}", -3.0) for word in dict.fromkeys(words)]
+    pieces += [(chr(code), -8.0) for code in range(ord("!"), ord("~") + 1)]
+    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)
+
+
+def clip_tokenizer() -> CLIPTokenizer:
+    """A CLIP tokenizer of some 500 entries, enough for the pipelines with a CLIP encoder.
+
+    Each byte is a token, and another one where it ends a word; the last id ends a text, as in the real one.
+    """
+    letters = sorted(ByteLevel.alphabet())
+    tokens = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer(
+        vocab={token: index for index, token in enumerate(tokens)}, merges=[], model_max_length=77
+    )
 
 
 def _qwen_image_template_texts() -> list[str]:

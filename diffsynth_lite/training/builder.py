@@ -12,11 +12,12 @@ from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import GradientEngine
 from diffsynth_lite.core.randomness import torch_seed
-from diffsynth_lite.data import BatchStream, SampleSchedule, TensorCache
+from diffsynth_lite.data import BatchLayout, BatchStream, SampleSchedule, micro_batch_sizes
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import add_adapter
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.training.caching import EncodedRun
+from diffsynth_lite.training.data_rules import frame_counts_of, num_tokens_of, passes_of_sources
 from diffsynth_lite.training.evaluation import FixedNoiseLoss
 from diffsynth_lite.training.objective import FlowMatching, NoiseLevels
 from diffsynth_lite.training.optimizer_step import OptimizerStep
@@ -24,7 +25,7 @@ from diffsynth_lite.training.preflight import CheckedRun, block_policy, build_le
 from diffsynth_lite.training.previews import Previews
 
 _CACHING_TIMEOUT = timedelta(hours=6)
-"""Other processes wait while the main one fills the cache."""
+"""Processes wait for the one that takes longest to fill its part of the cache."""
 _SUPPORTED_DISTRIBUTION = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
@@ -103,7 +104,6 @@ def build_run(
     encoded: EncodedRun,
     *,
     accelerator: Accelerator,
-    cache: TensorCache,
     transformer: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     start_step: int,
@@ -119,7 +119,7 @@ def build_run(
         learning_rate=build_learning_rate(config),
         max_grad_norm=float("inf") if config.train.max_grad_norm is None else config.train.max_grad_norm,
         seed=config.train.seed,
-        batches=iter(_build_batches(config, encoded, accelerator, cache, start_step)),
+        batches=iter(_build_batches(config, checked.family, encoded, accelerator, start_step)),
     )
     return BuiltRun(
         transformer=transformer,
@@ -186,40 +186,60 @@ def _build_shift(config: Config, family: ModelFamily) -> Callable[[Sequence[int]
 
 
 def _build_batches(
-    config: Config, encoded: EncodedRun, accelerator: Accelerator, cache: TensorCache, start_step: int
+    config: Config, family: ModelFamily, encoded: EncodedRun, accelerator: Accelerator, start_step: int
 ) -> BatchStream:
-    return BatchStream(
-        encoded.items,
-        cache,
-        SampleSchedule(len(encoded.items), repeats=config.data.repeats, seed=config.train.seed),
+    items = encoded.items
+    schedule = SampleSchedule(
+        items.bucket_index,
+        items.source_index,
+        passes=passes_of_sources(config),
+        sizes=micro_batch_sizes(
+            [num_tokens_of(bucket, family) for bucket in items.buckets],
+            micro_batch_size=config.train.micro_batch_size,
+            micro_batch_tokens=config.train.micro_batch_tokens,
+        ),
         seed=config.train.seed,
+    )
+    layout = BatchLayout(
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
         num_processes=accelerator.num_processes,
         process_index=accelerator.process_index,
-        num_workers=config.data.num_workers,
+    )
+    return BatchStream(
+        items,
+        encoded.tensors,
+        schedule,
+        layout,
+        seed=config.train.seed,
+        num_workers=0 if encoded.is_live else config.data.num_workers,
         start_step=start_step,
+        caption_dropout=config.data.caption_dropout,
     )
 
 
 def _build_previews(config: Config, family: ModelFamily, encoded: EncodedRun, folder: Path) -> Previews:
-    width, height = preview_size(config)
+    width, height = preview_size(config, family)
     requests = [
         PreviewRequest(
-            conditioning=conditioning,
-            negative=encoded.negative,
+            conditioning=prompt.conditioning,
+            negative=prompt.negative,
+            inputs=prompt.inputs,
             width=width,
             height=height,
+            num_frames=config.validation.num_frames or max(frame_counts_of(config, family)),
             num_inference_steps=config.validation.num_inference_steps,
             guidance_scale=config.validation.guidance_scale,
             seed=config.validation.seed,
         )
-        for conditioning in encoded.prompts
+        for prompt in encoded.prompts
     ]
     return Previews(
         family=family,
         folder=folder,
         prompts=config.validation.prompts,
+        negative_prompt=config.validation.negative_prompt,
         requests=requests,
+        fps=config.data.fps or family.default_fps,
         vae_dtype=getattr(torch, config.model.vae_dtype),
     )

@@ -1,20 +1,53 @@
 """This file encodes all that the text encoder and the VAE are needed for, before the transformer loads."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from accelerate import Accelerator
+from diffusers.training_utils import free_memory
+from PIL.Image import Image
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.data import EncodedItem, Record, TensorCache, encode_captions, encode_images
-from diffsynth_lite.data.encoding import CaptionEncoder, ImageEncoder
+from diffsynth_lite.data import (
+    BadItemsError,
+    Encoder,
+    EntryReader,
+    FileMemory,
+    ItemTable,
+    LiveTensors,
+    Planned,
+    Record,
+    Share,
+    encode_missing,
+    find_undecodable,
+    load_image,
+)
 from diffsynth_lite.errors import RunStoppedError
-from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines import Conditioning, EncodedMedia
+from diffsynth_lite.pipelines import Conditioning
+from diffsynth_lite.training.data_rules import cache_folder, index_file
+from diffsynth_lite.training.data_set import DataSet
 from diffsynth_lite.training.evaluation import ValidationItem
+from diffsynth_lite.training.planning import PlannedRun, plan_run, preview_files
 from diffsynth_lite.training.preflight import CheckedRun
+from diffsynth_lite.training.processes import on_all_processes
+from diffsynth_lite.training.quarantine import Quarantine
 
-_ENCODE_BATCH_SIZE = 4
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedPrompt:
+    """A preview prompt.
+
+    Attributes:
+        conditioning: of the prompt.
+        negative: of the negative prompt.
+        inputs: the pictures that it starts from.
+    """
+
+    conditioning: Conditioning
+    negative: Conditioning
+    inputs: tuple[Image, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,93 +56,178 @@ class EncodedRun:
 
     Attributes:
         items: what is trained on, in order.
+        tensors: where the tensors of the items are.
+        is_live: they are encoded when they are read, in the process that holds the encoders.
         validation_items: what the fixed-noise loss is measured on.
-        prompts: conditioning of each preview prompt.
-        negative: conditioning of the negative prompt.
+        prompts: the preview prompts.
     """
 
-    items: Sequence[EncodedItem]
+    items: ItemTable
+    tensors: EntryReader
+    is_live: bool
     validation_items: Sequence[ValidationItem]
-    prompts: Sequence[Conditioning]
-    negative: Conditioning
+    prompts: Sequence[EncodedPrompt]
 
 
-def encode_run(
-    config: Config,
-    checked: CheckedRun,
-    cache: TensorCache,
-    device: torch.device,
-    quarantine: Callable[[Record, str], None],
-) -> EncodedRun:
-    """Encode captions, prompts and images, or find them in the cache; the encoders are freed on return.
+def encode_run(config: Config, checked: CheckedRun, accelerator: Accelerator) -> EncodedRun:
+    """Plan the data, and encode what the cache does not hold, each process its share.
+
+    The encoders are freed on return, unless the run encodes while it trains.
 
     Args:
         config: of the run.
         checked: the run's records and family.
-        cache: shared by runs.
-        device: the encoders run there.
-        quarantine: is told of each image left out.
+        accelerator: tells processes and device.
 
     Raises:
-        UserError: bad images, all of them named.
+        UserError: bad items, all of them listed in the run's ``quarantine.jsonl``; the same on all processes.
     """
-    family, validation = checked.family, config.validation
-    text_dtype = getattr(torch, config.model.text_encoder_dtype)
-    held_out_records = checked.validation_records[: validation.loss_items]
-    texts = [record.caption for record in (*checked.records, *held_out_records)]
-    caption_keys = encode_captions(
-        [*texts, *validation.prompts, validation.negative_prompt],
-        cache=cache,
-        encoder_id=family.prompt_encoder_id(text_dtype),
-        encode=lambda: _of_texts(family.load_prompt_encoder(text_dtype, device)),
-        batch_size=_ENCODE_BATCH_SIZE,
-    )
-
-    def encode_records(records: Sequence[Record]) -> list[EncodedItem]:
-        vae_dtype = getattr(torch, config.model.vae_dtype)
-        return encode_images(
-            records,
-            caption_keys=caption_keys,
-            width=config.data.width,
-            height=config.data.height,
-            cache=cache,
-            encoder_id=family.media_encoder_id(vae_dtype),
-            encode=lambda: _of_pictures(family.load_media_encoder(vae_dtype, device)),
-            batch_size=_ENCODE_BATCH_SIZE,
-            on_bad_item=config.data.on_bad_item,
-            quarantine=quarantine,
-        )
-
-    items = encode_records(checked.records)
-    held_out = encode_records(held_out_records) if held_out_records else items
+    validation = config.validation
+    with FileMemory(index_file(cache_folder(config))) as memory:
+        planned = plan_run(config, checked, accelerator, memory)
+        items, held_out_items = _usable(config, _Encoding(planned, memory, accelerator))
+    tensors = _reader(planned)
+    measured = held_out_items if checked.validation_records else items
     return EncodedRun(
         items=items,
-        validation_items=[_validation_item(cache, item) for item in held_out[: validation.loss_items]],
-        prompts=[_require(cache, caption_keys[prompt]) for prompt in validation.prompts],
-        negative=_require(cache, caption_keys[validation.negative_prompt]),
+        tensors=tensors,
+        is_live=not planned.rules.use_cache,
+        validation_items=[
+            _validation_item(tensors, measured, place)
+            for place in range(min(validation.loss_items, len(measured)))
+        ],
+        prompts=[
+            EncodedPrompt(
+                conditioning=_require(tensors, prompt_key),
+                negative=_require(tensors, negative_key),
+                inputs=tuple(
+                    load_image(path, background=config.data.background)
+                    for path in preview_files(config, place)
+                ),
+            )
+            for place, (prompt_key, negative_key) in enumerate(planned.prompt_keys)
+        ],
     )
 
 
-def _of_texts(encode: Callable[[Sequence[Prompt]], list[Conditioning]]) -> CaptionEncoder:
-    return lambda texts: encode([Prompt(text=text) for text in texts])
+def _usable(config: Config, encoding: "_Encoding") -> tuple[ItemTable, ItemTable]:
+    """As `_Encoding.encode`; the main process writes the list of what cannot be used."""
+    quarantine = Quarantine(config)
+    try:
+        with quarantine.named():
+            return encoding.encode(quarantine.add)
+    finally:
+        if encoding.accelerator.is_main_process:
+            quarantine.write()
 
 
-def _of_pictures(encode: Callable[[Sequence[Media]], list[EncodedMedia]]) -> ImageEncoder:
-    return lambda pictures: encode([Media(frames=(picture,)) for picture in pictures])
+@dataclass(frozen=True)
+class _Encoding:
+    """What encodes the data of a planned run."""
+
+    planned: PlannedRun
+    memory: FileMemory
+    accelerator: Accelerator
+
+    def encode(self, quarantine: Callable[[Record, str], None]) -> tuple[ItemTable, ItemTable]:
+        """Encode media, then prompts; what is bad is agreed on before the next encoder loads.
+
+        Returns:
+            The usable items of the training data, and of those held out.
+        """
+        run, bad = self.planned, dict[str, str]()
+        stop_at_bad = run.rules.on_bad_item == "error"
+        is_hopeless = stop_at_bad and bool(run.training.plan.bad or run.held_out.plan.bad)
+        passes: Sequence[tuple[Encoder, Mapping[str, Planned]]] = (
+            (run.encoders.media, run.media),
+            (run.encoders.prompts, run.prompts),
+        )
+        for encoder, planned in passes:
+            bad |= self._encode_shared(planned, encoder, only_look=is_hopeless)
+            if is_hopeless or (stop_at_bad and bad):
+                self._usable_items(bad, quarantine)
+        return self._usable_items(bad, quarantine)
+
+    def _encode_shared(
+        self, planned: Mapping[str, Planned], encoder: Encoder, *, only_look: bool
+    ) -> dict[str, str]:
+        """Each process encodes its share, and then what it still misses: nothing in a shared folder."""
+        processes = self.accelerator
+        share = Share(num_processes=processes.num_processes, process_index=processes.process_index)
+
+        def work(share: Share, planned: Mapping[str, Planned]) -> dict[str, str]:
+            if only_look or not self.planned.rules.use_cache:
+                return find_undecodable(planned, memory=self.memory, share=share)
+            stop_at_bad = self.planned.rules.on_bad_item == "error"
+            bad = encode_missing(
+                planned,
+                encoder,
+                cache=self.planned.cache,
+                memory=self.memory,
+                share=share,
+                stop_at_bad=stop_at_bad,
+            )
+            free_memory()
+            return bad
+
+        bad: dict[str, str] = {}
+        for each in [share, Share()][: processes.num_processes]:
+            left = {key: one for key, one in planned.items() if key not in bad}
+            for part in on_all_processes(processes, partial(work, each, left)):
+                bad |= part
+            if bad and self.planned.rules.on_bad_item == "error":
+                break
+        return bad
+
+    def _usable_items(
+        self, bad: Mapping[str, str], quarantine: Callable[[Record, str], None]
+    ) -> tuple[ItemTable, ItemTable]:
+        """Those of both data sets, or one error about both."""
+        problems: list[str] = []
+
+        def usable(data: DataSet) -> ItemTable | None:
+            try:
+                return data.usable_items(
+                    bad,
+                    on_bad_item=self.planned.rules.on_bad_item,
+                    max_bad_ratio=self.planned.rules.max_bad_ratio,
+                    quarantine=quarantine,
+                )
+            except BadItemsError as error:
+                problems.append(str(error))
+                return None
+
+        training, held_out = usable(self.planned.training), usable(self.planned.held_out)
+        if training is None or held_out is None:
+            raise BadItemsError("\n".join(problems))
+        return training, held_out
 
 
-def _require(cache: TensorCache, key: str) -> dict[str, torch.Tensor]:
-    """An entry that the caching pass has just made or seen."""
-    tensors = cache.read(key)
-    if tensors is None:
+def _reader(planned: PlannedRun) -> EntryReader:
+    """Where the tensors of a run are read."""
+    if planned.rules.use_cache:
+        return planned.cache
+    return LiveTensors([(planned.media, planned.encoders.media), (planned.prompts, planned.encoders.prompts)])
+
+
+def _require(tensors: EntryReader, key: str) -> dict[str, torch.Tensor]:
+    """Tensors that the caching pass has just made or seen."""
+    found = tensors.read(key)
+    if found is None:
         raise RunStoppedError(
-            f"data.cache_dir: an entry of {cache.folder} vanished while the run started; "
+            "data.cache_dir: an entry vanished or was damaged while the run started; "
             "the same command encodes it again"
         )
-    return tensors
+    return found
 
 
-def _validation_item(cache: TensorCache, item: EncodedItem) -> ValidationItem:
+def _validation_item(tensors: EntryReader, items: ItemTable, place: int) -> ValidationItem:
+    row = items.row(place)
+    media = _require(tensors, row.media_key)
+    extra = {name: tensor for name, tensor in media.items() if name not in ("latents", "loss_mask")}
     return ValidationItem(
-        latents=_require(cache, item.latents_key)["latents"], conditioning=_require(cache, item.caption_key)
+        bucket=items.buckets[row.bucket],
+        latents=media["latents"],
+        conditioning=_require(tensors, row.caption_keys[0]) | extra,
+        loss_mask=media.get("loss_mask"),
     )

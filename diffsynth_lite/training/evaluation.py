@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
 from diffsynth_lite.core.randomness import normal
+from diffsynth_lite.data import Bucket
 from diffsynth_lite.pipelines import Conditioning
 from diffsynth_lite.training.objective import FlowMatching
 
@@ -25,10 +27,24 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationItem:
-    """One item of the fixed-noise loss: latents (...) in fp32, and what they are conditioned on."""
+    """One item of the fixed-noise loss.
 
+    Attributes:
+        bucket: sizes of the item and of its inputs.
+        latents: (...), fp32.
+        conditioning: what they are conditioned on.
+        loss_mask: (1, ...) at the size of the latents; None where all counts.
+    """
+
+    bucket: Bucket
     latents: torch.Tensor
     conditioning: Conditioning
+    loss_mask: torch.Tensor | None = None
+
+    @property
+    def form(self) -> tuple[Bucket, torch.Size | None]:
+        """Items of one form fit into one batch."""
+        return self.bucket, None if self.loss_mask is None else self.loss_mask.shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +58,7 @@ class FixedNoiseLoss:
         items: measured in this order.
         objective: gives each item's error.
         seed: of the noise.
-        batch_size: items in one forward.
+        batch_size: items of one size in one forward.
     """
 
     name: str
@@ -57,11 +73,16 @@ class FixedNoiseLoss:
             return {}
         total = 0.0
         with evaluation_mode(transformer):
-            for start in range(0, len(self.items), self.batch_size):
-                total += self._sum_of_errors(
-                    transformer, range(start, min(start + self.batch_size, len(self.items)))
-                )
+            for places in self._batches():
+                total += self._sum_of_errors(transformer, places)
         return {self.name: total / len(self.items)}
+
+    def _batches(self) -> Iterator[list[int]]:
+        """Places of items that follow each other and have one form."""
+        for _, group in groupby(range(len(self.items)), key=lambda place: self.items[place].form):
+            places = list(group)
+            for start in range(0, len(places), self.batch_size):
+                yield places[start : start + self.batch_size]
 
     def _sum_of_errors(self, transformer: torch.nn.Module, places: Sequence[int]) -> float:
         items = [self.items[place] for place in places]
@@ -73,5 +94,7 @@ class FixedNoiseLoss:
             [(place + 0.5) / len(self.items) for place in places], device=self.objective.device
         )
         conditioning = [item.conditioning for item in items]
-        errors = self.objective.velocity_errors(transformer, latents, noise, sigma, conditioning)
+        masks = [item.loss_mask for item in items if item.loss_mask is not None]
+        loss_mask = torch.stack(masks) if masks else None
+        errors = self.objective.velocity_errors(transformer, latents, noise, sigma, conditioning, loss_mask)
         return float(errors.sum())

@@ -84,7 +84,9 @@ class FlowMatching:
     def loss(self, transformer: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Mean weighted squared error of the velocity over a micro-batch, a scalar in fp32."""
         sigma = self.noise_levels.sigma(batch.uniform, batch.latents.shape[1:]).to(self.device)
-        errors = self.velocity_errors(transformer, batch.latents, batch.noise, sigma, batch.conditioning)
+        errors = self.velocity_errors(
+            transformer, batch.latents, batch.noise, sigma, batch.conditioning, batch.loss_mask
+        )
         return (loss_weight(sigma, self.weighting) * errors).mean()
 
     def velocity_errors(
@@ -94,6 +96,7 @@ class FlowMatching:
         noise: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
+        loss_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Mean squared error of each sample's velocity.
 
@@ -103,6 +106,8 @@ class FlowMatching:
             noise: (B, ...), standard normal, fp32.
             sigma: (B,), in [0, 1], fp32, on the device.
             conditioning: of the B samples.
+            loss_mask: (B, 1, ...), in [0, 1], not all zero in any sample: weights of the squared errors. They
+                are divided by their mean over the sample, so that a small mask does not make a small loss.
 
         Returns:
             (B,), fp32.
@@ -117,4 +122,8 @@ class FlowMatching:
             use_gradient_checkpointing=self.use_gradient_checkpointing,
             use_gradient_checkpointing_offload=self.use_gradient_checkpointing_offload,
         )
-        return (predicted.float() - velocity(latents, noise)).square().flatten(1).mean(1)
+        squared = (predicted.float() - velocity(latents, noise)).square()
+        if loss_mask is None:
+            return squared.flatten(1).mean(1)
+        mask = loss_mask.to(self.device).float()
+        return (squared * mask).flatten(1).mean(1) / mask.flatten(1).mean(1)

@@ -31,6 +31,7 @@ class StepResult:
         loss: mean over the samples of all devices.
         grad_norm: before clipping.
         learning_rate: used in this step.
+        num_samples: that it took, on all devices.
         seconds: from asking for the data to the changed weights.
     """
 
@@ -38,12 +39,13 @@ class StepResult:
     loss: float
     grad_norm: float
     learning_rate: float
+    num_samples: int
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerStep:
-    """One optimizer step: accumulate, clip, step.
+    """One optimizer step: accumulate, clip, step. Each of its samples weighs the same.
 
     Attributes:
         accelerator: gives backward, gradient synchronisation and the mean over devices.
@@ -96,6 +98,7 @@ class OptimizerStep:
             loss=mean_loss,
             grad_norm=norm,
             learning_rate=learning_rate,
+            num_samples=micro_batches[0].step_samples,
             seconds=time.perf_counter() - started_at,
         )
 
@@ -117,11 +120,19 @@ class OptimizerStep:
             with self._gradient_sync(last=place == len(micro_batches) - 1):
                 seed = torch_seed(self.seed, "dropout", batch.positions[0])
                 with random_state_scope(self.accelerator.device, seed):
-                    loss = self.loss(self.model, batch) / len(micro_batches)
+                    loss = self.loss(self.model, batch) / self._parts(batch)
                 self.accelerator.backward(loss)
             total += loss.detach()
         mean: torch.Tensor = self.accelerator.reduce(total, reduction="mean")
         return mean
+
+    def _parts(self, batch: Batch) -> float:
+        """What a micro-batch's loss is divided by, so that all samples of the step weigh the same.
+
+        The mean over devices divides by their number once more. Equal micro-batches give their number.
+        """
+        num_processes: int = self.accelerator.num_processes
+        return batch.step_samples / (len(batch.positions) * num_processes)
 
     def _gradient_sync(self, *, last: bool) -> AbstractContextManager[None]:
         """Devices exchange gradients once a step, with the last micro-batch."""

@@ -1,19 +1,26 @@
 """This file checks a whole run before any weights are loaded, and reports all that is wrong at once."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import BlockPolicy, Treatment, blocks_of
-from diffsynth_lite.data import BatchLayout, Record, check_image, read_records, without_bad_items
+from diffsynth_lite.data import BatchLayout, Record, load_image, refuse_other_kinds
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.pipelines import ModelFamily, load_family, resolve_folder
+from diffsynth_lite.training.data_rules import data_rules
 from diffsynth_lite.training.learning_rate import learning_rate_schedule
+from diffsynth_lite.training.processes import on_all_processes
+from diffsynth_lite.training.reading import read_data
 from diffsynth_lite.training.trackers import require_trackers
 
 _Result = TypeVar("_Result")
@@ -33,11 +40,16 @@ class CheckedRun:
     """
 
     family: ModelFamily
-    records: Sequence[Record]
-    validation_records: Sequence[Record]
+    records: list[Record]
+    validation_records: list[Record]
     target_layers: Sequence[str]
     num_blocks: int
     num_selected_blocks: int
+
+    def drop_records(self) -> None:
+        """Let go of the records, which take 0.7 KB each, when all is encoded."""
+        self.records.clear()
+        self.validation_records.clear()
 
 
 class _Checks:
@@ -54,43 +66,48 @@ class _Checks:
             self.problems.append(str(error))
             return None
 
+    def require_all(self, accelerator: Accelerator) -> None:
+        """Check that nothing was complained of on any process.
 
-def check_run(config: Config, *, num_processes: int) -> CheckedRun:
+        Raises:
+            UserError: one line for each problem, the same on all processes.
+        """
+        found = on_all_processes(accelerator, lambda: self.problems)
+        if problems := list(dict.fromkeys(chain.from_iterable(found))):
+            raise UserError("\n".join(problems))
+
+
+def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
     """Check paths, data, sizes, targets and blocks; no weights are loaded.
 
     Args:
         config: of the run.
-        num_processes: devices of the run.
+        accelerator: tells processes.
 
     Raises:
-        UserError: one line for each problem found.
+        UserError: one line for each problem found, on whatever process.
     """
     checks = _Checks()
-    validation = config.validation
-    checks.attempt(lambda: _check_batch_size(config, num_processes))
+    checks.attempt(lambda: _check_batch_size(config, accelerator.num_processes))
     checks.attempt(lambda: build_learning_rate(config))
     checks.attempt(lambda: _check_output_is_apart(config))
     checks.attempt(lambda: require_trackers(config.logging.trackers))
-    records = checks.attempt(
-        lambda: _read_images(config, "data.path", config.data.path, config.data.metadata)
-    )
-    held_out = checks.attempt(
-        lambda: _read_images(config, "validation.data", validation.data, None) if validation.data else []
-    )
-    if checks.problems and not Path(config.model.path).expanduser().is_dir():
-        raise UserError("\n".join(checks.problems))  # Before a model is downloaded.
-    family = checks.attempt(lambda: _bind_family(config))
+    data = read_data(config, accelerator)
+    checks.problems += data.problems
+    family = None
+    if not checks.problems or Path(config.model.path).expanduser().is_dir():  # No download for nothing.
+        family = checks.attempt(lambda: bind_family(config))
     if family is not None:
         model = _check_model(checks, family, config)
-    if checks.problems:
-        raise UserError("\n".join(checks.problems))
+        for found in (data.training, data.validation):
+            checks.attempt(partial(refuse_other_kinds, found, family.record_kinds))
+    checks.attempt(lambda: _check_held_out(data.training, data.validation))
+    checks.require_all(accelerator)
     assert family is not None
-    assert records is not None
-    assert held_out is not None
     return CheckedRun(
         family=family,
-        records=records,
-        validation_records=held_out,
+        records=data.training,
+        validation_records=data.validation,
         target_layers=model.target_layers,
         num_blocks=model.num_blocks,
         num_selected_blocks=model.num_selected_blocks,
@@ -109,48 +126,46 @@ def _check_batch_size(config: Config, num_processes: int) -> None:
         raise UserError(f"train.{error}") from None
 
 
-def _read_images(config: Config, key: str, path: str, metadata: str | None) -> list[Record]:
-    folder = Path(path).expanduser()
-    try:
-        records = read_records(
-            folder,
-            metadata=_metadata_file(folder, metadata) if metadata else None,
-            image_column=config.data.image_column,
-            caption_column=config.data.caption_column,
+def _check_held_out(records: Sequence[Record], held_out: Sequence[Record]) -> None:
+    """Folders are read with their subfolders, so one of validation items inside the data's is trained on."""
+    if not held_out:
+        return
+    trained = {os.path.realpath(record.target) for record in records}
+    if both := [record.name for record in held_out if os.path.realpath(record.target) in trained]:
+        raise UserError(
+            f"validation.data: {len(both)} of its {len(held_out)} items are also trained on, such as "
+            f"{both[0]}; move them out of the data, or remove validation.data to measure on training items"
         )
-    except UserError as error:
-        raise UserError(f"{key}: {error}") from None
-    if config.data.on_bad_item == "skip":
-        return records  # The caching pass finds the bad ones and keeps the list of them.
-    bad = {}
-    for record in records:
-        try:
-            check_image(record.image)
-        except UserError as error:
-            bad[record.name] = str(error)
-    return without_bad_items(records, bad, on_bad_item="error", quarantine=lambda *_: None)
 
 
 def _check_output_is_apart(config: Config) -> None:
-    output, data = (Path(path).expanduser().resolve() for path in (config.output.dir, config.data.path))
-    if output.is_relative_to(data):
-        raise UserError(
-            f"output.dir: {config.output.dir} is inside data.path {config.data.path}, where its previews "
-            "would be taken for data; name a folder outside"
-        )
+    output = Path(config.output.dir).expanduser().resolve()
+    for key, source in config.data.sources_by_key.items():
+        if source.path and output.is_relative_to(Path(source.path).expanduser().resolve()):
+            raise UserError(
+                f"output.dir: {config.output.dir} is inside {key}.path {source.path}, where its previews "
+                "would be taken for data; name a folder outside"
+            )
 
 
-def _metadata_file(folder: Path, name: str) -> Path:
-    """A file in the data folder, or else a path of its own."""
-    inside = folder / name
-    return inside if inside.is_file() else Path(name).expanduser()
+def bind_family(config: Config, *, with_weights: bool = True) -> ModelFamily:
+    """The family, bound to its folder.
 
+    Args:
+        config: of the run.
+        with_weights: the weights must be there; those of a model of the hub are downloaded. Without, its
+            small files are enough.
 
-def _bind_family(config: Config) -> ModelFamily:
-    family_class = load_family(config.model.family)
-    folder = resolve_folder(config.model.path, revision=config.model.revision, variant=config.model.variant)
+    Raises:
+        UserError: no such family or folder, or a folder of another family.
+    """
+    model = config.model
+    family_class = load_family(model.family)
+    folder = resolve_folder(
+        model.path, revision=model.revision, variant=model.variant, with_weights=with_weights
+    )
     family = family_class(folder)
-    family.check_folder()
+    family.check_folder(with_weights=with_weights)
     return family
 
 
@@ -162,12 +177,8 @@ class _CheckedModel:
 
 
 def _check_model(checks: _Checks, family: ModelFamily, config: Config) -> _CheckedModel:
-    checks.attempt(
-        lambda: family.check_size(config.data.width, config.data.height, keys="data.width, data.height")
-    )
-    if preview_size(config) != (config.data.width, config.data.height):
-        keys = "validation.width, validation.height"
-        checks.attempt(lambda: family.check_size(*preview_size(config), keys=keys))
+    checks.attempt(lambda: data_rules(config, family))
+    checks.attempt(lambda: _check_previews(config, family))
     transformer = family.empty_transformer()
     blocks = checks.attempt(lambda: _find_blocks(family, transformer))
     layers = checks.attempt(lambda: _find_targets(family, transformer, config)) if blocks else []
@@ -228,6 +239,28 @@ def _select_blocks(config: Config, num_blocks: int) -> list[int]:
         raise UserError(f"memory.{key}: {error}") from None
 
 
-def preview_size(config: Config) -> tuple[int, int]:
-    """Width and height of the previews in pixels: the data's unless given."""
-    return config.validation.width or config.data.width, config.validation.height or config.data.height
+def _check_previews(config: Config, family: ModelFamily) -> None:
+    validation = config.validation
+    family.check_size(*preview_size(config, family), keys="validation.width, validation.height")
+    if validation.num_frames is not None:
+        family.check_frames(validation.num_frames, key="validation.num_frames")
+    if validation.prompts and family.needs_inputs and not validation.inputs:
+        raise UserError(
+            "validation.inputs: is empty; previews of this family start from pictures: name a file for each "
+            "of validation.prompts, or give no prompts"
+        )
+    if validation.inputs and not {"edit", "image_to_video"} & set(family.record_kinds):
+        raise UserError(
+            "validation.inputs: has no effect, as previews of this family start from the prompt alone; "
+            "remove it"
+        )
+    for path in validation.inputs:
+        # To the last pixel: the caching pass looks for bad items, and a preview is none.
+        load_image(Path(path).expanduser(), background=config.data.background)
+
+
+def preview_size(config: Config, family: ModelFamily) -> tuple[int, int]:
+    """Width and height of the previews in pixels: unless given, the data's, as the family can do them."""
+    divisor = family.size_divisor
+    width, height = (max(divisor, side // divisor * divisor) for side in config.data.first_size)
+    return config.validation.width or width, config.validation.height or height

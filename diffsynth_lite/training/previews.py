@@ -1,16 +1,21 @@
-"""This file draws previews while a LoRA trains: files by prompt and step, and one grid of all of them."""
+"""This file draws previews while a LoRA trains: files by prompt and step, and one grid of all of them.
+
+A clip is kept as an MP4, and beside it as a strip of some of its frames, which is what the grid shows.
+"""
 
 import hashlib
 import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from diffusers.training_utils import free_memory
 from PIL import Image
 
+from diffsynth_lite.data.video_writing import write_video
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.training.evaluation import evaluation_mode
 from diffsynth_lite.training.grid import frame_strip, preview_grid
@@ -30,14 +35,18 @@ class Previews:
         family: draws through its own diffusers pipeline.
         folder: where the files go.
         prompts: as given, for the grid's labels.
+        negative_prompt: of all of them.
         requests: one a prompt.
+        fps: frames per second of clips; None where there are only pictures.
         vae_dtype: of the decoder, which is loaded for the preview and freed again.
     """
 
     family: ModelFamily
     folder: Path
     prompts: Sequence[str]
+    negative_prompt: str
     requests: Sequence[PreviewRequest]
+    fps: float | None
     vae_dtype: torch.dtype
 
     def draw(self, transformer: torch.nn.Module, step: int) -> Path | None:
@@ -64,7 +73,11 @@ class Previews:
     def _save(self, previews: Sequence[Sequence[Image.Image]], step: int) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
         for place, frames in enumerate(previews):
-            frame_strip(frames).save(self._file(step, place))
+            path = self._file(step, place)
+            if len(frames) > 1:
+                assert self.fps is not None, "a family that makes clips says how fast they are"
+                write_video(path.with_suffix(".mp4"), frames, fps=self.fps)
+            frame_strip(frames).save(path)
         steps = _spread([drawn for drawn in self._drawn_steps() if drawn <= step], _MAX_COLUMNS)
         rows = [[_open(self._file(drawn, place)) for drawn in steps] for place in range(len(self.prompts))]
         path = self.folder / "grid.png"
@@ -75,13 +88,14 @@ class Previews:
 
     def _file(self, step: int, place: int) -> Path:
         """File of one preview; its name changes with the prompt and with how it is drawn."""
-        request = self.requests[place]
-        drawn_as = (
-            *(self.prompts[place], request.width, request.height, request.seed),
-            *(request.num_inference_steps, request.guidance_scale),
-        )
-        mark = hashlib.blake2b(repr(drawn_as).encode(), digest_size=3).hexdigest()
-        return self.folder / f"step-{step:08d}-prompt-{place:02d}-{mark}.png"
+        return self.folder / f"step-{step:08d}-prompt-{place:02d}-{self._marks[place]}.png"
+
+    @cached_property
+    def _marks(self) -> list[str]:
+        return [
+            _mark(prompt, self.negative_prompt, request)
+            for prompt, request in zip(self.prompts, self.requests, strict=True)
+        ]
 
     def _drawn_steps(self) -> list[int]:
         """Steps of which every prompt's file is there, also from before a resume."""
@@ -92,6 +106,18 @@ class Previews:
             for step in steps
             if all(self._file(step, place).is_file() for place in range(len(self.prompts)))
         ]
+
+
+def _mark(prompt: str, negative_prompt: str, request: PreviewRequest) -> str:
+    is_guided = request.guidance_scale > 1
+    drawn_as = (
+        *(prompt, negative_prompt if is_guided else "", request.guidance_scale),
+        *(request.width, request.height, request.num_frames, request.seed, request.num_inference_steps),
+    )
+    digest = hashlib.blake2b(repr(drawn_as).encode(), digest_size=3)
+    for picture in request.inputs:
+        digest.update(repr(picture.size).encode() + picture.tobytes())
+    return digest.hexdigest()
 
 
 def _spread(steps: Sequence[int], count: int) -> list[int]:

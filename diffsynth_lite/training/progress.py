@@ -34,14 +34,15 @@ def peak_memory_gib(device: torch.device) -> float:
 class Pace:
     """Smoothed speed and loss of a run."""
 
-    def __init__(self, *, samples_per_step: int, total_steps: int) -> None:
-        self._samples_per_step = samples_per_step
+    def __init__(self, *, total_steps: int) -> None:
         self._total_steps = total_steps
+        self._samples: float | None = None
         self._seconds: float | None = None
         self._loss: float | None = None
 
     def update(self, result: StepResult) -> None:
         """Take one more step into account."""
+        self._samples = _smooth(self._samples, result.num_samples)
         self._seconds = _smooth(self._seconds, result.seconds)
         if math.isfinite(result.loss):
             self._loss = _smooth(self._loss, result.loss)
@@ -49,7 +50,7 @@ class Pace:
     @property
     def samples_per_s(self) -> float:
         """Samples trained on per second, over all devices."""
-        return self._samples_per_step / self._seconds if self._seconds else 0.0
+        return self._samples / self._seconds if self._samples and self._seconds else 0.0
 
     def describe(self, result: StepResult, device: torch.device) -> str:
         """Loss, learning rate, speed, time left and peak memory as one line."""

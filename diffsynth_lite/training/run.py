@@ -16,7 +16,6 @@ from rich.console import Console
 
 from diffsynth_lite.config import Config, LoadedConfig
 from diffsynth_lite.core.gradient import gradient_engine
-from diffsynth_lite.data import TensorCache
 from diffsynth_lite.errors import RunInterrupted
 from diffsynth_lite.training.actions import EngineReport, Evaluate, LogMetrics, every
 from diffsynth_lite.training.builder import (
@@ -42,7 +41,6 @@ from diffsynth_lite.training.outcome import outcome_recorded, shortages_explaine
 from diffsynth_lite.training.preflight import CheckedRun, check_run
 from diffsynth_lite.training.processes import on_main_process
 from diffsynth_lite.training.progress import Pace, ProgressLine
-from diffsynth_lite.training.quarantine import Quarantine
 from diffsynth_lite.training.resume import find_start
 from diffsynth_lite.training.run_folder import RunFolder
 from diffsynth_lite.training.saving import Saver, restore
@@ -93,7 +91,7 @@ def run_training(loaded: LoadedConfig, *, console: Console, clock: StartupClock)
     folder = RunFolder(Path(config.output.dir).expanduser())
     accelerator = build_accelerator(config, folder.path / "trackers")
     with clock.stage("checks"):
-        checked = check_run(config, num_processes=accelerator.num_processes)
+        checked = check_run(config, accelerator)
     setting = _Setting(
         loaded=loaded,
         accelerator=accelerator,
@@ -122,10 +120,10 @@ def run_training(loaded: LoadedConfig, *, console: Console, clock: StartupClock)
 
 def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None, stop: StopRequest) -> None:
     start_step = checkpoint.step if checkpoint else 0
-    cache = TensorCache(Path(setting.config.data.cache_dir).expanduser())
     with setting.clock.stage("encoding"):
-        encoded = _encode(setting, cache)
-    contract = contract | data_contract(encoded.items)
+        encoded = _encode(setting)
+    micro_batch_size = setting.config.train.micro_batch_size
+    contract = contract | data_contract(encoded.items, micro_batch_size=micro_batch_size)
     if checkpoint is not None:
         require_same(contract, checkpoint.documents["contract"], where=str(checkpoint.path))
     elif setting.folder.contract_file.is_file():
@@ -145,7 +143,6 @@ def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None,
             setting.checked,
             encoded,
             accelerator=setting.accelerator,
-            cache=cache,
             transformer=transformer,
             optimizer=optimizer,
             start_step=start_step,
@@ -188,7 +185,7 @@ def _loop(setting: _Setting, built: BuiltRun, saver: Saver, stop: StopRequest, s
         metrics=metrics,
         accelerator=accelerator,
     )
-    pace = Pace(samples_per_step=train.global_batch_size, total_steps=train.steps)
+    pace = Pace(total_steps=train.steps)
     progress = ProgressLine(
         pace,
         start_step=start_step,
@@ -256,17 +253,11 @@ def _find_checkpoint(setting: _Setting, contract: Contract) -> Checkpoint | None
     return checkpoint
 
 
-def _encode(setting: _Setting, cache: TensorCache) -> EncodedRun:
-    """Fill the cache on the main process; the others then find everything in it."""
-    quarantine = Quarantine(setting.folder.quarantine_file)
-
-    def encode() -> EncodedRun:
-        return encode_run(setting.config, setting.checked, cache, setting.accelerator.device, quarantine.add)
-
-    encoded = on_main_process(setting.accelerator, encode) or encode()
+def _encode(setting: _Setting) -> EncodedRun:
+    """Encode on all processes, after which only tensors are needed."""
+    encoded = encode_run(setting.config, setting.checked, setting.accelerator)
+    setting.checked.drop_records()
     free_memory()
-    if setting.is_main:
-        quarantine.write()
     return encoded
 
 

@@ -57,7 +57,7 @@ class RunFolder:
 
     @property
     def quarantine_file(self) -> Path:
-        """Items skipped, and why."""
+        """Items that cannot be used, and why."""
         return self.path / "quarantine.jsonl"
 
     @property

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw, ImageFont
 
-CELL = 128
 GAP = 6
 ROW_LABEL_WIDTH = 64
 HEADING_HEIGHT = 28
@@ -15,21 +14,32 @@ INK, PAPER = (30, 30, 30), (255, 255, 255)
 
 @dataclass(frozen=True)
 class Panel:
-    """A heading, one caption a column, and rows of pictures by their label."""
+    """A heading, one caption a column, and rows of pictures of one size by their label.
+
+    Pictures are shown ``scale`` times as large as they are, without smoothing.
+    """
 
     heading: str
     captions: Sequence[str]
     rows: dict[str, Sequence[Image.Image]]
+    scale: int = 2
+
+    @property
+    def cell(self) -> tuple[int, int]:
+        """Width and height of a picture as it is shown, in pixels."""
+        width, height = next(iter(self.rows.values()))[0].size
+        return self.scale * width, self.scale * height
 
     @property
     def size(self) -> tuple[int, int]:
         """Width and height in pixels."""
-        width = ROW_LABEL_WIDTH + len(self.captions) * (CELL + GAP)
-        return width, HEADING_HEIGHT + CAPTION_HEIGHT + len(self.rows) * (CELL + GAP)
+        cell_width, cell_height = self.cell
+        width = ROW_LABEL_WIDTH + len(self.captions) * (cell_width + GAP)
+        return width, HEADING_HEIGHT + CAPTION_HEIGHT + len(self.rows) * (cell_height + GAP)
 
 
 def draw_grid(panels: Sequence[Panel]) -> Image.Image:
-    """The panels one below the other; pictures are scaled to 128 x 128 without smoothing."""
+    """The panels one below the other."""
     sizes = [panel.size for panel in panels]
     width = max(width for width, _ in sizes) + GAP
     sheet = Image.new("RGB", (width, sum(height for _, height in sizes) + GAP), PAPER)
@@ -45,12 +55,13 @@ def _draw_panel(sheet: Image.Image, panel: Panel, top: int) -> None:
     small, large = ImageFont.load_default(12), ImageFont.load_default(16)
     canvas.text((GAP, top), panel.heading, INK, large)
     top += HEADING_HEIGHT
-    lefts = [ROW_LABEL_WIDTH + column * (CELL + GAP) for column in range(len(panel.captions))]
+    width, height = panel.cell
+    lefts = [ROW_LABEL_WIDTH + column * (width + GAP) for column in range(len(panel.captions))]
     for left, caption in zip(lefts, panel.captions, strict=True):
         canvas.multiline_text((left, top), caption, INK, small)
     top += CAPTION_HEIGHT
     for label, images in panel.rows.items():
-        canvas.text((GAP, top + CELL // 2), label, INK, small, anchor="lm")
+        canvas.text((GAP, top + height // 2), label, INK, small, anchor="lm")
         for left, image in zip(lefts, images, strict=True):
-            sheet.paste(image.resize((CELL, CELL), Image.Resampling.NEAREST), (left, top))
-        top += CELL + GAP
+            sheet.paste(image.resize(panel.cell, Image.Resampling.NEAREST), (left, top))
+        top += height + GAP

@@ -17,11 +17,16 @@ SEED = 7
 
 def main() -> None:
     """Write what is missing into the output folder."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder for the pictures and captions")
-    arguments = parser.parse_args()
     files = training_files()
-    folder: Path = arguments.output
+    folder = write_missing(files, __doc__.splitlines()[0])
+    print(f"{len(files) // 2} pictures with captions in {folder}")
+
+
+def write_missing(files: dict[str, bytes], description: str) -> Path:
+    """Read the command line and write the files that its folder lacks; a folder with others is an error."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--output", type=Path, required=True, help="folder for the media and captions")
+    folder: Path = parser.parse_args().output
     if folder.exists() and not folder.is_dir():
         parser.error(f"--output {folder} is a file; name a folder")
     foreign = foreign_files(folder, files)
@@ -31,7 +36,7 @@ def main() -> None:
     for name, content in files.items():
         if not (folder / name).exists():
             (folder / name).write_bytes(content)
-    print(f"{len(files) // 2} pictures with captions in {folder}")
+    return folder
 
 
 def training_files() -> dict[str, bytes]:

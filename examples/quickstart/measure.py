@@ -29,23 +29,31 @@ class Score:
 
 
 def shape_colour(image: Image.Image) -> np.ndarray:
-    """Median RGB of the foreground, (3,), 0 to 255.
+    """Median RGB of the foreground, (3,), 0 to 255; a picture without one gives the mean of its centre."""
+    pixels = np.asarray(image.convert("RGB"), dtype=float)
+    foreground = find_foreground(pixels)
+    if foreground.any():
+        return np.median(pixels[foreground], axis=0)
+    height, width = foreground.shape
+    centre = pixels[height // 2 - 4 : height // 2 + 4, width // 2 - 4 : width // 2 + 4]
+    return centre.mean(axis=(0, 1))
+
+
+def find_foreground(pixels: np.ndarray) -> np.ndarray:
+    """Which pixels show the shape, (H, W); none where those that stand out are 20 or fewer.
 
     The ground is the median along the edge; the foreground is what differs from it by more than half of the
-    strongest difference (97th percentile, so that a few odd pixels do not decide). A picture without a
-    foreground gives the mean of its centre.
+    strongest difference (97th percentile, so that a few odd pixels do not decide).
+
+    Args:
+        pixels: RGB, (H, W, 3), 0 to 255.
     """
-    pixels = np.asarray(image.convert("RGB"), dtype=float)
     inside = np.zeros(pixels.shape[:2], dtype=bool)
     inside[BORDER:-BORDER, BORDER:-BORDER] = True
     ground = np.median(pixels[~inside], axis=0)
     difference = np.linalg.norm(pixels - ground, axis=-1)
     foreground = difference > max(40.0, 0.5 * np.percentile(difference, 97))
-    if foreground.sum() > 20:
-        return np.median(pixels[foreground], axis=0)
-    height, width = foreground.shape
-    centre = pixels[height // 2 - 4 : height // 2 + 4, width // 2 - 4 : width // 2 + 4]
-    return centre.mean(axis=(0, 1))
+    return foreground if foreground.sum() > 20 else np.zeros_like(foreground)
 
 
 def read_picture(image: Image.Image, colour: str) -> Reading:

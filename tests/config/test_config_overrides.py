@@ -46,7 +46,7 @@ def test_an_override_is_read_by_the_type_of_its_setting(write, minimal, override
         ("trian.stps=3", "did you mean"),
         ("train.stps=3", "did you mean 'steps'?"),
         ("train.steps.x=3", "did you mean 'steps'?"),
-        ("validation.prompts[0]=a", "did you mean 'prompts'?"),
+        ("validation.prompts[0]=a", "set the whole list, as validation.prompts=[...]"),
         ("validation.prompts=a cat", "must be a list of texts"),
         ("validation.prompts=[a, b", "write a list as '[a, b]'"),
         ("validation.prompts=[a] b", "write a list as '[a, b]'"),

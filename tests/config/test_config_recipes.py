@@ -10,7 +10,16 @@ RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 
 def test_there_are_recipes():
-    assert {path.name for path in RECIPES} >= {"qwen_lora.yaml", "quickstart.yaml"}
+    assert {path.name for path in RECIPES} >= {
+        "flux_kontext_lora.yaml",
+        "flux_lora.yaml",
+        "ltx_video_lora.yaml",
+        "qwen_image_edit_lora.yaml",
+        "qwen_lora.yaml",
+        "quickstart.yaml",
+        "video_quickstart.yaml",
+        "wan_t2v_lora.yaml",
+    }
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -23,13 +32,53 @@ def test_a_recipe_loads_without_a_warning(path):
 def test_the_qwen_recipe_fits_the_real_model():
     config = load_config("qwen_lora.yaml").config
     assert config.model.path == "Qwen/Qwen-Image"
-    assert (config.data.width % 16, config.data.height % 16) == (0, 0)
+    assert (config.data.resolutions, config.data.given_sizes) == ([1024], [])
     assert (config.model.dtype, config.train.mixed_precision) == ("bfloat16", "bf16")
     assert config.train.use_gradient_checkpointing
 
 
-def test_the_quickstart_needs_nothing_but_a_cpu():
-    config = load_config("quickstart.yaml").config
+def test_the_wan_recipe_fits_the_real_model():
+    config = load_config("wan_t2v_lora.yaml").config
+    assert (config.data.width % 16, config.data.height % 16) == (0, 0)
+    assert config.data.frame_counts == [81]
+    assert (config.model.family, config.model.dtype) == ("wan", "bfloat16")
+    assert config.train.use_gradient_checkpointing_offload
+
+
+def test_the_ltx_video_recipe_fits_the_real_model():
+    config = load_config("ltx_video_lora.yaml").config
+    assert (config.data.width % 32, config.data.height % 32) == (0, 0)
+    assert config.data.frame_counts == [81]
+    assert (config.model.family, config.model.dtype) == ("ltx_video", "bfloat16")
+    # What the comment on memory is counted for.
+    assert (config.lora.rank, config.train.micro_batch_size) == (16, 1)
+
+
+@pytest.mark.parametrize("family", ["qwen_image_edit", "flux_kontext"])
+def test_the_edit_recipes_have_a_picture_for_each_input_of_data_and_previews(family):
+    config = load_config(f"{family}_lora.yaml").config
+    assert config.model.family == family
+    assert len(config.data.input_columns) == 1
+    # Buckets of all shapes: a result that is cropped stands elsewhere than its input, which never is.
+    assert (config.data.resolutions, config.data.given_sizes, config.data.crop) == ([1024], [], "center")
+    assert len(config.validation.inputs) == len(config.validation.prompts)
+    assert config.train.micro_batch_size == 1
+
+
+def test_the_flux_recipe_fits_the_real_model():
+    config = load_config("flux_lora.yaml").config
+    assert (config.model.family, config.model.dtype) == ("flux", "bfloat16")
+    assert (config.data.resolutions, config.data.given_sizes) == ([1024], [])
+    assert config.train.use_gradient_checkpointing
+
+
+@pytest.mark.parametrize("name", ["quickstart.yaml", "video_quickstart.yaml"])
+def test_a_quickstart_needs_nothing_but_a_cpu(name):
+    config = load_config(name).config
     assert {config.model.dtype, config.model.text_encoder_dtype, config.model.vae_dtype} == {"float32"}
     assert config.train.mixed_precision == "no"
     assert config.train.steps % config.validation.every_steps == 0
+
+
+def test_the_video_quickstart_parks_what_its_blocks_are_given():
+    assert load_config("video_quickstart.yaml").config.train.use_gradient_checkpointing_offload

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from diffsynth_lite.config import SourceSettings
 from diffsynth_lite.config.field_type import field_types
 from diffsynth_lite.config.reference import descriptions, render_reference
 from diffsynth_lite.config.schema import section_types
@@ -15,19 +16,33 @@ def test_the_page_is_the_one_that_is_generated():
     assert PAGE.read_text(encoding="utf-8") == render_reference(), "run scripts/generate_docs.py"
 
 
+def page_of(heading: str) -> str:
+    """The page from a heading to the next one of its level."""
+    level = heading.split(" ")[0]
+    return PAGE.read_text(encoding="utf-8").split(f"\n{heading}\n")[1].split(f"\n{level} ")[0]
+
+
 @pytest.mark.parametrize(("name", "section"), section_types().items())
 def test_every_setting_is_described_and_on_the_page(name, section):
     texts = descriptions(section)
     assert list(texts) == list(field_types(section))
-    page_of_section = PAGE.read_text(encoding="utf-8").split(f"\n## {name}\n")[1].split("\n## ")[0]
     for key, text in texts.items():
         assert text.endswith(".")
         assert "|" not in text, "would break the table"
-        assert f"\n| `{key}` | " in page_of_section
+        assert page_of(f"## {name}").count(f"\n| `{key}` | ") == 1
+
+
+def test_the_settings_of_a_source_have_a_table_of_their_own():
+    table = page_of("### data.sources").split("\n## ")[0]
+    rows = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert rows == list(field_types(SourceSettings))
 
 
 def test_no_setting_holds_a_secret():
-    names = [key for section in section_types().values() for key in field_types(section)]
-    assert not [
-        name for name in names if any(word in name for word in ("token", "secret", "password", "api_key"))
-    ]
+    words = {
+        word
+        for section in section_types().values()
+        for key in field_types(section)
+        for word in key.split("_")
+    }
+    assert words & {"token", "secret", "password", "key"} == set()

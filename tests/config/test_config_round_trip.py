@@ -1,6 +1,7 @@
 """Any config, written as yaml and read again, is the same config."""
 
 import math
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,10 @@ from tempfile import TemporaryDirectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffsynth_lite.config import Config, dump_config, load_config
-from diffsynth_lite.config.field_type import FieldType, NotEmpty, Range, field_types
+from diffsynth_lite.config import Config, DataSettings, SourceSettings, dump_config, load_config
+from diffsynth_lite.config.field_type import FieldType, Form, NoEmptyEntry, NotEmpty, Range, field_types
 from diffsynth_lite.config.schema import section_types
+from diffsynth_lite.config.settings import Settings
 from diffsynth_lite.errors import UserError
 
 TEXTS = st.one_of(
@@ -24,12 +26,14 @@ TEXTS = st.one_of(
 
 def values_of(field_type: FieldType) -> st.SearchStrategy:
     """Every value that a setting may have, taken alone."""
+    if field_type.is_list_of_sections:
+        return st.lists(sections_of("source", field_type.base), max_size=2)
     if field_type.choices:
         values = st.sampled_from(field_type.choices)
     elif field_type.base is bool:
         values = st.booleans()
     elif field_type.base is str:
-        values = TEXTS.filter(str.strip) if NotEmpty() in field_type.rules else TEXTS
+        values = texts(field_type)
     else:
         values = numbers(field_type)
     if field_type.is_list:
@@ -37,9 +41,23 @@ def values_of(field_type: FieldType) -> st.SearchStrategy:
     return st.none() | values if field_type.optional else values
 
 
+def sections_of(name: str, section: type[Settings]) -> st.SearchStrategy:
+    """Every section of a kind whose settings fit together."""
+    drawn = st.fixed_dictionaries({key: values_of(kind) for key, kind in field_types(section).items()})
+    return drawn.map(lambda values: section(**consistent(name, values)))
+
+
+def texts(field_type: FieldType) -> st.SearchStrategy:
+    """The texts that a setting may have, or an entry of its list."""
+    for rule in field_type.rules:
+        if isinstance(rule, Form):
+            return st.from_regex(rule.pattern, fullmatch=True)
+    return TEXTS.filter(str.strip) if {NotEmpty(), NoEmptyEntry()} & set(field_type.rules) else TEXTS
+
+
 def numbers(field_type: FieldType) -> st.SearchStrategy:
     """The numbers within the range of a setting."""
-    (bounds,) = field_type.rules or (Range(),)
+    bounds = next((rule for rule in field_type.rules if isinstance(rule, Range)), Range())
     if field_type.base is int:
         return st.integers(int(bounds.at_least), int(min(bounds.at_most, 10**18 - 1)))
     return st.floats(
@@ -50,8 +68,36 @@ def numbers(field_type: FieldType) -> st.SearchStrategy:
     )
 
 
+OF_A_DATASET = ("split", "revision")
+OF_A_FOLDER = ("metadata", "input_dirs", "first_frame_dir", "last_frame_dir", "mask_dir")
+
+
+def defaults(keys: Iterable[str]) -> dict:
+    """The defaults of settings of the data."""
+    data = DataSettings(sources=[SourceSettings(path="pictures")])
+    return {key: getattr(data, key) for key in keys}
+
+
 def consistent(name: str, values: dict) -> dict:
     """Drawn values with the settings that depend on others made to fit these."""
+    if name == "data":
+        values |= defaults(field_types(SourceSettings)) if values["sources"] else consistent("source", values)
+        is_fixed = None not in (values["width"], values["height"])
+        values |= {} if is_fixed else {"width": None, "height": None}
+        values |= defaults(["sizes"]) if is_fixed else {}
+        is_given = is_fixed or values["sizes"]
+        values |= defaults(["resolutions", "bucket_step", "max_aspect_ratio"]) if is_given else {}
+        values |= {"crops_per_item": 1} if values["crop"] == "center" else {}
+        values |= {"clips_per_video": 1} if values["clip"] in ("start", "center") else {}
+    if name == "source":
+        is_folder = values["dataset"] is None
+        values |= {"path": f"pictures/{values['path']}" if is_folder else None}
+        values |= defaults(OF_A_DATASET if is_folder else OF_A_FOLDER)
+        values |= {"input_columns": []} if values["input_dirs"] else {}
+        for role in ("first_frame", "last_frame", "mask"):
+            values |= {f"{role}_column": None} if values[f"{role}_dir"] else {}
+    if name == "validation" and values["prompts"] and values["inputs"]:
+        values |= {"inputs": values["inputs"][:1] * len(values["prompts"])}
     if name == "objective":
         values |= {"sigma_min": 0.0} if values["sigma_min"] >= values["sigma_max"] else {}
         values |= (
@@ -75,9 +121,7 @@ def consistent(name: str, values: dict) -> dict:
 def configs(draw: st.DrawFn) -> Config:
     sections = {}
     for name, section in section_types().items():
-        values = {key: draw(values_of(field_type)) for key, field_type in field_types(section).items()}
-        sections[name] = section(**consistent(name, values))
-    sections["data"] = replace(sections["data"], path=f"pictures/{sections['data'].path}")
+        sections[name] = draw(sections_of(name, section))
     sections["output"] = replace(sections["output"], dir=f"runs/{sections['output'].dir}")
     if sections["memory"].policy != "all" or sections["memory"].save_attention != "no":
         sections["train"] = replace(sections["train"], use_gradient_checkpointing=True)
@@ -97,7 +141,10 @@ def test_config_to_yaml_to_config_is_the_same(config):
         assert load_config(path).config == config
 
 
-VALID = "model: {family: a, path: b}\ndata:\n  path: pictures\noutput:\n  dir: runs/one\ntrain:\n  steps: 5\n"
+VALID = (
+    "model: {family: a, path: b}\ndata:\n  sources:\n  - path: pictures\n"
+    "output:\n  dir: runs/one\ntrain:\n  steps: 5\n"
+)
 JUNK = st.text(max_size=30) | st.text("ab:-[]{}#&*!|>'\"%@`,?\n\t ~.0$x\r", max_size=30)
 
 

@@ -30,8 +30,9 @@ def make_records(write_image: Callable[..., Path]) -> Callable[[int], list[Recor
         return [
             Record(
                 name=f"{index}.png",
-                image=write_image(f"{index}.png", (index, 0, 0)),
-                caption=f"caption {index}",
+                source=0,
+                target=write_image(f"{index}.png", (index, 0, 0)),
+                captions=(f"caption {index}",),
             )
             for index in range(num_records)
         ]

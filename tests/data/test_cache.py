@@ -100,16 +100,37 @@ def test_a_changed_type_is_noticed(cache):
     assert cache.read("ab") is None
 
 
-def test_a_damaged_entry_is_warned_of_once_and_can_be_written_again(cache, tensors, caplog):
+def test_a_damaged_entry_is_warned_of_once_set_aside_and_can_be_written_again(cache, tensors, caplog):
     cache.write("ab", tensors)
     path = file_of(cache, "ab")
-    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    damaged = path.read_bytes()[:-1] + b"\xff"
+    path.write_bytes(damaged)
     with caplog.at_level(logging.WARNING):
         assert cache.read("ab") is None
+        assert cache.read("ab") is None
     assert [record.getMessage() for record in caplog.records] == [
-        f"{path}: damaged cache entry is ignored: its hash does not fit"
+        f"{path}: damaged cache entry is set aside: its hash does not fit"
     ]
+    assert not path.exists()
+    assert path.with_suffix(".damaged").read_bytes() == damaged
     cache.write("ab", tensors)
+    assert equal(cache.read("ab"), tensors)
+
+
+def test_a_whole_entry_that_took_the_place_of_a_damaged_one_stays(cache, tensors, monkeypatch):
+    cache.write("ab", tensors)
+    path = file_of(cache, "ab")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + b"\xff")
+
+    def another_process_writes(key, tensors):
+        path.write_bytes(whole + b"")
+        os.utime(path, ns=(0, 12345))
+        return "does not fit"
+
+    monkeypatch.setattr("diffsynth_lite.data.cache._digest", another_process_writes)
+    assert cache.read("ab") is None
+    monkeypatch.undo()
     assert equal(cache.read("ab"), tensors)
 
 

@@ -1,13 +1,23 @@
+import dataclasses
 import logging
+import multiprocessing
+import os
+import signal
 
 import numpy as np
 import pytest
 import torch
 
+from diffsynth_lite.data.buckets import BucketRule
 from diffsynth_lite.data.cache import TensorCache
-from diffsynth_lite.data.encoding import encode_captions, encode_images
-from diffsynth_lite.data.records import Record
+from diffsynth_lite.data.encoding import Encoder, LiveTensors, Share, encode_missing, find_undecodable
+from diffsynth_lite.data.file_memory import FileMemory, FileState
+from diffsynth_lite.data.media_index import MediaIndex
+from diffsynth_lite.data.plan import PlanRules, plan_items
+from diffsynth_lite.data.planned import PlannedPrompt
 from diffsynth_lite.errors import UserError
+
+RULES = PlanRules(buckets=BucketRule(divisor=4, step=4, sizes=((8, 8), (8, 4))))
 
 
 @pytest.fixture
@@ -15,239 +25,263 @@ def cache(tmp_path):
     return TensorCache(tmp_path / "cache")
 
 
+@pytest.fixture
+def memory(cache):
+    with FileMemory(cache.folder / "index.sqlite") as memory:
+        yield memory
+
+
 class CountingEncoder:
-    """An encoder that is loaded by calling it; it remembers how often, and what it was given."""
+    """Encodes a picture as its mean colour, and remembers what it was given."""
 
-    def __init__(self, encode_one):
-        self.encode_one = encode_one
+    def __init__(self, encode_one=None):
         self.num_loads = 0
-        self.batches = []
+        self.given = []
+        self.encode_one = encode_one or (
+            lambda media: {"latents": torch.from_numpy(np.array(media.frames[0])).float().mean((0, 1))}
+        )
 
-    def __call__(self):
+    def load(self):
         self.num_loads += 1
         return self.encode
 
     def encode(self, batch):
-        self.batches.append(batch)
+        self.given += batch
         return [self.encode_one(item) for item in batch]
 
+    @property
+    def encoder(self):
+        return Encoder(what="items", identity="vae", load=self.load)
 
-def caption_encoder():
-    return CountingEncoder(
-        lambda caption: {"embeds": torch.tensor([float(ord(letter)) for letter in caption])}
+
+def keyed(records, cache, memory, rules=RULES, encoder_id="vae"):
+    planned = plan_items(records, index=MediaIndex(memory), rules=rules).items
+    return {item.key(cache, encoder_id): item for item in planned}
+
+
+def run(planned, cache, memory, encoder, share=Share(), stop_at_bad=False):  # noqa: B008
+    return encode_missing(
+        planned, encoder.encoder, cache=cache, memory=memory, share=share, stop_at_bad=stop_at_bad
     )
 
 
-def image_encoder():
-    return CountingEncoder(lambda image: {"latents": torch.from_numpy(np.array(image)).float().mean((0, 1))})
-
-
-def run_captions(captions, cache, encode, **changes):
-    options = {"encoder_id": "te", "batch_size": 2} | changes
-    return encode_captions(captions, cache=cache, encode=encode, **options)
-
-
-def run_images(records, cache, encode, **changes):
-    options = {
-        "caption_keys": {record.caption: f"key of {record.caption}" for record in records},
-        "width": 8,
-        "height": 8,
-        "encoder_id": "vae",
-        "batch_size": 2,
-        "on_bad_item": "error",
-        "quarantine": lambda record, reason: None,
-    }
-    return encode_images(records, cache=cache, encode=encode, **(options | changes))
-
-
 def break_image(record):
-    record.image.write_bytes(record.image.read_bytes()[:-20])
+    record.target.write_bytes(record.target.read_bytes()[:-20])
 
 
-def test_each_caption_is_encoded_once_and_its_tensors_stand_under_its_key(cache):
-    encode = caption_encoder()
-    keys = run_captions(["b", "a", "b", "c", "a"], cache, encode)
-    assert list(keys) == ["b", "a", "c"]
-    assert encode.batches == [["b", "a"], ["c"]]
-    assert {caption: cache.read(key)["embeds"].item() for caption, key in keys.items()} == {
-        "a": 97.0,
-        "b": 98.0,
-        "c": 99.0,
-    }
-
-
-def test_nothing_is_loaded_when_no_caption_is_missing(cache):
-    first = run_captions(["a", "b"], cache, caption_encoder())
-    again = caption_encoder()
-    assert run_captions(["b", "a"], cache, again) == first
-    assert again.num_loads == 0
-    assert run_captions(["a", "new"], cache, again)["a"] == first["a"]
-    assert (again.num_loads, again.batches) == (1, [["new"]])
-
-
-def test_a_damaged_caption_entry_is_encoded_again(cache):
-    key = run_captions(["a"], cache, caption_encoder())["a"]
-    [path] = cache.folder.rglob("*.safetensors")
-    path.write_bytes(path.read_bytes()[:-1])
-    encode = caption_encoder()
-    assert run_captions(["a"], cache, encode) == {"a": key}
-    assert encode.batches == [["a"]]
-    assert cache.read(key)["embeds"].item() == 97.0
-
-
-def test_another_caption_encoder_has_other_entries(cache):
-    first = run_captions(["a"], cache, caption_encoder())
-    assert run_captions(["a"], cache, caption_encoder(), encoder_id="other")["a"] != first["a"]
-
-
-def test_embeddings_that_are_not_finite_name_the_caption(cache):
-    encode = CountingEncoder(lambda caption: {"embeds": torch.tensor([float("nan")])})
-    with pytest.raises(UserError, match=r"caption 'a red dot': .*not finite .*bf16"):
-        run_captions(["a red dot"], cache, encode)
-
-
-def test_items_lead_to_the_latents_of_their_image_and_the_key_of_their_caption(cache, make_records):
-    items = run_images(make_records(3), cache, image_encoder())
-    assert [item.name for item in items] == ["0.png", "1.png", "2.png"]
-    assert [item.caption_key for item in items] == [f"key of caption {index}" for index in range(3)]
-    assert [cache.read(item.latents_key)["latents"].tolist() for item in items] == [
+def test_each_item_is_encoded_alone_and_once_and_its_tensors_stand_under_its_key(cache, memory, make_records):
+    encoder = CountingEncoder()
+    planned = keyed(make_records(3), cache, memory)
+    assert run(planned, cache, memory, encoder) == {}
+    assert (encoder.num_loads, len(encoder.given)) == (1, 3)
+    assert sorted(cache.read(key)["latents"].tolist() for key in planned) == [
         [0.0, 0.0, 0.0],
         [1.0, 0.0, 0.0],
         [2.0, 0.0, 0.0],
     ]
-
-
-def test_the_encoder_is_loaded_once_and_gets_batches_of_images_of_the_training_size(cache, make_records):
-    encode = image_encoder()
-    run_images(make_records(5), cache, encode, width=16, height=4)
-    assert encode.num_loads == 1
-    assert [[image.size for image in batch] for batch in encode.batches] == [
-        [(16, 4)] * 2,
-        [(16, 4)] * 2,
-        [(16, 4)],
-    ]
-
-
-def test_nothing_is_loaded_when_no_image_is_missing(cache, make_records):
-    records = make_records(2)
-    first = run_images(records, cache, image_encoder())
-    again = image_encoder()
-    assert run_images(records, cache, again) == first
+    again = CountingEncoder()
+    run(planned, cache, memory, again)
     assert again.num_loads == 0
 
 
-def test_an_entry_belongs_to_the_bytes_of_the_image_and_not_to_its_name(cache, make_records, write_image):
-    [record] = make_records(1)
-    [first] = run_images([record], cache, image_encoder())
-    copy = Record(name="copy.png", image=write_image("copy.png", (0, 0, 0)), caption="x")
-    encode = image_encoder()
-    [second] = run_images([copy], cache, encode)
-    assert second.latents_key == first.latents_key
-    assert encode.num_loads == 0
-    write_image(record.name, "blue")
-    [changed] = run_images([record], cache, encode)
-    assert changed.latents_key != first.latents_key
-    assert cache.read(changed.latents_key)["latents"].tolist() == [0.0, 0.0, 255.0]
+def test_items_of_one_size_follow_each_other(cache, memory, make_records, write_image):
+    records = make_records(6)
+    for record in records[::2]:
+        write_image(record.name, (0, 0, int(record.name[0])), size=(8, 4))
+    encoder = CountingEncoder()
+    run(keyed(records, cache, memory), cache, memory, encoder)
+    sizes = [media.frames[0].size for media in encoder.given]
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) == 2
 
 
-@pytest.mark.parametrize("change", [{"width": 16}, {"height": 16}, {"encoder_id": "other"}])
-def test_another_size_or_encoder_has_other_entries(cache, make_records, change):
-    records = make_records(1)
-    [first] = run_images(records, cache, image_encoder())
-    encode = image_encoder()
-    [second] = run_images(records, cache, encode, **change)
-    assert second.latents_key != first.latents_key
-    assert encode.num_loads == 1
-
-
-def test_all_bad_images_stand_in_one_error_and_nothing_is_encoded_after_the_first(cache, make_records):
-    records = make_records(7)
-    for index in (2, 6):
-        break_image(records[index])
-    encode = image_encoder()
-    with pytest.raises(UserError, match=r"2 of 7 images .*2\.png: .*; .*6\.png: .*on_bad_item=skip"):
-        run_images(records, cache, encode)
-    assert len(encode.batches) == 1
-
-
-def test_no_encoder_is_loaded_when_the_first_image_is_bad(cache, make_records):
+def test_equal_files_are_encoded_once(cache, memory, make_records):
     records = make_records(3)
-    break_image(records[0])
-    encode = image_encoder()
-    with pytest.raises(UserError, match="1 of 3"):
-        run_images(records, cache, encode)
-    assert encode.num_loads == 0
+    records[2].target.write_bytes(records[0].target.read_bytes())
+    encoder = CountingEncoder()
+    run(keyed(records, cache, memory), cache, memory, encoder)
+    assert len(encoder.given) == 2
 
 
-def test_bad_images_are_skipped_when_asked_and_handed_to_the_quarantine(cache, make_records):
+@pytest.mark.parametrize("damage", [lambda content: content[:-3], lambda content: content[:-1] + b"\xff"])
+def test_a_damaged_entry_alone_is_encoded_again(cache, memory, make_records, damage):
+    planned = keyed(make_records(3), cache, memory)
+    run(planned, cache, memory, CountingEncoder())
+    key = list(planned)[1]
+    path = cache.path(key)
+    expected = path.read_bytes()
+    path.write_bytes(damage(expected))
+    encoder = CountingEncoder()
+    run(planned, cache, memory, encoder)
+    assert len(encoder.given) == 1
+    assert path.read_bytes() == expected
+
+
+def test_a_change_of_one_input_encodes_what_it_belongs_to_and_nothing_else(
+    cache, memory, make_records, write_image
+):
+    records = make_records(3)
+    run(keyed(records, cache, memory), cache, memory, CountingEncoder())
+
+    def num_encoded(**changes):
+        encoder = CountingEncoder()
+        run(keyed(records, cache, memory, **changes), cache, memory, encoder)
+        return len(encoder.given)
+
+    assert num_encoded() == 0
+    write_image("1.png", "blue")
+    assert num_encoded() == 1
+    records[2] = dataclasses.replace(records[2], captions=("another caption",))
+    assert num_encoded() == 0
+    assert num_encoded(rules=dataclasses.replace(RULES, background="black")) == 3
+    smaller = BucketRule(divisor=4, step=4, sizes=((4, 4),))
+    assert num_encoded(rules=dataclasses.replace(RULES, buckets=smaller)) == 3
+    assert num_encoded(encoder_id="other weights") == 3
+    assert num_encoded() == 0
+
+
+def test_bad_items_are_all_found_and_the_others_encoded(cache, memory, make_records):
     records = make_records(5)
     for index in (0, 3):
         break_image(records[index])
-    quarantined = {}
-    items = run_images(
-        records,
-        cache,
-        image_encoder(),
-        on_bad_item="skip",
-        quarantine=lambda record, reason: quarantined.update({record.name: reason}),
-    )
-    assert [item.name for item in items] == ["1.png", "2.png", "4.png"]
-    assert [cache.read(item.latents_key)["latents"][0].item() for item in items] == [1.0, 2.0, 4.0]
-    assert list(quarantined) == ["0.png", "3.png"]
+    encoder = CountingEncoder()
+    bad = run(planned := keyed(records, cache, memory), cache, memory, encoder)
+    assert [planned[key].record.name for key in bad] == ["0.png", "3.png"]
+    assert [str(planned[key].record.target) in reason for key, reason in bad.items()] == [True, True]
+    assert len(encoder.given) == 3
 
 
-def test_equal_files_are_encoded_once_and_are_good_or_bad_together(cache, make_records):
-    records = make_records(4)
-    records[2].image.write_bytes(records[0].image.read_bytes())
-    encode = image_encoder()
-    items = run_images(records, cache, encode)
-    assert items[0].latents_key == items[2].latents_key
-    assert sum(len(batch) for batch in encode.batches) == 3
-    break_image(records[0])
-    records[2].image.write_bytes(records[0].image.read_bytes())
-    items = run_images(records, cache, encode, on_bad_item="skip")
-    assert [item.name for item in items] == ["1.png", "3.png"]
+def test_after_a_bad_item_nothing_is_encoded_where_nothing_will_be_trained(cache, memory, make_records):
+    records = make_records(6)
+    for index in (2, 5):
+        break_image(records[index])
+    encoder = CountingEncoder()
+    bad = run(keyed(records, cache, memory), cache, memory, encoder, stop_at_bad=True)
+    assert len(bad) == 2
+    assert len(encoder.given) == 2
 
 
-def test_a_file_that_cannot_be_opened_is_a_bad_image(cache, make_records):
-    records = make_records(3)
-    records[1].image.unlink()
-    with pytest.raises(UserError, match=r"1 of 3 .*1\.png: cannot be read: No such file"):
-        run_images(records, cache, image_encoder())
-    items = run_images(records, cache, image_encoder(), on_bad_item="skip")
-    assert [item.name for item in items] == ["0.png", "2.png"]
+def test_processes_share_all_keys_out_and_none_twice(cache, memory, make_records):
+    planned = keyed(make_records(12), cache, memory)
+    shares = [Share(num_processes=3, process_index=index) for index in range(3)]
+    assert all(sum(share.owns(key) for share in shares) == 1 for key in planned)
+    encoders = [CountingEncoder() for _ in shares]
+    for share, encoder in zip(shares, encoders, strict=True):
+        run(planned, cache, memory, encoder, share)
+    assert sum(len(encoder.given) for encoder in encoders) == 12
+    assert sum(encoder.num_loads > 0 for encoder in encoders) > 1
+    assert all(cache.read(key) for key in planned)
 
 
-def test_images_that_are_enlarged_are_warned_of_once_also_when_cached(cache, make_records, caplog):
-    records = make_records(3)
-    with caplog.at_level(logging.WARNING):
-        run_images(records, cache, image_encoder())
-        assert not caplog.records
-        for _ in range(2):
-            caplog.clear()
-            run_images(records, cache, image_encoder(), height=16)
-            assert [record.getMessage() for record in caplog.records] == [
-                "3 of 3 images are smaller than 8 x 16 and are enlarged: 0.png; 1.png; 2.png"
-            ]
-
-
-def test_latents_that_are_not_finite_name_the_image(cache, make_records):
-    encode = CountingEncoder(lambda image: {"latents": torch.tensor([float("inf")])})
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_never_written(cache, memory, make_records, value):
+    encoder = CountingEncoder(lambda media: {"latents": torch.tensor([value])})
+    planned = keyed(make_records(1), cache, memory)
     with pytest.raises(UserError, match=r"0\.png: .*not finite .*bf16"):
-        run_images(make_records(1), cache, encode)
+        run(planned, cache, memory, encoder)
+    assert cache.read(next(iter(planned))) is None
 
 
-def test_an_encoder_that_loses_an_item_is_our_bug(cache, make_records):
-    encode = CountingEncoder(None)
-    encode.encode = lambda batch: []
-    with pytest.raises(ValueError, match="zip") as error:
-        run_images(make_records(1), cache, encode)
+def test_prompts_are_encoded_like_items(cache, memory):
+    encoder = CountingEncoder(lambda prompt: {"embeds": torch.tensor([float(len(prompt.text))])})
+    prompts = {
+        prompt.key(cache, "te"): prompt for prompt in map(lambda text: PlannedPrompt(text=text), ("", "ab"))
+    }
+    run(prompts, cache, memory, encoder)
+    assert [cache.read(key)["embeds"].item() for key in prompts] == [0.0, 2.0]
+
+
+def test_an_encoder_that_loses_an_item_is_our_bug(cache, memory, make_records):
+    encoder = CountingEncoder()
+    encoder.encode = lambda batch: []
+    with pytest.raises(ValueError, match="unpack") as error:
+        run(keyed(make_records(1), cache, memory), cache, memory, encoder)
     assert not isinstance(error.value, UserError)
 
 
-def test_a_long_pass_reports_its_progress(cache, caplog):
+def test_live_tensors_are_those_of_the_cache(cache, memory, make_records):
+    planned = keyed(make_records(3), cache, memory)
+    run(planned, cache, memory, CountingEncoder())
+    encoder = CountingEncoder()
+    live = LiveTensors([({}, CountingEncoder().encoder), (planned, encoder.encoder)])
+    for key in planned:
+        ours, cached = live.read(key), cache.read(key)
+        assert ours.keys() == cached.keys()
+        assert torch.equal(ours["latents"], cached["latents"])
+    assert encoder.num_loads == 1
+    assert live.read("unknown") is None
+
+
+def test_without_a_cache_each_item_is_decoded_once_to_find_bad_ones(cache, memory, make_records, monkeypatch):
+    records = make_records(4)
+    break_image(records[2])
+    planned = keyed(records, cache, memory)
+    bad = find_undecodable(planned, memory=memory, share=Share())
+    assert [planned[key].record.name for key in bad] == ["2.png"]
+    loaded = []
+    monkeypatch.setattr(type(next(iter(planned.values()))), "load", lambda item: loaded.append(item.name))
+    assert find_undecodable(planned, memory=memory, share=Share()) == {}
+    assert loaded == ["2.png"]
+
+
+def test_captions_are_not_decoded_but_the_pictures_beside_them_are(cache, memory, make_records, caplog):
+    good, broken = make_records(2)
+    break_image(broken)
+    prompts = {
+        prompt.key(cache, "te"): prompt
+        for prompt in (
+            PlannedPrompt(text="a caption"),
+            PlannedPrompt(text="make it blue", images=(good.target,), content=("good",)),
+            PlannedPrompt(text="make it red", images=(broken.target,), content=("broken",)),
+        )
+    }
     with caplog.at_level(logging.INFO):
-        run_captions([f"caption {index}" for index in range(100)], cache, caption_encoder())
+        bad = find_undecodable(prompts, memory=memory, share=Share())
+    assert [prompts[key].text for key in bad] == ["make it red"]
+    assert "decoding 2 items" in caplog.text
+    remembered = [memory.recall(f"decodes {key}", FileState(0, 0)) is not None for key in prompts]
+    assert remembered == [False, True, False]
+
+
+def test_a_long_pass_reports_its_progress(cache, memory, make_records, caplog, monkeypatch):
+    monkeypatch.setattr("diffsynth_lite.data.pace._TENTH_INTERVAL_S", 0.0)
+    with caplog.at_level(logging.INFO):
+        run(keyed(make_records(20), cache, memory), cache, memory, CountingEncoder())
     messages = [record.getMessage() for record in caplog.records]
-    assert messages[0] == "encoding 100 captions that the cache does not hold"
-    assert messages[1:] == [f"encoded {count} of 100 captions" for count in range(10, 101, 10)]
+    steps = range(2, 21, 2)
+    assert [message.partition(",")[0] for message in messages] == [
+        *(f"looked at {count} of 20 items" for count in steps),
+        "encoding 20 items that the cache does not hold",
+        *(f"encoded {count} of 20 items" for count in steps),
+    ]
+
+
+def _encode_until_killed(records, folder, num_before_kill):
+    cache = TensorCache(folder)
+    with FileMemory(folder / "index.sqlite") as memory:
+        encoder = CountingEncoder()
+        encode_one = encoder.encode_one
+
+        def encode(media):
+            if len(encoder.given) > num_before_kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return encode_one(media)
+
+        encoder.encode_one = encode
+        run(keyed(records, cache, memory), cache, memory, encoder)
+
+
+def test_after_a_kill_only_the_rest_is_encoded(cache, make_records):
+    records = make_records(6)
+    process = multiprocessing.get_context("spawn").Process(
+        target=_encode_until_killed, args=(records, cache.folder, 4)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    encoder = CountingEncoder()
+    with FileMemory(cache.folder / "index.sqlite") as memory:
+        planned = keyed(records, cache, memory)
+        run(planned, cache, memory, encoder)
+    assert len(encoder.given) == 2
+    assert all(cache.read(key) for key in planned)

@@ -1,66 +1,189 @@
-from collections import Counter
+"""The schedule by its properties: what a pass holds, where each block stands, what changes nothing."""
 
+from collections import Counter
+from fractions import Fraction
+from itertools import accumulate
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import diffsynth_lite.data.schedule as schedule_module
-from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule
+from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule, micro_batch_sizes
 from diffsynth_lite.errors import UserError
 
-sizes = st.integers(1, 20)
+PINNED_SINGLE = [2, 1, 0, 0, 1, 3, 2, 3, 1, 2, 0, 3]
+PINNED_BUCKETS = [
+    (1, [5]),
+    (0, [0, 2]),
+    (1, [5]),
+    (0, [1, 2]),
+    (1, [4]),
+    (1, [6]),
+    (1, [3]),
+    (1, [6]),
+    (2, [7, 7, 7]),
+    (1, [6]),
+    (1, [4]),
+    (1, [3]),
+]
+rates = st.fractions(min_value=Fraction(1, 4), max_value=3, max_denominator=5)
 
 
-@given(num_items=sizes, repeats=st.integers(1, 4), seed=st.integers(0, 2**70), epoch=st.integers(0, 1000))
-def test_each_pass_holds_each_item_exactly_as_often_as_it_is_repeated(num_items, repeats, seed, epoch):
-    schedule = SampleSchedule(num_items, repeats, seed)
-    length = num_items * repeats
-    positions = range(epoch * length, (epoch + 1) * length)
-    assert {schedule.epoch(position) for position in positions} == {epoch}
-    assert Counter(schedule.item(position) for position in positions) == dict.fromkeys(
-        range(num_items), repeats
+@st.composite
+def plans(draw, *, passes=rates):
+    """Columns of a data set, passes of its sources, sizes of its buckets."""
+    num_buckets, num_sources = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    pairs = st.tuples(st.integers(0, num_buckets - 1), st.integers(0, num_sources - 1))
+    rows = draw(st.lists(pairs, min_size=1, max_size=25))
+    return {
+        "bucket_index": np.array([bucket for bucket, _ in rows], np.uint16),
+        "source_index": np.array([source for _, source in rows], np.uint16),
+        "passes": [draw(passes) for _ in range(num_sources)],
+        "sizes": draw(st.lists(st.integers(1, 4), min_size=num_buckets, max_size=num_buckets)),
+        "seed": draw(st.integers(0, 2**70)),
+    }
+
+
+def schedule_of(*, bucket_index, source_index, **options):
+    return SampleSchedule(bucket_index, source_index, **options)
+
+
+def single(num_items, *, size=1, repeats=1, seed=0):
+    none = np.zeros(num_items, np.uint16)
+    return SampleSchedule(none, none, passes=[Fraction(repeats)], sizes=[size], seed=seed)
+
+
+def taken(schedule, blocks):
+    return [item for index in blocks for item in schedule.items(schedule.block(index))]
+
+
+@given(plan=plans(passes=st.integers(1, 3).map(Fraction)), number=st.integers(0, 20))
+def test_each_pass_of_a_bucket_holds_each_item_exactly_as_often_as_it_is_repeated(plan, number):
+    plan["sizes"] = [1] * len(plan["sizes"])  # so that a cycle is a pass
+    schedule = schedule_of(**plan)
+    length = int(schedule.samples_per_pass)
+    seen = Counter(taken(schedule, range(number * length, (number + 1) * length)))
+    assert seen == {
+        item: int(plan["passes"][source]) for item, source in enumerate(plan["source_index"].tolist())
+    }
+
+
+@given(plan=plans(), num_blocks=st.integers(1, 150))
+def test_over_time_each_item_is_seen_as_often_as_the_others_of_its_source_and_bucket(plan, num_blocks):
+    schedule = schedule_of(**plan)
+    seen = Counter(taken(schedule, range(num_blocks)))
+    samples = Counter()
+    for block in map(schedule.block, range(num_blocks)):
+        samples[block.bucket] += block.size
+    groups = list(zip(plan["bucket_index"].tolist(), plan["source_index"].tolist(), strict=True))
+    mean = Counter()
+    for bucket, source in groups:
+        mean[bucket] += plan["passes"][source]
+    for item, (bucket, source) in enumerate(groups):
+        # Passes begun, and within the last one any number up to the samples of one more pass.
+        passes = samples[bucket] / mean[bucket]
+        rate = plan["passes"][source]
+        assert (passes - 2) * rate - 2 <= seen[item] <= (passes + 2) * rate + 2
+
+
+@given(plan=plans(), cycles=st.integers(1, 40))
+def test_buckets_have_their_exact_part_of_the_samples_after_any_number_of_cycles(plan, cycles):
+    schedule = schedule_of(**plan)
+    mean = [Fraction(0)] * len(plan["sizes"])
+    for bucket, source in zip(plan["bucket_index"].tolist(), plan["source_index"].tolist(), strict=True):
+        mean[bucket] += plan["passes"][source]
+    expected = [int(cycles * rate / size) for rate, size in zip(mean, plan["sizes"], strict=True)]
+    seen = Counter(schedule.block(index).bucket for index in range(sum(expected)))
+    assert [seen[bucket] for bucket in range(len(expected))] == expected
+
+
+@given(plan=plans())
+def test_blocks_are_of_one_bucket_and_their_positions_have_no_gaps(plan):
+    schedule = schedule_of(**plan)
+    blocks = [schedule.block(index) for index in range(60)]
+    for block in blocks:
+        assert block.size == plan["sizes"][block.bucket]
+        items = schedule.items(block)
+        assert len(items) == block.size
+        assert {plan["bucket_index"][item] for item in items} == {block.bucket}
+    assert [block.position for block in blocks] == [0, *accumulate(block.size for block in blocks)][:-1]
+    ordinals = Counter()
+    for block in blocks:
+        assert block.ordinal == ordinals[block.bucket]
+        ordinals[block.bucket] += 1
+
+
+@given(plan=plans(), asked=st.lists(st.integers(0, 10**12), max_size=20))
+def test_a_block_depends_on_its_number_and_not_on_what_was_asked_before(plan, asked):
+    used = schedule_of(**plan)
+    for index in asked:
+        fresh = schedule_of(**plan)
+        assert used.block(index) == fresh.block(index)
+        assert taken(used, [index]) == taken(fresh, [index])
+
+
+@given(num_items=st.integers(1, 12), repeats=st.integers(1, 3), size=st.integers(1, 7))
+def test_one_bucket_gives_the_same_stream_whatever_the_size_of_its_blocks(num_items, repeats, size):
+    ones = taken(single(num_items, repeats=repeats), range(12 * size))
+    assert taken(single(num_items, repeats=repeats, size=size), range(12)) == ones
+
+
+def test_a_weight_below_one_takes_turns_through_all_items_of_its_source():
+    source_index = np.array([0] * 4 + [1] * 2, np.uint16)
+    schedule = SampleSchedule(
+        np.zeros(6, np.uint16), source_index, passes=[Fraction(1, 4), Fraction(1)], sizes=[1], seed=3
     )
-
-
-@given(num_items=sizes, repeats=st.integers(1, 4), positions=st.lists(st.integers(0, 500), max_size=20))
-def test_an_item_depends_on_the_position_and_not_on_what_was_asked_before(num_items, repeats, positions):
-    used = SampleSchedule(num_items, repeats, seed=1)
-    for position in positions:
-        assert used.item(position) == SampleSchedule(num_items, repeats, seed=1).item(position)
+    passes = [taken(schedule, range(3 * number, 3 * number + 3)) for number in range(8)]
+    assert all(sum(source_index[item] == 0 for item in items) == 1 for items in passes)
+    assert sorted(item for items in passes[:4] for item in items if item < 4) == [0, 1, 2, 3]
 
 
 def test_the_order_changes_with_the_pass_and_with_the_seed():
-    def order(seed, epoch):
-        schedule = SampleSchedule(50, 1, seed)
-        return [schedule.item(position) for position in range(epoch * 50, (epoch + 1) * 50)]
-
-    assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1, 2)}) == 6
+    orders = {
+        tuple(taken(single(50, seed=seed), range(first, first + 50))) for seed in (0, 1) for first in (0, 50)
+    }
+    assert len(orders) == 4
 
 
 def test_the_order_is_pinned():
-    schedule = SampleSchedule(4, 2, seed=0)
-    assert [schedule.item(position) for position in range(12)] == [1, 0, 1, 3, 2, 3, 0, 2, 3, 3, 1, 2]
+    assert taken(single(4, repeats=2), range(12)) == PINNED_SINGLE
+    schedule = SampleSchedule(
+        np.array([0, 0, 0, 1, 1, 1, 1, 2], np.uint16),
+        np.array([0, 1, 1, 0, 0, 1, 1, 1], np.uint16),
+        passes=[Fraction(1), Fraction(3, 2)],
+        sizes=[2, 1, 3],
+        seed=0,
+    )
+    blocks = [schedule.block(index) for index in range(12)]
+    assert [(block.bucket, schedule.items(block)) for block in blocks] == PINNED_BUCKETS
 
 
 def test_one_permutation_is_drawn_in_a_pass(monkeypatch):
     drawn = []
-
-    def count(*arguments):
-        drawn.append(arguments)
-        return original(*arguments)
-
     original = schedule_module.permutation
-    monkeypatch.setattr(schedule_module, "permutation", count)
-    schedule = SampleSchedule(10, 2, seed=0)
-    for position in range(60):
-        schedule.item(position)
-    assert [epoch for _, _, epoch, _ in drawn] == [0, 1, 2]
+    monkeypatch.setattr(
+        schedule_module, "permutation", lambda *given: drawn.append(given[1:3]) or original(*given)
+    )
+    taken(single(10), range(30))
+    assert sorted(drawn) == [
+        (purpose, number) for purpose in ("bucket-0:group-0", "bucket-0:pass", "cycle") for number in range(3)
+    ]
 
 
-@pytest.mark.parametrize(("num_items", "repeats"), [(0, 1), (1, 0)])
-def test_an_empty_schedule_is_refused(num_items, repeats):
-    with pytest.raises(UserError, match="at least 1"):
-        SampleSchedule(num_items, repeats, seed=0)
+@pytest.mark.parametrize(
+    ("num_items", "changes"),
+    [(0, {}), (1, {"repeats": 0}), (1, {"size": 0}), (1, {"repeats": Fraction(-1, 2)})],
+)
+def test_an_empty_schedule_is_refused(num_items, changes):
+    with pytest.raises(UserError, match=r"no items|at least 1"):
+        single(num_items, **changes)
+
+
+def test_a_token_budget_gives_each_bucket_as_many_samples_as_fit_and_at_least_one():
+    assert micro_batch_sizes([100, 250, 999], micro_batch_size=2, micro_batch_tokens=500) == [5, 2, 1]
+    assert micro_batch_sizes([100, 250], micro_batch_size=2, micro_batch_tokens=None) == [2, 2]
 
 
 def layouts(num_processes, *, micro_batch_size, global_batch_size):
@@ -75,27 +198,12 @@ def layouts(num_processes, *, micro_batch_size, global_batch_size):
     ]
 
 
-@given(
-    micro_batch_size=st.integers(1, 4),
-    num_blocks=st.integers(1, 3).map(lambda factor: 4 * factor),
-    num_processes=st.sampled_from([1, 2, 4]),
-    step=st.integers(0, 1000),
-)
-def test_any_number_of_processes_shares_out_the_same_blocks_of_a_step(
-    micro_batch_size, num_blocks, num_processes, step
-):
-    global_batch_size = micro_batch_size * num_blocks
-    ranks = layouts(num_processes, micro_batch_size=micro_batch_size, global_batch_size=global_batch_size)
-    blocks = [
-        list(rank.micro_batch(step, micro_step))
-        for micro_step in range(ranks[0].num_micro_steps)
-        for rank in ranks
-    ]
-    assert all(len(block) == micro_batch_size for block in blocks)
-    # In this order, micro-step by micro-step over the ranks, the blocks are those of one process.
-    taken = [position for block in blocks for position in block]
-    assert taken == list(range(step * global_batch_size, (step + 1) * global_batch_size))
-    assert taken == list(ranks[0].positions_of_step(step))
+@given(blocks=st.integers(1, 3), num_processes=st.sampled_from([1, 2, 4]), step=st.integers(0, 1000))
+def test_any_number_of_processes_takes_the_same_blocks_in_a_step(blocks, num_processes, step):
+    ranks = layouts(num_processes, micro_batch_size=3, global_batch_size=12 * blocks)
+    expected = range(step * 4 * blocks, (step + 1) * 4 * blocks)
+    assert {rank.blocks_of_step(step) for rank in ranks} == {expected}
+    assert ranks[0].num_micro_steps * num_processes == len(expected)
 
 
 @pytest.mark.parametrize(

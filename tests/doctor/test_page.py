@@ -44,14 +44,14 @@ def findings(**changes: object) -> Findings:
     values = {
         "machine": {"torch": "2"},
         "sources": [
-            SourceFindings(place="photos", num_records={"image": 2}, num_captions=2, passes=1.5),
+            SourceFindings(
+                place="photos", num_records={"image": 2}, num_captions=2, num_dropped=1, passes=1.5
+            ),
         ],
         "facts": {"items": "2"},
         "buckets": [
             BucketFindings(
-                width=832,
-                height=480,
-                num_frames=81,
+                name="832x480x81",
                 num_items=2,
                 samples_per_pass=3,
                 micro_batch_size=2,
@@ -102,7 +102,7 @@ def test_the_pictures_are_in_the_page_as_the_model_sees_them(tmp_path: Path) -> 
 def test_tables_and_remarks_are_shown(tmp_path: Path) -> None:
     _, parsed = page(tmp_path, num_items=900)
     text = " ".join(parsed.text.split())
-    for part in ("832x480x81 2 3 2 1.5 32760", "2 image; 2 captions; 1.5 times a pass", "2 of 900 items"):
+    for part in ("832x480x81 2 3 2 1.5 32760", "photos 2 pictures 2 1 1.5", "2 of 900 items"):
         assert part in text
     assert "enlarged" in text
 

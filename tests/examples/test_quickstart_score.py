@@ -5,6 +5,7 @@ import json
 import random
 import sys
 
+import comparison
 import grid
 import make_data
 import measure
@@ -69,7 +70,20 @@ def test_the_grid_shows_every_picture_under_its_caption():
     assert any(max(colour) < 100 and min(colour) < 60 for colour in counts)
 
 
-@pytest.mark.parametrize("name", ["score.py", "measure.py", "grid.py", "shapes.py", "make_data.py"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "comparison.py",
+        "grid.py",
+        "make_data.py",
+        "measure.py",
+        "measure_motion.py",
+        "motions.py",
+        "score.py",
+        "score_clips.py",
+        "shapes.py",
+    ],
+)
 def test_scoring_needs_nothing_of_this_package(quickstart, name):
     nodes = ast.walk(ast.parse((quickstart / name).read_text()))
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -89,7 +103,7 @@ def score_lora(tmp_path, monkeypatch, capsys, quickstart):
         transformer.add_adapter(LoraConfig(r=2, target_modules=["to_v", "to_out.0"], init_lora_weights=empty))
         layers = get_peft_model_state_dict(transformer)
         QwenImagePipeline.save_lora_weights(lora, transformer_lora_layers=layers)
-        monkeypatch.setattr(score, "NUM_STEPS", 2)
+        monkeypatch.setattr(comparison, "NUM_STEPS", 2)
         options = {"--model": model, "--lora": lora, "--data": data, "--output": tmp_path / "score"}
         monkeypatch.setattr(
             sys, "argv", ["score.py", *(str(part) for pair in options.items() for part in pair)]
@@ -127,26 +141,26 @@ def test_a_lora_that_changes_something_shows_after_it_is_loaded(score_lora):
 
 def test_the_score_counts_prompts_that_were_trained_on(tmp_path):
     (tmp_path / "one.txt").write_text(f"{NEW[0].caption}\n")
-    captions = score.training_captions(tmp_path)
+    captions = comparison.training_captions(tmp_path)
     assert sum(scene.caption not in captions for scene in NEW) == 15
 
 
 @pytest.mark.parametrize("missing", ["model", "lora", "data"])
 def test_an_input_that_is_not_there_is_named(tmp_path, monkeypatch, capsys, quickstart, missing):
-    (tmp_path / score.LORA_FILE).touch()
+    (tmp_path / comparison.LORA_FILE).touch()
     (tmp_path / "caption.txt").write_text("a teal circle")
     given = {"model": quickstart / "mini_qwen_image", "lora": tmp_path, "data": tmp_path, "output": tmp_path}
     given[missing] = tmp_path / "nowhere"
     arguments = [part for key, path in given.items() for part in (f"--{key}", str(path))]
     monkeypatch.setattr(sys, "argv", ["score.py", *arguments])
     with pytest.raises(SystemExit) as stopped:
-        score.parse_arguments()
+        comparison.parse_arguments("")
     assert stopped.value.code == 2
     assert f"--{missing} {tmp_path / 'nowhere'} holds no" in capsys.readouterr().err
 
 
 def test_the_noise_of_a_prompt_depends_on_its_place_only(quickstart, monkeypatch):
-    monkeypatch.setattr(score, "NUM_STEPS", 2)
+    monkeypatch.setattr(comparison, "NUM_STEPS", 2)
     pipeline = score.load_pipeline(quickstart / "mini_qwen_image")
     torch.manual_seed(0)
     first = score.draw_prompts(pipeline, KNOWN[:2])

@@ -4,6 +4,7 @@ import random
 import sys
 from types import SimpleNamespace
 
+import comparison
 import pytest
 import rebuild
 import schedule
@@ -140,7 +141,7 @@ def test_training_the_transformer_lowers_its_loss():
 def test_a_short_rebuild_gives_a_whole_pipeline(tmp_path, monkeypatch, capsys):
     output = tmp_path / "rebuilt"
     monkeypatch.setattr(sys, "argv", ["rebuild.py", "--smoke", "--output", str(output)])
-    monkeypatch.setattr(score, "NUM_STEPS", 2)
+    monkeypatch.setattr(comparison, "NUM_STEPS", 2)
     rebuild.main()
     stored = [weight for path in output.glob("*/*.safetensors") for weight in load_file(path).values()]
     assert {weight.dtype for weight in stored} == {torch.bfloat16}
@@ -159,5 +160,5 @@ def test_a_short_rebuild_gives_a_whole_pipeline(tmp_path, monkeypatch, capsys):
 def test_an_existing_folder_is_not_written_into(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["rebuild.py", "--output", str(tmp_path)])
     with pytest.raises(SystemExit):
-        rebuild.parse_arguments()
+        rebuild.parse_arguments("")
     assert "name a new folder" in capsys.readouterr().err

@@ -1,18 +1,26 @@
 """Builds a family's tiny pipeline on disk, and a batch that the family encoded itself."""
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from diffusers.pipelines.flux import pipeline_flux_kontext
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
 
 from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines import Conditioning, ModelFamily, PipelineFolder, load_family
+from diffsynth_lite.pipelines import Conditioning, ModelFamily, PipelineFolder, PreviewRequest, load_family
 
 CPU = torch.device("cpu")
 # Of different lengths, so that every family has to pad and to mask.
 PROMPTS = ("a red circle", "a blue square on a white background", "a ring")
+SMALL_AREA = 64 * 64
+SMALL_SIZES = [(32, 96), (48, 80), (64, 64), (80, 48), (96, 32)]
 
 
 @dataclass(frozen=True)
@@ -21,23 +29,83 @@ class Sample:
 
     name: str
     family: ModelFamily
+    media: list[Media]
     latents: torch.Tensor
     conditioning: list[Conditioning]
+
+    def fresh_pipeline(self) -> Any:
+        """The tiny pipeline as it was saved; reading an edit pipeline back would need torchvision."""
+        return importlib.import_module(type(self.family).__module__).tiny()
+
+    def request(self, **settings: Any) -> PreviewRequest:
+        """A preview of the first item, in the size of the batch."""
+        media, family = self.media[0], self.family
+        fixed = {
+            "conditioning": self.conditioning[0],
+            "negative": self.conditioning[1],
+            "inputs": media.inputs,
+            "width": 4 * family.size_divisor,
+            "height": 2 * family.size_divisor,
+            "num_frames": len(media.frames),
+        }
+        return PreviewRequest(**fixed, **settings)
+
+
+@contextmanager
+def small_edit_inputs() -> Iterator[None]:
+    """The edit pipelines bring input pictures to a megapixel, which is too much for tests."""
+    real = pipeline_qwenimage_edit.calculate_dimensions
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            pipeline_qwenimage_edit, "calculate_dimensions", lambda _area, ratio: real(SMALL_AREA, ratio)
+        )
+        patch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", SMALL_AREA)
+        patch.setattr(pipeline_qwenimage_edit_plus, "CONDITION_IMAGE_SIZE", SMALL_AREA)
+        patch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", SMALL_SIZES)
+        yield
+
+
+def picture(width: int, height: int, quality: int) -> Image.Image:
+    return Image.effect_mandelbrot((width, height), (-2, -1, 1, 1), quality).convert("RGB")
+
+
+def clip(width: int, height: int, num_frames: int, quality: int) -> tuple[Image.Image, ...]:
+    return tuple(picture(width, height, quality + frame) for frame in range(num_frames))
+
+
+def build_media(family: ModelFamily) -> list[Media]:
+    """Three items of the first kind that the family trains on."""
+    width, height = 4 * family.size_divisor, 2 * family.size_divisor
+    kind = family.record_kinds[0]
+    num_frames = 1 if family.frame_step is None else 2 * family.frame_step + 1
+    return [
+        Media(
+            frames=clip(width, height, num_frames, 10 + place),
+            inputs=(picture(100, 52, 20 + place),) if kind == "edit" else (),
+            fps=family.default_fps,
+        )
+        for place in range(3)
+    ]
 
 
 def build_sample(name: str, folder: Path) -> Sample:
     family_class = load_family(name)
     importlib.import_module(family_class.__module__).tiny().save_pretrained(folder)
     family = family_class(PipelineFolder(path=folder))
-    width, height = 4 * family.size_divisor, 2 * family.size_divisor
-    images = [
-        Image.effect_mandelbrot((width, height), (-2, -1, 1, 1), 10 + place).convert("RGB")
-        for place in range(3)
+    media = build_media(family)
+    prompts = [
+        Prompt(text=text, images=item.inputs if family.prompt_sees_images else ())
+        for text, item in zip(PROMPTS, media, strict=True)
     ]
-    encoded = family.load_media_encoder(torch.float32, CPU)([Media(frames=(image,)) for image in images])
+    encoded = family.load_media_encoder(torch.float32, CPU)(media)
+    conditioning = family.load_prompt_encoder(torch.float32, CPU)(prompts)
     return Sample(
         name=name,
         family=family,
-        latents=torch.stack([image["latents"] for image in encoded]),
-        conditioning=family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=text) for text in PROMPTS]),
+        media=media,
+        latents=torch.stack([tensors["latents"] for tensors in encoded]),
+        conditioning=[
+            embeds | {key: value for key, value in tensors.items() if key != "latents"}
+            for embeds, tensors in zip(conditioning, encoded, strict=True)
+        ],
     )

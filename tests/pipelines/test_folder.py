@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
 
 from diffsynth_lite.errors import UserError
@@ -169,17 +171,23 @@ def test_without_a_network_a_hub_id_says_so() -> None:
 def test_a_download_asks_for_the_wanted_files_only(
     monkeypatch: pytest.MonkeyPatch, pipeline_folder: Path
 ) -> None:
-    asked: list[dict[str, object]] = []
+    asked: list[dict[str, Any]] = []
 
     def download(_repository: str, **kwargs: object) -> str:
-        asked.append(kwargs)
+        asked.append({name: kwargs[name] for name in ("allow_patterns", "ignore_patterns")})
         return str(pipeline_folder)
 
     monkeypatch.setattr(folder_module, "snapshot_download", download)
     assert resolve_folder("owner/name", variant="fp16").path == pipeline_folder
     resolve_folder("owner/name")
-    half, plain = asked
-    assert "*.fp16*.safetensors" in half["allow_patterns"]
-    assert "*.safetensors" not in half["allow_patterns"]
-    assert "*.safetensors" in plain["allow_patterns"]
-    assert "*.fp16*.safetensors" in plain["ignore_patterns"]
+    files = [
+        "model_index.json",
+        "whole_model.safetensors",
+        "vae/config.json",
+        "vae/model.safetensors",
+        "vae/model.fp16.safetensors",
+        "vae/model.bin",
+    ]
+    half, plain = (list(filter_repo_objects(files, **patterns)) for patterns in asked)
+    assert half == ["model_index.json", "vae/config.json", "vae/model.fp16.safetensors"]
+    assert plain == ["model_index.json", "vae/config.json", "vae/model.safetensors"]

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 from tiny_run import TinyRun
 
+from diffsynth_lite.data.video_writing import write_video
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 
 Spoil = Callable[[TinyRun], object]
@@ -44,6 +45,11 @@ def as_wan_pipeline(run: TinyRun) -> None:
     index.write_text(index.read_text().replace("QwenImagePipeline", "WanPipeline"))
 
 
+def with_clip(run: TinyRun) -> None:
+    write_video(run.root / "data" / "clip.mp4", [Image.new("RGB", (64, 32))] * 5, fps=16)
+    (run.root / "data" / "clip.txt").write_text("a red circle that moves")
+
+
 BEFORE_WEIGHTS: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
     "mistyped key": (rewrite("  rank: 4", "  rnak: 4"), (), "did you mean 'rank'"),
     "mistyped section": (rewrite("lora:", "loar:"), (), "did you mean 'lora'"),
@@ -68,6 +74,7 @@ BEFORE_WEIGHTS: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
     "no images": (lambda run: [path.unlink() for path in (run.root / "data").glob("*.png")], (), "data"),
     "missing caption": (lambda run: (run.root / "data" / "3.txt").unlink(), (), "3.png"),
     "image that is none": (lambda run: (run.root / "data" / "2.png").write_text("<html>"), (), "2.png"),
+    "clips": (with_clip, (), "1 of kind video, such as clip.mp4; this family trains on the kinds image"),
     "targets without a match": (
         lambda run: None,
         ("lora.target_modules=[to_q, to_qqq]",),
@@ -147,7 +154,7 @@ def test_a_picture_that_breaks_when_decoded_is_named_by_the_caching_pass(
 def test_bad_pictures_are_left_out_and_listed_when_asked_to(tiny_run: TinyRun) -> None:
     picture = tiny_run.root / "data" / "2.png"
     picture.write_bytes(picture.read_bytes()[:-400])
-    assert tiny_run.train("data.on_bad_item=skip", "train.steps=2") == 0
+    assert tiny_run.train("data.on_bad_item=skip", "data.max_bad_ratio=0.5", "train.steps=2") == 0
     rows = [json.loads(line) for line in (tiny_run.folder / "quarantine.jsonl").read_text().splitlines()]
     assert [row["item"] for row in rows] == ["2.png"]
     Image.effect_mandelbrot((64, 64), (-2, -1, 1, 1), 9).convert("RGB").save(picture)

@@ -5,28 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from tiny_run import TinyRun, checkpoint_tensors, differing
+from tiny_run import REPOSITORY, TinyRun, checkpoint_tensors, differing, start
 
-REPOSITORY = Path(__file__).parents[2]
-TRAIN = (sys.executable, "train.py")
 LAUNCH = (
     *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"),
     *("--mixed_precision", "no", "--dynamo_backend", "no", "train.py"),
 )
-
-
-def start(run: TinyRun, *arguments: str, command: tuple[str, ...] = TRAIN) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*command, "--config", str(run.config), *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> None:

@@ -1,4 +1,4 @@
-"""The main job on the embedded default really teaches what it says."""
+"""The main jobs on the embedded mini models really teach what they say."""
 
 import json
 import subprocess
@@ -36,3 +36,23 @@ def test_the_quickstart_teaches_the_new_colours_and_keeps_the_known_ones(
     assert record["new"]["after"]["accuracy"] >= 15 / 16
     assert record["new"]["after"]["distance"] <= 45
     assert record["known"]["after"]["accuracy"] == 1
+
+
+@pytest.mark.slow
+def test_the_video_quickstart_teaches_the_new_motion_and_keeps_the_known_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    data, run, score = (str(tmp_path / name) for name in ("data", "run", "score"))
+    run_script("make_clips.py", "--output", data)
+    settings = [f"data.path={data}", f"output.dir={run}", f"data.cache_dir={tmp_path / 'cache'}"]
+    # The other tests cover previews, which change no weight.
+    assert main(["--config", "video_quickstart.yaml", *settings, "validation.prompts=[]"]) == 0
+    model = str(EXAMPLE / "mini_wan")
+    run_script("score_clips.py", "--model", model, "--lora", f"{run}/lora", "--data", data, "--output", score)
+    record = json.loads((tmp_path / "score" / "score.json").read_text())
+    assert record["num_unseen_new_prompts"] == 8
+    assert record["new"]["before"]["accuracy"] <= 0.25
+    assert record["new"]["after"]["accuracy"] >= 7 / 8
+    assert record["new"]["after"]["cosine"] >= 0.95
+    assert record["known"]["after"]["accuracy"] >= 7 / 8

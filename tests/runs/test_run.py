@@ -121,7 +121,7 @@ def test_a_run_folder_that_was_moved_resumes(tiny_run: TinyRun) -> None:
         ("train.seed=1", "train.seed was 0, is 1"),
         ("train.learning_rate=0.02", "train.learning_rate was 0.01, is 0.02"),
         ("objective.timestep_density=logit_normal", "objective.timestep_density"),
-        ("data.repeats=2", "data.repeats was 1, is 2"),
+        ("data.repeats=2", "data.repeats was [1], is [2]"),
         ("lora.target_modules=[to_q]", "lora.target_modules"),
         ("data.width=32", "data.width was 64, is 32"),
     ],

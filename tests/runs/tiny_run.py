@@ -1,6 +1,9 @@
 """A tiny pipeline, a folder of pictures and a config: everything that a run of a few seconds needs."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +14,9 @@ import torch
 from PIL import Image
 
 from diffsynth_lite.cli.train import main
+
+REPOSITORY = Path(__file__).parents[2]
+TRAIN = (sys.executable, "train.py")
 
 CONFIG = """
 model:
@@ -50,10 +56,18 @@ output:
 
 @dataclass(frozen=True)
 class TinyRun:
-    """Paths of a run, and the command that starts it in this process."""
+    """Paths of a run, and the command that starts it in this process.
+
+    ``settings`` are overrides that every command of the run gets.
+    """
 
     root: Path
     config: Path
+    settings: tuple[str, ...] = ()
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return "--config", str(self.config), *self.settings
 
     @property
     def folder(self) -> Path:
@@ -61,7 +75,7 @@ class TinyRun:
 
     def train(self, *arguments: str) -> int:
         """The exit code of the training command."""
-        return main(["--config", str(self.config), *arguments])
+        return main([*self.arguments, *arguments])
 
     def status(self) -> dict[str, Any]:
         return json.loads((self.folder / "status.json").read_text())
@@ -75,17 +89,48 @@ class TinyRun:
         return [{name: value for name, value in row.items() if name not in measured} for row in rows]
 
 
+def start(run: TinyRun, *arguments: str, command: tuple[str, ...] = TRAIN) -> subprocess.Popen[str]:
+    """The training command in a process of its own, and of a process group of its own."""
+    return subprocess.Popen(
+        [*command, *run.arguments, *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
 def make_run(root: Path, model: Path) -> TinyRun:
     """Pictures with captions, and a config for them."""
     data = root / "data"
     data.mkdir(parents=True)
     for place in range(5):
-        picture = Image.effect_mandelbrot((80 + place, 48), (-2, -1, 1, 1), 10 + place).convert("RGB")
-        picture.save(data / f"{place}.png")
+        tiny_picture(80 + place, 48, 10 + place).save(data / f"{place}.png")
         (data / f"{place}.txt").write_text("a red circle" + " on a white background" * (place % 2))
+    return TinyRun(root=root, config=write_config(root, model, data))
+
+
+def write_config(root: Path, model: Path, data: Path) -> Path:
+    """The config of a run in ``root``."""
     config = root / "tiny.yaml"
     config.write_text(CONFIG.format(model=model, data=data, root=root))
-    return TinyRun(root=root, config=config)
+    return config
+
+
+def tiny_picture(width: int, height: int, detail: int) -> Image.Image:
+    """A picture that differs with ``detail``."""
+    return Image.effect_mandelbrot((width, height), (-2, -1, 1, 1), detail).convert("RGB")
+
+
+def garble_media(folder: Path) -> None:
+    """Other bytes in all pictures and clips, of the same size and time: to read one again is an error."""
+    media = [path for path in folder.rglob("*") if path.suffix in (".png", ".mp4")]
+    assert media
+    for path in media:
+        state = path.stat()
+        path.write_bytes(b"x" * state.st_size)
+        os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
 
 
 def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:

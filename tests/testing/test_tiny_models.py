@@ -4,13 +4,13 @@ import inspect
 
 import pytest
 import torch
-from diffusers import AutoencoderKLQwenImage
+from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
+from diffsynth_lite.testing.autoencoders import tiny_flux_vae, tiny_ltx_vae, tiny_qwen_vae, tiny_wan_vae
 from diffsynth_lite.testing.seeding import seeded
-from diffsynth_lite.testing.text_encoders import tiny_qwen2_5_vl
-from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
+from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_qwen2_5_vl, tiny_t5, tiny_umt5
+from diffsynth_lite.testing.tokenizers import clip_tokenizer, qwen2_tokenizer, t5_tokenizer
 
 
 def build_text_encoder(seed):
@@ -25,12 +25,53 @@ def weights(model):
     return torch.cat([weight.flatten() for weight in model.state_dict().values()])
 
 
+def build_umt5(seed):
+    return tiny_umt5(t5_tokenizer(), seed=seed)
+
+
+def build_wan_vae(seed):
+    return tiny_wan_vae(seed=seed)
+
+
+def build_residual_wan_vae(seed):
+    return tiny_wan_vae(residual=True, seed=seed)
+
+
+def build_t5(seed):
+    return tiny_t5(t5_tokenizer(), seed=seed)
+
+
+def build_clip_text(seed):
+    return tiny_clip_text(clip_tokenizer(), seed=seed)
+
+
+def build_flux_vae(seed):
+    return tiny_flux_vae(seed=seed)
+
+
+def build_ltx_vae(seed):
+    return tiny_ltx_vae(seed=seed)
+
+
+BUILDERS = [
+    build_text_encoder,
+    build_vae,
+    build_umt5,
+    build_wan_vae,
+    build_residual_wan_vae,
+    build_t5,
+    build_clip_text,
+    build_flux_vae,
+    build_ltx_vae,
+]
+
+
 @pytest.fixture
 def picture():
     return torch.rand(1, 3, 1, 16, 24, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 
-@pytest.mark.parametrize("build", [build_text_encoder, build_vae])
+@pytest.mark.parametrize("build", BUILDERS)
 def test_the_seed_decides_the_weights_and_nothing_else_does(build):
     first = weights(build(0))
     torch.rand(3)
@@ -38,7 +79,7 @@ def test_the_seed_decides_the_weights_and_nothing_else_does(build):
     assert not torch.equal(weights(build(1)), first)
 
 
-@pytest.mark.parametrize("build", [build_text_encoder, build_vae])
+@pytest.mark.parametrize("build", BUILDERS)
 def test_building_leaves_the_random_state_alone(build):
     before = torch.get_rng_state()
     model = build(0)
@@ -97,3 +138,44 @@ def test_the_vae_computes_the_same_after_reloading(tmp_path, picture):
     loaded = AutoencoderKLQwenImage.from_pretrained(tmp_path)
     assert torch.equal(loaded.encode(picture).latent_dist.mode(), vae.encode(picture).latent_dist.mode())
     assert (tmp_path / "diffusion_pytorch_model.safetensors").stat().st_size < 128 * 1024
+
+
+def test_the_tiny_wan_vaes_compress_as_the_released_ones_do():
+    clip = torch.rand(1, 3, 5, 64, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    for vae, shape in ((tiny_wan_vae(), (1, 16, 2, 8, 4)), (tiny_wan_vae(residual=True), (1, 48, 2, 4, 2))):
+        with torch.no_grad():
+            latents = vae.encode(clip).latent_dist.mode()
+            assert vae.decode(latents).sample.shape == clip.shape
+        assert latents.shape == shape
+    defaults = inspect.signature(AutoencoderKLWan.__init__).parameters
+    for name in ("z_dim", "latents_mean", "latents_std", "temperal_downsample"):
+        assert getattr(tiny_wan_vae().config, name) == defaults[name].default
+
+
+def test_the_flux_vae_compresses_eight_by_eight_into_sixteen_channels(picture):
+    vae = tiny_flux_vae()
+    with torch.no_grad():
+        latents = vae.encode(picture[:, :, 0]).latent_dist.mode()
+        assert vae.decode(latents).sample.shape == picture[:, :, 0].shape
+    assert latents.shape == (1, 16, 2, 3)
+
+
+def test_the_clip_encoder_pools_at_the_end_of_the_text_and_not_at_its_padding():
+    tokenizer = clip_tokenizer()
+    text_encoder = tiny_clip_text(tokenizer)
+    tokens = tokenizer("a ring", padding="max_length", return_tensors="pt").input_ids
+    end = tokenizer("a ring", return_tensors="pt").input_ids.shape[1] - 1
+    with torch.no_grad():
+        output = text_encoder(tokens)
+    assert tokens.shape == (1, 77)
+    assert torch.equal(output.pooler_output, output.last_hidden_state[:, end])
+
+
+def test_the_tiny_ltx_vae_compresses_as_the_released_one_does():
+    clip = torch.rand(1, 3, 9, 64, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    vae = tiny_ltx_vae()
+    with torch.no_grad():
+        latents = vae.encode(clip).latent_dist.mode()
+        assert vae.decode(latents).sample.shape == clip.shape
+    assert latents.shape == (1, 128, 2, 2, 1)
+    assert (vae.spatial_compression_ratio, vae.temporal_compression_ratio) == (32, 8)

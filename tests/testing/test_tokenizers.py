@@ -9,9 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from transformers import Qwen2Tokenizer
+from transformers import CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
 
-from diffsynth_lite.testing.tokenizers import assemble_byte_pairs, qwen2_tokenizer
+from diffsynth_lite.testing.tokenizers import (
+    assemble_byte_pairs,
+    clip_tokenizer,
+    qwen2_tokenizer,
+    t5_tokenizer,
+)
 
 WORDS = ("red", "circle", "zorb")
 NO_MODELS = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer", "transformer"))
@@ -81,3 +86,28 @@ def test_assembled_pairs_make_every_piece_one_token_in_the_library_itself(pieces
     pairs = assemble_byte_pairs(pieces, "abc")
     tokenizer = Tokenizer(BPE(vocab=pairs.vocab, merges=pairs.merges))
     assert [tokenizer.encode(piece).tokens for piece in pieces] == [[piece] for piece in pieces]
+
+
+def test_a_t5_tokenizer_has_words_and_falls_back_to_characters(tmp_path):
+    tokenizer = t5_tokenizer(WORDS)
+    assert tokenizer.tokenize("red circle ab") == ["\u2581red", "\u2581circle", "\u2581", "a", "b"]
+    assert tokenizer("red").input_ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.pad_token_id == 0
+    tokenizer.save_pretrained(tmp_path)
+    text = "a red circle, zorb? ~!"
+    assert T5Tokenizer.from_pretrained(tmp_path)(text).input_ids == tokenizer(text).input_ids
+    assert tokenizer.unk_token_id not in tokenizer(text).input_ids
+
+
+def test_a_clip_tokenizer_spells_words_out_and_cuts_at_the_length_of_the_real_one(tmp_path):
+    tokenizer = clip_tokenizer()
+    assert tokenizer.tokenize("Red ab") == ["r", "e", "d</w>", "a", "b</w>"]
+    tokens = tokenizer("a crème-colored zebra, 64 px²").input_ids
+    assert (tokens[0], tokens[-1]) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    assert tokenizer.unk_token_id not in tokens[1:-1]
+    assert tokenizer.eos_token_id == len(tokenizer) - 1
+    assert len(tokenizer("circle " * 50, truncation=True).input_ids) == 77
+    tokenizer.save_pretrained(tmp_path)
+    assert CLIPTokenizer.from_pretrained(tmp_path)("a red circle").input_ids == (
+        tokenizer("a red circle").input_ids
+    )

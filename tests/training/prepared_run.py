@@ -9,7 +9,6 @@ import torch
 from PIL import Image
 
 from diffsynth_lite.config import Config, load_config
-from diffsynth_lite.data import TensorCache
 from diffsynth_lite.pipelines.qwen_image import tiny
 from diffsynth_lite.training.builder import BuiltRun, build_optimizer, build_run, build_transformer
 from diffsynth_lite.training.caching import EncodedRun, encode_run
@@ -17,6 +16,9 @@ from diffsynth_lite.training.preflight import CheckedRun, check_run
 
 NUM_PICTURES = 5
 CPU = torch.device("cpu")
+PROCESS = SimpleNamespace(
+    device=CPU, num_processes=1, process_index=0, is_main_process=True, prepare=lambda model: model
+)
 
 SETTINGS = {
     "model.dtype": "float32",
@@ -71,7 +73,6 @@ class Prepared:
     root: Path
     checked: CheckedRun
     encoded: EncodedRun
-    cache: TensorCache
     transformer: torch.nn.Module
 
     def config(self, changes: dict[str, str] | None = None) -> Config:
@@ -82,10 +83,7 @@ class Prepared:
         given = {
             "checked": self.checked,
             "encoded": self.encoded,
-            "accelerator": SimpleNamespace(
-                device=CPU, num_processes=1, process_index=0, prepare=lambda model: model
-            ),
-            "cache": self.cache,
+            "accelerator": PROCESS,
             "transformer": self.transformer,
             "optimizer": build_optimizer(config, self.transformer),
             "start_step": 0,
@@ -112,16 +110,10 @@ def prepare(root: Path) -> Prepared:
         f"data: {{path: {root}/data, cache_dir: {root}/cache}}\noutput: {{dir: {root}/run}}\n"
     )
     config = load_config_of(root)
-    checked = check_run(config, num_processes=1)
-    cache = TensorCache(root / "cache")
-
-    def refuse(record: object, reason: str) -> None:
-        raise AssertionError(f"{record}: {reason}")
-
+    checked = check_run(config, PROCESS)
     return Prepared(
         root=root,
         checked=checked,
-        encoded=encode_run(config, checked, cache, CPU, refuse),
-        cache=cache,
+        encoded=encode_run(config, checked, PROCESS),
         transformer=build_transformer(config, checked, CPU),
     )

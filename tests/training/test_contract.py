@@ -1,11 +1,12 @@
 """Which settings make a run the run that it is."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from diffsynth_lite.config import Config, load_config
-from diffsynth_lite.data import EncodedItem
+from diffsynth_lite.data import Bucket, ItemRow, ItemTable
 from diffsynth_lite.training.contract import (
     DifferentRunError,
     data_contract,
@@ -47,6 +48,15 @@ def test_settings_that_do_not_decide_the_numbers_may_change(override: str) -> No
         *("train.seed=1", "train.global_batch_size=16", "train.learning_rate=1e-3", "train.warmup_steps=9"),
         *("train.weight_decay=0.1", "train.mixed_precision=bf16", "train.lr_scheduler=cosine"),
         *("data.width=128", "data.repeats=2", "model.dtype=bfloat16", "model.vae_dtype=bfloat16"),
+        *(
+            "data.weight=0.5",
+            "data.trigger=ohwx",
+            "data.upscale=true",
+            "data.frame_counts=[17]",
+            "data.fps=8",
+        ),
+        *("data.clip=center", "data.crop=random", "data.background=black", "data.caption_dropout=0.1"),
+        *("data.tag_shuffles=2", "data.keep_tags=1", "train.micro_batch_tokens=4096"),
     ],
 )
 def test_settings_that_decide_the_numbers_are_named_with_both_values(override: str) -> None:
@@ -61,6 +71,51 @@ def test_the_number_of_steps_is_part_of_a_schedule_that_depends_on_it() -> None:
         require_same(contract(cosine, "train.steps=600"), contract(cosine), where="runs/a")
 
 
+FREE = {
+    "model": {"path", "revision", "variant"},
+    "data": {
+        *("sources", "path", "dataset", "split", "revision", "metadata", "allow_outside"),
+        *("media_column", "caption_columns", "input_columns"),
+        *("first_frame_column", "last_frame_column", "mask_column"),
+        *("input_dirs", "first_frame_dir", "last_frame_dir", "mask_dir"),
+        *("cache", "cache_dir", "on_bad_item", "max_bad_ratio", "num_workers"),
+    },
+    "lora": set(),
+    "objective": set(),
+    "train": {"use_gradient_checkpointing", "use_gradient_checkpointing_offload", "cpu_threads"},
+}
+"""Settings that never decide the numbers of a run; what is read from where is in the contract of the data."""
+
+CONDITIONAL = {"train": {"steps", "micro_batch_size"}}
+"""Settings that decide them where others make them matter."""
+
+
+@pytest.mark.parametrize("section", FREE)
+def test_every_setting_is_either_in_the_contract_or_known_to_be_free_to_change(section: str) -> None:
+    settings = {field.name for field in dataclasses.fields(getattr(config(), section))}
+    fixed = {key.partition(".")[2] for key in contract() if key.startswith(f"{section}.")} - {"weights"}
+    free, conditional = FREE[section], CONDITIONAL.get(section, set())
+    assert settings == fixed | free | conditional
+    assert len(settings) == len(fixed) + len(free) + len(conditional)
+
+
+def test_a_source_is_in_the_contract_with_what_decides_how_often_it_is_seen(tmp_path: Path) -> None:
+    two = "data.sources=[{path: a, repeats: 2}, {path: b, weight: 0.5, trigger: ohwx}]"
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: {family: a, path: b}\ndata: {}\noutput: {dir: runs/one}\n")
+    found = settings_contract(load_config(path, [two]).config, model_fingerprint="weights")
+    assert (found["data.repeats"], found["data.weight"]) == ([2, 1], [1.0, 0.5])
+    assert found["data.trigger"] == [None, "ohwx"]
+    moved = load_config(path, [two.replace("path: a", "path: c, metadata: d.csv")]).config
+    assert settings_contract(moved, model_fingerprint="weights") == found
+
+
+def test_the_micro_batch_is_part_of_a_token_budget() -> None:
+    budget = "train.micro_batch_tokens=4096"
+    with pytest.raises(DifferentRunError, match=r"train\.micro_batch_size was 8, is 4"):
+        require_same(contract(budget, "train.micro_batch_size=4"), contract(budget), where="runs/a")
+
+
 def test_every_section_is_either_in_the_contract_or_free_to_change() -> None:
     sections = {field.name for field in dataclasses.fields(Config)}
     fixed = {key.partition(".")[0] for key in contract()}
@@ -68,10 +123,27 @@ def test_every_section_is_either_in_the_contract_or_free_to_change() -> None:
     assert sections - fixed == {"memory", "validation", "logging", "output", "resume"}
 
 
-def test_the_data_are_their_names_pictures_and_captions_in_order() -> None:
-    items = [EncodedItem(name=str(i), latents_key=f"l{i}", caption_key=f"c{i}") for i in range(3)]
-    same = data_contract(items)
-    assert data_contract(list(items)) == same
-    assert data_contract(items[::-1]) != same
-    for change in ({"name": "x"}, {"latents_key": "x"}, {"caption_key": "x"}):
-        assert data_contract([dataclasses.replace(items[0], **change), *items[1:]]) != same
+def table(*names: str, num_buckets: int = 1) -> ItemTable:
+    rows = (
+        ItemRow(name=name, bucket=place % num_buckets, source=0, media_key="0" * 64, caption_keys=("1" * 64,))
+        for place, name in enumerate(names)
+    )
+    return ItemTable.build(rows, [Bucket(width=16 * (1 + place), height=16) for place in range(num_buckets)])
+
+
+def test_the_data_are_their_table() -> None:
+    def found(*names: str) -> dict:
+        return data_contract(table(*names), micro_batch_size=2)
+
+    assert found("a", "b") == found("a", "b")
+    assert found("a", "b") != found("b", "a")
+    assert found("a", "b")["data.items"].startswith("2 items, ")
+
+
+def test_the_micro_batch_decides_the_order_of_several_buckets_and_not_of_one() -> None:
+    one, two = table("a", "b"), table("a", "b", num_buckets=2)
+    require_same(data_contract(one, micro_batch_size=4), data_contract(one, micro_batch_size=2), where="runs")
+    with pytest.raises(DifferentRunError, match=r"train\.micro_batch_size was 2, is 4"):
+        require_same(
+            data_contract(two, micro_batch_size=4), data_contract(two, micro_batch_size=2), where="runs"
+        )

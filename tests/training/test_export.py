@@ -18,7 +18,10 @@ SETTINGS = {"r": 2, "lora_alpha": 4, "target_modules": ["transformer_blocks.0.at
 
 @pytest.fixture
 def family(tmp_path: Path) -> QwenImage:
-    return QwenImage(PipelineFolder(path=tmp_path))
+    pipeline = tmp_path / "pipeline"
+    pipeline.mkdir()
+    (pipeline / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
+    return QwenImage(PipelineFolder(path=pipeline))
 
 
 def test_the_file_is_in_its_place_and_nothing_else_is_left(family: QwenImage, tmp_path: Path) -> None:
@@ -26,6 +29,8 @@ def test_the_file_is_in_its_place_and_nothing_else_is_left(family: QwenImage, tm
     assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == [
         "lora",
         "lora/pytorch_lora_weights.safetensors",
+        "pipeline",
+        "pipeline/model_index.json",
     ]
     assert file == tmp_path / "lora" / "pytorch_lora_weights.safetensors"
     (tmp_path / "other").touch()
@@ -58,4 +63,4 @@ def test_a_file_that_does_not_hold_the_adapter_never_replaces_a_good_one(
     with pytest.raises(RuntimeError, match="LoRA file"):
         export_lora(careless, tmp_path / "lora", TENSORS, SETTINGS)
     assert (tmp_path / "lora" / "pytorch_lora_weights.safetensors").read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["lora"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lora", "pipeline"]

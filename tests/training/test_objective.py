@@ -1,12 +1,13 @@
 """The objective against its own formula, on a family that predicts what it is told to."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from diffsynth_lite.data import Batch
+from diffsynth_lite.data import Batch, Bucket
 from diffsynth_lite.training.objective import FlowMatching, NoiseLevels
 
 SHAPE = (2, 16, 1, 4, 6)
@@ -28,12 +29,14 @@ def noise_levels(**changes: Any) -> NoiseLevels:
 def batch() -> Batch:
     generator = torch.Generator().manual_seed(0)
     return Batch(
+        bucket=Bucket(width=48, height=32),
         positions=[0, 1],
         names=["a", "b"],
         latents=torch.randn(SHAPE, generator=generator),
         noise=torch.randn(SHAPE, generator=generator),
         uniform=torch.tensor([0.25, 0.75]),
         conditioning=[{}, {}],
+        step_samples=2,
     )
 
 
@@ -123,3 +126,25 @@ def test_the_flags_reach_the_family(flags: tuple[bool, bool]) -> None:
         torch.nn.Identity(), batch()
     )
     assert (seen["use_gradient_checkpointing"], seen["use_gradient_checkpointing_offload"]) == flags
+
+
+def zeros(_transformer: Any, noisy: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    return torch.zeros_like(noisy)
+
+
+def test_a_mask_of_ones_is_no_mask_bit_for_bit() -> None:
+    given = batch()
+    masked = dataclasses.replace(given, loss_mask=torch.ones(2, 1, 1, 4, 6))
+    model = torch.nn.Identity()
+    assert torch.equal(objective(zeros).loss(model, masked), objective(zeros).loss(model, given))
+
+
+def test_a_mask_gives_the_mean_error_of_what_it_lets_through_in_each_sample() -> None:
+    given = batch()
+    mask = torch.zeros(2, 1, 1, 4, 6)
+    mask[0, ..., :3] = 1  # the left half of the one, a corner of the other
+    mask[1, ..., 0, 0] = 1
+    loss = objective(zeros).loss(torch.nn.Identity(), dataclasses.replace(given, loss_mask=mask))
+    squared = (given.noise - given.latents).square()
+    expected = (squared[0, ..., :3].mean() + squared[1, ..., 0, 0].mean()) / 2
+    torch.testing.assert_close(loss, expected)

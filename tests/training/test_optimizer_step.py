@@ -1,5 +1,6 @@
 """One optimizer step of SGD against gradients from autograd: what is summed, clipped, drawn and left."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from diffsynth_lite.config import load_config
-from diffsynth_lite.data import Batch
+from diffsynth_lite.data import Batch, Bucket
 from diffsynth_lite.training.builder import build_accelerator
 from diffsynth_lite.training.optimizer_step import OptimizerStep
 
@@ -30,26 +31,28 @@ def linear() -> torch.nn.Linear:
         return torch.nn.Linear(INPUTS, OUTPUTS)
 
 
-def batch(positions: Sequence[int]) -> Batch:
+def batch(positions: Sequence[int], step_samples: int = 0) -> Batch:
     """Each sample is a function of its position alone, like the real ones."""
 
     def draw(position: int, size: int) -> torch.Tensor:
         return torch.randn(size, generator=torch.Generator().manual_seed(100 * position + size))
 
     return Batch(
+        bucket=Bucket(width=16, height=16),
         positions=list(positions),
         names=[f"{position}.png" for position in positions],
         latents=torch.stack([draw(position, INPUTS) for position in positions]),
         noise=torch.stack([draw(position, OUTPUTS) for position in positions]),
         uniform=torch.full((len(positions),), 0.5),
         conditioning=[{} for _ in positions],
+        step_samples=step_samples or len(positions),
     )
 
 
 def batches(*sizes: int) -> list[Batch]:
     """Micro-batches of the given sizes over consecutive positions."""
     starts = [sum(sizes[:place]) for place in range(len(sizes))]
-    return [batch(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+    return [batch(range(start, start + size), sum(sizes)) for start, size in zip(starts, sizes, strict=True)]
 
 
 def squared_error(model: torch.nn.Module, given: Batch) -> torch.Tensor:
@@ -87,7 +90,7 @@ def close(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("sizes", [(12,), (6, 6), (3, 3, 3, 3), (1,) * 12])
+@pytest.mark.parametrize("sizes", [(12,), (6, 6), (3, 3, 3, 3), (1,) * 12, (7, 1, 4)])
 def test_micro_batches_make_the_update_of_one_large_batch(sizes: tuple[int, ...]) -> None:
     model, whole = linear(), batch(range(12))
     before, expected = flat(model), gradient(model, whole)
@@ -96,6 +99,41 @@ def test_micro_batches_make_the_update_of_one_large_batch(sizes: tuple[int, ...]
     assert close(before - flat(model), LEARNING_RATE * expected)
     assert result.loss == pytest.approx(loss, rel=1e-6)
     assert result.grad_norm == pytest.approx(expected.norm().item(), rel=1e-6)
+
+
+def test_equal_micro_batches_are_divided_by_their_number_bit_for_bit() -> None:
+    taken, plain = linear(), linear()
+    optimizer_step(taken, batches(4, 4, 4)).take(0)
+    for given in batches(4, 4, 4):
+        (squared_error(plain, given) / 3).backward()
+    torch.optim.SGD(plain.parameters(), lr=LEARNING_RATE).step()
+    assert torch.equal(flat(taken), flat(plain))
+
+
+def test_each_sample_of_all_processes_weighs_the_same() -> None:
+    """Two processes with 1 + 4 and 2 + 5 samples; the mean over them is taken here."""
+    micro_batches = batches(1, 2, 4, 5)
+    gradients = []
+    for rank in range(2):
+        model = linear()
+        step = optimizer_step(model, micro_batches[rank::2])
+        step = dataclasses.replace(step, accelerator=TwoProcesses(step.accelerator))
+        before = flat(model)
+        step.take(0)
+        gradients.append((before - flat(model)) / LEARNING_RATE)
+    assert close(sum(gradients) / 2, gradient(linear(), batch(range(12))))
+
+
+class TwoProcesses:
+    """An accelerator that says it is one of two."""
+
+    num_processes = 2
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
 
 
 @pytest.mark.parametrize("ratio", [0.25, 0.9])

@@ -1,25 +1,53 @@
 """Preview files and their grid, with a family that draws plain colours."""
 
+import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import av
 import pytest
 import torch
 from PIL import Image
 
+from diffsynth_lite.pipelines import PreviewRequest
 from diffsynth_lite.training.grid import frame_strip, preview_grid
 from diffsynth_lite.training.previews import Previews
 
 PROMPTS = ["red", "blue"]
 
 
-def previews(folder: Path, sample, prompts=PROMPTS) -> Previews:
+@dataclass(frozen=True, kw_only=True)
+class Request(PreviewRequest):
+    """A request that also tells what to draw."""
+
+    prompt: str
+
+
+def previews(folder: Path, sample, prompts=PROMPTS, inputs=()) -> Previews:
     requests = [
-        SimpleNamespace(prompt=prompt, width=64, height=32, seed=0, num_inference_steps=2, guidance_scale=1.0)
+        Request(
+            prompt=prompt,
+            conditioning={},
+            negative={},
+            inputs=inputs,
+            width=64,
+            height=32,
+            num_inference_steps=2,
+            guidance_scale=1.0,
+            seed=0,
+        )
         for prompt in prompts
     ]
-    family = SimpleNamespace(sample=sample)
-    return Previews(family=family, folder=folder, prompts=prompts, requests=requests, vae_dtype=torch.float32)
+    return Previews(
+        family=SimpleNamespace(sample=sample),
+        folder=folder,
+        prompts=prompts,
+        negative_prompt="",
+        requests=requests,
+        fps=8,
+        vae_dtype=torch.float32,
+    )
 
 
 def draw_colours(_transformer, _dtype, requests) -> list[list[Image.Image]]:
@@ -99,3 +127,43 @@ def test_a_strip_has_the_first_and_the_last_frame_and_a_picture_is_its_own_strip
     assert [strip.getpixel((4 * place, 0))[0] for place in range(5)] == [0, 2, 4, 6, 8]
     assert strip.size == (20, 2)
     assert frame_strip(frames[3:4]).tobytes() == frames[3].tobytes()
+
+
+def test_a_clip_is_kept_as_a_video_beside_its_strip_and_the_grid_shows_the_strip(tmp_path: Path) -> None:
+    def draw_clips(_transformer, _dtype, requests) -> list[list[Image.Image]]:
+        shades = [Image.new("RGB", (64, 32), (shade, 0, 0)) for shade in range(0, 250, 50)]
+        return [shades for _ in requests]
+
+    grid = previews(tmp_path, draw_clips).draw(torch.nn.Linear(1, 1), 20)
+    clips, strips = (sorted(tmp_path.glob(f"step-*.{suffix}")) for suffix in ("mp4", "png"))
+    assert [path.stem for path in clips] == [path.stem for path in strips]
+    assert len(clips) == len(PROMPTS)
+    with av.open(str(clips[0])) as container:
+        stream = container.streams.video[0]
+        shades = [frame.to_image().getpixel((32, 16))[0] for frame in container.decode(stream)]
+        assert stream.average_rate == 8
+    assert shades == pytest.approx(range(0, 250, 50), abs=6)  # compressed
+    with Image.open(strips[0]) as strip:
+        assert strip.size == (5 * 64, 32)
+    assert {(0, 0, 0), (200, 0, 0)} <= pixel_counts(grid).keys()
+
+
+def test_a_picture_has_no_video(tmp_path: Path) -> None:
+    previews(tmp_path, draw_colours).draw(torch.nn.Linear(1, 1), 0)
+    assert list(tmp_path.glob("*.mp4")) == []
+
+
+def test_another_input_picture_is_another_preview(tmp_path: Path) -> None:
+    model = torch.nn.Linear(1, 1)
+    for colour in ("green", "yellow"):
+        previews(tmp_path, draw_colours, inputs=(Image.new("RGB", (8, 8), colour),)).draw(model, 0)
+    assert len(list(tmp_path.glob("step-*.png"))) == 2 * len(PROMPTS)
+
+
+def test_another_negative_prompt_makes_other_files_only_where_it_is_used(tmp_path: Path) -> None:
+    drawn = previews(tmp_path, draw_colours)
+    other = dataclasses.replace(drawn, negative_prompt="blurry")
+    assert drawn._marks == other._marks  # the guidance scale is 1, so it steers nothing
+    guided = [SimpleNamespace(**vars(request) | {"guidance_scale": 4.0}) for request in drawn.requests]
+    marks = [dataclasses.replace(one, requests=guided)._marks for one in (drawn, other)]
+    assert not set(marks[0]) & set(marks[1])

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from diffsynth_lite.config.field_type import NotEmpty, Range
+from diffsynth_lite.config.field_type import NoEmptyEntry, NotEmpty, Range
 from diffsynth_lite.config.settings import Problem, Settings
 
 
@@ -16,6 +16,10 @@ class ValidationSettings(Settings):
     """Prompts sampled as previews; none turns previews off. Include some that the model knew before, to see
     that it keeps them."""
 
+    inputs: Annotated[list[str], NoEmptyEntry()] = field(default_factory=list)
+    """Files of pictures that previews start from, one for each prompt: for families that edit, or that make
+    clips from a picture."""
+
     negative_prompt: str = " "
     """What previews are steered away from when `guidance_scale` is above 1."""
 
@@ -26,24 +30,37 @@ class ValidationSettings(Settings):
     """Denoising steps of a preview. Fewer is faster and coarser."""
 
     guidance_scale: Annotated[float, Range(at_least=0)] = 4.0
-    """How strongly previews follow their prompt. Above 1 each denoising step runs the model twice."""
+    """How strongly previews follow their prompt. Above 1 each denoising step runs the model twice, unless the
+    model knows the scale itself, as FLUX.1 dev does."""
 
     seed: Annotated[int, Range(at_least=0)] = 0
     """Decides the noise that previews and the validation loss start from, the same each time, so that only
     the training makes a difference."""
 
     width: Annotated[int | None, Range(at_least=1)] = None
-    """Width of previews in pixels; null is `data.width`."""
+    """Width of previews in pixels; null is `data.width`, or the first of `data.sizes` or
+    `data.resolutions`."""
 
     height: Annotated[int | None, Range(at_least=1)] = None
-    """Height of previews in pixels; null is `data.height`."""
+    """Height of previews in pixels; null is that of the data; see `width`."""
+
+    num_frames: Annotated[int | None, Range(at_least=1)] = None
+    """Frames of a preview, for families that make clips; null takes the longest of the data."""
 
     data: Annotated[str | None, NotEmpty()] = None
-    """Folder of images with captions, kept out of training, for the fixed-noise loss; it is read as
-    `data.path` is. Null measures on training images, and names the metric `train_fixed_noise_loss`."""
+    """Folder of items with captions, kept out of training, for the fixed-noise loss; it is read as the first
+    source of the data is: folders of inputs or masks inside that one have the same place in this one. Null
+    measures on training items, and names the metric `train_fixed_noise_loss`."""
 
     loss_items: Annotated[int, Range(at_least=0)] = 16
-    """Images in the fixed-noise loss; 0 turns it off."""
+    """Items in the fixed-noise loss; 0 turns it off."""
+
+    def conflicts(self) -> Iterator[Problem]:
+        if self.prompts and self.inputs and len(self.prompts) != len(self.inputs):
+            message = (
+                f"{len(self.inputs)} for {len(self.prompts)} validation.prompts; give one for each prompt"
+            )
+            yield Problem(("inputs", "prompts"), message)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,16 @@ class TrainSettings(Settings):
     devices; what does not fit at once is accumulated."""
 
     micro_batch_size: Annotated[int, Range(at_least=1)] = 1
-    """Samples per device in one forward. Raise it while memory allows: steps get faster, and the result is
-    the same but for rounding (with LoRA dropout: but for other dropout masks)."""
+    """Samples per device in one forward. Raise it while memory allows: steps get faster. Where all items have
+    one size the result is the same but for rounding (with LoRA dropout: but for other dropout masks); where
+    there are several buckets, the samples come in another order."""
+
+    micro_batch_tokens: Annotated[int | None, Range(at_least=1)] = None
+    """Most tokens in one forward, for data of several sizes: of small pictures or short clips as many samples
+    go through at once as fit, of large ones fewer, but at least one. A token is a position that the
+    transformer sees, in most families 16 x 16 pixels of a picture; those of input pictures count too. A step
+    then has `global_batch_size` / `micro_batch_size` forwards of as many samples as each holds. Null puts
+    `micro_batch_size` in each."""
 
     learning_rate: Annotated[float, Range(above=0)] = 1e-4
     """Highest learning rate, after the warm-up. Lower it when previews fall apart, raise it when nothing is

@@ -1,10 +1,13 @@
 """This file does what all families of diffusers have in common: loading components, and adapter files."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+import diffusers
 import torch
+from diffusers import SchedulerMixin
 from safetensors import SafetensorError
 
 from diffsynth_lite.errors import UserError
@@ -15,17 +18,23 @@ class DiffusersFamily(ModelFamily):
     """A family whose transformer and pipeline are classes of diffusers.
 
     Attributes:
-        pipeline: the pipeline's class; it saves and loads the adapter files.
+        pipelines: the pipeline's class, or several where releases of one model differ in it.
         transformer_class: of the component ``transformer``.
     """
 
-    pipeline: ClassVar[Any]
+    pipelines: ClassVar[tuple[Any, ...]]
     transformer_class: ClassVar[Any]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if "pipeline" in vars(cls):
-            cls.pipeline_class = cls.pipeline.__name__
+        if "pipelines" in vars(cls):
+            cls.pipeline_classes = tuple(pipeline.__name__ for pipeline in cls.pipelines)
+
+    @cached_property
+    def pipeline(self) -> Any:
+        """The one of ``pipelines`` that the folder names; it saves and loads the adapter files."""
+        name = self.folder.pipeline_class_name()
+        return next(pipeline for pipeline in self.pipelines if pipeline.__name__ == name)
 
     def load_component(self, component_class: Any, name: str, dtype: torch.dtype) -> Any:
         """A component with its weights, on the CPU in ``dtype``; pickled weights are refused.
@@ -51,6 +60,20 @@ class DiffusersFamily(ModelFamily):
                 f"model.path: the weights in {self.folder.path / name} cannot be read "
                 f"({' '.join(str(error).split())}); get the folder again"
             ) from error
+
+    def load_scheduler(self) -> Any:
+        """The folder's own scheduler, for previews.
+
+        Raises:
+            UserError: diffusers has no scheduler of that name.
+        """
+        name = self.scheduler_config.get("_class_name")
+        scheduler_class: Any = getattr(diffusers, str(name), None)
+        is_scheduler = isinstance(scheduler_class, type) and issubclass(scheduler_class, SchedulerMixin)
+        if not is_scheduler:
+            raise UserError(f"model.path: {self.folder.path / 'scheduler'} names no scheduler class: {name}")
+        loaded: Any = scheduler_class
+        return loaded.from_config(self.scheduler_config)
 
     def empty_transformer(self) -> torch.nn.Module:
         config = self.folder.component_config("transformer")

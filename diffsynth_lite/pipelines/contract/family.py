@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from PIL.Image import Image
 
 from diffsynth_lite.core.noise import resolution_mu
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.contract.folder import PipelineFolder
 
 Conditioning = dict[str, torch.Tensor]
@@ -24,11 +24,8 @@ Conditioning = dict[str, torch.Tensor]
 
 EncodedMedia = dict[str, torch.Tensor]
 """What training needs of one item's media, on the CPU, without a batch axis: ``latents``, normalised, fp32,
-and whatever else the transformer is conditioned on, which joins the conditioning of its prompt."""
-
-RecordKind = Literal["image", "video", "edit", "image_to_video"]
-"""What an item of a data set is: a picture, a clip, pictures to edit with their target, a clip with its first
-frame."""
+``loss_mask`` where not all of them are learned, (1, ...) at their size, and whatever else the transformer is
+conditioned on, which joins the conditioning of its prompt."""
 
 LoraFile = tuple[dict[str, torch.Tensor], dict[str, Any]]
 """An adapter as its file holds it: tensors by peft's names, without the component's prefix, and settings."""
@@ -46,7 +43,7 @@ class PreviewRequest:
         height: pixels, likewise.
         num_frames: of a clip, as ``check_frames`` wants it; 1 is a picture.
         num_inference_steps: denoising steps.
-        guidance_scale: classifier-free guidance; 1 or less switches it off.
+        guidance_scale: told to a model that knows one; classifier-free guidance for others, off at 1 or less.
         seed: of the starting noise.
     """
 
@@ -68,15 +65,12 @@ class ModelFamily(ABC):
     encoder is never in memory together with the transformer.
 
     Attributes:
-        pipeline_class: class name that ``model_index.json`` must give.
+        pipeline_classes: class names of which ``model_index.json`` must give one.
         components: folders whose weights training and previews need.
         components_without_weights: other folders that they need.
         block_lists: attributes of the transformer that hold its blocks, in call order.
         record_kinds: what its data sets are made of.
-        size_divisor: width and height must be multiples of it, in pixels.
         frame_step: frame counts must be k * ``frame_step`` + 1; None where there are only pictures.
-        default_num_frames: of clips, unless the user says otherwise.
-        default_fps: frames per second that the model was trained on; None where there are only pictures.
         max_prompt_tokens: longer prompts are cut, as by the pipeline's own default.
         prompt_sees_images: whether the text encoder also sees the input pictures of an edit.
         default_target_modules: endings of the names of the linear layers that get a LoRA.
@@ -84,15 +78,12 @@ class ModelFamily(ABC):
             gets a gradient, which plain DDP refuses.
     """
 
-    pipeline_class: ClassVar[str]
+    pipeline_classes: ClassVar[tuple[str, ...]]
     components: ClassVar[tuple[str, ...]]
     components_without_weights: ClassVar[tuple[str, ...]] = ("scheduler", "tokenizer")
     block_lists: ClassVar[tuple[str, ...]]
     record_kinds: ClassVar[tuple[RecordKind, ...]] = ("image",)
-    size_divisor: ClassVar[int]
     frame_step: ClassVar[int | None] = None
-    default_num_frames: ClassVar[int] = 1
-    default_fps: ClassVar[float | None] = None
     max_prompt_tokens: ClassVar[int]
     prompt_sees_images: ClassVar[bool] = False
     default_target_modules: ClassVar[tuple[str, ...]]
@@ -101,24 +92,66 @@ class ModelFamily(ABC):
     def __init__(self, folder: PipelineFolder) -> None:
         self.folder = folder
 
+    @property
+    @abstractmethod
+    def size_divisor(self) -> int:
+        """Width and height must be multiples of it, in pixels; most families give it as a plain attribute."""
+
+    @property
+    def default_num_frames(self) -> int:
+        """Frames of a clip, unless the user says otherwise."""
+        return 1
+
+    @property
+    def default_fps(self) -> float | None:
+        """Frames per second that the model was trained on; None where there are only pictures."""
+        return None
+
+    @property
+    def max_inputs(self) -> int | None:
+        """Input pictures that an edit may start from; None where any number will do."""
+        return None
+
+    @property
+    def prompt_tokens_of_an_input(self) -> int:
+        """Tokens that an input picture of an edit takes in the prompt, about."""
+        return 0
+
+    def input_size(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height in pixels that an input picture of this width and height is encoded at.
+
+        Raises:
+            UserError: it has a shape that cannot be encoded.
+        """
+        return width, height
+
     @cached_property
-    def _scheduler_config(self) -> dict[str, Any]:
-        """Read once: the shift is asked for with every batch."""
+    def scheduler_config(self) -> dict[str, Any]:
+        """Settings of the folder's scheduler, read once: the shift is asked for with every batch."""
         return self.folder.component_config("scheduler")
 
-    def check_folder(self) -> None:
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether it makes nothing from a prompt alone."""
+        return not {"image", "video"} & set(self.record_kinds)
+
+    def check_folder(self, *, with_weights: bool = True) -> None:
         """Check, without loading weights, that the folder holds this family's pipeline.
+
+        Args:
+            with_weights: also that the weights are there.
 
         Raises:
             UserError: another pipeline class, a missing component, or missing weights.
         """
         found = self.folder.pipeline_class_name()
-        if found != self.pipeline_class:
+        if found not in self.pipeline_classes:
             raise UserError(
                 f"model.path: {self.folder.path} holds a {found}, but this family trains a "
-                f"{self.pipeline_class}; check model.family and model.path"
+                f"{' or '.join(self.pipeline_classes)}; check model.family and model.path"
             )
-        self.folder.require_weights(self.components)
+        if with_weights:
+            self.folder.require_weights(self.components)
         for component in self.components_without_weights:
             self.folder.require_files(component)
 
@@ -207,7 +240,7 @@ class ModelFamily(ABC):
         Returns:
             s in ``sigma -> s * sigma / (1 + (s - 1) * sigma)``.
         """
-        config = self._scheduler_config
+        config = self.scheduler_config
         mu = resolution_mu(
             self.num_tokens(latents_shape),
             base_shift=config.get("base_shift", 0.5),

@@ -48,13 +48,16 @@ class PipelineFolder:
         Raises:
             UserError: the file is missing, is not JSON, or names no class.
         """
-        index = self._read_json(self.path / "model_index.json")
-        name = index.get("_class_name")
+        name = self.pipeline_config().get("_class_name")
         if not isinstance(name, str):
             raise UserError(
                 f"model.path: {self.path / 'model_index.json'} names no pipeline class (_class_name)"
             )
         return name
+
+    def pipeline_config(self) -> dict[str, Any]:
+        """What ``model_index.json`` holds: the pipeline's class, its components' classes and its settings."""
+        return self._read_json(self.path / "model_index.json")
 
     def component_config(self, component: str) -> dict[str, Any]:
         """The configuration of one component.
@@ -145,7 +148,7 @@ class PipelineFolder:
 
 
 def resolve_folder(
-    location: str, *, revision: str | None = None, variant: str | None = None
+    location: str, *, revision: str | None = None, variant: str | None = None, with_weights: bool = True
 ) -> PipelineFolder:
     """The pipeline at a local folder, or downloaded from the hub into its cache.
 
@@ -153,6 +156,7 @@ def resolve_folder(
         location: a local folder, or a hub id such as ``Qwen/Qwen-Image``. A folder that exists wins.
         revision: branch, tag or commit on the hub.
         variant: weight variant, such as ``fp16``.
+        with_weights: download the weights too, and not only settings and tokenizers.
 
     Raises:
         UserError: a missing local folder; a hub id that does not exist, is gated or cannot be reached.
@@ -168,7 +172,11 @@ def resolve_folder(
         raise UserError(f"model.path: {location} is a file; give the pipeline's folder or a hub id")
     if _looks_local(location):
         raise UserError(f"model.path: there is no folder {location} (a hub id has the form owner/name)")
-    return PipelineFolder(path=_download(location, revision, variant), variant=variant)
+    # Of folders alone: FLUX.1 has its weights once more beside them, in files of another layout.
+    weights = f"*/*.{variant}*{_WEIGHT_SUFFIX}" if variant else f"*/*{_WEIGHT_SUFFIX}"
+    patterns = [*_SMALL_FILES, *([weights] if with_weights else [])]
+    ignored = None if variant else list(_OTHER_VARIANTS)
+    return PipelineFolder(path=_download(location, revision, patterns, ignored), variant=variant)
 
 
 def _looks_local(location: str) -> bool:
@@ -182,18 +190,15 @@ def _looks_local(location: str) -> bool:
     )
 
 
-def _download(repository: str, revision: str | None, variant: str | None) -> Path:
+def _download(repository: str, revision: str | None, patterns: list[str], ignored: list[str] | None) -> Path:
     logger.info("Looking for %s on the hub (downloaded once, then read from the hub's cache).", repository)
     try:
         return Path(
             snapshot_download(
                 repository,
                 revision=revision,
-                allow_patterns=[
-                    *_SMALL_FILES,
-                    f"*.{variant}*{_WEIGHT_SUFFIX}" if variant else f"*{_WEIGHT_SUFFIX}",
-                ],
-                ignore_patterns=None if variant else list(_OTHER_VARIANTS),
+                allow_patterns=patterns,
+                ignore_patterns=ignored,
             )
         )
     except GatedRepoError:

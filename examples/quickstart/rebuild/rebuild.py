@@ -17,10 +17,11 @@ import shapes
 import torch
 import train_autoencoder
 import train_transformer
-from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
+from comparison import silence_loading_bars
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, QwenImagePipeline
 from measure import read_pictures, summarise
 from one_frame import one_frame_convolutions
-from score import draw_prompts, load_pipeline, silence_loading_bars
+from score import draw_prompts, load_pipeline
 from transformers import PreTrainedModel, Qwen2Tokenizer
 
 from diffsynth_lite.testing.text_encoders import tiny_qwen2_5_vl
@@ -61,7 +62,7 @@ class Quality:
 
 def main() -> None:
     """Rebuild, save, reload, compare."""
-    arguments = parse_arguments()
+    arguments = parse_arguments("Rebuild the mini Qwen-Image pipeline.")
     torch.set_num_threads(1)
     silence_loading_bars()
     with one_frame_convolutions():
@@ -78,9 +79,9 @@ def main() -> None:
     print(f"{arguments.output} is {'as good as' if as_good else 'not as good as'} the shipped pipeline")
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(description: str) -> argparse.Namespace:
     """Read the command line; the output folder has to be new."""
-    parser = argparse.ArgumentParser(description="Rebuild the mini Qwen-Image pipeline.")
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--output", type=Path, required=True, help="new folder for the pipeline")
     parser.add_argument("--smoke", action="store_true", help="a few steps of every stage, to see them run")
     arguments = parser.parse_args()
@@ -139,7 +140,7 @@ def real_scheduler() -> FlowMatchEulerDiscreteScheduler:
     )
 
 
-def save(pipeline: QwenImagePipeline, folder: Path) -> None:
+def save(pipeline: DiffusionPipeline, folder: Path) -> None:
     """Write the pipeline in bfloat16, which halves the files and costs no quality that could be measured."""
     for model in (pipeline.vae, pipeline.text_encoder, pipeline.transformer):
         model.bfloat16()  # `to` of diffusers warns about modules to keep in float32, of which there are none

@@ -7,17 +7,13 @@ import random
 
 import shapes
 import torch
+from caption_training import train_on_captions
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
-from diffusers.training_utils import EMAModel
-from schedule import Progress, learning_rate
 from train_autoencoder import encode, to_pixels
 
 from diffsynth_lite.testing.seeding import seeded
 
-PEAK_LEARNING_RATE = 2e-3
-NUM_WARMUP_STEPS = 100
 BATCH_SIZE = 32
-CAPTION_DROPOUT = 0.1
 EMPTY_CAPTION = " "  # what the pipeline is asked for as the negative prompt
 
 
@@ -50,28 +46,14 @@ def train(pipeline: QwenImagePipeline, *, num_steps: int, num_pictures: int, see
         embeddings, masks = pipeline.encode_prompt(captions)
     caption_of = torch.tensor([captions.index(scene.caption) for scene in scenes])
 
-    transformer = pipeline.transformer.train()
-    optimizer = torch.optim.AdamW(
-        transformer.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.01
+    def loss_of(chosen: torch.Tensor, words: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        return flow_matching_loss(
+            pipeline.transformer, latents[chosen], embeddings[words], masks[words], generator
+        )
+
+    train_on_captions(
+        pipeline.transformer, loss_of, caption_of, num_steps=num_steps, batch_size=BATCH_SIZE, seed=seed
     )
-    average = EMAModel(transformer.parameters(), decay=0.999)
-    generator = torch.Generator().manual_seed(seed)
-    progress = Progress("transformer", num_steps)
-    for step in range(num_steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(PEAK_LEARNING_RATE, step, num_steps, NUM_WARMUP_STEPS)
-        chosen = torch.randint(num_pictures, (BATCH_SIZE,), generator=generator)
-        kept = torch.rand(BATCH_SIZE, generator=generator) >= CAPTION_DROPOUT
-        words = caption_of[chosen] * kept  # caption 0 is the empty one
-        loss = flow_matching_loss(transformer, latents[chosen], embeddings[words], masks[words], generator)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        average.step(transformer.parameters())
-        progress.step(loss.item())
-    average.copy_to(transformer.parameters())
-    transformer.eval()
 
 
 def pack(latents: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,121 @@
+"""Look at a data set as a run would use it, before any model is loaded, and write a page about it."""
+
+import argparse
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from diffsynth_lite.config import load_config
+from diffsynth_lite.doctor.findings import Findings, counted
+from diffsynth_lite.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_MAX_NAMED = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``diffsynth-lite doctor``."""
+    parser.add_argument(
+        "--config", required=True, help="yaml file; a bare name is also looked for in configs/"
+    )
+    parser.add_argument(
+        "--page", type=Path, default=Path("doctor.html"), help="HTML page to write (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--sheet", type=int, default=120, help="items on the page's contact sheet (default: %(default)s)"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for train.py")
+
+
+def run(parsed: argparse.Namespace) -> None:
+    """Examine, print, write the page.
+
+    Raises:
+        UserError: what would stop the run; the findings are printed and written before that.
+    """
+    loaded = load_config(parsed.config, parsed.overrides)
+    # The libraries take seconds to import: a wrong config is refused before that.
+    from diffsynth_lite.doctor.examination import examine
+    from diffsynth_lite.doctor.page import write_page
+
+    for warning in loaded.warnings:
+        logger.warning("%s", warning)
+    examination = examine(loaded.config, sheet_size=parsed.sheet)
+    findings = examination.findings
+    console = Console()
+    print_findings(console, findings)
+    lead = f"{counted(findings.num_items, 'item')} for {loaded.config.model.family}, as {loaded.path} says"
+    try:
+        write_page(parsed.page, findings, title=loaded.path.stem, lead=lead)
+    except OSError as error:
+        raise UserError(f"--page {parsed.page}: cannot be written: {error.strerror}") from None
+    console.print(f"Page with the items as the model sees them: {parsed.page}", soft_wrap=True)
+    examination.require_usable()
+
+
+def print_findings(console: Console, findings: Findings) -> None:
+    """The findings as tables, the advice last, where it is read."""
+    console.print(_pairs("Machine", findings.machine))
+    console.print(_sources(findings))
+    console.print(_pairs("", findings.facts))
+    if findings.buckets:
+        console.print(_buckets(findings))
+    _print_names(console, "Not trained on", [f"{name}: {why}" for name, why in findings.dropped.items()])
+    _print_names(console, "Equal files", [" = ".join(names) for names in findings.equal])
+    _print_names(console, "Look alike", [" ~ ".join(names) for names in findings.alike])
+    for line in findings.advice:
+        console.print(f"[bold yellow]>[/] {escape(line)}", soft_wrap=True)
+
+
+def _sources(findings: Findings) -> Table:
+    table = Table(title="Data", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("source", overflow="fold", min_width=30)
+    table.add_column("holds")
+    for name in ("captions", "not trained on", "times a pass"):
+        table.add_column(name, justify="right")
+    for source in findings.sources:
+        numbers = (str(source.num_captions), str(source.num_dropped), f"{source.passes:g}")
+        table.add_row(escape(source.place), source.contents, *numbers)
+    return table
+
+
+def _pairs(title: str, facts: Mapping[str, str]) -> Table:
+    table = Table(title=title or None, title_justify="left", show_header=False, box=box.SIMPLE)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(escape(name), escape(value))
+    return table
+
+
+def _buckets(findings: Findings) -> Table:
+    table = Table(title="Buckets", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("size", no_wrap=True)
+    for name in ("items", "samples a pass", "batch", "batches a pass", "tokens a sample"):
+        table.add_column(name, justify="right")
+    for bucket in findings.buckets:
+        table.add_row(
+            bucket.name,
+            str(bucket.num_items),
+            f"{bucket.samples_per_pass:g}",
+            str(bucket.micro_batch_size),
+            f"{bucket.batches_per_pass:.4g}",
+            str(bucket.num_tokens),
+        )
+    return table
+
+
+def _print_names(console: Console, what: str, names: list[str]) -> None:
+    if not names:
+        return
+    console.print(f"[bold]{what} ({len(names)})[/]")
+    for name in names[:_MAX_NAMED]:
+        console.print(f"  {escape(name)}", soft_wrap=True)
+    if len(names) > _MAX_NAMED:
+        console.print(f"  and {len(names) - _MAX_NAMED} more, on the page")

@@ -1,0 +1,58 @@
+"""The console script ``diffsynth-lite``: what there is to do besides training."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+
+from diffsynth_lite import __version__
+from diffsynth_lite.cli import cache, doctor
+from diffsynth_lite.cli.console import configure_logging, explain
+from diffsynth_lite.errors import EXIT_BUG, EXIT_FINISHED, RunInterrupted, exit_code
+
+_COMMANDS = (doctor, cache)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """One subcommand for each module of ``_COMMANDS``."""
+    parser = argparse.ArgumentParser(prog="diffsynth-lite", description=__doc__.strip(), allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for module in _COMMANDS:
+        name, summary = module.__name__.rpartition(".")[2], (module.__doc__ or "").splitlines()[0]
+        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        The exit code, as of ``train.py``: 0 done, 2 something the user can fix, 3 it had to stop.
+    """
+    # Subcommands know no intermixed arguments; the overrides stand at the end, or between flags of theirs.
+    parsed, rest = build_parser().parse_known_args(arguments)
+    if flags := [text for text in rest if text.startswith("-") or "=" not in text]:
+        build_parser().error(f"unrecognized arguments: {' '.join(flags)}")
+    parsed.overrides = [*parsed.overrides, *rest]
+    is_main = os.environ.get("RANK", "0") == "0"
+    configure_logging(Console(stderr=True), is_main=is_main)
+    run: Callable[[argparse.Namespace], None] = parsed.run
+    try:
+        run(parsed)
+    except (Exception, RunInterrupted) as error:
+        code = exit_code(error)
+        if code == EXIT_BUG:
+            raise
+        if is_main:
+            explain(error)
+        return code
+    return EXIT_FINISHED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

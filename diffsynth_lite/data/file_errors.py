@@ -1,0 +1,14 @@
+"""This file tells errors of a file, which make a bad item, from those of the machine, which stop the run."""
+
+_OF_THE_FILE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+
+def is_of_the_machine(error: BaseException) -> bool:
+    """Whether the machine failed, and not the file: no memory, too many open files, a disk that fails.
+
+    The file may be good, so a run that leaves it out would train on less than it was given. Pillow's own
+    errors about damaged files are OSErrors without a number.
+    """
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, OSError) and error.errno is not None and not isinstance(error, _OF_THE_FILE)

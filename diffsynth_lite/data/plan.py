@@ -1,0 +1,214 @@
+"""This file makes the plan of a data set: which picture, crop and clip of each record is trained on."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from diffsynth_lite.core.randomness import uniform
+from diffsynth_lite.data.buckets import Bucket, BucketRule, Size
+from diffsynth_lite.data.media_index import MediaFacts, MediaIndex
+from diffsynth_lite.data.pace import PassPace
+from diffsynth_lite.data.planned import PlannedItem
+from diffsynth_lite.data.records import Record
+from diffsynth_lite.data.video import ClipPlace, VideoFacts, clip_starts, max_frames
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import RecordKind
+
+CropPlace = Literal["center", "random"]
+
+_MAX_ASPECT_DIFFERENCE = 0.02
+"""By which the aspect ratio of a mask may miss that of its target, as rounded sizes do."""
+
+
+def _own_size(width: int, height: int) -> Size:
+    return width, height
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRules:
+    """What is taken of each record.
+
+    Attributes:
+        buckets: the sizes and frame counts that there are.
+        crop: where a picture is cropped.
+        crops_per_item: crops of each picture and clip, where they are random.
+        clip: where a clip is taken of a file.
+        clips_per_video: clips of each file.
+        fps: frames per second that clips are resampled to; None keeps each file's own.
+        background: colour that transparent pictures are laid over.
+        input_size: width and height that an input picture of some width and height is encoded at.
+        max_inputs: input pictures that a record may have; None allows any number.
+    """
+
+    buckets: BucketRule
+    crop: CropPlace = "center"
+    crops_per_item: int = 1
+    clip: ClipPlace = "center"
+    clips_per_video: int = 1
+    fps: float | None = None
+    background: str = "white"
+    input_size: Callable[[int, int], Size] = _own_size
+    max_inputs: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What is to be trained on.
+
+    Attributes:
+        items: in the order of their records.
+        bad: name of a record to the reason why it cannot be used.
+        facts: of the target of each record that is not bad, by its name.
+    """
+
+    items: Sequence[PlannedItem]
+    bad: Mapping[str, str]
+    facts: Mapping[str, MediaFacts]
+
+    def without(self, bad: Mapping[str, str]) -> "Plan":
+        """The plan where more records cannot be used: ``bad``, by name with the reason."""
+        return Plan(
+            items=[item for item in self.items if item.record.name not in bad],
+            bad={**bad, **self.bad},
+            facts={name: facts for name, facts in self.facts.items() if name not in bad},
+        )
+
+
+def refuse_other_kinds(records: Sequence[Record], kinds: Sequence[RecordKind]) -> None:
+    """Check that the family can train on the records.
+
+    Raises:
+        UserError: naming the kinds found and those wanted.
+    """
+    found = Counter(record.kind for record in records)
+    other = {kind: count for kind, count in found.items() if kind not in kinds}
+    if other:
+        counts = ", ".join(f"{count} of kind {kind}" for kind, count in other.items())
+        example = next(record.name for record in records if record.kind in other)
+        raise UserError(
+            f"{counts}, such as {example}; this family trains on the kinds {', '.join(kinds)}: "
+            "choose another model.family, or other data"
+        )
+
+
+def plan_items(records: Sequence[Record], *, index: MediaIndex, rules: PlanRules) -> Plan:
+    """The items of all records; pictures are not decoded, and of clips only the first frame.
+
+    Random crops and clips depend on the content of the target and their number alone, so that all runs with
+    the same settings share their cache entries.
+
+    Args:
+        records: of the data set.
+        index: tells size and content of files.
+        rules: what is taken of each record.
+    """
+    items: list[PlannedItem] = []
+    bad: dict[str, str] = {}
+    facts: dict[str, MediaFacts] = {}
+    pace = PassPace(
+        "looked at %d of %d items", len(records)
+    )  # the content of a new file is read for its hash
+    for record in records:
+        try:
+            target = index.facts(record.target)
+            _check_companions(record, target, index)
+            inputs = _input_sizes(record, index, rules)
+            content = tuple(index.content(path) for path in record.files)
+            items += _items_of(record, target, content, inputs, rules)
+            facts[record.name] = target
+        except UserError as error:
+            bad[record.name] = str(error)
+        pace.advance()
+    return Plan(items=items, bad=bad, facts=facts)
+
+
+def _check_companions(record: Record, target: MediaFacts, index: MediaIndex) -> None:
+    for shaped in (record.first_frame, record.last_frame, record.mask):
+        if shaped is not None:
+            _check_aspect(shaped, index.facts(shaped), target)
+
+
+def _check_aspect(path: Path, facts: MediaFacts, target: MediaFacts) -> None:
+    """It is cropped as the target is, which only means the same part where the shape is the same."""
+    difference = (facts.width * target.height) / (facts.height * target.width) - 1
+    if abs(difference) > _MAX_ASPECT_DIFFERENCE:
+        raise UserError(
+            f"{path}: {facts.width}x{facts.height} has another aspect ratio than its target of "
+            f"{target.width}x{target.height}"
+        )
+
+
+def _input_sizes(record: Record, index: MediaIndex, rules: PlanRules) -> tuple[Size, ...]:
+    count = len(record.inputs)
+    if rules.max_inputs is not None and count > rules.max_inputs:
+        raise UserError(
+            f"{record.target}: has {count} input pictures, and this family takes {rules.max_inputs}: "
+            "name fewer in data.input_columns or data.input_dirs"
+        )
+    return tuple(_input_size(path, index.facts(path), rules) for path in record.inputs)
+
+
+def _input_size(path: Path, facts: MediaFacts, rules: PlanRules) -> Size:
+    try:
+        return rules.input_size(facts.width, facts.height)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _items_of(
+    record: Record,
+    facts: MediaFacts,
+    content: tuple[str, ...],
+    inputs: tuple[Size, ...],
+    rules: PlanRules,
+) -> list[PlannedItem]:
+    num_crops = rules.crops_per_item if rules.crop == "random" else 1
+    fps = (rules.fps or facts.fps) if isinstance(facts, VideoFacts) else None
+    places = []
+    for resolution in range(rules.buckets.num_resolutions):
+        bucket, starts = _clips(facts, content[0], rules, resolution)
+        for number, start_s in enumerate(starts):
+            crops = range(number * num_crops, (number + 1) * num_crops)
+            places += [(bucket, start_s, *_crop(content[0], crop, rules.crop)) for crop in crops]
+    return [
+        PlannedItem(
+            name=record.name if len(places) == 1 else f"{record.name}#{number}",
+            record=record,
+            content=content,
+            bucket=dataclasses.replace(bucket, inputs=inputs),
+            crop_x=x,
+            crop_y=y,
+            clip_start_s=start_s,
+            fps=fps,
+            background=rules.background,
+        )
+        for number, (bucket, start_s, x, y) in enumerate(places)
+    ]
+
+
+def _clips(
+    facts: MediaFacts, content: str, rules: PlanRules, resolution: int
+) -> tuple[Bucket, Sequence[float | None]]:
+    """Where a target belongs, and the starts of its clips; a picture has one without a start."""
+    if not isinstance(facts, VideoFacts):
+        return rules.buckets.bucket(resolution, facts.width, facts.height, None), [None]
+    fps = rules.fps or facts.fps
+    num_frames = max_frames(facts.duration_s, fps)
+    bucket = rules.buckets.bucket(resolution, facts.width, facts.height, num_frames)
+    return bucket, clip_starts(
+        facts.duration_s,
+        bucket.num_frames / fps,
+        fps=facts.fps,
+        where=rules.clip,
+        count=rules.clips_per_video,
+        draw=lambda number: uniform(0, f"clip {content}", number),
+    )
+
+
+def _crop(content: str, number: int, place: CropPlace) -> tuple[float, float]:
+    if place == "center":
+        return 0.5, 0.5
+    return uniform(0, f"crop-x {content}", number), uniform(0, f"crop-y {content}", number)

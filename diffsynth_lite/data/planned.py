@@ -1,0 +1,227 @@
+"""This file says what is encoded: an item's media and a prompt, each with all that its tensors depend on."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL.Image import Image
+from torch import Tensor
+
+from diffsynth_lite.data.buckets import Bucket
+from diffsynth_lite.data.cache import TensorCache
+from diffsynth_lite.data.images import DECODER_ID as IMAGE_DECODER_ID
+from diffsynth_lite.data.images import cover, load_image, load_mask
+from diffsynth_lite.data.records import Record, is_video
+from diffsynth_lite.data.video import DECODER_ID as VIDEO_DECODER_ID
+from diffsynth_lite.data.video import clip_times, read_frames
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Media, Prompt
+
+_TRANSFORM_ID = "v1 cover mask-area"
+"""Name of what this file does to decoded media; part of cache keys, so change it with the code."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedItem:
+    """One thing to train on: a record at one size, crop and clip.
+
+    Attributes:
+        name: unique in the run.
+        record: that it is taken of.
+        content: sha256 of each of the record's files.
+        bucket: its size in pixels and frames, and those of its inputs.
+        crop_x: where the surplus is cut, in [0, 1]: 0 keeps the left end.
+        crop_y: likewise: 0 keeps the upper end.
+        clip_start_s: time of the first frame in the file; None for a picture.
+        fps: frames per second of the clip; None for a picture.
+        background: colour that transparent pictures are laid over.
+    """
+
+    name: str
+    record: Record
+    content: tuple[str, ...]
+    bucket: Bucket
+    crop_x: float
+    crop_y: float
+    clip_start_s: float | None
+    fps: float | None
+    background: str
+
+    @property
+    def where(self) -> str:
+        """The file, for messages."""
+        return str(self.record.target)
+
+    @property
+    def group(self) -> Bucket:
+        """Items of one group are encoded one after the other, at the same sizes."""
+        return self.bucket
+
+    @property
+    def has_media(self) -> bool:
+        """Whether there are files to decode."""
+        return True
+
+    def key(self, cache: TensorCache, encoder_id: str) -> str:
+        """Key of the cache entry with its tensors.
+
+        Args:
+            cache: that the entry is for.
+            encoder_id: name of all that decides the tensors besides the media: weights, precision.
+        """
+        return cache.key(
+            kind=f"media {self.record.kind}",
+            content=" ".join(self._contents()),
+            size=f"{self.bucket.width}x{self.bucket.height}x{self.bucket.num_frames}",
+            crop=f"{self.crop_x!r} {self.crop_y!r}",
+            times=f"{self.fps!r}: {self._times()}",
+            transform=f"{_TRANSFORM_ID} {self.background}",
+            decoder=" ".join((IMAGE_DECODER_ID, *([VIDEO_DECODER_ID] if self.fps else []))),
+            encoder=encoder_id,
+        )
+
+    def load(self) -> Media:
+        """Decode the files strictly, upright and cropped.
+
+        Raises:
+            UserError: a file cannot be used, or nothing of the mask is left.
+        """
+        record = self.record
+        return Media(
+            frames=tuple(self._frames()),
+            inputs=tuple(load_image(path, background=self.background) for path in record.inputs),
+            first_frame=self._like_frames(record.first_frame),
+            last_frame=self._like_frames(record.last_frame),
+            mask=self._mask(),
+            fps=self.fps,
+        )
+
+    def complete(self, tensors: Mapping[str, Tensor], media: Media) -> dict[str, Tensor]:
+        """What the cache keeps: the encoder's tensors, and the mask at the size of the latents.
+
+        Where the encoder has a mask of its own, only what both count is counted.
+        """
+        if media.mask is None:
+            return dict(tensors)
+        mask = latents_mask(media.mask, tensors["latents"].shape)
+        return {**tensors, "loss_mask": mask * tensors.get("loss_mask", 1)}
+
+    def _contents(self) -> Iterator[str]:
+        """Each file's content with its part in the record: a picture can be an input or a mask."""
+        record = self.record
+        parts = ["target", *("input" for _ in record.inputs)]
+        parts += [
+            part
+            for part, path in (
+                ("first", record.first_frame),
+                ("last", record.last_frame),
+                ("mask", record.mask),
+            )
+            if path
+        ]
+        for part, content in zip(parts, self.content, strict=True):
+            yield f"{part}:{content}"
+
+    def _times(self) -> list[float]:
+        if self.clip_start_s is None:
+            return []
+        assert self.fps is not None
+        return clip_times(self.clip_start_s, num_frames=self.bucket.num_frames, fps=self.fps)
+
+    def _frames(self) -> list[Image]:
+        if is_video(self.record.target.name):
+            return read_frames(self.record.target, self._times(), each=self._cropped)
+        return [self._cropped(self._picture(self.record.target))]
+
+    def _mask(self) -> Image | None:
+        path = self.record.mask
+        if path is None:
+            return None
+        mask = self._cropped(load_mask(path))
+        if mask.getbbox() is None:
+            raise UserError(f"{path}: its crop is black, so that nothing counts in the loss")
+        return mask
+
+    def _like_frames(self, path: Path | None) -> Image | None:
+        return None if path is None else self._cropped(self._picture(path))
+
+    def _picture(self, path: Path) -> Image:
+        return load_image(path, background=self.background)
+
+    def _cropped(self, image: Image) -> Image:
+        return cover(image, self.bucket.width, self.bucket.height, x=self.crop_x, y=self.crop_y)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedPrompt:
+    """A text to encode, with the pictures that the text encoder sees beside it.
+
+    Attributes:
+        text: of the prompt; "" is the unconditional one.
+        images: files of the pictures.
+        content: sha256 of each of them.
+        background: colour that transparent pictures are laid over.
+    """
+
+    text: str
+    images: tuple[Path, ...] = ()
+    content: tuple[str, ...] = ()
+    background: str = "white"
+
+    @property
+    def where(self) -> str:
+        """The prompt, for messages."""
+        return f"caption {self.text!r}"
+
+    @property
+    def group(self) -> int:
+        """Prompts of like length are encoded one after the other."""
+        return len(self.text)
+
+    @property
+    def has_media(self) -> bool:
+        """Whether there are files to decode."""
+        return bool(self.images)
+
+    def key(self, cache: TensorCache, encoder_id: str) -> str:
+        """Key of the cache entry with its tensors; see `PlannedItem.key`."""
+        if not self.images:
+            return cache.key(kind="caption", text=self.text, encoder=encoder_id)
+        return cache.key(
+            kind="caption with images",
+            text=self.text,
+            content=" ".join(self.content),
+            transform=self.background,
+            decoder=IMAGE_DECODER_ID,
+            encoder=encoder_id,
+        )
+
+    def load(self) -> Prompt:
+        """Decode the pictures.
+
+        Raises:
+            UserError: one cannot be used.
+        """
+        images = tuple(load_image(path, background=self.background) for path in self.images)
+        return Prompt(text=self.text, images=images)
+
+    def complete(self, tensors: Mapping[str, Tensor], prompt: Prompt) -> dict[str, Tensor]:
+        """What the cache keeps: the encoder's tensors."""
+        return dict(tensors)
+
+
+def latents_mask(mask: Image, latents_shape: tuple[int, ...]) -> Tensor:
+    """How much each latent counts in the loss: the part of its area that the mask covers.
+
+    Args:
+        mask: mode "L", 255 counts.
+        latents_shape: (C, H, W) or (C, F, H, W).
+
+    Returns:
+        (1, H, W) or (1, 1, H, W), fp32, in [0, 1].
+    """
+    pixels = torch.frombuffer(bytearray(mask.tobytes()), dtype=torch.uint8).view(1, mask.height, mask.width)
+    height, width = latents_shape[-2:]
+    averaged = torch.nn.functional.adaptive_avg_pool2d(pixels.float() / 255, (height, width))
+    return averaged.view(*(1,) * (len(latents_shape) - 2), height, width)

@@ -1,0 +1,262 @@
+"""This file reads all sources of training data into one list of records, or says all that is wrong."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from diffsynth_lite.data.caption_files import CaptionFiles
+from diffsynth_lite.data.captions import captions_in, has_trigger, with_trigger
+from diffsynth_lite.data.folder import Folder, list_folder
+from diffsynth_lite.data.images import IMAGE_SUFFIXES
+from diffsynth_lite.data.listing import listed
+from diffsynth_lite.data.metadata import Table, read_table
+from diffsynth_lite.data.pairing import PairFolders, companions_in_row, refuse_mixed_kinds
+from diffsynth_lite.data.records import VIDEO_SUFFIXES, Companions, Record, Source, is_image, is_video
+from diffsynth_lite.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_Key = TypeVar("_Key")
+_Result = TypeVar("_Result")
+_METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+_NOTHING = Companions()
+_SUFFIXES = ", ".join((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundRecords:
+    """What could be read of some sources.
+
+    Attributes:
+        records: one source after the other.
+        problems: a line for each source that cannot be used as it is, with all that is wrong in it.
+        without_trigger: names of the records with a caption that got its trigger only now.
+    """
+
+    records: Sequence[Record]
+    problems: Sequence[str]
+    without_trigger: Sequence[str]
+
+    def require_all(self) -> list[Record]:
+        """The records, where nothing is wrong.
+
+        Raises:
+            UserError: the problems, a line each.
+        """
+        if self.problems:
+            raise UserError("\n".join(self.problems))
+        return list(self.records)
+
+
+def find_records(sources: Sequence[Source], *, media_store: Path) -> FoundRecords:
+    """Records of all sources, and what is wrong in them. No picture and no clip is decoded here.
+
+    In a folder the captions stand in text files beside the media, or in one metadata file. Hidden files and
+    folders are not read, and nothing is fetched because of what a row says.
+
+    Args:
+        sources: in the order of the records' ``source``.
+        media_store: folder for the pictures and clips that datasets hold as bytes.
+    """
+    records: list[Record] = []
+    problems: list[str] = []
+    without_trigger: list[str] = []
+    for index, source in enumerate(sources):
+        # The place and not the folder's name: a run goes on when its folders have moved.
+        reader = _Reader(source, index=index, prefix=f"{index}/" if len(sources) > 1 else "")
+        try:
+            records += reader.read_dataset(media_store) if source.dataset else reader.read_folder()
+        except UserError as error:
+            problems.append(str(error))
+        problems += reader.problems
+        without_trigger += reader.without_trigger
+    return FoundRecords(records=records, problems=problems, without_trigger=without_trigger)
+
+
+class _Reader:
+    """Reads one source.
+
+    Args:
+        source: to read.
+        index: among the sources.
+        prefix: of the records' names.
+
+    Attributes:
+        problems: what was wrong with single items.
+        without_trigger: names of the records with a caption that lacked its trigger.
+    """
+
+    def __init__(self, source: Source, *, index: int, prefix: str) -> None:
+        self._source = source
+        self._index = index
+        self._prefix = prefix
+        self.problems: list[str] = []
+        self.without_trigger: list[str] = []
+
+    def read_dataset(self, media_store: Path) -> list[Record]:
+        # Imported here, because `datasets` takes seconds to import and most runs need none of it.
+        from diffsynth_lite.data.stored_dataset import find_stored, read_stored_dataset
+
+        table = read_stored_dataset(self._source, media_store)
+
+        def read_row(row: int) -> Record:
+            _, target = find_stored(table.columns[self._source.media_column][row])
+            name = f"{row:08}{target.suffix}"
+            return self._record_of_row(table, row, name, target, find=find_stored)
+
+        return self._collect(range(table.num_rows), read_row, where=table.where, label=_row_label(table))
+
+    def read_folder(self) -> list[Record]:
+        source = self._source
+        assert source.path is not None
+        folder = list_folder(source.path, allow_outside=source.allow_outside)
+        pairs = PairFolders(source)
+        media = [name for name in folder.files if (is_image(name) or is_video(name)) and not pairs.hold(name)]
+        if source.metadata is not None:
+            return self._read_rows(folder, media, pairs, read_table(source.metadata, source.columns))
+        texts = CaptionFiles(folder, media)
+        if (metadata := self._metadata_in(folder, has_texts=bool(texts))) is not None:
+            return self._read_rows(folder, media, pairs, read_table(metadata, source.columns))
+        if source.pair_columns:
+            raise UserError(f"{folder.path}: no metadata file for {', '.join(source.pair_columns)}")
+        if not media:
+            raise UserError(
+                f"{folder.path}: no pictures or clips among its {len(folder.files)} files; "
+                f"{_SUFFIXES} are read, also in subfolders"
+            )
+
+        def read_name(name: str) -> Record:
+            if problem := folder.files[name]:
+                raise UserError(problem)
+            return self._record(name, folder.path / name, lambda: texts.of(name), lambda: pairs.of(name))
+
+        records = self._collect(media, read_name, where=str(folder.path), label=lambda name: name)
+        texts.warn_of_orphans()
+        return records
+
+    def _metadata_in(self, folder: Folder, *, has_texts: bool) -> Path | None:
+        """Metadata file of the folder, or None where the captions stand beside the media."""
+        found = [name for name in _METADATA_FILES if name in folder.files]
+        places = [*found, *(["caption files beside the media"] if has_texts else [])]
+        if found and len(places) > 1:
+            raise UserError(
+                f"{folder.path}: holds {' and '.join(places)}; name the metadata file that is meant, "
+                "or keep only one"
+            )
+        return folder.use(found[0]) if found else None
+
+    def _read_rows(
+        self, folder: Folder, media: Sequence[str], pairs: PairFolders, table: Table
+    ) -> list[Record]:
+        row_of_name: dict[str, int] = {}
+        cells = table.columns[self._source.media_column]
+
+        def read_row(row: int) -> Record:
+            name, target = folder.find(cells[row])
+            first = row_of_name.setdefault(name, row)
+            if first != row:
+                raise UserError(f"{name} has row {first + table.first_row} already; list its captions there")
+            return self._record_of_row(table, row, name, target, find=folder.find, pairs=pairs)
+
+        records = self._collect(range(table.num_rows), read_row, where=table.where, label=_row_label(table))
+        used = (
+            {path for record in records for path in record.files[1:]} if self._source.pair_columns else set()
+        )
+        left_out = [name for name in media if name not in row_of_name and folder.path / name not in used]
+        if left_out:
+            counts = (len(left_out), len(media), listed(left_out))
+            logger.warning("%s: %d of %d files have no row and are left out: %s", table.where, *counts)
+        return records
+
+    def _record_of_row(
+        self,
+        table: Table,
+        row: int,
+        name: str,
+        target: Path,
+        *,
+        find: Callable[[object], tuple[str, Path]],
+        pairs: PairFolders | None = None,
+    ) -> Record:
+        source = self._source
+
+        def companions() -> Companions:
+            named = companions_in_row(source, lambda column: table.columns[column][row], find)
+            beside = pairs.of(name) if pairs else _NOTHING
+            return Companions(
+                inputs=named.inputs or beside.inputs,
+                first_frame=named.first_frame or beside.first_frame,
+                last_frame=named.last_frame or beside.last_frame,
+                mask=named.mask or beside.mask,
+            )
+
+        texts = {column: table.columns[column][row] for column in source.caption_columns}
+        return self._record(name, target, lambda: captions_in(texts), companions)
+
+    def _record(
+        self,
+        name: str,
+        target: Path,
+        captions: Callable[[], tuple[str, ...]],
+        companions: Callable[[], Companions],
+    ) -> Record:
+        """The record of a target, or one error with all that is wrong with it."""
+        if not is_image(target.name) and not is_video(target.name):
+            raise UserError(f"{target.name} is neither picture nor clip; {_SUFFIXES} are read")
+        problems: list[str] = []
+        texts = _attempt(captions, problems) or ()
+        paired = _NOTHING
+        if self._source.pair_columns or self._source.pair_dirs:
+            paired = _attempt(companions, problems) or _NOTHING
+            _attempt(lambda: refuse_mixed_kinds(target.name, paired), problems)
+        if problems:
+            raise UserError(", and ".join(problems))
+        if trigger := self._source.trigger:
+            if not all(has_trigger(text, trigger) for text in texts):
+                self.without_trigger.append(self._prefix + name)
+            texts = tuple(with_trigger(text, trigger) for text in texts)
+        return Record(
+            name=self._prefix + name,
+            source=self._index,
+            target=target,
+            captions=texts,
+            inputs=paired.inputs,
+            first_frame=paired.first_frame,
+            last_frame=paired.last_frame,
+            mask=paired.mask,
+        )
+
+    def _collect(
+        self,
+        keys: Sequence[_Key],
+        read: Callable[[_Key], Record],
+        *,
+        where: str,
+        label: Callable[[_Key], str],
+    ) -> list[Record]:
+        records: list[Record] = []
+        problems: list[str] = []
+        for key in keys:
+            try:
+                records.append(read(key))
+            except UserError as error:
+                problems.append(f"{label(key)}: {error}")
+        if problems:
+            self.problems.append(
+                f"{where}: {len(problems)} of {len(keys)} items cannot be used: {listed(problems)}"
+            )
+        return records
+
+
+def _attempt(read: Callable[[], _Result], problems: list[str]) -> _Result | None:
+    try:
+        return read()
+    except UserError as error:
+        problems.append(str(error))
+        return None
+
+
+def _row_label(table: Table) -> Callable[[int], str]:
+    return lambda row: f"row {row + table.first_row}"

@@ -1,0 +1,269 @@
+"""This file says what a clip holds, chooses times in it, and reads the frames shown at them.
+
+Times are in seconds from the frame that is shown first. A frame is shown from its own time to that of the
+next one, the last for as long as the file says: 25 frames at 25 fps cover the times from 0 to below 1.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from math import floor
+from pathlib import Path
+from typing import Literal
+
+import av
+from av.video.frame import VideoFrame
+from PIL import Image
+
+from diffsynth_lite.data.video_decoding import (
+    OpenClip,
+    all_frames,
+    clip_start,
+    frames_from,
+    is_shown,
+    opened_clip,
+)
+from diffsynth_lite.data.video_pixels import rgb_image
+from diffsynth_lite.errors import UserError
+
+_FFMPEG = {name: version[0] for name, version in av.library_versions.items()}
+DECODER_ID = f"v1 libavcodec {_FFMPEG['libavcodec']} libswscale {_FFMPEG['libswscale']}"
+"""Name of what decides a clip's pixels besides its bytes; part of cache keys, so change it with the code."""
+
+ClipPlace = Literal["start", "center", "random", "uniform"]
+
+_TIME_TOLERANCE_S = Fraction(1, 1000)
+"""Matroska, and with it WebM, rounds times to a millisecond."""
+
+_MIN_HEADER_TOLERANCE_S = 0.1
+"""By how much the length in a Matroska header may exceed what its packets cover, if not by a frame."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoFacts:
+    """What a clip holds.
+
+    Attributes:
+        width: of a frame as it is shown, in pixels.
+        height: likewise.
+        num_frames: frames that are shown.
+        duration_s: from the start of the first frame to the end of the last.
+        fps: frames per second; the mean of a clip whose rate varies.
+        is_variable_rate: whether its frames are unequally long.
+    """
+
+    width: int
+    height: int
+    num_frames: int
+    duration_s: float
+    fps: float
+    is_variable_rate: bool
+
+
+def check_video(path: Path) -> VideoFacts:
+    """Read the times of all frames, decoding only the first frame.
+
+    Raises:
+        UserError: the file is no clip, cannot be used, or holds less than it promises.
+    """
+    start = clip_start(path)
+    with opened_clip(path) as clip:
+        times, last_duration = _frame_times(clip, start.pts)
+        nominal = clip.stream.average_rate
+    intervals = [later - earlier for earlier, later in pairwise(times)]
+    mean = Fraction(times[-1] - times[0], len(intervals)) if intervals else Fraction(last_duration)
+    if mean == 0:
+        raise UserError(f"{path}: does not say for how long its frame is shown; save it as an image")
+    duration_s = (times[-1] - times[0] + (last_duration or mean)) * start.time_base
+    rate = len(times) / duration_s
+    unevenness = max((abs(interval - mean) for interval in intervals), default=Fraction(0))
+    is_variable_rate = unevenness > max(Fraction(1), mean / 100)
+    if not is_variable_rate and nominal and abs(1 / (nominal * start.time_base) - mean) <= 1:
+        rate = nominal  # the mean of rounded times is not quite it
+    return VideoFacts(
+        width=start.width,
+        height=start.height,
+        num_frames=len(times),
+        duration_s=float(duration_s),
+        fps=float(rate),
+        is_variable_rate=is_variable_rate,
+    )
+
+
+def _as_it_is(image: Image.Image) -> Image.Image:
+    return image
+
+
+def read_frames(
+    path: Path, times_s: Sequence[float], *, each: Callable[[Image.Image], Image.Image] = _as_it_is
+) -> list[Image.Image]:
+    """Decode the frames that are shown at the given times, and nothing far from them.
+
+    A time counts as that of the next frame where it is less than the file's rounding, at most a millisecond,
+    below it.
+
+    Args:
+        path: the clip.
+        times_s: in seconds from the first frame, in [0, duration), in any order.
+        each: what becomes of an upright RGB frame, such as a crop, before the next one is made: a clip
+            of a few KiB can have gigabytes of pixels.
+
+    Returns:
+        What ``each`` makes of the frames, one for each time; equal times of one frame share an image.
+
+    Raises:
+        UserError: a time lies outside of the clip, or the part read cannot be used or is damaged.
+    """
+    start = clip_start(path)
+    tolerance = (min(start.time_base, _TIME_TOLERANCE_S) + Fraction(1, 10**6)) / start.time_base
+    times = sorted(set(times_s))
+    if times and times[0] < 0:
+        raise UserError(f"{path}: a frame at {times[0]:g} s is asked for, before its first")
+    if not times:
+        return []
+    wanted = [Fraction(time) / start.time_base + start.pts for time in times]
+    try:
+        frames = frames_from(path, floor(wanted[0] + tolerance), first_pts=start.pts)
+        images = _images_shown(frames, wanted, tolerance, each)
+    except UserError:
+        # Some clips (intra refresh) have keyframes that decode only after what is before them, and damage is
+        # told from them by decoding everything.
+        images = _images_shown(all_frames(path), wanted, tolerance, each)
+    if len(images) < len(wanted):
+        raise UserError(f"{path}: a frame at {times[len(images)]:g} s is asked for, but the clip ends before")
+    found = dict(zip(times, images, strict=True))
+    return [found[time] for time in times_s]
+
+
+def clip_times(start_s: float, *, num_frames: int, fps: float) -> list[float]:
+    """Times of the frames of a clip that begins at ``start_s`` and has ``fps`` frames a second."""
+    return [start_s + index / fps for index in range(num_frames)]
+
+
+def max_frames(duration_s: float, fps: float) -> int:
+    """Frames at ``fps`` that fit in ``duration_s``, each shown for its whole 1 / fps seconds."""
+    return floor((duration_s + float(_TIME_TOLERANCE_S)) * fps)
+
+
+def clip_starts(
+    duration_s: float,
+    clip_s: float,
+    *,
+    fps: float,
+    where: ClipPlace,
+    count: int,
+    draw: Callable[[int], float],
+) -> list[float]:
+    """Times at which the clips taken of a file begin.
+
+    Args:
+        duration_s: of the file.
+        clip_s: of a clip, at most ``duration_s``.
+        fps: of the file. Starts are multiples of 1 / fps, so that the frames of a clip at the file's own rate
+            are neighbours whatever the file's rounding of times.
+        where: "start", "center", "random", or "uniform": from the start to the end at equal distances.
+        count: how many clips; "start" and "center" know only one.
+        draw: number of a clip to a number in [0, 1), for "random".
+
+    Returns:
+        Starts in ascending order, each once: fewer than ``count`` where no more differ.
+
+    Raises:
+        UserError: the file is shorter than a clip, or ``count`` does not fit ``where``.
+    """
+    slack = duration_s - clip_s
+    if slack < -float(_TIME_TOLERANCE_S):
+        raise UserError(f"{duration_s:g} s are too short for a clip of {clip_s:g} s")
+    if count > 1 and where in ("start", "center"):
+        raise UserError(f"{count} clips of one file cannot all be at its {where}; use random or uniform")
+    num_starts = floor((max(slack, 0.0) + float(_TIME_TOLERANCE_S)) * fps) + 1
+    if where == "start":
+        chosen = {0}
+    elif where == "random":
+        chosen = {int(draw(index) * num_starts) for index in range(count)}
+    elif where == "center" or count == 1:
+        chosen = {(num_starts - 1) // 2}
+    else:
+        chosen = {index * (num_starts - 1) // (count - 1) for index in range(count)}
+    return [index / fps for index in sorted(chosen)]
+
+
+def _frame_times(clip: OpenClip, first_pts: int) -> tuple[list[int], int]:
+    """Sorted times of the shown frames and the duration of the last (0: unknown), after counting packets."""
+    times: dict[int, int] = {}
+    num_packets = 0
+    num_shown = 0
+    end_s = 0.0
+    for packet in clip.container.demux():
+        if packet.pts is None:
+            continue
+        end_s = max(end_s, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+        if packet.stream_index != clip.stream.index:
+            continue
+        num_packets += 1
+        if packet.is_corrupt:
+            raise UserError("damaged or cut off")
+        if is_shown(packet) and packet.pts >= first_pts:
+            num_shown += 1
+            times[packet.pts] = packet.duration or 0
+    _check_complete(clip, num_packets, end_s)
+    if num_shown > len(times):
+        raise UserError("several frames have the same time; save it again")
+    ordered = sorted(times)
+    return ordered, times[ordered[-1]]
+
+
+def _check_complete(clip: OpenClip, num_packets: int, end_s: float) -> None:
+    """Compare what was read with what the header promises."""
+    kind = clip.container.format.name
+    if "mp4" in kind:
+        promised = len(clip.stream.index_entries)
+    elif kind == "avi":
+        promised = clip.stream.frames
+    else:
+        _check_length(clip, end_s)
+        return
+    if num_packets < promised:
+        raise UserError(f"cut off: {num_packets} of {promised} frames are there")
+
+
+def _check_length(clip: OpenClip, end_s: float) -> None:
+    promised_s = float((clip.container.duration or 0) / av.time_base)
+    rate = clip.stream.average_rate
+    tolerance_s = max(_MIN_HEADER_TOLERANCE_S, float(1 / rate) if rate else 0)
+    if end_s < promised_s - tolerance_s:
+        raise UserError(f"cut off: {end_s:g} of {promised_s:g} s are there")
+
+
+def _images_shown(
+    frames: Generator[VideoFrame, None, None],
+    wanted: Sequence[Fraction],
+    tolerance: Fraction,
+    each: Callable[[Image.Image], Image.Image],
+) -> list[Image.Image]:
+    """Images of the frames shown at the sorted times ``wanted``, as many as there are until the end."""
+    images: list[Image.Image] = []
+    with closing(frames):
+        for frame, end in _spans(frames, tolerance):
+            num_shown = bisect_left(wanted, end) - len(images)
+            images += [each(rgb_image(frame))] * num_shown if num_shown > 0 else []
+            if len(images) == len(wanted):
+                break
+    return images
+
+
+def _spans(frames: Iterator[VideoFrame], tolerance: Fraction) -> Iterator[tuple[VideoFrame, Fraction]]:
+    """Each frame with the time at which it is no longer shown, in units of the stream."""
+    interval = 1
+    shown = next(frames)
+    for frame in frames:
+        assert shown.pts is not None
+        assert frame.pts is not None
+        interval = frame.pts - shown.pts
+        yield shown, frame.pts - tolerance
+        shown = frame
+    assert shown.pts is not None
+    yield shown, Fraction(shown.pts + (shown.duration or interval))

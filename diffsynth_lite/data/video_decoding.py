@@ -1,0 +1,255 @@
+"""This file decodes clips strictly: every frame that a file promises comes, in order, or it is an error.
+
+FFmpeg conceals damage: a frame that cannot be decoded is left out or filled with grey. So each packet is
+held against the frame it must give, decoders are told to stop at the first fault, and what would come out
+with wrong colours or a wrong shape (HDR, interlaced, transparent, not square) is refused by name.
+"""
+
+import errno
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from heapq import heappop, heappush
+from itertools import chain, takewhile
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import av
+from av.container import InputContainer
+from av.packet import Packet
+from av.stream import Disposition
+from av.video.frame import VideoFrame
+from av.video.stream import VideoStream
+
+from diffsynth_lite.data.images import MAX_PIXELS
+from diffsynth_lite.data.video_pixels import check_colours, transposition, upright_size
+from diffsynth_lite.errors import UserError
+
+VideoPacket: TypeAlias = "Packet[VideoStream]"
+
+_OPEN_OPTIONS = {
+    # A playlist called .mp4 would open other files and addresses.
+    "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi",
+    "protocol_whitelist": "file",
+    "err_detect": "explode",
+}
+_DECODER_OPTIONS = {"err_detect": "crccheck+bitstream+buffer+explode", "max_pixels": str(MAX_PIXELS)}
+
+_OF_THE_MACHINE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""Failures that say nothing about the clip; EIO does, as FFmpeg also says it of files that are cut off."""
+
+_PROGRESSIVE = (0, 1)  # AVFieldOrder: unknown, progressive
+_SQUARE = (Fraction(98, 100), Fraction(102, 100))
+
+_SEEK_BACK_S = (0, 2, 10)
+"""A container may seek by decoding time and find a keyframe shown too late: go further back, then to 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenClip:
+    """An open file and the stream of its picture."""
+
+    container: InputContainer
+    stream: VideoStream
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipStart:
+    """The frame shown first: its time in units of ``time_base`` seconds, and its size as shown, in pixels."""
+
+    pts: int
+    time_base: Fraction
+    width: int
+    height: int
+
+
+@contextmanager
+def opened_clip(path: Path) -> Iterator[OpenClip]:
+    """Open a clip with its header checked; an error of FFmpeg inside becomes one that names the file.
+
+    Raises:
+        UserError: the file is no clip, cannot be used, or what was done with it failed.
+        MemoryError: there was too little; the clip may be good.
+        OSError: too many files are open; the clip may be good.
+    """
+    try:
+        with _opened_container(path) as container:
+            stream = container.streams.best("video")
+            _check_stream(container, stream)
+            assert isinstance(stream, VideoStream)
+            stream.codec_context.options = dict(_DECODER_OPTIONS)
+            stream.thread_type = "NONE"
+            stream.codec_context.thread_count = 1
+            yield OpenClip(container, stream)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error.__cause__
+    except av.error.FFmpegError as error:
+        if error.errno in _OF_THE_MACHINE:
+            raise
+        raise UserError(f"{path}: damaged: {error.strerror}") from error
+
+
+def clip_start(path: Path) -> ClipStart:
+    """Decode the frame that is shown first; the times of a clip count from it.
+
+    Raises:
+        UserError: as `opened_clip`, or there is none.
+    """
+    with opened_clip(path) as clip:
+        for frame in _decoded(_from_start(clip)):
+            width, height = upright_size(frame)
+            return ClipStart(pts=_time(frame), time_base=_time_base(clip), width=width, height=height)
+        raise UserError("holds no frame")
+
+
+def frames_from(path: Path, pts: int, *, first_pts: int) -> Generator[VideoFrame, None, None]:
+    """Decode frames in the order of their times, from a keyframe at or before ``pts`` to the end.
+
+    Args:
+        path: the clip.
+        pts: time of a frame that is wanted, in the stream's units.
+        first_pts: time of the frame shown first.
+
+    Raises:
+        UserError: as `opened_clip`, or the part that is decoded is damaged.
+    """
+    with opened_clip(path) as clip:
+        packets = _sought(clip, pts, first_pts)
+        if packets is not None:
+            yield from _decoded(packets)
+            return
+    yield from all_frames(path)
+
+
+def all_frames(path: Path) -> Generator[VideoFrame, None, None]:
+    """Decode every frame in the order of their times.
+
+    Raises:
+        UserError: as `opened_clip`, or the clip is damaged.
+    """
+    with opened_clip(path) as clip:
+        yield from _decoded(_from_start(clip))
+
+
+def is_shown(packet: "Packet[Any]") -> bool:
+    """Whether a packet gives a frame, and not one that only others refer to or that an edit list cut."""
+    if packet.is_discard or not packet.size:
+        return False
+    # VP8 keeps its "alternate reference" frames in packets of their own; bit 4 says whether it is shown
+    # (RFC 6386, section 9.1).
+    return packet.stream.codec_context.name != "vp8" or bool(bytes(packet)[0] & 0x10)
+
+
+def _opened_container(path: Path) -> InputContainer:
+    try:
+        # "file:" because FFmpeg would take a name with a colon in it for an address.
+        return av.open(f"file:{path}", options=dict(_OPEN_OPTIONS), metadata_errors="replace")
+    except (av.error.InvalidDataError, av.error.ArgumentError) as error:
+        raise UserError("damaged, cut off, or not an MP4, MOV, Matroska, WebM or AVI clip") from error
+    except av.error.FFmpegError as error:
+        if error.errno in _OF_THE_MACHINE:
+            raise
+        raise UserError(f"cannot be opened: {error.strerror}") from error
+
+
+def _check_stream(container: InputContainer, stream: object) -> None:
+    if not isinstance(stream, VideoStream) or Disposition.attached_pic in stream.disposition:
+        raise UserError("holds no video stream")
+    context = stream.codec_context
+    if context is None or context.format is None:
+        raise UserError("its pictures are of a kind that cannot be decoded, or damaged; save it as H.264")
+    if context.width * context.height > MAX_PIXELS:
+        raise UserError(f"{context.width} x {context.height} pixels a frame; at most {MAX_PIXELS} are read")
+    ratio = stream.sample_aspect_ratio
+    if ratio and not _SQUARE[0] <= ratio <= _SQUARE[1]:
+        raise UserError(f"its pixels are not square ({ratio}); scale it to square pixels")
+    tags = {name.lower(): value for name, value in stream.metadata.items()}
+    # Only the tag shows the alpha of a WebM: FFmpeg's decoders leave it out.
+    if tags.get("alpha_mode") == "1" or any(part.is_alpha for part in context.format.components):
+        raise UserError("has transparency; save it over the background that is meant")
+    if context.field_order not in _PROGRESSIVE:
+        raise UserError(_INTERLACED)
+    if container.format.name == "avi" and context.has_b_frames:
+        raise UserError("an AVI file does not say when its B-frames are shown; save it as MP4")
+    check_colours(context.color_trc, context.colorspace)
+
+
+_INTERLACED = "is interlaced; deinterlace it, for example with ffmpeg -vf bwdif"
+
+
+def _from_start(clip: OpenClip) -> Iterator[VideoPacket]:
+    """All packets. The first must be a keyframe: it is not recognised as one where it is damaged."""
+    packets = clip.container.demux(clip.stream)
+    first = next(packets)
+    if first.size and not first.is_keyframe:
+        raise UserError("damaged or cut at its start, which is no keyframe; encode it again")
+    return _from_keyframe(chain([first], packets))
+
+
+def _sought(clip: OpenClip, pts: int, first_pts: int) -> Iterator[VideoPacket] | None:
+    """Packets from the keyframe before ``pts``, or None where only the start of the file will do."""
+    for back_s in _SEEK_BACK_S:
+        target = pts - int(back_s / _time_base(clip))
+        if target <= first_pts:
+            return None
+        clip.container.seek(target, stream=clip.stream)
+        packets = _from_keyframe(clip.container.demux(clip.stream))
+        keyframe = next(packets, None)
+        if keyframe is not None and keyframe.pts is not None and keyframe.pts <= pts:
+            return chain([keyframe], packets)
+    return None
+
+
+def _from_keyframe(packets: Iterable[VideoPacket]) -> Iterator[VideoPacket]:
+    """Packets from the first keyframe on, without those shown before it: they refer to what is not there."""
+    start: int | None = None
+    for packet in takewhile(lambda packet: packet.size or packet.dts is not None, packets):
+        if start is None and packet.is_keyframe:
+            start = _time(packet)
+        if start is not None and _time(packet) >= start:
+            yield packet
+
+
+def _decoded(packets: Iterable[VideoPacket]) -> Iterator[VideoFrame]:
+    """Frames of the packets: one for each that is shown, in the order of their times."""
+    due: list[int] = []
+    stream: VideoStream | None = None
+    size: tuple[int, int] | None = None
+    for packet in packets:
+        stream = packet.stream
+        if is_shown(packet):
+            heappush(due, _time(packet))
+        for frame in packet.decode() if packet.size else ():
+            _check_frame(frame, due, size)
+            size = (frame.width, frame.height)
+            yield frame
+    for frame in stream.decode(None) if stream is not None else ():
+        _check_frame(frame, due, size)
+        yield frame
+    if due:
+        raise UserError(f"damaged: {len(due)} frames are missing at its end")
+
+
+def _check_frame(frame: VideoFrame, due: list[int], size: tuple[int, int] | None) -> None:
+    if frame.is_corrupt or not due or heappop(due) != frame.pts:
+        raise UserError(f"damaged: a frame is missing or broken near its time {frame.pts}")
+    if size is not None and size != (frame.width, frame.height):
+        raise UserError(
+            f"changes its size from {size[0]} x {size[1]} to {frame.width} x {frame.height} pixels"
+        )
+    if frame.interlaced_frame:
+        raise UserError(_INTERLACED)
+    check_colours(frame.color_trc, frame.colorspace)
+    transposition(frame)
+
+
+def _time(item: "VideoPacket | VideoFrame") -> int:
+    if item.pts is None:
+        raise UserError("holds a frame without a time")
+    return item.pts
+
+
+def _time_base(clip: OpenClip) -> Fraction:
+    assert clip.stream.time_base is not None
+    return clip.stream.time_base

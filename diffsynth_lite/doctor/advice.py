@@ -1,0 +1,116 @@
+"""This file says what is worth changing in the data of a run."""
+
+from collections.abc import Iterator, Sequence
+
+from diffsynth_lite.doctor.cache_estimate import CacheEstimate
+from diffsynth_lite.doctor.examined import MUCH_CROPPED, ExaminedData
+from diffsynth_lite.doctor.findings import BucketFindings, CaptionFindings, counted
+from diffsynth_lite.doctor.machine import in_gib
+
+_NAMED = 3
+
+
+def advise(
+    data: ExaminedData,
+    *,
+    captions: CaptionFindings,
+    equal: Sequence[Sequence[str]],
+    alike: Sequence[Sequence[str]],
+    buckets: Sequence[BucketFindings],
+    estimate: CacheEstimate | None,
+    free_bytes: int,
+) -> list[str]:
+    """What to change, the most important first.
+
+    Args:
+        data: of the run.
+        captions: of the data.
+        equal: groups of names with equal files.
+        alike: groups of names that look alike.
+        buckets: the bucket table.
+        estimate: of the cache; None where nothing is cached.
+        free_bytes: free disk for the cache.
+    """
+    return [
+        *_about_bad_items(data),
+        *_about_disk(estimate, free_bytes),
+        *_about_captions(captions),
+        *_about_copies(equal, alike),
+        *_about_sizes(data),
+        *_about_batches(data, buckets),
+    ]
+
+
+def _about_bad_items(data: ExaminedData) -> Iterator[str]:
+    if data.dropped:
+        stops = data.config.data.on_bad_item == "error"
+        does = "which stops the run (data.on_bad_item: error)" if stops else "and left out"
+        yield f"{counted(len(data.dropped), 'item')} cannot be used, {does}{_such_as(list(data.dropped))}."
+
+
+def _about_disk(estimate: CacheEstimate | None, free_bytes: int) -> Iterator[str]:
+    if estimate and estimate.missing_bytes > free_bytes:
+        yield (
+            f"The cache needs about {in_gib(estimate.missing_bytes)} more, and {in_gib(free_bytes)} are free "
+            "at data.cache_dir: name a folder on a larger disk, or set data.cache: false."
+        )
+
+
+def _about_captions(captions: CaptionFindings) -> Iterator[str]:
+    if captions.too_long:
+        yield (
+            f"{counted(len(captions.too_long), 'item')} with a caption of more than {captions.limit} tokens, "
+            f"the rest of which the model does not see{_such_as(captions.too_long)}."
+        )
+    if captions.without_trigger:
+        yield (
+            f"{counted(len(captions.without_trigger), 'item')} without the trigger, which is put in front of "
+            f"the caption{_such_as(captions.without_trigger)}."
+        )
+    if captions.same:
+        caption, count = captions.same[0]
+        others = len(captions.same) - 1
+        more = f"; {counted(others, 'caption')} more of that kind" if others else ""
+        yield f"{counted(count, 'item')} with the same caption {caption[:80]!r}{more}."
+
+
+def _about_copies(equal: Sequence[Sequence[str]], alike: Sequence[Sequence[str]]) -> Iterator[str]:
+    if equal:
+        copies = [name for names in equal for name in names[1:]]
+        yield (
+            f"{counted(len(copies), 'copy')} of files that are there already; each is an item of its own"
+            f"{_such_as(copies)}."
+        )
+    if alike:
+        firsts = [names[0] for names in alike]
+        yield f"{counted(len(alike), 'group')} of items that look alike{_such_as(firsts)}."
+
+
+def _about_sizes(data: ExaminedData) -> Iterator[str]:
+    if cropped := data.records_of(data.cropped):
+        yield (
+            f"{counted(len(cropped), 'item')} of which the crop takes more than {MUCH_CROPPED:.0%}; a larger "
+            f"data.max_aspect_ratio, or sizes of other shapes, keep more{_such_as(cropped)}."
+        )
+    if enlarged := data.records_of(data.enlarged):
+        yield f"{counted(len(enlarged), 'item')} enlarged, so not sharp{_such_as(enlarged)}."
+    if small := data.records_of(data.small):
+        yield (
+            f"{counted(len(small), 'item')} with fewer pixels than the resolution, learned at a smaller size "
+            f"(data.upscale: true would enlarge them){_such_as(small)}."
+        )
+
+
+def _about_batches(data: ExaminedData, buckets: Sequence[BucketFindings]) -> Iterator[str]:
+    sparse = [row.name for row in buckets if row.samples_per_pass < row.micro_batch_size]
+    if sparse:
+        yield (
+            f"{counted(len(sparse), 'bucket')} with fewer samples in a pass than a batch has, which "
+            "holds some of them twice; a larger data.bucket_step, input pictures of fewer shapes or a "
+            f"smaller batch helps{_such_as(sparse)}."
+        )
+
+
+def _such_as(names: Sequence[str]) -> str:
+    named = ", ".join(names[:_NAMED])
+    return f": {named}" + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

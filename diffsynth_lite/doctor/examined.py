@@ -1,0 +1,86 @@
+"""This file holds the data of a run as the doctor has read, planned and decoded them."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from diffsynth_lite.config import Config
+from diffsynth_lite.data import Plan, PlannedItem, Record, kept_ratio
+from diffsynth_lite.pipelines import ModelFamily
+
+MUCH_CROPPED = 0.3
+"""Part of an item's area whose loss is worth a remark."""
+_MUCH_SMALLER = 0.75
+"""Part of the wanted pixels; buckets of odd shapes have nearly as few anyway."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExaminedData:
+    """What a run would train on.
+
+    Attributes:
+        config: of the run.
+        family: bound to its folder, without weights.
+        records: that could be read.
+        without_trigger: names of those that lacked their trigger.
+        plan: of the records.
+        dropped: name of a record to the reason why it is not trained on.
+        caption_tokens: of each caption, uncut.
+    """
+
+    config: Config
+    family: ModelFamily
+    records: Sequence[Record]
+    without_trigger: Sequence[str]
+    plan: Plan
+    dropped: Mapping[str, str]
+    caption_tokens: Mapping[str, int]
+
+    @cached_property
+    def items(self) -> Sequence[PlannedItem]:
+        """Those that are trained on."""
+        return [item for item in self.plan.items if item.record.name not in self.dropped]
+
+    @cached_property
+    def cropped(self) -> Mapping[str, str]:
+        """Items of which much is cut away, with how much."""
+        cut = {}
+        for item in self.items:
+            facts = self.plan.facts[item.record.name]
+            lost = 1 - kept_ratio((facts.width, facts.height), (item.bucket.width, item.bucket.height))
+            if lost > MUCH_CROPPED:
+                cut[item.name] = f"{float(lost):.0%} of {facts.width}x{facts.height} is cropped"
+        return cut
+
+    @cached_property
+    def enlarged(self) -> Mapping[str, str]:
+        """Items that are scaled up, with how much."""
+        grown = {}
+        for item in self.items:
+            facts = self.plan.facts[item.record.name]
+            scale = max(item.bucket.width / facts.width, item.bucket.height / facts.height)
+            if scale > 1:
+                grown[item.name] = f"enlarged {scale:.2g} times from {facts.width}x{facts.height}"
+        return grown
+
+    @cached_property
+    def small(self) -> Mapping[str, str]:
+        """Items that have too few pixels for a resolution, and so are trained at a smaller size."""
+        data = self.config.data
+        if data.given_sizes or data.upscale:
+            return {}
+        wanted = _MUCH_SMALLER * max(data.resolutions) ** 2
+        small = {}
+        for item in self.items:
+            facts = self.plan.facts[item.record.name]
+            if facts.width * facts.height < wanted:
+                small[item.name] = f"only {facts.width}x{facts.height}"
+        return small
+
+    def records_of(self, items: Collection[str]) -> list[str]:
+        """Names of the records that the named items are taken of."""
+        return list(dict.fromkeys(item.record.name for item in self.items if item.name in items))
+
+    def remarks(self, name: str) -> list[str]:
+        """What is odd about an item."""
+        return [found[name] for found in (self.cropped, self.enlarged, self.small) if name in found]

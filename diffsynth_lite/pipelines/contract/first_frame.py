@@ -1,0 +1,58 @@
+"""This file keeps a clip's first frame clean, for models that are told the noise level of each token.
+
+Layouts: b batch, c latent channels, f latent frames, h and w latent height and width; l tokens.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines.contract.family import Conditioning, EncodedMedia
+
+
+def first_frame_tensors(first_cfhw: torch.Tensor, latents_cfhw: torch.Tensor) -> EncodedMedia:
+    """What is kept of the picture that a clip starts from: its latents, and a mask that they do not count in.
+
+    Args:
+        first_cfhw: (C, 1, H, W), normalised latents of the picture.
+        latents_cfhw: (C, F, H, W), those of the clip.
+
+    Raises:
+        UserError: the clip has no other frame.
+    """
+    if latents_cfhw.shape[1] == 1:
+        raise UserError(
+            "data.frame_counts: a clip of 1 frame that starts from a picture leaves nothing to learn; "
+            "give more frames"
+        )
+    loss_mask = torch.ones_like(latents_cfhw[:1])
+    loss_mask[:, 0] = 0
+    return {"first_frame_latents": first_cfhw, "loss_mask": loss_mask}
+
+
+def with_first_frames(
+    latents_bcfhw: torch.Tensor, timestep: torch.Tensor, conditioning: Sequence[Conditioning]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Noisy latents whose first frames are clean where samples start from one, and the timesteps to say so.
+
+    Args:
+        latents_bcfhw: (B, C, F, H, W), noisy.
+        timestep: (B,).
+        conditioning: of the B samples.
+
+    Returns:
+        (B, C, F, H, W), and (B, F * H * W) with 0 for the tokens of a first frame; both unchanged where no
+        sample has one.
+    """
+    firsts = [sample.get("first_frame_latents") for sample in conditioning]
+    if all(first is None for first in firsts):
+        return latents_bcfhw, timestep
+    latents_bcfhw = latents_bcfhw.clone()
+    _, _, num_frames, height, width = latents_bcfhw.shape
+    timestep_bl = timestep[:, None].repeat(1, num_frames * height * width)
+    for place, first_cfhw in enumerate(firsts):
+        if first_cfhw is not None:
+            latents_bcfhw[place, :, :1] = first_cfhw
+            timestep_bl[place, : height * width] = 0
+    return latents_bcfhw, timestep_bl

@@ -1,0 +1,40 @@
+"""This file turns pixels into latents as transformers want them: of about zero mean and unit variance."""
+
+from typing import Any
+
+import torch
+
+
+@torch.no_grad()
+def encode_latents(vae: Any, pixels_bcfhw: torch.Tensor) -> torch.Tensor:
+    """Normalised latents: the mode of what a video autoencoder of the Wan kind gives.
+
+    Args:
+        vae: an ``AutoencoderKLWan`` or ``AutoencoderKLQwenImage``; its settings hold the statistics.
+        pixels_bcfhw: (B, 3, F, H, W), in [-1, 1].
+
+    Returns:
+        (B, C, f, h, w), ``(z - mean) / std`` in fp32, on the CPU.
+    """
+    latents_bcfhw = vae.encode(pixels_bcfhw.to(vae.device, vae.dtype)).latent_dist.mode().float().cpu()
+    mean, std = (
+        torch.tensor(values).view(-1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    normalised_bcfhw: torch.Tensor = (latents_bcfhw - mean) / std
+    return normalised_bcfhw
+
+
+@torch.no_grad()
+def encode_scaled_latents(vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
+    """Normalised latents: the mode of what an ``AutoencoderKL`` with a shift gives.
+
+    Args:
+        vae: its settings hold ``shift_factor`` and ``scaling_factor``.
+        pixels_bchw: (B, 3, H, W), in [-1, 1].
+
+    Returns:
+        (B, C, h, w), ``(z - shift_factor) * scaling_factor`` in fp32, on the CPU.
+    """
+    latents_bchw = vae.encode(pixels_bchw.to(vae.device, vae.dtype)).latent_dist.mode().float().cpu()
+    normalised_bchw: torch.Tensor = (latents_bchw - vae.config.shift_factor) * vae.config.scaling_factor
+    return normalised_bchw

@@ -1,0 +1,300 @@
+"""This file trains FLUX.1 (text to image): dev, which is told a guidance scale, and schnell, which is not.
+
+Layouts: b batch, c latent channels, h and w latent height and width; l tokens, d channels.
+Sources: diffusers ``transformer_flux.py`` and ``pipeline_flux.py``.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from PIL.Image import Image
+from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
+
+from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
+from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.contract.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.contract.latents import encode_scaled_latents
+from diffsynth_lite.testing.autoencoders import tiny_flux_vae
+from diffsynth_lite.testing.seeding import seeded
+from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_t5
+from diffsynth_lite.testing.tokenizers import clip_tokenizer, t5_tokenizer
+
+_PATCH = 2
+_TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
+_TOKENIZERS = ("tokenizer", "tokenizer_2")
+_EMBEDS = ("prompt_embeds", "pooled_prompt_embeds")
+# A scale of 1 asks for no guidance: the target ``noise - latents`` is that of the data alone.
+_TRAINING_GUIDANCE = 1.0
+
+
+def model_fn_flux(
+    transformer: torch.nn.Module,
+    latents_bchw: torch.Tensor,
+    timestep: torch.Tensor,
+    prompt_embeds_bld: torch.Tensor,
+    pooled_prompt_embeds_bd: torch.Tensor,
+    guidance: torch.Tensor | None = None,
+    *,
+    input_latents_bchw: torch.Tensor | None = None,
+    use_gradient_checkpointing: bool = False,
+    use_gradient_checkpointing_offload: bool = False,
+    policy: BlockPolicy | None = None,
+) -> torch.Tensor:
+    """One forward of FLUX.1, each transformer block run by the gradient engine.
+
+    Args:
+        transformer: a ``FluxTransformer2DModel``, plain or wrapped by DDP.
+        latents_bchw: (B, 16, H, W), noisy normalised latents, H and W even.
+        timestep: (B,), noise level in [0, 1].
+        prompt_embeds_bld: (B, L, D) prompt embeddings of T5, padded; there is no mask.
+        pooled_prompt_embeds_bd: (B, D_pooled) prompt embeddings of CLIP.
+        guidance: (B,), guidance scale; None for models without ``guidance_embeds``.
+        input_latents_bchw: (B, 16, H_i, W_i), clean normalised latents of the picture to edit.
+        use_gradient_checkpointing: recompute each block in backward.
+        use_gradient_checkpointing_offload: also park each block's inputs in host memory.
+        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+
+    Returns:
+        (B, 16, H, W), the predicted velocity ``noise - latents``.
+    """
+    height, width = latents_bchw.shape[-2:]
+    pictures = [latents_bchw] if input_latents_bchw is None else [latents_bchw, input_latents_bchw]
+    num_blocks = count_blocks(transformer, Flux.block_lists)
+    run = block_runner(
+        num_blocks, use_gradient_checkpointing, use_gradient_checkpointing_offload, policy=policy
+    )
+    with blocks_run_by(transformer, run):
+        velocity_bld = transformer(
+            hidden_states=torch.cat(
+                [FluxPipeline._pack_latents(picture, *picture.shape) for picture in pictures], dim=1
+            ),
+            timestep=timestep,
+            guidance=guidance,
+            pooled_projections=pooled_prompt_embeds_bd,
+            encoder_hidden_states=prompt_embeds_bld,
+            txt_ids=torch.zeros(prompt_embeds_bld.shape[1], 3, device=latents_bchw.device),
+            img_ids=torch.cat([_positions(picture, place) for place, picture in enumerate(pictures)]),
+            return_dict=False,
+        )[0]
+    velocity_bchw: torch.Tensor = FluxPipeline._unpack_latents(
+        velocity_bld[:, : height * width // _PATCH**2], height, width, vae_scale_factor=1
+    )
+    return velocity_bchw
+
+
+def _positions(latents_bchw: torch.Tensor, place: int) -> torch.Tensor:
+    """(H * W / 4, 3): of each token its picture, row and column."""
+    batch, _, height, width = latents_bchw.shape
+    positions: torch.Tensor = FluxPipeline._prepare_latent_image_ids(
+        batch, height // _PATCH, width // _PATCH, latents_bchw.device, torch.float32
+    )
+    positions[:, 0] = place
+    return positions
+
+
+class Flux(DiffusersFamily):
+    """FLUX.1: 19 dual-stream and 38 single-stream blocks, T5 and CLIP prompts, 16 channels at 1/8 size.
+
+    No layer of the last block is dead: the single-stream blocks use the same weights for text and picture.
+    """
+
+    pipelines: ClassVar[tuple[Any, ...]] = (FluxPipeline,)
+    transformer_class = FluxTransformer2DModel
+    components = ("transformer", *_TEXT_ENCODERS, "vae")
+    components_without_weights = ("scheduler", *_TOKENIZERS)
+    block_lists = ("transformer_blocks", "single_transformer_blocks")
+    size_divisor = 16
+    max_prompt_tokens = 512
+    # Those of diffusers' training script; a bare ``proj_out`` would also be the model's last layer.
+    default_target_modules: ClassVar[tuple[str, ...]] = (
+        *("to_q", "to_k", "to_v", "to_out.0"),
+        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+        *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+    )
+
+    @cached_property
+    def _is_guided(self) -> bool:
+        """Whether the model is told a guidance scale: dev and Kontext are, schnell is not."""
+        return bool(self.folder.component_config("transformer").get("guidance_embeds"))
+
+    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
+        parts = (self.folder.fingerprint(name) for name in (*_TEXT_ENCODERS, *_TOKENIZERS))
+        return f"flux/prompt/1 {' '.join(parts)} {dtype} {self.max_prompt_tokens}"
+
+    def load_prompt_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
+        pipeline = self._assemble(
+            text_encoder=self.load_component(CLIPTextModel, "text_encoder", dtype).to(device),
+            text_encoder_2=self.load_component(T5EncoderModel, "text_encoder_2", dtype).to(device),
+            tokenizer=self._load_tokenizer("tokenizer"),
+            tokenizer_2=self._load_tokenizer("tokenizer_2"),
+        )
+
+        @torch.no_grad()
+        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
+            embeds_bld, pooled_bd, _ = pipeline.encode_prompt(
+                [prompt.text for prompt in prompts], device=device, max_sequence_length=self.max_prompt_tokens
+            )
+            # All 512 rows: T5 has no mask here, so the padding's hold something too, and the model sees them.
+            return [
+                {name: tensor.cpu().clone() for name, tensor in zip(_EMBEDS, row, strict=True)}
+                for row in zip(embeds_bld, pooled_bd, strict=True)
+            ]
+
+        return encode
+
+    def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of T5; CLIP, which gives one vector for the whole text, reads the first 77 of its own."""
+        return [len(tokens) for tokens in self._load_tokenizer("tokenizer_2")(list(texts))["input_ids"]]
+
+    def _load_tokenizer(self, name: str) -> Any:
+        return AutoTokenizer.from_pretrained(self.folder.path, subfolder=name)
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        return f"flux/latents/1 {self.pipeline.__name__} {self.folder.fingerprint('vae')} {dtype}"
+
+    def load_media_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
+        vae = self.load_component(AutoencoderKL, "vae", dtype).to(device)
+        pipeline = self._assemble(vae=vae)
+
+        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
+            pixels_bchw = pipeline.image_processor.preprocess([item.frames[0] for item in media])
+            return [
+                {"latents": latents} | self._encode_inputs(pipeline, item.inputs)
+                for latents, item in zip(encode_scaled_latents(vae, pixels_bchw), media, strict=True)
+            ]
+
+        return encode
+
+    def _encode_inputs(self, _pipeline: Any, _pictures: Sequence[Image]) -> EncodedMedia:
+        """What an edit sees of the pictures that it starts from."""
+        return {}
+
+    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
+        config = self.folder.component_config("vae")
+        scale = 2 ** (len(config["block_out_channels"]) - 1)
+        return config["latent_channels"], height // scale, width // scale
+
+    def num_tokens(self, latents_shape: Sequence[int]) -> int:
+        return latents_shape[-2] * latents_shape[-1] // _PATCH**2
+
+    def family_shift(self, latents_shape: Sequence[int]) -> float:
+        """That of the folder's sampler: it grows with the picture in dev, and is 1 in schnell."""
+        if self.scheduler_config.get("use_dynamic_shifting"):
+            return self.resolution_shift(latents_shape)
+        return float(self.scheduler_config.get("shift", 1.0))
+
+    def predict_velocity(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+        *,
+        use_gradient_checkpointing: bool = False,
+        use_gradient_checkpointing_offload: bool = False,
+    ) -> torch.Tensor:
+        like = _like(transformer)
+        embeds, pooled = (torch.stack([sample[name] for sample in conditioning]) for name in _EMBEDS)
+        input_latents = self._input_latents(conditioning)
+        return model_fn_flux(
+            transformer,
+            noisy_latents.to(**like),
+            sigma,
+            embeds.to(**like),
+            pooled.to(**like),
+            torch.full_like(sigma, _TRAINING_GUIDANCE) if self._is_guided else None,
+            input_latents_bchw=None if input_latents is None else input_latents.to(**like),
+            use_gradient_checkpointing=use_gradient_checkpointing,
+            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+        )
+
+    def _input_latents(self, _conditioning: Sequence[Conditioning]) -> torch.Tensor | None:
+        """(B, 16, H_i, W_i), of the picture that an edit starts from."""
+        return None
+
+    def sample(
+        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
+    ) -> list[list[Image]]:
+        like = _like(transformer)
+        vae = self.load_component(AutoencoderKL, "vae", vae_dtype).to(like["device"])
+        # The pipelines decode in whatever dtype the transformer returns, which is fp32 in mixed precision.
+        vae.decoder.register_forward_pre_hook(lambda _decoder, latents: (latents[0].to(vae_dtype),))
+        pipeline = self._assemble(vae=vae, transformer=transformer, scheduler=self.load_scheduler())
+        pipeline.set_progress_bar_config(disable=True)
+        return [[self._draw(pipeline, request, like)] for request in requests]
+
+    def _draw(self, pipeline: Any, request: PreviewRequest, like: dict[str, Any]) -> Image:
+        image: Image = pipeline(
+            **_embeds(request.conditioning, like),
+            **self._guidance(request, like),
+            **self._input_arguments(pipeline, request),
+            width=request.width,
+            height=request.height,
+            num_inference_steps=request.num_inference_steps,
+            generator=torch.Generator().manual_seed(request.seed),
+            max_sequence_length=self.max_prompt_tokens,
+        ).images[0]
+        return image
+
+    def _guidance(self, request: PreviewRequest, like: dict[str, Any]) -> dict[str, Any]:
+        """The scale is told to a model that knows one; others run once more, with the negative prompt."""
+        if self._is_guided:
+            return {"guidance_scale": request.guidance_scale}
+        if request.guidance_scale <= 1:
+            return {}
+        return {"true_cfg_scale": request.guidance_scale, **_embeds(request.negative, like, "negative_")}
+
+    def _input_arguments(self, _pipeline: Any, _request: PreviewRequest) -> dict[str, Any]:
+        """What the pipeline's call of an edit is given of that picture."""
+        return {}
+
+    def _assemble(self, **components: Any) -> Any:
+        names = ("scheduler", "vae", "transformer", *_TEXT_ENCODERS, *_TOKENIZERS)
+        return self.pipeline(**{name: components.get(name) for name in names})
+
+
+def tiny() -> FluxPipeline:
+    """A random, complete and small pipeline of the real classes, built offline in a second.
+
+    Two blocks of each kind, of 32 channels; 16 latent channels at 1/8 size with the real model's statistics.
+    """
+    tokenizer, tokenizer_2 = clip_tokenizer(), t5_tokenizer()
+    text_encoder, text_encoder_2 = tiny_clip_text(tokenizer), tiny_t5(tokenizer_2)
+    with seeded(0):
+        transformer = FluxTransformer2DModel(
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=text_encoder_2.config.d_model,
+            pooled_projection_dim=text_encoder.config.hidden_size,
+            guidance_embeds=True,
+            axes_dims_rope=(4, 6, 6),
+        )
+    return FluxPipeline(
+        # As in dev's repository: a shift that grows with the picture, with the class's own range of it.
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=tiny_flux_vae(),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        text_encoder_2=text_encoder_2,
+        tokenizer_2=tokenizer_2,
+        transformer=transformer,
+    )
+
+
+def _like(transformer: torch.nn.Module) -> dict[str, Any]:
+    parameter = next(transformer.parameters())
+    return {"device": parameter.device, "dtype": parameter.dtype}
+
+
+def _embeds(conditioning: Conditioning, like: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+    return {f"{prefix}{name}": conditioning[name][None].to(**like) for name in _EMBEDS}

@@ -1,0 +1,76 @@
+"""This file trains FLUX.1 Kontext, which edits a picture.
+
+The transformer is FLUX.1's; the tokens of the picture to edit stand behind those of the noisy picture.
+Source: diffusers ``pipeline_flux_kontext.py``.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import FluxKontextPipeline
+from diffusers.pipelines.flux import pipeline_flux_kontext as kontext
+from PIL.Image import Image
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines import flux
+from diffsynth_lite.pipelines.contract.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.contract.input_pictures import INPUT, stack_inputs
+from diffsynth_lite.pipelines.contract.latents import encode_scaled_latents
+
+model_fn_flux_kontext = flux.model_fn_flux
+"""One forward; ``input_latents_bchw`` is the picture to edit."""
+
+
+class FluxKontext(flux.Flux):
+    """FLUX.1 Kontext: FLUX.1 dev whose tokens also hold the picture to edit."""
+
+    pipelines = (FluxKontextPipeline,)
+    record_kinds = ("edit",)
+    # As in diffusers' training script for Kontext.
+    default_target_modules = (*flux.Flux.default_target_modules, "proj_mlp")
+
+    @property
+    def max_inputs(self) -> int | None:
+        return 1
+
+    def input_size(self, width: int, height: int) -> tuple[int, int]:
+        rounded_width, rounded_height = (side // self.size_divisor for side in (width, height))
+        if not rounded_width or not rounded_height:
+            raise UserError(f"{width}x{height} pixels are too narrow for an input picture of this family")
+        # The nearest shape among those that the model was trained on, all of about a megapixel.
+        _, width, height = min(
+            (abs(rounded_width / rounded_height - w / h), w, h)
+            for w, h in kontext.PREFERRED_KONTEXT_RESOLUTIONS
+        )
+        return width, height
+
+    def _encode_inputs(self, pipeline: Any, pictures: Sequence[Image]) -> EncodedMedia:
+        picture, processor = _only(pictures), pipeline.image_processor
+        width, height = self.input_size(*picture.size)
+        pixels_bchw = processor.preprocess(processor.resize(picture, height, width), height, width)
+        return {f"{INPUT}0": encode_scaled_latents(pipeline.vae, pixels_bchw)[0]}
+
+    def _input_latents(self, conditioning: Sequence[Conditioning]) -> torch.Tensor:
+        (input_latents_bchw,) = stack_inputs(conditioning)
+        return input_latents_bchw
+
+    def _input_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
+        # Encoded here: the pipeline would do it in the dtype of the embeddings, whatever the encoder's is.
+        input_latents = self._encode_inputs(pipeline, request.inputs)[f"{INPUT}0"]
+        # Without an area of its own the pipeline brings each size to a megapixel.
+        return {"image": input_latents[None], "max_area": request.width * request.height}
+
+
+def _only(pictures: Sequence[Image]) -> Image:
+    if len(pictures) != 1:
+        raise UserError(
+            f"data.input_columns, validation: an item with {len(pictures)} input pictures; "
+            "a FluxKontextPipeline takes exactly one"
+        )
+    return pictures[0]
+
+
+def tiny() -> FluxKontextPipeline:
+    """A random, complete and small pipeline of the real classes, built offline in a second."""
+    return FluxKontextPipeline(**flux.tiny().components)

@@ -1,0 +1,231 @@
+"""This file trains Qwen-Image-Edit, with one input picture, and Edit-Plus (2509 and 2511), with several.
+
+The transformer is Qwen-Image's; the tokens of the input pictures stand behind those of the noisy picture.
+Sources: diffusers ``pipeline_qwenimage_edit.py`` and ``pipeline_qwenimage_edit_plus.py``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLQwenImage, QwenImageEditPipeline, QwenImageEditPlusPipeline
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as edit_plus
+from PIL.Image import Image
+from transformers import AutoTokenizer, BatchFeature, Qwen2_5_VLForConditionalGeneration
+from transformers import Qwen2VLImageProcessorPil as PictureProcessor
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.pipelines import qwen_image
+from diffsynth_lite.pipelines.contract.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.contract.input_pictures import INPUT, stack_inputs
+from diffsynth_lite.pipelines.contract.latents import encode_latents
+from diffsynth_lite.pipelines.contract.padding import pad_tokens
+
+# A literal in the pipeline; Edit-Plus has names for its areas.
+_EDIT_AREA = 1024 * 1024
+# Pixels of one token of the text encoder: patches of 14 x 14, merged two by two.
+_TOKEN_AREA = 28 * 28
+_PICTURE_TOKEN = "<|image_pad|>"
+
+model_fn_qwen_image_edit = qwen_image.model_fn_qwen_image
+"""One forward; ``input_latents_bcfhw`` are the pictures to edit."""
+
+
+class QwenImageEdit(qwen_image.QwenImage):
+    """Qwen-Image-Edit: Qwen-Image whose prompts and tokens also hold the pictures to edit."""
+
+    pipelines = (QwenImageEditPipeline, QwenImageEditPlusPipeline)
+    components_without_weights = ("scheduler", "tokenizer", "processor")
+    record_kinds = ("edit",)
+    # The pipelines cut no prompt; they refuse a limit above this one.
+    max_prompt_tokens = 1024
+    prompt_sees_images = True
+
+    @property
+    def max_inputs(self) -> int | None:
+        return None if self._takes_several else 1
+
+    @property
+    def prompt_tokens_of_an_input(self) -> int:
+        return (edit_plus.CONDITION_IMAGE_SIZE if self._takes_several else _EDIT_AREA) // _TOKEN_AREA
+
+    def input_size(self, width: int, height: int) -> tuple[int, int]:
+        # Whatever its size, an input picture is brought to one area.
+        size = _size(width / height, edit_plus.VAE_IMAGE_SIZE if self._takes_several else _EDIT_AREA)
+        if not all(size):
+            raise UserError(f"{width}x{height} pixels are too narrow for an input picture of this family")
+        return size
+
+    @property
+    def _takes_several(self) -> bool:
+        return self.pipeline is QwenImageEditPlusPipeline
+
+    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
+        parts = (self.folder.fingerprint(name) for name in ("text_encoder", "tokenizer", "processor"))
+        return f"qwen_image_edit/prompt/1 {self.pipeline.__name__} {' '.join(parts)} {dtype}"
+
+    def load_prompt_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
+        encoder = self.load_component(Qwen2_5_VLForConditionalGeneration, "text_encoder", dtype)
+        tokenizer = AutoTokenizer.from_pretrained(self.folder.path, subfolder="tokenizer")
+        pictures = PictureProcessor.from_pretrained(self.folder.path, subfolder="processor")
+        pipeline = self._assemble(
+            text_encoder=encoder.to(device),
+            tokenizer=tokenizer,
+            processor=TextAndPictures(tokenizer=tokenizer, pictures=pictures),
+        )
+
+        @torch.no_grad()
+        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
+            # One by one: the pipelines give all prompts of a batch the same pictures.
+            rows = [
+                pipeline.encode_prompt(
+                    prompt.text, image=self._seen_by_prompt(pipeline, prompt.images), device=device
+                )[0][0]
+                for prompt in prompts
+            ]
+            return [{"prompt_embeds": row.cpu()} for row in rows]
+
+        return encode
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        return f"qwen_image_edit/latents/1 {self.pipeline.__name__} {self.folder.fingerprint('vae')} {dtype}"
+
+    def load_media_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
+        vae = self.load_component(AutoencoderKLQwenImage, "vae", dtype).to(device)
+        pipeline = self._assemble(vae=vae)
+
+        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
+            pixels_bchw = pipeline.image_processor.preprocess([item.frames[0] for item in media])
+            encoded = [{"latents": latents} for latents in encode_latents(vae, pixels_bchw.unsqueeze(2))]
+            for tensors, item in zip(encoded, media, strict=True):
+                for place, pixels in enumerate(self._seen_by_transformer(pipeline, item.inputs)):
+                    tensors[f"{INPUT}{place}"] = encode_latents(vae, pixels)[0]
+            return encoded
+
+        return encode
+
+    def predict_velocity(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+        *,
+        use_gradient_checkpointing: bool = False,
+        use_gradient_checkpointing_offload: bool = False,
+    ) -> torch.Tensor:
+        dtype, device = next(transformer.parameters()).dtype, noisy_latents.device
+        embeds, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning])
+        return model_fn_qwen_image_edit(
+            transformer,
+            noisy_latents.to(dtype),
+            sigma,
+            embeds.to(device, dtype),
+            None if mask is None else mask.to(device),
+            input_latents_bcfhw=[latents.to(device, dtype) for latents in stack_inputs(conditioning)],
+            use_gradient_checkpointing=use_gradient_checkpointing,
+            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+        )
+
+    def sample(
+        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
+    ) -> list[list[Image]]:
+        parameter = next(transformer.parameters())
+        # Not in ``vae_dtype``: the pipelines encode the input pictures in the dtype of the embeddings.
+        vae = self.load_component(AutoencoderKLQwenImage, "vae", parameter.dtype).to(parameter.device)
+        pipeline = self._assemble(vae=vae, transformer=transformer, scheduler=self.load_scheduler())
+        pipeline.set_progress_bar_config(disable=True)
+        return [
+            [
+                qwen_image.draw(
+                    pipeline, request, parameter.device, parameter.dtype, image=self._given(request.inputs)
+                )
+            ]
+            for request in requests
+        ]
+
+    def _assemble(self, **components: Any) -> Any:
+        names = ("scheduler", "vae", "text_encoder", "tokenizer", "processor", "transformer")
+        return self.pipeline(**{name: components.get(name) for name in names})
+
+    def _given(self, pictures: Sequence[Image]) -> Image | list[Image]:
+        """The pictures as the pipeline wants them.
+
+        Raises:
+            UserError: there are none, or several for the pipeline that takes one.
+        """
+        if not pictures or (len(pictures) > 1 and not self._takes_several):
+            wanted = "one or more" if self._takes_several else "exactly one"
+            raise UserError(
+                f"data.input_columns, validation: an item with {len(pictures)} input pictures; "
+                f"a {self.pipeline.__name__} takes {wanted}"
+            )
+        return list(pictures) if self._takes_several else pictures[0]
+
+    def _seen_by_prompt(self, pipeline: Any, pictures: Sequence[Image]) -> Image | list[Image]:
+        given = self._given(pictures)
+        if isinstance(given, list):
+            return [_resize(pipeline, picture, edit_plus.CONDITION_IMAGE_SIZE) for picture in given]
+        return _resize(pipeline, given, _EDIT_AREA)
+
+    def _seen_by_transformer(self, pipeline: Any, pictures: Sequence[Image]) -> list[torch.Tensor]:
+        """Each (1, 3, 1, H, W), in [-1, 1]."""
+        given = self._given(pictures)
+        if isinstance(given, list):
+            sized = [(picture, self.input_size(*picture.size)) for picture in given]
+        else:
+            resized = _resize(pipeline, given, _EDIT_AREA)
+            sized = [(resized, resized.size)]
+        return [
+            pipeline.image_processor.preprocess(picture, height, width).unsqueeze(2)
+            for picture, (width, height) in sized
+        ]
+
+
+class TextAndPictures:
+    """What ``Qwen2VLProcessor`` does for these pipelines, without torchvision, which that class needs."""
+
+    def __init__(self, *, tokenizer: Any, pictures: Any) -> None:
+        self.tokenizer = tokenizer
+        self.pictures = pictures
+
+    def __call__(
+        self, *, text: Sequence[str], images: Image | list[Image], padding: bool, return_tensors: str
+    ) -> BatchFeature:
+        """Token ids and patches; each picture has as many tokens in the text as it takes."""
+        patches = self.pictures(images=images, return_tensors=return_tensors)
+        num_tokens = iter((patches["image_grid_thw"].prod(1) // self.pictures.merge_size**2).tolist())
+        widened = []
+        for line in text:
+            first, *rest = line.split(_PICTURE_TOKEN)
+            widened.append(first + "".join(_PICTURE_TOKEN * next(num_tokens) + piece for piece in rest))
+        tokens = self.tokenizer(widened, padding=padding, return_tensors=return_tensors)
+        return BatchFeature({**tokens, **patches})
+
+
+def tiny() -> QwenImageEditPipeline:
+    """A random, complete and small pipeline of the real classes, built offline in a second.
+
+    Its processor is the part for pictures alone: the class of the released models needs torchvision.
+    """
+    parts = qwen_image.tiny().components
+    pictures = PictureProcessor(size={"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28})
+    return QwenImageEditPipeline(processor=pictures, **parts)
+
+
+def _size(aspect_ratio: float, area: int) -> tuple[int, int]:
+    """Width and height that the pipelines bring an input picture to."""
+    width, height = edit.calculate_dimensions(area, aspect_ratio)[:2]
+    return width, height
+
+
+def _resize(pipeline: Any, picture: Image, area: int) -> Image:
+    width, height = _size(picture.width / picture.height, area)
+    resized: Image = pipeline.image_processor.resize(picture, height, width)
+    return resized

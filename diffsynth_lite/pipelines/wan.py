@@ -1,0 +1,284 @@
+"""This file trains Wan text to video: Wan 2.1 (1.3B and 14B) and Wan 2.2 TI2V-5B, from text alone.
+
+Layouts: b batch, c latent channels, f latent frames, h and w latent height and width; l tokens, d channels.
+Sources: diffusers ``transformer_wan.py`` and ``pipeline_wan.py``.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+from diffusers.utils import is_ftfy_available
+from PIL.Image import Image
+from transformers import AutoTokenizer, UMT5EncoderModel
+
+from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.contract.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.contract.latents import encode_latents
+from diffsynth_lite.testing.autoencoders import tiny_wan_vae
+from diffsynth_lite.testing.seeding import seeded
+from diffsynth_lite.testing.text_encoders import tiny_umt5
+from diffsynth_lite.testing.tokenizers import t5_tokenizer
+
+_PATCH = 2
+_NUM_TIMESTEPS = 1000
+
+
+def model_fn_wan(
+    transformer: torch.nn.Module,
+    latents_bcfhw: torch.Tensor,
+    timestep: torch.Tensor,
+    prompt_embeds_bld: torch.Tensor,
+    image_embeds_bld: torch.Tensor | None = None,
+    *,
+    use_gradient_checkpointing: bool = False,
+    use_gradient_checkpointing_offload: bool = False,
+    policy: BlockPolicy | None = None,
+) -> torch.Tensor:
+    """One forward of Wan, each transformer block run by the gradient engine.
+
+    Args:
+        transformer: a ``WanTransformer3DModel``, plain or wrapped by DDP.
+        latents_bcfhw: (B, C, F, H, W), noisy normalised latents, H and W even.
+        timestep: (B,), or (B, F * H * W / 4) with one for each token, in [0, 1000]. Where all tokens of a
+            sample have the same, (B,) spares a modulation tensor for each token, which is large.
+        prompt_embeds_bld: (B, 512, D) prompt embeddings, filled up with zeros; there is no mask.
+        image_embeds_bld: (B, L, D_image), for models that see a picture.
+        use_gradient_checkpointing: recompute each block in backward.
+        use_gradient_checkpointing_offload: also park each block's inputs in host memory.
+        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+
+    Returns:
+        (B, C, F, H, W), the predicted velocity ``noise - latents``.
+    """
+    num_blocks = count_blocks(transformer, Wan.block_lists)
+    run = block_runner(
+        num_blocks, use_gradient_checkpointing, use_gradient_checkpointing_offload, policy=policy
+    )
+    with blocks_run_by(transformer, run):
+        velocity_bcfhw: torch.Tensor = transformer(
+            hidden_states=latents_bcfhw,
+            timestep=timestep,
+            encoder_hidden_states=prompt_embeds_bld,
+            encoder_hidden_states_image=image_embeds_bld,
+            return_dict=False,
+        )[0]
+    return velocity_bcfhw
+
+
+class Wan(DiffusersFamily):
+    """Wan: 30 or 40 blocks, UMT5 prompts, a causal video VAE: 1/4 of the frames, 1/8 or 1/16 of the size."""
+
+    pipelines = (WanPipeline,)
+    transformer_class = WanTransformer3DModel
+    components = ("transformer", "text_encoder", "vae")
+    block_lists = ("blocks",)
+    record_kinds = ("video", "image")
+    frame_step = 4
+    max_prompt_tokens = 512
+    default_target_modules = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
+
+    def check_folder(self, *, with_weights: bool = True) -> None:
+        super().check_folder(with_weights=with_weights)
+        index = self.folder.pipeline_config()
+        if index.get("boundary_ratio") is not None or any(index.get("transformer_2") or ()):
+            raise UserError(
+                f"model.path: {self.folder.path} holds a Wan with two transformers (transformer_2, "
+                "boundary_ratio), which is not yet supported; use Wan 2.1 or Wan 2.2 TI2V-5B"
+            )
+
+    @cached_property
+    def _is_ti2v(self) -> bool:
+        """Wan 2.2 TI2V-5B, whose pipeline gives a noise level to each token."""
+        return bool(self.folder.pipeline_config().get("expand_timesteps"))
+
+    @property
+    def size_divisor(self) -> int:
+        return _PATCH * int(self._vae_config["scale_factor_spatial"])
+
+    @property
+    def default_num_frames(self) -> int:
+        return 121 if self._is_ti2v else 81
+
+    @property
+    def default_fps(self) -> float:
+        return 24.0 if self._is_ti2v else 16.0
+
+    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
+        parts = (self.folder.fingerprint("text_encoder"), self.folder.fingerprint("tokenizer"))
+        # diffusers repairs a prompt with ftfy where that is installed, and leaves it as it is elsewhere.
+        cleaner = "ftfy" if is_ftfy_available() else "plain"
+        return f"wan/prompt/1 {' '.join(parts)} {dtype} {self.max_prompt_tokens} {cleaner}"
+
+    def load_prompt_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
+        tokenizer = AutoTokenizer.from_pretrained(self.folder.path, subfolder="tokenizer")
+        pipeline = WanPipeline(
+            tokenizer=tokenizer,
+            text_encoder=self.load_component(UMT5EncoderModel, "text_encoder", dtype).to(device),
+            vae=None,
+            scheduler=None,
+        )
+
+        @torch.no_grad()
+        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
+            texts = [prompt.text for prompt in prompts]
+            embeds_bld, _ = pipeline.encode_prompt(
+                texts,
+                do_classifier_free_guidance=False,
+                max_sequence_length=self.max_prompt_tokens,
+                device=device,
+            )
+            # Past its tokens a row is zero; 512 rows of a short caption would fill the cache with nothing.
+            return [
+                {"prompt_embeds": row[:length].cpu().clone()}
+                for row, length in zip(embeds_bld, _num_prompt_tokens(tokenizer, texts), strict=True)
+            ]
+
+        return encode
+
+    def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
+        tokenizer = AutoTokenizer.from_pretrained(self.folder.path, subfolder="tokenizer")
+        return _num_prompt_tokens(tokenizer, texts)
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        return f"wan/latents/1 {self.folder.fingerprint('vae')} {dtype}"
+
+    def load_media_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
+        vae = self.load_component(AutoencoderKLWan, "vae", dtype).to(device)
+        pipeline = WanPipeline(tokenizer=None, text_encoder=None, vae=vae, scheduler=None)
+
+        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
+            pixels_bcfhw = pipeline.video_processor.preprocess_video([list(item.frames) for item in media])
+            return [{"latents": latents} for latents in encode_latents(vae, pixels_bcfhw)]
+
+        return encode
+
+    @cached_property
+    def _vae_config(self) -> dict[str, Any]:
+        # A folder saved by an older diffusers lacks the two, which were 8 and 4 then.
+        return {"scale_factor_spatial": 8, "scale_factor_temporal": 4, **self.folder.component_config("vae")}
+
+    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
+        config = self._vae_config
+        scale, frame_scale = config["scale_factor_spatial"], config["scale_factor_temporal"]
+        return config["z_dim"], (num_frames - 1) // frame_scale + 1, height // scale, width // scale
+
+    def num_tokens(self, latents_shape: Sequence[int]) -> int:
+        _, num_frames, height, width = latents_shape
+        return num_frames * height * width // _PATCH**2
+
+    def family_shift(self, latents_shape: Sequence[int]) -> float:
+        """The one that the folder's sampler is set to: 3 for 480p, 5 for 720p and TI2V-5B as released."""
+        config = self.scheduler_config
+        return float(config.get("flow_shift", config.get("shift", 1.0)))
+
+    def predict_velocity(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+        *,
+        use_gradient_checkpointing: bool = False,
+        use_gradient_checkpointing_offload: bool = False,
+    ) -> torch.Tensor:
+        dtype = _input_dtype(transformer)
+        return model_fn_wan(
+            transformer,
+            noisy_latents.to(dtype),
+            sigma * _NUM_TIMESTEPS,
+            self._prompt_embeds(conditioning).to(noisy_latents.device, dtype),
+            use_gradient_checkpointing=use_gradient_checkpointing,
+            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+        )
+
+    def _prompt_embeds(self, conditioning: Sequence[Conditioning]) -> torch.Tensor:
+        """(B, 512, D): as in the pipeline, the model attends to the zeros behind a prompt too."""
+        rows = [sample["prompt_embeds"][: self.max_prompt_tokens] for sample in conditioning]
+        embeds_bld = rows[0].new_zeros(len(rows), self.max_prompt_tokens, rows[0].shape[-1])
+        for place, row in enumerate(rows):
+            embeds_bld[place, : len(row)] = row
+        return embeds_bld
+
+    def sample(
+        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
+    ) -> list[list[Image]]:
+        device = next(transformer.parameters()).device
+        pipeline = WanPipeline(
+            tokenizer=None,
+            text_encoder=None,
+            vae=self.load_component(AutoencoderKLWan, "vae", vae_dtype).to(device),
+            scheduler=self.load_scheduler(),
+            transformer=transformer,
+            expand_timesteps=self._is_ti2v,
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        return [self._draw(pipeline, request, device) for request in requests]
+
+    def _draw(self, pipeline: WanPipeline, request: PreviewRequest, device: torch.device) -> list[Image]:
+        negative = [request.negative] if request.guidance_scale > 1 else None
+        frames: list[Image] = pipeline(
+            prompt_embeds=self._prompt_embeds([request.conditioning]).to(device),
+            negative_prompt_embeds=None if negative is None else self._prompt_embeds(negative).to(device),
+            guidance_scale=request.guidance_scale,
+            width=request.width,
+            height=request.height,
+            num_frames=request.num_frames,
+            num_inference_steps=request.num_inference_steps,
+            generator=torch.Generator().manual_seed(request.seed),
+            output_type="pil",
+        ).frames[0]
+        return frames
+
+
+def tiny() -> WanPipeline:
+    """A random, complete and small pipeline of the real classes, built offline in a second.
+
+    Two blocks of 24 channels; 16 latent channels at 1/8 of the size with the real model's statistics.
+    """
+    tokenizer = t5_tokenizer()
+    text_encoder = tiny_umt5(tokenizer)
+    return WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=text_encoder,
+        vae=tiny_wan_vae(),
+        scheduler=UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        ),
+        transformer=_tiny_transformer(text_encoder.config.d_model),
+    )
+
+
+def _tiny_transformer(text_dim: int) -> WanTransformer3DModel:
+    with seeded(0):
+        return WanTransformer3DModel(
+            num_layers=2,
+            num_attention_heads=2,
+            attention_head_dim=12,
+            ffn_dim=32,
+            text_dim=text_dim,
+            rope_max_seq_len=32,
+        )
+
+
+def _num_prompt_tokens(tokenizer: Any, texts: Sequence[str]) -> list[int]:
+    return [len(tokens) for tokens in tokenizer([prompt_clean(text) for text in texts])["input_ids"]]
+
+
+def _input_dtype(transformer: torch.nn.Module) -> torch.dtype:
+    """Of the first layer: diffusers keeps the norms, the time embedding and some tables in fp32."""
+    return next(
+        parameter.dtype
+        for name, parameter in transformer.named_parameters()
+        if name.endswith("patch_embedding.weight")
+    )

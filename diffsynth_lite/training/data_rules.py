@@ -1,0 +1,250 @@
+"""This file turns the settings of the data into values for what reads, plans and encodes it."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from PIL import ImageColor
+
+from diffsynth_lite.config import Config, SourceSettings
+from diffsynth_lite.data import (
+    Bucket,
+    BucketRule,
+    FoundRecords,
+    OnBadItem,
+    PlanRules,
+    Record,
+    Source,
+    find_records,
+    tag_variants,
+)
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines import ModelFamily
+
+_STEPS_OF_A_RESOLUTION = 16
+"""Steps between buckets that an edge has, unless the user says otherwise: 64 pixels at 1024."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataRules:
+    """How the data of a run are taken, kept, and refused.
+
+    Attributes:
+        plan: what is taken of each training record.
+        use_cache: encode ahead into the cache; otherwise while the training goes on.
+        has_unconditional: items are also trained with the empty caption.
+        on_bad_item: see `without_bad_items`.
+        max_bad_ratio: likewise.
+    """
+
+    plan: PlanRules
+    use_cache: bool
+    has_unconditional: bool
+    on_bad_item: OnBadItem
+    max_bad_ratio: float
+
+    @property
+    def held_out_plan(self) -> PlanRules:
+        """What is taken of each validation record: its middle, once."""
+        return dataclasses.replace(
+            self.plan, crop="center", crops_per_item=1, clip="center", clips_per_video=1
+        )
+
+
+def data_rules(config: Config, family: ModelFamily) -> DataRules:
+    """The rules of a run's config; what it leaves open is the family's.
+
+    Raises:
+        UserError: settings that the family cannot do.
+    """
+    data = config.data
+    _require_colour(data.background)
+    for size in data.given_sizes:
+        family.check_size(*size, keys="data.sizes" if data.sizes else "data.width, data.height")
+    frame_counts = frame_counts_of(config, family)
+    for count in frame_counts:
+        family.check_frames(count, key="data.frame_counts")
+    if data.crop == "random" and "edit" in family.record_kinds:
+        raise UserError(
+            "data.crop: random crops the result of an edit and not the pictures that it starts from, so that "
+            "the two would no longer fit; set data.crop: center"
+        )
+    return DataRules(
+        plan=PlanRules(
+            buckets=_bucket_rule(config, family, frame_counts),
+            crop=data.crop,
+            crops_per_item=data.crops_per_item,
+            clip=data.clip,
+            clips_per_video=data.clips_per_video,
+            fps=data.fps or family.default_fps,
+            background=data.background,
+            input_size=family.input_size,
+            max_inputs=family.max_inputs,
+        ),
+        use_cache=data.cache,
+        has_unconditional=data.caption_dropout > 0,
+        on_bad_item=data.on_bad_item,
+        max_bad_ratio=data.max_bad_ratio,
+    )
+
+
+def frame_counts_of(config: Config, family: ModelFamily) -> tuple[int, ...]:
+    """Frames that clips may have."""
+    return tuple(config.data.frame_counts or (family.default_num_frames,))
+
+
+def num_tokens_of(bucket: Bucket, family: ModelFamily) -> int:
+    """Tokens that the transformer makes of one sample of a bucket, with those of its inputs."""
+    frames = [(bucket.width, bucket.height, bucket.num_frames), *((*size, 1) for size in bucket.inputs)]
+    return sum(family.num_tokens(family.latents_shape(*shape)) for shape in frames)
+
+
+def data_sources(config: Config) -> list[Source]:
+    """The sources of the training data."""
+    return [_source(settings) for settings in config.data.sources_by_key.values()]
+
+
+def read_training_records(config: Config) -> list[Record]:
+    """The records of all sources, with their captions in all the orders that are trained on.
+
+    Raises:
+        UserError: naming the key, and all that is wrong with its files.
+    """
+    return find_training_records(config).require_all()
+
+
+def find_training_records(config: Config) -> FoundRecords:
+    """As `read_training_records`, with the problems beside the records that have none."""
+    key = "data.sources" if config.data.sources else "data.dataset" if config.data.dataset else "data.path"
+    found = _find(key, data_sources(config), config)
+    records = [dataclasses.replace(record, captions=_captions(record, config)) for record in found.records]
+    return dataclasses.replace(found, records=records)
+
+
+def read_validation_records(config: Config) -> list[Record]:
+    """The records held out, read as the first source is; none where there is no folder for them.
+
+    Raises:
+        UserError: as `read_training_records`; also where inputs or masks would be those of the training data.
+    """
+    if config.validation.data is None:
+        return []
+    first = next(iter(config.data.sources_by_key.values()))
+    source = _source(dataclasses.replace(first, path=config.validation.data, dataset=None, metadata=None))
+
+    def moved(place: Path | None) -> Path | None:
+        return place and _moved(place, first, Path(config.validation.data or "").expanduser())
+
+    source = dataclasses.replace(
+        source,
+        input_dirs=tuple(filter(None, map(moved, source.input_dirs))),
+        first_frame_dir=moved(source.first_frame_dir),
+        last_frame_dir=moved(source.last_frame_dir),
+        mask_dir=moved(source.mask_dir),
+    )
+    return _find("validation.data", [source], config).require_all()
+
+
+def _moved(place: Path, first: SourceSettings, held_out: Path) -> Path:
+    """Where a folder inside the first source is in the folder of what is held out."""
+    root = Path(first.path or "").expanduser().resolve()
+    if not place.resolve().is_relative_to(root):
+        raise UserError(
+            f"validation.data: {place} belongs to the training items; move it into {first.path}, and that of "
+            f"the held-out items to the same place in {held_out}, or name the files in metadata"
+        )
+    return held_out / place.resolve().relative_to(root)
+
+
+def passes_of_sources(config: Config) -> list[Fraction]:
+    """How often the items of each source occur in a pass."""
+    sources = config.data.sources_by_key.values()
+    return [source.repeats * Fraction(str(source.weight)) for source in sources]
+
+
+def cache_folder(config: Config) -> Path:
+    """Folder of the cache and of what is remembered about files."""
+    return Path(config.data.cache_dir).expanduser()
+
+
+def index_file(folder: Path) -> Path:
+    """The file in the cache's folder that remembers what files hold."""
+    return folder / "index.sqlite"
+
+
+def _bucket_rule(config: Config, family: ModelFamily, frame_counts: tuple[int, ...]) -> BucketRule:
+    data, divisor = config.data, family.size_divisor
+    chosen = min(data.resolutions) // _STEPS_OF_A_RESOLUTION // divisor * divisor
+    try:
+        return BucketRule(
+            divisor=divisor,
+            step=divisor if data.given_sizes else data.bucket_step or max(divisor, chosen),
+            resolutions=() if data.given_sizes else tuple(data.resolutions),
+            sizes=tuple(data.given_sizes),
+            max_aspect_ratio=data.max_aspect_ratio,
+            frame_counts=frame_counts,
+            upscale=data.upscale,
+        )
+    except UserError as error:
+        raise UserError(f"data: {error}") from None
+
+
+def _require_colour(name: str) -> None:
+    try:
+        ImageColor.getrgb(name)
+    except ValueError:
+        raise UserError(
+            f"data.background: {name!r} is no colour; give a name such as white, or #rrggbb"
+        ) from None
+
+
+def _captions(record: Record, config: Config) -> tuple[str, ...]:
+    data = config.data
+    variants = (
+        tag_variants(
+            caption,
+            count=data.tag_shuffles + 1,
+            separator=data.tag_separator,
+            keep=data.keep_tags,
+        )
+        for caption in record.captions
+    )
+    return tuple(dict.fromkeys(text for texts in variants for text in texts))
+
+
+def _find(key: str, sources: Sequence[Source], config: Config) -> FoundRecords:
+    found = find_records(sources, media_store=cache_folder(config) / "media")
+    return dataclasses.replace(found, problems=[f"{key}: {problem}" for problem in found.problems])
+
+
+def _source(settings: SourceSettings) -> Source:
+    def folder(path: str | None) -> Path | None:
+        return None if path is None else Path(path).expanduser()
+
+    root = folder(settings.path)
+    metadata = folder(settings.metadata)
+    if root is not None and settings.metadata and (root / settings.metadata).is_file():
+        metadata = root / settings.metadata
+    return Source(
+        path=root,
+        dataset=settings.dataset,
+        split=settings.split,
+        revision=settings.revision,
+        metadata=metadata,
+        media_column=settings.media_column,
+        caption_columns=tuple(settings.caption_columns),
+        input_columns=tuple(settings.input_columns),
+        first_frame_column=settings.first_frame_column,
+        last_frame_column=settings.last_frame_column,
+        mask_column=settings.mask_column,
+        input_dirs=tuple(Path(path).expanduser() for path in settings.input_dirs),
+        first_frame_dir=folder(settings.first_frame_dir),
+        last_frame_dir=folder(settings.last_frame_dir),
+        mask_dir=folder(settings.mask_dir),
+        repeats=settings.repeats,
+        weight=settings.weight,
+        trigger=settings.trigger,
+        allow_outside=settings.allow_outside,
+    )

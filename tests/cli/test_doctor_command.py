@@ -1,0 +1,101 @@
+"""The doctor as a command: what it prints, its page, and its exit codes."""
+
+from pathlib import Path
+
+import pytest
+from tiny_run import TinyRun
+
+from diffsynth_lite.cli.main import main
+
+
+def doctor(run: TinyRun, *arguments: str) -> int:
+    return main(["doctor", "--config", str(run.config), "--page", str(run.root / "page.html"), *arguments])
+
+
+def test_good_data_exit_with_0_and_have_a_page(tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor(tiny_run) == 0
+    printed = capsys.readouterr().out
+    for words in ("5 pictures", "64x32", "one pass", "entries to make", "free disk", "torch"):
+        assert words in printed
+    page = (tiny_run.root / "page.html").read_text()
+    assert page.count("data:image/jpeg") == 5
+    assert "5 items for qwen_image" in page
+    assert not tiny_run.folder.exists()
+
+
+def test_overrides_stand_before_and_behind_flags(
+    tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = ("data.width=32", "data.height=48")
+    page = tiny_run.root / "other.html"
+    arguments = ["doctor", size[0], "--config", str(tiny_run.config), size[1], "--page", str(page)]
+    assert main([*arguments, "--sheet", "2", "train.steps=7"]) == 0
+    printed = capsys.readouterr().out
+    assert "32x48" in printed
+    assert "7 steps are" in printed
+    assert page.read_text().count("data:image/jpeg") == 2
+    assert "2 of 5 items" in page.read_text()
+
+
+def test_bad_data_exit_with_2_after_everything_is_shown(
+    tiny_run: TinyRun, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tiny_run.root / "data" / "3.png").write_text("<html>")
+    (tiny_run.root / "data" / "4.txt").unlink()
+    assert doctor(tiny_run) == 2
+    printed = capsys.readouterr().out
+    assert "3.png: not a PNG" in printed
+    assert "64x32" in printed
+    assert "4.png: no 4.txt" in caplog.text
+    assert "1 of 4 items cannot be used: 3.png" in caplog.text
+    page = (tiny_run.root / "page.html").read_text()
+    assert "4.png: no 4.txt" in page
+    assert page.count("data:image/jpeg") == 3
+
+
+def test_long_lists_are_cut_short_on_the_console(
+    tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(14):
+        (tiny_run.root / "data" / f"bad {number:02}.png").write_text("<html>")
+        (tiny_run.root / "data" / f"bad {number:02}.txt").write_text("a [bold]caption[/]")
+    assert doctor(tiny_run) == 2
+    printed = capsys.readouterr().out
+    assert "Not trained on (14)" in printed
+    assert "bad 09.png: " in printed
+    assert "bad 10.png: " not in printed
+    assert "and 4 more, on the page" in printed
+    assert "[bold]caption[/]" in printed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("data.path=nowhere", "nowhere: no such folder"),
+        ("data.pth=x", "data.pth"),
+        ("data.width=60", "60x32 is not divisible by 16"),
+        ("model.path=./nowhere", "model.path"),
+    ],
+)
+def test_wrong_settings_exit_with_2_and_one_line(
+    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture, change: str, message: str
+) -> None:
+    assert doctor(tiny_run, change) == 2
+    [line] = caplog.messages
+    assert message in line
+
+
+def test_a_page_that_cannot_be_written_is_said(tiny_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
+    assert doctor(tiny_run, "--page", str(tiny_run.root)) == 2
+    assert f"--page {tiny_run.root}: cannot be written" in caplog.text
+
+
+@pytest.mark.parametrize("arguments", [["--pages", "x"], ["--sheets=3"], ["--pag", "x"]])
+def test_unknown_flags_and_stray_words_exit_with_2(
+    tiny_run: TinyRun, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        doctor(tiny_run, *arguments)
+    assert caught.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+    assert not Path(tiny_run.root / "page.html").exists()

@@ -1,0 +1,183 @@
+"""Odd and bad clips: how each is made, and what must become of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from clip_makers import (
+    BT601,
+    FULL,
+    HLG,
+    PQ,
+    packets_of,
+    remux,
+    write_audio,
+    write_clip,
+)
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """``shown``: the `pattern` of each frame, in order."""
+
+    shown: list[int]
+    fps: float = 25.0
+    size: tuple[int, int] = (64, 48)
+    is_variable_rate: bool = False
+
+
+@dataclass(frozen=True)
+class Refused:
+    """By `check_video`, with a message that contains ``reason``."""
+
+    reason: str
+
+
+Maker = Callable[[Path], object]
+ALL_25 = list(range(25))
+NOT_A_CLIP = "damaged, cut off, or not an MP4"
+QUIET = {"x265-params": "log-level=none:open-gop=1:keyint=8:min-keyint=8"}
+
+
+def written(content: bytes) -> Maker:
+    return lambda path: path.write_bytes(content)
+
+
+def clip(**options) -> Maker:
+    return lambda path: write_clip(path, **options)
+
+
+def cut(num_bytes: int, **options) -> Maker:
+    def make(path: Path) -> None:
+        content = write_clip(path, **options).read_bytes()
+        path.write_bytes(content[:-num_bytes])
+
+    return make
+
+
+def repacked(change: Callable[[list[dict]], list[dict]], **container: str) -> Maker:
+    """A clip of 40 frames, whose packets are changed and written again."""
+
+    def make(path: Path) -> None:
+        source = write_clip(path.with_name(f"source of {path.name}.mp4"), num_frames=40)
+        remux(source, path, change(packets_of(source)), container)
+
+    return make
+
+
+def shifted(frames: int) -> Callable[[list[dict]], list[dict]]:
+    ticks = 512 * frames  # of 1 / 12800 s
+    return lambda packets: [p | {"pts": p["pts"] - ticks, "dts": p["dts"] - ticks} for p in packets]
+
+
+def renamed(name: str, **options) -> Maker:
+    return lambda path: write_clip(path.with_name(name), **options).rename(path)
+
+
+def hidden_vp8_frame(path: Path) -> None:
+    """The way of VP8's alternate reference frames: a packet that is decoded, but not shown."""
+    source = write_clip(path.with_name(f"source of {path.name}"), codec="libvpx")
+    packets = packets_of(source)
+    shown = packets[8]
+    hidden = shown | {"data": bytes([shown["data"][0] & ~0x10]) + shown["data"][1:], "pts": shown["pts"] - 1}
+    remux(source, path, [*packets[:8], hidden | {"dts": shown["dts"] - 1}, *packets[8:]])
+
+
+def zeroed_start(path: Path) -> None:
+    source = write_clip(path.with_name(f"source of {path.name}"))
+    packets = packets_of(source)
+    packets[0]["data"] = bytes(len(packets[0]["data"]))
+    remux(source, path, packets)
+
+
+def cut_between_frames(path: Path) -> None:
+    write_clip(path, options={"bf": "0"}, container={"movflags": "faststart"})
+    last = packets_of(path)[-1]["data"]
+    content = path.read_bytes()
+    assert content.endswith(last)
+    path.write_bytes(content[: -len(last)])
+
+
+HTML = b"<!DOCTYPE html><html><body>404 not found</body></html>"
+PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nhttp://127.0.0.1:9/clip.ts\n#EXT-X-ENDLIST\n"
+CONCAT = b"ffconcat version 1.0\nfile '/etc/passwd'\n"
+
+CLIPS: dict[str, tuple[Maker, Accepted | Refused]] = {
+    "plain.mp4": (clip(), Accepted(ALL_25)),
+    "no_b_frames.mov": (clip(options={"bf": "0"}), Accepted(ALL_25)),
+    "h264.mkv": (clip(), Accepted(ALL_25)),
+    "with: colons?.mp4": (clip(), Accepted(ALL_25)),
+    "renamed_mkv.mp4": (renamed("a.mkv"), Accepted(ALL_25)),
+    "open_gop.mp4": (
+        clip(options={"x264-params": "open-gop=1:bframes=3:b-adapt=0"}),
+        Accepted(ALL_25),
+    ),
+    "hevc.mp4": (clip(codec="libx265", options=QUIET), Accepted(ALL_25)),
+    "vp8.webm": (clip(codec="libvpx"), Accepted(ALL_25)),
+    "vp8_hidden.webm": (hidden_vp8_frame, Accepted(ALL_25)),
+    "vp9.webm": (clip(codec="libvpx-vp9"), Accepted(ALL_25)),
+    "mpeg4.avi": (clip(codec="mpeg4", options={"b": "4000000"}), Accepted(ALL_25)),
+    "mjpeg.avi": (clip(codec="mjpeg", pixels="yuvj420p", color_range=FULL, matrix=BT601), Accepted(ALL_25)),
+    "prores.mov": (clip(codec="prores_ks", pixels="yuv422p10le"), Accepted(ALL_25)),
+    "ten_bits.mp4": (clip(pixels="yuv420p10le"), Accepted(ALL_25)),
+    "odd_size.webm": (clip(codec="libvpx-vp9", size=(63, 47)), Accepted(ALL_25, size=(63, 47))),
+    "turned.mp4": (clip(turn=(90, False, False)), Accepted(ALL_25, size=(48, 64))),
+    "upside_down.mp4": (clip(turn=(180, False, False)), Accepted(ALL_25)),
+    "mirrored.mp4": (clip(turn=(0, True, False)), Accepted(ALL_25)),
+    "one_frame.mp4": (clip(num_frames=1), Accepted([0])),
+    "ntsc.mkv": (clip(rate=Fraction(30000, 1001)), Accepted(ALL_25, fps=30000 / 1001)),
+    "variable.mp4": (
+        clip(times=[i * 10 + i % 3 * 3 for i in range(25)], time_base=Fraction(1, 250)),
+        Accepted(ALL_25, fps=25.0, is_variable_rate=True),
+    ),
+    "variable.mkv": (
+        clip(times=[i * 10 + i % 3 * 3 for i in range(25)], time_base=Fraction(1, 250)),
+        Accepted(ALL_25, fps=25.0, is_variable_rate=True),
+    ),
+    "starts_late.mp4": (clip(times=range(100, 125)), Accepted(ALL_25)),
+    "starts_late.mkv": (clip(times=range(100, 125)), Accepted(ALL_25)),
+    "fragments.mp4": (clip(container={"movflags": "frag_keyframe+empty_moov"}), Accepted(ALL_25)),
+    "edit_list.mp4": (
+        repacked(shifted(11), avoid_negative_ts="disabled"),
+        Accepted(list(range(11, 40))),
+    ),
+    "no_first_keyframe.mkv": (repacked(lambda packets: packets[1:]), Refused("no keyframe")),
+    "empty.mp4": (written(b""), Refused(NOT_A_CLIP)),
+    "page.mp4": (written(HTML), Refused(NOT_A_CLIP)),
+    "zeros.mp4": (written(bytes(5000)), Refused(NOT_A_CLIP)),
+    "playlist.mp4": (written(PLAYLIST), Refused(NOT_A_CLIP)),
+    "list_of_files.mp4": (written(CONCAT), Refused(NOT_A_CLIP)),
+    "no_moov.mp4": (cut(3000), Refused(NOT_A_CLIP)),
+    "half.mp4": (cut(700, container={"movflags": "faststart"}), Refused("damaged")),
+    "cut_between_frames.mp4": (cut_between_frames, Refused("cut off: 24 of 25 frames")),
+    "half.mkv": (cut(2000, codec="mpeg4", options={"b": "4000000"}), Refused("cut off")),
+    "half.avi": (cut(6000, codec="mpeg4", options={"b": "4000000"}), Refused("cut off")),
+    "half_header.mkv": (lambda path: path.write_bytes(write_clip(path).read_bytes()[:300]), Refused("")),
+    "zeroed_start.mp4": (zeroed_start, Refused("no keyframe")),
+    "audio_only.mp4": (write_audio, Refused("holds no video")),
+    "mpeg_ps.mp4": (renamed("a.mpg", codec="mpeg2video"), Refused(NOT_A_CLIP)),
+    "gif.mp4": (renamed("a.gif", codec="gif", pixels="rgb8", tagged=False), Refused(NOT_A_CLIP)),
+    "b_frames.avi": (clip(), Refused("B-frames")),
+    "interlaced.mp4": (clip(options={"x264-params": "tff=1"}), Refused("interlaced")),
+    "anamorphic.mp4": (clip(aspect=Fraction(4, 3)), Refused("not square (4/3)")),
+    "pq.mp4": (clip(pixels="yuv420p10le", transfer=PQ, matrix=9), Refused("HDR (PQ)")),
+    "hlg.mp4": (clip(pixels="yuv420p10le", transfer=HLG, matrix=9), Refused("HDR (HLG)")),
+    "alpha.mov": (clip(codec="qtrle", pixels="argb", tagged=False), Refused("transparency")),
+    "alpha.webm": (clip(codec="libvpx-vp9", metadata={"alpha_mode": "1"}), Refused("transparency")),
+    "tilted.mp4": (clip(turn=(30, False, False)), Refused("at an angle")),
+    "no_such_codec.mkv": (
+        lambda path: path.write_bytes(
+            write_clip(path).read_bytes().replace(b"V_MPEG4/ISO/AVC", b"V_UNKNOWN/CODEC")
+        ),
+        Refused("cannot be decoded"),
+    ),
+}
+CLIPS["no_frames.mp4"] = (
+    lambda path: path.write_bytes(
+        write_clip(path, container={"movflags": "frag_keyframe+empty_moov"})
+        .read_bytes()
+        .partition(b"moof")[0][:-4]
+    ),
+    Refused("cannot be decoded"),
+)

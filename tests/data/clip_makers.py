@@ -1,0 +1,128 @@
+"""Makers of small clips of known content for the tests, written with PyAV."""
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from av.video.frame import VideoFrame
+
+WIDTH, HEIGHT = 64, 48
+REPEATABLE = {"aq-mode": "none", "mbtree": "0"}
+"""Without adaptive quantisation x264 gives the same bytes each time."""
+BT709, BT601, LIMITED, FULL, PQ, HLG = 1, 5, 1, 2, 16, 18
+
+
+def pattern(index: int, width: int = WIDTH, height: int = HEIGHT) -> np.ndarray:
+    """Frame ``index``: grey of brightness 5 + 5 x index (up to 48 differ), red, green and blue corners."""
+    picture = np.full((height, width, 3), 5 + 5 * index % 240, np.uint8)
+    picture[:16, :16] = (255, 0, 0)
+    picture[:16, -16:] = (0, 255, 0)
+    picture[-16:, :16] = (0, 0, 255)
+    return picture
+
+
+def index_shown(image) -> int:
+    """Which `pattern` an image shows, by the grey of its middle."""
+    pixels = np.asarray(image)
+    middle = pixels[pixels.shape[0] // 2, pixels.shape[1] // 2]
+    return round((float(middle.mean()) - 5) / 5)
+
+
+def write_clip(
+    path: Path,
+    *,
+    num_frames: int = 25,
+    codec: str = "libx264",
+    pixels: str = "yuv420p",
+    rate: Fraction | int = 25,
+    times: Sequence[int] | None = None,
+    time_base: Fraction | None = None,
+    options: dict[str, str] | None = None,
+    container: dict[str, str] | None = None,
+    size: tuple[int, int] = (WIDTH, HEIGHT),
+    turn: tuple[float, bool, bool] | None = None,
+    matrix: int = BT709,
+    color_range: int = LIMITED,
+    tagged: bool = True,
+    transfer: int | None = None,
+    aspect: Fraction | None = None,
+    metadata: dict[str, str] | None = None,
+    keyframe_every: int = 8,
+    pictures: Iterable[np.ndarray] | None = None,
+) -> Path:
+    """Encode `pattern` frames; ``times`` are in units of ``time_base`` (default: 1 / rate)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    time_base = time_base or 1 / Fraction(rate)
+    frames = list(pictures) if pictures is not None else [pattern(i, *size) for i in range(num_frames)]
+    with av.open(str(path), "w", options=container or {}) as file:
+        settings = {"g": str(keyframe_every)} | (REPEATABLE if codec == "libx264" else {}) | (options or {})
+        stream = file.add_stream(codec, rate=rate, options=settings)
+        stream.width, stream.height = frames[0].shape[1], frames[0].shape[0]
+        stream.pix_fmt = pixels
+        stream.time_base = stream.codec_context.time_base = time_base
+        stream.codec_context.thread_count = 1
+        stream.metadata.update(metadata or {})
+        if tagged:
+            stream.codec_context.colorspace, stream.codec_context.color_range = matrix, color_range
+        if transfer is not None:
+            stream.codec_context.color_trc = transfer
+        if aspect is not None:
+            stream.codec_context.sample_aspect_ratio = aspect
+        if turn is not None:
+            stream.set_display_rotation(turn[0], hflip=turn[1], vflip=turn[2])
+        for index, picture in enumerate(frames):
+            frame = VideoFrame.from_ndarray(picture, format="rgb24")
+            frame = frame.reformat(format=pixels, dst_colorspace=matrix, dst_color_range=color_range)
+            frame.pts, frame.time_base = (index if times is None else times[index]), time_base
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode(None))
+    return path
+
+
+def packets_of(path: Path) -> list[dict[str, Any]]:
+    """The packets of a clip's picture as values, to be written again changed."""
+    with av.open(str(path)) as file:
+        return [
+            {"data": bytes(p), "pts": p.pts, "dts": p.dts, "key": p.is_keyframe, "duration": p.duration}
+            for p in file.demux(file.streams.video[0])
+            if p.size
+        ]
+
+
+def remux(
+    source: Path, target: Path, packets: list[dict[str, Any]], container: dict[str, str] | None = None
+) -> Path:
+    """Write ``packets`` under the header of ``source`` without encoding."""
+    with av.open(str(source)) as original, av.open(str(target), "w", options=container or {}) as file:
+        stream = file.add_stream_from_template(original.streams.video[0])
+        for values in packets:
+            packet = av.Packet(values["data"])
+            packet.pts, packet.dts, packet.duration = values["pts"], values["dts"], values["duration"]
+            packet.is_keyframe, packet.stream = values["key"], stream
+            packet.time_base = original.streams.video[0].time_base
+            file.mux(packet)
+    return target
+
+
+def write_audio(path: Path) -> Path:
+    """A second of silence."""
+    with av.open(str(path), "w") as file:
+        stream = file.add_stream("aac", rate=16000, layout="mono")
+        for index in range(16):
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+            frame.sample_rate, frame.pts = 16000, index * 1024
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode(None))
+    return path
+
+
+def decode_all(path: Path) -> list[tuple[Fraction, np.ndarray]]:
+    """The reference: every frame with its time from the first, decoded from the start by PyAV alone."""
+    with av.open(str(path)) as file:
+        stream = file.streams.video[0]
+        frames = [(frame.pts * stream.time_base, frame) for frame in file.decode(stream)]
+    start = frames[0][0]
+    return [(time - start, frame.to_ndarray(format="rgb24")) for time, frame in frames]

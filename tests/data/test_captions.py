@@ -1,0 +1,108 @@
+import itertools
+
+import pytest
+
+from diffsynth_lite.data.captions import captions_in, clean_caption, has_trigger, tag_variants, with_trigger
+from diffsynth_lite.errors import UserError
+
+
+def variants(caption, *, count=4, separator=",", keep=0):
+    return tag_variants(caption, count=count, separator=separator, keep=keep)
+
+
+@pytest.mark.parametrize(
+    ("caption", "trigger", "expected"),
+    [
+        ("a cat", "sks", "sks, a cat"),
+        ("a SKS cat", "sks", "a SKS cat"),
+        ("masks and asks", "sks", "sks, masks and asks"),
+        ("sks_cat", "sks", "sks, sks_cat"),
+        ("sks", "sks", "sks"),
+        ("(sks), a cat", "sks", "(sks), a cat"),
+        ("a photo in the style of X", "style of x", "a photo in the style of X"),
+        ("50% off", "50%", "50% off"),
+        ("axb", "a.b", "a.b, axb"),
+        ("Éclair", "éclair", "Éclair"),
+    ],
+)
+def test_a_trigger_is_put_ahead_unless_its_words_are_there(caption, trigger, expected):
+    assert with_trigger(caption, trigger) == expected
+    assert has_trigger(with_trigger(caption, trigger), trigger)
+
+
+def test_all_cells_and_all_texts_of_lists_are_captions():
+    cells = {"short": " a ", "none": None, "blank": " ", "long": ["b", "c "]}
+    assert captions_in(cells) == ("a", "b", "c")
+
+
+@pytest.mark.parametrize("cells", [{}, {"a": None}, {"a": "", "b": []}])
+def test_a_row_without_any_text_is_refused(cells):
+    with pytest.raises(UserError, match="no text in"):
+        captions_in(cells)
+
+
+@pytest.mark.parametrize("cell", [5, 1.5, True, {"a": "b"}, ["good", None], ["good", ""], [["nested"]]])
+def test_a_cell_that_holds_something_else_is_refused_even_beside_a_good_one(cell):
+    with pytest.raises(UserError, match="no text in 'odd' but"):
+        captions_in({"good": "x", "odd": cell})
+
+
+@pytest.mark.parametrize("text", ["half \ud83d of a pair", "zero \0 byte"])
+def test_text_that_is_none_is_refused(text):
+    with pytest.raises(UserError, match="not UTF-8 text"):
+        clean_caption(text)
+
+
+def test_the_first_variant_is_the_caption_and_the_others_are_orders_of_its_tags():
+    caption = "one,two ,  three,four,five"
+    first, *others = variants(caption, count=6)
+    assert first == caption
+    assert len(others) == 5
+    for other in others:
+        assert sorted(other.split(", ")) == ["five", "four", "one", "three", "two"]
+
+
+def test_kept_tags_stay_at_the_start():
+    for variant in variants("sks, b, c, d, e, f", count=8, keep=2)[1:]:
+        assert variant.startswith("sks, b, ")
+    assert variants("a, b, c", count=8, keep=3) == ("a, b, c",)
+    assert variants("a, b, c", count=8, keep=9) == ("a, b, c",)
+
+
+def test_variants_depend_on_the_caption_alone():
+    caption = "a, b, c, d, e, f, g, h"
+    assert variants(caption) == variants(caption)
+    orders = {tuple(map("abcdefgh".index, text.split(", "))) for text in variants(caption)[1:]}
+    letters = dict(zip("abcdefgh", "ijklmnop", strict=True))
+    renamed = ", ".join(letters[letter] for letter in caption.split(", "))
+    assert orders != {tuple(map("ijklmnop".index, text.split(", "))) for text in variants(renamed)[1:]}
+
+
+def test_fewer_variants_do_not_change_the_first_ones():
+    caption = "a, b, c, d, e, f, g, h"
+    assert variants(caption, count=9)[:4] == variants(caption, count=4)
+    assert variants(caption, count=1) == (caption,)
+
+
+def test_all_orders_are_drawn_and_none_twice():
+    found = variants("a, b, c", count=200)
+    assert sorted(found) == sorted(", ".join(order) for order in itertools.permutations("abc"))
+    assert found[0] == "a, b, c"
+
+
+def test_a_caption_of_one_tag_has_no_variants():
+    assert variants("a photograph of a cat") == ("a photograph of a cat",)
+
+
+def test_the_separator_is_written_as_it_is_given():
+    assert "c| b| a" in variants("a | b | c", separator="|", count=200)
+    assert "c | b | a" in variants("a|b|c", separator=" | ", count=200)
+    assert "c b a" in variants("a b c", separator=" ", count=200)
+
+
+def test_the_variants_of_a_caption_never_change():
+    assert variants("sks, red, round, small", count=5, keep=1) == (
+        "sks, red, round, small",
+        "sks, round, small, red",
+        "sks, round, red, small",
+    )

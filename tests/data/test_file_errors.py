@@ -1,0 +1,102 @@
+"""A machine that fails makes no bad item: its run would train on less than it was given."""
+
+import errno
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from clip_makers import write_clip
+from PIL import Image, ImageFile
+
+from diffsynth_lite.data.encoding import Share, find_undecodable
+from diffsynth_lite.data.file_memory import FileMemory
+from diffsynth_lite.data.images import check_image, load_image
+from diffsynth_lite.data.media_index import MediaIndex
+from diffsynth_lite.data.video import check_video, read_frames
+from diffsynth_lite.errors import UserError
+
+
+@contextmanager
+def no_file_can_be_opened() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture
+def clip(tmp_path: Path) -> Path:
+    return write_clip(tmp_path / "clip.mp4")
+
+
+def test_too_many_open_files_are_no_fault_of_a_picture_or_clip(write_image, tmp_path, clip):
+    picture = write_image("a.png")
+    load_image(picture, background="white")  # what is imported when it is first needed, now is
+    check_video(clip)
+    with FileMemory(tmp_path / "index.sqlite") as memory:
+        index = MediaIndex(memory)
+        for read in (
+            lambda: check_image(picture),
+            lambda: load_image(picture, background="white"),
+            lambda: index.facts(picture),
+            lambda: index.content(picture),
+            lambda: check_video(clip),
+            lambda: read_frames(clip, [0.0]),
+            lambda: index.facts(clip),
+        ):
+            with no_file_can_be_opened(), pytest.raises(OSError, match="Too many open files") as caught:
+                read()
+            assert caught.value.errno == errno.EMFILE
+            read()  # and nothing else was wrong
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        MemoryError(),
+        OSError(errno.EIO, "Input/output error"),
+        OSError(ImageFile.ERRORS[-9] + " when reading"),
+    ],
+)
+def test_a_failure_while_pixels_are_decoded_is_passed_on_with_the_name_of_the_file(
+    write_image, monkeypatch, failure
+):
+    def fail(*_):
+        raise failure
+
+    picture = write_image("a.png")
+    monkeypatch.setattr(Image.Image, "convert", fail)
+    with pytest.raises((MemoryError, OSError)) as caught:
+        load_image(picture, background="white")
+    assert str(picture) in " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert isinstance(caught.value, MemoryError) == (failure.args[:1] != (errno.EIO,))
+
+
+def test_what_is_not_there_and_what_is_cut_off_are_bad_items(write_image, tmp_path):
+    cut_off = write_image("a.png", size=(64, 64))
+    cut_off.write_bytes(cut_off.read_bytes()[:-30])
+    with FileMemory(tmp_path / "index.sqlite") as memory:
+        for read in (
+            lambda: load_image(cut_off, background="white"),
+            lambda: load_image(tmp_path / "gone.png", background="white"),
+            lambda: load_image(tmp_path, background="white"),
+            lambda: MediaIndex(memory).facts(tmp_path / "gone.png"),
+            lambda: check_video(tmp_path / "gone.mp4"),
+        ):
+            with pytest.raises(UserError):
+                read()
+
+
+def test_an_error_of_the_machine_ends_the_search_for_bad_items(tmp_path):
+    class Planned:
+        has_media = True
+
+        def load(self):
+            raise MemoryError
+
+    with FileMemory(tmp_path / "index.sqlite") as memory, pytest.raises(MemoryError):
+        find_undecodable({"0" * 64: Planned()}, memory=memory, share=Share())

@@ -1,0 +1,116 @@
+import logging
+import multiprocessing
+import os
+import sqlite3
+
+import pytest
+
+from diffsynth_lite.data.file_memory import FileMemory, FileState
+
+STATE = FileState(5, 7)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "cache" / "index.sqlite"
+
+
+def test_what_is_remembered_is_recalled_for_the_same_state_alone(path):
+    with FileMemory(path) as memory:
+        memory.remember("a", STATE, "value")
+        assert memory.recall("a", STATE) == "value"
+        assert memory.recall("a", FileState(6, 7)) is None
+    with FileMemory(path) as memory:
+        assert memory.recall("a", STATE) == "value"
+        assert memory.recall("a", FileState(5, 8)) is None
+        assert memory.recall("b", STATE) is None
+        memory.remember("a", FileState(5, 8), "new")
+        memory.flush()
+        assert memory.recall("a", FileState(5, 8)) == "new"
+
+
+def test_the_state_of_a_file_changes_with_its_size_and_its_time(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(b"12")
+    os.utime(file, ns=(0, 1))
+    assert FileState.of(file) == FileState(2, 1)
+
+
+@pytest.mark.parametrize("content", [b"", b"no database at all" * 100])
+def test_a_file_that_is_no_index_is_replaced(path, content):
+    path.parent.mkdir()
+    path.write_bytes(content)
+    with FileMemory(path) as memory:
+        memory.remember("a", STATE, "value")
+    with FileMemory(path) as memory:
+        assert memory.recall("a", STATE) == "value"
+
+
+def test_an_index_of_another_layout_is_replaced(path):
+    path.parent.mkdir()
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE memory (other TEXT)")
+    connection.commit()
+    connection.close()
+    with FileMemory(path) as memory:
+        memory.remember("a", STATE, "value")
+    with FileMemory(path) as memory:
+        assert memory.recall("a", STATE) == "value"
+
+
+def test_no_damage_of_the_index_is_an_error_or_gives_a_wrong_value(path):
+    names = [f"name {number}" for number in range(200)]
+    with FileMemory(path) as memory:
+        for name in names:
+            memory.remember(name, STATE, f"value of {name}")
+    content = path.read_bytes()
+    num_known = []
+    for place in range(0, len(content), 511):
+        path.write_bytes(
+            content[:place] + bytes(byte ^ 0xFF for byte in content[place : place + 9]) + content[place + 9 :]
+        )
+        with FileMemory(path) as memory:
+            recalled = [memory.recall(name, STATE) for name in names]
+        assert all(value in (None, f"value of {name}") for name, value in zip(names, recalled, strict=True))
+        num_known.append(sum(value is not None for value in recalled))
+    assert min(num_known) < 200
+    for length in range(0, len(content), 2999):
+        path.write_bytes(content[:length])
+        with FileMemory(path) as memory:
+            memory.remember("a", STATE, "value")
+            memory.flush()
+            assert memory.recall("a", STATE) == "value"
+
+
+def test_where_no_index_can_be_kept_the_work_goes_on_without(tmp_path, caplog):
+    (tmp_path / "file").write_bytes(b"")
+    with caplog.at_level(logging.WARNING), FileMemory(tmp_path / "file" / "index.sqlite") as memory:
+        memory.remember("a", STATE, "value")
+        assert memory.recall("a", STATE) == "value"
+    assert "files are read again" in caplog.text
+
+
+def _remember_many(path, start):
+    with FileMemory(path) as memory:
+        for number in range(start, start + 300):
+            memory.remember(f"name {number}", STATE, str(number))
+            if number % 10 == 0:
+                memory.flush()
+
+
+def test_processes_that_write_at_once_lose_nothing(path):
+    context = multiprocessing.get_context("spawn")
+    other = context.Process(target=_remember_many, args=(path, 0))
+    other.start()
+    _remember_many(path, 300)
+    other.join()
+    assert other.exitcode == 0
+    with FileMemory(path) as memory:
+        assert [memory.recall(f"name {number}", STATE) for number in range(600)] == list(map(str, range(600)))
+
+
+def test_a_file_that_is_written_in_the_meantime_is_not_the_one_that_was_seen(path):
+    with FileMemory(path) as memory:
+        memory.remember("a", STATE, "value")
+        memory.remember("a", FileState(1, 1), "later")
+        assert memory.recall("a", STATE) is None

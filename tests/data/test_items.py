@@ -1,0 +1,95 @@
+"""The item table gives back what it was built from, and is small."""
+
+import dataclasses
+import multiprocessing.reduction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diffsynth_lite.data.buckets import Bucket
+from diffsynth_lite.data.items import ItemRow, ItemTable
+
+BUCKETS = (Bucket(width=32, height=16), Bucket(width=832, height=480, num_frames=81))
+keys = st.binary(min_size=32, max_size=32).map(bytes.hex)
+rows = st.builds(
+    ItemRow,
+    name=st.text(st.characters(codec="utf-8"), max_size=12),
+    bucket=st.integers(0, 1),
+    source=st.integers(0, 65535),
+    media_key=keys,
+    caption_keys=st.lists(keys, min_size=1, max_size=3).map(tuple),
+)
+
+
+def row(**changes):
+    values = {"name": "a.png", "bucket": 0, "source": 0, "media_key": "0" * 64, "caption_keys": ("1" * 64,)}
+    return ItemRow(**(values | changes))
+
+
+@given(given_rows=st.lists(rows, max_size=6))
+def test_rows_come_back_as_they_were_also_from_another_process(given_rows):
+    table = ItemTable.build(iter(given_rows), BUCKETS)
+    sent = multiprocessing.reduction.ForkingPickler.loads(
+        multiprocessing.reduction.ForkingPickler.dumps(table)
+    )
+    for one in (table, sent):
+        assert [one.row(index) for index in range(len(one))] == given_rows
+        assert one.buckets == BUCKETS
+        assert one.fingerprint() == table.fingerprint()
+
+
+@pytest.mark.parametrize("index", [-1, 1])
+def test_an_index_out_of_range_is_refused(index):
+    with pytest.raises(IndexError, match=f"item {index} of 1"):
+        ItemTable.build([row()], BUCKETS).row(index)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "b.png"},
+        {"bucket": 1},
+        {"source": 1},
+        {"media_key": "2" * 64},
+        {"caption_keys": ("2" * 64,)},
+        {"caption_keys": ("1" * 64, "1" * 64)},
+    ],
+)
+def test_the_fingerprint_changes_with_every_column_and_with_the_order(change):
+    first, second = row(), row(**change)
+    fingerprints = {
+        ItemTable.build(items, BUCKETS).fingerprint()
+        for items in ([first, first], [first, second], [second, first])
+    }
+    assert len(fingerprints) == 3
+
+
+def test_the_fingerprint_changes_with_the_buckets_and_is_pinned():
+    table = ItemTable.build([row()], BUCKETS)
+    assert table.fingerprint() == "dde6e1e23ca9beb1981622ae1096ca2c"
+    assert dataclasses.replace(table, buckets=BUCKETS[::-1]).fingerprint() != table.fingerprint()
+    edits = [
+        dataclasses.replace(BUCKETS[0], inputs=inputs)
+        for inputs in ((), ((64, 32),), ((32, 64),), ((64, 32), (64, 32)))
+    ]
+    tables = [dataclasses.replace(table, buckets=(bucket, BUCKETS[1])) for bucket in edits]
+    assert tables[0].fingerprint() == table.fingerprint()
+    assert len({one.fingerprint() for one in tables}) == 4
+
+
+def test_an_item_takes_some_hundred_bytes():
+    table = ItemTable.build((row(name=f"folder/{index:012}.png") for index in range(1000)), BUCKETS)
+    assert table.num_bytes <= 130 * 1000
+    assert table.bucket_index.dtype == np.uint16
+
+
+def test_the_unconditional_entry_is_kept_apart_from_the_captions():
+    given = row(caption_keys=("1" * 64, "2" * 64), unconditional_key="3" * 64)
+    table = ItemTable.build([given, row(unconditional_key="4" * 64)], BUCKETS)
+    assert table.row(0) == given
+    assert table.row(1).unconditional_key == "4" * 64
+    two_captions = row(caption_keys=("1" * 64, "2" * 64, "3" * 64))
+    one_more = row(caption_keys=("1" * 64, "4" * 64))
+    assert table.fingerprint() != ItemTable.build([two_captions, one_more], BUCKETS).fingerprint()

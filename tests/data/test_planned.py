@@ -1,0 +1,53 @@
+import dataclasses
+
+import pytest
+import torch
+from PIL import Image
+
+from diffsynth_lite.data.cache import TensorCache
+from diffsynth_lite.data.planned import PlannedItem, PlannedPrompt, latents_mask
+from diffsynth_lite.media import Media
+
+
+def key(prompt, encoder="encoder"):
+    return prompt.key(TensorCache(None), encoder)
+
+
+def test_each_input_of_a_prompt_key_changes_it(tmp_path):
+    prompt = PlannedPrompt(text="a", images=(tmp_path / "a.png",), content=("c",))
+    changes = ({"text": "b"}, {"content": ("d",)}, {"background": "black"}, {"images": (), "content": ()})
+    keys = {key(prompt), key(prompt, "other")}
+    keys |= {key(dataclasses.replace(prompt, **change)) for change in changes}
+    assert len(keys) == 6
+    assert key(dataclasses.replace(prompt, images=(tmp_path / "moved.png",))) == key(prompt)
+
+
+def test_a_prompt_is_loaded_with_its_pictures(write_image):
+    path = write_image("a.png", size=(32, 16))
+    prompt = PlannedPrompt(text="a", images=(path,), content=("c",)).load()
+    assert (prompt.text, [image.size for image in prompt.images]) == ("a", [(32, 16)])
+
+
+@pytest.mark.parametrize(("shape", "expected"), [((16, 1, 2), (1, 1, 2)), ((16, 5, 1, 2), (1, 1, 1, 2))])
+def test_the_mask_of_latents_is_the_covered_part_of_their_area(shape, expected):
+    mask = Image.new("L", (8, 4), 0)
+    mask.paste(255, (0, 0, 3, 4))
+    averaged = latents_mask(mask, shape)
+    assert tuple(averaged.shape) == expected
+    assert averaged.flatten().tolist() == [0.75, 0.0]
+
+
+def test_where_the_encoder_has_a_mask_too_only_what_both_count_is_counted():
+    frames = torch.tensor([0.0, 1.0, 1.0]).view(1, 3, 1, 1).expand(1, 3, 1, 2)
+    mask = Image.new("L", (8, 4), 0)
+    mask.paste(255, (0, 0, 4, 4))
+    picture = Image.new("RGB", (8, 4))
+    media = Media(frames=(picture,) * 3, mask=mask)
+    item = PlannedItem(**dict.fromkeys(field.name for field in dataclasses.fields(PlannedItem)))
+    latents = torch.zeros(16, 3, 1, 2)
+    alone, both = (
+        item.complete({"latents": latents, **masks}, media)["loss_mask"]
+        for masks in ({}, {"loss_mask": frames})
+    )
+    assert alone.tolist() == [[[[1.0, 0.0]]]]
+    assert both.tolist() == [[[[0.0, 0.0]], [[1.0, 0.0]], [[1.0, 0.0]]]]

@@ -1,0 +1,239 @@
+"""LTX-Video against diffusers' own transformer, autoencoder and pipelines."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKLLTXVideo,
+    FlowMatchEulerDiscreteScheduler,
+    LTXConditionPipeline,
+    LTXImageToVideoPipeline,
+)
+from diffusers import LTXVideoTransformer3DModel as Transformer
+from diffusers.pipelines.ltx.pipeline_ltx import LTXPipeline, calculate_shift
+from family_sample import CPU, PROMPTS, Sample, build_media, build_sample, picture
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.pipelines import PipelineFolder
+from diffsynth_lite.pipelines.ltx_video import LTXVideo, model_fn_ltx_video, tiny
+
+FLAGS = [(False, False), (True, False), (False, True), (True, True)]
+SIGMA = torch.tensor([0.1, 0.5, 0.9])
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
+    return build_sample("ltx_video", tmp_path_factory.mktemp("ltx_video"))
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> LTXPipeline:
+    return tiny()
+
+
+def gradients(transformer: Transformer, velocity: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    transformer.zero_grad()
+    velocity.square().mean().backward()
+    return {name: parameter.grad for name, parameter in transformer.named_parameters()}
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_model_fn_equals_the_transformers_own_forward(
+    flags: tuple[bool, bool], per_token: bool, masked: bool
+) -> None:
+    transformer = tiny().transformer
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(2, 128, 3, 2, 4, generator=generator)
+    embeds = torch.randn(2, 7, 32, generator=generator)
+    mask = (torch.arange(7) < torch.tensor([[7], [4]])).long() if masked else None
+    timestep = torch.tensor([200.0, 700.0])
+    if per_token:
+        timestep = timestep[:, None] * torch.rand(2, 3 * 2 * 4, generator=generator)
+
+    reference = transformer(
+        hidden_states=latents.flatten(2).transpose(1, 2),
+        encoder_hidden_states=embeds,
+        timestep=timestep,
+        encoder_attention_mask=mask,
+        num_frames=3,
+        height=2,
+        width=4,
+        rope_interpolation_scale=(8 / 25, 32, 32),
+        return_dict=False,
+    )[0]
+    reference = reference.transpose(1, 2).unflatten(2, (3, 2, 4))
+    expected = gradients(transformer, reference)
+    velocity = model_fn_ltx_video(
+        transformer,
+        latents,
+        timestep,
+        embeds,
+        mask,
+        frame_rate=torch.tensor([25.0, 25.0]),
+        use_gradient_checkpointing=flags[0],
+        use_gradient_checkpointing_offload=flags[1],
+    )
+    assert torch.equal(velocity, reference)
+    for name, gradient in gradients(transformer, velocity).items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+def test_each_clip_has_positions_by_its_own_frame_rate(sample: Sample) -> None:
+    def velocity(*rates: float) -> torch.Tensor:
+        conditioning = [
+            given | {"frame_rate": torch.tensor(rate)}
+            for given, rate in zip(sample.conditioning, rates, strict=True)
+        ]
+        with torch.no_grad():
+            return sample.family.predict_velocity(transformer, sample.latents, SIGMA, conditioning)
+
+    transformer = sample.family.load_transformer(torch.float32)
+    slow, fast, mixed = velocity(12, 12, 12), velocity(50, 50, 50), velocity(12, 50, 12)
+    assert torch.equal(mixed[1], fast[1])
+    assert torch.equal(mixed[[0, 2]], slow[[0, 2]])
+    assert not torch.equal(slow[1], fast[1])
+
+
+def test_the_frame_rate_of_a_clip_is_kept_with_its_latents(sample: Sample) -> None:
+    clip = dataclasses.replace(sample.media[0], fps=12.5)
+    (tensors,) = sample.family.load_media_encoder(torch.float32, CPU)([clip])
+    assert tensors["frame_rate"].item() == 12.5
+    assert [given["frame_rate"].item() for given in sample.conditioning] == [25.0] * 3
+
+
+def test_prompts_are_encoded_as_by_the_pipeline(pipeline: LTXPipeline, sample: Sample) -> None:
+    texts = [*PROMPTS, "", "circle " * 60]
+    family = sample.family
+    encoded = family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=text) for text in texts])
+    with torch.no_grad():
+        embeds, mask, _, _ = pipeline.encode_prompt(texts, do_classifier_free_guidance=False, device=CPU)
+    lengths = mask.sum(1).tolist()
+    assert [len(tensors["prompt_embeds"]) for tensors in encoded] == lengths
+    assert lengths[-1] == family.max_prompt_tokens == 128 < family.prompt_lengths(texts)[-1]
+    assert lengths[:-1] == family.prompt_lengths(texts)[:-1]
+    for tensors, row, length in zip(encoded, embeds, lengths, strict=True):
+        assert torch.equal(tensors["prompt_embeds"], row[:length])
+
+
+def test_a_prompt_without_its_padding_counts_as_in_the_pipeline(
+    pipeline: LTXPipeline, sample: Sample
+) -> None:
+    with torch.no_grad():
+        embeds, mask, _, _ = pipeline.encode_prompt(
+            list(PROMPTS), do_classifier_free_guidance=False, device=CPU
+        )
+        rate = torch.full((3,), 25.0)
+        padded = model_fn_ltx_video(
+            pipeline.transformer, sample.latents, 1000 * SIGMA, embeds, mask, frame_rate=rate
+        )
+        ours = sample.family.predict_velocity(
+            pipeline.transformer, sample.latents, SIGMA, sample.conditioning
+        )
+        unmasked = model_fn_ltx_video(
+            pipeline.transformer, sample.latents, 1000 * SIGMA, embeds, None, frame_rate=rate
+        )
+    # Sums over matrices of another shape; the masked part adds exact zeros.
+    torch.testing.assert_close(ours, padded, rtol=1e-4, atol=1e-5)
+    assert (ours - unmasked).abs().max() > 1e-3
+
+
+def test_latents_are_normalised_as_the_pipeline_undoes_it(pipeline: LTXPipeline, sample: Sample) -> None:
+    vae = pipeline.vae
+    assert vae.latents_mean.std() > 0.1
+    for item, latents in zip(sample.media, sample.latents, strict=True):
+        with torch.no_grad():
+            pixels = pipeline.video_processor.preprocess_video(list(item.frames))
+            expected = vae.encode(pixels).latent_dist.mode()
+        undone = pipeline._denormalize_latents(latents[None], vae.latents_mean, vae.latents_std)
+        torch.testing.assert_close(undone, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_picture_is_a_clip_of_one_frame(sample: Sample) -> None:
+    item = Media(frames=sample.media[0].frames[:1])
+    (encoded,) = sample.family.load_media_encoder(torch.float32, CPU)([item])
+    assert encoded["latents"].shape == sample.family.latents_shape(128, 64, 1) == (128, 1, 2, 4)
+
+
+def test_the_shift_is_the_one_of_the_pipelines_sampler(pipeline: LTXPipeline, sample: Sample) -> None:
+    config = pipeline.scheduler.config
+    shape = (128, 11, 16, 24)
+    assert sample.family.num_tokens(shape) == 4224
+    mu = calculate_shift(
+        4224, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
+    )
+    assert sample.family.family_shift(shape) == pytest.approx(np.exp(mu))
+
+
+def test_a_distilled_release_has_a_fixed_shift(tmp_path: Path) -> None:
+    parts = tiny().components | {"scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0)}
+    LTXPipeline(**parts).save_pretrained(tmp_path)
+    assert LTXVideo(PipelineFolder(path=tmp_path)).family_shift((128, 11, 16, 24)) == 3.0
+
+
+def test_both_pipelines_are_trained_and_the_one_with_other_positions_is_refused(tmp_path: Path) -> None:
+    for pipeline_class in (LTXImageToVideoPipeline, LTXConditionPipeline):
+        folder = tmp_path / pipeline_class.__name__
+        pipeline_class(**tiny().components).save_pretrained(folder)
+        family = LTXVideo(PipelineFolder(path=folder))
+        if pipeline_class is LTXImageToVideoPipeline:
+            family.check_folder()
+            continue
+        with pytest.raises(UserError, match="holds a LTXConditionPipeline"):
+            family.check_folder()
+
+
+def test_an_autoencoder_that_denoises_while_it_decodes_is_told_how_much(
+    sample: Sample, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vae = AutoencoderKLLTXVideo(
+        block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_block_out_channels=(8, 16, 32),
+        decoder_layers_per_block=(1, 1, 1, 1),
+        decoder_spatio_temporal_scaling=(True, True, True),
+        decoder_inject_noise=(False, False, False, False),
+        upsample_residual=(True, True, True),
+        upsample_factor=(2, 2, 2),
+        timestep_conditioning=True,
+    )
+    LTXPipeline(**tiny().components | {"vae": vae}).save_pretrained(tmp_path)
+    family = LTXVideo(PipelineFolder(path=tmp_path))
+    told: list[float] = []
+    decode = AutoencoderKLLTXVideo.decode
+
+    def tell(vae: AutoencoderKLLTXVideo, latents: torch.Tensor, timestep: torch.Tensor, **kwargs: Any) -> Any:
+        told.append(timestep.item())
+        return decode(vae, latents, timestep, **kwargs)
+
+    monkeypatch.setattr(AutoencoderKLLTXVideo, "decode", tell)
+    request = sample.request(num_inference_steps=2, guidance_scale=1.0, seed=0)
+    requests = [request, dataclasses.replace(request, inputs=(picture(64, 64, 5),))]
+    family.sample(family.load_transformer(torch.float32), torch.float32, requests)
+    assert told == pytest.approx([0.05, 0.05])
+
+
+def test_a_preview_masks_the_shorter_one_of_its_prompts(sample: Sample) -> None:
+    transformer = sample.family.load_transformer(torch.float32)
+    calls: list[dict[str, Any]] = []
+    transformer.register_forward_pre_hook(
+        lambda _module, _args, kwargs: calls.append(kwargs), with_kwargs=True
+    )
+    request = sample.request(num_inference_steps=2, guidance_scale=2.0, seed=0)
+    sample.family.sample(transformer, torch.float32, [request])
+    lengths = [len(prompt["prompt_embeds"]) for prompt in (request.negative, request.conditioning)]
+    assert lengths[0] != lengths[1]
+    assert calls[0]["encoder_attention_mask"].sum(1).tolist() == lengths
+
+
+def test_the_facts_of_the_family(sample: Sample) -> None:
+    family = sample.family
+    assert (family.size_divisor, family.frame_step, family.default_fps) == (32, 8, 25)
+    assert family.default_num_frames % 8 == 1
+    assert len(build_media(family)[0].frames) == 17

@@ -1,0 +1,146 @@
+"""Clips of LTX-Video that start from a picture, against diffusers' own image-to-video pipeline."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from family_sample import CPU, Sample, build_sample, picture
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.training.objective import FlowMatching
+
+SIGMA = torch.tensor([0.1, 0.5, 0.9])
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
+    return build_sample("ltx_video", tmp_path_factory.mktemp("ltx_video"))
+
+
+@pytest.fixture(scope="module")
+def started(sample: Sample) -> Sample:
+    """The same clips, of which the last two start from a picture."""
+    media = [sample.media[0]] + [
+        dataclasses.replace(item, first_frame=picture(128, 64, 40 + place))
+        for place, item in enumerate(sample.media[1:])
+    ]
+    encoded = sample.family.load_media_encoder(torch.float32, CPU)(media)
+    assert torch.equal(torch.stack([tensors.pop("latents") for tensors in encoded]), sample.latents)
+    masks = [tensors.pop("loss_mask", None) for tensors in encoded]
+    assert masks[0] is None
+    assert all(torch.equal(mask, masks[1]) for mask in masks[1:])
+    conditioning = [old | new for old, new in zip(sample.conditioning, encoded, strict=True)]
+    return dataclasses.replace(sample, media=media, conditioning=conditioning)
+
+
+def test_the_latents_of_a_first_frame_are_those_of_the_clips_own(sample: Sample) -> None:
+    clip = dataclasses.replace(sample.media[0], first_frame=sample.media[0].frames[0])
+    (encoded,) = sample.family.load_media_encoder(torch.float32, CPU)([clip])
+    # The autoencoder is causal: a first frame knows nothing of those behind it.
+    torch.testing.assert_close(
+        encoded["first_frame_latents"], encoded["latents"][:, :1], rtol=1e-4, atol=1e-5
+    )
+    assert encoded["loss_mask"].shape == (1, 3, 2, 4)
+    assert encoded["loss_mask"].mean((0, 2, 3)).tolist() == [0, 1, 1]
+
+
+def test_the_model_sees_a_first_frame_as_in_the_image_to_video_pipeline(
+    started: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = started.family
+    transformer, scheduler = family.load_transformer(torch.float32), family.load_scheduler()
+    monkeypatch.setattr(family, "load_scheduler", lambda: scheduler)
+    calls: list[dict[str, Any]] = []
+    transformer.register_forward_pre_hook(
+        lambda _module, _args, kwargs: calls.append(kwargs), with_kwargs=True
+    )
+    request = started.request(num_inference_steps=2, guidance_scale=1.0, seed=0)
+    request = dataclasses.replace(request, inputs=(started.media[1].first_frame,))
+    family.sample(transformer, torch.float32, [request])
+    sigma = scheduler.sigmas[1].float()
+    with torch.no_grad():
+        family.predict_velocity(transformer, started.latents[1:2], sigma[None], started.conditioning[1:2])
+    first, second, ours = calls
+    assert ours["timestep"].tolist() == [[0.0] * 8 + [(sigma * 1000).item()] * 16]
+    torch.testing.assert_close(second["timestep"], ours["timestep"], rtol=1e-6, atol=0)
+    assert torch.equal(first["hidden_states"][:, :8], second["hidden_states"][:, :8])
+    # The pipeline draws from what the autoencoder says of the picture, and we take the mode.
+    held = ours["hidden_states"][:, :8]
+    assert torch.equal(held[0], started.conditioning[1]["first_frame_latents"].flatten(1).T)
+    assert torch.nn.functional.cosine_similarity(first["hidden_states"][:, :8], held, dim=-1).min() > 0
+    scales = [[float(scale) for scale in call["rope_interpolation_scale"]] for call in (second, ours)]
+    assert scales[0] == pytest.approx(scales[1])
+    assert scales[0][1:] == scales[1][1:] == [32, 32]
+
+
+def test_noise_on_a_first_frame_reaches_neither_the_model_nor_the_loss(started: Sample) -> None:
+    transformer = started.family.load_transformer(torch.float32)
+    objective = FlowMatching(
+        family=started.family,
+        noise_levels=None,
+        weighting="none",
+        device=CPU,
+        use_gradient_checkpointing=False,
+        use_gradient_checkpointing_offload=False,
+    )
+    loss_mask = torch.ones(3, 1, 3, 2, 4)
+    loss_mask[1:, :, 0] = 0
+    noise = torch.randn(started.latents.shape, generator=torch.Generator().manual_seed(0))
+    other = noise.clone()
+    other[:, :, 0] += 1
+    with torch.no_grad():
+        errors, other_errors = (
+            objective.velocity_errors(
+                transformer, started.latents, drawn, SIGMA, started.conditioning, loss_mask
+            )
+            for drawn in (noise, other)
+        )
+    assert torch.equal(errors[1:], other_errors[1:])
+    assert errors[0] != other_errors[0]
+
+
+def test_clips_with_and_without_a_first_frame_share_a_batch(started: Sample) -> None:
+    given = started.latents.clone()
+    transformer = started.family.load_transformer(torch.float32)
+    with torch.no_grad():
+        together = started.family.predict_velocity(transformer, started.latents, SIGMA, started.conditioning)
+        alone = [
+            started.family.predict_velocity(
+                transformer, started.latents[place, None], SIGMA[place, None], [started.conditioning[place]]
+            )
+            for place in range(3)
+        ]
+    # One timestep a sample alone, and one a token together: the same products in other shapes.
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
+    assert torch.equal(started.latents, given)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"last_frame": picture(128, 64, 9)}, "ends it with none"),
+        ({"first_frame": picture(128, 64, 9), "frames": (picture(128, 64, 9),)}, "clip of 1 frame"),
+    ],
+)
+def test_what_cannot_be_learned_is_refused(sample: Sample, change: dict[str, Any], message: str) -> None:
+    encode = sample.family.load_media_encoder(torch.float32, CPU)
+    with pytest.raises(UserError, match=message):
+        encode([dataclasses.replace(sample.media[0], **change)])
+
+
+def test_a_preview_from_a_picture_has_its_size_and_follows_it(sample: Sample) -> None:
+    transformer = sample.family.load_transformer(torch.float32)
+    request = sample.request(num_inference_steps=2, guidance_scale=2.0, seed=5)
+    requests = [dataclasses.replace(request, inputs=(picture(150, 150, quality),)) for quality in (5, 5, 60)]
+    first, again, other = sample.family.sample(transformer, torch.float32, requests)
+    assert [frame.size for frame in first] == [(128, 64)] * 17
+    assert [frame.tobytes() for frame in first] == [frame.tobytes() for frame in again]
+    assert first[0].tobytes() != other[0].tobytes()
+
+
+def test_previews_in_bf16_may_start_from_pictures(sample: Sample) -> None:
+    transformer = sample.family.load_transformer(torch.bfloat16)
+    request = sample.request(num_inference_steps=2, guidance_scale=1.0, seed=5)
+    request = dataclasses.replace(request, inputs=(picture(150, 150, 5),))
+    assert [len(frames) for frames in sample.family.sample(transformer, torch.float32, [request])] == [17]

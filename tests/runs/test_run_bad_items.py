@@ -1,0 +1,85 @@
+"""Whole runs on data of which not all can be used by all processes, and that move."""
+
+import gc
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import TinyRun, start
+
+from diffsynth_lite.data import Record
+from diffsynth_lite.training import run
+
+HALF_BLIND = (
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
+    str(Path(__file__).with_name("half_blind_train.py")),
+)
+
+
+def quarantined(tiny_run: TinyRun) -> list[str]:
+    rows = (tiny_run.folder / "quarantine.jsonl").read_text().splitlines()
+    return [json.loads(row)["item"] for row in rows]
+
+
+def test_what_one_process_cannot_read_is_bad_for_all_and_headers_are_read_by_the_main_one(
+    tiny_run: TinyRun,
+) -> None:
+    notes = tiny_run.root / "notes"
+    settings = (str(notes), "train.micro_batch_size=1", "train.steps=2", "validation.prompts=[]")
+
+    process = start(tiny_run, command=(*HALF_BLIND, *settings))
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert "1 of 5 items cannot be used: 2.png" in errors
+    assert "Traceback" not in errors.partition("torch/distributed")[0]
+    assert quarantined(tiny_run) == ["2.png"]
+    assert sorted(notes.read_text().splitlines()) == [f"0 {place}.png" for place in range(5)]
+
+    (tiny_run.folder / "quarantine.jsonl").unlink()
+    skip = ("data.on_bad_item=skip", "data.max_bad_ratio=0.5")
+    process = start(tiny_run, command=(*HALF_BLIND, *settings, *skip))
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert quarantined(tiny_run) == ["2.png"]
+    assert "4 items" in (tiny_run.folder / "contract.json").read_text()
+
+
+def test_a_run_goes_on_when_the_folders_of_its_sources_have_moved(tiny_run: TinyRun) -> None:
+    data, other = tiny_run.root / "data", tiny_run.root / "other"
+    other.mkdir()
+    for name in ("3.png", "3.txt", "4.png", "4.txt"):
+        (data / name).rename(other / name)
+
+    def sources(*folders: Path) -> tuple[str, ...]:
+        listed = ", ".join(f"{{path: {folder}}}" for folder in folders)
+        return f"data.sources=[{listed}]", "data.path=null", "validation.prompts=[]"
+
+    assert tiny_run.train(*sources(data, other), "train.steps=2") == 0
+    data, other = data.rename(tiny_run.root / "moved"), other.rename(tiny_run.root / "renamed")
+    assert tiny_run.train(*sources(data, other), "train.steps=3") == 0
+    assert tiny_run.status()["step"] == 3
+    assert tiny_run.train(*sources(other, data), "train.steps=4") == 2  # their order is that of the samples
+
+
+def test_records_are_not_kept_while_the_run_trains(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_alive: list[int] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        original = getattr(run, name)
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            gc.collect()
+            num_alive.append(sum(type(each) is Record for each in gc.get_objects()))
+            return original(*args, **kwargs)
+
+        return count
+
+    for name in ("encode_run", "run_loop"):
+        monkeypatch.setattr(run, name, counted(name))
+    assert tiny_run.train("train.steps=1", "validation.prompts=[]") == 0
+    assert num_alive == [5, 0]

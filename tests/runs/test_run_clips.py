@@ -1,0 +1,112 @@
+"""Whole runs on clips of several lengths and shapes, with a tiny pipeline that makes clips."""
+
+import json
+import shutil
+from pathlib import Path
+
+import av
+import pytest
+from PIL import Image
+from tiny_run import TinyRun, checkpoint_tensors, differing, garble_media, tiny_picture, write_config
+
+from diffsynth_lite.data.video_writing import write_video
+from diffsynth_lite.pipelines.wan import tiny
+
+CLIPS = {  # name: width, height, frames, frames per second
+    "long": (48, 32, 14, 16),
+    "also long": (48, 32, 9, 16),
+    "short": (48, 32, 6, 16),
+    "also short": (48, 32, 8, 16),
+    "fast": (48, 32, 20, 32),
+    "upright": (32, 48, 12, 16),
+    "also upright": (32, 48, 9, 16),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny_wan")
+    tiny().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def clip_run(tmp_path: Path, tiny_wan: Path) -> TinyRun:
+    data = tmp_path / "clips"
+    for place, (name, (width, height, num_frames, fps)) in enumerate(CLIPS.items()):
+        frames = [tiny_picture(width, height, 5 + place + frame) for frame in range(num_frames)]
+        write_video(data / f"{name}.mp4", frames, fps=fps)
+        (data / f"{name}.txt").write_text("a red circle" + " that moves" * (place % 2))
+    return TinyRun(
+        root=tmp_path,
+        config=write_config(tmp_path, tiny_wan, data),
+        settings=(
+            *("model.family=wan", "data.width=null", "data.height=null", "data.resolutions=[40]"),
+            *("data.frame_counts=[5, 9]", "data.fps=16", "train.steps=4"),
+            *("validation.width=32", "validation.height=32", "train.use_gradient_checkpointing_offload=true"),
+        ),
+    )
+
+
+def test_a_run_on_clips_parks_their_blocks_and_shows_previews_that_play(clip_run: TinyRun) -> None:
+    assert clip_run.train() == 0
+    report = next(row for row in clip_run.metrics() if "blocks_recomputed" in row)
+    assert report["blocks_recomputed"] == 2 * 2  # two blocks, two micro-batches
+    assert report["bytes_parked"] > 0
+    previews = clip_run.folder / "previews"
+    clips = sorted(previews.glob("*.mp4"))
+    assert [path.name[:23] for path in clips] == [
+        f"step-{step:08d}-prompt-{place:02d}" for step in (0, 4) for place in (0, 1)
+    ]
+    for path in clips:
+        with av.open(str(path)) as clip:
+            sizes = [(frame.width, frame.height) for frame in clip.decode(video=0)]
+        assert sizes == [(32, 32)] * 9
+        with Image.open(path.with_suffix(".png")) as strip:
+            strip.load()
+            assert strip.width > 2 * strip.height
+    with Image.open(previews / "grid.png") as grid:
+        grid.load()
+
+
+def test_a_resumed_run_on_clips_is_the_same_run_bit_for_bit(clip_run: TinyRun) -> None:
+    whole, parts = clip_run.root / "whole", clip_run.root / "parts"
+    settings = ("data.clip=uniform", "data.clips_per_video=2", "data.crop=random", "data.caption_dropout=0.3")
+    assert clip_run.train(f"output.dir={whole}", *settings) == 0
+    assert clip_run.train(f"output.dir={parts}", *settings, "train.steps=2") == 0
+    assert clip_run.train(f"output.dir={parts}", *settings, "--no-use_gradient_checkpointing_offload") == 0
+    assert differing(checkpoint_tensors(whole, 4), checkpoint_tensors(parts, 4)) == []
+
+
+def test_clips_and_pictures_are_learned_together(clip_run: TinyRun) -> None:
+    for place in range(2):
+        tiny_picture(48, 32, 30 + place).save(clip_run.root / "clips" / f"{place}.png")
+        (clip_run.root / "clips" / f"{place}.txt").write_text("a blue square")
+    assert clip_run.train("validation.prompts=[]", "train.steps=6") == 0
+    losses = [row["loss"] for row in clip_run.metrics() if "loss" in row]
+    assert len(losses) == 6
+    assert json.loads((clip_run.folder / "contract.json").read_text())["data.items"].startswith("9 items")
+
+
+def test_a_second_start_on_cached_clips_reads_none_of_them(clip_run: TinyRun) -> None:
+    short = ("train.steps=2", "validation.prompts=[]")
+    assert clip_run.train(*short) == 0
+    garble_media(clip_run.root / "clips")
+    again = clip_run.root / "again"
+    assert clip_run.train(*short, f"output.dir={again}") == 0
+    assert differing(checkpoint_tensors(clip_run.folder, 2), checkpoint_tensors(again, 2)) == []
+
+
+def test_a_damaged_clip_is_left_out_and_listed_when_asked_to(
+    clip_run: TinyRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = clip_run.root / "clips" / "short.mp4"
+    damaged.write_bytes(damaged.read_bytes()[:-300])
+    assert clip_run.train("train.steps=2", "validation.prompts=[]") == 2
+    assert "short.mp4" in caplog.text
+    held_out = shutil.copytree(clip_run.root / "clips", clip_run.root / "held_out")
+    skip = ("data.on_bad_item=skip", "data.max_bad_ratio=0.5", f"validation.data={held_out}")
+    assert clip_run.train("train.steps=2", "validation.prompts=[]", *skip) == 0
+    rows = [json.loads(line) for line in (clip_run.folder / "quarantine.jsonl").read_text().splitlines()]
+    assert {row["item"] for row in rows} == {"short.mp4"}
+    assert [row["step"] for row in clip_run.metrics() if "validation_loss" in row] == [0, 2]

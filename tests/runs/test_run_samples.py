@@ -1,0 +1,96 @@
+"""What a run trains on at each step: the same samples whatever the number of workers and processes."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from recorded_train import read_records, recorded_take
+from tiny_run import REPOSITORY, TinyRun, tiny_picture
+
+from diffsynth_lite.training.optimizer_step import OptimizerStep
+
+LOG_LINE = re.compile(r"\d\d:\d\d:\d\d ")
+SCRIPT = str(Path(__file__).with_name("recorded_train.py"))
+ONE = (sys.executable, SCRIPT)
+TWO = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", SCRIPT)
+SIZES = ((80, 48), (96, 48), (48, 80), (64, 64), (50, 96))
+
+
+@pytest.fixture
+def mixed_run(tiny_run: TinyRun) -> TinyRun:
+    """Pictures of many shapes in three sources, one of them with masks."""
+    roots = [tiny_run.root / name for name in ("photos", "drawings", "masked")]
+    for number, root in enumerate(roots):
+        root.mkdir()
+        for place, size in enumerate(SIZES[: 5 - number]):
+            tiny_picture(*size, 5 + 10 * number + place).save(root / f"{place}.png")
+            (root / f"{place}.txt").write_text("a red circle, large, on white, alone"[: 12 + 9 * place])
+    (tiny_run.root / "masks").mkdir()
+    for place, size in enumerate(SIZES[:3]):
+        Image.radial_gradient("L").resize(size).save(tiny_run.root / "masks" / f"{place}.png")
+    photos, drawings, masked = roots
+    sources = (
+        f"{{path: {photos}, repeats: 2, trigger: ohwx}}",
+        f"{{path: {drawings}, weight: 0.5}}",
+        f"{{path: {masked}, mask_dir: {tiny_run.root / 'masks'}}}",
+    )
+    return TinyRun(
+        root=tiny_run.root,
+        config=tiny_run.config,
+        settings=(
+            *(
+                "data.path=null",
+                f"data.sources=[{', '.join(sources)}]",
+                "data.width=null",
+                "data.height=null",
+            ),
+            *("data.resolutions=[32, 48]", "data.crop=random", "data.crops_per_item=2"),
+            *("data.tag_shuffles=2", "data.keep_tags=1", "data.caption_dropout=0.3"),
+            *("lora.dropout=0", "train.steps=10", "train.micro_batch_size=2", "validation.prompts=[]"),
+            *("validation.loss_items=0", "output.checkpoint_every_steps=10"),
+        ),
+    )
+
+
+def samples(run: TinyRun, name: str, *settings: str) -> list[dict[str, Any]]:
+    """All samples of a run in this process."""
+    folder = run.root / "records" / name
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(OptimizerStep, "take", recorded_take(folder))
+        assert run.train(*settings, f"output.dir={run.root / name}") == 0
+    return read_records(folder)
+
+
+def samples_of_process(
+    run: TinyRun, name: str, command: tuple[str, ...], *settings: str
+) -> list[dict[str, Any]]:
+    """All samples of a run in processes of its own, which must end without a word that is not of the log."""
+    folder = run.root / "records" / name
+    done = subprocess.run(
+        [*command, str(folder), *run.arguments, *settings, f"output.dir={run.root / name}"],
+        cwd=REPOSITORY,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if not LOG_LINE.match(line)] == []
+    return read_records(folder)
+
+
+def test_workers_processes_and_a_resume_change_no_sample_of_any_step(mixed_run: TinyRun) -> None:
+    alone = samples(mixed_run, "alone")
+    assert [row["position"] for row in alone] == list(range(40))
+    assert [row["step"] for row in alone] == [position // 4 for position in range(40)]
+    assert len({row["bucket"] for row in alone}) > 3
+    assert any("loss_mask" in row["tensors"] for row in alone)
+    assert samples_of_process(mixed_run, "workers", ONE, "data.num_workers=2") == alone
+
+    samples(mixed_run, "parts", "train.steps=4")
+    assert samples_of_process(mixed_run, "parts", TWO, "data.num_workers=2") == alone

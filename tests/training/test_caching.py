@@ -1,0 +1,209 @@
+"""The encoding of a run: with the cache and without, what is bad, and what is shared."""
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from prepared_run import CPU, PROCESS, Prepared, load_config_of, prepare
+
+from diffsynth_lite.data import Batch
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.training.caching import EncodedRun, encode_run
+from diffsynth_lite.training.preflight import check_run
+
+CHANGES = {
+    "data.width": "null",
+    "data.height": "null",
+    "data.resolutions": "[32, 48]",
+    "data.crop": "random",
+    "data.crops_per_item": "2",
+    "data.caption_dropout": "0.3",
+    "data.tag_shuffles": "2",
+    "train.global_batch_size": "4",
+    "validation.width": "64",
+    "validation.height": "32",
+}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    prepared = prepare(tmp_path_factory.mktemp("caching"))
+    data = prepared.root / "data"
+    for place, size in enumerate([(96, 48), (48, 96), (64, 64)]):
+        picture = Image.effect_mandelbrot(size, (-2, -1, 1, 1), 20 + place).convert("RGB")
+        picture.save(data / f"more {place}.png")
+        (data / f"more {place}.txt").write_text(f"number {place}, a square, blue, large")
+        mask = Image.new("L", size, 0)
+        mask.paste(255, (0, 0, size[0] // 2 + 5, size[1]))
+        (prepared.root / "masks").mkdir(exist_ok=True)
+        mask.save(prepared.root / "masks" / f"more {place}.png")
+    return prepared
+
+
+def encode(prepared: Prepared, process: Any = PROCESS, **changes: str) -> EncodedRun:
+    config = load_config_of(prepared.root, CHANGES | changes)
+    return encode_run(config, check_run(config, PROCESS), process)
+
+
+def listed_as_bad(prepared: Prepared) -> list[str]:
+    """Items in the list of the run's folder."""
+    rows = (prepared.root / "run" / "quarantine.jsonl").read_text().splitlines()
+    return [json.loads(row)["item"] for row in rows]
+
+
+def first_batches(prepared: Prepared, encoded: EncodedRun, **changes: str) -> list[Batch]:
+    step = prepared.build(CHANGES | changes, encoded=encoded).step
+    return [batch for batches in itertools.islice(step.batches, 6) for batch in batches]
+
+
+def test_a_run_without_cache_has_the_same_batches_bit_for_bit_and_stores_nothing(prepared: Prepared) -> None:
+    cached = encode(prepared)
+    live_folder = prepared.root / "live"
+    changes = {"data.cache": "false", "data.cache_dir": str(live_folder), "data.num_workers": "2"}
+    live = encode(prepared, **changes)
+    assert live.is_live
+    assert not cached.is_live
+    assert not list(live_folder.rglob("*.safetensors"))
+    assert live.items.fingerprint() == cached.items.fingerprint()
+    batches = list(
+        zip(first_batches(prepared, live, **changes), first_batches(prepared, cached), strict=True)
+    )
+    assert len({cached_batch.bucket for _, cached_batch in batches}) > 2
+    for ours, theirs in batches:
+        assert (ours.bucket, ours.names, ours.positions) == (theirs.bucket, theirs.names, theirs.positions)
+        assert torch.equal(ours.latents, theirs.latents)
+        assert torch.equal(ours.noise, theirs.noise)
+        for one, other in zip(ours.conditioning, theirs.conditioning, strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[name], other[name]) for name in one)
+    for one_item, other_item in zip(live.validation_items, cached.validation_items, strict=True):
+        assert torch.equal(one_item.latents, other_item.latents)
+    for one_prompt, other_prompt in zip(live.prompts, cached.prompts, strict=True):
+        assert torch.equal(
+            one_prompt.conditioning["prompt_embeds"], other_prompt.conditioning["prompt_embeds"]
+        )
+
+
+def test_each_item_has_a_row_for_each_resolution_and_crop_and_all_orders_of_its_tags(
+    prepared: Prepared,
+) -> None:
+    items = encode(prepared).items
+    assert len(items) == 8 * 2 * 2
+    captions = {
+        items.row(place).name.partition("#")[0]: items.row(place).caption_keys for place in range(len(items))
+    }
+    assert len(captions["0.png"]) == 1
+    assert len(captions["more 0.png"]) == 3
+
+
+def test_the_second_start_loads_no_encoder_and_reads_no_media(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = encode(prepared)
+    family = type(prepared.checked.family)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("loaded or read")
+
+    monkeypatch.setattr(family, "load_prompt_encoder", refuse)
+    monkeypatch.setattr(family, "load_media_encoder", refuse)
+    monkeypatch.setattr("diffsynth_lite.data.media_index.check_image", refuse)
+    monkeypatch.setattr("diffsynth_lite.data.media_index.file_fingerprint", refuse)
+    assert encode(prepared).items.fingerprint() == first.items.fingerprint()
+
+
+def test_masks_become_loss_masks_at_the_size_of_the_latents(prepared: Prepared) -> None:
+    data = prepared.root / "masked"
+    data.mkdir()
+    for path in (prepared.root / "data").glob("more *"):
+        (data / path.name).write_bytes(path.read_bytes())
+    changes = {"data.path": str(data), "data.mask_dir": str(prepared.root / "masks"), "data.crop": "center"}
+    changes["data.crops_per_item"] = "1"
+    for batch in first_batches(prepared, encode(prepared, **changes), **changes):
+        assert batch.loss_mask is not None
+        assert batch.loss_mask.shape == (len(batch.names), 1, 1, *batch.latents.shape[-2:])
+        assert 0.5 < batch.loss_mask.mean() < 1
+
+
+def test_bad_items_are_all_named_or_skipped_as_a_whole(prepared: Prepared, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for path in (prepared.root / "data").iterdir():
+        (data / path.name).write_bytes(path.read_bytes())
+    for name in ("1.png", "more 2.png"):
+        (data / name).write_bytes((data / name).read_bytes()[:-60])
+    (data / "3.png").write_text("<html>")
+    changes = {"data.path": str(data)}
+    with pytest.raises(UserError, match=r"1 of 8 items cannot be used: 3\.png"):
+        encode(prepared, **changes)  # found by its header
+    assert listed_as_bad(prepared) == ["3.png"]
+    (data / "3.png").write_bytes((data / "1.png").read_bytes())
+    with pytest.raises(UserError, match=r"3 of 8 items cannot be used: 1\.png.*; 3\.png.*; more 2\.png"):
+        encode(prepared, **changes)
+    with pytest.raises(UserError, match=r"3 of 8 .*max_bad_ratio is 0\.1"):
+        encode(prepared, **changes, **{"data.on_bad_item": "skip"})
+    assert listed_as_bad(prepared) == ["1.png", "3.png", "more 2.png"]
+    for use_cache in ("true", "false"):
+        skip = {"data.on_bad_item": "skip", "data.max_bad_ratio": "0.5", "data.cache": use_cache}
+        (prepared.root / "run" / "quarantine.jsonl").unlink()
+        assert len(encode(prepared, **changes, **skip).items) == 5 * 2 * 2
+        assert listed_as_bad(prepared) == ["1.png", "3.png", "more 2.png"]
+    encode(prepared)
+    assert not (prepared.root / "run" / "quarantine.jsonl").exists()
+
+
+def test_more_bad_items_than_are_named_are_all_in_the_file_that_the_error_names(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    trained, held_out = tmp_path / "data", tmp_path / "held out"
+    for folder, count in ((trained, 24), (held_out, 2)):
+        folder.mkdir()
+        for place in range(count):
+            picture = Image.effect_noise((32, 32), 9 + place)
+            picture.save(folder / f"{folder.name} {place:02}.png")
+            (folder / f"{folder.name} {place:02}.txt").write_text("noise")
+    bad = sorted([*trained.iterdir(), *held_out.iterdir()])
+    bad = [path for path in bad if path.suffix == ".png"]
+    changes = {"data.path": str(trained), "validation.data": str(held_out)}
+    changes["output.dir"] = str(tmp_path / "run")
+    file = tmp_path / "run" / "quarantine.jsonl"
+    for spoil in (lambda path: path.read_bytes()[:-60], lambda _: b"<html>"):  # when decoded; by the header
+        file.unlink(missing_ok=True)
+        for path in bad:
+            path.write_bytes(spoil(path))
+        with pytest.raises(UserError, match=r"24 of 24 items .*; and 4 more") as caught:
+            encode(prepared, **changes)
+        assert "2 of 2 items cannot be used" in str(caught.value)
+        assert f"All of them are listed in {file}" in str(caught.value)
+        rows = [json.loads(row) for row in file.read_text().splitlines()]
+        assert [row["item"] for row in rows] == [path.name for path in bad]
+        assert all(str(path) in row["reason"] for path, row in zip(bad, rows, strict=True))
+
+
+def test_one_process_of_several_encodes_the_whole_where_the_folder_is_not_shared(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The other one has a folder of its own, so what it encoded is not here."""
+    monkeypatch.setattr("diffsynth_lite.training.processes.gather_object", lambda outcome: outcome)
+    monkeypatch.setattr("diffsynth_lite.training.processes.broadcast_object_list", lambda outcome: outcome)
+    process = SimpleNamespace(device=CPU, num_processes=2, process_index=0, is_main_process=True)
+    folder = {"data.cache_dir": str(prepared.root / "own")}
+    assert (
+        encode(prepared, process=process, **folder).items.fingerprint()
+        == encode(prepared).items.fingerprint()
+    )
+    (tmp_path / "data").mkdir()
+    for path in (prepared.root / "data").iterdir():
+        (tmp_path / "data" / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "data" / "1.png").write_bytes((prepared.root / "data" / "1.png").read_bytes()[:-200])
+    changes = {"data.path": str(tmp_path / "data"), "data.cache_dir": str(tmp_path / "cache")}
+    skip = {"data.on_bad_item": "skip", "data.max_bad_ratio": "0.5"}
+    encoded = encode(prepared, process=process, **changes, **skip)
+    rows = [encoded.items.row(place) for place in range(len(encoded.items))]
+    assert "1.png" not in {row.name.split("#")[0] for row in rows}
+    assert all(encoded.tensors.read(row.media_key) for row in rows)
