@@ -1,10 +1,11 @@
 """This file sets up what a command prints: log lines, and errors as single lines."""
 
 import logging
+from collections.abc import Callable
 
 from rich.console import Console
 
-from diffsynth_lite.errors import RunInterrupted
+from diffsynth_lite.errors import EXIT_BUG, EXIT_FINISHED, RunInterrupted, exit_code
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,30 @@ def configure_logging(console: Console, *, is_main: bool = True) -> None:
     logging.getLogger("diffsynth_lite").setLevel(logging.INFO)
 
 
-def explain(error: BaseException) -> None:
+def exit_code_of(work: Callable[[], None], *, is_main: bool) -> int:
+    """Do what a command does.
+
+    Args:
+        work: the command.
+        is_main: whether this process explains errors.
+
+    Returns:
+        The exit code: 0 finished, 2 something the user can fix, 3 it had to stop, 75 stopped by a signal
+        after saving. A bug of ours keeps its traceback and exits with 1.
+    """
+    try:
+        work()
+    except (Exception, RunInterrupted) as error:
+        code = exit_code(error)
+        if code == EXIT_BUG:
+            raise
+        if is_main:
+            _explain(error)
+        return code
+    return EXIT_FINISHED
+
+
+def _explain(error: BaseException) -> None:
     """One line for each problem, on the error stream."""
     level = logging.WARNING if isinstance(error, RunInterrupted) else logging.ERROR
     for line in str(error).splitlines():

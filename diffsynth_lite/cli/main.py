@@ -9,8 +9,7 @@ from rich.console import Console
 
 from diffsynth_lite import __version__
 from diffsynth_lite.cli import cache, doctor
-from diffsynth_lite.cli.console import configure_logging, explain
-from diffsynth_lite.errors import EXIT_BUG, EXIT_FINISHED, RunInterrupted, exit_code
+from diffsynth_lite.cli.console import configure_logging, exit_code_of
 
 _COMMANDS = (doctor, cache)
 
@@ -42,16 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_main = os.environ.get("RANK", "0") == "0"
     configure_logging(Console(stderr=True), is_main=is_main)
     run: Callable[[argparse.Namespace], None] = parsed.run
-    try:
-        run(parsed)
-    except (Exception, RunInterrupted) as error:
-        code = exit_code(error)
-        if code == EXIT_BUG:
-            raise
-        if is_main:
-            explain(error)
-        return code
-    return EXIT_FINISHED
+    return exit_code_of(lambda: run(parsed), is_main=is_main)
 
 
 if __name__ == "__main__":

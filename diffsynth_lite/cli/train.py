@@ -13,9 +13,9 @@ from typing import Any
 from rich.console import Console
 
 from diffsynth_lite import __version__
-from diffsynth_lite.cli.console import configure_logging, explain
+from diffsynth_lite.cli.console import configure_logging, exit_code_of
 from diffsynth_lite.config import load_config
-from diffsynth_lite.errors import EXIT_BUG, EXIT_FINISHED, RunInterrupted, UserError, exit_code
+from diffsynth_lite.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -53,28 +53,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Returns:
-        The exit code: 0 finished, 2 something the user can fix, 3 the run had to stop, 75 stopped by a signal
-        after saving. A bug of ours keeps its traceback and exits with 1.
-    """
+    """Run the command; returns its exit code, see :func:`exit_code_of`."""
     started_at = time.perf_counter()
     _die_with_launcher()
     parsed = build_parser().parse_intermixed_args(arguments)
     console = Console(stderr=True)
     is_main = os.environ.get("RANK", "0") == "0"
     configure_logging(console, is_main=is_main)
-    try:
-        _train(parsed, console, started_at)
-    except (Exception, RunInterrupted) as error:
-        code = exit_code(error)
-        if code == EXIT_BUG:
-            raise
-        if is_main:
-            explain(error)
-        return code
-    return EXIT_FINISHED
+    return exit_code_of(lambda: _train(parsed, console, started_at), is_main=is_main)
 
 
 def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from PIL.Image import Image
-from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
+from transformers import CLIPTextModel, T5EncoderModel
 
 from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
 from diffsynth_lite.media import Media, Prompt
@@ -109,6 +109,8 @@ class Flux(DiffusersFamily):
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     size_divisor = 16
     max_prompt_tokens = 512
+    # CLIP, which gives one vector for the whole text, reads the first 77 tokens of its own.
+    prompt_tokenizer = "tokenizer_2"
     # Those of diffusers' training script; a bare ``proj_out`` would also be the model's last layer.
     default_target_modules: ClassVar[tuple[str, ...]] = (
         *("to_q", "to_k", "to_v", "to_out.0"),
@@ -131,8 +133,8 @@ class Flux(DiffusersFamily):
         pipeline = self._assemble(
             text_encoder=self.load_component(CLIPTextModel, "text_encoder", dtype).to(device),
             text_encoder_2=self.load_component(T5EncoderModel, "text_encoder_2", dtype).to(device),
-            tokenizer=self._load_tokenizer("tokenizer"),
-            tokenizer_2=self._load_tokenizer("tokenizer_2"),
+            tokenizer=self.load_tokenizer(),
+            tokenizer_2=self.load_tokenizer("tokenizer_2"),
         )
 
         @torch.no_grad()
@@ -147,13 +149,6 @@ class Flux(DiffusersFamily):
             ]
 
         return encode
-
-    def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
-        """Tokens of T5; CLIP, which gives one vector for the whole text, reads the first 77 of its own."""
-        return [len(tokens) for tokens in self._load_tokenizer("tokenizer_2")(list(texts))["input_ids"]]
-
-    def _load_tokenizer(self, name: str) -> Any:
-        return AutoTokenizer.from_pretrained(self.folder.path, subfolder=name)
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"flux/latents/1 {self.pipeline.__name__} {self.folder.fingerprint('vae')} {dtype}"

@@ -17,7 +17,7 @@ from diffusers import (
 )
 from PIL import ImageOps
 from PIL.Image import Image
-from transformers import AutoTokenizer, T5EncoderModel
+from transformers import T5EncoderModel
 
 from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
 from diffsynth_lite.errors import UserError
@@ -116,7 +116,7 @@ class LTXVideo(DiffusersFamily):
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
         encoder = self.load_component(T5EncoderModel, "text_encoder", dtype).to(device)
-        tokenizer = AutoTokenizer.from_pretrained(self.folder.path, subfolder="tokenizer")
+        tokenizer = self.load_tokenizer()
         pipeline = _pipeline(LTXPipeline, text_encoder=encoder, tokenizer=tokenizer)
 
         @torch.no_grad()
@@ -134,10 +134,6 @@ class LTXVideo(DiffusersFamily):
             ]
 
         return encode
-
-    def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
-        tokenizer = AutoTokenizer.from_pretrained(self.folder.path, subfolder="tokenizer")
-        return [len(tokens) for tokens in tokenizer(list(texts))["input_ids"]]
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"ltx_video/latents/1 {self.folder.fingerprint('vae')} {dtype}"

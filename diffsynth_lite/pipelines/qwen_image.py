@@ -15,7 +15,7 @@ from diffusers import (
     QwenImageTransformer2DModel,
 )
 from PIL.Image import Image
-from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+from transformers import Qwen2_5_VLForConditionalGeneration
 
 from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
 from diffsynth_lite.media import Media, Prompt
@@ -115,7 +115,7 @@ class QwenImage(DiffusersFamily):
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
         encoder = self.load_component(Qwen2_5_VLForConditionalGeneration, "text_encoder", dtype)
-        tokenizer = AutoTokenizer.from_pretrained(self.folder.path, subfolder="tokenizer")
+        tokenizer = self.load_tokenizer()
         pipeline = QwenImagePipeline(
             scheduler=None, vae=None, text_encoder=encoder.to(device), tokenizer=tokenizer, transformer=None
         )
@@ -133,10 +133,6 @@ class QwenImage(DiffusersFamily):
             ]
 
         return encode
-
-    def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
-        tokenizer = AutoTokenizer.from_pretrained(self.folder.path, subfolder="tokenizer")
-        return [len(tokens) for tokens in tokenizer(list(texts))["input_ids"]]
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"qwen_image/latents/1 {self.folder.fingerprint('vae')} {dtype}"

@@ -12,7 +12,7 @@ from diffusers import AutoencoderKLQwenImage, QwenImageEditPipeline, QwenImageEd
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as edit_plus
 from PIL.Image import Image
-from transformers import AutoTokenizer, BatchFeature, Qwen2_5_VLForConditionalGeneration
+from transformers import BatchFeature, Qwen2_5_VLForConditionalGeneration
 from transformers import Qwen2VLImageProcessorPil as PictureProcessor
 
 from diffsynth_lite.errors import UserError
@@ -70,7 +70,7 @@ class QwenImageEdit(qwen_image.QwenImage):
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
         encoder = self.load_component(Qwen2_5_VLForConditionalGeneration, "text_encoder", dtype)
-        tokenizer = AutoTokenizer.from_pretrained(self.folder.path, subfolder="tokenizer")
+        tokenizer = self.load_tokenizer()
         pictures = PictureProcessor.from_pretrained(self.folder.path, subfolder="processor")
         pipeline = self._assemble(
             text_encoder=encoder.to(device),

@@ -13,7 +13,7 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, Wa
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from diffusers.utils import is_ftfy_available
 from PIL.Image import Image
-from transformers import AutoTokenizer, UMT5EncoderModel
+from transformers import UMT5EncoderModel
 
 from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
 from diffsynth_lite.errors import UserError
@@ -119,7 +119,7 @@ class Wan(DiffusersFamily):
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        tokenizer = AutoTokenizer.from_pretrained(self.folder.path, subfolder="tokenizer")
+        tokenizer = self.load_tokenizer()
         pipeline = WanPipeline(
             tokenizer=tokenizer,
             text_encoder=self.load_component(UMT5EncoderModel, "text_encoder", dtype).to(device),
@@ -145,8 +145,7 @@ class Wan(DiffusersFamily):
         return encode
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
-        tokenizer = AutoTokenizer.from_pretrained(self.folder.path, subfolder="tokenizer")
-        return _num_prompt_tokens(tokenizer, texts)
+        return _num_prompt_tokens(self.load_tokenizer(), texts)
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"wan/latents/1 {self.folder.fingerprint('vae')} {dtype}"

@@ -1,5 +1,7 @@
 """Small random text encoders of the real classes, fitting a given tokenizer."""
 
+from typing import Any
+
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -74,18 +76,8 @@ def tiny_umt5(tokenizer: T5Tokenizer, *, hidden_size: int = 32, seed: int = 0) -
         hidden_size: width of the embeddings; a multiple of 4, the number of heads.
         seed: of the weights; the global random state is left as it was.
     """
-    config = UMT5Config(
-        vocab_size=len(tokenizer),
-        d_model=hidden_size,
-        d_kv=hidden_size // 4,
-        d_ff=2 * hidden_size,
-        num_layers=2,
-        num_heads=4,
-        relative_attention_num_buckets=8,
-        feed_forward_proj="gated-gelu",
-    )
     with seeded(seed):
-        return UMT5EncoderModel(config).eval()
+        return UMT5EncoderModel(UMT5Config(**_t5_layout(tokenizer, hidden_size))).eval()
 
 
 def tiny_t5(tokenizer: T5Tokenizer, *, hidden_size: int = 32, seed: int = 0) -> T5EncoderModel:
@@ -96,18 +88,8 @@ def tiny_t5(tokenizer: T5Tokenizer, *, hidden_size: int = 32, seed: int = 0) -> 
         hidden_size: width of the embeddings; a multiple of 4, the number of heads.
         seed: of the weights; the global random state is left as it was.
     """
-    config = T5Config(
-        vocab_size=len(tokenizer),
-        d_model=hidden_size,
-        d_kv=hidden_size // 4,
-        d_ff=2 * hidden_size,
-        num_layers=2,
-        num_heads=4,
-        relative_attention_num_buckets=8,
-        feed_forward_proj="gated-gelu",
-    )
     with seeded(seed):
-        return T5EncoderModel(config).eval()
+        return T5EncoderModel(T5Config(**_t5_layout(tokenizer, hidden_size))).eval()
 
 
 def tiny_clip_text(tokenizer: CLIPTokenizer, *, hidden_size: int = 32, seed: int = 0) -> CLIPTextModel:
@@ -131,3 +113,16 @@ def tiny_clip_text(tokenizer: CLIPTokenizer, *, hidden_size: int = 32, seed: int
     )
     with seeded(seed):
         return CLIPTextModel(config).eval()
+
+
+def _t5_layout(tokenizer: T5Tokenizer, hidden_size: int) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "d_model": hidden_size,
+        "d_kv": hidden_size // 4,
+        "d_ff": 2 * hidden_size,
+        "num_layers": 2,
+        "num_heads": 4,
+        "relative_attention_num_buckets": 8,
+        "feed_forward_proj": "gated-gelu",
+    }

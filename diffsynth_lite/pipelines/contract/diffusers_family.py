@@ -1,6 +1,6 @@
 """This file does what all families of diffusers have in common: loading components, and adapter files."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,6 +9,7 @@ import diffusers
 import torch
 from diffusers import SchedulerMixin
 from safetensors import SafetensorError
+from transformers import AutoTokenizer
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.contract.family import LoraFile, ModelFamily
@@ -20,10 +21,12 @@ class DiffusersFamily(ModelFamily):
     Attributes:
         pipelines: the pipeline's class, or several where releases of one model differ in it.
         transformer_class: of the component ``transformer``.
+        prompt_tokenizer: folder of the tokenizer that ``max_prompt_tokens`` counts by.
     """
 
     pipelines: ClassVar[tuple[Any, ...]]
     transformer_class: ClassVar[Any]
+    prompt_tokenizer: ClassVar[str] = "tokenizer"
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -60,6 +63,14 @@ class DiffusersFamily(ModelFamily):
                 f"model.path: the weights in {self.folder.path / name} cannot be read "
                 f"({' '.join(str(error).split())}); get the folder again"
             ) from error
+
+    def load_tokenizer(self, name: str = "tokenizer") -> Any:
+        """A tokenizer, from its folder."""
+        return AutoTokenizer.from_pretrained(self.folder.path, subfolder=name)
+
+    def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
+        tokenizer = self.load_tokenizer(self.prompt_tokenizer)
+        return [len(tokens) for tokens in tokenizer(list(texts))["input_ids"]]
 
     def load_scheduler(self) -> Any:
         """The folder's own scheduler, for previews.
