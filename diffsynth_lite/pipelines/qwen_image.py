@@ -109,16 +109,16 @@ class QwenImage(DiffusersFamily):
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
         parts = (self.folder.fingerprint("text_encoder"), self.folder.fingerprint("tokenizer"))
-        return f"qwen_image/prompt/1 {' '.join(parts)} {dtype} {self.max_prompt_tokens}"
+        # The template is a part of diffusers, so that another version may bring another one.
+        template = _assemble().prompt_template_encode
+        return f"qwen_image/prompt/2 {' '.join(parts)} {dtype} {self.max_prompt_tokens} {template!r}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
         encoder = self.load_component(Qwen2_5_VLForConditionalGeneration, "text_encoder", dtype)
         tokenizer = self.load_tokenizer()
-        pipeline = QwenImagePipeline(
-            scheduler=None, vae=None, text_encoder=encoder.to(device), tokenizer=tokenizer, transformer=None
-        )
+        pipeline = _assemble(text_encoder=encoder.to(device), tokenizer=tokenizer)
 
         @torch.no_grad()
         def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
@@ -141,9 +141,7 @@ class QwenImage(DiffusersFamily):
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
         vae = self.load_component(AutoencoderKLQwenImage, "vae", dtype).to(device)
-        pipeline = QwenImagePipeline(
-            scheduler=None, vae=vae, text_encoder=None, tokenizer=None, transformer=None
-        )
+        pipeline = _assemble(vae=vae)
 
         def encode(media: Sequence[Media]) -> list[EncodedMedia]:
             pixels_bchw = pipeline.image_processor.preprocess([item.frames[0] for item in media])
@@ -188,15 +186,15 @@ class QwenImage(DiffusersFamily):
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[list[Image]]:
         parameter = next(transformer.parameters())
-        pipeline = QwenImagePipeline(
-            scheduler=self.load_scheduler(),
-            vae=self.load_component(AutoencoderKLQwenImage, "vae", vae_dtype).to(parameter.device),
-            text_encoder=None,
-            tokenizer=None,
-            transformer=transformer,
-        )
+        vae = self.load_component(AutoencoderKLQwenImage, "vae", vae_dtype).to(parameter.device)
+        pipeline = _assemble(scheduler=self.load_scheduler(), vae=vae, transformer=transformer)
         pipeline.set_progress_bar_config(disable=True)
         return [[draw(pipeline, request, parameter.device, parameter.dtype)] for request in requests]
+
+
+def _assemble(**components: Any) -> QwenImagePipeline:
+    names = ("scheduler", "vae", "text_encoder", "tokenizer", "transformer")
+    return QwenImagePipeline(**{name: components.get(name) for name in names})
 
 
 def tiny() -> QwenImagePipeline:

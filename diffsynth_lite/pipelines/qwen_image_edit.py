@@ -64,7 +64,9 @@ class QwenImageEdit(qwen_image.QwenImage):
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
         parts = (self.folder.fingerprint(name) for name in ("text_encoder", "tokenizer", "processor"))
-        return f"qwen_image_edit/prompt/1 {self.pipeline.__name__} {' '.join(parts)} {dtype}"
+        # The template is a part of diffusers, so that another version may bring another one.
+        template = self._assemble().prompt_template_encode
+        return f"qwen_image_edit/prompt/2 {self.pipeline.__name__} {' '.join(parts)} {dtype} {template!r}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device

@@ -1,5 +1,7 @@
 """Qwen-Image against diffusers' own transformer and pipeline."""
 
+from typing import Any
+
 import pytest
 import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
@@ -113,3 +115,17 @@ def test_the_shift_is_the_one_of_the_pipelines_sampler(
     torch.testing.assert_close(
         ours, torch.as_tensor(scheduler.time_shift(mu, 1.0, sigmas)), rtol=1e-6, atol=0
     )
+
+
+def test_another_template_of_the_pipeline_makes_other_cache_entries(
+    family: QwenImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = family.prompt_encoder_id(torch.float32)
+    build = QwenImagePipeline.__init__
+
+    def with_other_template(pipeline: QwenImagePipeline, **components: Any) -> None:
+        build(pipeline, **components)
+        pipeline.prompt_template_encode += "!"
+
+    monkeypatch.setattr(QwenImagePipeline, "__init__", with_other_template)
+    assert family.prompt_encoder_id(torch.float32) != before
