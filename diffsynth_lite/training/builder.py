@@ -125,7 +125,7 @@ def build_run(
         transformer=transformer,
         step=step,
         validation_loss=FixedNoiseLoss(
-            name="validation_loss" if checked.validation_records else "train_fixed_noise_loss",
+            name="validation_loss" if config.validation.data else "train_fixed_noise_loss",
             items=encoded.validation_items,
             objective=objective,
             seed=config.validation.seed,

@@ -200,8 +200,8 @@ def test_training_and_the_fixed_noise_loss_have_one_objective(prepared: Prepared
 
 
 def test_held_out_pictures_give_the_fixed_noise_loss_its_name(prepared: Prepared) -> None:
-    checked = dataclasses.replace(prepared.checked, validation_records=prepared.checked.records)
-    assert prepared.build(checked=checked).validation_loss.name == "validation_loss"
+    assert prepared.build().validation_loss.name == "train_fixed_noise_loss"
+    assert prepared.build({"validation.data": "elsewhere"}).validation_loss.name == "validation_loss"
 
 
 def _samples(built: BuiltRun, num_steps: int) -> list[Batch]:
