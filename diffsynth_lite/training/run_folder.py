@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 RunState = Literal["running", "finished", "interrupted", "stopped", "failed"]
 
 _LOCK_NAME = ".lock"
+_QUARANTINE_NAME = "quarantine.jsonl"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class RunFolder:
     @property
     def quarantine_file(self) -> Path:
         """Items that cannot be used, and why."""
-        return self.path / "quarantine.jsonl"
+        return self.path / _QUARANTINE_NAME
 
     @property
     def checkpoints_folder(self) -> Path:
@@ -163,5 +164,5 @@ class RunFolder:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a name is one that a trainer killed before its first status can have left."""
-    return name == _LOCK_NAME or name.startswith(TEMPORARY_PREFIX)
+    """Whether a name is one that a trainer can have left which ended before its first status."""
+    return name in (_LOCK_NAME, _QUARANTINE_NAME) or name.startswith(TEMPORARY_PREFIX)

@@ -77,9 +77,10 @@ def test_a_new_folder_is_made_and_holds_a_run_once_its_status_is_written(folder:
         assert folder.holds_run()
 
 
-def test_a_run_killed_before_its_first_status_does_not_block_the_folder(folder: RunFolder) -> None:
+def test_what_ended_before_its_first_status_does_not_block_the_folder(folder: RunFolder) -> None:
     with folder.lock():
         (folder.path / ".tmp-status.json-0123abcd").write_text("{")
+        folder.quarantine_file.write_text("{}")  # bad items, which somebody has repaired meanwhile
     start(folder)
     assert folder.holds_run()
 
