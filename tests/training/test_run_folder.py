@@ -184,4 +184,5 @@ def test_a_status_of_ours_that_was_damaged_is_named(folder: RunFolder, content: 
 def test_a_copy_without_hidden_files_still_holds_the_run(folder: RunFolder, tmp_path: Path) -> None:
     start(folder)
     copied = shutil.copytree(folder.path, tmp_path / "copy", ignore=shutil.ignore_patterns(".*"))
+    assert RunFolder(copied).holds_run()
     start(RunFolder(copied))

@@ -1,7 +1,4 @@
-"""What a model family offers to the trainer: one abstract class, and nothing else that a family must know.
-
-Latents carry no layout here: a family's own file says what its axes are.
-"""
+"""What a model family offers to the trainer. Latents carry no layout here: a family's file says its axes."""
 
 import math
 from abc import ABC, abstractmethod
