@@ -57,6 +57,7 @@ class Batch:
         conditioning: B entries, left uncollated because their lengths differ; not to be changed in place.
         loss_mask: (B, 1, ...) at the size of the latents, 1 counts and 0 does not; None where all counts.
         step_samples: samples of this optimizer step, over all micro-steps and processes.
+        step_uniform: in [0, 1), a draw that all samples of this optimizer step share.
     """
 
     bucket: Bucket
@@ -68,6 +69,7 @@ class Batch:
     conditioning: list[dict[str, Tensor]]
     loss_mask: Tensor | None = None
     step_samples: int
+    step_uniform: float = 0.0
 
     def pin_memory(self) -> "Batch":
         """Copy in page-locked memory; `DataLoader` calls this."""
@@ -163,7 +165,7 @@ class BatchStream:
             step_samples = sum(block.size for block in blocks)
             for block in blocks[layout.process_index :: layout.num_processes]:
                 rows = tuple(self._items.row(index) for index in self._schedule.items(block))
-                yield _Request(block.bucket, block.position, rows, step_samples)
+                yield _Request(block.bucket, block.position, rows, step_samples, step)
             step += 1
 
     def _warn_of_few_items(self) -> None:
@@ -192,6 +194,7 @@ class _Request:
     position: int
     rows: tuple[ItemRow, ...]
     step_samples: int
+    step: int
 
 
 class _MicroBatches(Dataset[Batch | RunStoppedError]):
@@ -245,6 +248,7 @@ class _MicroBatches(Dataset[Batch | RunStoppedError]):
             ],
             loss_mask=_stacked_masks([entry.get("loss_mask") for entry in media]),
             step_samples=request.step_samples,
+            step_uniform=uniform(self._seed, "step", request.step),
         )
 
     def _caption_key(self, row: ItemRow, position: int) -> str:

@@ -16,8 +16,8 @@ from transformers import CLIPTextModel, T5EncoderModel
 from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
-from diffsynth_lite.pipelines.contract.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.contract.latents import encode_scaled_latents
+from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
 from diffsynth_lite.testing.seeding import seeded
 from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_t5
@@ -186,7 +186,7 @@ class Flux(DiffusersFamily):
             return self.resolution_shift(latents_shape)
         return float(self.scheduler_config.get("shift", 1.0))
 
-    def predict_velocity(
+    def predict(
         self,
         transformer: torch.nn.Module,
         noisy_latents: torch.Tensor,

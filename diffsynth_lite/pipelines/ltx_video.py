@@ -23,9 +23,9 @@ from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_b
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
-from diffsynth_lite.pipelines.contract.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.contract.first_frame import first_frame_tensors, with_first_frames
 from diffsynth_lite.pipelines.contract.padding import pad_tokens
+from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.testing.autoencoders import tiny_ltx_vae
 from diffsynth_lite.testing.seeding import seeded
 from diffsynth_lite.testing.text_encoders import tiny_t5
@@ -178,7 +178,7 @@ class LTXVideo(DiffusersFamily):
             return self.resolution_shift(latents_shape)
         return float(self.scheduler_config.get("shift", 1.0))
 
-    def predict_velocity(
+    def predict(
         self,
         transformer: torch.nn.Module,
         noisy_latents: torch.Tensor,

@@ -20,9 +20,9 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
-from diffsynth_lite.pipelines.contract.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.contract.latents import encode_latents
 from diffsynth_lite.pipelines.contract.padding import pad_tokens
+from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
 from diffsynth_lite.testing.text_encoders import tiny_qwen2_5_vl
 from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
@@ -160,7 +160,7 @@ class QwenImage(DiffusersFamily):
     def family_shift(self, latents_shape: Sequence[int]) -> float:
         return self.resolution_shift(latents_shape)
 
-    def predict_velocity(
+    def predict(
         self,
         transformer: torch.nn.Module,
         noisy_latents: torch.Tensor,

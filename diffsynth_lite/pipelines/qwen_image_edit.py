@@ -18,10 +18,10 @@ from transformers import Qwen2VLImageProcessorPil as PictureProcessor
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import qwen_image
-from diffsynth_lite.pipelines.contract.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.contract.input_pictures import INPUT, stack_inputs
 from diffsynth_lite.pipelines.contract.latents import encode_latents
 from diffsynth_lite.pipelines.contract.padding import pad_tokens
+from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
 
 # A literal in the pipeline; Edit-Plus has names for its areas.
 _EDIT_AREA = 1024 * 1024
@@ -112,7 +112,7 @@ class QwenImageEdit(qwen_image.QwenImage):
 
         return encode
 
-    def predict_velocity(
+    def predict(
         self,
         transformer: torch.nn.Module,
         noisy_latents: torch.Tensor,

@@ -19,8 +19,8 @@ from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_b
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
-from diffsynth_lite.pipelines.contract.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.contract.latents import encode_latents
+from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.testing.autoencoders import tiny_wan_vae
 from diffsynth_lite.testing.seeding import seeded
 from diffsynth_lite.testing.text_encoders import tiny_umt5
@@ -181,7 +181,7 @@ class Wan(DiffusersFamily):
         config = self.scheduler_config
         return float(config.get("flow_shift", config.get("shift", 1.0)))
 
-    def predict_velocity(
+    def predict(
         self,
         transformer: torch.nn.Module,
         noisy_latents: torch.Tensor,

@@ -6,7 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 
 from diffsynth_lite.config import Config
@@ -19,7 +19,7 @@ from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.training.caching import EncodedRun
 from diffsynth_lite.training.data_rules import frame_counts_of, num_tokens_of, passes_of_sources
 from diffsynth_lite.training.evaluation import FixedNoiseLoss
-from diffsynth_lite.training.objective import FlowMatching, NoiseLevels
+from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 from diffsynth_lite.training.optimizer_step import OptimizerStep
 from diffsynth_lite.training.preflight import CheckedRun, block_policy, build_learning_rate, preview_size
 from diffsynth_lite.training.previews import Previews
@@ -111,6 +111,10 @@ def build_run(
 ) -> BuiltRun:
     """Wire the objective, the data and the evaluation around a transformer and its optimizer."""
     objective = _build_objective(config, checked.family, accelerator.device)
+    # Each step trains one expert; the others' parameters must not be waited for.
+    accelerator.ddp_handler = DistributedDataParallelKwargs(
+        find_unused_parameters=len(checked.family.noise_ranges) > 1
+    )
     step = OptimizerStep(
         accelerator=accelerator,
         model=accelerator.prepare(transformer),
@@ -153,7 +157,7 @@ def lora_alpha(config: Config) -> float:
     return float(config.lora.rank) if config.lora.alpha is None else config.lora.alpha
 
 
-def _build_objective(config: Config, family: ModelFamily, device: torch.device) -> FlowMatching:
+def _build_objective(config: Config, family: ModelFamily, device: torch.device) -> DenoisingObjective:
     objective = config.objective
     noise_levels = NoiseLevels(
         density=objective.timestep_density,
@@ -163,11 +167,13 @@ def _build_objective(config: Config, family: ModelFamily, device: torch.device) 
         shift=_build_shift(config, family),
         sigma_min=objective.sigma_min,
         sigma_max=objective.sigma_max,
+        ranges=family.noise_ranges,
     )
-    return FlowMatching(
+    return DenoisingObjective(
         family=family,
         noise_levels=noise_levels,
         weighting=objective.loss_weighting,
+        min_snr_gamma=objective.min_snr_gamma,
         device=device,
         use_gradient_checkpointing=config.train.use_gradient_checkpointing,
         use_gradient_checkpointing_offload=config.train.use_gradient_checkpointing_offload,

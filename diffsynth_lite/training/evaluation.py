@@ -10,7 +10,7 @@ import torch
 from diffsynth_lite.core.randomness import normal
 from diffsynth_lite.data import Bucket
 from diffsynth_lite.pipelines import Conditioning
-from diffsynth_lite.training.objective import FlowMatching
+from diffsynth_lite.training.objective import DenoisingObjective
 
 
 @contextmanager
@@ -49,9 +49,9 @@ class ValidationItem:
 
 @dataclass(frozen=True, kw_only=True)
 class FixedNoiseLoss:
-    """The velocity's error on fixed items, noise and noise levels: a loss without the noise of the draws.
+    """The model's error on fixed items, noise and noise levels: a loss without the noise of the draws.
 
-    Item i of n has the noise level (i + 0.5) / n, so that the whole path from data to noise is covered.
+    Item i of n is (i + 0.5) / n of the way from data to noise, so that all of it is covered.
 
     Attributes:
         name: of the metric.
@@ -63,7 +63,7 @@ class FixedNoiseLoss:
 
     name: str
     items: Sequence[ValidationItem]
-    objective: FlowMatching
+    objective: DenoisingObjective
     seed: int
     batch_size: int
 
@@ -90,11 +90,12 @@ class FixedNoiseLoss:
         noise = torch.stack(
             [normal(self.seed, "validation-noise", place, latents.shape[1:]) for place in places]
         )
+        evenly = self.objective.noise_levels.evenly
         sigma = torch.tensor(
-            [(place + 0.5) / len(self.items) for place in places], device=self.objective.device
+            [evenly((place + 0.5) / len(self.items)) for place in places], device=self.objective.device
         )
         conditioning = [item.conditioning for item in items]
         masks = [item.loss_mask for item in items if item.loss_mask is not None]
         loss_mask = torch.stack(masks) if masks else None
-        errors = self.objective.velocity_errors(transformer, latents, noise, sigma, conditioning, loss_mask)
+        errors = self.objective.errors(transformer, latents, noise, sigma, conditioning, loss_mask)
         return float(errors.sum())

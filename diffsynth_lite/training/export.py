@@ -14,20 +14,20 @@ logger = logging.getLogger(__name__)
 
 def export_lora(
     family: ModelFamily, folder: Path, tensors: dict[str, torch.Tensor], settings: dict[str, Any]
-) -> Path:
+) -> list[Path]:
     """Write an adapter in its family's format, read it back, compare, and only then replace the last one.
 
     Args:
         family: decides the format.
-        folder: where the file goes; a reader sees the old file or the new one, never a part.
+        folder: where the files go; a reader sees an old file or a new one, never a part.
         tensors: the adapter by peft's names.
         settings: peft's settings, alpha included.
 
     Returns:
-        The file written.
+        The files written.
 
     Raises:
-        RuntimeError: the file does not hold the adapter. A bug, of ours or of the library that wrote it.
+        RuntimeError: the files do not hold the adapter. A bug, of ours or of the library that wrote it.
     """
     aside = folder.with_name(f".{folder.name}-writing")
     shutil.rmtree(aside, ignore_errors=True)
@@ -35,9 +35,10 @@ def export_lora(
         written = family.save_lora(aside, tensors, settings)
         _compare(family, aside, tensors, settings)
         folder.mkdir(parents=True, exist_ok=True)
-        # safetensors writes files that only their owner may read.
-        written.chmod(folder.stat().st_mode & 0o666)
-        return written.replace(folder / written.name)
+        for file in written:
+            # safetensors writes files that only their owner may read.
+            file.chmod(folder.stat().st_mode & 0o666)
+        return [file.replace(folder / file.name) for file in written]
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -1,21 +1,25 @@
-"""This file turns a batch into a loss: flow matching on a model family's velocity."""
+"""This file turns a batch into a loss: the error of a model's estimates at drawn noise levels."""
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
 from diffsynth_lite.core.noise import (
     LossWeighting,
     TimestepDensity,
-    add_noise,
     loss_weight,
     shift_sigma,
     sigma_from_uniform,
-    velocity,
 )
 from diffsynth_lite.data import Batch
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
+
+_BISECTIONS = 52
+_SMALLEST_SPAN = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,8 @@ class NoiseLevels:
         shift: of one sample's latents' shape; see :func:`diffsynth_lite.core.noise.shift_sigma`.
         sigma_min: lower end of the range trained on, in [0, 1).
         sigma_max: upper end, in (0, 1].
+        ranges: the parts [low, high) of the noise levels that are trained, each by a model of its own: all
+            samples of an optimizer step are of one of them. 1 itself belongs to the part that ends there.
     """
 
     density: TimestepDensity
@@ -39,17 +45,78 @@ class NoiseLevels:
     shift: Callable[[Sequence[int]], float]
     sigma_min: float
     sigma_max: float
+    ranges: Sequence[tuple[float, float]] = ((0.0, 1.0),)
+    _spans: dict[tuple[int, ...], list[tuple[float, float]]] = field(default_factory=dict)
 
-    def sigma(self, uniform: torch.Tensor, latents_shape: Sequence[int]) -> torch.Tensor:
+    def sigma(
+        self, uniform: torch.Tensor, latents_shape: Sequence[int], *, step_uniform: float = 0.0
+    ) -> torch.Tensor:
         """Noise levels of uniform draws.
+
+        Over many steps they have the density whatever ``ranges`` is, cut to what these cover.
 
         Args:
             uniform: (B,), in [0, 1).
             latents_shape: shape of one sample's latents.
+            step_uniform: in [0, 1), chooses the range; the same for all samples of a step.
 
         Returns:
-            (B,), in [sigma_min, sigma_max], fp32.
+            (B,), in [sigma_min, sigma_max] and in one of ``ranges``, fp32.
+
+        Raises:
+            UserError: a range is outside [sigma_min, sigma_max], so that it would never be trained.
         """
+        if tuple(self.ranges) == ((0.0, 1.0),):
+            return self._whole(uniform, latents_shape)
+        spans = self._spans_of(tuple(latents_shape))
+        ends = list(accumulate(last - first for first, last in spans))
+        place = next(place for place, end in enumerate(ends) if step_uniform * ends[-1] < end)
+        first, last = spans[place]
+        low, high = self.ranges[place]
+        sigma = self._whole(first + (last - first) * uniform.double(), latents_shape)
+        # Rounding must not carry a level over to the neighbour, whose model is another one.
+        return sigma.clamp(low, 1.0 if high == 1.0 else _float32_below(high))
+
+    def evenly(self, part: float) -> float:
+        """The noise level that is ``part`` of the way, in [0, 1), through all that is trained."""
+        left = part * sum(high - low for low, high in self.ranges)
+        for low, high in sorted(self.ranges):
+            if left < high - low:
+                break
+            left -= high - low
+        return low + left
+
+    def _spans_of(self, latents_shape: tuple[int, ...]) -> list[tuple[float, float]]:
+        """For each range, the span of the uniform draws whose noise levels lie in it."""
+        if latents_shape not in self._spans:
+            spans = []
+            for bounds in self.ranges:
+                first, last = sorted(self._draw_of(bound, latents_shape) for bound in bounds)
+                if last - first < _SMALLEST_SPAN:
+                    raise UserError(
+                        f"objective.sigma_min, objective.sigma_max: {self.sigma_min} to {self.sigma_max} "
+                        f"leaves nothing of the noise levels {bounds[0]} to {bounds[1]}, which a model of "
+                        "their own is trained on; widen them, or leave its component out of lora.components"
+                    )
+                spans.append((first, last))
+            self._spans[latents_shape] = spans
+        return self._spans[latents_shape]
+
+    def _draw_of(self, sigma: float, latents_shape: Sequence[int]) -> float:
+        """The uniform draw whose noise level is ``sigma``, by bisection; densities are monotone."""
+        ends = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
+        first, last = self._whole(ends, latents_shape).tolist()
+        low, high = 0.0, 1.0
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            level = self._whole(torch.tensor([middle], dtype=torch.float64), latents_shape).item()
+            if (level < sigma) == (first < last):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _whole(self, uniform: torch.Tensor, latents_shape: Sequence[int]) -> torch.Tensor:
         sigma = sigma_from_uniform(
             uniform,
             self.density,
@@ -62,13 +129,14 @@ class NoiseLevels:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlowMatching:
-    """The flow-matching objective on one model family.
+class DenoisingObjective:
+    """The mean squared error of a model family's estimate, on the family's own path from data to noise.
 
     Attributes:
-        family: gives the velocity.
-        noise_levels: where on the path from data to noise the model is trained.
+        family: gives the path and the estimate.
+        noise_levels: where on the path the model is trained.
         weighting: loss weight by noise level; see :func:`diffsynth_lite.core.noise.loss_weight`.
+        min_snr_gamma: of the weighting ``min_snr``.
         device: of the transformer.
         use_gradient_checkpointing: recompute each block in backward.
         use_gradient_checkpointing_offload: also park each block's inputs in host memory.
@@ -77,19 +145,27 @@ class FlowMatching:
     family: ModelFamily
     noise_levels: NoiseLevels
     weighting: LossWeighting
+    min_snr_gamma: float
     device: torch.device
     use_gradient_checkpointing: bool
     use_gradient_checkpointing_offload: bool
 
     def loss(self, transformer: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Mean weighted squared error of the velocity over a micro-batch, a scalar in fp32."""
-        sigma = self.noise_levels.sigma(batch.uniform, batch.latents.shape[1:]).to(self.device)
-        errors = self.velocity_errors(
+        """Mean weighted squared error of the estimate over a micro-batch, a scalar in fp32."""
+        sigma = self.noise_levels.sigma(
+            batch.uniform, batch.latents.shape[1:], step_uniform=batch.step_uniform
+        ).to(self.device)
+        errors = self.errors(
             transformer, batch.latents, batch.noise, sigma, batch.conditioning, batch.loss_mask
         )
-        return (loss_weight(sigma, self.weighting) * errors).mean()
+        return (self._weight(sigma) * errors).mean()
 
-    def velocity_errors(
+    def _weight(self, sigma: torch.Tensor) -> torch.Tensor:
+        if self.weighting == "min_snr":
+            return self.family.noise_path.min_snr_weight(sigma, self.min_snr_gamma)
+        return loss_weight(sigma, self.weighting)
+
+    def errors(
         self,
         transformer: torch.nn.Module,
         latents: torch.Tensor,
@@ -98,7 +174,7 @@ class FlowMatching:
         conditioning: Sequence[Conditioning],
         loss_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Mean squared error of each sample's velocity.
+        """Mean squared error of the estimate of each sample.
 
         Args:
             transformer: plain or wrapped by DDP.
@@ -114,16 +190,21 @@ class FlowMatching:
         """
         # Everything but the model's input stays in fp32: bf16 has 8 bits for a noise level.
         latents, noise = latents.to(self.device), noise.to(self.device)
-        predicted = self.family.predict_velocity(
+        path = self.family.noise_path
+        predicted = self.family.predict(
             transformer,
-            add_noise(latents, noise, sigma),
+            path.add_noise(latents, noise, sigma),
             sigma,
             conditioning,
             use_gradient_checkpointing=self.use_gradient_checkpointing,
             use_gradient_checkpointing_offload=self.use_gradient_checkpointing_offload,
         )
-        squared = (predicted.float() - velocity(latents, noise)).square()
+        squared = (predicted.float() - path.target(latents, noise, sigma)).square()
         if loss_mask is None:
             return squared.flatten(1).mean(1)
         mask = loss_mask.to(self.device).float()
         return (squared * mask).flatten(1).mean(1) / mask.flatten(1).mean(1)
+
+
+def _float32_below(value: float) -> float:
+    return torch.nextafter(torch.tensor(value), torch.tensor(-math.inf)).item()

@@ -164,7 +164,7 @@ def bind_family(config: Config, *, with_weights: bool = True) -> ModelFamily:
     folder = resolve_folder(
         model.path, revision=model.revision, variant=model.variant, with_weights=with_weights
     )
-    family = family_class(folder)
+    family = family_class(folder, trained=config.lora.components)
     family.check_folder(with_weights=with_weights)
     return family
 
@@ -179,6 +179,7 @@ class _CheckedModel:
 def _check_model(checks: _Checks, family: ModelFamily, config: Config) -> _CheckedModel:
     checks.attempt(lambda: data_rules(config, family))
     checks.attempt(lambda: _check_previews(config, family))
+    checks.attempt(lambda: _check_weighting(config, family))
     transformer = family.empty_transformer()
     blocks = checks.attempt(lambda: _find_blocks(family, transformer))
     layers = checks.attempt(lambda: _find_targets(family, transformer, config)) if blocks else []
@@ -191,17 +192,26 @@ def _check_model(checks: _Checks, family: ModelFamily, config: Config) -> _Check
 
 
 def _find_targets(family: ModelFamily, transformer: torch.nn.Module, config: Config) -> list[str]:
-    return find_target_layers(
+    layers = find_target_layers(
         transformer,
         config.lora.target_modules or family.default_target_modules,
         block_lists=family.block_lists,
         dead_in_last_block=family.dead_in_last_block,
     )
+    for name, component in family.parts_of(transformer).items():
+        prefix = "" if component is transformer else f"{name}."
+        if not any(layer.startswith(prefix) for layer in layers):
+            raise UserError(
+                f"lora.target_modules: none of {', '.join(config.lora.target_modules or ())} is in {name}, "
+                f"which lora.components names; add one, or leave {name} out"
+            )
+    return layers
 
 
 def _find_blocks(family: ModelFamily, transformer: torch.nn.Module) -> list[torch.nn.Module]:
     try:
-        return blocks_of(transformer, family.block_lists)
+        # One pass runs one of them: the one that removes noise, or one of several experts of one size.
+        return blocks_of(family.parts_of(transformer)[family.trained[0]], family.block_lists)
     except ValueError as error:
         raise UserError(f"train.use_gradient_checkpointing: {error}") from None
 
@@ -237,6 +247,15 @@ def _select_blocks(config: Config, num_blocks: int) -> list[int]:
         return block_policy(config).selection(num_blocks)
     except ValueError as error:
         raise UserError(f"memory.{key}: {error}") from None
+
+
+def _check_weighting(config: Config, family: ModelFamily) -> None:
+    weighting, known = config.objective.loss_weighting, family.noise_path.loss_weightings
+    if weighting not in known:
+        raise UserError(
+            f"objective.loss_weighting: {weighting} is defined on another path from data to noise than this "
+            f"family's; use {' or '.join(known)}"
+        )
 
 
 def _check_previews(config: Config, family: ModelFamily) -> None:

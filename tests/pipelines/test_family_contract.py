@@ -42,7 +42,7 @@ def velocity_and_gradients(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
     torch.manual_seed(seed)
     transformer.zero_grad()
-    velocity = sample.family.predict_velocity(
+    velocity = sample.family.predict(
         transformer,
         sample.latents,
         SIGMA,
@@ -141,8 +141,8 @@ def test_a_saved_lora_draws_the_same_in_the_diffusers_pipeline(sample: Sample, t
     family = sample.family
     transformer = adapted_transformer(sample).eval()
     tensors, settings = adapter_tensors(transformer), adapter_settings(transformer)
-    file = family.save_lora(tmp_path, tensors, settings)
-    assert file.name == "pytorch_lora_weights.safetensors"
+    files = family.save_lora(tmp_path, tensors, settings)
+    assert [file.name for file in files] == ["pytorch_lora_weights.safetensors"]
     read, read_settings = family.read_lora(tmp_path)
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
@@ -158,7 +158,7 @@ def test_a_saved_lora_draws_the_same_in_the_diffusers_pipeline(sample: Sample, t
 
 
 def predict(sample: Sample, transformer: torch.nn.Module) -> torch.Tensor:
-    return sample.family.predict_velocity(transformer, sample.latents, SIGMA, sample.conditioning)
+    return sample.family.predict(transformer, sample.latents, SIGMA, sample.conditioning)
 
 
 def test_previews_have_the_size_asked_for_and_repeat_exactly(sample: Sample) -> None:
@@ -204,7 +204,7 @@ def test_a_noise_level_is_told_to_the_model_as_the_sampler_tells_it(
     for call, sigma in zip(sampled, sigmas, strict=True):
         ours = transformer_calls(
             transformer,
-            lambda sigma=sigma: family.predict_velocity(
+            lambda sigma=sigma: family.predict(
                 transformer, sample.latents[:1], sigma.float()[None], sample.conditioning[:1]
             ),
         )[0]

@@ -140,7 +140,7 @@ def test_the_blocks_run_in_the_order_in_which_they_are_declared(family: Flux) ->
         if type(block).__name__ in transformer._repeated_blocks:
             block.register_forward_pre_hook(lambda module, _args: run.append(module))
     with torch.no_grad():
-        family.predict_velocity(
+        family.predict(
             transformer, torch.zeros(1, 16, 4, 8), torch.ones(1), encoded_prompts(family, "a ring")
         )
     assert [type(block).__name__ for block in run] == [
@@ -191,7 +191,7 @@ def test_training_asks_for_no_guidance(
     transformer = family.load_transformer(torch.float32)
     calls = calls_of(transformer)
     with torch.no_grad():
-        family.predict_velocity(
+        family.predict(
             transformer,
             torch.zeros(2, 16, 4, 8),
             torch.tensor([0.25, 0.5]),
@@ -267,7 +267,7 @@ def test_a_bf16_model_draws_with_an_autoencoder_of_any_dtype(
 
 def test_no_layer_of_the_last_block_is_dead(family: Flux) -> None:
     transformer = family.load_transformer(torch.float32).requires_grad_(True)
-    velocity = family.predict_velocity(
+    velocity = family.predict(
         transformer, torch.ones(1, 16, 4, 8), torch.ones(1), encoded_prompts(family, "a ring")
     )
     found = gradients(transformer, velocity)

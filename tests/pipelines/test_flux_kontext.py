@@ -71,7 +71,7 @@ def test_all_that_the_model_gets_is_what_the_pipeline_gives_it(
     )
     draw(FluxKontextPipeline(**tiny().components | {"transformer": transformer}), given)
     with torch.no_grad():
-        velocity = family.predict_velocity(
+        velocity = family.predict(
             transformer, torch.zeros(1, 16, 4, 8), torch.ones(1), [encoded(family, given)]
         )
     theirs, ours, num_noisy = calls[0], calls[-1], 2 * 4
@@ -120,9 +120,7 @@ def test_the_picture_to_edit_changes_the_velocity(family: FluxKontext) -> None:
     transformer = family.load_transformer(torch.float32)
     with torch.no_grad():
         first, second = (
-            family.predict_velocity(
-                transformer, torch.zeros(1, 16, 4, 8), torch.ones(1), [encoded(family, given)]
-            )
+            family.predict(transformer, torch.zeros(1, 16, 4, 8), torch.ones(1), [encoded(family, given)])
             for given in (WIDE, WIDE.rotate(180))
         )
     assert not torch.allclose(first, second, atol=1e-4)

@@ -92,7 +92,7 @@ def test_each_clip_has_positions_by_its_own_frame_rate(sample: Sample) -> None:
             for given, rate in zip(sample.conditioning, rates, strict=True)
         ]
         with torch.no_grad():
-            return sample.family.predict_velocity(transformer, sample.latents, SIGMA, conditioning)
+            return sample.family.predict(transformer, sample.latents, SIGMA, conditioning)
 
     transformer = sample.family.load_transformer(torch.float32)
     slow, fast, mixed = velocity(12, 12, 12), velocity(50, 50, 50), velocity(12, 50, 12)
@@ -133,9 +133,7 @@ def test_a_prompt_without_its_padding_counts_as_in_the_pipeline(
         padded = model_fn_ltx_video(
             pipeline.transformer, sample.latents, 1000 * SIGMA, embeds, mask, frame_rate=rate
         )
-        ours = sample.family.predict_velocity(
-            pipeline.transformer, sample.latents, SIGMA, sample.conditioning
-        )
+        ours = sample.family.predict(pipeline.transformer, sample.latents, SIGMA, sample.conditioning)
         unmasked = model_fn_ltx_video(
             pipeline.transformer, sample.latents, 1000 * SIGMA, embeds, None, frame_rate=rate
         )

@@ -8,7 +8,7 @@ import torch
 from family_sample import CPU, Sample, build_sample, picture
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.training.objective import FlowMatching
+from diffsynth_lite.training.objective import DenoisingObjective
 
 SIGMA = torch.tensor([0.1, 0.5, 0.9])
 
@@ -60,7 +60,7 @@ def test_the_model_sees_a_first_frame_as_in_the_image_to_video_pipeline(
     family.sample(transformer, torch.float32, [request])
     sigma = scheduler.sigmas[1].float()
     with torch.no_grad():
-        family.predict_velocity(transformer, started.latents[1:2], sigma[None], started.conditioning[1:2])
+        family.predict(transformer, started.latents[1:2], sigma[None], started.conditioning[1:2])
     first, second, ours = calls
     assert ours["timestep"].tolist() == [[0.0] * 8 + [(sigma * 1000).item()] * 16]
     torch.testing.assert_close(second["timestep"], ours["timestep"], rtol=1e-6, atol=0)
@@ -76,7 +76,7 @@ def test_the_model_sees_a_first_frame_as_in_the_image_to_video_pipeline(
 
 def test_noise_on_a_first_frame_reaches_neither_the_model_nor_the_loss(started: Sample) -> None:
     transformer = started.family.load_transformer(torch.float32)
-    objective = FlowMatching(
+    objective = DenoisingObjective(
         family=started.family,
         noise_levels=None,
         weighting="none",
@@ -91,9 +91,7 @@ def test_noise_on_a_first_frame_reaches_neither_the_model_nor_the_loss(started: 
     other[:, :, 0] += 1
     with torch.no_grad():
         errors, other_errors = (
-            objective.velocity_errors(
-                transformer, started.latents, drawn, SIGMA, started.conditioning, loss_mask
-            )
+            objective.errors(transformer, started.latents, drawn, SIGMA, started.conditioning, loss_mask)
             for drawn in (noise, other)
         )
     assert torch.equal(errors[1:], other_errors[1:])
@@ -104,9 +102,9 @@ def test_clips_with_and_without_a_first_frame_share_a_batch(started: Sample) -> 
     given = started.latents.clone()
     transformer = started.family.load_transformer(torch.float32)
     with torch.no_grad():
-        together = started.family.predict_velocity(transformer, started.latents, SIGMA, started.conditioning)
+        together = started.family.predict(transformer, started.latents, SIGMA, started.conditioning)
         alone = [
-            started.family.predict_velocity(
+            started.family.predict(
                 transformer, started.latents[place, None], SIGMA[place, None], [started.conditioning[place]]
             )
             for place in range(3)

@@ -138,7 +138,7 @@ def test_all_that_the_model_gets_is_what_the_pipeline_gives_it(
     pipeline(**reference_call(pictures), true_cfg_scale=1.0)
     (conditioning,) = encoded_prompts(family, pictures, PROMPT)
     with torch.no_grad():
-        family.predict_velocity(
+        family.predict(
             transformer,
             torch.zeros(1, 16, 1, 4, 8),
             torch.ones(1),

@@ -181,7 +181,7 @@ def test_in_bf16_the_input_follows_the_first_layer_and_not_what_stays_in_fp32(sa
     transformer = sample_of_wan.family.load_transformer(torch.bfloat16)
     assert next(transformer.parameters()).dtype == torch.float32  # a table comes first
     with torch.no_grad():
-        velocity = sample_of_wan.family.predict_velocity(
+        velocity = sample_of_wan.family.predict(
             transformer, sample_of_wan.latents, torch.tensor([0.1, 0.5, 0.9]), sample_of_wan.conditioning
         )
     assert velocity.dtype == torch.bfloat16
@@ -215,7 +215,7 @@ def test_ti2v_draws_a_clip_and_is_trained_with_one_noise_level_a_sample(ti2v_fam
     (conditioning,) = ti2v_family.load_prompt_encoder(torch.float32, CPU)([Prompt(text="a ring")])
     latents = torch.randn(1, 48, 2, 4, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        ours = ti2v_family.predict_velocity(transformer, latents, torch.tensor([0.5]), [conditioning])
+        ours = ti2v_family.predict(transformer, latents, torch.tensor([0.5]), [conditioning])
         theirs = transformer(
             hidden_states=latents,
             timestep=torch.full((1, 2 * 2 * 4), 500.0),

@@ -194,14 +194,14 @@ def test_a_failing_preview_warns_and_training_goes_on(
 def test_a_step_that_is_not_finite_is_skipped_and_the_run_goes_on(
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    predict = QwenImage.predict_velocity
+    predict = QwenImage.predict
     calls = []
 
     def predict_nan_once(*args: Any, **kwargs: Any) -> torch.Tensor:
         calls.append(args)
         return predict(*args, **kwargs) * (float("nan") if len(calls) == 3 else 1.0)
 
-    monkeypatch.setattr(QwenImage, "predict_velocity", predict_nan_once)
+    monkeypatch.setattr(QwenImage, "predict", predict_nan_once)
     assert tiny_run.train("validation.loss_items=0") == 0
     assert "Step 2 is skipped: loss nan" in caplog.text
     assert ".png" in caplog.text
@@ -217,10 +217,8 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(
 ) -> None:
     assert tiny_run.train("train.steps=2") == 0
     before = checkpoint_tensors(tiny_run.folder, 2)
-    predict = QwenImage.predict_velocity
-    monkeypatch.setattr(
-        QwenImage, "predict_velocity", lambda *args, **kwargs: predict(*args, **kwargs) * float("nan")
-    )
+    predict = QwenImage.predict
+    monkeypatch.setattr(QwenImage, "predict", lambda *args, **kwargs: predict(*args, **kwargs) * float("nan"))
     assert tiny_run.train("train.steps=20", "output.checkpoint_every_steps=20") == 3
     assert "step 7: loss and gradients were not finite in 5 steps in a row" in caplog.text
     assert tiny_run.status()["state"] == "stopped"

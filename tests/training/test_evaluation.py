@@ -2,13 +2,14 @@
 
 import contextlib
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from diffsynth_lite.data import Bucket
 from diffsynth_lite.training.evaluation import FixedNoiseLoss, ValidationItem, evaluation_mode
-from diffsynth_lite.training.objective import FlowMatching
+from diffsynth_lite.training.objective import DenoisingObjective
 
 SMALL, LARGE = Bucket(width=24, height=16), Bucket(width=40, height=16)
 
@@ -18,13 +19,12 @@ class Recorder:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self.noise_levels = SimpleNamespace(evenly=lambda part: part)
         self.noise: list[torch.Tensor] = []
         self.sigma: list[float] = []
         self.batches: list[object] = []
 
-    def velocity_errors(
-        self, model: torch.nn.Module, latents, noise, sigma, conditioning, loss_mask
-    ) -> torch.Tensor:
+    def errors(self, model: torch.nn.Module, latents, noise, sigma, conditioning, loss_mask) -> torch.Tensor:
         assert not model.training
         assert not torch.is_grad_enabled()
         assert len(latents) == len(noise) == len(sigma) == len(conditioning)
@@ -110,4 +110,7 @@ def test_the_training_mode_comes_back_also_after_an_error() -> None:
 
 
 def test_the_stand_in_has_the_objectives_interface() -> None:
-    assert {"device", "velocity_errors"} <= {*FlowMatching.__dataclass_fields__, *vars(FlowMatching)}
+    assert {"device", "errors", "noise_levels"} <= {
+        *DenoisingObjective.__dataclass_fields__,
+        *vars(DenoisingObjective),
+    }

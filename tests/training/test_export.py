@@ -25,7 +25,7 @@ def family(tmp_path: Path) -> QwenImage:
 
 
 def test_the_file_is_in_its_place_and_nothing_else_is_left(family: QwenImage, tmp_path: Path) -> None:
-    file = export_lora(family, tmp_path / "lora", TENSORS, SETTINGS)
+    (file,) = export_lora(family, tmp_path / "lora", TENSORS, SETTINGS)
     assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == [
         "lora",
         "lora/pytorch_lora_weights.safetensors",
@@ -42,7 +42,7 @@ class Careless(QwenImage):
 
     change: str
 
-    def save_lora(self, folder, tensors, settings) -> Path:
+    def save_lora(self, folder, tensors, settings) -> list[Path]:
         tensors, settings = dict(tensors), dict(settings)
         if self.change == "value":
             tensors = {name: tensor + 1 for name, tensor in tensors.items()}
@@ -57,7 +57,7 @@ class Careless(QwenImage):
 def test_a_file_that_does_not_hold_the_adapter_never_replaces_a_good_one(
     family: QwenImage, tmp_path: Path, change: str
 ) -> None:
-    before = export_lora(family, tmp_path / "lora", TENSORS, SETTINGS).read_bytes()
+    before = export_lora(family, tmp_path / "lora", TENSORS, SETTINGS)[0].read_bytes()
     careless = Careless(family.folder)
     careless.change = change
     with pytest.raises(RuntimeError, match="LoRA file"):

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from diffsynth_lite.core.noise import FlowMatchingPath
 from diffsynth_lite.data import Batch, Bucket
-from diffsynth_lite.training.objective import FlowMatching, NoiseLevels
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 
 SHAPE = (2, 16, 1, 4, 6)
 
@@ -40,16 +42,17 @@ def batch() -> Batch:
     )
 
 
-def objective(predict: Any, **changes: Any) -> FlowMatching:
+def objective(predict: Any, **changes: Any) -> DenoisingObjective:
     settings = {
-        "family": SimpleNamespace(predict_velocity=predict),
+        "family": SimpleNamespace(predict=predict, noise_path=FlowMatchingPath()),
         "noise_levels": noise_levels(),
         "weighting": "none",
+        "min_snr_gamma": 5.0,
         "device": torch.device("cpu"),
         "use_gradient_checkpointing": False,
         "use_gradient_checkpointing_offload": False,
     }
-    return FlowMatching(**(settings | changes))
+    return DenoisingObjective(**(settings | changes))
 
 
 def test_the_exact_velocity_has_no_loss() -> None:
@@ -148,3 +151,77 @@ def test_a_mask_gives_the_mean_error_of_what_it_lets_through_in_each_sample() ->
     squared = (given.noise - given.latents).square()
     expected = (squared[0, ..., :3].mean() + squared[1, ..., 0, 0].mean()) / 2
     torch.testing.assert_close(loss, expected)
+
+
+EXPERTS = ((0.875, 1.0), (0.0, 0.875))
+UNIFORM = torch.arange(1000) / 1000
+
+
+def levels_of_steps(levels: NoiseLevels, num_steps: int) -> list[torch.Tensor]:
+    return [
+        levels.sigma(UNIFORM, SHAPE[1:], step_uniform=(step + 0.5) / num_steps) for step in range(num_steps)
+    ]
+
+
+@pytest.mark.parametrize("density", ["uniform", "logit_normal", "mode", "cosmap"])
+@pytest.mark.parametrize("shift", [1.0, 5.0])
+def test_each_step_trains_one_expert_and_all_steps_together_the_density(density: str, shift: float) -> None:
+    levels = noise_levels(density=density, shift=lambda _shape: shift, ranges=EXPERTS)
+    steps = levels_of_steps(levels, 1000)
+    for sigma in steps:
+        high = sigma >= 0.875
+        assert high.all() or not high.any()
+    whole = noise_levels(density=density, shift=lambda _shape: shift).sigma(UNIFORM, SHAPE[1:])
+    quantiles = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
+    torch.testing.assert_close(
+        torch.cat(steps).double().quantile(quantiles), whole.double().quantile(quantiles), rtol=0, atol=0.01
+    )
+    share = sum(bool((sigma >= 0.875).all()) for sigma in steps) / len(steps)
+    assert share == pytest.approx((whole >= 0.875).double().mean().item(), abs=0.002)
+
+
+def test_one_expert_sees_its_part_of_the_density_and_nothing_else() -> None:
+    high = noise_levels(shift=lambda _shape: 5.0, ranges=EXPERTS[:1]).sigma(UNIFORM, SHAPE[1:])
+    whole = noise_levels(shift=lambda _shape: 5.0).sigma(UNIFORM, SHAPE[1:])
+    part = whole[whole >= 0.875]
+    assert 0.875 <= high.min() < high.max() <= 1
+    assert high.double().mean().item() == pytest.approx(part.double().mean().item(), abs=1e-3)
+
+
+def test_the_largest_draw_stays_below_the_next_experts_levels() -> None:
+    levels = noise_levels(ranges=((0.0, 0.875),))
+    assert levels.sigma(torch.tensor([1 - 2**-24]), SHAPE[1:]).item() < 0.875
+
+
+def test_an_expert_that_would_see_no_noise_level_is_an_error() -> None:
+    levels = noise_levels(sigma_max=0.5, ranges=EXPERTS)
+    with pytest.raises(UserError, match=r"0\.0 to 0\.5 leaves nothing of the noise levels 0\.875 to 1\.0"):
+        levels.sigma(UNIFORM, SHAPE[1:], step_uniform=0.5)
+
+
+def test_levels_evenly_spread_cover_what_is_trained() -> None:
+    assert noise_levels().evenly(0.3) == 0.3
+    assert noise_levels(ranges=EXPERTS).evenly(0.3) == pytest.approx(0.3)
+    assert noise_levels(ranges=EXPERTS[:1]).evenly(0.5) == pytest.approx(0.9375)
+    assert noise_levels(ranges=((0.5, 0.75), (0.0, 0.25))).evenly(0.75) == pytest.approx(0.625)
+
+
+def test_the_step_of_a_batch_chooses_its_expert() -> None:
+    seen: list[float] = []
+
+    def predict(_t: Any, noisy: torch.Tensor, sigma: torch.Tensor, *_args: Any, **_: Any) -> torch.Tensor:
+        seen.extend(sigma.tolist())
+        return torch.zeros_like(noisy)
+
+    levels = noise_levels(ranges=EXPERTS)
+    for step_uniform in (0.0, 0.9):
+        given = dataclasses.replace(batch(), step_uniform=step_uniform)
+        objective(predict, noise_levels=levels).loss(torch.nn.Identity(), given)
+    assert min(seen[:2]) >= 0.875 > max(seen[2:])
+
+
+def test_min_snr_weights_each_sample_by_the_familys_own_path() -> None:
+    given = batch()
+    errors = (given.noise - given.latents).square().flatten(1).mean(1)
+    loss = objective(zeros, weighting="min_snr", min_snr_gamma=2.0).loss(torch.nn.Identity(), given)
+    torch.testing.assert_close(loss, (errors * torch.tensor([2 * 0.25**2, 0.25**2])).mean())

@@ -80,3 +80,11 @@ def test_preview_inputs_that_the_family_does_not_look_at_are_refused(root: Path)
     qwen_image.tiny().save_pretrained(root / "model")
     changes = {"validation.prompts": "[a circle]", "validation.inputs": f"[{root}/data/a.png]"}
     assert "validation.inputs: has no effect" in refusal(root, **changes)
+
+
+def test_a_component_that_the_pipeline_cannot_train_is_named(root: Path) -> None:
+    qwen_image.tiny().save_pretrained(root / "model")
+    message = "lora.components: vae cannot be trained; this pipeline has transformer"
+    assert message in refusal(root, **{"lora.components": "[transformer, vae]"})
+    checked = check_run(load_config_of(root, {"lora.components": "[transformer]"}), PROCESS)
+    assert checked.family.trained == ("transformer",)

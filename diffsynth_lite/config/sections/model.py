@@ -54,6 +54,12 @@ class LoraSettings(Settings):
     """Share of the LoRA's inputs set to zero at each training step. A little, such as 0.05, works against
     learning a small set of images by heart."""
 
+    components: Annotated[list[str] | None, NotEmpty()] = None
+    """Folders of the pipeline that get a LoRA; null takes what the family trains by default. For most models
+    that is `transformer`, and the only choice. Wan 2.2 14B has two, `transformer` for high noise and
+    `transformer_2` for low, trained together or each in a run of its own; SDXL adds `text_encoder` and
+    `text_encoder_2` to its `unet`."""
+
     target_modules: Annotated[list[str] | None, NotEmpty()] = None
     """Names, or endings of names, of the linear layers that get a LoRA, such as `[to_q, to_k, to_v]`; null
     takes the family's own list. An entry that matches no layer is an error."""

@@ -13,8 +13,8 @@ _DENSITY_OF = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveSettings(Settings):
-    """Flow matching: the model sees an image mixed with noise, at a noise level sigma between 0 (clean) and
-    1 (noise alone), and learns to predict the direction from one to the other."""
+    """The model sees an image mixed with noise, at a noise level sigma between 0 (clean) and 1 (noise alone),
+    and learns to predict what takes one to the other. With SDXL sigma is the timestep, as a part of all."""
 
     timestep_density: Literal["uniform", "logit_normal", "mode", "cosmap"] = "uniform"
     """How noise levels are drawn, before the shift: all alike, or with more weight on some, as in Stable
@@ -43,14 +43,20 @@ class ObjectiveSettings(Settings):
     sigma_max: Annotated[float, Range(above=0, at_most=1)] = 1.0
     """Highest noise level trained on, after the shift. Lower it to learn texture rather than composition."""
 
-    loss_weighting: Literal["none", "sigma_sqrt", "cosmap", "bell"] = "none"
+    loss_weighting: Literal["none", "sigma_sqrt", "cosmap", "bell", "min_snr"] = "none"
     """How much a noise level counts in the loss: all alike, 1 / sigma^2 (diffusers calls this `sigma_sqrt`),
-    the cosine map of the same paper, or most in the middle (`bell`)."""
+    the cosine map of the same paper, most in the middle (`bell`), or by the ratio of signal to noise, cut off
+    (`min_snr`; Hang et al. 2023, arXiv:2303.09556). SDXL has `none` and `min_snr`."""
+
+    min_snr_gamma: Annotated[float, Range(above=0)] = 5.0
+    """Where `min_snr` cuts the ratio of signal to noise off; 5 is the paper's."""
 
     def conflicts(self) -> Iterator[Problem]:
         for key, density in _DENSITY_OF.items():
             if self.timestep_density != density and not self.is_default(key):
                 yield _without_effect(key, "timestep_density", self.timestep_density, density)
+        if self.loss_weighting != "min_snr" and not self.is_default("min_snr_gamma"):
+            yield _without_effect("min_snr_gamma", "loss_weighting", self.loss_weighting, "min_snr")
         if self.shift != "static" and self.shift_value is not None:
             yield _without_effect("shift_value", "shift", self.shift, "static")
         if self.shift == "static" and self.shift_value is None:

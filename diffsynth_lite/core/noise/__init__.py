@@ -1,12 +1,17 @@
-"""Flow matching: which noise levels are trained, how they are reached, and how much each one counts."""
+"""Which noise levels are trained, how they are reached, what is learned there, and how much each counts."""
 
 from diffsynth_lite.core.noise.densities import TimestepDensity, sigma_from_uniform
 from diffsynth_lite.core.noise.flow_matching import add_noise, velocity
+from diffsynth_lite.core.noise.paths import DiffusionPath, FlowMatchingPath, NoisePath, PredictionType
 from diffsynth_lite.core.noise.shifts import exponential_shift, resolution_mu, shift_sigma
 from diffsynth_lite.core.noise.weights import LossWeighting, loss_weight
 
 __all__ = [
+    "DiffusionPath",
+    "FlowMatchingPath",
     "LossWeighting",
+    "NoisePath",
+    "PredictionType",
     "TimestepDensity",
     "add_noise",
     "exponential_shift",

@@ -6,7 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-LossWeighting = Literal["none", "sigma_sqrt", "cosmap", "bell"]
+LossWeighting = Literal["none", "sigma_sqrt", "cosmap", "bell", "min_snr"]
+"""``min_snr`` depends on the path from data to noise: see :class:`diffsynth_lite.core.noise.NoisePath`."""
 
 _BELL_FLOOR = math.exp(-0.5)
 """Height of ``exp(-2 * (sigma - 0.5)**2)`` at sigma 0 and 1, taken off so that the bell ends at 0."""
@@ -36,7 +37,7 @@ def loss_weight(sigma: Tensor, weighting: LossWeighting) -> Tensor:
         The shape of ``sigma``, float32, not negative.
 
     Raises:
-        ValueError: the weighting is unknown.
+        ValueError: the weighting is another one.
     """
     sigma = sigma.float()
     if weighting == "none":
@@ -48,4 +49,4 @@ def loss_weight(sigma: Tensor, weighting: LossWeighting) -> Tensor:
     if weighting == "bell":
         bump = torch.exp(-2 * (sigma - 0.5) ** 2) - _BELL_FLOOR
         return bump.clamp(min=0) / _BELL_MEAN
-    raise ValueError(f"unknown loss weighting {weighting!r}; known: none, sigma_sqrt, cosmap, bell")
+    raise ValueError(f"{weighting!r} is no weight of sigma alone; known: none, sigma_sqrt, cosmap, bell")

@@ -1,6 +1,7 @@
 """This file does what all families of diffusers have in common: loading components, and adapter files."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,8 +12,11 @@ from diffusers import SchedulerMixin
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
+from diffsynth_lite.core.noise import resolution_mu
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.pipelines.contract.family import LoraFile, ModelFamily
+from diffsynth_lite.pipelines.contract.composite import Composite, join_adapter, split_adapter
+from diffsynth_lite.pipelines.contract.family import ModelFamily
+from diffsynth_lite.pipelines.contract.samples import LoraFile
 
 
 class DiffusersFamily(ModelFamily):
@@ -20,7 +24,7 @@ class DiffusersFamily(ModelFamily):
 
     Attributes:
         pipelines: the pipeline's class, or several where releases of one model differ in it.
-        transformer_class: of the component ``transformer``.
+        transformer_class: of the components that are trained; ``trained_class`` where they differ.
         prompt_tokenizer: folder of the tokenizer that ``max_prompt_tokens`` counts by.
     """
 
@@ -86,27 +90,74 @@ class DiffusersFamily(ModelFamily):
         loaded: Any = scheduler_class
         return loaded.from_config(self.scheduler_config)
 
+    def resolution_shift(self, latents_shape: Sequence[int]) -> float:
+        """``exp(mu)``, with mu linear in the number of tokens, by the settings in the folder's scheduler.
+
+        Source: ``calculate_shift`` in diffusers ``pipeline_qwenimage.py``.
+        """
+        config = self.scheduler_config
+        mu = resolution_mu(
+            self.num_tokens(latents_shape),
+            base_shift=config.get("base_shift", 0.5),
+            max_shift=config.get("max_shift", 1.15),
+            base_tokens=config.get("base_image_seq_len", 256),
+            max_tokens=config.get("max_image_seq_len", 4096),
+        )
+        return math.exp(mu)
+
+    def trained_class(self, component: str) -> Any:
+        """Class of a component that is trained."""
+        return self.transformer_class
+
     def empty_transformer(self) -> torch.nn.Module:
-        config = self.folder.component_config("transformer")
-        with torch.device("meta"):
-            transformer: torch.nn.Module = self.transformer_class.from_config(config)
-        return transformer
+        return self._trained_model(self._empty_component)
 
     def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
-        transformer: torch.nn.Module = self.load_component(self.transformer_class, "transformer", dtype)
-        return transformer.requires_grad_(False)
+        model = self._trained_model(lambda name: self.load_component(self.trained_class(name), name, dtype))
+        return model.requires_grad_(False)
+
+    def _trained_model(self, make: Callable[[str], torch.nn.Module]) -> torch.nn.Module:
+        if len(self.trained) == 1:
+            return make(self.trained[0])
+        return Composite({name: make(name) for name in self.trained})
+
+    def _empty_component(self, name: str) -> torch.nn.Module:
+        config = self.folder.component_config(name)
+        with torch.device("meta"):
+            model: torch.nn.Module = self.trained_class(name).from_config(config)
+        return model
+
+    def lora_file_name(self, component: str) -> str:
+        """Name of the file that holds a component's LoRA."""
+        return "pytorch_lora_weights.safetensors"
 
     def save_lora(
         self, folder: Path, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
-    ) -> Path:
-        self.pipeline.save_lora_weights(
-            folder, transformer_lora_layers=dict(tensors), transformer_lora_adapter_metadata=dict(settings)
-        )
-        return folder / "pytorch_lora_weights.safetensors"
+    ) -> list[Path]:
+        files = []
+        for component, (layers, metadata) in split_adapter(tensors, settings, self.trained).items():
+            name = self.lora_file_name(component)
+            self.pipeline.save_lora_weights(
+                folder,
+                transformer_lora_layers=layers,
+                transformer_lora_adapter_metadata=metadata,
+                weight_name=name,
+            )
+            files.append(folder / name)
+        return files
 
     def read_lora(self, folder: Path) -> LoraFile:
+        return join_adapter(
+            {component: self._read_component(folder, component) for component in self.trained}
+        )
+
+    def _read_component(self, folder: Path, component: str) -> LoraFile:
         tensors, settings = self.pipeline.lora_state_dict(
-            folder, use_safetensors=True, local_files_only=True, return_lora_metadata=True
+            folder,
+            weight_name=self.lora_file_name(component),
+            use_safetensors=True,
+            local_files_only=True,
+            return_lora_metadata=True,
         )
         prefix = f"{self.pipeline.transformer_name}."
         return (

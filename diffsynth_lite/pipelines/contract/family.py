@@ -1,9 +1,7 @@
 """What a model family offers to the trainer. Latents carry no layout here: a family's file says its axes."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,48 +9,11 @@ from typing import Any, ClassVar
 import torch
 from PIL.Image import Image
 
-from diffsynth_lite.core.noise import resolution_mu
+from diffsynth_lite.core.noise import FlowMatchingPath, NoisePath
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.contract.folder import PipelineFolder
-
-Conditioning = dict[str, torch.Tensor]
-"""What one sample is conditioned on (prompt embeddings and the like), without a batch axis, on the CPU."""
-
-EncodedMedia = dict[str, torch.Tensor]
-"""What training needs of one item's media, on the CPU, without a batch axis: ``latents``, normalised, fp32,
-``loss_mask`` where not all of them are learned, (1, ...) at their size, and whatever else the transformer is
-conditioned on, which joins the conditioning of its prompt."""
-
-LoraFile = tuple[dict[str, torch.Tensor], dict[str, Any]]
-"""An adapter as its file holds it: tensors by peft's names, without the component's prefix, and settings."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreviewRequest:
-    """One preview: a picture or a clip.
-
-    Attributes:
-        conditioning: of the prompt.
-        negative: of the negative prompt, for classifier-free guidance.
-        inputs: RGB pictures to edit, or to start a clip from; most families have none.
-        width: pixels, a multiple of the family's ``size_divisor``.
-        height: pixels, likewise.
-        num_frames: of a clip, as ``check_frames`` wants it; 1 is a picture.
-        num_inference_steps: denoising steps.
-        guidance_scale: told to a model that knows one; classifier-free guidance for others, off at 1 or less.
-        seed: of the starting noise.
-    """
-
-    conditioning: Conditioning
-    negative: Conditioning
-    inputs: tuple[Image, ...] = ()
-    width: int
-    height: int
-    num_frames: int = 1
-    num_inference_steps: int
-    guidance_scale: float
-    seed: int
+from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, LoraFile, PreviewRequest
 
 
 class ModelFamily(ABC):
@@ -63,7 +24,6 @@ class ModelFamily(ABC):
 
     Attributes:
         pipeline_classes: class names of which ``model_index.json`` must give one.
-        components: folders whose weights training and previews need.
         components_without_weights: other folders that they need.
         block_lists: attributes of the transformer that hold its blocks, in call order.
         record_kinds: what its data sets are made of.
@@ -76,7 +36,6 @@ class ModelFamily(ABC):
     """
 
     pipeline_classes: ClassVar[tuple[str, ...]]
-    components: ClassVar[tuple[str, ...]]
     components_without_weights: ClassVar[tuple[str, ...]] = ("scheduler", "tokenizer")
     block_lists: ClassVar[tuple[str, ...]]
     record_kinds: ClassVar[tuple[RecordKind, ...]] = ("image",)
@@ -86,8 +45,49 @@ class ModelFamily(ABC):
     default_target_modules: ClassVar[tuple[str, ...]]
     dead_in_last_block: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, folder: PipelineFolder) -> None:
+    def __init__(self, folder: PipelineFolder, *, trained: Sequence[str] | None = None) -> None:
+        """Bind the family to a folder.
+
+        Args:
+            folder: of the pipeline.
+            trained: which of ``trainable`` get a LoRA; None takes ``trained_by_default``.
+
+        Raises:
+            UserError: one of them cannot be trained.
+        """
         self.folder = folder
+        given = tuple(dict.fromkeys(trained or self.trained_by_default))
+        if unknown := set(given) - set(self.trainable):
+            raise UserError(
+                f"lora.components: {', '.join(sorted(unknown))} cannot be trained; "
+                f"this pipeline has {', '.join(self.trainable)}"
+            )
+        self.trained = tuple(name for name in self.trainable if name in given)
+
+    @property
+    @abstractmethod
+    def components(self) -> tuple[str, ...]:
+        """Folders whose weights training and previews need; most families give it as a plain attribute."""
+
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """Folders of the models that can get a LoRA."""
+        return ("transformer",)
+
+    @property
+    def trained_by_default(self) -> tuple[str, ...]:
+        """Those of ``trainable`` that get a LoRA unless the user says otherwise."""
+        return self.trainable[:1]
+
+    @property
+    def noise_path(self) -> NoisePath:
+        """The way from data to noise that the model is trained on."""
+        return FlowMatchingPath()
+
+    @property
+    def noise_ranges(self) -> tuple[tuple[float, float], ...]:
+        """Parts [low, high) of the noise levels that are trained, each by an expert of its own."""
+        return ((0.0, 1.0),)
 
     @property
     @abstractmethod
@@ -190,11 +190,20 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def empty_transformer(self) -> torch.nn.Module:
-        """The transformer on the meta device: its structure without its weights."""
+        """The model that is trained, on the meta device: its structure without its weights."""
 
     @abstractmethod
     def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
-        """The transformer on the CPU in ``dtype``, frozen."""
+        """The model that is trained, on the CPU in ``dtype``, frozen.
+
+        Most families train one component; where it is several, they come as one ``Composite``.
+        """
+
+    def parts_of(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+        """The components, by name, that ``load_transformer`` or ``empty_transformer`` made ``model`` of."""
+        if len(self.trained) == 1:
+            return {self.trained[0]: model}
+        return {name: model.get_submodule(name) for name in self.trained}
 
     @abstractmethod
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
@@ -228,31 +237,20 @@ class ModelFamily(ABC):
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
         """Tokens that the transformer makes of one sample's latents."""
 
+    @abstractmethod
     def resolution_shift(self, latents_shape: Sequence[int]) -> float:
         """Shift of the noise levels that grows with the picture, as the pipeline's own sampler applies it.
-
-        ``exp(mu)`` with mu linear in the number of tokens, by the settings in the folder's scheduler.
-        Source: ``calculate_shift`` in diffusers ``pipeline_qwenimage.py``.
 
         Returns:
             s in ``sigma -> s * sigma / (1 + (s - 1) * sigma)``.
         """
-        config = self.scheduler_config
-        mu = resolution_mu(
-            self.num_tokens(latents_shape),
-            base_shift=config.get("base_shift", 0.5),
-            max_shift=config.get("max_shift", 1.15),
-            base_tokens=config.get("base_image_seq_len", 256),
-            max_tokens=config.get("max_image_seq_len", 4096),
-        )
-        return math.exp(mu)
 
     @abstractmethod
     def family_shift(self, latents_shape: Sequence[int]) -> float:
         """The shift that the family is trained with unless the user says otherwise; 1 is none."""
 
     @abstractmethod
-    def predict_velocity(
+    def predict(
         self,
         transformer: torch.nn.Module,
         noisy_latents: torch.Tensor,
@@ -262,10 +260,12 @@ class ModelFamily(ABC):
         use_gradient_checkpointing: bool = False,
         use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
-        """The model's estimate of ``noise - latents``, whatever the model's own convention is.
+        """The model's estimate of the target of ``noise_path``, whatever the model's own convention is.
+
+        On the flow-matching path that is ``noise - latents``.
 
         Args:
-            transformer: the transformer, plain or wrapped by DDP.
+            transformer: what ``load_transformer`` gave, plain or wrapped by DDP.
             noisy_latents: (B, ...) as the media encoder gives them, in fp32.
             sigma: (B,), noise level in [0, 1], in fp32.
             conditioning: of the B samples.
@@ -285,11 +285,11 @@ class ModelFamily(ABC):
     @abstractmethod
     def save_lora(
         self, folder: Path, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
-    ) -> Path:
+    ) -> list[Path]:
         """Write an adapter in the format that the family's diffusers pipeline loads, alpha included.
 
         Returns:
-            The file written.
+            The files written, one for each expert.
         """
 
     @abstractmethod

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.pipelines.contract.family import Conditioning, EncodedMedia
+from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia
 
 
 def first_frame_tensors(first_cfhw: torch.Tensor, latents_cfhw: torch.Tensor) -> EncodedMedia:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from diffsynth_lite.pipelines.contract.family import Conditioning
+from diffsynth_lite.pipelines.contract.samples import Conditioning
 
 INPUT = "input_latents_"
 """Start of the names of an item's input pictures among its conditioning; their places follow, from 0."""

@@ -1,0 +1,45 @@
+"""What goes into a family and comes out of it: conditioning, encoded media, adapter files, previews."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL.Image import Image
+
+Conditioning = dict[str, torch.Tensor]
+"""What one sample is conditioned on (prompt embeddings and the like), without a batch axis, on the CPU."""
+
+EncodedMedia = dict[str, torch.Tensor]
+"""What training needs of one item's media, on the CPU, without a batch axis: ``latents``, normalised, fp32,
+``loss_mask`` where not all of them are learned, (1, ...) at their size, and whatever else the transformer is
+conditioned on, which joins the conditioning of its prompt."""
+
+LoraFile = tuple[dict[str, torch.Tensor], dict[str, Any]]
+"""An adapter as its file holds it: tensors by peft's names, without the component's prefix, and settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewRequest:
+    """One preview: a picture or a clip.
+
+    Attributes:
+        conditioning: of the prompt.
+        negative: of the negative prompt, for classifier-free guidance.
+        inputs: RGB pictures to edit, or to start a clip from; most families have none.
+        width: pixels, a multiple of the family's ``size_divisor``.
+        height: pixels, likewise.
+        num_frames: of a clip, as ``check_frames`` wants it; 1 is a picture.
+        num_inference_steps: denoising steps.
+        guidance_scale: told to a model that knows one; classifier-free guidance for others, off at 1 or less.
+        seed: of the starting noise.
+    """
+
+    conditioning: Conditioning
+    negative: Conditioning
+    inputs: tuple[Image, ...] = ()
+    width: int
+    height: int
+    num_frames: int = 1
+    num_inference_steps: int
+    guidance_scale: float
+    seed: int
