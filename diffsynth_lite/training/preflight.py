@@ -16,7 +16,7 @@ from diffsynth_lite.core.gradient import BlockPolicy, Treatment, blocks_of
 from diffsynth_lite.data import BatchLayout, Record, load_image, refuse_other_kinds
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import find_target_layers
-from diffsynth_lite.pipelines import ModelFamily, load_family, resolve_folder
+from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder
 from diffsynth_lite.training.data_rules import data_rules
 from diffsynth_lite.training.learning_rate import learning_rate_schedule
 from diffsynth_lite.training.processes import on_all_processes
@@ -164,6 +164,7 @@ def bind_family(config: Config, *, with_weights: bool = True) -> ModelFamily:
     folder = resolve_folder(
         model.path, revision=model.revision, variant=model.variant, with_weights=with_weights
     )
+    require_family(family_class, folder)
     family = family_class(folder, trained=config.lora.components)
     family.check_folder(with_weights=with_weights)
     return family

@@ -19,7 +19,7 @@ from family_sample import CPU, PROMPTS, build_media
 from diffsynth_lite.core.gradient import blocks_of
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Prompt
-from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest
+from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest, require_family
 from diffsynth_lite.pipelines.flux import Flux, model_fn_flux, tiny
 
 FLAGS = [(False, False), (True, False), (False, True), (True, True)]
@@ -277,8 +277,10 @@ def test_no_layer_of_the_last_block_is_dead(family: Flux) -> None:
 
 def test_a_folder_of_kontext_is_refused_with_what_it_holds(tmp_path: Path) -> None:
     FluxKontextPipeline(**tiny().components).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="holds a FluxKontextPipeline, but this family trains a FluxPipeline"):
-        Flux(PipelineFolder(path=tmp_path)).check_folder()
+    with pytest.raises(
+        UserError, match=r"holds a FluxKontextPipeline, but .* FluxPipeline; set model.family: flux_kontext"
+    ):
+        require_family(Flux, PipelineFolder(path=tmp_path))
 
 
 @pytest.mark.parametrize("component", ["text_encoder_2", "tokenizer_2"])

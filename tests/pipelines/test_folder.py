@@ -18,7 +18,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.pipelines import PipelineFolder, resolve_folder
+from diffsynth_lite.pipelines import PipelineFolder, require_family, resolve_folder
 from diffsynth_lite.pipelines.contract import folder as folder_module
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 
@@ -36,10 +36,15 @@ def pipeline_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def check(folder: PipelineFolder) -> None:
+    require_family(QwenImage, folder)
+    QwenImage(folder).check_folder()
+
+
 def test_a_missing_component_without_weights_is_named(pipeline_folder: Path) -> None:
     (pipeline_folder / "scheduler" / "scheduler_config.json").unlink()
     with pytest.raises(UserError, match="scheduler is missing or empty"):
-        QwenImage(PipelineFolder(path=pipeline_folder)).check_folder()
+        check(PipelineFolder(path=pipeline_folder))
 
 
 def test_a_missing_shard_is_named(pipeline_folder: Path) -> None:
@@ -48,13 +53,13 @@ def test_a_missing_shard_is_named(pipeline_folder: Path) -> None:
     (pipeline_folder / "vae" / "model.safetensors").rename(pipeline_folder / "vae" / shards[0])
     (pipeline_folder / "vae" / "diffusion.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match=rf"vae lacks {shards[1]}"):
-        QwenImage(PipelineFolder(path=pipeline_folder)).check_folder()
+        check(PipelineFolder(path=pipeline_folder))
 
 
 def test_a_local_folder_is_used_as_it_is(pipeline_folder: Path) -> None:
     folder = resolve_folder(str(pipeline_folder))
     assert folder == PipelineFolder(path=pipeline_folder)
-    QwenImage(folder).check_folder()
+    check(folder)
 
 
 @pytest.mark.parametrize("location", ["/no/such/folder", "./missing", "~/no-such-folder", "a/b/c", "missing"])
@@ -84,36 +89,44 @@ def test_a_revision_of_a_local_folder_is_refused(pipeline_folder: Path) -> None:
 
 def test_a_folder_without_an_index_is_not_a_diffusers_pipeline(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not a diffusers pipeline: model_index\.json is missing"):
-        QwenImage(PipelineFolder(path=tmp_path)).check_folder()
+        check(PipelineFolder(path=tmp_path))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "{", "\xff"])
 def test_a_damaged_index_is_one_clear_line(pipeline_folder: Path, text: str) -> None:
     (pipeline_folder / "model_index.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=r"model_index\.json") as caught:
-        QwenImage(PipelineFolder(path=pipeline_folder)).check_folder()
+        check(PipelineFolder(path=pipeline_folder))
     assert "\n" not in str(caught.value)
 
 
 def test_another_pipeline_class_is_refused(pipeline_folder: Path) -> None:
     (pipeline_folder / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
-    with pytest.raises(UserError, match="holds a WanPipeline, but this family trains a QwenImagePipeline"):
-        QwenImage(PipelineFolder(path=pipeline_folder)).check_folder()
+    with pytest.raises(
+        UserError, match=r"holds a WanPipeline, but .* QwenImagePipeline; set model.family: wan,"
+    ):
+        check(PipelineFolder(path=pipeline_folder))
+
+
+def test_a_pipeline_that_nobody_trains_is_refused_as_such(pipeline_folder: Path) -> None:
+    (pipeline_folder / "model_index.json").write_text(json.dumps({"_class_name": "DDPMPipeline"}))
+    with pytest.raises(UserError, match=r"holds a DDPMPipeline, .*no built-in family trains that"):
+        check(PipelineFolder(path=pipeline_folder))
 
 
 def test_missing_weights_name_the_component_and_the_variant(pipeline_folder: Path) -> None:
     with pytest.raises(UserError, match=r"transformer holds no safetensors weights of variant 'fp16'"):
-        QwenImage(PipelineFolder(path=pipeline_folder, variant="fp16")).check_folder()
+        check(PipelineFolder(path=pipeline_folder, variant="fp16"))
     (pipeline_folder / "vae" / "model.safetensors").rename(pipeline_folder / "vae" / "model.bin")
     with pytest.raises(UserError, match=r"vae holds no safetensors weights"):
-        QwenImage(PipelineFolder(path=pipeline_folder)).check_folder()
+        check(PipelineFolder(path=pipeline_folder))
 
 
 def test_a_variant_is_told_from_the_plain_files(pipeline_folder: Path) -> None:
     for component in ("transformer", "text_encoder", "vae"):
         save_file({"weight": torch.zeros(2)}, pipeline_folder / component / "model.fp16.safetensors")
     plain, half = PipelineFolder(path=pipeline_folder), PipelineFolder(path=pipeline_folder, variant="fp16")
-    QwenImage(half).check_folder()
+    check(half)
     assert plain.fingerprint("vae") != half.fingerprint("vae")
 
 

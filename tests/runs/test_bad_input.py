@@ -63,7 +63,7 @@ BEFORE_WEIGHTS: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
         (),
         "not a diffusers pipeline",
     ),
-    "another pipeline": (as_wan_pipeline, (), "holds a WanPipeline"),
+    "another pipeline": (as_wan_pipeline, (), "set model.family: wan"),
     "no weights": (
         lambda run: (copied_model(run) / "vae" / "diffusion_pytorch_model.safetensors").unlink(),
         (),

@@ -9,6 +9,7 @@ from types import ModuleType
 from diffsynth_lite import pipelines
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.contract.family import ModelFamily
+from diffsynth_lite.pipelines.contract.folder import PipelineFolder
 
 
 def family_names() -> list[str]:
@@ -36,6 +37,24 @@ def load_family(name: str) -> type[ModelFamily]:
             raise
         raise _unknown(name) from None
     return _family_in(module)
+
+
+def require_family(family: type[ModelFamily], folder: PipelineFolder) -> None:
+    """Check that a folder holds a pipeline of a family.
+
+    Raises:
+        UserError: it holds another one; names the families that train that.
+    """
+    found = folder.pipeline_class_name()
+    if found in family.pipeline_classes:
+        return
+    # Imports every family, which takes seconds: only for the message.
+    others = [name for name in family_names() if found in load_family(name).pipeline_classes]
+    advice = f"set model.family: {' or '.join(others)}" if others else "no built-in family trains that"
+    raise UserError(
+        f"model.path: {folder.path} holds a {found}, but this family trains a "
+        f"{' or '.join(family.pipeline_classes)}; {advice}, or check model.path"
+    )
 
 
 def _family_in(module: ModuleType) -> type[ModelFamily]:

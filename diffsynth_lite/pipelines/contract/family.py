@@ -133,20 +133,14 @@ class ModelFamily(ABC):
         return not {"image", "video"} & set(self.record_kinds)
 
     def check_folder(self, *, with_weights: bool = True) -> None:
-        """Check, without loading weights, that the folder holds this family's pipeline.
+        """Check, without loading weights, that the folder holds what training and previews need.
 
         Args:
             with_weights: also that the weights are there.
 
         Raises:
-            UserError: another pipeline class, a missing component, or missing weights.
+            UserError: a missing component, missing weights, or a release that the family does not know.
         """
-        found = self.folder.pipeline_class_name()
-        if found not in self.pipeline_classes:
-            raise UserError(
-                f"model.path: {self.folder.path} holds a {found}, but this family trains a "
-                f"{' or '.join(self.pipeline_classes)}; check model.family and model.path"
-            )
         if with_weights:
             self.folder.require_weights(self.components)
         for component in self.components_without_weights:
