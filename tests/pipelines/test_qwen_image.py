@@ -1,10 +1,12 @@
 """Qwen-Image against diffusers' own transformer and pipeline."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from family_sample import PROMPTS
 from PIL import Image
 
@@ -129,3 +131,39 @@ def test_another_template_of_the_pipeline_makes_other_cache_entries(
 
     monkeypatch.setattr(QwenImagePipeline, "__init__", with_other_template)
     assert family.prompt_encoder_id(torch.float32) != before
+
+
+@pytest.mark.parametrize(("width", "height"), [(1024, 1024), (1664, 928)])
+def test_at_the_released_sizes_shapes_shift_and_velocity_are_the_pipelines(
+    family: QwenImage, width: int, height: int
+) -> None:
+    latents_shape = family.latents_shape(width, height, 1)
+    assert latents_shape == (16, 1, height // 8, width // 8)
+    num_tokens = (height // 16) * (width // 16)
+    assert family.num_tokens(latents_shape) == num_tokens
+    config = family.load_scheduler().config
+    mu = calculate_shift(
+        num_tokens,
+        config.base_image_seq_len,
+        config.max_image_seq_len,
+        config.base_shift,
+        config.max_shift,
+    )
+    assert family.family_shift(latents_shape) == pytest.approx(math.exp(mu))
+
+    transformer = family.load_transformer(torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(1, *latents_shape, generator=generator)
+    embeds = torch.randn(1, 7, 16, generator=generator)
+    with torch.no_grad():
+        velocity = model_fn_qwen_image(transformer, latents, torch.tensor([0.5]), embeds)
+        packed = QwenImagePipeline._pack_latents(latents[:, :, 0], 1, 16, height // 8, width // 8)
+        reference = transformer(
+            hidden_states=packed,
+            timestep=torch.tensor([0.5]),
+            encoder_hidden_states=embeds,
+            img_shapes=[[(1, height // 16, width // 16)]],
+            return_dict=False,
+        )[0]
+    unpacked = QwenImagePipeline._unpack_latents(reference, height, width, vae_scale_factor=8)
+    assert torch.equal(velocity, unpacked)
