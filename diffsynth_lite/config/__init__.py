@@ -2,11 +2,13 @@
 
 from diffsynth_lite.config.loader import LoadedConfig, dump_config, load_config
 from diffsynth_lite.config.lookup import find_config_file
-from diffsynth_lite.config.schema import Config
+from diffsynth_lite.config.schema import Config, section_types
 from diffsynth_lite.config.sections.data import DataSettings
+from diffsynth_lite.config.sections.run import AllowedChange
 from diffsynth_lite.config.sections.source import SourceSettings
 
 __all__ = [
+    "AllowedChange",
     "Config",
     "DataSettings",
     "LoadedConfig",
@@ -14,4 +16,5 @@ __all__ = [
     "dump_config",
     "find_config_file",
     "load_config",
+    "section_types",
 ]

@@ -1,10 +1,10 @@
 """This file says which settings make a run the run that it is, and refuses to resume it as another one."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
-from diffsynth_lite.config import Config
+from diffsynth_lite.config import AllowedChange, Config, section_types
 from diffsynth_lite.data import ItemTable
 from diffsynth_lite.errors import UserError
 
@@ -25,9 +25,30 @@ _FIXED_FIELDS = {
 _FIXED_FIELDS_OF_SOURCES = ("repeats", "weight", "trigger")
 """Lists of a value for each source. What else a source says is where its items are; what they are is in
 :func:`data_contract`."""
+_CONDITIONAL = ("train.steps", "train.micro_batch_size")
+"""Part of the contract where other settings make them matter."""
 _MAX_NAMED = 5
 
 Contract = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Change:
+    """A setting that is not what it was when the run was started."""
+
+    key: str
+    old: Any
+    new: Any
+
+    @property
+    def permission(self) -> str | None:
+        """What ``resume.allow`` must name for it; None where nothing can."""
+        if self.key.startswith("data."):
+            return "data"
+        return self.key if self.key in get_args(AllowedChange) else None
+
+    def __str__(self) -> str:
+        return f"{self.key} was {self.old!r}, is {self.new!r}"
 
 
 class DifferentRunError(UserError):
@@ -78,23 +99,46 @@ def data_contract(items: ItemTable, *, micro_batch_size: int) -> Contract:
     return contract
 
 
-def require_same(contract: Contract, saved: Mapping[str, Any], *, where: str) -> None:
+def require_same(
+    contract: Contract, saved: Mapping[str, Any], *, where: str, allow: Sequence[str] = ()
+) -> list[Change]:
     """Check that a run is continued with the settings that it was started with.
 
     Args:
         contract: the settings of now; only its keys are compared.
-        saved: the contract in the checkpoint.
+        saved: the contract in the checkpoint. A setting that is not in it did not matter then, or did not
+            exist: it counts as left at its default.
         where: the checkpoint, for the message.
+        allow: settings that may differ, or ``data`` for all of the data; see ``resume.allow``.
+
+    Returns:
+        What differs and is allowed to.
 
     Raises:
-        DifferentRunError: naming what differs, with the old and the new value, and both ways out.
+        DifferentRunError: naming what differs and is not, with the old and the new value, and the ways out.
     """
-    differing = [key for key, value in contract.items() if saved.get(key) != value]
-    if not differing:
-        return
-    changes = [f"{key} was {saved.get(key)!r}, is {contract[key]!r}" for key in differing[:_MAX_NAMED]]
-    more = f" and {len(differing) - _MAX_NAMED} more" if len(differing) > _MAX_NAMED else ""
-    raise DifferentRunError(
-        f"output.dir: {where} belongs to a different run: {'; '.join(changes)}{more}. "
-        "Restore these to continue that run, or set another output.dir to start a new one"
-    )
+    changes = [
+        Change(key=key, old=old, new=value)
+        for key, value in contract.items()
+        if (old := saved.get(key, value if key in _CONDITIONAL else _default(key))) != value
+    ]
+    refused = [change for change in changes if change.permission not in allow]
+    if not refused:
+        return changes
+    named = "; ".join(str(change) for change in refused[:_MAX_NAMED])
+    more = f" and {len(refused) - _MAX_NAMED} more" if len(refused) > _MAX_NAMED else ""
+    permissions = list(dict.fromkeys(change.permission for change in refused))
+    way = "Restore these to continue that run, or set another output.dir to start a new one"
+    if None not in permissions:
+        needed = ", ".join(map(str, dict.fromkeys([*allow, *permissions])))
+        way += f"; to continue it with the new values all the same, set resume.allow: [{needed}]"
+    raise DifferentRunError(f"output.dir: {where} belongs to a different run: {named}{more}. {way}")
+
+
+def _default(key: str) -> Any:
+    """The default of a setting, by its dotted key; None for one without, and for what is no setting."""
+    section, _, name = key.partition(".")
+    settings = {field.name: field for field in dataclasses.fields(section_types()[section])}.get(name)
+    if settings is None or settings.default is dataclasses.MISSING:
+        return None
+    return settings.default

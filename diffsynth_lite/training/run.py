@@ -1,6 +1,5 @@
 """This file runs a training from a loaded config to the exported LoRA."""
 
-import json
 import logging
 import uuid
 from contextlib import ExitStack, nullcontext
@@ -10,7 +9,6 @@ from pathlib import Path
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from diffusers.training_utils import free_memory
 from rich.console import Console
 
@@ -28,20 +26,16 @@ from diffsynth_lite.training.builder import (
 )
 from diffsynth_lite.training.caching import EncodedRun, encode_run
 from diffsynth_lite.training.checkpoints import Checkpoint, CheckpointStore
-from diffsynth_lite.training.contract import (
-    Contract,
-    data_contract,
-    require_same,
-    settings_contract,
-)
+from diffsynth_lite.training.contract import Contract, data_contract, settings_contract
 from diffsynth_lite.training.files import write_json_atomic, write_text_atomic
+from diffsynth_lite.training.lineage import Lineage, extended_lineage
 from diffsynth_lite.training.loop import run_loop
 from diffsynth_lite.training.metrics import MetricsFile
 from diffsynth_lite.training.outcome import outcome_recorded, shortages_explained
 from diffsynth_lite.training.preflight import CheckedRun, check_run
 from diffsynth_lite.training.processes import on_main_process
 from diffsynth_lite.training.progress import Pace, ProgressLine
-from diffsynth_lite.training.resume import find_start
+from diffsynth_lite.training.resume import Origin, agreed_start
 from diffsynth_lite.training.run_folder import RunFolder
 from diffsynth_lite.training.saving import Saver, restore
 from diffsynth_lite.training.signals import StopRequest
@@ -62,6 +56,12 @@ class _Setting:
     checked: CheckedRun
     console: Console
     clock: StartupClock
+
+    @property
+    def origin(self) -> Origin:
+        """Where the run comes from."""
+        resume = self.config.resume
+        return Origin(source=resume.source, allow=resume.allow, folder=self.folder, store=self.store)
 
     @property
     def config(self) -> Config:
@@ -105,7 +105,7 @@ def run_training(loaded: LoadedConfig, *, console: Console, clock: StartupClock)
     with ExitStack() as held, stop.listening():
         on_main_process(accelerator, lambda: held.enter_context(folder.lock()))
         contract = settings_contract(config, model_fingerprint=checked.family.fingerprint())
-        checkpoint = _find_checkpoint(setting, contract)
+        checkpoint = agreed_start(accelerator, setting.origin, contract)
         status = folder.read_status() or {}
         if checkpoint and checkpoint.step >= config.train.steps and status.get("state") == "finished":
             logger.info("This run is finished (step %d). %s", checkpoint.step, _results(folder))
@@ -124,14 +124,12 @@ def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None,
         encoded = _encode(setting)
     micro_batch_size = setting.config.train.micro_batch_size
     contract = contract | data_contract(encoded.items, micro_batch_size=micro_batch_size)
-    if checkpoint is not None:
-        require_same(contract, checkpoint.documents["contract"], where=str(checkpoint.path))
-    elif setting.folder.contract_file.is_file():
-        require_same(
-            contract, json.loads(setting.folder.contract_file.read_bytes()), where=str(setting.folder.path)
-        )
+    changes = setting.origin.changes(contract, checkpoint)
+    for change in changes:
+        logger.warning("resume.allow: %s from step %d on.", change, start_step)
+    lineage = extended_lineage(checkpoint, changes, setting.accelerator)
     run_id = checkpoint.documents["state"]["run_id"] if checkpoint else uuid.uuid4().hex[:12]
-    _prepare_folder(setting, contract, run_id, start_step)
+    _prepare_folder(setting, contract, lineage, run_id, start_step)
     with setting.clock.stage("model"):
         logger.info("Loading the transformer.")
         transformer = build_transformer(setting.config, setting.checked, setting.accelerator.device)
@@ -157,6 +155,7 @@ def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None,
         accelerator=setting.accelerator,
         contract=contract,
         run_id=run_id,
+        lineage=lineage,
         resolved_yaml=setting.loaded.resolved_yaml,
     )
     try:
@@ -232,27 +231,6 @@ def _loop(setting: _Setting, built: BuiltRun, saver: Saver, stop: StopRequest, s
     return step
 
 
-def _find_checkpoint(setting: _Setting, contract: Contract) -> Checkpoint | None:
-    """The checkpoint to continue from, the same on all processes; its settings are the run's."""
-    folder, store = setting.folder, setting.store
-
-    def find() -> Path | None:
-        store.clean()
-        checkpoint = find_start(setting.config.resume.source, folder, store)
-        if checkpoint is None and folder.contract_file.is_file():
-            require_same(contract, json.loads(folder.contract_file.read_bytes()), where=str(folder.path))
-        return checkpoint.path if checkpoint else None
-
-    found = [on_main_process(setting.accelerator, find)]
-    path = broadcast_object_list(found)[0]
-    if path is None:
-        return None
-    checkpoint = setting.store.read(path)
-    require_same(contract, checkpoint.documents["contract"], where=str(path))
-    logger.info("Continuing from %s.", path)
-    return checkpoint
-
-
 def _encode(setting: _Setting) -> EncodedRun:
     """Encode on all processes, after which only tensors are needed."""
     encoded = encode_run(setting.config, setting.checked, setting.accelerator)
@@ -261,11 +239,14 @@ def _encode(setting: _Setting) -> EncodedRun:
     return encoded
 
 
-def _prepare_folder(setting: _Setting, contract: Contract, run_id: str, start_step: int) -> None:
-    """Write contract and config, cut the metrics back to the resumed step, start the trackers."""
+def _prepare_folder(
+    setting: _Setting, contract: Contract, lineage: Lineage, run_id: str, start_step: int
+) -> None:
+    """Write contract, lineage and config, cut the metrics back to the resumed step, start the trackers."""
     folder, logging_config = setting.folder, setting.config.logging
     if setting.is_main:
         write_json_atomic(folder.contract_file, contract)
+        write_json_atomic(folder.lineage_file, lineage)
         write_text_atomic(folder.config_file, setting.loaded.source_text)
         write_text_atomic(folder.resolved_file, setting.loaded.resolved_yaml)
         # A new start also drops what an earlier one logged before its first checkpoint.

@@ -47,6 +47,11 @@ class RunFolder:
         return self.path / "contract.json"
 
     @property
+    def lineage_file(self) -> Path:
+        """Each start of the run, and what was changed then."""
+        return self.path / "lineage.json"
+
+    @property
     def status_file(self) -> Path:
         """State, exit code and last step, for whoever started the run."""
         return self.path / "status.json"

@@ -10,6 +10,7 @@ from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.checkpoints import Checkpoint, CheckpointStore
 from diffsynth_lite.training.contract import Contract
 from diffsynth_lite.training.export import export_lora
+from diffsynth_lite.training.lineage import Lineage
 from diffsynth_lite.training.optimizer_state import load_optimizer, optimizer_tensors
 from diffsynth_lite.training.processes import on_main_process
 from diffsynth_lite.training.run_folder import RunFolder
@@ -28,6 +29,7 @@ class Saver:
         accelerator: the main process writes, the others wait.
         contract: what a resumed run must agree with.
         run_id: identifies the run across resumes.
+        lineage: each start of the run up to now.
         resolved_yaml: the run's settings, kept beside each checkpoint.
     """
 
@@ -39,6 +41,7 @@ class Saver:
     accelerator: Accelerator
     contract: Contract
     run_id: str
+    lineage: Lineage
     resolved_yaml: str
 
     def save(self, step: int) -> None:
@@ -57,7 +60,7 @@ class Saver:
             tensors={"adapter": adapter, "optimizer": moments},
             documents={
                 "optimizer": groups,
-                "state": {"step": step, "run_id": self.run_id},
+                "state": {"step": step, "run_id": self.run_id, "lineage": self.lineage},
                 "contract": self.contract,
                 "config": self.resolved_yaml,
             },

@@ -29,7 +29,7 @@ def test_a_run_folder_holds_what_the_readme_says(tiny_run: TinyRun) -> None:
     assert tiny_run.train() == 0
     names = {path.name for path in tiny_run.folder.iterdir() if not path.name.startswith(".")}
     assert names == {
-        *("config.yaml", "resolved.yaml", "contract.json", "status.json", "metrics.jsonl"),
+        *("config.yaml", "resolved.yaml", "contract.json", "lineage.json", "status.json", "metrics.jsonl"),
         *("checkpoints", "previews", "lora"),
     }
     assert sorted(path.name for path in (tiny_run.folder / "checkpoints").iterdir()) == [

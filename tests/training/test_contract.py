@@ -2,10 +2,11 @@
 
 import dataclasses
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from diffsynth_lite.config import Config, load_config
+from diffsynth_lite.config import AllowedChange, Config, load_config
 from diffsynth_lite.data import Bucket, ItemRow, ItemTable
 from diffsynth_lite.training.contract import (
     DifferentRunError,
@@ -147,3 +148,51 @@ def test_the_micro_batch_decides_the_order_of_several_buckets_and_not_of_one() -
         require_same(
             data_contract(two, micro_batch_size=4), data_contract(two, micro_batch_size=2), where="runs"
         )
+
+
+def test_what_may_change_when_it_is_named_is_in_the_contract_or_becomes_so() -> None:
+    conditional = {f"train.{name}" for name in CONDITIONAL["train"]}
+    assert set(get_args(AllowedChange)) - {"data"} <= contract().keys() | conditional
+
+
+@pytest.mark.parametrize(
+    ("override", "permission"),
+    [
+        ("train.learning_rate=1e-3", "train.learning_rate"),
+        ("data.repeats=2", "data"),
+        ("data.crop=random", "data"),
+    ],
+)
+def test_a_change_that_is_allowed_by_name_is_returned_with_both_values(
+    override: str, permission: str
+) -> None:
+    with pytest.raises(DifferentRunError, match=rf"set resume\.allow: \[{permission}\]"):
+        require_same(contract(override), contract(), where="runs/a")
+    with pytest.raises(DifferentRunError, match=rf"set resume\.allow: \[train\.steps, {permission}\]"):
+        require_same(contract(override), contract(), where="runs/a", allow=["train.steps"])
+    (change,) = require_same(contract(override), contract(), where="runs/a", allow=[permission])
+    key = override.partition("=")[0]
+    assert (change.key, change.old, change.new) == (key, contract()[key], contract(override)[key])
+
+
+@pytest.mark.parametrize("override", ["train.seed=1", "lora.rank=4", "model.dtype=bfloat16"])
+def test_what_makes_another_run_offers_no_permission(override: str) -> None:
+    everything = get_args(AllowedChange)
+    with pytest.raises(DifferentRunError) as caught:
+        require_same(contract(override, "train.learning_rate=1e-3"), contract(), where="a", allow=everything)
+    assert "resume.allow" not in str(caught.value)
+    assert "train.learning_rate" not in str(caught.value)
+
+
+def test_a_setting_that_an_older_run_did_not_know_counts_as_left_at_its_default() -> None:
+    older = {key: value for key, value in contract().items() if key != "objective.min_snr_gamma"}
+    assert require_same(contract(), older, where="runs/a") == []
+    newer = contract("objective.loss_weighting=min_snr", "objective.min_snr_gamma=3")
+    with pytest.raises(DifferentRunError, match=r"min_snr_gamma was 5\.0, is 3\.0"):
+        require_same(newer, older, where="runs/a")
+
+
+def test_a_schedule_that_begins_to_matter_is_allowed_with_what_makes_it_matter() -> None:
+    cosine = contract("train.lr_scheduler=cosine", "train.steps=600")
+    changes = require_same(cosine, contract(), where="runs/a", allow=["train.lr_scheduler"])
+    assert [change.key for change in changes] == ["train.lr_scheduler"]

@@ -2,10 +2,24 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from diffsynth_lite.config.field_type import NoEmptyEntry, NotEmpty, Range
 from diffsynth_lite.config.settings import Problem, Settings
+
+AllowedChange: TypeAlias = Literal[
+    "data",
+    "train.learning_rate",
+    "train.lr_scheduler",
+    "train.warmup_steps",
+    "train.steps",
+    "train.max_grad_norm",
+    "train.weight_decay",
+    "train.adam_beta1",
+    "train.adam_beta2",
+    "train.adam_epsilon",
+    "train.micro_batch_size",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,3 +123,14 @@ class ResumeSettings(Settings):
     """`auto` continues the newest checkpoint in the run folder if there is one, `must` insists on one,
     `none` starts anew and wants an empty run folder, and anything else is the path of a checkpoint
     folder."""
+
+    allow: list[AllowedChange] = field(default_factory=list)
+    """What may differ from the run that is continued, and would otherwise be an error. `data` is the whole
+    data set with its sizes, crops and weights: the order of samples then changes from here on. What was
+    changed is kept in `lineage.json`. A base model, an adapter's shape or a seed never changes: that is
+    another run."""
+
+    def conflicts(self) -> Iterator[Problem]:
+        if self.allow and self.source == "none":
+            message = "has no effect with resume.source none, which starts a new run; remove one of them"
+            yield Problem(("allow", "source"), message)
