@@ -99,6 +99,7 @@ def trainer_step(arguments: argparse.Namespace, folder: Path) -> tuple[Subject, 
             accelerator=accelerator,
             transformer=(transformer := build_transformer(config, checked, accelerator.device)),
             optimizer=build_optimizer(config, transformer),
+            averaged=None,
             start_step=0,
             preview_folder=folder / "previews",
         )

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from accelerate import Accelerator
 
 from diffsynth_lite.core.gradient import GradientEngine, IneffectiveSwitchError
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.training.averaging import AveragedWeights
 from diffsynth_lite.training.evaluation import FixedNoiseLoss
 from diffsynth_lite.training.optimizer_step import StepResult
 from diffsynth_lite.training.previews import Previews
@@ -122,6 +124,7 @@ class Evaluate:
 
     Attributes:
         transformer: with its adapter, not wrapped.
+        averaged: weights to evaluate with; None takes the model's own.
         validation_loss: to measure.
         previews: to draw.
         metrics: gets the loss.
@@ -129,6 +132,7 @@ class Evaluate:
     """
 
     transformer: torch.nn.Module
+    averaged: AveragedWeights | None
     validation_loss: FixedNoiseLoss
     previews: Previews
     metrics: MetricsLog
@@ -136,7 +140,8 @@ class Evaluate:
 
     def at(self, step: int) -> None:
         """Evaluate after ``step`` optimizer steps."""
-        on_main_process(self.accelerator, lambda: self._evaluate(step))
+        with nullcontext() if self.averaged is None else self.averaged.applied():
+            on_main_process(self.accelerator, lambda: self._evaluate(step))
 
     def _evaluate(self, step: int) -> None:
         values = self.validation_loss.measure(self.transformer)

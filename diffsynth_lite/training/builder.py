@@ -16,6 +16,7 @@ from diffsynth_lite.data import BatchLayout, BatchStream, SampleSchedule, micro_
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import add_adapter
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
+from diffsynth_lite.training.averaging import AveragedWeights
 from diffsynth_lite.training.caching import EncodedRun
 from diffsynth_lite.training.data_rules import frame_counts_of, num_tokens_of, passes_of_sources
 from diffsynth_lite.training.evaluation import FixedNoiseLoss
@@ -98,6 +99,12 @@ def build_optimizer(config: Config, transformer: torch.nn.Module) -> torch.optim
     )
 
 
+def build_average(config: Config, transformer: torch.nn.Module) -> AveragedWeights | None:
+    """The moving average of the adapter, which starts at its present values; None where none is kept."""
+    decay = config.train.ema_decay
+    return None if decay is None else AveragedWeights(transformer, decay=decay)
+
+
 def build_run(
     config: Config,
     checked: CheckedRun,
@@ -106,6 +113,7 @@ def build_run(
     accelerator: Accelerator,
     transformer: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
+    averaged: AveragedWeights | None,
     start_step: int,
     preview_folder: Path,
 ) -> BuiltRun:
@@ -121,6 +129,7 @@ def build_run(
         optimizer=optimizer,
         loss=objective.loss,
         learning_rate=build_learning_rate(config),
+        averaged=averaged,
         max_grad_norm=float("inf") if config.train.max_grad_norm is None else config.train.max_grad_norm,
         seed=config.train.seed,
         batches=iter(_build_batches(config, checked.family, encoded, accelerator, start_step)),

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from diffsynth_lite.core.randomness import torch_seed
 from diffsynth_lite.data import Batch
 from diffsynth_lite.errors import RunStoppedError
+from diffsynth_lite.training.averaging import AveragedWeights
 from diffsynth_lite.training.random_state import random_state_scope
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class OptimizerStep:
         loss: of a micro-batch; knows the model, which this file does not.
         learning_rate: of the 0-based optimizer step.
         max_grad_norm: gradients are scaled down to it; infinity never clips.
+        averaged: takes the weights in after each step that is not skipped; None averages nothing.
         seed: of the dropout masks.
         batches: the micro-batches of each optimizer step, in order.
         skipped: the steps in a row, up to now, that were skipped.
@@ -65,6 +67,7 @@ class OptimizerStep:
     loss: LossFunction
     learning_rate: Callable[[int], float]
     max_grad_norm: float
+    averaged: AveragedWeights | None
     seed: int
     batches: Iterator[Sequence[Batch]]
     skipped: list[int] = field(default_factory=list)
@@ -89,6 +92,8 @@ class OptimizerStep:
         mean_loss, norm = torch.stack([loss, grad_norm]).tolist()
         if math.isfinite(mean_loss) and math.isfinite(norm):
             self.optimizer.step()
+            if self.averaged is not None:
+                self.averaged.update()
             self.skipped.clear()
         else:
             self._skip(step + 1, mean_loss, norm, micro_batches)

@@ -19,6 +19,7 @@ from diffsynth_lite.training.actions import EngineReport, Evaluate, LogMetrics, 
 from diffsynth_lite.training.builder import (
     BuiltRun,
     build_accelerator,
+    build_average,
     build_engine,
     build_optimizer,
     build_run,
@@ -134,8 +135,9 @@ def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None,
         logger.info("Loading the transformer.")
         transformer = build_transformer(setting.config, setting.checked, setting.accelerator.device)
         optimizer = build_optimizer(setting.config, transformer)
+        averaged = build_average(setting.config, transformer)
         if checkpoint is not None:
-            restore(checkpoint, transformer, optimizer)
+            restore(checkpoint, transformer, optimizer, averaged)
         built = build_run(
             setting.config,
             setting.checked,
@@ -143,6 +145,7 @@ def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None,
             accelerator=setting.accelerator,
             transformer=transformer,
             optimizer=optimizer,
+            averaged=averaged,
             start_step=start_step,
             preview_folder=setting.folder.previews_folder,
         )
@@ -152,6 +155,7 @@ def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None,
         family=setting.checked.family,
         transformer=transformer,
         optimizer=optimizer,
+        averaged=averaged,
         accelerator=setting.accelerator,
         contract=contract,
         run_id=run_id,
@@ -179,6 +183,7 @@ def _loop(setting: _Setting, built: BuiltRun, saver: Saver, stop: StopRequest, s
     metrics = MetricsLog(MetricsFile(setting.folder.metrics_file), accelerator)
     evaluate = Evaluate(
         transformer=built.transformer,
+        averaged=built.step.averaged if config.validation.use_ema else None,
         validation_loss=built.validation_loss,
         previews=built.previews,
         metrics=metrics,

@@ -77,6 +77,11 @@ class RunFolder:
         return self.path / "previews"
 
     @property
+    def ema_lora_folder(self) -> Path:
+        """The latest export of the averaged weights."""
+        return self.path / "lora_ema"
+
+    @property
     def lora_folder(self) -> Path:
         """The latest export."""
         return self.path / "lora"
@@ -115,7 +120,10 @@ class RunFolder:
             step: optimizer steps taken.
             message: one line for a person.
         """
-        places = (self.checkpoints_folder, self.lora_folder, self.metrics_file, self.previews_folder)
+        places = (
+            *(self.checkpoints_folder, self.lora_folder, self.ema_lora_folder),
+            *(self.metrics_file, self.previews_folder),
+        )
         found = {place.stem: place.name for place in places if place.exists()}
         status = {"state": state, "exit_code": exit_code, "step": step, "message": message, "found_at": found}
         write_json_atomic(self.status_file, status)

@@ -7,6 +7,7 @@ from accelerate import Accelerator
 
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, load_adapter_tensors
 from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.training.averaging import AveragedWeights
 from diffsynth_lite.training.checkpoints import Checkpoint, CheckpointStore
 from diffsynth_lite.training.contract import Contract
 from diffsynth_lite.training.export import export_lora
@@ -26,6 +27,7 @@ class Saver:
         family: decides the LoRA's format.
         transformer: with its adapter, not wrapped.
         optimizer: over the adapter.
+        averaged: the adapter's moving average; None where none is kept.
         accelerator: the main process writes, the others wait.
         contract: what a resumed run must agree with.
         run_id: identifies the run across resumes.
@@ -38,6 +40,7 @@ class Saver:
     family: ModelFamily
     transformer: torch.nn.Module
     optimizer: torch.optim.Optimizer
+    averaged: AveragedWeights | None
     accelerator: Accelerator
     contract: Contract
     run_id: str
@@ -55,21 +58,38 @@ class Saver:
     def _write(self, step: int) -> None:
         adapter = adapter_tensors(self.transformer)
         moments, groups = optimizer_tensors(self.optimizer, dict(self.transformer.named_parameters()))
+        tensors = {"adapter": adapter, "optimizer": moments}
+        state = {"step": step, "run_id": self.run_id, "lineage": self.lineage}
+        if self.averaged is not None:
+            tensors["ema"] = self.averaged.tensors()
+            state["ema_updates"] = self.averaged.num_updates
         self.store.save(
             step,
-            tensors={"adapter": adapter, "optimizer": moments},
+            tensors=tensors,
             documents={
                 "optimizer": groups,
-                "state": {"step": step, "run_id": self.run_id, "lineage": self.lineage},
+                "state": state,
                 "contract": self.contract,
                 "config": self.resolved_yaml,
             },
         )
-        export_lora(self.family, self.folder.lora_folder, adapter, adapter_settings(self.transformer))
+        settings = adapter_settings(self.transformer)
+        export_lora(self.family, self.folder.lora_folder, adapter, settings)
+        if self.averaged is not None:
+            with self.averaged.applied():
+                average = adapter_tensors(self.transformer)
+                export_lora(self.family, self.folder.ema_lora_folder, average, settings)
 
 
-def restore(checkpoint: Checkpoint, transformer: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put the adapter and the optimizer's state back, before the model is wrapped.
+def restore(
+    checkpoint: Checkpoint,
+    transformer: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    averaged: AveragedWeights | None,
+) -> None:
+    """Put the adapter, its average and the optimizer's state back, before the model is wrapped.
+
+    A run that keeps an average only from here on starts it at the adapter's present values.
 
     Raises:
         UserError: the checkpoint does not fit the model.
@@ -81,3 +101,10 @@ def restore(checkpoint: Checkpoint, transformer: torch.nn.Module, optimizer: tor
         checkpoint.tensors("optimizer"),
         checkpoint.documents["optimizer"],
     )
+    if averaged is None:
+        return
+    updates = checkpoint.documents["state"].get("ema_updates")
+    if updates is None:
+        averaged.restart()
+    else:
+        averaged.load(checkpoint.tensors("ema"), updates)

@@ -86,6 +86,7 @@ class Prepared:
             "accelerator": PROCESS,
             "transformer": self.transformer,
             "optimizer": build_optimizer(config, self.transformer),
+            "averaged": None,
             "start_step": 0,
             "preview_folder": self.root / "previews",
         }

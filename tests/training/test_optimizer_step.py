@@ -69,6 +69,7 @@ def optimizer_step(model: torch.nn.Module, *steps: Sequence[Batch], **changes: A
         "loss": squared_error,
         "learning_rate": lambda _step: LEARNING_RATE,
         "max_grad_norm": float("inf"),
+        "averaged": None,
         "seed": 0,
         "batches": iter(steps),
     }

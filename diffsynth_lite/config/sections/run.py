@@ -18,6 +18,7 @@ AllowedChange: TypeAlias = Literal[
     "train.adam_beta1",
     "train.adam_beta2",
     "train.adam_epsilon",
+    "train.ema_decay",
     "train.micro_batch_size",
 ]
 
@@ -68,6 +69,10 @@ class ValidationSettings(Settings):
 
     loss_items: Annotated[int, Range(at_least=0)] = 16
     """Items in the fixed-noise loss; 0 turns it off."""
+
+    use_ema: bool = True
+    """Draw previews and measure the loss with the averaged weights where there are any (`train.ema_decay`),
+    rather than with those that are trained."""
 
     def conflicts(self) -> Iterator[Problem]:
         if self.prompts and self.inputs and len(self.prompts) != len(self.inputs):

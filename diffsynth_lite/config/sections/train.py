@@ -60,6 +60,12 @@ class TrainSettings(Settings):
     max_grad_norm: Annotated[float | None, Range(above=0)] = 1.0
     """Gradients with a larger norm, over all LoRA weights, are scaled down to it; null never does."""
 
+    ema_decay: Annotated[float | None, Range(above=0, below=1)] = None
+    """Also keep a moving average of the LoRA's weights, of which each step leaves this part: 0.99 averages
+    over some 100 steps, 0.999 over 1000. It smooths out what single steps did, most so at a high learning
+    rate, and is written to `lora_ema/`. In the first steps it decays faster: (1 + n) / (10 + n) after step n.
+    Null keeps none."""
+
     mixed_precision: Literal["no", "bf16"] = "bf16"
     """Precision of the transformer's computation: `bf16` autocast, or the weights' own with `no`. The loss
     and the LoRA's weights are float32 either way. It wins over the launcher's setting."""
