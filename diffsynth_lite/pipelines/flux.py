@@ -180,12 +180,6 @@ class Flux(DiffusersFamily):
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
         return latents_shape[-2] * latents_shape[-1] // _PATCH**2
 
-    def family_shift(self, latents_shape: Sequence[int]) -> float:
-        """That of the folder's sampler: it grows with the picture in dev, and is 1 in schnell."""
-        if self.scheduler_config.get("use_dynamic_shifting"):
-            return self.resolution_shift(latents_shape)
-        return float(self.scheduler_config.get("shift", 1.0))
-
     def predict(
         self,
         transformer: torch.nn.Module,

@@ -172,12 +172,6 @@ class LTXVideo(DiffusersFamily):
         _, num_frames, height, width = latents_shape
         return num_frames * height * width
 
-    def family_shift(self, latents_shape: Sequence[int]) -> float:
-        """That of the folder's sampler: it grows with the clip, but is fixed in distilled releases."""
-        if self.scheduler_config.get("use_dynamic_shifting"):
-            return self.resolution_shift(latents_shape)
-        return float(self.scheduler_config.get("shift", 1.0))
-
     def predict(
         self,
         transformer: torch.nn.Module,

@@ -9,6 +9,8 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -66,6 +68,31 @@ def tiny_qwen2_5_vl(
     )
     with seeded(seed):
         return Qwen2_5_VLForConditionalGeneration(config).eval()
+
+
+def tiny_qwen3(tokenizer: Qwen2Tokenizer, *, hidden_size: int = 16, seed: int = 0) -> Qwen3Model:
+    """A random Qwen3 in eval mode with two layers: the text encoder of the Z-Image pipelines.
+
+    Args:
+        tokenizer: gives the vocabulary size and the ids of the special tokens.
+        hidden_size: width of the embeddings; a multiple of 16, the width of a head.
+        seed: of the weights; the global random state is left as it was.
+    """
+    num_heads = hidden_size // HEAD_DIM
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=tokenizer.model_max_length,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with seeded(seed):
+        return Qwen3Model(config).eval()
 
 
 def tiny_umt5(tokenizer: T5Tokenizer, *, hidden_size: int = 32, seed: int = 0) -> UMT5EncoderModel:

@@ -19,6 +19,7 @@ def test_there_are_recipes():
         "quickstart.yaml",
         "video_quickstart.yaml",
         "wan_t2v_lora.yaml",
+        "z_image_lora.yaml",
     }
 
 
@@ -69,6 +70,14 @@ def test_the_flux_recipe_fits_the_real_model():
     config = load_config("flux_lora.yaml").config
     assert (config.model.family, config.model.dtype) == ("flux", "bfloat16")
     assert (config.data.resolutions, config.data.given_sizes) == ([1024], [])
+    assert config.train.use_gradient_checkpointing
+
+
+def test_the_z_image_recipe_trains_the_base_model():
+    config = load_config("z_image_lora.yaml").config
+    assert (config.model.family, config.model.path) == ("z_image", "Tongyi-MAI/Z-Image")
+    assert (config.data.resolutions, config.data.given_sizes) == ([1024], [])
+    assert (config.model.dtype, config.train.mixed_precision) == ("bfloat16", "bf16")
     assert config.train.use_gradient_checkpointing
 
 

@@ -1,7 +1,8 @@
-"""Builds a family's tiny pipeline on disk, and a batch that the family encoded itself."""
+"""Builds a family's tiny pipeline on disk and a batch that it encoded itself, and watches its model."""
 
 import importlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from diffsynth_lite.pipelines import Conditioning, ModelFamily, PipelineFolder, 
 CPU = torch.device("cpu")
 # Of different lengths, so that every family has to pad and to mask.
 PROMPTS = ("a red circle", "a blue square on a white background", "a ring")
+# What Z-Image calls the arguments of its forward, by the name that they have elsewhere.
+OTHER_NAMES = {"x": "hidden_states", "t": "timestep", "cap_feats": "encoder_hidden_states"}
 SMALL_AREA = 64 * 64
 SMALL_SIZES = [(32, 96), (48, 80), (64, 64), (80, 48), (96, 32)]
 
@@ -109,3 +112,24 @@ def build_sample(name: str, folder: Path) -> Sample:
             for embeds, tensors in zip(conditioning, encoded, strict=True)
         ],
     )
+
+
+def transformer_calls(transformer: torch.nn.Module, run: Callable[[], object]) -> list[dict[str, Any]]:
+    """Arguments of each forward of the transformer in ``run``, by name."""
+    calls: list[dict[str, Any]] = []
+    signature = inspect.signature(transformer.forward)
+
+    def record(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        calls.append({OTHER_NAMES.get(name, name): value for name, value in given.items()})
+
+    hook = transformer.register_forward_pre_hook(record, with_kwargs=True)
+    with torch.no_grad():
+        run()
+    hook.remove()
+    return calls
+
+
+def ones_like(output: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+    """A batch of ones, or a list of them where the model gives its samples in one."""
+    return list(map(torch.ones_like, output)) if isinstance(output, list) else torch.ones_like(output)

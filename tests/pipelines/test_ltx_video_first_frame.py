@@ -80,6 +80,7 @@ def test_noise_on_a_first_frame_reaches_neither_the_model_nor_the_loss(started: 
         family=started.family,
         noise_levels=None,
         weighting="none",
+        min_snr_gamma=5.0,
         device=CPU,
         use_gradient_checkpointing=False,
         use_gradient_checkpointing_offload=False,

@@ -1,0 +1,233 @@
+"""This file trains Z-Image (text to image): the base model and Turbo.
+
+Layouts: b batch, c latent channels, h and w latent height and width; l tokens, d channels.
+Sources: diffusers ``transformer_z_image.py`` and ``pipeline_z_image.py``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
+)
+from PIL.Image import Image
+from transformers import Qwen3Model
+
+from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.contract.latents import encode_scaled_latents
+from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.testing.autoencoders import tiny_flux_vae
+from diffsynth_lite.testing.seeding import seeded
+from diffsynth_lite.testing.text_encoders import tiny_qwen3
+from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
+
+_PATCH = 2
+
+
+def model_fn_z_image(
+    transformer: torch.nn.Module,
+    latents_bchw: torch.Tensor,
+    timestep: torch.Tensor,
+    prompt_embeds_ld: Sequence[torch.Tensor],
+    *,
+    use_gradient_checkpointing: bool = False,
+    use_gradient_checkpointing_offload: bool = False,
+    policy: BlockPolicy | None = None,
+) -> torch.Tensor:
+    """One forward of Z-Image, each transformer block run by the gradient engine.
+
+    Args:
+        transformer: a ``ZImageTransformer2DModel``, plain or wrapped by DDP.
+        latents_bchw: (B, 16, H, W), noisy normalised latents, H and W even.
+        timestep: (B,), in [0, 1] and reversed: 0 is pure noise, 1 is none.
+        prompt_embeds_ld: of each sample (L_i, D), prompt embeddings without padding. The transformer fills
+            each up to a multiple of 32 tokens with an embedding of its own, and masks what a batch adds.
+        use_gradient_checkpointing: recompute each block in backward.
+        use_gradient_checkpointing_offload: also park each block's inputs in host memory.
+        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+
+    Returns:
+        (B, 16, H, W), what the model predicts, which is ``latents - noise``.
+    """
+    num_blocks = count_blocks(transformer, ZImage.block_lists)
+    run = block_runner(
+        num_blocks, use_gradient_checkpointing, use_gradient_checkpointing_offload, policy=policy
+    )
+    with blocks_run_by(transformer, run):
+        predicted_cfhw = transformer(
+            x=list(latents_bchw.unsqueeze(2).unbind()),
+            t=timestep,
+            cap_feats=list(prompt_embeds_ld),
+            return_dict=False,
+        )[0]
+    return torch.stack(predicted_cfhw).squeeze(2)
+
+
+class ZImage(DiffusersFamily):
+    """Z-Image: 34 single-stream blocks, Qwen3 prompts, the autoencoder of FLUX.1: 16 channels at 1/8 size.
+
+    Two blocks refine the picture alone, two the prompt alone, and 30 see both. Captions of any lengths may
+    stand in one batch. No layer of the last block is dead: text and picture share its weights.
+
+    Turbo, distilled to 8 steps without guidance, has the same layout. Training knows nothing of the
+    distillation and undoes it: with a LoRA trained on Turbo, 8 steps give blurred pictures while 30 with
+    guidance give good ones, unless an adapter that restores it is loaded beside (see
+    https://huggingface.co/DiffSynth-Studio/Z-Image-Turbo-DistillPatch). The base model has no such trouble.
+
+    The guidance scale of its pipeline counts from 0: s there is what others call s + 1. Previews hand it over
+    as given, and have no guidance at 1 or less.
+
+    Omni models, which see pictures through SigLIP, are refused.
+    """
+
+    pipelines = (ZImagePipeline,)
+    transformer_class = ZImageTransformer2DModel
+    components = ("transformer", "text_encoder", "vae")
+    block_lists = ("noise_refiner", "context_refiner", "layers")
+    size_divisor = 16
+    max_prompt_tokens = 512
+    default_target_modules = ("to_q", "to_k", "to_v", "to_out.0", "w1", "w2", "w3")
+
+    def check_folder(self, *, with_weights: bool = True) -> None:
+        super().check_folder(with_weights=with_weights)
+        if self.folder.component_config("transformer").get("siglip_feat_dim") is not None:
+            raise UserError(
+                f"model.path: {self.folder.path} holds a Z-Image Omni, whose transformer sees pictures "
+                "(siglip_feat_dim), which is not supported; use Z-Image or Z-Image-Turbo"
+            )
+
+    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
+        parts = (self.folder.fingerprint("text_encoder"), self.folder.fingerprint("tokenizer"))
+        return f"z_image/prompt/1 {' '.join(parts)} {dtype} {self.max_prompt_tokens}"
+
+    def load_prompt_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
+        encoder = self.load_component(Qwen3Model, "text_encoder", dtype)
+        pipeline = _assemble(text_encoder=encoder.to(device), tokenizer=self.load_tokenizer())
+
+        @torch.no_grad()
+        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
+            embeds_ld, _ = pipeline.encode_prompt(
+                [prompt.text for prompt in prompts],
+                device=device,
+                do_classifier_free_guidance=False,
+                max_sequence_length=self.max_prompt_tokens,
+            )
+            return [{"prompt_embeds": row_ld.cpu()} for row_ld in embeds_ld]
+
+        return encode
+
+    def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
+        """With the chat around each text, which counts too: a prompt that is too long loses its end."""
+        tokenizer = self.load_tokenizer()
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, enable_thinking=True)
+        return [len(tokens) for tokens in encoded["input_ids"]]
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        return f"z_image/latents/1 {self.folder.fingerprint('vae')} {dtype}"
+
+    def load_media_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
+        vae = self.load_component(AutoencoderKL, "vae", dtype).to(device)
+        pipeline = _assemble(vae=vae)
+
+        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
+            pixels_bchw = pipeline.image_processor.preprocess([item.frames[0] for item in media])
+            return [{"latents": latents} for latents in encode_scaled_latents(vae, pixels_bchw)]
+
+        return encode
+
+    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
+        config = self.folder.component_config("vae")
+        scale = 2 ** (len(config["block_out_channels"]) - 1)
+        return config["latent_channels"], height // scale, width // scale
+
+    def num_tokens(self, latents_shape: Sequence[int]) -> int:
+        return latents_shape[-2] * latents_shape[-1] // _PATCH**2
+
+    def predict(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+        *,
+        use_gradient_checkpointing: bool = False,
+        use_gradient_checkpointing_offload: bool = False,
+    ) -> torch.Tensor:
+        dtype = next(transformer.parameters()).dtype
+        return -model_fn_z_image(
+            transformer,
+            noisy_latents.to(dtype),
+            1 - sigma,
+            [sample["prompt_embeds"].to(noisy_latents.device, dtype) for sample in conditioning],
+            use_gradient_checkpointing=use_gradient_checkpointing,
+            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+        )
+
+    def sample(
+        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
+    ) -> list[list[Image]]:
+        parameter = next(transformer.parameters())
+        vae = self.load_component(AutoencoderKL, "vae", vae_dtype).to(parameter.device)
+        pipeline = _assemble(scheduler=self.load_scheduler(), vae=vae, transformer=transformer)
+        pipeline.set_progress_bar_config(disable=True)
+        return [[_draw(pipeline, request, parameter.device, parameter.dtype)] for request in requests]
+
+
+def _draw(pipeline: Any, request: PreviewRequest, device: torch.device, dtype: torch.dtype) -> Image:
+    image: Image = pipeline(
+        prompt_embeds=[request.conditioning["prompt_embeds"].to(device, dtype)],
+        negative_prompt_embeds=[request.negative["prompt_embeds"].to(device, dtype)],
+        guidance_scale=request.guidance_scale if request.guidance_scale > 1 else 0.0,
+        width=request.width,
+        height=request.height,
+        num_inference_steps=request.num_inference_steps,
+        generator=torch.Generator().manual_seed(request.seed),
+    ).images[0]
+    return image
+
+
+def _assemble(**components: Any) -> ZImagePipeline:
+    names = ("scheduler", "vae", "text_encoder", "tokenizer", "transformer")
+    return ZImagePipeline(**{name: components.get(name) for name in names})
+
+
+def tiny() -> ZImagePipeline:
+    """A random, complete and small pipeline of the real classes, built offline in a second.
+
+    Two blocks of each kind, of 32 channels; 16 latent channels at 1/8 size with the real model's statistics.
+    """
+    tokenizer = qwen2_tokenizer()
+    text_encoder = tiny_qwen3(tokenizer)
+    with seeded(0):
+        transformer = ZImageTransformer2DModel(
+            dim=32,
+            n_layers=2,
+            n_refiner_layers=2,
+            n_heads=2,
+            n_kv_heads=2,
+            cap_feat_dim=text_encoder.config.hidden_size,
+            axes_dims=[4, 6, 6],
+        )
+        # The class starts them at zero, where a wrong use of them would not show.
+        for padding in (transformer.x_pad_token, transformer.cap_pad_token):
+            torch.nn.init.normal_(padding)
+    return ZImagePipeline(
+        # As in the base model's repository: a fixed shift.
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
+        vae=tiny_flux_vae(),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        transformer=transformer,
+    )

@@ -1,0 +1,269 @@
+"""Z-Image against diffusers' own transformer, autoencoder and pipeline."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from diffusers import FlowMatchEulerDiscreteScheduler, ZImageImg2ImgPipeline, ZImagePipeline
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.pipelines.z_image.pipeline_z_image import calculate_shift, get_default_z_image_sigmas
+from family_sample import CPU, PROMPTS, build_media
+from transformers import Qwen3ForCausalLM
+
+from diffsynth_lite.core.gradient import blocks_of
+from diffsynth_lite.core.noise import shift_sigma
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Prompt
+from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest, require_family
+from diffsynth_lite.pipelines.z_image import ZImage, model_fn_z_image, tiny
+
+FLAGS = [(False, False), (True, False), (False, True), (True, True)]
+# The transformer fills prompts up to multiples of 32: three lengths, two of which it makes one.
+NUM_TOKENS = (5, 40, 64)
+DYNAMIC = {"use_dynamic_shifting": True, "base_shift": 0.4, "max_shift": 0.9, "max_image_seq_len": 8192}
+
+
+def saved(pipeline: ZImagePipeline, folder: Path) -> ZImage:
+    pipeline.save_pretrained(folder)
+    return ZImage(PipelineFolder(path=folder))
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> ZImagePipeline:
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def family(pipeline: ZImagePipeline, tmp_path_factory: pytest.TempPathFactory) -> ZImage:
+    return saved(pipeline, tmp_path_factory.mktemp("z_image"))
+
+
+def encoded_prompts(family: ZImage, *texts: str) -> list[dict[str, torch.Tensor]]:
+    return family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=text) for text in texts])
+
+
+def batch_of_three() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Latents, timesteps, and prompts of different lengths."""
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(3, 16, 8, 4, generator=generator)
+    prompts = [torch.randn(length, 16, generator=generator) for length in NUM_TOKENS]
+    return latents, torch.tensor([0.2, 0.7, 0.5]), prompts
+
+
+def gradients(transformer: torch.nn.Module, predicted: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    transformer.zero_grad()
+    predicted.square().sum().backward()
+    return {name: parameter.grad for name, parameter in transformer.named_parameters()}
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_model_fn_equals_the_transformers_own_forward(flags: tuple[bool, bool]) -> None:
+    """Its other optional inputs are those of Omni, of a ControlNet and of a LoRA's scale."""
+    transformer = tiny().transformer
+    latents, timestep, prompts = batch_of_three()
+    reference = torch.cat(
+        transformer([picture[:, None] for picture in latents], timestep, prompts, return_dict=False)[0], dim=1
+    )
+    expected = gradients(transformer, reference)
+    predicted = model_fn_z_image(
+        transformer,
+        latents,
+        timestep,
+        prompts,
+        use_gradient_checkpointing=flags[0],
+        use_gradient_checkpointing_offload=flags[1],
+    )
+    assert torch.equal(predicted, reference.transpose(0, 1))
+    for name, gradient in gradients(transformer, predicted).items():
+        assert gradient is not None, name
+        assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.parametrize("flags", [(False, False), (True, True)])
+def test_prompts_of_different_lengths_in_a_batch_give_what_each_gives_alone(flags: tuple[bool, bool]) -> None:
+    transformer = tiny().transformer
+    latents, timestep, prompts = batch_of_three()
+
+    def run(samples: slice) -> torch.Tensor:
+        return model_fn_z_image(
+            transformer,
+            latents[samples],
+            timestep[samples],
+            prompts[samples],
+            use_gradient_checkpointing=flags[0],
+            use_gradient_checkpointing_offload=flags[1],
+        )
+
+    together = run(slice(3))
+    found = gradients(transformer, together)
+    alone = torch.cat([run(slice(place, place + 1)) for place in range(3)])
+    expected = gradients(transformer, alone)
+    # A longer row sums the same numbers in another order.
+    torch.testing.assert_close(together, alone, rtol=0, atol=5e-6)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=2e-4, msg=name)
+
+
+def test_the_blocks_run_in_the_order_in_which_they_are_declared(family: ZImage) -> None:
+    transformer = family.load_transformer(torch.float32)
+    run: list[torch.nn.Module] = []
+    for block in transformer.modules():
+        if type(block).__name__ in transformer._repeated_blocks:
+            block.register_forward_pre_hook(lambda module, _args: run.append(module))
+    latents, timestep, prompts = batch_of_three()
+    with torch.no_grad():
+        model_fn_z_image(transformer, latents, timestep, prompts)
+    declared = blocks_of(transformer, family.block_lists)
+    assert len(run) == 6
+    assert all(block is other for block, other in zip(run, declared, strict=True))
+
+
+def test_prompts_are_encoded_as_by_the_pipeline(pipeline: ZImagePipeline, family: ZImage) -> None:
+    texts = [*PROMPTS, "", "circle " * 200]
+    encoded = encoded_prompts(family, *texts)
+    with torch.no_grad():
+        expected, _ = pipeline.encode_prompt(list(texts), device=CPU, do_classifier_free_guidance=False)
+    for row, other in zip(encoded, expected, strict=True):
+        assert torch.equal(row["prompt_embeds"], other)
+    lengths = [len(row["prompt_embeds"]) for row in encoded]
+    counted = family.prompt_lengths(texts)
+    assert len(set(lengths)) == 5
+    assert lengths == [*counted[:4], family.max_prompt_tokens]
+    assert counted[4] > family.max_prompt_tokens
+
+
+def test_a_text_encoder_saved_as_a_whole_language_model_encodes_the_same(
+    pipeline: ZImagePipeline, family: ZImage, tmp_path: Path
+) -> None:
+    whole = saved(pipeline, tmp_path)
+    encoder = pipeline.text_encoder
+    language_model = Qwen3ForCausalLM(encoder.config)
+    language_model.model.load_state_dict(encoder.state_dict())
+    language_model.tie_weights()
+    language_model.save_pretrained(tmp_path / "text_encoder")
+    expected, found = (encoded_prompts(each, *PROMPTS) for each in (family, whole))
+    for row, other in zip(found, expected, strict=True):
+        assert torch.equal(row["prompt_embeds"], other["prompt_embeds"])
+
+
+def test_latents_are_normalised_as_by_the_pipeline_that_encodes_pictures(
+    pipeline: ZImagePipeline, family: ZImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    media = build_media(family)
+    encoded = family.load_media_encoder(torch.float32, CPU)(media)
+    encoding = ZImageImg2ImgPipeline(**pipeline.components)
+    assert encoding.image_processor.config.vae_scale_factor == family.size_divisor
+    pixels = encoding.image_processor.preprocess([item.frames[0] for item in media])
+    # That pipeline draws from the autoencoder's distribution, and adds noise to what it drew.
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda drawn, _generator: drawn.mode())
+    monkeypatch.setattr(encoding.scheduler, "scale_noise", lambda latents, _timestep, _noise: latents)
+    with torch.no_grad():
+        expected = encoding.prepare_latents(pixels, None, 3, 16, 32, 64, torch.float32, CPU, None)
+    assert torch.equal(torch.stack([tensors["latents"] for tensors in encoded]), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "shift"), [({"shift": 6.0}, 6.0), ({"shift": 3.0}, 3.0), (DYNAMIC, None)]
+)
+def test_the_shift_is_the_one_of_the_folders_sampler(
+    settings: dict[str, Any], shift: float | None, pipeline: ZImagePipeline, tmp_path: Path
+) -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler(**settings)
+    family = saved(ZImagePipeline(**pipeline.components | {"scheduler": scheduler}), tmp_path)
+    shape = family.latents_shape(1024, 768, 1)
+    mu = calculate_shift(64 * 48, max_seq_len=8192, base_shift=0.4, max_shift=0.9)
+    unshifted = get_default_z_image_sigmas(8)
+    scheduler.set_timesteps(sigmas=unshifted, mu=mu)
+    ours = shift_sigma(torch.tensor(unshifted), family.family_shift(shape))
+    torch.testing.assert_close(ours, scheduler.sigmas[:-1], rtol=1e-6, atol=0)
+    assert shift in (None, family.family_shift(shape))
+
+
+def request_of(family: ZImage, **settings: Any) -> PreviewRequest:
+    conditioning, negative = encoded_prompts(family, PROMPTS[0], "blurred")
+    return PreviewRequest(
+        conditioning=conditioning,
+        negative=negative,
+        width=64,
+        height=32,
+        num_inference_steps=2,
+        seed=3,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize(
+    ("scale", "theirs", "samples"), [(4.0, 4.0, [2, 2]), (1.0, 0.0, [1, 1]), (0.0, 0.0, [1, 1])]
+)
+def test_a_preview_is_what_the_pipeline_draws_from_the_text(
+    family: ZImage, scale: float, theirs: float, samples: list[int]
+) -> None:
+    pipeline = ZImagePipeline.from_pretrained(family.folder.path)
+    pipeline.set_progress_bar_config(disable=True)
+    expected = pipeline(
+        PROMPTS[0],
+        negative_prompt="blurred",
+        guidance_scale=theirs,
+        width=64,
+        height=32,
+        num_inference_steps=2,
+        generator=torch.Generator().manual_seed(3),
+    ).images[0]
+    transformer = family.load_transformer(torch.float32)
+    batches: list[int] = []
+    transformer.register_forward_pre_hook(lambda _module, args: batches.append(len(args[0])))
+    ((drawn,),) = family.sample(transformer, torch.float32, [request_of(family, guidance_scale=scale)])
+    assert drawn.tobytes() == expected.tobytes()
+    assert batches == samples
+
+
+@pytest.mark.parametrize("vae_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_bf16_model_trains_and_draws_with_an_autoencoder_of_any_dtype(
+    family: ZImage, vae_dtype: torch.dtype, is_mixed: bool
+) -> None:
+    transformer = family.load_transformer(torch.bfloat16)
+    if is_mixed:  # what accelerate does to a model
+        transformer.forward = convert_outputs_to_fp32(torch.autocast("cpu")(transformer.forward))
+    request = request_of(family, guidance_scale=2.0)
+    ((drawn,),) = family.sample(transformer, vae_dtype, [request])
+    assert drawn.size == (64, 32)
+    conditioning = [request.conditioning, request.negative]
+    velocity = family.predict(transformer, torch.ones(2, 16, 4, 8), torch.tensor([0.2, 0.9]), conditioning)
+    assert velocity.dtype == (torch.float32 if is_mixed else torch.bfloat16)
+
+
+def test_no_layer_of_the_last_block_is_dead(family: ZImage) -> None:
+    transformer = family.load_transformer(torch.float32).requires_grad_(True)
+    velocity = family.predict(
+        transformer, torch.ones(1, 16, 4, 8), torch.ones(1), encoded_prompts(family, "a ring")
+    )
+    assert family.dead_in_last_block == ()
+    assert [name for name, found in gradients(transformer, velocity).items() if found is None] == []
+
+
+def test_a_transformer_that_sees_pictures_is_refused_by_name(
+    pipeline: ZImagePipeline, tmp_path: Path
+) -> None:
+    family = saved(pipeline, tmp_path)
+    family.check_folder()
+    path = tmp_path / "transformer" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"siglip_feat_dim": 8}))
+    with pytest.raises(
+        UserError, match=r"holds a Z-Image Omni.*siglip_feat_dim.*use Z-Image or Z-Image-Turbo"
+    ):
+        family.check_folder()
+
+
+@pytest.mark.parametrize("name", ["ZImageOmniPipeline", "ZImageControlNetPipeline"])
+def test_a_folder_of_another_z_image_pipeline_is_refused_with_what_it_holds(
+    name: str, pipeline: ZImagePipeline, tmp_path: Path
+) -> None:
+    family = saved(pipeline, tmp_path)
+    path = tmp_path / "model_index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"_class_name": name}))
+    with pytest.raises(UserError, match=f"holds a {name}, but this family trains a ZImagePipeline"):
+        require_family(ZImage, family.folder)
