@@ -39,6 +39,7 @@ _PREVIEW_SETTINGS = (
 )
 _LOSS_SETTINGS = ("validation.data",)
 _VALIDATION_SETTINGS = ("validation.every_steps",)
+_BEST_SETTINGS = ("output.keep_best",)
 _EMA_SETTINGS = ("validation.use_ema",)
 _TRACKER_SETTINGS = ("logging.project", "logging.run_name")
 _WANDB_SETTINGS = ("logging.wandb_mode",)
@@ -86,6 +87,7 @@ class Config:
             (previews, _PREVIEW_SETTINGS, "without validation.prompts"),
             (loss, _LOSS_SETTINGS, "while validation.loss_items is 0"),
             (previews or loss, _VALIDATION_SETTINGS, "without validation.prompts and validation.loss_items"),
+            (loss and bool(self.validation.data), _BEST_SETTINGS, "without a loss on validation.data"),
             (self.train.ema_decay is not None, _EMA_SETTINGS, "without train.ema_decay"),
             (bool(trackers), _TRACKER_SETTINGS, "without logging.trackers"),
             ("wandb" in trackers, _WANDB_SETTINGS, "without wandb in logging.trackers"),

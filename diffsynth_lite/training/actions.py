@@ -1,6 +1,7 @@
 """This file holds what happens after a step: the engine's report, metrics, checkpoints, previews."""
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ class Evaluate:
         validation_loss: to measure.
         previews: to draw.
         metrics: gets the loss.
+        consider: told each step and its loss, with the model's own weights in place.
         accelerator: of the run.
     """
 
@@ -136,16 +138,19 @@ class Evaluate:
     validation_loss: FixedNoiseLoss
     previews: Previews
     metrics: MetricsLog
+    consider: Callable[[int, float], None]
     accelerator: Accelerator
 
     def at(self, step: int) -> None:
         """Evaluate after ``step`` optimizer steps."""
         with nullcontext() if self.averaged is None else self.averaged.applied():
-            on_main_process(self.accelerator, lambda: self._evaluate(step))
+            loss = on_main_process(self.accelerator, lambda: self._evaluate(step))
+        self.consider(step, math.nan if loss is None else loss)
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int) -> float | None:
         values = self.validation_loss.measure(self.transformer)
         self.metrics.log(step, values)
         for name, value in values.items():
             logger.info("After step %d: %s %.4f.", step, name, value)
         self.previews.draw(self.transformer, step)
+        return values.get(self.validation_loss.name)

@@ -47,14 +47,20 @@ class CheckpointStore:
 
     Args:
         folder: made by the first save.
-        keep: complete checkpoints to keep, at least 1.
+        keep: newest complete checkpoints to keep, at least 1.
+        keep_every: those of steps that are multiples of it stay for good.
+
+    Attributes:
+        pinned: a step whose checkpoint stays too, such as the best one's.
     """
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
+    def __init__(self, folder: Path, *, keep: int, keep_every: int | None = None) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least one checkpoint must be kept")
         self.folder = folder
         self.keep = keep
+        self.keep_every = keep_every
+        self.pinned: int | None = None
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint folder, oldest first, whatever its condition."""
@@ -176,9 +182,12 @@ class CheckpointStore:
         return True
 
     def _rotate(self) -> None:
-        """Keep the newest complete ones; incomplete ones neither count nor go."""
-        paths = [self.folder / folder_name(step) for step in self.steps()]
-        for path in [path for path in paths if _is_complete(path)][: -self.keep]:
+        """Keep the newest complete ones and those that stay; incomplete ones neither count nor go."""
+        complete = [step for step in self.steps() if _is_complete(self.folder / folder_name(step))]
+        for step in complete[: -self.keep]:
+            if step == self.pinned or (self.keep_every and step % self.keep_every == 0):
+                continue
+            path = self.folder / folder_name(step)
             trash = self.folder / f"{_TRASH_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}"
             try:
                 path.rename(trash)

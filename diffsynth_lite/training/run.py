@@ -13,7 +13,7 @@ from diffusers.training_utils import free_memory
 from rich.console import Console
 
 from diffsynth_lite.config import Config, LoadedConfig
-from diffsynth_lite.core.gradient import gradient_engine
+from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
 from diffsynth_lite.errors import RunInterrupted
 from diffsynth_lite.training.actions import EngineReport, Evaluate, LogMetrics, every
 from diffsynth_lite.training.builder import (
@@ -36,6 +36,7 @@ from diffsynth_lite.training.outcome import outcome_recorded, shortages_explaine
 from diffsynth_lite.training.preflight import CheckedRun, check_run
 from diffsynth_lite.training.processes import on_main_process
 from diffsynth_lite.training.progress import Pace, ProgressLine
+from diffsynth_lite.training.requests import Requests, remove_old_requests
 from diffsynth_lite.training.resume import Origin, agreed_start
 from diffsynth_lite.training.run_folder import RunFolder
 from diffsynth_lite.training.saving import Saver, restore
@@ -97,7 +98,11 @@ def run_training(loaded: LoadedConfig, *, console: Console, clock: StartupClock)
         loaded=loaded,
         accelerator=accelerator,
         folder=folder,
-        store=CheckpointStore(folder.checkpoints_folder, keep=config.output.keep_checkpoints),
+        store=CheckpointStore(
+            folder.checkpoints_folder,
+            keep=config.output.keep_checkpoints,
+            keep_every=config.output.keep_every_steps,
+        ),
         checked=checked,
         console=console,
         clock=clock,
@@ -105,6 +110,7 @@ def run_training(loaded: LoadedConfig, *, console: Console, clock: StartupClock)
     stop = StopRequest()
     with ExitStack() as held, stop.listening():
         on_main_process(accelerator, lambda: held.enter_context(folder.lock()))
+        on_main_process(accelerator, lambda: remove_old_requests(folder.path))
         contract = settings_contract(config, model_fingerprint=checked.family.fingerprint())
         checkpoint = agreed_start(accelerator, setting.origin, contract)
         status = folder.read_status() or {}
@@ -161,6 +167,9 @@ def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None,
         run_id=run_id,
         lineage=lineage,
         resolved_yaml=setting.loaded.resolved_yaml,
+        keeps_best=setting.config.output.keep_best and setting.config.validation.data is not None,
+        measures_average=averaged is not None and setting.config.validation.use_ema,
+        best=checkpoint.documents["state"].get("best") if checkpoint else None,
     )
     try:
         step = _loop(setting, built, saver, stop, start_step)
@@ -183,11 +192,20 @@ def _loop(setting: _Setting, built: BuiltRun, saver: Saver, stop: StopRequest, s
     metrics = MetricsLog(MetricsFile(setting.folder.metrics_file), accelerator)
     evaluate = Evaluate(
         transformer=built.transformer,
-        averaged=built.step.averaged if config.validation.use_ema else None,
+        averaged=saver.averaged if saver.measures_average else None,
         validation_loss=built.validation_loss,
         previews=built.previews,
         metrics=metrics,
+        consider=saver.consider,
         accelerator=accelerator,
+    )
+    requests = Requests(
+        folder=setting.folder.path,
+        signals=stop,
+        accelerator=accelerator,
+        save=saver.save,
+        sample=evaluate.at,
+        save_every_minutes=config.output.checkpoint_every_minutes,
     )
     pace = Pace(total_steps=train.steps)
     progress = ProgressLine(
@@ -198,16 +216,7 @@ def _loop(setting: _Setting, built: BuiltRun, saver: Saver, stop: StopRequest, s
         device=accelerator.device,
     )
     engine = build_engine(config)
-    micro_batches_per_step = train.global_batch_size // (train.micro_batch_size * accelerator.num_processes)
-    engine_report = EngineReport(
-        engine=engine,
-        use_gradient_checkpointing=train.use_gradient_checkpointing,
-        use_gradient_checkpointing_offload=train.use_gradient_checkpointing_offload,
-        save_attention=config.memory.save_attention != "no",
-        expected_block_runs=setting.checked.num_blocks * micro_batches_per_step,
-        expected_checkpointed=setting.checked.num_selected_blocks * micro_batches_per_step,
-        metrics=metrics,
-    )
+    engine_report = _engine_report(setting, engine, metrics)
     log_metrics = LogMetrics(
         metrics=metrics, pace=pace, device=accelerator.device, every_steps=config.logging.every_steps
     )
@@ -226,14 +235,30 @@ def _loop(setting: _Setting, built: BuiltRun, saver: Saver, stop: StopRequest, s
                 engine_report.after_step,
                 progress.update,
                 log_metrics.after_step,
-                every(config.output.checkpoint_every_steps, saver.save, last_step=train.steps),
+                # First, so that a checkpoint knows whether it is the best.
                 every(config.validation.every_steps, evaluate.at, last_step=train.steps),
+                every(config.output.checkpoint_every_steps, saver.save, last_step=train.steps),
+                requests.after_step,
             ),
-            should_stop=lambda: stop.agreed(accelerator),
+            should_stop=lambda: requests.stop,
         )
     if step < train.steps or start_step == step:
         saver.save(step)
     return step
+
+
+def _engine_report(setting: _Setting, engine: GradientEngine, metrics: MetricsLog) -> EngineReport:
+    train, accelerator = setting.config.train, setting.accelerator
+    micro_batches_per_step = train.global_batch_size // (train.micro_batch_size * accelerator.num_processes)
+    return EngineReport(
+        engine=engine,
+        use_gradient_checkpointing=train.use_gradient_checkpointing,
+        use_gradient_checkpointing_offload=train.use_gradient_checkpointing_offload,
+        save_attention=setting.config.memory.save_attention != "no",
+        expected_block_runs=setting.checked.num_blocks * micro_batches_per_step,
+        expected_checkpointed=setting.checked.num_selected_blocks * micro_batches_per_step,
+        metrics=metrics,
+    )
 
 
 def _encode(setting: _Setting) -> EncodedRun:

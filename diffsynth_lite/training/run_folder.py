@@ -77,6 +77,11 @@ class RunFolder:
         return self.path / "previews"
 
     @property
+    def best_lora_folder(self) -> Path:
+        """The export with the lowest loss on held-out data."""
+        return self.path / "lora_best"
+
+    @property
     def ema_lora_folder(self) -> Path:
         """The latest export of the averaged weights."""
         return self.path / "lora_ema"
@@ -121,7 +126,7 @@ class RunFolder:
             message: one line for a person.
         """
         places = (
-            *(self.checkpoints_folder, self.lora_folder, self.ema_lora_folder),
+            *(self.checkpoints_folder, self.lora_folder, self.ema_lora_folder, self.best_lora_folder),
             *(self.metrics_file, self.previews_folder),
         )
         found = {place.stem: place.name for place in places if place.exists()}

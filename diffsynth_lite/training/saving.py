@@ -1,6 +1,11 @@
 """This file saves a run so that it can go on, and puts it back."""
 
+import logging
+import math
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -16,8 +21,10 @@ from diffsynth_lite.training.optimizer_state import load_optimizer, optimizer_te
 from diffsynth_lite.training.processes import on_main_process
 from diffsynth_lite.training.run_folder import RunFolder
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(kw_only=True)
 class Saver:
     """Writes checkpoints of a run, and the LoRA for inference with each.
 
@@ -33,6 +40,9 @@ class Saver:
         run_id: identifies the run across resumes.
         lineage: each start of the run up to now.
         resolved_yaml: the run's settings, kept beside each checkpoint.
+        keeps_best: whether the checkpoint with the lowest loss on held-out data is kept.
+        measures_average: whether that loss is the average's.
+        best: step and loss of that checkpoint; None before the first.
     """
 
     folder: RunFolder
@@ -46,6 +56,12 @@ class Saver:
     run_id: str
     lineage: Lineage
     resolved_yaml: str
+    keeps_best: bool
+    measures_average: bool
+    best: dict[str, Any] | None
+
+    def __post_init__(self) -> None:
+        self.store.pinned = self.best["step"] if self.best else None
 
     def save(self, step: int) -> None:
         """Save the run after ``step`` optimizer steps; call it on all processes.
@@ -55,11 +71,31 @@ class Saver:
         """
         on_main_process(self.accelerator, lambda: self._write(step))
 
+    def consider(self, step: int, loss: float) -> None:
+        """Keep the checkpoint of ``step``, and its LoRA apart, if none had a lower loss; on all processes.
+
+        Args:
+            step: optimizer steps done.
+            loss: on held-out data; on the other processes than the main one it may be anything.
+        """
+        if self.keeps_best:
+            on_main_process(self.accelerator, lambda: self._consider(step, loss))
+
+    def _consider(self, step: int, loss: float) -> None:
+        is_trained = step > 0
+        if not is_trained or not math.isfinite(loss) or (self.best and self.best["loss"] <= loss):
+            return
+        self.best = {"step": step, "loss": loss}
+        self.store.pinned = step
+        self._write(step)
+        self._export(self.folder.best_lora_folder, average=self.measures_average)
+        logger.info("Step %d is the best so far: loss %.4f on validation.data.", step, loss)
+
     def _write(self, step: int) -> None:
         adapter = adapter_tensors(self.transformer)
         moments, groups = optimizer_tensors(self.optimizer, dict(self.transformer.named_parameters()))
         tensors = {"adapter": adapter, "optimizer": moments}
-        state = {"step": step, "run_id": self.run_id, "lineage": self.lineage}
+        state = {"step": step, "run_id": self.run_id, "lineage": self.lineage, "best": self.best}
         if self.averaged is not None:
             tensors["ema"] = self.averaged.tensors()
             state["ema_updates"] = self.averaged.num_updates
@@ -73,12 +109,15 @@ class Saver:
                 "config": self.resolved_yaml,
             },
         )
-        settings = adapter_settings(self.transformer)
-        export_lora(self.family, self.folder.lora_folder, adapter, settings)
+        self._export(self.folder.lora_folder, average=False)
         if self.averaged is not None:
-            with self.averaged.applied():
-                average = adapter_tensors(self.transformer)
-                export_lora(self.family, self.folder.ema_lora_folder, average, settings)
+            self._export(self.folder.ema_lora_folder, average=True)
+
+    def _export(self, folder: Path, *, average: bool) -> None:
+        with self.averaged.applied() if average and self.averaged else nullcontext():
+            export_lora(
+                self.family, folder, adapter_tensors(self.transformer), adapter_settings(self.transformer)
+            )
 
 
 def restore(

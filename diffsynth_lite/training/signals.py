@@ -8,9 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-import torch
-from accelerate import Accelerator
-
 from diffsynth_lite.errors import RunInterrupted
 
 logger = logging.getLogger(__name__)
@@ -46,16 +43,13 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def let_steps_finish(self) -> None:
-        """From now on a signal only sets what ``agreed`` tells."""
+        """From now on a signal only sets ``asked``."""
         self._steps_finish = True
 
-    def agreed(self, accelerator: Accelerator) -> bool:
-        """Whether any process was asked to stop: the same answer on all of them."""
-        asked = bool(self._received_at)
-        if accelerator.num_processes == 1:
-            return asked
-        count = accelerator.reduce(torch.tensor(float(asked), device=accelerator.device), reduction="sum")
-        return bool(count > 0)
+    @property
+    def asked(self) -> bool:
+        """Whether this process was asked to stop."""
+        return bool(self._received_at)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()

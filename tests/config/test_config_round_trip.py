@@ -106,6 +106,8 @@ def consistent(name: str, values: dict) -> dict:
         values |= {"mode_scale": 1.29} if values["timestep_density"] != "mode" else {}
         values |= {"shift_value": (values["shift_value"] or 3.0) if values["shift"] == "static" else None}
         values |= {"min_snr_gamma": 5.0} if values["loss_weighting"] != "min_snr" else {}
+    if name == "output":
+        values |= {"keep_every_steps": None}
     if name == "train":
         values |= {"micro_batch_size": values["global_batch_size"]}
         values |= {"warmup_steps": min(values["warmup_steps"], values["steps"])}

@@ -31,7 +31,7 @@ def stopped_after(run: TinyRun, steps: int, *arguments: str) -> int:
     """The exit code of a start of the run that is asked to stop after so many steps."""
     answers = iter([*[False] * (steps - 1), True])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("diffsynth_lite.training.signals.StopRequest.agreed", lambda *_: next(answers))
+        patch.setattr("diffsynth_lite.training.signals.StopRequest.asked", property(lambda _: next(answers)))
         return run.train(*arguments)
 
 

@@ -116,8 +116,27 @@ class OutputSettings(Settings):
     checkpoint_every_steps: Annotated[int, Range(at_least=1)] = 250
     """Optimizer steps between checkpoints. The end of a run is always saved."""
 
+    checkpoint_every_minutes: Annotated[float | None, Range(above=0)] = None
+    """Also save after so many minutes without a checkpoint; null saves by steps alone."""
+
     keep_checkpoints: Annotated[int, Range(at_least=1)] = 2
     """Newest checkpoints to keep. 2, so that the one before is still there should the last be damaged."""
+
+    keep_every_steps: Annotated[int | None, Range(at_least=1)] = None
+    """Keep the checkpoints of every so many steps for good, a multiple of `checkpoint_every_steps`; null
+    keeps none besides the newest."""
+
+    keep_best: bool = True
+    """Also keep the checkpoint with the lowest loss on `validation.data`, and write its LoRA to
+    `lora_best/`."""
+
+    def conflicts(self) -> Iterator[Problem]:
+        if self.keep_every_steps is not None and self.keep_every_steps % self.checkpoint_every_steps:
+            message = (
+                f"output.keep_every_steps {self.keep_every_steps} must be a multiple of "
+                f"output.checkpoint_every_steps {self.checkpoint_every_steps}"
+            )
+            yield Problem(("keep_every_steps", "checkpoint_every_steps"), message)
 
 
 @dataclass(frozen=True, kw_only=True)
