@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -22,11 +21,10 @@ from diffsynth_lite.training.data_rules import frame_counts_of, num_tokens_of, p
 from diffsynth_lite.training.evaluation import FixedNoiseLoss
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 from diffsynth_lite.training.optimizer_step import OptimizerStep
+from diffsynth_lite.training.patience import LONG_WAIT
 from diffsynth_lite.training.preflight import CheckedRun, block_policy, build_learning_rate, preview_size
 from diffsynth_lite.training.previews import Previews
 
-_CACHING_TIMEOUT = timedelta(hours=6)
-"""Processes wait for the one that takes longest to fill its part of the cache."""
 _SUPPORTED_DISTRIBUTION = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
@@ -59,7 +57,7 @@ def build_accelerator(config: Config, tracker_folder: Path) -> Accelerator:
         project_config=ProjectConfiguration(project_dir=str(tracker_folder), logging_dir=str(tracker_folder)),
         # Otherwise a launcher's variable would scale every gradient; the loop accumulates by itself.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=_CACHING_TIMEOUT)],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=LONG_WAIT)],
     )
     if accelerator.distributed_type not in _SUPPORTED_DISTRIBUTION:
         raise UserError(

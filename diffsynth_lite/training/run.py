@@ -4,6 +4,7 @@ import logging
 import uuid
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from diffsynth_lite.training.builder import (
     build_run,
     build_transformer,
 )
-from diffsynth_lite.training.caching import EncodedRun, encode_run
+from diffsynth_lite.training.caching import encode_run
 from diffsynth_lite.training.checkpoints import Checkpoint, CheckpointStore
 from diffsynth_lite.training.contract import Contract, data_contract, settings_contract
 from diffsynth_lite.training.files import write_json_atomic, write_text_atomic
@@ -33,6 +34,7 @@ from diffsynth_lite.training.lineage import Lineage, extended_lineage
 from diffsynth_lite.training.loop import run_loop
 from diffsynth_lite.training.metrics import MetricsFile
 from diffsynth_lite.training.outcome import outcome_recorded, shortages_explained
+from diffsynth_lite.training.patience import Patience
 from diffsynth_lite.training.preflight import CheckedRun, check_run
 from diffsynth_lite.training.processes import on_main_process
 from diffsynth_lite.training.progress import Pace, ProgressLine
@@ -128,7 +130,10 @@ def run_training(loaded: LoadedConfig, *, console: Console, clock: StartupClock)
 def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None, stop: StopRequest) -> None:
     start_step = checkpoint.step if checkpoint else 0
     with setting.clock.stage("encoding"):
-        encoded = _encode(setting)
+        encoded = encode_run(setting.config, setting.checked, setting.accelerator)
+        # From here on only tensors are needed.
+        setting.checked.drop_records()
+        free_memory()
     micro_batch_size = setting.config.train.micro_batch_size
     contract = contract | data_contract(encoded.items, micro_batch_size=micro_batch_size)
     changes = setting.origin.changes(contract, checkpoint)
@@ -199,12 +204,14 @@ def _loop(setting: _Setting, built: BuiltRun, saver: Saver, stop: StopRequest, s
         consider=saver.consider,
         accelerator=accelerator,
     )
+    patience = Patience(accelerator, timedelta(minutes=train.step_timeout_minutes))
+    save, sample = patience.unhurried(saver.save), patience.unhurried(evaluate.at)
     requests = Requests(
         folder=setting.folder.path,
         signals=stop,
         accelerator=accelerator,
-        save=saver.save,
-        sample=evaluate.at,
+        save=save,
+        sample=sample,
         save_every_minutes=config.output.checkpoint_every_minutes,
     )
     pace = Pace(total_steps=train.steps)
@@ -216,7 +223,6 @@ def _loop(setting: _Setting, built: BuiltRun, saver: Saver, stop: StopRequest, s
         device=accelerator.device,
     )
     engine = build_engine(config)
-    engine_report = _engine_report(setting, engine, metrics)
     log_metrics = LogMetrics(
         metrics=metrics, pace=pace, device=accelerator.device, every_steps=config.logging.every_steps
     )
@@ -226,19 +232,20 @@ def _loop(setting: _Setting, built: BuiltRun, saver: Saver, stop: StopRequest, s
     logger.info("Start-up took %s.", setting.clock.describe())
     stop.let_steps_finish()
     live = setting.is_main and setting.console.is_terminal
-    with gradient_engine(engine), progress.shown(setting.console, live=live):
+    with gradient_engine(engine), patience.with_steps(), progress.shown(setting.console, live=live):
         step = run_loop(
             built.step.take,
             start_step=start_step,
             total_steps=train.steps,
             after_step=(
-                engine_report.after_step,
+                _engine_report(setting, engine, metrics).after_step,
                 progress.update,
                 log_metrics.after_step,
                 # First, so that a checkpoint knows whether it is the best.
-                every(config.validation.every_steps, evaluate.at, last_step=train.steps),
-                every(config.output.checkpoint_every_steps, saver.save, last_step=train.steps),
+                every(config.validation.every_steps, sample, last_step=train.steps),
+                every(config.output.checkpoint_every_steps, save, last_step=train.steps),
                 requests.after_step,
+                lambda _result: patience.renew(),
             ),
             should_stop=lambda: requests.stop,
         )
@@ -259,14 +266,6 @@ def _engine_report(setting: _Setting, engine: GradientEngine, metrics: MetricsLo
         expected_checkpointed=setting.checked.num_selected_blocks * micro_batches_per_step,
         metrics=metrics,
     )
-
-
-def _encode(setting: _Setting) -> EncodedRun:
-    """Encode on all processes, after which only tensors are needed."""
-    encoded = encode_run(setting.config, setting.checked, setting.accelerator)
-    setting.checked.drop_records()
-    free_memory()
-    return encoded
 
 
 def _prepare_folder(

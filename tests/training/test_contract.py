@@ -83,7 +83,12 @@ FREE = {
     },
     "lora": set(),
     "objective": set(),
-    "train": {"use_gradient_checkpointing", "use_gradient_checkpointing_offload", "cpu_threads"},
+    "train": {
+        "use_gradient_checkpointing",
+        "use_gradient_checkpointing_offload",
+        "cpu_threads",
+        "step_timeout_minutes",
+    },
 }
 """Settings that never decide the numbers of a run; what is read from where is in the contract of the data."""
 

@@ -78,6 +78,11 @@ class TrainSettings(Settings):
     """Keep these inputs in the memory of the host rather than of the device. For images so large that
     checkpointing alone does not fit. The result is the same."""
 
+    step_timeout_minutes: Annotated[float, Range(above=0)] = 60.0
+    """Longest that one optimizer step may take. After most of that time each process writes where it is to
+    the standard error; then processes that wait for another one give up, and the run ends with an error
+    rather than hang. Caching, previews and checkpoints do not count."""
+
     cpu_threads: Annotated[int | None, Range(at_least=1)] = None
     """Threads that torch may use on the CPU; null leaves it to torch. Very small models are fastest with
     1."""
