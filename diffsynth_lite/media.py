@@ -38,7 +38,10 @@ class Prompt:
     Attributes:
         text: the caption.
         images: RGB pictures that it sees beside the text, in families that edit.
+        is_negative: whether guidance steers away from it: the negative prompt of a preview, and the empty
+            caption that stands for a dropped one. Some pipelines encode these in another way.
     """
 
     text: str
     images: tuple[Image, ...] = ()
+    is_negative: bool = False

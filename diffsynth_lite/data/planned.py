@@ -158,13 +158,15 @@ class PlannedPrompt:
     """A text to encode, with the pictures that the text encoder sees beside it.
 
     Attributes:
-        text: of the prompt; "" is the unconditional one.
+        text: of the prompt.
+        is_negative: whether guidance steers away from it; see `Prompt`.
         images: files of the pictures.
         content: sha256 of each of them.
         background: colour that transparent pictures are laid over.
     """
 
     text: str
+    is_negative: bool = False
     images: tuple[Path, ...] = ()
     content: tuple[str, ...] = ()
     background: str = "white"
@@ -186,10 +188,11 @@ class PlannedPrompt:
 
     def key(self, cache: TensorCache, encoder_id: str) -> str:
         """Key of the cache entry with its tensors; see `PlannedItem.key`."""
+        kind = "negative" if self.is_negative else "caption"
         if not self.images:
-            return cache.key(kind="caption", text=self.text, encoder=encoder_id)
+            return cache.key(kind=kind, text=self.text, encoder=encoder_id)
         return cache.key(
-            kind="caption with images",
+            kind=f"{kind} with images",
             text=self.text,
             content=" ".join(self.content),
             transform=self.background,
@@ -204,7 +207,7 @@ class PlannedPrompt:
             UserError: one cannot be used.
         """
         images = tuple(load_image(path, background=self.background) for path in self.images)
-        return Prompt(text=self.text, images=images)
+        return Prompt(text=self.text, images=images, is_negative=self.is_negative)
 
     def complete(self, tensors: Mapping[str, Tensor], prompt: Prompt) -> dict[str, Tensor]:
         """What the cache keeps: the encoder's tensors."""

@@ -176,11 +176,6 @@ class Wan(DiffusersFamily):
         _, num_frames, height, width = latents_shape
         return num_frames * height * width // _PATCH**2
 
-    def family_shift(self, latents_shape: Sequence[int]) -> float:
-        """The one that the folder's sampler is set to: 3 for 480p, 5 for 720p and TI2V-5B as released."""
-        config = self.scheduler_config
-        return float(config.get("flow_shift", config.get("shift", 1.0)))
-
     def predict(
         self,
         transformer: torch.nn.Module,

@@ -3,7 +3,13 @@
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLLTXVideo, AutoencoderKLQwenImage, AutoencoderKLWan
+from diffusers import (
+    AutoencoderDC,
+    AutoencoderKL,
+    AutoencoderKLLTXVideo,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+)
 
 from diffsynth_lite.testing.seeding import seeded
 
@@ -83,3 +89,30 @@ def tiny_ltx_vae(*, seed: int = 0) -> AutoencoderKLLTXVideo:
     vae.latents_mean.copy_(torch.linspace(-0.5, 0.5, 128))
     vae.latents_std.copy_(torch.linspace(0.5, 1.5, 128))
     return vae.eval()
+
+
+def tiny_dc_vae(*, seed: int = 0) -> AutoencoderDC:
+    """A random VAE of Sana in eval mode: 32 channels, 32 x 32 pixels to a latent, the real scale.
+
+    Args:
+        seed: of the weights; the global random state is left as it was.
+    """
+    widths = (4, 4, 4, 4, 8, 32)
+    layers = (1, 1, 1, 1, 1, 1)
+    block_types = ("ResBlock",) * 4 + ("EfficientViTBlock",) * 2
+    scales: tuple[tuple[int, ...], ...] = ((), (), (), (), (5,), (5,))
+    with seeded(seed):
+        return AutoencoderDC(
+            attention_head_dim=4,
+            encoder_block_types=block_types,
+            decoder_block_types=block_types,
+            encoder_block_out_channels=widths,
+            decoder_block_out_channels=widths,
+            encoder_layers_per_block=layers,
+            decoder_layers_per_block=layers,
+            encoder_qkv_multiscales=scales,
+            decoder_qkv_multiscales=scales,
+            upsample_block_type="interpolate",
+            downsample_block_type="conv",
+            scaling_factor=0.41407,
+        ).eval()

@@ -6,6 +6,9 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTokenizer,
+    Gemma2Config,
+    Gemma2Model,
+    GemmaTokenizer,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
@@ -140,6 +143,31 @@ def tiny_clip_text(tokenizer: CLIPTokenizer, *, hidden_size: int = 32, seed: int
     )
     with seeded(seed):
         return CLIPTextModel(config).eval()
+
+
+def tiny_gemma2(tokenizer: GemmaTokenizer, *, hidden_size: int = 16, seed: int = 0) -> Gemma2Model:
+    """A random Gemma 2 in eval mode with two layers: the text encoder of the Sana pipelines.
+
+    Args:
+        tokenizer: gives the vocabulary size and the special tokens.
+        hidden_size: width of the embeddings; a multiple of 4, the number of heads.
+        seed: of the weights; the global random state is left as it was.
+    """
+    config = Gemma2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden_size // 4,
+        query_pre_attn_scalar=hidden_size // 4,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with seeded(seed):
+        return Gemma2Model(config).eval()
 
 
 def _t5_layout(tokenizer: T5Tokenizer, hidden_size: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from diffusers import QwenImageEditPipeline, QwenImagePipeline
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
+from transformers import CLIPTokenizer, GemmaTokenizer, Qwen2Tokenizer, T5Tokenizer
 
 QWEN2_SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -131,6 +131,21 @@ def clip_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(
         vocab={token: index for index, token in enumerate(tokens)}, merges=[], model_max_length=77
     )
+
+
+def gemma_tokenizer(words: Sequence[str] = ()) -> GemmaTokenizer:
+    """A Gemma tokenizer, enough for the pipelines with a Gemma encoder.
+
+    Args:
+        words: words of printable ASCII that become one token each, both at the start of a text and after a
+            space; other printable ASCII falls back to characters, and the rest to bytes.
+    """
+    special = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
+    single_bytes = (f"<0x{byte:02X}>" for byte in range(256))
+    characters = (chr(code) for code in range(ord("!"), ord("~") + 1))
+    pieces = (piece for word in dict.fromkeys(words) for piece in (word, f"\u2581{word}"))
+    pairs = assemble_byte_pairs(pieces, (*special, *single_bytes, *characters, "\u2581"))
+    return GemmaTokenizer(vocab=pairs.vocab, merges=pairs.merges, add_bos_token=True, model_max_length=4096)
 
 
 def _qwen_image_template_texts() -> list[str]:

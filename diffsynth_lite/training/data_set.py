@@ -1,7 +1,7 @@
 """This file holds a planned data set: what is to be encoded, and where its tensors will be."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -157,8 +157,11 @@ class DataSet:
         return _Keys(
             media=media_key,
             captions=tuple(self.add_prompt(self._prompt(text, item)) for text in item.record.captions),
-            unconditional=self.add_prompt(self._prompt("", item)) if has_unconditional else None,
+            unconditional=self._add_unconditional(item) if has_unconditional else None,
         )
+
+    def _add_unconditional(self, item: PlannedItem) -> str:
+        return self.add_prompt(replace(self._prompt("", item), is_negative=True))
 
     def _prompt(self, text: str, item: PlannedItem) -> PlannedPrompt:
         inputs = item.record.inputs

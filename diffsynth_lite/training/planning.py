@@ -2,7 +2,7 @@
 
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -123,8 +123,6 @@ def _add_prompts(
 ) -> tuple[str, str]:
     """Also encode a preview prompt and its negative; returns their keys."""
     content = tuple(index.content(path) for path in images)
-    prompt, negative = (
-        PlannedPrompt(text=words, images=images, content=content, background=config.data.background)
-        for words in (text, config.validation.negative_prompt)
-    )
+    prompt = PlannedPrompt(text=text, images=images, content=content, background=config.data.background)
+    negative = replace(prompt, text=config.validation.negative_prompt, is_negative=True)
     return data.add_prompt(prompt), data.add_prompt(negative)

@@ -17,6 +17,7 @@ def test_there_are_recipes():
         "qwen_image_edit_lora.yaml",
         "qwen_lora.yaml",
         "quickstart.yaml",
+        "sana_lora.yaml",
         "video_quickstart.yaml",
         "wan_t2v_lora.yaml",
         "z_image_lora.yaml",
@@ -53,6 +54,15 @@ def test_the_ltx_video_recipe_fits_the_real_model():
     assert (config.model.family, config.model.dtype) == ("ltx_video", "bfloat16")
     # What the comment on memory is counted for.
     assert (config.lora.rank, config.train.micro_batch_size) == (16, 1)
+
+
+def test_the_sana_recipe_fits_the_real_model():
+    config = load_config("sana_lora.yaml").config
+    assert (config.model.family, config.model.dtype) == ("sana", "bfloat16")
+    # What Sana's own pipeline draws with unless it is told otherwise.
+    assert (config.validation.num_inference_steps, config.validation.guidance_scale) == (20, 4.5)
+    # Gemma 2 overflows in float16.
+    assert config.model.text_encoder_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("family", ["qwen_image_edit", "flux_kontext"])

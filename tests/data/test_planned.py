@@ -15,10 +15,17 @@ def key(prompt, encoder="encoder"):
 
 def test_each_input_of_a_prompt_key_changes_it(tmp_path):
     prompt = PlannedPrompt(text="a", images=(tmp_path / "a.png",), content=("c",))
-    changes = ({"text": "b"}, {"content": ("d",)}, {"background": "black"}, {"images": (), "content": ()})
+    changes = (
+        {"text": "b"},
+        {"is_negative": True},
+        {"content": ("d",)},
+        {"background": "black"},
+        {"images": (), "content": ()},
+        {"images": (), "content": (), "is_negative": True},
+    )
     keys = {key(prompt), key(prompt, "other")}
     keys |= {key(dataclasses.replace(prompt, **change)) for change in changes}
-    assert len(keys) == 6
+    assert len(keys) == 8
     assert key(dataclasses.replace(prompt, images=(tmp_path / "moved.png",))) == key(prompt)
 
 
@@ -26,6 +33,11 @@ def test_a_prompt_is_loaded_with_its_pictures(write_image):
     path = write_image("a.png", size=(32, 16))
     prompt = PlannedPrompt(text="a", images=(path,), content=("c",)).load()
     assert (prompt.text, [image.size for image in prompt.images]) == ("a", [(32, 16)])
+    assert not prompt.is_negative
+
+
+def test_a_negative_prompt_is_loaded_as_one():
+    assert PlannedPrompt(text="blurred", is_negative=True).load().is_negative
 
 
 @pytest.mark.parametrize(("shape", "expected"), [((16, 1, 2), (1, 1, 2)), ((16, 5, 1, 2), (1, 1, 1, 2))])

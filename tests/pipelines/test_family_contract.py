@@ -75,15 +75,19 @@ def test_dropout_masks_follow_the_seed(sample: Sample) -> None:
     assert not torch.equal(first, second)
 
 
-def test_every_declared_block_is_recomputed_and_parked(sample: Sample) -> None:
+@pytest.mark.parametrize("flags", FLAGS[1:])
+def test_every_declared_block_is_recomputed_and_parked(sample: Sample, flags: tuple[bool, bool]) -> None:
     transformer = adapted_transformer(sample)
     engine = GradientEngine()
     with gradient_engine(engine):
-        velocity_and_gradients(sample, transformer, (True, True))
+        velocity_and_gradients(sample, transformer, flags)
     report = engine.report()
     num_blocks = len(blocks_of(transformer, sample.family.block_lists))
     assert report.blocks_run == report.blocks_recomputed == num_blocks > 0
     tokens = sample.family.num_tokens(sample.latents.shape[1:]) * len(sample.latents)
+    if not flags[1]:
+        assert report.bytes_parked == 0
+        return
     # At the least each block's image tokens are parked, with one fp32 number a token.
     assert report.bytes_parked > num_blocks * tokens * 4
 

@@ -7,10 +7,22 @@ import torch
 from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from diffsynth_lite.testing.autoencoders import tiny_flux_vae, tiny_ltx_vae, tiny_qwen_vae, tiny_wan_vae
+from diffsynth_lite.testing.autoencoders import (
+    tiny_dc_vae,
+    tiny_flux_vae,
+    tiny_ltx_vae,
+    tiny_qwen_vae,
+    tiny_wan_vae,
+)
 from diffsynth_lite.testing.seeding import seeded
-from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_qwen2_5_vl, tiny_t5, tiny_umt5
-from diffsynth_lite.testing.tokenizers import clip_tokenizer, qwen2_tokenizer, t5_tokenizer
+from diffsynth_lite.testing.text_encoders import (
+    tiny_clip_text,
+    tiny_gemma2,
+    tiny_qwen2_5_vl,
+    tiny_t5,
+    tiny_umt5,
+)
+from diffsynth_lite.testing.tokenizers import clip_tokenizer, gemma_tokenizer, qwen2_tokenizer, t5_tokenizer
 
 
 def build_text_encoder(seed):
@@ -53,6 +65,14 @@ def build_ltx_vae(seed):
     return tiny_ltx_vae(seed=seed)
 
 
+def build_dc_vae(seed):
+    return tiny_dc_vae(seed=seed)
+
+
+def build_gemma2(seed):
+    return tiny_gemma2(gemma_tokenizer(), seed=seed)
+
+
 BUILDERS = [
     build_text_encoder,
     build_vae,
@@ -63,6 +83,8 @@ BUILDERS = [
     build_clip_text,
     build_flux_vae,
     build_ltx_vae,
+    build_dc_vae,
+    build_gemma2,
 ]
 
 
@@ -179,3 +201,27 @@ def test_the_tiny_ltx_vae_compresses_as_the_released_one_does():
         assert vae.decode(latents).sample.shape == clip.shape
     assert latents.shape == (1, 128, 2, 2, 1)
     assert (vae.spatial_compression_ratio, vae.temporal_compression_ratio) == (32, 8)
+
+
+def test_the_dc_vae_compresses_thirty_two_by_thirty_two_into_thirty_two_channels():
+    pixels = torch.rand(1, 3, 64, 96, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    vae = tiny_dc_vae()
+    with torch.no_grad():
+        latents = vae.encode(pixels).latent
+        decoded = vae.decode(latents).sample
+    assert latents.shape == (1, 32, 2, 3)
+    assert decoded.shape == pixels.shape
+    assert vae.spatial_compression_ratio == 32
+
+
+def test_the_gemma_encoder_hides_what_is_behind_the_mask():
+    tokenizer = gemma_tokenizer()
+    tokenizer.padding_side = "right"
+    text_encoder = tiny_gemma2(tokenizer)
+    padded = tokenizer("a ring", padding="max_length", max_length=20, return_tensors="pt")
+    alone = tokenizer("a ring", return_tensors="pt").input_ids
+    with torch.no_grad():
+        states = text_encoder(padded.input_ids, attention_mask=padded.attention_mask)[0]
+        expected = text_encoder(alone)[0]
+    assert padded.input_ids.shape == (1, 20)
+    torch.testing.assert_close(states[:, : alone.shape[1]], expected, rtol=1e-5, atol=1e-5)

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from transformers import CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
+from transformers import AutoTokenizer, CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
 
 from diffsynth_lite.testing.tokenizers import (
     assemble_byte_pairs,
     clip_tokenizer,
+    gemma_tokenizer,
     qwen2_tokenizer,
     t5_tokenizer,
 )
@@ -111,3 +112,14 @@ def test_a_clip_tokenizer_spells_words_out_and_cuts_at_the_length_of_the_real_on
     assert CLIPTokenizer.from_pretrained(tmp_path)("a red circle").input_ids == (
         tokenizer("a red circle").input_ids
     )
+
+
+def test_a_gemma_tokenizer_has_words_and_falls_back_to_characters_and_bytes(tmp_path):
+    tokenizer = gemma_tokenizer(WORDS)
+    text = "red circle ab\n\u00e9"
+    tokens = ["red", "\u2581circle", "\u2581", "a", "b", "<0x0A>", "<0xC3>", "<0xA9>"]
+    assert tokenizer.tokenize(text) == tokens
+    assert tokenizer(text).input_ids[0] == tokenizer.bos_token_id
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id) == (0, 2)
+    tokenizer.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path)(text).input_ids == tokenizer(text).input_ids

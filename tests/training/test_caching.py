@@ -13,6 +13,7 @@ from prepared_run import CPU, PROCESS, Prepared, load_config_of, prepare
 
 from diffsynth_lite.data import Batch
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Prompt
 from diffsynth_lite.training.caching import EncodedRun, encode_run
 from diffsynth_lite.training.preflight import check_run
 
@@ -99,6 +100,23 @@ def test_each_item_has_a_row_for_each_resolution_and_crop_and_all_orders_of_its_
     }
     assert len(captions["0.png"]) == 1
     assert len(captions["more 0.png"]) == 3
+
+
+def test_what_guidance_steers_away_from_is_encoded_as_negative(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = type(prepared.checked.family)
+    load = family.load_prompt_encoder
+    encoded: list[Prompt] = []
+
+    def recording(*arguments: Any) -> Any:
+        encode = load(*arguments)
+        return lambda prompts: encoded.extend(prompts) or encode(prompts)
+
+    monkeypatch.setattr(family, "load_prompt_encoder", recording)
+    encode(prepared, **{"data.cache_dir": str(tmp_path), "validation.negative_prompt": "blurred"})
+    assert {prompt.text for prompt in encoded if prompt.is_negative} == {"", "blurred"}
+    assert len(encoded) > 2
 
 
 def test_the_second_start_loads_no_encoder_and_reads_no_media(

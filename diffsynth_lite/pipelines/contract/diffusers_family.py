@@ -107,9 +107,10 @@ class DiffusersFamily(ModelFamily):
 
     def family_shift(self, latents_shape: Sequence[int]) -> float:
         """That of the folder's sampler, which is fixed or, in some releases, grows with the picture."""
-        if self.scheduler_config.get("use_dynamic_shifting"):
+        config = self.scheduler_config
+        if config.get("use_dynamic_shifting"):
             return self.resolution_shift(latents_shape)
-        return float(self.scheduler_config.get("shift", 1.0))
+        return float(config.get("flow_shift", config.get("shift", 1.0)))
 
     def trained_class(self, component: str) -> Any:
         """Class of a component that is trained."""

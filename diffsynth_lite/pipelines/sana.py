@@ -1,0 +1,254 @@
+"""This file trains Sana (text to image): Sana 1.0 and Sana 1.5.
+
+Layouts: b batch, c latent channels, h and w latent height and width; l tokens, d channels.
+Sources: diffusers ``sana_transformer.py`` and ``pipeline_sana.py``; Sana 1.0 is arXiv 2410.10629.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
+from PIL.Image import Image
+from transformers import Gemma2Model
+
+from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
+from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.contract.padding import pad_tokens
+from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.testing.autoencoders import tiny_dc_vae
+from diffsynth_lite.testing.seeding import seeded
+from diffsynth_lite.testing.text_encoders import tiny_gemma2
+from diffsynth_lite.testing.tokenizers import gemma_tokenizer
+
+_NUM_TIMESTEPS = 1000
+
+
+def model_fn_sana(
+    transformer: torch.nn.Module,
+    latents_bchw: torch.Tensor,
+    timestep: torch.Tensor,
+    prompt_embeds_bld: torch.Tensor,
+    prompt_embeds_mask: torch.Tensor | None = None,
+    *,
+    use_gradient_checkpointing: bool = False,
+    use_gradient_checkpointing_offload: bool = False,
+    policy: BlockPolicy | None = None,
+) -> torch.Tensor:
+    """One forward of Sana, each transformer block run by the gradient engine.
+
+    Args:
+        transformer: a ``SanaTransformer2DModel``, plain or wrapped by DDP.
+        latents_bchw: (B, 32, H, W), noisy normalised latents; each is a token.
+        timestep: (B,), in [0, 1000 * ``timestep_scale``] of the transformer's settings.
+        prompt_embeds_bld: (B, L, D) prompt embeddings, padded on the right.
+        prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
+        use_gradient_checkpointing: recompute each block in backward.
+        use_gradient_checkpointing_offload: also park each block's inputs in host memory.
+        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+
+    Returns:
+        (B, 32, H, W), the predicted velocity ``noise - latents``.
+    """
+    num_blocks = count_blocks(transformer, Sana.block_lists)
+    run = block_runner(
+        num_blocks, use_gradient_checkpointing, use_gradient_checkpointing_offload, policy=policy
+    )
+    with blocks_run_by(transformer, run):
+        velocity_bchw: torch.Tensor = transformer(
+            hidden_states=latents_bchw,
+            timestep=timestep,
+            encoder_hidden_states=prompt_embeds_bld,
+            encoder_attention_mask=prompt_embeds_mask,
+            return_dict=False,
+        )[0]
+    return velocity_bchw
+
+
+class Sana(DiffusersFamily):
+    """Sana: 20 to 60 blocks of linear attention, Gemma 2 prompts, a VAE with 32 channels at 1/32 size.
+
+    Sana 1.0 (0.6B, 1.6B; 512 to 4096 pixels) and 1.5 (1.6B, 4.8B). Sana Sprint, of another pipeline, is
+    refused: it is distilled, and told a guidance scale.
+
+    A prompt is put in lower case, behind the instruction of the pipeline's call; a negative prompt and a
+    dropped caption get none. The feed-forward layers are convolutions, which get no LoRA.
+    """
+
+    pipelines = (SanaPipeline,)
+    transformer_class = SanaTransformer2DModel
+    components = ("transformer", "text_encoder", "vae")
+    block_lists = ("transformer_blocks",)
+    size_divisor = 32
+    max_prompt_tokens = 300
+    default_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
+
+    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
+        parts = (self.folder.fingerprint("text_encoder"), self.folder.fingerprint("tokenizer"))
+        # The instruction is a part of diffusers, so that another version may bring another one.
+        return f"sana/prompt/1 {' '.join(parts)} {dtype} {self.max_prompt_tokens} {_instruction()!r}"
+
+    def load_prompt_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
+        encoder = self.load_component(Gemma2Model, "text_encoder", dtype)
+        pipeline = _assemble(text_encoder=encoder.to(device), tokenizer=self.load_tokenizer())
+
+        @torch.no_grad()
+        def encode_alike(texts: list[str], instruction: list[str] | None) -> list[torch.Tensor]:
+            embeds_bld, mask, _, _ = pipeline.encode_prompt(
+                texts,
+                do_classifier_free_guidance=False,
+                device=device,
+                max_sequence_length=self.max_prompt_tokens,
+                complex_human_instruction=instruction,
+            )
+            return [
+                row[:length].cpu().clone()
+                for row, length in zip(embeds_bld, mask.sum(1).tolist(), strict=True)
+            ]
+
+        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
+            rows: dict[int, torch.Tensor] = {}
+            for is_negative, instruction in ((False, _instruction()), (True, None)):
+                places = [at for at, prompt in enumerate(prompts) if prompt.is_negative == is_negative]
+                if places:
+                    texts = [prompts[at].text for at in places]
+                    rows.update(zip(places, encode_alike(texts, instruction), strict=True))
+            return [{"prompt_embeds": rows[at]} for at in range(len(prompts))]
+
+        return encode
+
+    def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
+        return super().prompt_lengths(_assemble()._text_preprocessing(list(texts)))
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        return f"sana/latents/1 {self.folder.fingerprint('vae')} {dtype}"
+
+    def load_media_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
+        vae = self.load_component(AutoencoderDC, "vae", dtype).to(device)
+        pipeline = _assemble(vae=vae)
+
+        @torch.no_grad()
+        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
+            pixels_bchw = pipeline.image_processor.preprocess([item.frames[0] for item in media])
+            # One latent for a picture, not a distribution, and no mean to take off.
+            latents_bchw = vae.encode(pixels_bchw.to(device, dtype)).latent.float().cpu()
+            return [{"latents": latents} for latents in latents_bchw * vae.config.scaling_factor]
+
+        return encode
+
+    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
+        config = self.folder.component_config("vae")
+        scale = 2 ** (len(config["encoder_block_out_channels"]) - 1)
+        return config["latent_channels"], height // scale, width // scale
+
+    def num_tokens(self, latents_shape: Sequence[int]) -> int:
+        return latents_shape[-2] * latents_shape[-1]
+
+    @cached_property
+    def _timestep_scale(self) -> float:
+        # A folder saved by an older diffusers lacks it.
+        return float(self.folder.component_config("transformer").get("timestep_scale", 1.0))
+
+    def predict(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+        *,
+        use_gradient_checkpointing: bool = False,
+        use_gradient_checkpointing_offload: bool = False,
+    ) -> torch.Tensor:
+        dtype = next(transformer.parameters()).dtype
+        embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning])
+        return model_fn_sana(
+            transformer,
+            noisy_latents.to(dtype),
+            sigma * _NUM_TIMESTEPS * self._timestep_scale,
+            embeds_bld.to(noisy_latents.device, dtype),
+            None if mask is None else mask.to(noisy_latents.device),
+            use_gradient_checkpointing=use_gradient_checkpointing,
+            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+        )
+
+    def sample(
+        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
+    ) -> list[list[Image]]:
+        device = next(transformer.parameters()).device
+        vae = self.load_component(AutoencoderDC, "vae", vae_dtype).to(device)
+        pipeline = _assemble(scheduler=self.load_scheduler(), vae=vae, transformer=transformer)
+        pipeline.set_progress_bar_config(disable=True)
+        return [[_draw(pipeline, request, device)] for request in requests]
+
+
+def _assemble(**components: Any) -> SanaPipeline:
+    names = ("tokenizer", "text_encoder", "vae", "transformer", "scheduler")
+    return SanaPipeline(**{name: components.get(name) for name in names})
+
+
+def _instruction() -> list[str]:
+    """What the pipeline's call puts before a prompt unless it is told otherwise."""
+    lines: list[str] = (
+        inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+    )
+    return lines
+
+
+def _draw(pipeline: SanaPipeline, request: PreviewRequest, device: torch.device) -> Image:
+    is_guided = request.guidance_scale > 1
+    conditionings = (request.conditioning, request.negative) if is_guided else (request.conditioning,)
+    # Padded together: the pipeline wants both of one length.
+    embeds_bld, mask = pad_tokens([conditioning["prompt_embeds"] for conditioning in conditionings])
+    mask = torch.ones(embeds_bld.shape[:2], dtype=torch.long) if mask is None else mask
+    embeds_bld, mask = embeds_bld.to(device), mask.to(device)
+    image: Image = pipeline(
+        prompt_embeds=embeds_bld[:1],
+        prompt_attention_mask=mask[:1],
+        negative_prompt=None,
+        negative_prompt_embeds=embeds_bld[1:] if is_guided else None,
+        negative_prompt_attention_mask=mask[1:] if is_guided else None,
+        guidance_scale=request.guidance_scale,
+        width=request.width,
+        height=request.height,
+        # It would draw the nearest of a list of sizes, and scale and crop that.
+        use_resolution_binning=False,
+        num_inference_steps=request.num_inference_steps,
+        generator=torch.Generator().manual_seed(request.seed),
+    ).images[0]
+    return image
+
+
+def tiny() -> SanaPipeline:
+    """A random, complete and small pipeline of the real classes, built offline in a second.
+
+    Two blocks of 16 channels; 32 latent channels at 1/32 size with the real model's scale. The sampler is set
+    as that of the released models.
+    """
+    tokenizer = gemma_tokenizer(words=[word for line in _instruction() for word in line.split()])
+    text_encoder = tiny_gemma2(tokenizer)
+    with seeded(0):
+        transformer = SanaTransformer2DModel(
+            num_layers=2,
+            num_attention_heads=2,
+            attention_head_dim=8,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=8,
+            cross_attention_dim=16,
+            caption_channels=text_encoder.config.hidden_size,
+        )
+    return SanaPipeline(
+        tokenizer=tokenizer,
+        text_encoder=text_encoder,
+        vae=tiny_dc_vae(),
+        transformer=transformer,
+        scheduler=DPMSolverMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        ),
+    )

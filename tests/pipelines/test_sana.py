@@ -1,0 +1,296 @@
+"""Sana against diffusers' own transformer, autoencoder and pipeline."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    SanaPipeline,
+    SanaSprintPipeline,
+    SanaTransformer2DModel,
+    SCMScheduler,
+)
+from family_sample import CPU, PROMPTS, build_media
+
+from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
+from diffsynth_lite.core.noise import shift_sigma
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import find_target_layers
+from diffsynth_lite.media import Prompt
+from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest, require_family
+from diffsynth_lite.pipelines.sana import Sana, model_fn_sana, tiny
+
+FLAGS = [(False, False), (True, False), (False, True), (True, True)]
+# What the released transformers differ in, apart from their size.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1.0": {},
+    "1.5": {"qk_norm": "rms_norm_across_heads"},
+    "1.0 of 4096 pixels": {"interpolation_scale": 2.0, "sample_size": 128},
+}
+
+
+def saved(pipeline: SanaPipeline, folder: Path) -> Sana:
+    pipeline.save_pretrained(folder)
+    return Sana(PipelineFolder(path=folder))
+
+
+def small_transformer(**settings: Any) -> SanaTransformer2DModel:
+    torch.manual_seed(0)
+    return SanaTransformer2DModel(
+        num_layers=2,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        num_cross_attention_heads=2,
+        cross_attention_head_dim=8,
+        cross_attention_dim=16,
+        caption_channels=16,
+        **settings,
+    )
+
+
+def variant(**parts: Any) -> SanaPipeline:
+    return SanaPipeline(**tiny().components | parts)
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> SanaPipeline:
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def family(pipeline: SanaPipeline, tmp_path_factory: pytest.TempPathFactory) -> Sana:
+    return saved(pipeline, tmp_path_factory.mktemp("sana"))
+
+
+def gradients(transformer: torch.nn.Module, velocity: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    transformer.zero_grad()
+    velocity.square().mean().backward()
+    return {name: parameter.grad for name, parameter in transformer.named_parameters()}
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_model_fn_equals_the_transformers_own_forward(
+    flags: tuple[bool, bool], layout: str, is_padded: bool
+) -> None:
+    transformer = small_transformer(**LAYOUTS[layout])
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(2, 32, 4, 6, generator=generator)
+    embeds = torch.randn(2, 7, 16, generator=generator)
+    mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3]) if is_padded else None
+    timestep = torch.tensor([250.0, 800.0])
+    reference = transformer(
+        hidden_states=latents,
+        encoder_hidden_states=embeds,
+        timestep=timestep,
+        encoder_attention_mask=mask,
+        return_dict=False,
+    )[0]
+    expected = gradients(transformer, reference)
+    velocity = model_fn_sana(
+        transformer,
+        latents,
+        timestep,
+        embeds,
+        mask,
+        use_gradient_checkpointing=flags[0],
+        use_gradient_checkpointing_offload=flags[1],
+    )
+    assert torch.equal(velocity, reference)
+    # No layer of the last block is dead.
+    for name, gradient in gradients(transformer, velocity).items():
+        assert gradient is not None, name
+        assert torch.equal(gradient, expected[name]), name
+
+
+def test_a_prompt_counts_the_same_beside_a_longer_one(family: Sana) -> None:
+    transformer = family.load_transformer(torch.float32)
+    conditioning = family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=text) for text in PROMPTS])
+    latents = torch.randn(3, 32, 2, 4, generator=torch.Generator().manual_seed(0))
+    sigma = torch.tensor([0.1, 0.5, 0.9])
+    with torch.no_grad():
+        together = family.predict(transformer, latents, sigma, conditioning)
+        alone = [
+            family.predict(transformer, latents[at : at + 1], sigma[at : at + 1], conditioning[at : at + 1])
+            for at in range(3)
+        ]
+        transposed = family.predict(transformer, latents, sigma, conditioning[::-1])
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(together, transposed, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_diffusers_flag_on", [False, True])
+def test_one_switch_turns_checkpointing_on_for_a_fresh_transformer(is_diffusers_flag_on: bool) -> None:
+    transformer = small_transformer()
+    transformer.gradient_checkpointing = is_diffusers_flag_on
+    latents, timestep, embeds = torch.ones(1, 32, 4, 6), torch.tensor([500.0]), torch.ones(1, 3, 16)
+    if is_diffusers_flag_on:  # alone it calls a function that nobody has set
+        with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+            transformer(latents, embeds, timestep)
+    for flags, num_recomputed in (((True, False), 2), ((False, True), 2), ((False, False), 0)):
+        engine = GradientEngine()
+        with gradient_engine(engine):
+            velocity = model_fn_sana(
+                transformer,
+                latents,
+                timestep,
+                embeds,
+                use_gradient_checkpointing=flags[0],
+                use_gradient_checkpointing_offload=flags[1],
+            )
+        velocity.mean().backward()
+        assert engine.report().blocks_recomputed == num_recomputed
+        assert transformer.gradient_checkpointing == is_diffusers_flag_on
+
+
+def test_latents_are_scaled_as_the_pipeline_undoes_it(pipeline: SanaPipeline, family: Sana) -> None:
+    media = build_media(family)
+    latents = family.load_media_encoder(torch.float32, CPU)(media)
+    pixels = pipeline.image_processor.preprocess([item.frames[0] for item in media])
+    with torch.no_grad():
+        expected = pipeline.vae.encode(pixels).latent
+    assert expected.shape == (3, 32, 2, 4)
+    assert pipeline.vae.config.scaling_factor != 1
+    for tensors, latent in zip(latents, expected, strict=True):
+        assert tensors.keys() == {"latents"}
+        torch.testing.assert_close(tensors["latents"] / pipeline.vae.config.scaling_factor, latent)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "shift"),
+    [
+        (
+            DPMSolverMultistepScheduler(
+                use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=6.0
+            ),
+            6,
+        ),
+        (FlowMatchEulerDiscreteScheduler(shift=3.0), 3),
+    ],
+)
+def test_the_shift_is_the_one_of_the_folders_sampler(
+    scheduler: DPMSolverMultistepScheduler | FlowMatchEulerDiscreteScheduler, shift: float, tmp_path: Path
+) -> None:
+    family = saved(variant(scheduler=scheduler), tmp_path)
+    assert family.family_shift((32, 32, 32)) == shift
+    assert type(family.load_scheduler()) is type(scheduler)
+
+
+def test_the_samplers_noise_levels_are_an_even_grid_moved_by_the_shift(family: Sana) -> None:
+    sampler = family.load_scheduler()
+    sampler.set_timesteps(2)
+    moved = shift_sigma(torch.tensor(0.5), family.family_shift((32, 32, 32)))
+    assert sampler.sigmas[1].item() == pytest.approx(moved.item(), abs=1e-3)
+
+
+def request_of(family: Sana, **settings: Any) -> PreviewRequest:
+    encode = family.load_prompt_encoder(torch.float32, CPU)
+    conditioning, negative = encode([Prompt(text=PROMPTS[0]), Prompt(text="Blurred", is_negative=True)])
+    return PreviewRequest(
+        conditioning=conditioning,
+        negative=negative,
+        width=128,
+        height=64,
+        num_inference_steps=3,
+        seed=3,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scale", [1.0, 4.5])
+def test_a_preview_is_what_the_pipeline_draws_from_the_text(
+    layout: str, scale: float, tmp_path: Path
+) -> None:
+    family = saved(variant(transformer=small_transformer(**LAYOUTS[layout])), tmp_path)
+    pipeline = SanaPipeline.from_pretrained(tmp_path)
+    pipeline.set_progress_bar_config(disable=True)
+    expected = pipeline(
+        PROMPTS[0],
+        negative_prompt="Blurred",
+        width=128,
+        height=64,
+        num_inference_steps=3,
+        guidance_scale=scale,
+        use_resolution_binning=False,
+        generator=torch.Generator().manual_seed(3),
+    ).images[0]
+    transformer = family.load_transformer(torch.float32)
+    ((drawn,),) = family.sample(transformer, torch.float32, [request_of(family, guidance_scale=scale)])
+    assert drawn.size == (128, 64)
+    # The pipeline pads to 300 tokens, and hides them: other sums of fp32 numbers, at most one level of 255.
+    levels = [
+        torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).int() for image in (drawn, expected)
+    ]
+    assert (levels[0] - levels[1]).abs().max() <= 1
+
+
+@pytest.mark.parametrize("timestep_scale", [1.0, 0.001])
+def test_the_model_is_told_the_timestep_in_its_own_scale(timestep_scale: float, tmp_path: Path) -> None:
+    family = saved(variant(transformer=small_transformer(timestep_scale=timestep_scale)), tmp_path)
+    transformer = family.load_transformer(torch.float32)
+    told: list[torch.Tensor] = []
+    transformer.register_forward_pre_hook(
+        lambda _module, _args, kwargs: told.append(kwargs["timestep"]), with_kwargs=True
+    )
+    request = request_of(family, guidance_scale=1.0)
+    scheduler = family.load_scheduler()
+    scheduler.set_timesteps(3)
+    with torch.no_grad():
+        family.sample(transformer, torch.float32, [request])
+        sampled = [timestep.item() for timestep in told]
+        family.predict(
+            transformer, torch.zeros(3, 32, 2, 4), scheduler.sigmas[:3], [request.conditioning] * 3
+        )
+    assert told[-1].tolist() == [
+        pytest.approx(1000 * timestep_scale * sigma) for sigma in scheduler.sigmas[:3]
+    ]
+    # The sampler rounds to whole timesteps.
+    assert sampled == [pytest.approx(level, abs=timestep_scale) for level in told[-1].tolist()]
+
+
+@pytest.mark.parametrize("vae_dtype", [torch.float32, torch.bfloat16])
+def test_a_bf16_model_is_trained_and_draws_with_an_autoencoder_of_any_dtype(
+    family: Sana, vae_dtype: torch.dtype
+) -> None:
+    transformer = family.load_transformer(torch.bfloat16)
+    request = request_of(family, guidance_scale=2.0)
+    ((drawn,),) = family.sample(transformer, vae_dtype, [request])
+    assert drawn.size == (128, 64)
+    with torch.no_grad():
+        velocity = family.predict(
+            transformer, torch.zeros(1, 32, 2, 4), torch.ones(1), [request.conditioning]
+        )
+    assert velocity.dtype == torch.bfloat16
+
+
+def test_only_linear_layers_get_a_lora(family: Sana) -> None:
+    transformer = family.empty_transformer()
+    find = partial(
+        find_target_layers, block_lists=family.block_lists, dead_in_last_block=family.dead_in_last_block
+    )
+    found = find(transformer, family.default_target_modules)
+    assert len(found) == 2 * 2 * 4  # blocks, attentions, layers
+    assert all(isinstance(transformer.get_submodule(name), torch.nn.Linear) for name in found)
+    with pytest.raises(ValueError, match=r"conv_point.* no linear layer"):
+        find(transformer, ("to_q", "conv_point"))
+
+
+def test_a_folder_of_sana_sprint_is_refused_by_name(tmp_path: Path) -> None:
+    parts = tiny().components | {
+        "transformer": small_transformer(guidance_embeds=True, timestep_scale=0.001),
+        "scheduler": SCMScheduler(),
+    }
+    SanaSprintPipeline(**parts).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"holds a SanaSprintPipeline, but this family trains a SanaPipeline"):
+        require_family(Sana, PipelineFolder(path=tmp_path))
+
+
+def test_a_size_that_the_autoencoder_cannot_divide_is_refused_with_the_nearest(family: Sana) -> None:
+    with pytest.raises(UserError, match="1000x1024 is not divisible by 32; the nearest size is 992x1024"):
+        family.check_size(1000, 1024, keys="data.width, data.height")
