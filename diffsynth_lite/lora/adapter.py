@@ -36,7 +36,7 @@ def add_adapter(
         torch.manual_seed(seed)
         model.add_adapter(config, adapter_name=_ADAPTER)  # type: ignore[operator]  # of every diffusers model
     cast_training_params(model, torch.float32)
-    adapted = {name.rsplit(".lora_A", 1)[0] for name, _ in model.named_parameters() if ".lora_A." in name}
+    adapted = _adapted_layers(model)
     assert adapted == set(layers), f"peft adapted {len(adapted)} layers of {len(layers)}"
 
 
@@ -69,8 +69,8 @@ def load_adapter_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) 
 def adapter_settings(model: nn.Module) -> dict[str, Any]:
     """peft's settings of the adapter as plain values, for the LoRA file's metadata.
 
-    Only rank, alpha, layers and what differs from peft's defaults: a file that lists every setting of one
-    peft version is refused by versions that do not know them all.
+    Only rank, alpha, full names of layers and what differs from peft's defaults: a file that lists every
+    setting of one peft version is refused by versions that do not know them all.
     """
     settings: dict[str, Any] = model.peft_config[_ADAPTER].to_dict()  # type: ignore[index,union-attr]
     defaults = LoraConfig().to_dict()
@@ -79,4 +79,10 @@ def adapter_settings(model: nn.Module) -> dict[str, Any]:
         for name, value in settings.items()
         if name in _ALWAYS_SAVED or (name in defaults and value != defaults[name])
     }
+    # Of 20 layers and more, peft keeps endings only, which do not say whose of several components they are.
+    kept["target_modules"] = _adapted_layers(model)
     return {name: sorted(value) if isinstance(value, set) else value for name, value in kept.items()}
+
+
+def _adapted_layers(model: nn.Module) -> set[str]:
+    return {name.rsplit(".lora_A", 1)[0] for name, _ in model.named_parameters() if ".lora_A." in name}

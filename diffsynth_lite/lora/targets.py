@@ -47,6 +47,8 @@ def find_target_layers(
 
 
 def _dead_layers(model: nn.Module, block_lists: Sequence[str], dead_in_last_block: Sequence[str]) -> set[str]:
+    if not dead_in_last_block:
+        return set()
     last_list = block_lists[-1]
     last_block = len(model.get_submodule(last_list)) - 1  # type: ignore[arg-type]  # a ModuleList has a length
     return {f"{last_list}.{last_block}.{ending}" for ending in dead_in_last_block}

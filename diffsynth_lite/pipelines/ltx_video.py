@@ -15,15 +15,13 @@ from diffusers import (
     LTXPipeline,
     LTXVideoTransformer3DModel,
 )
-from PIL import ImageOps
 from PIL.Image import Image
 from transformers import T5EncoderModel
 
 from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
-from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
-from diffsynth_lite.pipelines.contract.first_frame import first_frame_tensors, with_first_frames
+from diffsynth_lite.pipelines.contract.first_frame import encode_clips, preview_start, with_first_frames
 from diffsynth_lite.pipelines.contract.padding import pad_tokens
 from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.testing.autoencoders import tiny_ltx_vae
@@ -144,23 +142,14 @@ class LTXVideo(DiffusersFamily):
         vae = self.load_component(AutoencoderKLLTXVideo, "vae", dtype).to(device)
         processor = _pipeline(LTXPipeline, vae=vae).video_processor
 
+        def latents_of(clips: Sequence[Sequence[Image]]) -> torch.Tensor:
+            return _encode_latents(vae, processor.preprocess_video([list(frames) for frames in clips]))
+
         def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            if any(item.last_frame for item in media):
-                raise UserError(
-                    "data: LTX-Video starts a clip from a picture, but ends it with none; "
-                    "leave last_frame_dir and last_frame_column out"
-                )
-            clips_bcfhw = _encode_latents(
-                vae, processor.preprocess_video([list(item.frames) for item in media])
-            )
-            encoded = []
-            for item, latents_cfhw in zip(media, clips_bcfhw, strict=True):
-                tensors = {"latents": latents_cfhw, "frame_rate": torch.tensor(item.fps or self.default_fps)}
-                if item.first_frame is not None:
-                    pixels_bcfhw = processor.preprocess_video([[item.first_frame]])
-                    tensors |= first_frame_tensors(_encode_latents(vae, pixels_bcfhw)[0], latents_cfhw)
-                encoded.append(tensors)
-            return encoded
+            return [
+                tensors | {"frame_rate": torch.tensor(item.fps or self.default_fps)}
+                for item, tensors in zip(media, encode_clips(media, latents_of), strict=True)
+            ]
 
         return encode
 
@@ -219,11 +208,8 @@ class LTXVideo(DiffusersFamily):
         pipeline.set_progress_bar_config(disable=True)
         # With a picture, diffusers draws the noise for the decoding on the device.
         generator = torch.Generator(device if request.inputs else "cpu")
-        start: dict[str, Any] = {}
-        if request.inputs:
-            start["image"] = ImageOps.fit(request.inputs[0], (request.width, request.height))
         frames: list[Image] = pipeline(
-            **start,
+            **preview_start(request),
             prompt_embeds=embeds_bld[:1],
             prompt_attention_mask=mask[:1],
             negative_prompt_embeds=embeds_bld[1:] if guided else None,

@@ -1,7 +1,7 @@
-"""This file trains Wan text to video: Wan 2.1 (1.3B and 14B) and Wan 2.2 TI2V-5B, from text alone.
+"""This file trains Wan text to video: Wan 2.1 (1.3B and 14B), and Wan 2.2 A14B (two experts) and TI2V-5B.
 
 Layouts: b batch, c latent channels, f latent frames, h and w latent height and width; l tokens, d channels.
-Sources: diffusers ``transformer_wan.py`` and ``pipeline_wan.py``.
+Sources: diffusers ``transformer_wan.py``, ``pipeline_wan.py`` and ``pipeline_wan_i2v.py``.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,22 +9,32 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
-from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+from diffusers import (
+    AutoencoderKLWan,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
 from diffusers.utils import is_ftfy_available
 from PIL.Image import Image
 from transformers import UMT5EncoderModel
 
 from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
-from diffsynth_lite.errors import UserError
-from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
+from diffsynth_lite.media import Media, Prompt, RecordKind
+from diffsynth_lite.pipelines.contract.experts import ExpertFamily
+from diffsynth_lite.pipelines.contract.first_frame import encode_clips, preview_start, with_first_frames
 from diffsynth_lite.pipelines.contract.latents import encode_latents
 from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.contract.wan_prompts import (
+    num_prompt_tokens,
+    wan_prompt_embeds,
+    wan_prompt_encoder,
+)
 from diffsynth_lite.testing.autoencoders import tiny_wan_vae
-from diffsynth_lite.testing.seeding import seeded
 from diffsynth_lite.testing.text_encoders import tiny_umt5
 from diffsynth_lite.testing.tokenizers import t5_tokenizer
+from diffsynth_lite.testing.transformers import tiny_wan_transformer
 
 _PATCH = 2
 _NUM_TIMESTEPS = 1000
@@ -72,26 +82,29 @@ def model_fn_wan(
     return velocity_bcfhw
 
 
-class Wan(DiffusersFamily):
-    """Wan: 30 or 40 blocks, UMT5 prompts, a causal video VAE: 1/4 of the frames, 1/8 or 1/16 of the size."""
+class Wan(ExpertFamily):
+    """Wan: 30 or 40 blocks, UMT5 prompts, a causal video VAE: 1/4 of the frames, 1/8 or 1/16 of the size.
+
+    Wan 2.2 A14B has two experts, which are trained together or, by ``lora.components``, one alone.
+
+    Wan 2.2 TI2V-5B also makes clips from a picture, and is trained as ``WanImageToVideoPipeline`` samples:
+    the first latent frame is that of the picture, without noise and at timestep 0, and not in the loss.
+    """
 
     pipelines = (WanPipeline,)
     transformer_class = WanTransformer3DModel
-    components = ("transformer", "text_encoder", "vae")
     block_lists = ("blocks",)
-    record_kinds = ("video", "image")
     frame_step = 4
     max_prompt_tokens = 512
     default_target_modules = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
 
-    def check_folder(self, *, with_weights: bool = True) -> None:
-        super().check_folder(with_weights=with_weights)
-        index = self.folder.pipeline_config()
-        if index.get("boundary_ratio") is not None or any(index.get("transformer_2") or ()):
-            raise UserError(
-                f"model.path: {self.folder.path} holds a Wan with two transformers (transformer_2, "
-                "boundary_ratio), which is not yet supported; use Wan 2.1 or Wan 2.2 TI2V-5B"
-            )
+    @property
+    def components(self) -> tuple[str, ...]:
+        return (*self.trainable, "text_encoder", "vae")
+
+    @property
+    def record_kinds(self) -> tuple[RecordKind, ...]:
+        return ("video", "image", "image_to_video") if self._is_ti2v else ("video", "image")
 
     @cached_property
     def _is_ti2v(self) -> bool:
@@ -119,33 +132,11 @@ class Wan(DiffusersFamily):
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        tokenizer = self.load_tokenizer()
-        pipeline = WanPipeline(
-            tokenizer=tokenizer,
-            text_encoder=self.load_component(UMT5EncoderModel, "text_encoder", dtype).to(device),
-            vae=None,
-            scheduler=None,
-        )
-
-        @torch.no_grad()
-        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
-            texts = [prompt.text for prompt in prompts]
-            embeds_bld, _ = pipeline.encode_prompt(
-                texts,
-                do_classifier_free_guidance=False,
-                max_sequence_length=self.max_prompt_tokens,
-                device=device,
-            )
-            # Past its tokens a row is zero; 512 rows of a short caption would fill the cache with nothing.
-            return [
-                {"prompt_embeds": row[:length].cpu().clone()}
-                for row, length in zip(embeds_bld, _num_prompt_tokens(tokenizer, texts), strict=True)
-            ]
-
-        return encode
+        text_encoder = self.load_component(UMT5EncoderModel, "text_encoder", dtype).to(device)
+        return wan_prompt_encoder(self.load_tokenizer(), text_encoder, max_tokens=self.max_prompt_tokens)
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
-        return _num_prompt_tokens(self.load_tokenizer(), texts)
+        return num_prompt_tokens(self.load_tokenizer(), texts)
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"wan/latents/1 {self.folder.fingerprint('vae')} {dtype}"
@@ -156,11 +147,12 @@ class Wan(DiffusersFamily):
         vae = self.load_component(AutoencoderKLWan, "vae", dtype).to(device)
         pipeline = WanPipeline(tokenizer=None, text_encoder=None, vae=vae, scheduler=None)
 
-        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            pixels_bcfhw = pipeline.video_processor.preprocess_video([list(item.frames) for item in media])
-            return [{"latents": latents} for latents in encode_latents(vae, pixels_bcfhw)]
+        def latents_of(clips: Sequence[Sequence[Image]]) -> torch.Tensor:
+            return encode_latents(
+                vae, pipeline.video_processor.preprocess_video([list(frames) for frames in clips])
+            )
 
-        return encode
+        return lambda media: encode_clips(media, latents_of)
 
     @cached_property
     def _vae_config(self) -> dict[str, Any]:
@@ -176,52 +168,63 @@ class Wan(DiffusersFamily):
         _, num_frames, height, width = latents_shape
         return num_frames * height * width // _PATCH**2
 
-    def predict(
+    def _estimate(
         self,
         transformer: torch.nn.Module,
         noisy_latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
         *,
-        use_gradient_checkpointing: bool = False,
-        use_gradient_checkpointing_offload: bool = False,
+        use_gradient_checkpointing: bool,
+        use_gradient_checkpointing_offload: bool,
     ) -> torch.Tensor:
         dtype = _input_dtype(transformer)
+        latents_bcfhw, timestep = self._model_input(noisy_latents, sigma * _NUM_TIMESTEPS, conditioning)
+        image_embeds_bld = self._image_embeds(conditioning)
         return model_fn_wan(
             transformer,
-            noisy_latents.to(dtype),
-            sigma * _NUM_TIMESTEPS,
+            latents_bcfhw.to(dtype),
+            timestep,
             self._prompt_embeds(conditioning).to(noisy_latents.device, dtype),
+            None if image_embeds_bld is None else image_embeds_bld.to(noisy_latents.device, dtype),
             use_gradient_checkpointing=use_gradient_checkpointing,
             use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
         )
 
+    def _model_input(
+        self, noisy_latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sequence[Conditioning]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the transformer gets as latents, and its timestep: as :func:`model_fn_wan` takes the two."""
+        return with_first_frames(noisy_latents, timestep, conditioning, patch_size=_PATCH)
+
+    def _image_embeds(self, conditioning: Sequence[Conditioning]) -> torch.Tensor | None:
+        """(B, L, D_image), for models that see a picture."""
+        return None
+
     def _prompt_embeds(self, conditioning: Sequence[Conditioning]) -> torch.Tensor:
-        """(B, 512, D): as in the pipeline, the model attends to the zeros behind a prompt too."""
-        rows = [sample["prompt_embeds"][: self.max_prompt_tokens] for sample in conditioning]
-        embeds_bld = rows[0].new_zeros(len(rows), self.max_prompt_tokens, rows[0].shape[-1])
-        for place, row in enumerate(rows):
-            embeds_bld[place, : len(row)] = row
-        return embeds_bld
+        return wan_prompt_embeds(conditioning, num_tokens=self.max_prompt_tokens)
 
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[list[Image]]:
         device = next(transformer.parameters()).device
-        pipeline = WanPipeline(
-            tokenizer=None,
-            text_encoder=None,
-            vae=self.load_component(AutoencoderKLWan, "vae", vae_dtype).to(device),
-            scheduler=self.load_scheduler(),
-            transformer=transformer,
-            expand_timesteps=self._is_ti2v,
-        )
-        pipeline.set_progress_bar_config(disable=True)
-        return [self._draw(pipeline, request, device) for request in requests]
+        parts = {
+            "tokenizer": None,
+            "text_encoder": None,
+            "vae": self.load_component(AutoencoderKLWan, "vae", vae_dtype).to(device),
+            "scheduler": self.load_scheduler(),
+            "boundary_ratio": self.boundary,
+            "expand_timesteps": self._is_ti2v,
+            **self._transformers(transformer),
+        }
+        return [self._draw(parts, request, device) for request in requests]
 
-    def _draw(self, pipeline: WanPipeline, request: PreviewRequest, device: torch.device) -> list[Image]:
+    def _draw(self, parts: dict[str, Any], request: PreviewRequest, device: torch.device) -> list[Image]:
+        pipeline = (WanImageToVideoPipeline if request.inputs else WanPipeline)(**parts)
+        pipeline.set_progress_bar_config(disable=True)
         negative = [request.negative] if request.guidance_scale > 1 else None
         frames: list[Image] = pipeline(
+            **preview_start(request),
             prompt_embeds=self._prompt_embeds([request.conditioning]).to(device),
             negative_prompt_embeds=None if negative is None else self._prompt_embeds(negative).to(device),
             guidance_scale=request.guidance_scale,
@@ -249,24 +252,8 @@ def tiny() -> WanPipeline:
         scheduler=UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
         ),
-        transformer=_tiny_transformer(text_encoder.config.d_model),
+        transformer=tiny_wan_transformer(text_encoder.config.d_model),
     )
-
-
-def _tiny_transformer(text_dim: int) -> WanTransformer3DModel:
-    with seeded(0):
-        return WanTransformer3DModel(
-            num_layers=2,
-            num_attention_heads=2,
-            attention_head_dim=12,
-            ffn_dim=32,
-            text_dim=text_dim,
-            rope_max_seq_len=32,
-        )
-
-
-def _num_prompt_tokens(tokenizer: Any, texts: Sequence[str]) -> list[int]:
-    return [len(tokens) for tokens in tokenizer([prompt_clean(text) for text in texts])["input_ids"]]
 
 
 def _input_dtype(transformer: torch.nn.Module) -> torch.dtype:

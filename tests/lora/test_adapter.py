@@ -116,3 +116,23 @@ def test_the_settings_hold_alpha_and_only_what_differs_from_the_defaults() -> No
         "lora_dropout": 0.25,
         "target_modules": sorted(layers),
     }
+
+
+def test_the_settings_name_every_layer_also_where_peft_shortens_the_names() -> None:
+    model = tiny_transformer()
+    layers = targets(
+        model,
+        "to_q",
+        "to_k",
+        "to_v",
+        "add_q_proj",
+        "add_k_proj",
+        "add_v_proj",
+        "img_mlp.net.2",
+        "to_out.0",
+        "img_mod.1",
+        "txt_mod.1",
+    )
+    add_adapter(model, layers, rank=4, alpha=4, dropout=0.0, seed=0)
+    assert len(model.peft_config["default"].target_modules) < len(layers)  # type: ignore[union-attr,index]
+    assert adapter_settings(model)["target_modules"] == sorted(layers)

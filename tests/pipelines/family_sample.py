@@ -91,9 +91,10 @@ def build_media(family: ModelFamily) -> list[Media]:
     ]
 
 
-def build_sample(name: str, folder: Path) -> Sample:
+def build_sample(name: str, folder: Path, pipeline: Any = None) -> Sample:
+    """A batch of the family's tiny pipeline, or of another one of the family."""
     family_class = load_family(name)
-    importlib.import_module(family_class.__module__).tiny().save_pretrained(folder)
+    (pipeline or importlib.import_module(family_class.__module__).tiny()).save_pretrained(folder)
     family = family_class(PipelineFolder(path=folder))
     media = build_media(family)
     prompts = [

@@ -9,12 +9,13 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler, WanPipeline
 from diffusers import WanTransformer3DModel as Transformer
 from family_sample import CPU, PROMPTS, Sample, build_media
+from wan_pipelines import ti2v
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.wan import Wan, model_fn_wan, tiny
-from diffsynth_lite.testing.autoencoders import tiny_wan_vae
+from diffsynth_lite.testing.transformers import tiny_wan_transformer
 
 FLAGS = [(False, False), (True, False), (False, True), (True, True)]
 
@@ -22,21 +23,6 @@ FLAGS = [(False, False), (True, False), (False, True), (True, True)]
 def saved(pipeline: WanPipeline, folder: Path) -> Wan:
     pipeline.save_pretrained(folder)
     return Wan(PipelineFolder(path=folder))
-
-
-def small_transformer(**settings: int) -> Transformer:
-    torch.manual_seed(0)
-    layout = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32}
-    return Transformer(**layout, text_dim=32, rope_max_seq_len=32, **settings)
-
-
-def ti2v() -> WanPipeline:
-    """The layout of Wan 2.2 TI2V-5B: 48 channels at 1/16, a noise level for each token."""
-    parts = tiny().components | {
-        "vae": tiny_wan_vae(residual=True),
-        "transformer": small_transformer(in_channels=48, out_channels=48),
-    }
-    return WanPipeline(**parts, expand_timesteps=True)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +53,7 @@ def test_model_fn_equals_the_transformers_own_forward(
     flags: tuple[bool, bool], per_token: bool, sees_image: bool
 ) -> None:
     added = {"image_dim": 8, "added_kv_proj_dim": 24} if sees_image else {}
-    transformer = small_transformer(**added)
+    transformer = tiny_wan_transformer(32, **added)
     generator = torch.Generator().manual_seed(0)
     latents = torch.randn(2, 16, 3, 4, 8, generator=generator)
     embeds = torch.randn(2, 512, 32, generator=generator)
@@ -224,13 +210,6 @@ def test_ti2v_draws_a_clip_and_is_trained_with_one_noise_level_a_sample(ti2v_fam
         )[0]
     # The pipeline repeats the level for each token: the same product, in matrices of another shape.
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("settings", [{"boundary_ratio": 0.875}, {"transformer_2": small_transformer()}])
-def test_two_experts_are_refused_by_name(settings: dict[str, object], tmp_path: Path) -> None:
-    family = saved(WanPipeline(**tiny().components | settings), tmp_path)
-    with pytest.raises(UserError, match=r"two transformers .* not yet supported"):
-        family.check_folder()
 
 
 def test_a_scheduler_that_diffusers_does_not_have_is_refused(tmp_path: Path) -> None:

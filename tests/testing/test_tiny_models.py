@@ -23,6 +23,7 @@ from diffsynth_lite.testing.text_encoders import (
     tiny_umt5,
 )
 from diffsynth_lite.testing.tokenizers import clip_tokenizer, gemma_tokenizer, qwen2_tokenizer, t5_tokenizer
+from diffsynth_lite.testing.transformers import tiny_wan_transformer
 
 
 def build_text_encoder(seed):
@@ -73,11 +74,16 @@ def build_gemma2(seed):
     return tiny_gemma2(gemma_tokenizer(), seed=seed)
 
 
+def build_wan_transformer(seed):
+    return tiny_wan_transformer(32, seed=seed)
+
+
 BUILDERS = [
     build_text_encoder,
     build_vae,
     build_umt5,
     build_wan_vae,
+    build_wan_transformer,
     build_residual_wan_vae,
     build_t5,
     build_clip_text,

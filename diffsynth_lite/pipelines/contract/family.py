@@ -26,7 +26,6 @@ class ModelFamily(ABC):
         pipeline_classes: class names of which ``model_index.json`` must give one.
         components_without_weights: other folders that they need.
         block_lists: attributes of the transformer that hold its blocks, in call order.
-        record_kinds: what its data sets are made of.
         frame_step: frame counts must be k * ``frame_step`` + 1; None where there are only pictures.
         max_prompt_tokens: longer prompts are cut, as by the pipeline's own default.
         prompt_sees_images: whether the text encoder also sees the input pictures of an edit.
@@ -38,7 +37,6 @@ class ModelFamily(ABC):
     pipeline_classes: ClassVar[tuple[str, ...]]
     components_without_weights: ClassVar[tuple[str, ...]] = ("scheduler", "tokenizer")
     block_lists: ClassVar[tuple[str, ...]]
-    record_kinds: ClassVar[tuple[RecordKind, ...]] = ("image",)
     frame_step: ClassVar[int | None] = None
     max_prompt_tokens: ClassVar[int]
     prompt_sees_images: ClassVar[bool] = False
@@ -68,6 +66,11 @@ class ModelFamily(ABC):
     @abstractmethod
     def components(self) -> tuple[str, ...]:
         """Folders whose weights training and previews need; most families give it as a plain attribute."""
+
+    @property
+    def record_kinds(self) -> tuple[RecordKind, ...]:
+        """What its data sets are made of; many families give it as a plain attribute."""
+        return ("image",)
 
     @property
     def trainable(self) -> tuple[str, ...]:

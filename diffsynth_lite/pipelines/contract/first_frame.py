@@ -3,12 +3,48 @@
 Layouts: b batch, c latent channels, f latent frames, h and w latent height and width; l tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from PIL import ImageOps
+from PIL.Image import Image
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia
+from diffsynth_lite.media import Media
+from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
+
+
+def encode_clips(
+    media: Sequence[Media], encode: Callable[[Sequence[Sequence[Image]]], torch.Tensor]
+) -> list[EncodedMedia]:
+    """Latents of clips, and what is kept of the pictures that some of them start from.
+
+    Args:
+        media: of one size and frame count.
+        encode: normalised latents (B, C, F, H, W) of B clips.
+
+    Raises:
+        UserError: a clip ends with a picture, or has no frame but its first.
+    """
+    if any(item.last_frame for item in media):
+        raise UserError(
+            "data: this model starts a clip from a picture, but ends it with none; "
+            "leave last_frame_dir and last_frame_column out"
+        )
+    encoded = []
+    for item, latents_cfhw in zip(media, encode([item.frames for item in media]), strict=True):
+        tensors = {"latents": latents_cfhw}
+        if item.first_frame is not None:
+            tensors |= first_frame_tensors(encode([[item.first_frame]])[0], latents_cfhw)
+        encoded.append(tensors)
+    return encoded
+
+
+def preview_start(request: PreviewRequest) -> dict[str, Image]:
+    """The picture that a preview starts from, cut to its size, as an argument of the pipeline; or nothing."""
+    if not request.inputs:
+        return {}
+    return {"image": ImageOps.fit(request.inputs[0], (request.width, request.height))}
 
 
 def first_frame_tensors(first_cfhw: torch.Tensor, latents_cfhw: torch.Tensor) -> EncodedMedia:
@@ -32,7 +68,11 @@ def first_frame_tensors(first_cfhw: torch.Tensor, latents_cfhw: torch.Tensor) ->
 
 
 def with_first_frames(
-    latents_bcfhw: torch.Tensor, timestep: torch.Tensor, conditioning: Sequence[Conditioning]
+    latents_bcfhw: torch.Tensor,
+    timestep: torch.Tensor,
+    conditioning: Sequence[Conditioning],
+    *,
+    patch_size: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Noisy latents whose first frames are clean where samples start from one, and the timesteps to say so.
 
@@ -40,19 +80,21 @@ def with_first_frames(
         latents_bcfhw: (B, C, F, H, W), noisy.
         timestep: (B,).
         conditioning: of the B samples.
+        patch_size: side of the square of latents that is one token.
 
     Returns:
-        (B, C, F, H, W), and (B, F * H * W) with 0 for the tokens of a first frame; both unchanged where no
-        sample has one.
+        (B, C, F, H, W), and (B, F * H * W / patch_size^2) with 0 for the tokens of a first frame; both
+        unchanged where no sample has one.
     """
     firsts = [sample.get("first_frame_latents") for sample in conditioning]
     if all(first is None for first in firsts):
         return latents_bcfhw, timestep
     latents_bcfhw = latents_bcfhw.clone()
     _, _, num_frames, height, width = latents_bcfhw.shape
-    timestep_bl = timestep[:, None].repeat(1, num_frames * height * width)
+    frame_tokens = height * width // patch_size**2
+    timestep_bl = timestep[:, None].repeat(1, num_frames * frame_tokens)
     for place, first_cfhw in enumerate(firsts):
         if first_cfhw is not None:
             latents_bcfhw[place, :, :1] = first_cfhw
-            timestep_bl[place, : height * width] = 0
+            timestep_bl[place, :frame_tokens] = 0
     return latents_bcfhw, timestep_bl

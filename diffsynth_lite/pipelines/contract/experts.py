@@ -1,0 +1,153 @@
+"""This file does what pipelines of two experts have in common: one model for much noise, one for little."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines.contract.composite import Composite
+from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.contract.folder import PipelineFolder
+from diffsynth_lite.pipelines.contract.samples import Conditioning
+
+_EXPERTS = MappingProxyType({"transformer": "high_noise", "transformer_2": "low_noise"})
+"""Folders of the two, and the noise that each removes."""
+
+
+class ExpertFamily(DiffusersFamily):
+    """A family of which some folders hold two experts, and others one transformer.
+
+    Unless ``lora.components`` names one expert, both are trained and in memory together; each optimizer step
+    trains one of them. Each LoRA is a file of its own. Previews always draw with both: where only one is
+    trained, each preview reads the other from disk and holds it beside the first until all are drawn.
+    """
+
+    @cached_property
+    def boundary(self) -> float | None:
+        """The noise level from which on ``transformer`` is used, and below it ``transformer_2``; or None."""
+        return _boundary_of(self.folder)
+
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        return ("transformer",) if self.boundary is None else tuple(_EXPERTS)
+
+    @property
+    def trained_by_default(self) -> tuple[str, ...]:
+        return self.trainable
+
+    @property
+    def noise_ranges(self) -> tuple[tuple[float, float], ...]:
+        if self.boundary is None:
+            return ((0.0, 1.0),)
+        ranges = {"transformer": (self.boundary, 1.0), "transformer_2": (0.0, self.boundary)}
+        return tuple(ranges[name] for name in self.trained)
+
+    def fingerprint(self) -> str:
+        base = super().fingerprint()
+        return base if self.boundary is None else f"{base} boundary {self.boundary}"
+
+    def lora_file_name(self, component: str) -> str:
+        if self.boundary is None:
+            return super().lora_file_name(component)
+        return f"pytorch_lora_weights_{_EXPERTS[component]}.safetensors"
+
+    def predict(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+        *,
+        use_gradient_checkpointing: bool = False,
+        use_gradient_checkpointing_offload: bool = False,
+    ) -> torch.Tensor:
+        estimate = partial(
+            self._estimate,
+            use_gradient_checkpointing=use_gradient_checkpointing,
+            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+        )
+        if len(self.trained) == 1:
+            return estimate(transformer, noisy_latents, sigma, conditioning)
+        boundary = self.boundary
+        assert boundary is not None, "several transformers are trained only where there are two experts"
+
+        def run(experts: Composite) -> torch.Tensor:
+            def of_expert(name: str, places: Sequence[int]) -> torch.Tensor:
+                chosen = [conditioning[place] for place in places]
+                return estimate(
+                    experts.get_submodule(name), noisy_latents[list(places)], sigma[list(places)], chosen
+                )
+
+            return estimates_by_expert(sigma, boundary, of_expert)
+
+        estimates: torch.Tensor = transformer(run)
+        return estimates
+
+    @abstractmethod
+    def _estimate(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+        *,
+        use_gradient_checkpointing: bool,
+        use_gradient_checkpointing_offload: bool,
+    ) -> torch.Tensor:
+        """What ``predict`` gives, by one transformer, which is that for all these noise levels."""
+
+    def _transformers(self, trained: torch.nn.Module) -> dict[str, torch.nn.Module]:
+        """All transformers of the pipeline by name; what is not trained is read from disk."""
+        transformers: dict[str, Any] = dict(self.parts_of(trained))
+        one = transformers[self.trained[0]]
+        for name in set(self.trainable) - transformers.keys():
+            other = self.load_component(self.trained_class(name), name, one.dtype)
+            transformers[name] = other.requires_grad_(False).to(one.device)
+        return transformers
+
+
+def estimates_by_expert(
+    sigma: torch.Tensor, boundary: float, estimate: Callable[[str, Sequence[int]], torch.Tensor]
+) -> torch.Tensor:
+    """Estimates of a batch, each sample's by the expert of its noise level.
+
+    Args:
+        sigma: (B,), noise levels.
+        boundary: the noise level from which on the first expert is used.
+        estimate: of the samples at some places of the batch, by the expert of this name; (len(places), ...).
+
+    Returns:
+        (B, ...).
+    """
+    # This waits for the device once a micro-batch, which is little beside a model that is worth two experts.
+    is_high = (sigma >= boundary).tolist()
+    places = [[place for place, high in enumerate(is_high) if high == wanted] for wanted in (True, False)]
+    used = [(name, chosen) for name, chosen in zip(_EXPERTS, places, strict=True) if chosen]
+    estimates = [estimate(name, chosen) for name, chosen in used]
+    if len(estimates) == 1:
+        return estimates[0]
+    order = torch.tensor([place for _, chosen in used for place in chosen])
+    return torch.cat(estimates)[order.argsort().to(sigma.device)]
+
+
+def _boundary_of(folder: PipelineFolder) -> float | None:
+    index, file = folder.pipeline_config(), folder.path / "model_index.json"
+    boundary = index.get("boundary_ratio")
+    missing = [name for name in _EXPERTS if not any(index.get(name) or ())]
+    if boundary is None and "transformer_2" in missing:
+        return None
+    if boundary is None:
+        raise UserError(
+            f"model.path: {file} names transformer_2, but no boundary_ratio: the noise level below which it "
+            "is used; get the folder again"
+        )
+    if missing:
+        raise UserError(
+            f"model.path: {file} gives the boundary_ratio {boundary} of two transformers, but names no "
+            f"{' and no '.join(missing)}; get the whole folder (lora.components trains one of the two alone)"
+        )
+    return float(boundary)

@@ -1,0 +1,288 @@
+"""The two experts of Wan 2.2 A14B: which one is used when, and one LoRA file for each."""
+
+import json
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.training_utils import free_memory
+from family_sample import CPU, PROMPTS
+from wan_pipelines import BOUNDARY, two_experts
+
+from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter, find_target_layers
+from diffsynth_lite.media import Prompt
+from diffsynth_lite.pipelines import Conditioning, PipelineFolder, PreviewRequest
+from diffsynth_lite.pipelines.contract.composite import Composite
+from diffsynth_lite.pipelines.wan import Wan, tiny
+
+SIGMA = torch.tensor([0.1, 0.95, 0.875, 0.8749])
+HIGH, LOW = [1, 2], [0, 3]
+FILES = ["pytorch_lora_weights_high_noise.safetensors", "pytorch_lora_weights_low_noise.safetensors"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> PipelineFolder:
+    path = tmp_path_factory.mktemp("experts")
+    two_experts().save_pretrained(path)
+    return PipelineFolder(path=path)
+
+
+@pytest.fixture(scope="module")
+def family(folder: PipelineFolder) -> Wan:
+    return Wan(folder)
+
+
+@pytest.fixture(scope="module")
+def latents() -> torch.Tensor:
+    return torch.randn(4, 16, 2, 4, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def conditioning(family: Wan) -> list[Conditioning]:
+    texts = [*PROMPTS, "a star"]
+    return family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=text) for text in texts])
+
+
+def adapted(family: Wan) -> torch.nn.Module:
+    """The trained transformers with LoRAs whose update is not zero."""
+    model = family.load_transformer(torch.float32).train()
+    layers = find_target_layers(
+        model, family.default_target_modules, block_lists=family.block_lists, dead_in_last_block=()
+    )
+    add_adapter(model, layers, rank=4, alpha=8, dropout=0.0, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            parameter.data.normal_(std=0.1, generator=generator)
+    return model
+
+
+def request(conditioning: Sequence[Conditioning], **settings: float) -> PreviewRequest:
+    fixed = {"width": 64, "height": 32, "num_frames": 5, "num_inference_steps": 8, "guidance_scale": 1.0}
+    return PreviewRequest(
+        conditioning=conditioning[0], negative=conditioning[1], seed=0, **{**fixed, **settings}
+    )
+
+
+def test_each_sample_is_the_work_of_the_expert_of_its_noise_level(
+    family: Wan, latents: torch.Tensor, conditioning: list[Conditioning]
+) -> None:
+    model = family.load_transformer(torch.float32)
+    assert isinstance(model, Composite)
+    calls: list[tuple[str, int]] = []
+    forwards: list[object] = []
+    model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    for name, expert in family.parts_of(model).items():
+        expert.register_forward_pre_hook(
+            lambda _module, _args, kwargs, name=name: calls.append((name, len(kwargs["timestep"]))),
+            with_kwargs=True,
+        )
+    with torch.no_grad():
+        mixed = family.predict(model, latents, SIGMA, conditioning)
+        assert calls == [("transformer", 2), ("transformer_2", 2)]
+        assert len(forwards) == 1  # a wrapper for distributed training allows no second one
+        for name, places in (("transformer", HIGH), ("transformer_2", LOW)):
+            alone = Wan(family.folder, trained=[name])
+            expected = alone.predict(
+                alone.load_transformer(torch.float32),
+                latents[places],
+                SIGMA[places],
+                [conditioning[place] for place in places],
+            )
+            assert torch.equal(mixed[places], expected)
+    assert not torch.allclose(mixed[0], mixed[1])
+
+
+@pytest.mark.parametrize("flags", [(True, False), (False, True), (True, True)])
+def test_the_flags_change_nothing_and_only_the_blocks_of_the_expert_that_is_used_run(
+    family: Wan, latents: torch.Tensor, conditioning: list[Conditioning], flags: tuple[bool, bool]
+) -> None:
+    model = adapted(family)
+
+    def run(flags: tuple[bool, bool], places: list[int]) -> list[torch.Tensor | None]:
+        model.zero_grad()
+        velocity = family.predict(
+            model,
+            latents[places],
+            SIGMA[places],
+            [conditioning[place] for place in places],
+            use_gradient_checkpointing=flags[0],
+            use_gradient_checkpointing_offload=flags[1],
+        )
+        velocity.square().mean().backward()
+        return [velocity.detach(), *(value.grad for value in model.parameters() if value.requires_grad)]
+
+    for places, used in ((HIGH, "transformer."), (LOW, "transformer_2.")):
+        expected, engine = run((False, False), places), GradientEngine()
+        with gradient_engine(engine):
+            found = run(flags, places)
+        names = [name for name, value in model.named_parameters() if value.requires_grad]
+        for name, first, second in zip(names, expected[1:], found[1:], strict=True):
+            assert (first is not None) == name.startswith(used), name
+            assert (first is None and second is None) or torch.equal(first, second), name
+        assert torch.equal(expected[0], found[0])
+        report = engine.report()
+        assert report.blocks_run == report.blocks_recomputed == 2  # those of one expert
+        assert (report.bytes_parked > 0) == flags[1]
+
+
+def test_each_expert_is_trained_on_its_noise_levels(folder: PipelineFolder) -> None:
+    for trained, expected in (
+        (None, ((BOUNDARY, 1.0), (0.0, BOUNDARY))),
+        (["transformer"], ((BOUNDARY, 1.0),)),
+        (["transformer_2"], ((0.0, BOUNDARY),)),
+        (["transformer_2", "transformer"], ((BOUNDARY, 1.0), (0.0, BOUNDARY))),
+    ):
+        assert Wan(folder, trained=trained).noise_ranges == expected
+
+
+@pytest.mark.parametrize("trained", [None, ["transformer"], ["transformer_2"]])
+def test_each_saved_lora_draws_the_same_in_its_place_in_the_pipeline(
+    trained: list[str] | None,
+    folder: PipelineFolder,
+    tmp_path: Path,
+    latents: torch.Tensor,
+    conditioning: list[Conditioning],
+) -> None:
+    family = Wan(folder, trained=trained)
+    model = adapted(family).eval()
+    tensors, settings = adapter_tensors(model), adapter_settings(model)
+    files = [file.name for file in family.save_lora(tmp_path, tensors, settings)]
+    assert files == [family.lora_file_name(name) for name in family.trained]
+    assert set(files) <= set(FILES)
+    read, read_settings = family.read_lora(tmp_path)
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+    assert read_settings == settings
+
+    pipeline = two_experts()
+    for name in family.trained:
+        pipeline.load_lora_weights(
+            tmp_path,
+            weight_name=family.lora_file_name(name),
+            adapter_name=name,
+            load_into_transformer_2=name == "transformer_2",
+        )
+    both = Wan(folder)
+    reloaded = Composite({name: pipeline.components[name] for name in both.trainable})
+    with torch.no_grad():
+        found = both.predict(reloaded, latents, SIGMA, conditioning)
+        before = both.predict(both.load_transformer(torch.float32), latents, SIGMA, conditioning)
+        for name, places in (("transformer", HIGH), ("transformer_2", LOW)):
+            chosen = [conditioning[place] for place in places]
+            if name not in family.trained:
+                assert torch.equal(found[places], before[places])
+                continue
+            expected = family.predict(model, latents[places], SIGMA[places], chosen)
+            assert torch.equal(found[places], expected)
+            assert not torch.allclose(before[places], expected, atol=1e-3)
+
+
+def test_one_transformer_keeps_the_usual_file_name(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    family = Wan(PipelineFolder(path=tmp_path))
+    assert family.trainable == ("transformer",)
+    assert family.lora_file_name("transformer") == "pytorch_lora_weights.safetensors"
+
+
+@pytest.mark.parametrize("trained", [None, ["transformer"], ["transformer_2"]])
+def test_previews_draw_with_both_experts_whichever_are_trained(
+    trained: list[str] | None, folder: PipelineFolder, conditioning: list[Conditioning]
+) -> None:
+    family = Wan(folder, trained=trained)
+    drawn = [
+        family.sample(adapted(family).eval(), torch.float32, [request(conditioning)])[0] for _ in range(2)
+    ]
+    assert [frame.tobytes() for frame in drawn[0]] == [frame.tobytes() for frame in drawn[1]]
+
+    pipeline = two_experts()
+    model = adapted(family).eval()
+    for name, expert in family.parts_of(model).items():
+        pipeline.register_modules(**{name: expert})
+    calls = dict.fromkeys(family.trainable, 0)
+    for name in calls:
+        pipeline.components[name].register_forward_pre_hook(
+            lambda _module, _args, name=name: calls.update({name: calls[name] + 1})
+        )
+    expected = pipeline(
+        prompt_embeds=family._prompt_embeds(conditioning[:1]),
+        guidance_scale=1.0,
+        width=64,
+        height=32,
+        num_frames=5,
+        num_inference_steps=8,
+        generator=torch.Generator().manual_seed(0),
+        output_type="pil",
+    ).frames[0]
+    assert [frame.tobytes() for frame in drawn[0]] == [frame.tobytes() for frame in expected]
+    assert min(calls.values()) > 0
+
+
+def test_an_expert_that_is_not_trained_is_drawn_with_in_the_dtype_of_the_other(
+    folder: PipelineFolder, conditioning: list[Conditioning]
+) -> None:
+    family = Wan(folder, trained=["transformer_2"])
+    model = family.load_transformer(torch.bfloat16)
+    experts = family._transformers(model)
+    assert experts["transformer_2"] is model
+    assert experts["transformer"].dtype == torch.bfloat16
+    assert not any(parameter.requires_grad for parameter in experts["transformer"].parameters())
+    assert len(family.sample(model, torch.float32, [request(conditioning)])[0]) == 5
+
+
+def test_an_expert_that_was_read_for_a_preview_is_freed_afterwards(
+    folder: PipelineFolder, conditioning: list[Conditioning], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = Wan(folder, trained=["transformer"])
+    model = family.load_transformer(torch.float32)
+    read: dict[str, weakref.ref[torch.nn.Module]] = {}
+    load = family.load_component
+
+    def load_watched(component_class: Any, name: str, dtype: torch.dtype) -> Any:
+        component = load(component_class, name, dtype)
+        read[name] = weakref.ref(component)
+        return component
+
+    monkeypatch.setattr(family, "load_component", load_watched)
+    family.sample(model, torch.float32, [request(conditioning, num_inference_steps=2)])
+    free_memory()
+    assert set(read) == {"vae", "transformer_2"}
+    assert [name for name, component in read.items() if component() is not None] == []
+
+
+def test_the_second_expert_is_needed_and_part_of_the_models_identity(tmp_path: Path) -> None:
+    two_experts().save_pretrained(tmp_path)
+    family = Wan(PipelineFolder(path=tmp_path), trained=["transformer"])
+    family.check_folder()
+    identity = family.fingerprint()
+    (weights,) = (tmp_path / "transformer_2").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    assert family.fingerprint() != identity
+    index = tmp_path / "model_index.json"
+    identity, settings = family.fingerprint(), json.loads(index.read_text())
+    index.write_text(json.dumps(settings | {"boundary_ratio": 0.9}))
+    assert Wan(family.folder).fingerprint() != identity
+    weights.unlink()
+    with pytest.raises(UserError, match="transformer_2 holds no safetensors weights"):
+        family.check_folder()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"boundary_ratio": None}, "names transformer_2, but no boundary_ratio"),
+        ({"transformer_2": [None, None]}, r"boundary_ratio 0.875 .* names no transformer_2"),
+        ({"transformer": [None, None]}, r"boundary_ratio 0.875 .* names no transformer;"),
+    ],
+)
+def test_half_a_pair_of_experts_is_refused_by_name(
+    changes: dict[str, object], message: str, folder: PipelineFolder, tmp_path: Path
+) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps(folder.pipeline_config() | changes))
+    with pytest.raises(UserError, match=message):
+        Wan(PipelineFolder(path=tmp_path))

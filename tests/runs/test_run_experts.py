@@ -1,0 +1,106 @@
+"""Whole runs of a model of two experts: each step trains one of them, and leaves the other as it was."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+from diffusers import WanPipeline
+from tiny_run import TinyRun, checkpoint_tensors, differing, start, tiny_picture, write_config
+
+from diffsynth_lite.data.video_writing import write_video
+from diffsynth_lite.pipelines.wan import tiny
+from diffsynth_lite.testing.transformers import tiny_wan_transformer
+
+HIGH, LOW = "transformer", "transformer_2"
+STEPS = 6
+TWO_PROCESSES = (
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py"),
+)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    second = tiny_wan_transformer(32, seed=1)
+    WanPipeline(**tiny().components | {LOW: second}, boundary_ratio=0.5).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def expert_run(tmp_path: Path, experts: Path) -> TinyRun:
+    for place in range(2):
+        frames = [tiny_picture(32, 32, 5 + place + frame) for frame in range(5)]
+        write_video(tmp_path / "clips" / f"{place}.mp4", frames, fps=16)
+        (tmp_path / "clips" / f"{place}.txt").write_text("a red circle" + " that moves" * place)
+    return TinyRun(
+        root=tmp_path,
+        config=write_config(tmp_path, experts, tmp_path / "clips"),
+        settings=(
+            *("model.family=wan", "data.width=32", "data.height=32", "data.frame_counts=[5]"),
+            *(f"train.steps={STEPS}", "train.micro_batch_size=1", "objective.shift=none"),
+            *("output.checkpoint_every_steps=1", "output.keep_checkpoints=100"),
+            *("train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true"),
+        ),
+    )
+
+
+def trained_experts(folder: Path) -> list[str]:
+    """The expert of each step after the first, whose adapter and optimizer state alone that step changed."""
+    names = []
+    for step in range(2, STEPS + 1):
+        changed = differing(checkpoint_tensors(folder, step - 1), checkpoint_tensors(folder, step))
+        touched = {part for name in changed for part in (HIGH, LOW) if f"/{part}." in name}
+        assert {name.split("/")[0] for name in changed} >= {"adapter", "optimizer"}
+        (name,) = touched
+        names.append(name)
+    return names
+
+
+def test_each_step_trains_one_expert_and_a_resumed_run_is_the_same_bit_for_bit(expert_run: TinyRun) -> None:
+    whole, parts = expert_run.root / "whole", expert_run.root / "parts"
+    assert expert_run.train(f"output.dir={whole}") == 0
+    assert set(trained_experts(whole)) == {HIGH, LOW}
+    report = next(row for row in expert_run.metrics(whole) if "blocks_recomputed" in row)
+    assert report["blocks_recomputed"] == 2 * 4  # two blocks of one expert, four micro-batches
+    assert report["bytes_parked"] > 0
+    assert len(list((whole / "previews").glob("*.mp4"))) == 2 * 2
+
+    assert expert_run.train(f"output.dir={parts}", "train.steps=3") == 0
+    assert expert_run.train(f"output.dir={parts}", "--no-use_gradient_checkpointing_offload") == 0
+    assert differing(checkpoint_tensors(whole, STEPS), checkpoint_tensors(parts, STEPS)) == []
+    files = ["pytorch_lora_weights_high_noise.safetensors", "pytorch_lora_weights_low_noise.safetensors"]
+    assert sorted(path.name for path in (whole / "lora").iterdir()) == files
+    for file in files:
+        with safetensors.safe_open(whole / "lora" / file, framework="pt") as weights:
+            metadata = json.loads(weights.metadata()["lora_adapter_metadata"])
+        assert metadata["transformer.lora_alpha"] == 8
+
+
+def test_one_expert_alone_is_trained_at_its_noise_levels_and_drawn_with_the_other(
+    expert_run: TinyRun,
+) -> None:
+    alone = expert_run.root / "alone"
+    assert expert_run.train(f"output.dir={alone}", "lora.components=[transformer_2]") == 0
+    assert [path.name for path in (alone / "lora").iterdir()] == [
+        "pytorch_lora_weights_low_noise.safetensors"
+    ]
+    assert len(list((alone / "previews").glob("*.mp4"))) == 2 * 2
+    assert not any("transformer" in name for name in checkpoint_tensors(alone, STEPS))
+
+
+def test_two_processes_agree_on_the_expert_and_leave_the_other_alone(expert_run: TinyRun) -> None:
+    single, double = expert_run.root / "single", expert_run.root / "double"
+    settings = ("lora.dropout=0", "validation.prompts=[]", "validation.loss_items=0")
+    assert expert_run.train(f"output.dir={single}", *settings) == 0
+    process = start(expert_run, *settings, f"output.dir={double}", command=TWO_PROCESSES)
+    _, errors = process.communicate(timeout=180)
+    assert process.returncode == 0, errors
+    assert trained_experts(double) == trained_experts(single)
+    first = checkpoint_tensors(double, 1)
+    stated = {part for name in first for part in (HIGH, LOW) if name.startswith(f"optimizer/{part}.")}
+    assert len(stated) == 1  # AdamW has no state of an expert that got no gradient yet
+    losses = [[row["loss"] for row in expert_run.metrics(path) if "loss" in row] for path in (single, double)]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=0)
