@@ -16,7 +16,8 @@ from transformers import CLIPTextModel, T5EncoderModel
 from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
-from diffsynth_lite.pipelines.contract.latents import encode_scaled_latents
+from diffsynth_lite.pipelines.contract.guidance import training_guidance
+from diffsynth_lite.pipelines.contract.latents import decode_in_own_dtype, encode_scaled_latents
 from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
 from diffsynth_lite.testing.seeding import seeded
@@ -27,8 +28,6 @@ _PATCH = 2
 _TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 _TOKENIZERS = ("tokenizer", "tokenizer_2")
 _EMBEDS = ("prompt_embeds", "pooled_prompt_embeds")
-# A scale of 1 asks for no guidance: the target ``noise - latents`` is that of the data alone.
-_TRAINING_GUIDANCE = 1.0
 
 
 def model_fn_flux(
@@ -199,7 +198,7 @@ class Flux(DiffusersFamily):
             sigma,
             embeds.to(**like),
             pooled.to(**like),
-            torch.full_like(sigma, _TRAINING_GUIDANCE) if self._is_guided else None,
+            training_guidance(sigma) if self._is_guided else None,
             input_latents_bchw=None if input_latents is None else input_latents.to(**like),
             use_gradient_checkpointing=use_gradient_checkpointing,
             use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
@@ -214,8 +213,7 @@ class Flux(DiffusersFamily):
     ) -> list[list[Image]]:
         like = _like(transformer)
         vae = self.load_component(AutoencoderKL, "vae", vae_dtype).to(like["device"])
-        # The pipelines decode in whatever dtype the transformer returns, which is fp32 in mixed precision.
-        vae.decoder.register_forward_pre_hook(lambda _decoder, latents: (latents[0].to(vae_dtype),))
+        decode_in_own_dtype(vae)
         pipeline = self._assemble(vae=vae, transformer=transformer, scheduler=self.load_scheduler())
         pipeline.set_progress_bar_config(disable=True)
         return [[self._draw(pipeline, request, like)] for request in requests]

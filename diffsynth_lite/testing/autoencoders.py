@@ -6,6 +6,7 @@ import torch
 from diffusers import (
     AutoencoderDC,
     AutoencoderKL,
+    AutoencoderKLFlux2,
     AutoencoderKLLTXVideo,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
@@ -69,6 +70,21 @@ def tiny_flux_vae(*, seed: int = 0) -> AutoencoderKL:
             use_quant_conv=False,
             use_post_quant_conv=False,
         ).eval()
+
+
+def tiny_flux2_vae(*, seed: int = 0) -> AutoencoderKLFlux2:
+    """A random VAE of FLUX.2 in eval mode: 32 channels, 8 x 8 pixels to a latent.
+
+    Its statistics are no released model's, but are not those of the class either, which change nothing.
+
+    Args:
+        seed: of the weights; the global random state is left as it was.
+    """
+    with seeded(seed):
+        vae = AutoencoderKLFlux2(block_out_channels=(4, 4, 4, 4), norm_num_groups=2, layers_per_block=1)
+    vae.bn.running_mean.copy_(torch.linspace(-0.5, 0.5, 128))
+    vae.bn.running_var.copy_(torch.linspace(0.5, 1.5, 128))
+    return vae.eval()
 
 
 def tiny_ltx_vae(*, seed: int = 0) -> AutoencoderKLLTXVideo:

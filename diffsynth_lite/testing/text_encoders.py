@@ -9,10 +9,14 @@ from transformers import (
     Gemma2Config,
     Gemma2Model,
     GemmaTokenizer,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
     Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3Model,
     T5Config,
     T5EncoderModel,
@@ -81,21 +85,52 @@ def tiny_qwen3(tokenizer: Qwen2Tokenizer, *, hidden_size: int = 16, seed: int = 
         hidden_size: width of the embeddings; a multiple of 16, the width of a head.
         seed: of the weights; the global random state is left as it was.
     """
-    num_heads = hidden_size // HEAD_DIM
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=tokenizer.model_max_length,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+    with seeded(seed):
+        return Qwen3Model(Qwen3Config(**_decoder_layout(tokenizer, hidden_size, num_layers=2))).eval()
+
+
+def tiny_qwen3_lm(tokenizer: Qwen2Tokenizer, *, hidden_size: int = 16, seed: int = 0) -> Qwen3ForCausalLM:
+    """A random Qwen3 with its head, in eval mode: the text encoder of the FLUX.2 klein pipelines.
+
+    It has 27 layers, because the pipelines take the embeddings behind layers 9, 18 and 27.
+
+    Args:
+        tokenizer: gives the vocabulary size and the ids of the special tokens.
+        hidden_size: width of the embeddings; a multiple of 16, the width of a head.
+        seed: of the weights; the global random state is left as it was.
+    """
+    with seeded(seed):
+        return Qwen3ForCausalLM(Qwen3Config(**_decoder_layout(tokenizer, hidden_size, num_layers=27))).eval()
+
+
+def tiny_mistral3(
+    tokenizer: PreTrainedTokenizerFast, *, hidden_size: int = 16, seed: int = 0
+) -> Mistral3ForConditionalGeneration:
+    """A random Mistral 3 in eval mode: the text encoder of the FLUX.2 pipelines.
+
+    It has 30 layers, because the pipelines take the embeddings behind layers 10, 20 and 30.
+
+    Args:
+        tokenizer: gives the vocabulary size and the ids of the special tokens.
+        hidden_size: width of the embeddings; a multiple of 16, the width of a head.
+        seed: of the weights; the global random state is left as it was.
+    """
+    vision_config = {
+        "model_type": "pixtral",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = Mistral3Config(
+        text_config={"model_type": "mistral", **_decoder_layout(tokenizer, hidden_size, num_layers=30)},
+        vision_config=vision_config,
+        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
     )
     with seeded(seed):
-        return Qwen3Model(config).eval()
+        return Mistral3ForConditionalGeneration(config).eval()
 
 
 def tiny_umt5(tokenizer: T5Tokenizer, *, hidden_size: int = 32, seed: int = 0) -> UMT5EncoderModel:
@@ -180,4 +215,21 @@ def _t5_layout(tokenizer: T5Tokenizer, hidden_size: int) -> dict[str, Any]:
         "num_heads": 4,
         "relative_attention_num_buckets": 8,
         "feed_forward_proj": "gated-gelu",
+    }
+
+
+def _decoder_layout(tokenizer: Any, hidden_size: int, *, num_layers: int) -> dict[str, Any]:
+    num_heads = hidden_size // HEAD_DIM
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": tokenizer.model_max_length,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
     }

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from diffusers import QwenImageEditPipeline, QwenImagePipeline
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import CLIPTokenizer, GemmaTokenizer, Qwen2Tokenizer, T5Tokenizer
+from transformers import CLIPTokenizer, GemmaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer, T5Tokenizer
 
 QWEN2_SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -34,6 +36,17 @@ CHATML_TEMPLATE = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+# As in the released tokenizers, the text of a message is a list of pieces.
+MISTRAL_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% set tag = 'SYSTEM_PROMPT' if message['role'] == 'system' else 'INST' %}"
+    "{{ '[' + tag + ']' }}"
+    "{% for piece in message['content'] %}{{ piece['text'] }}{% endfor %}"
+    "{{ '[/' + tag + ']' }}"
+    "{% endfor %}"
 )
 
 
@@ -146,6 +159,29 @@ def gemma_tokenizer(words: Sequence[str] = ()) -> GemmaTokenizer:
     pieces = (piece for word in dict.fromkeys(words) for piece in (word, f"\u2581{word}"))
     pairs = assemble_byte_pairs(pieces, (*special, *single_bytes, *characters, "\u2581"))
     return GemmaTokenizer(vocab=pairs.vocab, merges=pairs.merges, add_bos_token=True, model_max_length=4096)
+
+
+def mistral_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of some 260 entries, enough for the pipelines with a Mistral 3 encoder.
+
+    Each byte is a token; short texts are filled up on the left, as by the real one.
+    """
+    letters = sorted(ByteLevel.alphabet())
+    backend = Tokenizer(BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = ByteLevelDecoder()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        padding_side="left",
+        model_max_length=4096,
+    )
+    marks = ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]", "[IMG]")
+    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    tokenizer.chat_template = MISTRAL_TEMPLATE
+    return tokenizer
 
 
 def _qwen_image_template_texts() -> list[str]:

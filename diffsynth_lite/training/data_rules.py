@@ -66,7 +66,8 @@ def data_rules(config: Config, family: ModelFamily) -> DataRules:
     frame_counts = frame_counts_of(config, family)
     for count in frame_counts:
         family.check_frames(count, key="data.frame_counts")
-    if data.crop == "random" and "edit" in family.record_kinds:
+    has_inputs = any(source.input_columns or source.input_dirs for source in data.sources_by_key.values())
+    if data.crop == "random" and has_inputs:
         raise UserError(
             "data.crop: random crops the result of an edit and not the pictures that it starts from, so that "
             "the two would no longer fit; set data.crop: center"

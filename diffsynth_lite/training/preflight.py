@@ -276,7 +276,11 @@ def _check_previews(config: Config, family: ModelFamily) -> None:
         )
     for path in validation.inputs:
         # To the last pixel: the caching pass looks for bad items, and a preview is none.
-        load_image(Path(path).expanduser(), background=config.data.background)
+        picture = load_image(Path(path).expanduser(), background=config.data.background)
+        try:
+            family.input_size(*picture.size)
+        except UserError as error:
+            raise UserError(f"validation.inputs: {path}: {error}") from None
 
 
 def preview_size(config: Config, family: ModelFamily) -> tuple[int, int]:

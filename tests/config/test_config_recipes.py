@@ -11,6 +11,9 @@ RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 def test_there_are_recipes():
     assert {path.name for path in RECIPES} >= {
+        "flux2_klein_edit_lora.yaml",
+        "flux2_klein_lora.yaml",
+        "flux2_lora.yaml",
         "flux_kontext_lora.yaml",
         "flux_lora.yaml",
         "ltx_video_lora.yaml",
@@ -92,9 +95,16 @@ def test_the_sana_recipe_fits_the_real_model():
     assert config.model.text_encoder_dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("family", ["qwen_image_edit", "flux_kontext"])
-def test_the_edit_recipes_have_a_picture_for_each_input_of_data_and_previews(family):
-    config = load_config(f"{family}_lora.yaml").config
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("qwen_image_edit", "qwen_image_edit"),
+        ("flux_kontext", "flux_kontext"),
+        ("flux2_klein_edit", "flux2"),
+    ],
+)
+def test_the_edit_recipes_have_a_picture_for_each_input_of_data_and_previews(name, family):
+    config = load_config(f"{name}_lora.yaml").config
     assert config.model.family == family
     assert len(config.data.input_columns) == 1
     # Buckets of all shapes: a result that is cropped stands elsewhere than its input, which never is.
@@ -108,6 +118,16 @@ def test_the_flux_recipe_fits_the_real_model():
     assert (config.model.family, config.model.dtype) == ("flux", "bfloat16")
     assert (config.data.resolutions, config.data.given_sizes) == ([1024], [])
     assert config.train.use_gradient_checkpointing
+
+
+@pytest.mark.parametrize(("name", "release"), [("flux2", "dev"), ("flux2_klein", "klein-base-4B")])
+def test_the_flux2_recipes_fit_the_real_models(name, release):
+    config = load_config(f"{name}_lora.yaml").config
+    assert (config.model.family, config.model.path) == ("flux2", f"black-forest-labs/FLUX.2-{release}")
+    assert (config.model.dtype, config.train.mixed_precision) == ("bfloat16", "bf16")
+    # What the comments on memory and shift are counted for.
+    assert (config.data.resolutions, config.data.given_sizes) == ([1024], [])
+    assert (config.train.micro_batch_size, config.objective.shift) == (1, "family")
 
 
 def test_the_z_image_recipe_trains_the_base_model():

@@ -9,6 +9,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from diffsynth_lite.testing.autoencoders import (
     tiny_dc_vae,
+    tiny_flux2_vae,
     tiny_flux_vae,
     tiny_ltx_vae,
     tiny_qwen_vae,
@@ -18,11 +19,19 @@ from diffsynth_lite.testing.seeding import seeded
 from diffsynth_lite.testing.text_encoders import (
     tiny_clip_text,
     tiny_gemma2,
+    tiny_mistral3,
     tiny_qwen2_5_vl,
+    tiny_qwen3_lm,
     tiny_t5,
     tiny_umt5,
 )
-from diffsynth_lite.testing.tokenizers import clip_tokenizer, gemma_tokenizer, qwen2_tokenizer, t5_tokenizer
+from diffsynth_lite.testing.tokenizers import (
+    clip_tokenizer,
+    gemma_tokenizer,
+    mistral_tokenizer,
+    qwen2_tokenizer,
+    t5_tokenizer,
+)
 from diffsynth_lite.testing.transformers import tiny_wan_transformer
 
 
@@ -78,6 +87,18 @@ def build_wan_transformer(seed):
     return tiny_wan_transformer(32, seed=seed)
 
 
+def build_flux2_vae(seed):
+    return tiny_flux2_vae(seed=seed)
+
+
+def build_mistral3(seed):
+    return tiny_mistral3(mistral_tokenizer(), seed=seed)
+
+
+def build_qwen3_lm(seed):
+    return tiny_qwen3_lm(qwen2_tokenizer(), seed=seed)
+
+
 BUILDERS = [
     build_text_encoder,
     build_vae,
@@ -90,7 +111,10 @@ BUILDERS = [
     build_flux_vae,
     build_ltx_vae,
     build_dc_vae,
+    build_flux2_vae,
     build_gemma2,
+    build_mistral3,
+    build_qwen3_lm,
 ]
 
 

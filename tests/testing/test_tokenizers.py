@@ -15,6 +15,7 @@ from diffsynth_lite.testing.tokenizers import (
     assemble_byte_pairs,
     clip_tokenizer,
     gemma_tokenizer,
+    mistral_tokenizer,
     qwen2_tokenizer,
     t5_tokenizer,
 )
@@ -123,3 +124,16 @@ def test_a_gemma_tokenizer_has_words_and_falls_back_to_characters_and_bytes(tmp_
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id) == (0, 2)
     tokenizer.save_pretrained(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path)(text).input_ids == tokenizer(text).input_ids
+
+
+def test_a_mistral_tokenizer_spells_bytes_out_and_fills_up_on_the_left(tmp_path):
+    tokenizer = mistral_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    text = "a crème-colored zebra, 64 px²"
+    chats = [[{"role": "user", "content": [{"type": "text", "text": part}]}] for part in (text, "a")]
+    for reader in (tokenizer, loaded):
+        long, short = reader.apply_chat_template(chats, padding=True)["input_ids"]
+        assert len(long) == len(short) == len(text.encode()) + 3
+        assert reader.decode(long) == f"<s>[INST]{text}[/INST]"
+        assert reader.decode(short).removeprefix("<pad>" * (len(long) - 4)) == "<s>[INST]a[/INST]"

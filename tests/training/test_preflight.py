@@ -8,7 +8,7 @@ from PIL import Image
 from prepared_run import PROCESS, load_config_of
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.pipelines import qwen_image, qwen_image_edit
+from diffsynth_lite.pipelines import flux2, qwen_image, qwen_image_edit
 from diffsynth_lite.training.preflight import check_run
 
 
@@ -64,6 +64,24 @@ def test_the_results_of_edits_are_not_cropped_at_random(root: Path) -> None:
     assert "data.crop: " in refusal(root, **changes, **{"data.crop": "random"})
     qwen_image.tiny().save_pretrained(root / "model")
     check_run(load_config_of(root, {"data.crop": "random"}), PROCESS)
+
+
+def test_pictures_of_a_family_that_can_edit_too_are_cropped_at_random(root: Path) -> None:
+    flux2.tiny().save_pretrained(root / "model")
+    changes = {"model.family": "flux2", "data.crop": "random"}
+    check_run(load_config_of(root, changes), PROCESS)
+    inputs = f"[{{path: {root}/data}}, {{path: {root}/data, input_dirs: [{root}/data]}}]"
+    sources = {"data.path": "null", "data.repeats": "1", "data.sources": inputs}
+    assert "data.crop: " in refusal(root, **changes, **sources)
+
+
+def test_a_preview_input_that_the_family_cannot_encode_is_named(root: Path) -> None:
+    flux2.tiny().save_pretrained(root / "model")
+    picture = root / "thin.png"
+    Image.new("RGB", (700, 70)).save(picture)
+    changes = {"model.family": "flux2", "validation.prompts": "[a circle]"}
+    message = f"validation.inputs: {picture}: 700x70 pixels: an input picture of this family has"
+    assert message in refusal(root, **changes, **{"validation.inputs": f"[{picture}]"})
 
 
 def test_a_preview_input_that_is_cut_off_is_named(root: Path) -> None:

@@ -38,3 +38,34 @@ def encode_scaled_latents(vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
     latents_bchw = vae.encode(pixels_bchw.to(vae.device, vae.dtype)).latent_dist.mode().float().cpu()
     normalised_bchw: torch.Tensor = (latents_bchw - vae.config.shift_factor) * vae.config.scaling_factor
     return normalised_bchw
+
+
+@torch.no_grad()
+def encode_patched_latents(vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
+    """Normalised latents of tokens: the mode of what an ``AutoencoderKLFlux2`` gives, 2 x 2 places in one.
+
+    Args:
+        vae: its batch norm, which it never runs, holds the statistics.
+        pixels_bchw: (B, 3, H, W), in [-1, 1].
+
+    Returns:
+        (B, 4 * C, h / 2, w / 2), ``(z - mean) / sqrt(variance + eps)`` in fp32, on the CPU.
+    """
+    latents_bchw = vae.encode(pixels_bchw.to(vae.device, vae.dtype)).latent_dist.mode().float().cpu()
+    # In the order of the channels of ``Flux2Pipeline._patchify_latents``: channel, row, column.
+    patched_bchw = torch.nn.functional.pixel_unshuffle(latents_bchw, 2)
+    mean, variance = (
+        values.float().cpu().view(-1, 1, 1) for values in (vae.bn.running_mean, vae.bn.running_var)
+    )
+    normalised_bchw: torch.Tensor = (patched_bchw - mean) / torch.sqrt(variance + vae.config.batch_norm_eps)
+    return normalised_bchw
+
+
+def decode_in_own_dtype(vae: Any) -> None:
+    """Make an autoencoder decode in its own dtype: the pipelines hand it what the transformer returns.
+
+    Args:
+        vae: gets a hook.
+    """
+    first = vae.decoder if vae.post_quant_conv is None else vae.post_quant_conv
+    first.register_forward_pre_hook(lambda _module, latents: (latents[0].to(vae.dtype),))

@@ -1,0 +1,297 @@
+"""This file trains FLUX.2, dev and klein: pictures from text alone, and with pictures to start from.
+
+Layouts: b batch, c channels of a token (32 latent channels of 2 x 2 places), h and w height and width in
+tokens; l tokens, d channels.
+Sources: diffusers ``transformer_flux2.py``, ``pipeline_flux2.py`` and ``pipeline_flux2_klein.py``.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from diffusers import (
+    AutoencoderKLFlux2,
+    FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Pipeline,
+    Flux2Transformer2DModel,
+)
+from diffusers.pipelines.flux2.pipeline_flux2 import SYSTEM_MESSAGE, compute_empirical_mu, format_input
+from PIL.Image import Image
+from transformers import Mistral3ForConditionalGeneration, Qwen3ForCausalLM
+
+from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.contract.guidance import training_guidance
+from diffsynth_lite.pipelines.contract.input_pictures import INPUT, stack_inputs
+from diffsynth_lite.pipelines.contract.latents import decode_in_own_dtype, encode_patched_latents
+from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.testing.autoencoders import tiny_flux2_vae
+from diffsynth_lite.testing.seeding import seeded
+from diffsynth_lite.testing.text_encoders import tiny_mistral3
+from diffsynth_lite.testing.tokenizers import mistral_tokenizer
+
+_PATCH = 2
+# The shift of pictures up to 4,300 tokens depends on the number of steps, too: the pipelines' own.
+_SAMPLING_STEPS = 50
+# Literals in the pipelines.
+_LARGEST_INPUT = 1024 * 1024
+_SHORTEST_SIDE, _LONGEST_RATIO = 64, 8
+
+
+def model_fn_flux2(
+    transformer: torch.nn.Module,
+    latents_bchw: torch.Tensor,
+    timestep: torch.Tensor,
+    prompt_embeds_bld: torch.Tensor,
+    guidance: torch.Tensor | None = None,
+    *,
+    input_latents_bchw: Sequence[torch.Tensor] = (),
+    use_gradient_checkpointing: bool = False,
+    use_gradient_checkpointing_offload: bool = False,
+    policy: BlockPolicy | None = None,
+) -> torch.Tensor:
+    """One forward of FLUX.2, each transformer block run by the gradient engine.
+
+    Args:
+        transformer: a ``Flux2Transformer2DModel``, plain or wrapped by DDP.
+        latents_bchw: (B, 128, H, W), noisy normalised latents, one place a token.
+        timestep: (B,), noise level in [0, 1].
+        prompt_embeds_bld: (B, L, D) prompt embeddings, padded; there is no mask.
+        guidance: (B,), guidance scale; None for models without ``guidance_embeds``.
+        input_latents_bchw: each (B, 128, H_i, W_i), clean normalised latents of the pictures to start from.
+        use_gradient_checkpointing: recompute each block in backward.
+        use_gradient_checkpointing_offload: also park each block's inputs in host memory.
+        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+
+    Returns:
+        (B, 128, H, W), the predicted velocity ``noise - latents``.
+    """
+    pictures = (latents_bchw, *input_latents_bchw)
+    # Of one sample: the model lays all samples of a batch out alike.
+    positions = Flux2Pipeline._prepare_latent_ids(latents_bchw[:1])
+    if input_latents_bchw:
+        of_inputs = Flux2Pipeline._prepare_image_ids([latents[:1] for latents in input_latents_bchw])
+        positions = torch.cat([positions, of_inputs], dim=1)
+    num_blocks = count_blocks(transformer, Flux2.block_lists)
+    run = block_runner(
+        num_blocks, use_gradient_checkpointing, use_gradient_checkpointing_offload, policy=policy
+    )
+    with blocks_run_by(transformer, run):
+        velocity_bld = transformer(
+            hidden_states=torch.cat([Flux2Pipeline._pack_latents(picture) for picture in pictures], dim=1),
+            timestep=timestep,
+            guidance=guidance,
+            encoder_hidden_states=prompt_embeds_bld,
+            txt_ids=Flux2Pipeline._prepare_text_ids(prompt_embeds_bld[:1]).to(latents_bchw.device),
+            img_ids=positions.to(latents_bchw.device),
+            return_dict=False,
+        )[0]
+    noisy_bld: torch.Tensor = velocity_bld[:, : latents_bchw[0, 0].numel()]
+    return noisy_bld.transpose(1, 2).reshape(latents_bchw.shape)
+
+
+class Flux2(DiffusersFamily):
+    """FLUX.2 dev and klein (4B and 9B, base and distilled): dual-stream, then single-stream blocks.
+
+    Both make pictures from text alone or with any number of pictures to start from; a data set may hold both
+    kinds of items. Inputs keep their shape; those above a megapixel are brought to one, and none is enlarged.
+
+    Prompts are read by Mistral 3 in dev and by Qwen3 in klein, together with the chat around them: all 512
+    tokens, padding too, which the model sees without a mask.
+
+    dev is told a guidance scale: 1 in training, which asks for none, and that of the preview in previews.
+    klein knows none: the base models run twice a step above a scale of 1, the distilled ones ignore it.
+
+    The shift is that of the pipelines at 50 steps: it grows up to 4,300 tokens (a little over 1024 x 1024
+    pixels), where it falls once, from 7.7 to 3.3 times, and grows again.
+
+    A distilled klein (4 steps) is best trained through its base model, whose LoRA it takes. The klein models
+    with a cache of their inputs (KV) see these in another way and are refused.
+
+    No layer of the last block is dead: the single-stream blocks use the same weights for text and picture.
+    """
+
+    pipelines: ClassVar[tuple[Any, ...]] = (Flux2Pipeline, Flux2KleinPipeline)
+    transformer_class = Flux2Transformer2DModel
+    components = ("transformer", "text_encoder", "vae")
+    record_kinds = ("image", "edit")
+    block_lists = ("transformer_blocks", "single_transformer_blocks")
+    size_divisor = 16
+    max_prompt_tokens = 512
+    # All of both kinds of blocks; ``to_out`` alone is that of the single-stream blocks.
+    default_target_modules = (
+        *("to_q", "to_k", "to_v", "to_out.0"),
+        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+        *("linear_in", "linear_out", "to_qkv_mlp_proj", "to_out"),
+    )
+
+    def input_size(self, width: int, height: int) -> tuple[int, int]:
+        short, long = sorted((width, height))
+        if short < _SHORTEST_SIDE or long > _LONGEST_RATIO * short:
+            raise UserError(
+                f"{width}x{height} pixels: an input picture of this family has at least {_SHORTEST_SIDE} on "
+                f"each side, and at most {_LONGEST_RATIO} times as many on one as on the other"
+            )
+        scale = min(1.0, math.sqrt(_LARGEST_INPUT / (width * height)))
+        fitted_width, fitted_height = (
+            int(side * scale) // self.size_divisor * self.size_divisor for side in (width, height)
+        )
+        return fitted_width, fitted_height
+
+    @property
+    def _is_guided(self) -> bool:
+        """Whether the model is told a guidance scale: dev is, klein is not."""
+        return self.pipeline is Flux2Pipeline
+
+    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
+        parts = (self.folder.fingerprint(part) for part in ("text_encoder", "tokenizer"))
+        # dev's instruction is a part of diffusers, so that another version may bring another one.
+        name = f"{self.pipeline.__name__} {SYSTEM_MESSAGE!r}" if self._is_guided else self.pipeline.__name__
+        return f"flux2/prompt/1 {name} {' '.join(parts)} {dtype} {self.max_prompt_tokens}"
+
+    def load_prompt_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
+        encoder_class = Mistral3ForConditionalGeneration if self._is_guided else Qwen3ForCausalLM
+        encoder = self.load_component(encoder_class, "text_encoder", dtype)
+        # dev's is a processor for pictures too, which needs torchvision; texts it leaves to the tokenizer.
+        pipeline = self._assemble(text_encoder=encoder.to(device), tokenizer=self.load_tokenizer())
+
+        @torch.no_grad()
+        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
+            embeds_bld, _ = pipeline.encode_prompt(
+                [prompt.text for prompt in prompts], device=device, max_sequence_length=self.max_prompt_tokens
+            )
+            return [{"prompt_embeds": row_ld.cpu().clone()} for row_ld in embeds_bld]
+
+        return encode
+
+    def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
+        """With the chat around each text, which counts too."""
+        tokenizer = self.load_tokenizer()
+        if self._is_guided:
+            encoded = tokenizer.apply_chat_template(format_input(list(texts)))
+        else:
+            chats = [[{"role": "user", "content": text}] for text in texts]
+            encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, enable_thinking=False)
+        return [len(tokens) for tokens in encoded["input_ids"]]
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        return f"flux2/latents/1 {self.folder.fingerprint('vae')} {dtype}"
+
+    def load_media_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
+        vae = self.load_component(AutoencoderKLFlux2, "vae", dtype).to(device)
+        processor = self._assemble(vae=vae).image_processor
+
+        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
+            pixels_bchw = processor.preprocess([item.frames[0] for item in media])
+            encoded = [{"latents": latents} for latents in encode_patched_latents(vae, pixels_bchw)]
+            for tensors, item in zip(encoded, media, strict=True):
+                for place, picture in enumerate(item.inputs):
+                    width, height = self.input_size(*picture.size)
+                    fitted = processor._resize_if_exceeds_area(picture, _LARGEST_INPUT)
+                    pixels_bchw = processor.preprocess(fitted, height, width, resize_mode="crop")
+                    tensors[f"{INPUT}{place}"] = encode_patched_latents(vae, pixels_bchw)[0]
+            return encoded
+
+        return encode
+
+    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
+        config = self.folder.component_config("vae")
+        scale = 2 ** (len(config["block_out_channels"]) - 1) * _PATCH
+        return config["latent_channels"] * _PATCH**2, height // scale, width // scale
+
+    def num_tokens(self, latents_shape: Sequence[int]) -> int:
+        return latents_shape[-2] * latents_shape[-1]
+
+    def resolution_shift(self, latents_shape: Sequence[int]) -> float:
+        """``exp(mu)`` of the formula in the pipelines, which reads no settings."""
+        return math.exp(compute_empirical_mu(self.num_tokens(latents_shape), _SAMPLING_STEPS))
+
+    def predict(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+        *,
+        use_gradient_checkpointing: bool = False,
+        use_gradient_checkpointing_offload: bool = False,
+    ) -> torch.Tensor:
+        dtype, device = next(transformer.parameters()).dtype, noisy_latents.device
+        embeds = torch.stack([sample["prompt_embeds"] for sample in conditioning])
+        return model_fn_flux2(
+            transformer,
+            noisy_latents.to(dtype),
+            sigma,
+            embeds.to(device, dtype),
+            training_guidance(sigma) if self._is_guided else None,
+            input_latents_bchw=[latents.to(device, dtype) for latents in stack_inputs(conditioning)],
+            use_gradient_checkpointing=use_gradient_checkpointing,
+            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+        )
+
+    def sample(
+        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
+    ) -> list[list[Image]]:
+        parameter = next(transformer.parameters())
+        vae = self.load_component(AutoencoderKLFlux2, "vae", vae_dtype).to(parameter.device)
+        decode_in_own_dtype(vae)
+        pipeline = self._assemble(vae=vae, transformer=transformer, scheduler=self.load_scheduler())
+        pipeline.set_progress_bar_config(disable=True)
+        return [[self._draw(pipeline, request, parameter.device, parameter.dtype)] for request in requests]
+
+    def _draw(
+        self, pipeline: Any, request: PreviewRequest, device: torch.device, dtype: torch.dtype
+    ) -> Image:
+        negative = {} if self._is_guided else {"negative_prompt_embeds": request.negative}
+        prompts = {"prompt_embeds": request.conditioning} | negative
+        image: Image = pipeline(
+            image=list(request.inputs) or None,
+            **{name: row["prompt_embeds"][None].to(device, dtype) for name, row in prompts.items()},
+            guidance_scale=request.guidance_scale,
+            width=request.width,
+            height=request.height,
+            num_inference_steps=request.num_inference_steps,
+            generator=torch.Generator().manual_seed(request.seed),
+        ).images[0]
+        return image
+
+    def _assemble(self, **components: Any) -> Any:
+        names = ("scheduler", "vae", "text_encoder", "tokenizer", "transformer")
+        parts = {name: components.get(name) for name in names}
+        if not self._is_guided:
+            parts["is_distilled"] = bool(self.folder.pipeline_config().get("is_distilled"))
+        return self.pipeline(**parts)
+
+
+def tiny() -> Flux2Pipeline:
+    """A random, complete and small pipeline of the real classes (dev), built offline in a second.
+
+    Two blocks of each kind, of 32 channels; 32 latent channels at 1/8 size.
+    """
+    tokenizer = mistral_tokenizer()
+    text_encoder = tiny_mistral3(tokenizer)
+    with seeded(0):
+        transformer = Flux2Transformer2DModel(
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=3 * text_encoder.config.text_config.hidden_size,
+            axes_dims_rope=(4, 4, 4, 4),
+        )
+    return Flux2Pipeline(
+        # As in the released repositories; how large the shift is the pipelines compute themselves.
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=tiny_flux2_vae(),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        transformer=transformer,
+    )

@@ -1,0 +1,290 @@
+"""FLUX.2 from text against diffusers' own transformer, autoencoder and pipelines."""
+
+import inspect
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from diffusers import Flux2KleinKVPipeline, Flux2KleinPipeline, Flux2Pipeline
+from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+from family_sample import CPU, PROMPTS, build_media, transformer_calls
+from flux2_layouts import (
+    LAYOUTS,
+    PROMPT,
+    draw,
+    encoded_prompts,
+    klein,
+    reference,
+    request_of,
+    saved,
+    small_transformer,
+)
+
+from diffsynth_lite.core.gradient import blocks_of
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter, find_target_layers
+from diffsynth_lite.pipelines import PipelineFolder, require_family
+from diffsynth_lite.pipelines.flux2 import Flux2, model_fn_flux2, tiny
+
+FLAGS = [(False, False), (True, False), (False, True), (True, True)]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Flux2:
+    family = saved(LAYOUTS[request.param](), tmp_path_factory.mktemp(request.param))
+    family.check_folder()
+    return family
+
+
+@pytest.fixture(scope="module")
+def dev(tmp_path_factory: pytest.TempPathFactory) -> Flux2:
+    return saved(tiny(), tmp_path_factory.mktemp("dev"))
+
+
+def gradients(transformer: torch.nn.Module, velocity: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    transformer.zero_grad()
+    velocity.square().mean().backward()
+    return {name: parameter.grad for name, parameter in transformer.named_parameters()}
+
+
+def tokens_and_positions(latents: torch.Tensor, time: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places in reading order and their (time, row, column, text), written out without diffusers."""
+    _, _, height, width = latents.shape
+    positions = [[time, row, column, 0] for row in range(height) for column in range(width)]
+    return latents.flatten(2).transpose(1, 2), torch.tensor(positions)
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("is_guided", [False, True])
+@pytest.mark.parametrize("input_sizes", [[], [(3, 5)], [(3, 5), (2, 2)]])
+def test_model_fn_equals_the_transformers_own_forward(
+    flags: tuple[bool, bool], is_guided: bool, input_sizes: list[tuple[int, int]]
+) -> None:
+    transformer = small_transformer(is_guided=is_guided)
+    generator = torch.Generator().manual_seed(0)
+    noisy, *inputs = (torch.randn(2, 128, *size, generator=generator) for size in [(4, 2), *input_sizes])
+    embeds = torch.randn(2, 7, 48, generator=generator)
+    sigma = torch.tensor([0.2, 0.7])
+    guidance = torch.tensor([1.0, 3.5]) if is_guided else None
+
+    pictures = zip([noisy, *inputs], (0, 10, 20), strict=False)
+    tokens, positions = zip(*(tokens_and_positions(*picture) for picture in pictures), strict=True)
+    expected = transformer(
+        hidden_states=torch.cat(tokens, dim=1),
+        timestep=sigma,
+        guidance=guidance,
+        encoder_hidden_states=embeds,
+        txt_ids=torch.tensor([[0, 0, 0, place] for place in range(7)]),
+        img_ids=torch.cat(positions),
+        return_dict=False,
+    )[0]
+    expected = expected[:, : 4 * 2].transpose(1, 2).unflatten(2, (4, 2))
+    expected_gradients = gradients(transformer, expected)
+    velocity = model_fn_flux2(
+        transformer,
+        noisy,
+        sigma,
+        embeds,
+        guidance,
+        input_latents_bchw=inputs,
+        use_gradient_checkpointing=flags[0],
+        use_gradient_checkpointing_offload=flags[1],
+    )
+    assert torch.equal(velocity, expected)
+    for name, gradient in gradients(transformer, velocity).items():
+        assert gradient is not None, name
+        assert torch.equal(gradient, expected_gradients[name]), name
+
+
+def test_the_blocks_run_in_the_order_in_which_they_are_declared(dev: Flux2) -> None:
+    transformer = dev.load_transformer(torch.float32)
+    run: list[torch.nn.Module] = []
+    declared = blocks_of(transformer, dev.block_lists)
+    for block in transformer.modules():
+        if type(block).__name__ in transformer._repeated_blocks:
+            block.register_forward_pre_hook(lambda module, _args: run.append(module))
+    with torch.no_grad():
+        dev.predict(transformer, torch.zeros(1, 128, 2, 4), torch.ones(1), encoded_prompts(dev, PROMPT))
+    assert [type(block).__name__ for block in run] == [
+        *["Flux2TransformerBlock"] * 2,
+        *["Flux2SingleTransformerBlock"] * 2,
+    ]
+    assert all(block is other for block, other in zip(run, declared, strict=True))
+
+
+def test_no_layer_of_the_last_block_is_dead(family: Flux2) -> None:
+    transformer = family.load_transformer(torch.float32).requires_grad_(True)
+    velocity = family.predict(
+        transformer, torch.ones(1, 128, 2, 4), torch.ones(1), encoded_prompts(family, PROMPT)
+    )
+    assert family.dead_in_last_block == ()
+    assert [name for name, gradient in gradients(transformer, velocity).items() if gradient is None] == []
+
+
+def test_the_default_targets_are_all_linear_layers_of_the_blocks_and_none_beside(dev: Flux2) -> None:
+    transformer = dev.empty_transformer()
+    found = find_target_layers(
+        transformer, dev.default_target_modules, block_lists=dev.block_lists, dead_in_last_block=()
+    )
+    linear = [name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)]
+    assert found == [name for name in linear if name.startswith(dev.block_lists)]
+    assert "single_transformer_blocks.1.attn.to_out" in found
+
+
+def test_prompts_are_encoded_as_by_the_pipeline(family: Flux2) -> None:
+    texts = [*PROMPTS, "", "circle [IMG] " * 80]
+    encoded = encoded_prompts(family, *texts)
+    with torch.no_grad():
+        embeds, _ = reference(family).encode_prompt(texts, device=CPU)
+    assert torch.equal(torch.stack([row["prompt_embeds"] for row in encoded]), embeds)
+    assert embeds.shape == (5, 512, 48)
+    assert all(not torch.equal(embeds[0], other) for other in embeds[1:])
+
+
+def test_the_length_of_a_prompt_is_what_the_pipeline_does_not_fill_up(family: Flux2) -> None:
+    seen: list[torch.Tensor] = []
+    texts = [*PROMPTS, ""]
+    pipeline = reference(family)
+    pipeline.text_encoder.register_forward_pre_hook(
+        lambda _module, _args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    with torch.no_grad():
+        pipeline.encode_prompt(texts, device=CPU)
+    (mask,) = seen
+    assert family.prompt_lengths(texts) == mask.sum(1).tolist()
+    assert family.prompt_lengths(["circle " * 512])[0] > family.max_prompt_tokens
+    # Filled up on the left in dev, on the right in klein.
+    assert mask[:, 0].tolist() == [0 if family.pipeline is Flux2Pipeline else 1] * 4
+
+
+def test_the_tokenizer_alone_reads_prompts_as_the_processor_of_the_released_models() -> None:
+    pytest.importorskip("torchvision", reason="PixtralProcessor cannot be imported without torchvision")
+    from diffusers.pipelines.flux2.pipeline_flux2 import format_input
+    from transformers import PixtralImageProcessorPil, PixtralProcessor
+
+    tokenizer = tiny().tokenizer
+    processor = PixtralProcessor(
+        image_processor=PixtralImageProcessorPil(), tokenizer=tokenizer, chat_template=tokenizer.chat_template
+    )
+    call = {"return_tensors": "pt", "padding": "max_length", "truncation": True, "max_length": 512}
+    chats = format_input([*PROMPTS, "", "circle " * 200])
+    ours, theirs = (
+        reader.apply_chat_template(chats, tokenize=True, return_dict=True, **call)
+        for reader in (tokenizer, processor)
+    )
+    for name in ("input_ids", "attention_mask"):
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def test_latents_are_normalised_as_by_the_pipeline(family: Flux2) -> None:
+    media = build_media(family)
+    encoded = family.load_media_encoder(torch.float32, CPU)(media)
+    pipeline = reference(family)
+    pixels = pipeline.image_processor.preprocess([item.frames[0] for item in media])
+    with torch.no_grad():
+        expected = pipeline._encode_vae_image(pixels, generator=None)
+    assert torch.equal(torch.stack([tensors["latents"] for tensors in encoded]), expected)
+    assert {name for tensors in encoded for name in tensors} == {"latents"}
+
+
+def test_only_dev_is_told_a_guidance_scale_and_training_asks_for_none(family: Flux2) -> None:
+    transformer = family.load_transformer(torch.float32)
+    batch = torch.zeros(2, 128, 2, 4), torch.tensor([0.25, 0.5]), encoded_prompts(family, "a ring", PROMPT)
+    (call,) = transformer_calls(transformer, lambda: family.predict(transformer, *batch))
+    is_dev = family.pipeline is Flux2Pipeline
+    assert (call["guidance"].tolist() if is_dev else call["guidance"]) == ([1.0, 1.0] if is_dev else None)
+    assert transformer.config.guidance_embeds is is_dev
+    assert call["timestep"].tolist() == [0.25, 0.5]
+
+
+def test_the_shift_is_the_one_that_the_pipeline_gives_its_sampler(
+    family: Flux2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default = inspect.signature(family.pipeline.__call__).parameters["num_inference_steps"].default
+    transformer = family.load_transformer(torch.float32)
+    scheduler = family.load_scheduler()
+    monkeypatch.setattr(family, "load_scheduler", lambda: scheduler)
+    request = request_of(family, num_inference_steps=default, guidance_scale=1.0)
+    family.sample(transformer, torch.float32, [request])
+    shift = family.family_shift(family.latents_shape(64, 32, 1))
+    sigmas = torch.linspace(1, 1 / default, default)
+    torch.testing.assert_close(
+        scheduler.sigmas[:-1], shift * sigmas / (1 + (shift - 1) * sigmas), rtol=1e-5, atol=0
+    )
+
+
+def test_the_shift_falls_once_where_the_pipelines_formula_does(dev: Flux2) -> None:
+    for width, height in ((256, 256), (1024, 1024), (1344, 768), (2048, 2048)):
+        shape = dev.latents_shape(width, height, 1)
+        assert dev.num_tokens(shape) == width * height // 16**2
+        assert dev.family_shift(shape) == math.exp(compute_empirical_mu(width * height // 16**2, 50))
+    assert round(dev.family_shift((128, 43, 100)), 1) == 7.7
+    assert round(dev.family_shift((128, 1, 4301)), 1) == 3.3
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.5])
+def test_a_preview_is_what_the_pipeline_draws_from_the_text(family: Flux2, scale: float) -> None:
+    settings = {"guidance_scale": scale}
+    is_klein = family.pipeline is Flux2KleinPipeline
+    negative = {"negative_prompt_embeds": encoded_prompts(family, "blurred")[0]["prompt_embeds"][None]}
+    expected = draw(reference(family), **settings, **(negative if is_klein else {}))
+    transformer = family.load_transformer(torch.float32)
+    drawn: list[bytes] = []
+    calls = transformer_calls(
+        transformer,
+        lambda: drawn.extend(
+            image.tobytes()
+            for (image,) in family.sample(transformer, torch.float32, [request_of(family, **settings)])
+        ),
+    )
+    assert drawn == [expected.tobytes()]
+    is_base = is_klein and not family.folder.pipeline_config()["is_distilled"]
+    assert len(calls) == (4 if is_base and scale > 1 else 2)
+
+
+@pytest.mark.parametrize("vae_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_bf16_model_draws_with_an_autoencoder_of_any_dtype(
+    family: Flux2, vae_dtype: torch.dtype, is_mixed: bool
+) -> None:
+    transformer = family.load_transformer(torch.bfloat16)
+    if is_mixed:  # what accelerate does to a model
+        transformer.forward = convert_outputs_to_fp32(torch.autocast("cpu")(transformer.forward))
+    ((drawn,),) = family.sample(transformer, vae_dtype, [request_of(family)])
+    assert drawn.size == (64, 32)
+
+
+def test_a_lora_of_klein_is_loaded_by_its_pipeline_with_its_alpha(tmp_path: Path) -> None:
+    family = saved(klein(), tmp_path / "klein")
+    transformer = family.load_transformer(torch.float32)
+    layers = find_target_layers(
+        transformer, family.default_target_modules, block_lists=family.block_lists, dead_in_last_block=()
+    )
+    add_adapter(transformer, layers, rank=2, alpha=8, dropout=0.0, seed=1)
+    for name, parameter in transformer.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    family.save_lora(tmp_path, adapter_tensors(transformer), adapter_settings(transformer))
+    pipeline = reference(family)
+    batch = torch.ones(1, 128, 2, 4), torch.tensor([0.5]), encoded_prompts(family, PROMPT)
+    with torch.no_grad():
+        base = family.predict(pipeline.transformer, *batch)
+        pipeline.load_lora_weights(tmp_path)
+        reloaded, trained = (family.predict(model, *batch) for model in (pipeline.transformer, transformer))
+    assert torch.equal(reloaded, trained)
+    assert not torch.allclose(base, trained, atol=1e-3)
+
+
+def test_a_klein_with_a_cache_of_its_inputs_is_refused_with_what_it_holds(tmp_path: Path) -> None:
+    Flux2KleinKVPipeline(**klein().components).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"holds a Flux2KleinKVPipeline, but .* Flux2Pipeline"):
+        require_family(Flux2, PipelineFolder(path=tmp_path))
+
+
+def test_dev_and_klein_have_prompt_encodings_of_their_own(dev: Flux2, tmp_path: Path) -> None:
+    other = saved(klein(), tmp_path)
+    assert other.prompt_encoder_id(torch.float32) != dev.prompt_encoder_id(torch.float32)
+    # The autoencoder is the same one.
+    assert other.media_encoder_id(torch.float32) == dev.media_encoder_id(torch.float32)
