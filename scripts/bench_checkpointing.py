@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from bench_meters import (
+    TREATMENTS,
     EngineMethod,
     Memory,
     Meter,
@@ -113,11 +114,9 @@ def rows(subject: Subject, meter: Meter) -> list[EngineMethod]:
         first_half("first half", RECOMPUTE),
         row("park every block", PARK),
         first_half("park first half", PARK),
-        row("every block, save attention", Treatment(save_attention="keep")),
-        row("every block, park attention", Treatment(save_attention="park")),
-        row("park every block, save attention", Treatment(park=True, save_attention="keep")),
-        row("park every block and attention", Treatment(park=True, save_attention="park")),
     ]
+    named = {method.name for method in methods}
+    methods += [row(name, treatment) for name, treatment in TREATMENTS.items() if name not in named]
     if not all(weight.requires_grad for weight in subject.model.parameters()):
         methods.insert(2, row("every block, dead ops run", RECOMPUTE, skip_dead_ops=False))
     return methods

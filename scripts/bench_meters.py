@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from bench_subjects import Subject
+from bench_trained_model import TrainedModel
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
@@ -17,8 +18,28 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from diffsynth_lite.core.gradient import BlockPolicy, GradientEngine, block_runner, gradient_engine
+from diffsynth_lite.core.gradient import (
+    KEEP,
+    PARK,
+    RECOMPUTE,
+    BlockPolicy,
+    GradientEngine,
+    Treatment,
+    block_runner,
+    gradient_engine,
+)
 from diffsynth_lite.core.gradient.backends import PlainBackend
+
+TREATMENTS = {
+    "none": KEEP,
+    "every block": RECOMPUTE,
+    "park every block": PARK,
+    "every block, save attention": Treatment(save_attention="keep"),
+    "every block, park attention": Treatment(save_attention="park"),
+    "park every block, save attention": Treatment(park=True, save_attention="keep"),
+    "park every block and attention": Treatment(park=True, save_attention="park"),
+}
+"""What can happen to a block, by the name of its row when it happens to all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +200,7 @@ class EngineMethod:
         self,
         name: str,
         policy: BlockPolicy | Callable[[int], BlockPolicy],
-        subject: Subject,
+        subject: TrainedModel,
         meter: Meter,
         *,
         skip_dead_ops: bool = True,
@@ -190,6 +211,7 @@ class EngineMethod:
             # Nothing is allocated on meta, so that no memory of this machine limits it.
             host_bytes=sys.maxsize if device.type == "meta" else None,
             backend=None if device.type == "cuda" else HostBackend(device, meter),
+            policy=policy if isinstance(policy, BlockPolicy) else None,
             skip_dead_ops=skip_dead_ops,
         )
 
@@ -214,7 +236,7 @@ class HostBackend(PlainBackend):
         return buffer
 
 
-def measure_memory(subject: Subject, method: Method, meter: Meter) -> Memory:
+def measure_memory(subject: TrainedModel, method: Method, meter: Meter) -> Memory:
     """The memory of a method's second training step; in the first an engine learns what blocks share."""
     with meter:
         take_step(subject, method)
@@ -229,31 +251,36 @@ def measure_memory(subject: Subject, method: Method, meter: Meter) -> Memory:
 
 
 def measure_times(
-    subject: Subject, methods: Sequence[Method], *, num_warmup: int, num_rounds: int
+    subject: TrainedModel,
+    methods: Sequence[Method],
+    *,
+    num_warmup: int,
+    num_rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Median seconds of a training step by method. They take turns, so that noise hits all of them."""
     times: dict[str, list[float]] = {method.name: [] for method in methods}
     for _ in range(num_warmup + num_rounds):
         for method in methods:
-            times[method.name].append(seconds_of(lambda method=method: take_step(subject, method)))
+            times[method.name].append(seconds_of(lambda method=method: take_step(subject, method), clock))
     return {name: statistics.median(seconds[num_warmup:]) for name, seconds in times.items()}
 
 
-def take_step(subject: Subject, method: Method) -> None:
+def take_step(subject: TrainedModel, method: Method) -> None:
     """Forward and backward; the gradients are dropped."""
     subject.backward(method.loss(subject))
     subject.model.zero_grad(set_to_none=True)
 
 
-def seconds_of(call: Callable[[], object]) -> float:
+def seconds_of(call: Callable[[], object], clock: Callable[[], float]) -> float:
     """Seconds of one call, with the device idle before and after."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    started_at = time.perf_counter()
+    started_at = clock()
     call()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - started_at
+    return clock() - started_at
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, str]]) -> None:

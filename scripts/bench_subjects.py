@@ -2,16 +2,14 @@
 
 import argparse
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from bench_trained_model import TrainedModel
 from diffusers import LTXVideoTransformer3DModel, QwenImageTransformer2DModel, WanTransformer3DModel
 from peft import LoraConfig
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from diffsynth_lite.core.gradient import blocks_of, blocks_run_by
 
@@ -133,15 +131,15 @@ KINDS = {
 """LTX-Video 2B, Wan 2.1 14B and Qwen-Image: their configs are the defaults of their diffusers classes."""
 
 
-class Subject:
-    """A model with an input, ready for training steps.
+class Subject(TrainedModel):
+    """A model of a kind, with an input.
 
     Args:
         kind: of model.
         size: of the model and its input.
-        device: cpu, cuda, or meta, where nothing is computed but every tensor has its size.
+        device: cpu, cuda, or meta.
         dtype: of the weights and the input.
-        lora: adapters to train; the model's own weights are then frozen. None: they train.
+        lora: adapters to train; None: the model's own weights train.
         adapter_dtype: of the adapters' weights.
     """
 
@@ -155,18 +153,12 @@ class Subject:
         adapter_dtype: torch.dtype = torch.float32,
     ) -> None:
         torch.manual_seed(0)
-        self.device = device
         with device:
-            self.model = kind.build(size).train()
+            model = kind.build(size)
             inputs = kind.inputs(size)
+        super().__init__(model, device, dtype, lora, adapter_dtype)
         self._block_list = kind.block_list
         self._blocks = blocks_of(self.model, [kind.block_list])
-        _cast_weights(self.model, dtype)
-        if lora is not None:
-            self.model.requires_grad_(False)
-            self.model.add_adapter(lora)
-            for weight in self.trained():
-                weight.data = weight.data.to(device, adapter_dtype)
         self._inputs = {
             name: value.to(dtype) if isinstance(value, Tensor) and value.ndim > 1 else value
             for name, value in inputs.items()
@@ -177,69 +169,15 @@ class Subject:
         """How many blocks a forward pass runs."""
         return len(self.model.get_submodule(self._block_list))
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights."""
-        return sum(weight.nbytes for weight in self.model.parameters())
-
-    def trained(self) -> list[nn.Parameter]:
-        """The weights that train."""
-        return [weight for weight in self.model.parameters() if weight.requires_grad]
-
     def use_blocks(self, num_blocks: int) -> None:
         """From now on run the first ``num_blocks`` blocks only."""
         setattr(self.model, self._block_list, nn.ModuleList(self._blocks[:num_blocks]))
 
     def loss(self, run: Callable[..., Any]) -> Tensor:
         """A forward pass with every block called through ``run(index, block, *args, **kwargs)``."""
-        with self._attention(), blocks_run_by(self.model, run):
+        with self.attention(), blocks_run_by(self.model, run):
             output = self.model(**self._inputs, return_dict=False)[0]
         return output.float().square().mean()
-
-    def backward(self, loss: Tensor) -> None:
-        """The backward pass of ``loss``."""
-        if self.device.type != "meta":
-            loss.backward()
-            return
-        with self._attention():
-            # What backward() calls: itself it would leave the scope, which the recompute needs.
-            torch.autograd.Variable._execution_engine.run_backward(
-                (loss,),
-                (torch.ones_like(loss),),
-                False,
-                False,
-                (),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
-
-    def _attention(self) -> AbstractContextManager[Any]:
-        return FusedAttention() if self.device.type == "meta" else nullcontext()
-
-
-class FusedAttention(TorchFunctionMode):
-    """Scope in which attention runs in one kernel, as on other devices; on meta torch takes it apart."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not functional.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        return _attend(*args, **(kwargs or {}))
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=attn_mask)[
-        0
-    ]
-
-
-def _cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast to ``dtype``, but for the parts that ``from_pretrained`` keeps in float32."""
-    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    for name, weight in model.named_parameters():
-        if kept.isdisjoint(name.split(".")):
-            weight.data = weight.data.to(dtype)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,6 +23,16 @@ hypothesis.settings.load_profile("repeatable" if os.environ.get("CI") else "expl
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the tests of the families' contract run on families kept elsewhere."""
+    parser.addoption(
+        "--family",
+        action="append",
+        help="test tests/pipelines/test_family_contract.py on this family only, such as my_package.my_family "
+        "(repeatable)",
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests marked ``gpu``, with their reason, where there is no CUDA device."""
     if torch.cuda.is_available():

@@ -18,13 +18,13 @@ from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.contract.guidance import training_guidance
 from diffsynth_lite.pipelines.contract.latents import decode_in_own_dtype, encode_scaled_latents
+from diffsynth_lite.pipelines.contract.packed_pictures import PATCH, pack_pictures, unpack_picture
 from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
 from diffsynth_lite.testing.seeding import seeded
 from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_t5
 from diffsynth_lite.testing.tokenizers import clip_tokenizer, t5_tokenizer
 
-_PATCH = 2
 _TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 _TOKENIZERS = ("tokenizer", "tokenizer_2")
 _EMBEDS = ("prompt_embeds", "pooled_prompt_embeds")
@@ -62,49 +62,41 @@ def model_fn_flux(
     """
     height, width = latents_bchw.shape[-2:]
     pictures = [latents_bchw] if input_latents_bchw is None else [latents_bchw, input_latents_bchw]
+    tokens_bld, positions = pack_pictures(pictures)
     num_blocks = count_blocks(transformer, Flux.block_lists)
     run = block_runner(
         num_blocks, use_gradient_checkpointing, use_gradient_checkpointing_offload, policy=policy
     )
     with blocks_run_by(transformer, run):
         velocity_bld = transformer(
-            hidden_states=torch.cat(
-                [FluxPipeline._pack_latents(picture, *picture.shape) for picture in pictures], dim=1
-            ),
+            hidden_states=tokens_bld,
             timestep=timestep,
             guidance=guidance,
             pooled_projections=pooled_prompt_embeds_bd,
             encoder_hidden_states=prompt_embeds_bld,
             txt_ids=torch.zeros(prompt_embeds_bld.shape[1], 3, device=latents_bchw.device),
-            img_ids=torch.cat([_positions(picture, place) for place, picture in enumerate(pictures)]),
+            img_ids=positions,
             return_dict=False,
         )[0]
-    velocity_bchw: torch.Tensor = FluxPipeline._unpack_latents(
-        velocity_bld[:, : height * width // _PATCH**2], height, width, vae_scale_factor=1
-    )
-    return velocity_bchw
-
-
-def _positions(latents_bchw: torch.Tensor, place: int) -> torch.Tensor:
-    """(H * W / 4, 3): of each token its picture, row and column."""
-    batch, _, height, width = latents_bchw.shape
-    positions: torch.Tensor = FluxPipeline._prepare_latent_image_ids(
-        batch, height // _PATCH, width // _PATCH, latents_bchw.device, torch.float32
-    )
-    positions[:, 0] = place
-    return positions
+    return unpack_picture(velocity_bld, height, width)
 
 
 class Flux(DiffusersFamily):
-    """FLUX.1: 19 dual-stream and 38 single-stream blocks, T5 and CLIP prompts, 16 channels at 1/8 size.
+    """FLUX.1 dev and schnell, from text.
 
-    No layer of the last block is dead: the single-stream blocks use the same weights for text and picture.
+    19 dual-stream and 38 single-stream blocks, T5 and CLIP prompts, 16 channels at 1/8 size. No layer of the
+    last block is dead: the single-stream blocks use the same weights for text and picture.
+
+    dev knows a guidance scale, which it is told beside the noise level. Training tells it 1, which asks for
+    no guidance, because the target is that of the data alone; previews tell it
+    ``validation.guidance_scale``. schnell knows none: a scale above 1 makes its previews run the model
+    twice, with the negative prompt.
     """
 
     pipelines: ClassVar[tuple[Any, ...]] = (FluxPipeline,)
     transformer_class = FluxTransformer2DModel
-    components = ("transformer", *_TEXT_ENCODERS, "vae")
-    components_without_weights = ("scheduler", *_TOKENIZERS)
+    components: ClassVar[tuple[str, ...]] = ("transformer", *_TEXT_ENCODERS, "vae")
+    components_without_weights: ClassVar[tuple[str, ...]] = ("scheduler", *_TOKENIZERS)
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     size_divisor = 16
     max_prompt_tokens = 512
@@ -177,7 +169,7 @@ class Flux(DiffusersFamily):
         return config["latent_channels"], height // scale, width // scale
 
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        return latents_shape[-2] * latents_shape[-1] // _PATCH**2
+        return latents_shape[-2] * latents_shape[-1] // PATCH**2
 
     def predict(
         self,
@@ -189,7 +181,7 @@ class Flux(DiffusersFamily):
         use_gradient_checkpointing: bool = False,
         use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
-        like = _like(transformer)
+        like = dtype_and_device(transformer)
         embeds, pooled = (torch.stack([sample[name] for sample in conditioning]) for name in _EMBEDS)
         input_latents = self._input_latents(conditioning)
         return model_fn_flux(
@@ -211,7 +203,7 @@ class Flux(DiffusersFamily):
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[list[Image]]:
-        like = _like(transformer)
+        like = dtype_and_device(transformer)
         vae = self.load_component(AutoencoderKL, "vae", vae_dtype).to(like["device"])
         decode_in_own_dtype(vae)
         pipeline = self._assemble(vae=vae, transformer=transformer, scheduler=self.load_scheduler())
@@ -220,8 +212,7 @@ class Flux(DiffusersFamily):
 
     def _draw(self, pipeline: Any, request: PreviewRequest, like: dict[str, Any]) -> Image:
         image: Image = pipeline(
-            **_embeds(request.conditioning, like),
-            **self._guidance(request, like),
+            **self._prompt_arguments(request, like),
             **self._input_arguments(pipeline, request),
             width=request.width,
             height=request.height,
@@ -231,20 +222,22 @@ class Flux(DiffusersFamily):
         ).images[0]
         return image
 
-    def _guidance(self, request: PreviewRequest, like: dict[str, Any]) -> dict[str, Any]:
-        """The scale is told to a model that knows one; others run once more, with the negative prompt."""
+    def _prompt_arguments(self, request: PreviewRequest, like: dict[str, Any]) -> dict[str, Any]:
+        """The prompt, and the scale: told to a model that knows one; others also run the negative prompt."""
+        prompt = _embeds(request.conditioning, like)
         if self._is_guided:
-            return {"guidance_scale": request.guidance_scale}
+            return {**prompt, "guidance_scale": request.guidance_scale}
         if request.guidance_scale <= 1:
-            return {}
-        return {"true_cfg_scale": request.guidance_scale, **_embeds(request.negative, like, "negative_")}
+            return prompt
+        negative = _embeds(request.negative, like, "negative_")
+        return {**prompt, **negative, "true_cfg_scale": request.guidance_scale}
 
     def _input_arguments(self, _pipeline: Any, _request: PreviewRequest) -> dict[str, Any]:
         """What the pipeline's call of an edit is given of that picture."""
         return {}
 
     def _assemble(self, **components: Any) -> Any:
-        names = ("scheduler", "vae", "transformer", *_TEXT_ENCODERS, *_TOKENIZERS)
+        names = (*self.components, *self.components_without_weights)
         return self.pipeline(**{name: components.get(name) for name in names})
 
 
@@ -278,7 +271,8 @@ def tiny() -> FluxPipeline:
     )
 
 
-def _like(transformer: torch.nn.Module) -> dict[str, Any]:
+def dtype_and_device(transformer: torch.nn.Module) -> dict[str, Any]:
+    """Those of the transformer, as keywords of ``Tensor.to``."""
     parameter = next(transformer.parameters())
     return {"device": parameter.device, "dtype": parameter.dtype}
 

@@ -23,7 +23,11 @@ model_fn_flux_kontext = flux.model_fn_flux
 
 
 class FluxKontext(flux.Flux):
-    """FLUX.1 Kontext: FLUX.1 dev whose tokens also hold the picture to edit."""
+    """FLUX.1 Kontext dev, which edits one picture.
+
+    FLUX.1 dev whose tokens also hold the picture to edit, at the nearest of the shapes of about a megapixel
+    that it was trained on. Guidance is as in ``flux``.
+    """
 
     pipelines = (FluxKontextPipeline,)
     record_kinds = ("edit",)
@@ -32,6 +36,7 @@ class FluxKontext(flux.Flux):
 
     @property
     def max_inputs(self) -> int | None:
+        """1."""
         return 1
 
     def input_size(self, width: int, height: int) -> tuple[int, int]:

@@ -88,10 +88,15 @@ def model_fn_ltx_video(
 
 
 class LTXVideo(DiffusersFamily):
-    """LTX-Video: 28 blocks, T5 prompts, a causal VAE of 128 channels: 1/8 of the frames, 1/32 of the size.
+    """LTX-Video 0.9 and 0.9.1, from text, and from text with a first frame.
+
+    28 blocks, T5 prompts, a causal VAE of 128 channels: 1/8 of the frames, 1/32 of the size. Folders of
+    ``LTXConditionPipeline`` (0.9.5 and later) are refused: other positions in time. These are in seconds, so
+    that each clip trains at its own frame rate, and previews are drawn at 25 frames a second.
 
     A clip with a first frame is trained as ``LTXImageToVideoPipeline`` samples it: the first latent frame is
-    that of the picture, without noise and at timestep 0, and does not count in the loss.
+    that of the picture, without noise and at timestep 0, and does not count in the loss. It takes clips of 9
+    frames or more; a last frame is an error.
     """
 
     pipelines = (LTXPipeline, LTXImageToVideoPipeline)

@@ -92,7 +92,10 @@ def _pack(latents_bcfhw: torch.Tensor) -> torch.Tensor:
 
 
 class QwenImage(DiffusersFamily):
-    """Qwen-Image: 60 dual-stream blocks, Qwen2.5-VL prompts, a causal 3D VAE with 16 channels at 1/8 size."""
+    """Qwen-Image, from text.
+
+    60 dual-stream blocks, Qwen2.5-VL prompts, a causal 3D VAE with 16 channels at 1/8 size.
+    """
 
     pipelines: ClassVar[tuple[Any, ...]] = (QwenImagePipeline,)
     transformer_class = QwenImageTransformer2DModel
@@ -156,9 +159,6 @@ class QwenImage(DiffusersFamily):
 
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
         return latents_shape[-2] * latents_shape[-1] // _PATCH**2
-
-    def family_shift(self, latents_shape: Sequence[int]) -> float:
-        return self.resolution_shift(latents_shape)
 
     def predict(
         self,

@@ -34,7 +34,10 @@ model_fn_qwen_image_edit = qwen_image.model_fn_qwen_image
 
 
 class QwenImageEdit(qwen_image.QwenImage):
-    """Qwen-Image-Edit: Qwen-Image whose prompts and tokens also hold the pictures to edit."""
+    """Qwen-Image-Edit (one input picture) and Edit-Plus 2509, 2511 (several); the folder says which.
+
+    Qwen-Image whose prompts and tokens also hold the pictures to edit, each brought to about a megapixel.
+    """
 
     pipelines = (QwenImageEditPipeline, QwenImageEditPlusPipeline)
     components_without_weights = ("scheduler", "tokenizer", "processor")
@@ -45,6 +48,7 @@ class QwenImageEdit(qwen_image.QwenImage):
 
     @property
     def max_inputs(self) -> int | None:
+        """1; any number with Edit-Plus."""
         return None if self._takes_several else 1
 
     @property

@@ -83,7 +83,9 @@ def model_fn_wan(
 
 
 class Wan(ExpertFamily):
-    """Wan: 30 or 40 blocks, UMT5 prompts, a causal video VAE: 1/4 of the frames, 1/8 or 1/16 of the size.
+    """Wan 2.1 and 2.2 text to video (1.3B, 14B, the two experts of A14B) and Wan 2.2 TI2V-5B.
+
+    30 or 40 blocks, UMT5 prompts, a causal video VAE: 1/4 of the frames, 1/8 or 1/16 of the size.
 
     Wan 2.2 A14B has two experts, which are trained together or, by ``lora.components``, one alone.
 
@@ -113,14 +115,17 @@ class Wan(ExpertFamily):
 
     @property
     def size_divisor(self) -> int:
+        """16; 32 with TI2V-5B."""
         return _PATCH * int(self._vae_config["scale_factor_spatial"])
 
     @property
     def default_num_frames(self) -> int:
+        """81; 121 with TI2V-5B."""
         return 121 if self._is_ti2v else 81
 
     @property
     def default_fps(self) -> float:
+        """16; 24 with TI2V-5B."""
         return 24.0 if self._is_ti2v else 16.0
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:

@@ -11,6 +11,7 @@ RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 def test_there_are_recipes():
     assert {path.name for path in RECIPES} >= {
+        "chroma_lora.yaml",
         "flux2_klein_edit_lora.yaml",
         "flux2_klein_lora.yaml",
         "flux2_lora.yaml",
@@ -113,9 +114,10 @@ def test_the_edit_recipes_have_a_picture_for_each_input_of_data_and_previews(nam
     assert config.train.micro_batch_size == 1
 
 
-def test_the_flux_recipe_fits_the_real_model():
-    config = load_config("flux_lora.yaml").config
-    assert (config.model.family, config.model.dtype) == ("flux", "bfloat16")
+@pytest.mark.parametrize("family", ["flux", "chroma"])
+def test_the_recipes_of_flux_and_chroma_fit_the_real_models(family):
+    config = load_config(f"{family}_lora.yaml").config
+    assert (config.model.family, config.model.dtype) == (family, "bfloat16")
     assert (config.data.resolutions, config.data.given_sizes) == ([1024], [])
     assert config.train.use_gradient_checkpointing
 

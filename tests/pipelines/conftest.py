@@ -7,6 +7,15 @@ from family_sample import Sample, build_sample, small_edit_inputs
 
 from diffsynth_lite.pipelines import family_names
 
+ELSEWHERE = "my_families.aura_flow"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the tests of the contract on each family: those there are, or those named on the command line."""
+    if "sample" in metafunc.fixturenames:
+        names = metafunc.config.getoption("--family") or [*family_names(), ELSEWHERE]
+        metafunc.parametrize("sample", names, indirect=True, scope="module")
+
 
 @pytest.fixture(scope="module")
 def _small_inputs() -> Iterator[None]:
@@ -14,7 +23,7 @@ def _small_inputs() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=family_names())
+@pytest.fixture(scope="module")
 def sample(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, _small_inputs: None
 ) -> Sample:

@@ -15,36 +15,36 @@ SIGMA = torch.tensor([0.1, 0.5, 0.9])
 
 
 @pytest.fixture(scope="module", params=["ltx_video", "wan"])
-def sample(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sample:
+def clips(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sample:
     """Three clips of 3 latent frames, of 8 tokens each."""
     pipeline = ti2v() if request.param == "wan" else None
     return build_sample(request.param, tmp_path_factory.mktemp(request.param), pipeline)
 
 
 @pytest.fixture(scope="module")
-def started(sample: Sample) -> Sample:
+def started(clips: Sample) -> Sample:
     """The same clips, of which the last two start from a picture."""
-    media = [sample.media[0]] + [
+    media = [clips.media[0]] + [
         dataclasses.replace(item, first_frame=picture(128, 64, 40 + place))
-        for place, item in enumerate(sample.media[1:])
+        for place, item in enumerate(clips.media[1:])
     ]
-    encoded = sample.family.load_media_encoder(torch.float32, CPU)(media)
-    assert torch.equal(torch.stack([tensors.pop("latents") for tensors in encoded]), sample.latents)
+    encoded = clips.family.load_media_encoder(torch.float32, CPU)(media)
+    assert torch.equal(torch.stack([tensors.pop("latents") for tensors in encoded]), clips.latents)
     masks = [tensors.pop("loss_mask", None) for tensors in encoded]
     assert masks[0] is None
     assert all(torch.equal(mask, masks[1]) for mask in masks[1:])
-    conditioning = [old | new for old, new in zip(sample.conditioning, encoded, strict=True)]
-    return dataclasses.replace(sample, media=media, conditioning=conditioning)
+    conditioning = [old | new for old, new in zip(clips.conditioning, encoded, strict=True)]
+    return dataclasses.replace(clips, media=media, conditioning=conditioning)
 
 
-def test_the_latents_of_a_first_frame_are_those_of_the_clips_own(sample: Sample) -> None:
-    clip = dataclasses.replace(sample.media[0], first_frame=sample.media[0].frames[0])
-    (encoded,) = sample.family.load_media_encoder(torch.float32, CPU)([clip])
+def test_the_latents_of_a_first_frame_are_those_of_the_clips_own(clips: Sample) -> None:
+    clip = dataclasses.replace(clips.media[0], first_frame=clips.media[0].frames[0])
+    (encoded,) = clips.family.load_media_encoder(torch.float32, CPU)([clip])
     # The autoencoder is causal: a first frame knows nothing of those behind it.
     torch.testing.assert_close(
         encoded["first_frame_latents"], encoded["latents"][:, :1], rtol=1e-4, atol=1e-5
     )
-    assert encoded["loss_mask"].shape == (1, *sample.latents.shape[2:])
+    assert encoded["loss_mask"].shape == (1, *clips.latents.shape[2:])
     assert encoded["loss_mask"].mean((0, 2, 3)).tolist() == [0, 1, 1]
 
 
@@ -133,25 +133,25 @@ def test_clips_with_and_without_a_first_frame_share_a_batch(started: Sample) -> 
         ({"first_frame": picture(128, 64, 9), "frames": (picture(128, 64, 9),)}, "clip of 1 frame"),
     ],
 )
-def test_what_cannot_be_learned_is_refused(sample: Sample, change: dict[str, Any], message: str) -> None:
-    encode = sample.family.load_media_encoder(torch.float32, CPU)
+def test_what_cannot_be_learned_is_refused(clips: Sample, change: dict[str, Any], message: str) -> None:
+    encode = clips.family.load_media_encoder(torch.float32, CPU)
     with pytest.raises(UserError, match=message):
-        encode([dataclasses.replace(sample.media[0], **change)])
+        encode([dataclasses.replace(clips.media[0], **change)])
 
 
-def test_a_preview_from_a_picture_has_its_size_and_follows_it(sample: Sample) -> None:
-    transformer = sample.family.load_transformer(torch.float32)
-    request = sample.request(num_inference_steps=2, guidance_scale=2.0, seed=5)
+def test_a_preview_from_a_picture_has_its_size_and_follows_it(clips: Sample) -> None:
+    transformer = clips.family.load_transformer(torch.float32)
+    request = clips.request(num_inference_steps=2, guidance_scale=2.0, seed=5)
     requests = [dataclasses.replace(request, inputs=(picture(150, 150, quality),)) for quality in (5, 5, 60)]
-    first, again, other = sample.family.sample(transformer, torch.float32, requests)
-    assert [frame.size for frame in first] == [(128, 64)] * len(sample.media[0].frames)
+    first, again, other = clips.family.sample(transformer, torch.float32, requests)
+    assert [frame.size for frame in first] == [(128, 64)] * len(clips.media[0].frames)
     assert [frame.tobytes() for frame in first] == [frame.tobytes() for frame in again]
     assert first[0].tobytes() != other[0].tobytes()
 
 
-def test_previews_in_bf16_may_start_from_pictures(sample: Sample) -> None:
-    transformer = sample.family.load_transformer(torch.bfloat16)
-    request = sample.request(num_inference_steps=2, guidance_scale=1.0, seed=5)
+def test_previews_in_bf16_may_start_from_pictures(clips: Sample) -> None:
+    transformer = clips.family.load_transformer(torch.bfloat16)
+    request = clips.request(num_inference_steps=2, guidance_scale=1.0, seed=5)
     request = dataclasses.replace(request, inputs=(picture(150, 150, 5),))
-    (frames,) = sample.family.sample(transformer, torch.float32, [request])
-    assert len(frames) == len(sample.media[0].frames)
+    (frames,) = clips.family.sample(transformer, torch.float32, [request])
+    assert len(frames) == len(clips.media[0].frames)

@@ -1,6 +1,6 @@
 """Gradient checkpointing of single blocks, with their inputs parked in host memory, and its report."""
 
-from diffsynth_lite.core.gradient.blocks import blocks_of, blocks_run_by, count_blocks
+from diffsynth_lite.core.gradient.blocks import blocks_in, blocks_of, blocks_run_by, count_blocks
 from diffsynth_lite.core.gradient.checkpoint import block_runner, gradient_checkpoint_forward
 from diffsynth_lite.core.gradient.engine import GradientEngine
 from diffsynth_lite.core.gradient.host_pool import HostBytesError
@@ -29,6 +29,7 @@ __all__ = [
     "Selection",
     "Treatment",
     "block_runner",
+    "blocks_in",
     "blocks_of",
     "blocks_run_by",
     "count_blocks",

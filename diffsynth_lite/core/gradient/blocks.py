@@ -87,11 +87,21 @@ def count_blocks(model: nn.Module, block_lists: Sequence[str]) -> int:
         model: a diffusers model, plain or wrapped for distributed training or by ``torch.compile``.
         block_lists: names of its module lists.
     """
+    return len(blocks_in(model, block_lists))
+
+
+def blocks_in(model: nn.Module, block_lists: Sequence[str]) -> list[nn.Module]:
+    """The blocks of ``model``, unchecked, quickly enough for every forward pass.
+
+    Args:
+        model: a diffusers model, plain or wrapped for distributed training or by ``torch.compile``.
+        block_lists: names of its module lists.
+    """
     for attribute in ("module", "_orig_mod"):
         while isinstance(getattr(model, attribute, None), nn.Module):
             model = getattr(model, attribute)
     lists = (model.get_submodule(block_list) for block_list in block_lists)
-    return sum(len(modules) for modules in lists if isinstance(modules, nn.ModuleList))
+    return [block for modules in lists if isinstance(modules, nn.ModuleList) for block in modules]
 
 
 def _hooked(model: nn.Module) -> list[nn.Module]:

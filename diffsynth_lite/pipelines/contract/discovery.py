@@ -76,6 +76,11 @@ def _family_in(module: ModuleType) -> type[ModelFamily]:
 
 def _unknown(name: str) -> UserError:
     known = family_names()
+    if "." in name:
+        place = "Python finds no such module: install its package or name its folder in PYTHONPATH"
+        return UserError(
+            f"model.family: unknown family {name!r}; {place}; built-in families: {', '.join(known)}"
+        )
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return UserError(

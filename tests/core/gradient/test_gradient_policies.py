@@ -29,6 +29,7 @@ from diffsynth_lite.core.gradient import (
     GradientReport,
     Treatment,
     block_runner,
+    blocks_in,
     blocks_of,
     blocks_run_by,
     count_blocks,
@@ -241,3 +242,5 @@ def test_blocks_are_counted_through_wrappers() -> None:
     compiled, wrapped = torch.nn.Module(), torch.nn.Module()
     compiled._orig_mod, wrapped.module = model, compiled
     assert count_blocks(wrapped, lists) == 4
+    found = blocks_in(wrapped, lists)
+    assert all(block is other for block, other in zip(found, blocks_of(model, lists), strict=True))

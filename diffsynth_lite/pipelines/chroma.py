@@ -1,0 +1,185 @@
+"""This file trains Chroma (text to image), made from FLUX.1 schnell: T5 prompts alone, and a mask for them.
+
+Layouts: b batch, c latent channels, h and w latent height and width; l tokens, d channels.
+Sources: diffusers ``transformer_chroma.py`` and ``pipeline_chroma.py``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from diffusers import ChromaPipeline, ChromaTransformer2DModel, FlowMatchEulerDiscreteScheduler
+from transformers import T5EncoderModel
+
+from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_in, blocks_run_by
+from diffsynth_lite.media import Prompt
+from diffsynth_lite.pipelines.contract.packed_pictures import pack_pictures, unpack_picture
+from diffsynth_lite.pipelines.contract.padding import pad_tokens
+from diffsynth_lite.pipelines.contract.samples import Conditioning, PreviewRequest
+from diffsynth_lite.pipelines.flux import Flux, dtype_and_device
+from diffsynth_lite.testing.autoencoders import tiny_flux_vae
+from diffsynth_lite.testing.seeding import seeded
+from diffsynth_lite.testing.text_encoders import tiny_t5
+from diffsynth_lite.testing.tokenizers import t5_tokenizer
+
+
+def model_fn_chroma(
+    transformer: torch.nn.Module,
+    latents_bchw: torch.Tensor,
+    timestep: torch.Tensor,
+    prompt_embeds_bld: torch.Tensor,
+    prompt_embeds_mask: torch.Tensor | None = None,
+    *,
+    use_gradient_checkpointing: bool = False,
+    use_gradient_checkpointing_offload: bool = False,
+    policy: BlockPolicy | None = None,
+) -> torch.Tensor:
+    """One forward of Chroma, each transformer block run by the gradient engine.
+
+    Args:
+        transformer: a ``ChromaTransformer2DModel``, plain or wrapped by DDP.
+        latents_bchw: (B, 16, H, W), noisy normalised latents, H and W even.
+        timestep: (B,), noise level in [0, 1].
+        prompt_embeds_bld: (B, L, D) prompt embeddings of T5.
+        prompt_embeds_mask: (B, L), 1 for a token that the model sees and 0 for others; None when it sees all.
+        use_gradient_checkpointing: recompute each block in backward.
+        use_gradient_checkpointing_offload: also park each block's inputs in host memory.
+        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+
+    Returns:
+        (B, 16, H, W), the predicted velocity ``noise - latents``.
+    """
+    height, width = latents_bchw.shape[-2:]
+    tokens_bld, positions = pack_pictures([latents_bchw])
+    mask = None
+    if prompt_embeds_mask is not None:
+        # Truth values: torch adds numbers to the attention's scores, which hides nothing.
+        of_picture = torch.ones(tokens_bld.shape[:2], dtype=torch.bool, device=tokens_bld.device)
+        mask = torch.cat([prompt_embeds_mask.bool(), of_picture], dim=1)
+    blocks = blocks_in(transformer, Chroma.block_lists)
+    run = block_runner(
+        len(blocks), use_gradient_checkpointing, use_gradient_checkpointing_offload, policy=policy
+    )
+    # Not through diffusers' hook: with it, 0.42 calls the single-stream blocks without the mask.
+    with blocks_run_by(transformer, run, blocks=blocks):
+        velocity_bld = transformer(
+            hidden_states=tokens_bld,
+            timestep=timestep,
+            encoder_hidden_states=prompt_embeds_bld,
+            txt_ids=torch.zeros(prompt_embeds_bld.shape[1], 3, device=latents_bchw.device),
+            img_ids=positions,
+            attention_mask=mask,
+            return_dict=False,
+        )[0]
+    return unpack_picture(velocity_bld, height, width)
+
+
+class Chroma(Flux):
+    """Chroma1 Base and HD, from text.
+
+    19 dual-stream and 38 single-stream blocks as in FLUX.1, T5 prompts, 16 channels at 1/8 size. It knows no
+    guidance scale: previews are guided by the negative prompt. No layer of the last block is dead.
+    Chroma1-Radiance, which has no autoencoder, is not covered.
+
+    The model sees the tokens of its prompt and one of the padding behind them, as in its own training. The
+    rest of the padding is cut away, so that prompts of one length need no mask. ``ChromaPipeline`` of
+    diffusers 0.42 hides none of it: its mask is of numbers, which torch adds to the attention's scores
+    (diffusers issue 12116). Previews see what training sees; to draw the same elsewhere, give the pipeline
+    what its ``encode_prompt`` returns, with ``prompt_attention_mask.bool()``, and so for the negative prompt.
+    """
+
+    pipelines = (ChromaPipeline,)
+    transformer_class = ChromaTransformer2DModel
+    components = ("transformer", "text_encoder", "vae")
+    components_without_weights = ("scheduler", "tokenizer")
+    prompt_tokenizer = "tokenizer"
+
+    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
+        parts = (self.folder.fingerprint(name) for name in ("text_encoder", "tokenizer"))
+        return f"chroma/prompt/1 {' '.join(parts)} {dtype} {self.max_prompt_tokens}"
+
+    def load_prompt_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
+        pipeline = self._assemble(
+            text_encoder=self.load_component(T5EncoderModel, "text_encoder", dtype).to(device),
+            tokenizer=self.load_tokenizer(),
+        )
+
+        @torch.no_grad()
+        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
+            embeds_bld, _, mask, *_ = pipeline.encode_prompt(
+                [prompt.text for prompt in prompts],
+                device=device,
+                do_classifier_free_guidance=False,
+                max_sequence_length=self.max_prompt_tokens,
+            )
+            # Text positions are all zero, so that what is hidden adds nothing to any output.
+            return [
+                {"prompt_embeds": row[:length].cpu().clone()}
+                for row, length in zip(embeds_bld, mask.bool().sum(1).tolist(), strict=True)
+            ]
+
+        return encode
+
+    def predict(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+        *,
+        use_gradient_checkpointing: bool = False,
+        use_gradient_checkpointing_offload: bool = False,
+    ) -> torch.Tensor:
+        like = dtype_and_device(transformer)
+        embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning])
+        return model_fn_chroma(
+            transformer,
+            noisy_latents.to(**like),
+            sigma,
+            embeds_bld.to(**like),
+            None if mask is None else mask.to(like["device"]),
+            use_gradient_checkpointing=use_gradient_checkpointing,
+            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+        )
+
+    def _prompt_arguments(self, request: PreviewRequest, like: dict[str, Any]) -> dict[str, Any]:
+        arguments = {"guidance_scale": request.guidance_scale, **_seen(request.conditioning, like)}
+        if request.guidance_scale > 1:
+            arguments |= _seen(request.negative, like, "negative_")
+        return arguments
+
+
+def _seen(conditioning: Conditioning, like: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+    """A prompt as the pipeline takes it: all of its embeddings are seen."""
+    embeds_bld = conditioning["prompt_embeds"][None].to(**like)
+    mask = torch.ones(embeds_bld.shape[:2], dtype=torch.bool, device=like["device"])
+    return {f"{prefix}prompt_embeds": embeds_bld, f"{prefix}prompt_attention_mask": mask}
+
+
+def tiny() -> ChromaPipeline:
+    """A random, complete and small pipeline of the real classes, built offline in a second.
+
+    Two blocks of each kind, of 32 channels; 16 latent channels at 1/8 size with the real model's statistics.
+    """
+    tokenizer = t5_tokenizer()
+    text_encoder = tiny_t5(tokenizer)
+    with seeded(0):
+        transformer = ChromaTransformer2DModel(
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=text_encoder.config.d_model,
+            axes_dims_rope=(4, 6, 6),
+            approximator_hidden_dim=32,
+            approximator_layers=2,
+        )
+    return ChromaPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=tiny_flux_vae(),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        transformer=transformer,
+    )

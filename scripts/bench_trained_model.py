@@ -1,0 +1,93 @@
+"""A model of any kind, ready for training steps on any device; on meta nothing of them is computed."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+
+class TrainedModel:
+    """A model with an input, ready for training steps.
+
+    Args:
+        model: with its blocks as they are; it is put into training mode.
+        device: cpu, cuda, or meta, where nothing is computed but every tensor has its size.
+        dtype: of the weights.
+        lora: adapters to train; the model's own weights are then frozen. None: they train.
+        adapter_dtype: of the adapters' weights.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        dtype: torch.dtype,
+        lora: LoraConfig | None = None,
+        adapter_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.device, self.model = device, model.train()
+        _cast_weights(self.model, dtype)
+        if lora is not None:
+            self.model.requires_grad_(False)
+            self.model.add_adapter(lora)
+            for weight in self.trained():
+                weight.data = weight.data.to(device, adapter_dtype)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(weight.nbytes for weight in self.model.parameters())
+
+    def trained(self) -> list[nn.Parameter]:
+        """The weights that train."""
+        return [weight for weight in self.model.parameters() if weight.requires_grad]
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of ``loss``."""
+        if self.device.type != "meta":
+            loss.backward()
+            return
+        with self.attention():
+            # What backward() calls: itself it would leave the scope, which the recompute needs.
+            torch.autograd.Variable._execution_engine.run_backward(
+                (loss,),
+                (torch.ones_like(loss),),
+                False,
+                False,
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
+
+    def attention(self) -> AbstractContextManager[Any]:
+        """Scope in which attention is one kernel, also on meta."""
+        return FusedAttention() if self.device.type == "meta" else nullcontext()
+
+
+class FusedAttention(TorchFunctionMode):
+    """Scope in which attention runs in one kernel, as on other devices; on meta torch takes it apart."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return _attend(*args, **(kwargs or {}))
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=attn_mask)[
+        0
+    ]
+
+
+def _cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast to ``dtype``, but for the parts that ``from_pretrained`` keeps in float32."""
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, weight in model.named_parameters():
+        if kept.isdisjoint(name.split(".")):
+            weight.data = weight.data.to(dtype)

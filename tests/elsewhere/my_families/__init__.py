@@ -1,0 +1,1 @@
+"""Model families kept outside of diffsynth_lite."""

@@ -1,0 +1,187 @@
+"""This file trains AuraFlow (text to image) from outside of diffsynth_lite: ``my_families.aura_flow``.
+
+Layouts: b batch, c latent channels, h and w latent height and width; l tokens, d channels.
+Sources: diffusers ``auraflow_transformer_2d.py`` and ``pipeline_aura_flow.py``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from diffusers import (
+    AuraFlowPipeline,
+    AuraFlowTransformer2DModel,
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+)
+from PIL.Image import Image
+from transformers import UMT5EncoderModel
+
+from diffsynth_lite.core.gradient import block_runner, blocks_run_by, count_blocks
+from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.pipelines import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
+from diffsynth_lite.testing.seeding import seeded
+from diffsynth_lite.testing.text_encoders import tiny_umt5
+from diffsynth_lite.testing.tokenizers import t5_tokenizer
+
+BLOCK_LISTS = ("joint_transformer_blocks", "single_transformer_blocks")
+
+
+def model_fn_aura_flow(
+    transformer: torch.nn.Module,
+    latents_bchw: torch.Tensor,
+    timestep: torch.Tensor,
+    prompt_embeds_bld: torch.Tensor,
+    *,
+    use_gradient_checkpointing: bool = False,
+    use_gradient_checkpointing_offload: bool = False,
+) -> torch.Tensor:
+    """The predicted velocity ``noise - latents``; ``timestep`` is the noise level, in [0, 1]."""
+    num_blocks = count_blocks(transformer, BLOCK_LISTS)
+    run = block_runner(num_blocks, use_gradient_checkpointing, use_gradient_checkpointing_offload)
+    with blocks_run_by(transformer, run):
+        velocity_bchw: torch.Tensor = transformer(
+            hidden_states=latents_bchw,
+            encoder_hidden_states=prompt_embeds_bld,
+            timestep=timestep,
+            return_dict=False,
+        )[0]
+    return velocity_bchw
+
+
+class AuraFlow(DiffusersFamily):
+    """AuraFlow: 4 dual-stream and 32 single-stream blocks, prompts of T5, 4 channels at 1/8 size."""
+
+    pipelines = (AuraFlowPipeline,)
+    transformer_class = AuraFlowTransformer2DModel
+    components = ("transformer", "text_encoder", "vae")
+    block_lists = BLOCK_LISTS
+    size_divisor = 16
+    max_prompt_tokens = 256
+    default_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
+
+    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
+        parts = [self.folder.fingerprint(name) for name in ("text_encoder", "tokenizer")]
+        return f"aura_flow/prompt/1 {' '.join(parts)} {dtype}"
+
+    def load_prompt_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
+        encoder = self.load_component(UMT5EncoderModel, "text_encoder", dtype).to(device)
+        pipeline = self._assemble(text_encoder=encoder, tokenizer=self.load_tokenizer())
+
+        @torch.no_grad()
+        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
+            embeds_bld, *_ = pipeline.encode_prompt(
+                [prompt.text for prompt in prompts],
+                do_classifier_free_guidance=False,
+                device=device,
+                max_sequence_length=self.max_prompt_tokens,
+            )
+            # All rows: those of the padding are zeros, and the model sees them.
+            return [{"prompt_embeds": row.cpu().clone()} for row in embeds_bld]
+
+        return encode
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        return f"aura_flow/latents/1 {self.folder.fingerprint('vae')} {dtype}"
+
+    def load_media_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
+        vae = self.load_component(AutoencoderKL, "vae", dtype).to(device)
+        processor = self._assemble(vae=vae).image_processor
+
+        @torch.no_grad()
+        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
+            pixels_bchw = processor.preprocess([item.frames[0] for item in media]).to(device, dtype)
+            latents_bchw = vae.encode(pixels_bchw).latent_dist.mode().float().cpu()
+            return [{"latents": latents * vae.config.scaling_factor} for latents in latents_bchw]
+
+        return encode
+
+    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
+        return self.folder.component_config("vae")["latent_channels"], height // 8, width // 8
+
+    def num_tokens(self, latents_shape: Sequence[int]) -> int:
+        return latents_shape[-2] * latents_shape[-1] // 4
+
+    def predict(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+        *,
+        use_gradient_checkpointing: bool = False,
+        use_gradient_checkpointing_offload: bool = False,
+    ) -> torch.Tensor:
+        weight = next(transformer.parameters())
+        return model_fn_aura_flow(
+            transformer,
+            noisy_latents.to(weight),
+            sigma,
+            torch.stack([sample["prompt_embeds"] for sample in conditioning]).to(weight),
+            use_gradient_checkpointing=use_gradient_checkpointing,
+            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+        )
+
+    def sample(
+        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
+    ) -> list[list[Image]]:
+        weight = next(transformer.parameters())
+        vae = self.load_component(AutoencoderKL, "vae", vae_dtype).to(weight.device)
+        pipeline = self._assemble(vae=vae, transformer=transformer, scheduler=self.load_scheduler())
+        pipeline.set_progress_bar_config(disable=True)
+        return [self._draw(pipeline, request, weight) for request in requests]
+
+    def _draw(self, pipeline: Any, request: PreviewRequest, weight: torch.Tensor) -> list[Image]:
+        prompts = {"prompt": request.conditioning, "negative_prompt": request.negative}
+        arguments: dict[str, torch.Tensor] = {}
+        for name, conditioning in prompts.items():
+            embeds_bld = conditioning["prompt_embeds"][None].to(weight)
+            # The pipeline asks for a mask that it does not use.
+            arguments |= {f"{name}_embeds": embeds_bld, f"{name}_attention_mask": torch.ones_like(embeds_bld)}
+        pictures: list[Image] = pipeline(
+            **arguments,
+            guidance_scale=request.guidance_scale,
+            width=request.width,
+            height=request.height,
+            num_inference_steps=request.num_inference_steps,
+            generator=torch.Generator().manual_seed(request.seed),
+        ).images
+        return pictures
+
+    def _assemble(self, **components: Any) -> AuraFlowPipeline:
+        names = (*self.components, *self.components_without_weights)
+        return AuraFlowPipeline(**{name: components.get(name) for name in names})
+
+
+def tiny() -> AuraFlowPipeline:
+    """A random, complete and small pipeline of the real classes, built offline in a second."""
+    tokenizer = t5_tokenizer()
+    text_encoder = tiny_umt5(tokenizer)
+    with seeded(0):
+        transformer = AuraFlowTransformer2DModel(
+            num_mmdit_layers=2,
+            num_single_dit_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=text_encoder.config.d_model,
+            caption_projection_dim=32,
+            pos_embed_max_size=64,
+        )
+        vae = AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            block_out_channels=(4, 4, 4, 4),
+            norm_num_groups=2,
+        ).eval()
+    return AuraFlowPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
+        vae=vae,
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        transformer=transformer,
+    )

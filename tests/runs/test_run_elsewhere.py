@@ -1,0 +1,60 @@
+"""A run with a family that is kept outside of the package and given by the dotted path of its module."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AuraFlowPipeline
+from my_families.aura_flow import tiny
+from tiny_run import REPOSITORY, TinyRun, make_run, start
+
+FAMILY = "my_families.aura_flow"
+ELSEWHERE = REPOSITORY / "tests" / "elsewhere"
+SETTINGS = (
+    *(f"model.family={FAMILY}", "train.steps=3", "validation.prompts=[a red circle]"),
+    "train.use_gradient_checkpointing_offload=true",
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> TinyRun:
+    model = tmp_path / "model"
+    tiny().save_pretrained(model)
+    made = make_run(tmp_path, model)
+    return TinyRun(root=made.root, config=made.config, settings=SETTINGS)
+
+
+def outcome(run: TinyRun) -> tuple[int, str]:
+    process = start(run)
+    _, printed = process.communicate(timeout=300)
+    return process.returncode, printed
+
+
+def test_train_py_trains_a_family_from_a_folder_on_pythonpath(
+    run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = (str(ELSEWHERE), os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folder for folder in folders if folder))
+    code, printed = outcome(run)
+    assert (code, run.status()["state"]) == (0, "finished"), printed
+    assert [row["step"] for row in run.metrics() if "loss" in row] == [1, 2, 3]
+    # Four blocks, and two micro-batches a step.
+    assert next(row["blocks_recomputed"] for row in run.metrics() if "blocks_recomputed" in row) == 8
+    assert len(list((run.folder / "previews").glob("step-00000003-*.png"))) == 1
+    pipeline = AuraFlowPipeline.from_pretrained(run.root / "model")
+    pipeline.load_lora_weights(run.folder / "lora")
+    names = {name: weight for name, weight in pipeline.transformer.named_parameters() if ".lora_B." in name}
+    assert len(names) == 4 * 4
+    assert all(torch.count_nonzero(weight) for weight in names.values())
+
+
+def test_a_family_that_python_does_not_find_is_named_in_one_line(
+    run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    code, printed = outcome(run)
+    assert code == 2
+    assert f"model.family: unknown family '{FAMILY}'" in printed
+    assert "PYTHONPATH" in printed
+    assert "Traceback" not in printed

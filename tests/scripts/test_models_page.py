@@ -1,0 +1,81 @@
+"""docs/models.md says what the families' files and the recipes say."""
+
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+from models_page import BY_THE_FOLDER, facts, read_recipes, render_models_page
+
+from diffsynth_lite.pipelines import ModelFamily, family_names, load_family
+from diffsynth_lite.pipelines.wan import Wan
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIGS = REPOSITORY / "configs"
+PAGE = REPOSITORY / "docs" / "models.md"
+
+
+def test_the_page_is_the_one_that_is_generated() -> None:
+    assert PAGE.read_text(encoding="utf-8") == render_models_page(CONFIGS), "run scripts/generate_docs.py"
+
+
+def test_every_family_has_a_row_and_a_section_and_every_recipe_stands_in_both() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    table, *sections = page.split("\n## ")
+    assert [section.splitlines()[0] for section in sections] == family_names()
+    by_family = dict(zip(family_names(), sections, strict=True))
+    recipes = read_recipes(CONFIGS)
+    assert {recipe.name for recipe in recipes} == {path.name for path in CONFIGS.glob("*.yaml")}
+    for recipe in recipes:
+        (row,) = [line for line in table.splitlines() if line.startswith(f"| [`{recipe.family}`]")]
+        assert f"(../configs/{recipe.name})" in row
+        assert f"(../configs/{recipe.name})" in by_family[recipe.family]
+
+
+@pytest.mark.parametrize("name", family_names())
+def test_a_family_says_what_it_covers_in_one_line(name: str) -> None:
+    first, _, rest = (load_family(name).__doc__ or "").partition("\n")
+    assert first.endswith(".")
+    assert not rest.split("\n")[0].strip()
+
+
+def test_facts_that_depend_on_the_folder_are_those_of_the_docstrings() -> None:
+    said = facts(Wan)
+    assert said["width and height, multiples of"] == "16; 32 with TI2V-5B"
+    assert (said["frames"], said["frames a second"]) == ("4 k + 1", "16; 24 with TI2V-5B")
+    assert said["LoRA file"].endswith("of `WanLoraLoaderMixin`")
+    assert "input pictures" not in said
+
+
+def test_a_family_of_other_parts_than_diffusers_transformers_has_facts_too() -> None:
+    class Other(ModelFamily):
+        """Another."""
+
+        pipeline_classes = ("OtherPipeline",)
+        components = ("unet", "vae")
+        record_kinds = ("edit",)
+        max_prompt_tokens = 77
+        default_target_modules = ("to_q",)
+
+        @cached_property
+        def block_lists(self) -> tuple[str, ...]:
+            """Those of the UNet's levels."""
+            return tuple(self.folder.pipeline_config())
+
+        @property
+        def size_divisor(self) -> int:
+            return 8
+
+        def save_lora(self, *_: object) -> Path:
+            """Two files.
+
+            With more to say of them.
+            """
+            return Path()
+
+    said = facts(Other)
+    assert said["blocks, in call order"] == "Those of the UNet's levels"
+    assert said["input pictures"] == "any number"
+    assert said["width and height, multiples of"] == BY_THE_FOLDER
+    assert said["LoRA file"] == "Two files"
+    assert "model" not in said
+    assert "frames" not in said
