@@ -1,5 +1,6 @@
 """This file keeps the history of a run: each start, what it continued, where it ran, what was changed."""
 
+import logging
 import platform
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -12,6 +13,8 @@ from diffsynth_lite import __version__
 from diffsynth_lite.training.checkpoints import Checkpoint
 from diffsynth_lite.training.contract import Change
 
+logger = logging.getLogger(__name__)
+
 Lineage = list[dict[str, Any]]
 """One entry for each start, the first one first."""
 
@@ -21,7 +24,7 @@ _PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 def extended_lineage(
     checkpoint: Checkpoint | None, changes: Sequence[Change], accelerator: Accelerator
 ) -> Lineage:
-    """The history in a checkpoint, and this start.
+    """The history in a checkpoint, and this start; warns of what was changed.
 
     Args:
         checkpoint: that the run continues from; None starts one.
@@ -38,5 +41,7 @@ def extended_lineage(
         "versions": {"diffsynth_lite": __version__} | {name: version(name) for name in _PACKAGES},
         "changed": {change.key: {"from": change.old, "to": change.new} for change in changes},
     }
+    for change in changes:
+        logger.warning("resume.allow: %s from step %d on.", change, entry["step"])
     earlier = checkpoint.documents["state"].get("lineage", []) if checkpoint else []
     return [*earlier, entry]

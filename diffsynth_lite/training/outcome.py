@@ -72,8 +72,9 @@ def shortages_explained() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise RunStoppedError(
-            f"out of memory: {str(error).splitlines()[0]} What helps most: "
-            "--use_gradient_checkpointing_offload, a lower train.micro_batch_size"
+            f"out of memory before training: {str(error).splitlines()[0]} What helps: smaller pictures or "
+            "shorter clips (data.resolutions, data.sizes, data.frame_counts), model.vae_dtype: bfloat16, "
+            "model.text_encoder_dtype: bfloat16"
         ) from error
     except HostBytesError as error:
         raise UserError(

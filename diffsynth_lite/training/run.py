@@ -14,17 +14,19 @@ from diffusers.training_utils import free_memory
 from rich.console import Console
 
 from diffsynth_lite.config import Config, LoadedConfig
-from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
+from diffsynth_lite.core.gradient import gradient_engine
 from diffsynth_lite.errors import RunInterrupted
-from diffsynth_lite.training.actions import EngineReport, Evaluate, LogMetrics, every
+from diffsynth_lite.training.actions import Evaluate, LogMetrics, every
 from diffsynth_lite.training.builder import (
     BuiltRun,
     build_accelerator,
     build_average,
     build_engine,
+    build_engine_report,
     build_optimizer,
     build_run,
     build_transformer,
+    build_workload,
 )
 from diffsynth_lite.training.caching import encode_run
 from diffsynth_lite.training.checkpoints import Checkpoint, CheckpointStore
@@ -32,6 +34,7 @@ from diffsynth_lite.training.contract import Contract, data_contract, settings_c
 from diffsynth_lite.training.files import write_json_atomic, write_text_atomic
 from diffsynth_lite.training.lineage import Lineage, extended_lineage
 from diffsynth_lite.training.loop import run_loop
+from diffsynth_lite.training.memory_advice import out_of_memory_explained
 from diffsynth_lite.training.metrics import MetricsFile
 from diffsynth_lite.training.outcome import outcome_recorded, shortages_explained
 from diffsynth_lite.training.patience import Patience
@@ -137,8 +140,6 @@ def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None,
     micro_batch_size = setting.config.train.micro_batch_size
     contract = contract | data_contract(encoded.items, micro_batch_size=micro_batch_size)
     changes = setting.origin.changes(contract, checkpoint)
-    for change in changes:
-        logger.warning("resume.allow: %s from step %d on.", change, start_step)
     lineage = extended_lineage(checkpoint, changes, setting.accelerator)
     run_id = checkpoint.documents["state"]["run_id"] if checkpoint else uuid.uuid4().hex[:12]
     _prepare_folder(setting, contract, lineage, run_id, start_step)
@@ -177,7 +178,9 @@ def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None,
         best=checkpoint.documents["state"].get("best") if checkpoint else None,
     )
     try:
-        step = _loop(setting, built, saver, stop, start_step)
+        workload = build_workload(setting.config, setting.checked, encoded)
+        with out_of_memory_explained(workload, transformer, optimizer):
+            step = _loop(setting, built, saver, stop, start_step)
     finally:
         # The wrapped model goes before its process group: as the group's last owner it deadlocked in torch's
         # destructor, in 1 of 7 runs on two gloo processes.
@@ -238,7 +241,7 @@ def _loop(setting: _Setting, built: BuiltRun, saver: Saver, stop: StopRequest, s
             start_step=start_step,
             total_steps=train.steps,
             after_step=(
-                _engine_report(setting, engine, metrics).after_step,
+                build_engine_report(config, setting.checked, engine, metrics, accelerator).after_step,
                 progress.update,
                 log_metrics.after_step,
                 # First, so that a checkpoint knows whether it is the best.
@@ -252,20 +255,6 @@ def _loop(setting: _Setting, built: BuiltRun, saver: Saver, stop: StopRequest, s
     if step < train.steps or start_step == step:
         saver.save(step)
     return step
-
-
-def _engine_report(setting: _Setting, engine: GradientEngine, metrics: MetricsLog) -> EngineReport:
-    train, accelerator = setting.config.train, setting.accelerator
-    micro_batches_per_step = train.global_batch_size // (train.micro_batch_size * accelerator.num_processes)
-    return EngineReport(
-        engine=engine,
-        use_gradient_checkpointing=train.use_gradient_checkpointing,
-        use_gradient_checkpointing_offload=train.use_gradient_checkpointing_offload,
-        save_attention=setting.config.memory.save_attention != "no",
-        expected_block_runs=setting.checked.num_blocks * micro_batches_per_step,
-        expected_checkpointed=setting.checked.num_selected_blocks * micro_batches_per_step,
-        metrics=metrics,
-    )
 
 
 def _prepare_folder(

@@ -1,6 +1,7 @@
 """Whole runs with what saves memory: it has its effect, proves it, and changes no weight."""
 
 import pytest
+import torch
 from tiny_run import TinyRun, checkpoint_tensors, differing
 
 
@@ -53,3 +54,17 @@ def test_a_host_memory_too_small_for_one_block_stops_the_run_before_the_first_st
     assert tiny_run.train("--use_gradient_checkpointing_offload", "memory.host_gib=0.000004") == 2
     assert "memory.host_gib: 4e-06 GiB do not hold the" in caplog.text
     assert not any("grad_norm" in row for row in tiny_run.metrics())
+
+
+def test_a_full_device_ends_the_run_with_the_settings_that_would_help(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_args: object, **_kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+
+    monkeypatch.setattr("diffsynth_lite.pipelines.qwen_image.QwenImage.predict", fail)
+    assert tiny_run.train("validation.loss_items=0", "validation.prompts=[]") == 3
+    assert "--use_gradient_checkpointing_offload (about" in caplog.text
+    assert "train.micro_batch_size: 1" in caplog.text
+    assert "MiB of frozen weights" in caplog.text
+    assert tiny_run.status()["state"] == "stopped"

@@ -1,0 +1,139 @@
+"""This file answers a full device: what its memory was used for, and which settings would help most."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from diffsynth_lite.errors import RunStoppedError
+
+_ACTIVATIONS_PER_INPUT = 20
+"""What a block keeps without checkpointing, as a multiple of its input: 19 to 40 in the models measured in
+docs/benchmarks.md; the least of them, so that no more is promised than is held."""
+_BYTES_PER_VALUE = 2
+"""Of activations under autocast."""
+_NUM_LEVERS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A step in the terms of the settings that decide what it holds.
+
+    Attributes:
+        tokens: of one sample of the largest bucket.
+        width: values of a token between blocks; None where the model does not say.
+        micro_batch_size: samples in a forward.
+        num_blocks: of the model.
+        num_checkpointed: those of them that are checkpointed; 0 with checkpointing off.
+        offloads: whether the inputs of these are parked in host memory.
+        has_token_budget: whether that decides how many samples go through at once.
+        in_float32: whether the frozen weights are.
+    """
+
+    tokens: int
+    width: int | None
+    micro_batch_size: int
+    num_blocks: int
+    num_checkpointed: int
+    offloads: bool
+    has_token_budget: bool
+    in_float32: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Bytes on the device: of frozen weights, of what is trained with its optimizer, and at most of all."""
+
+    weights: int
+    trained: int
+    peak: int | None
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> "MemoryUse":
+        """What a model and its optimizer hold, and the device's own count where it has one."""
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        state = [value for entry in optimizer.state.values() for value in entry.values()]
+        device = next(model.parameters()).device
+        return cls(
+            weights=_num_bytes(frozen),
+            # Each of them has a gradient too.
+            trained=2 * _num_bytes(trained) + _num_bytes(state),
+            peak=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        )
+
+    @property
+    def activations(self) -> int | None:
+        """All that is neither weights nor trained; None where the device does not count."""
+        return None if self.peak is None else max(0, self.peak - self.weights - self.trained)
+
+
+@contextmanager
+def out_of_memory_explained(
+    workload: Workload, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[None]:
+    """Scope in which a full device ends the run with what it held and what would help.
+
+    Raises:
+        RunStoppedError: in place of torch's error.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        use = MemoryUse.of(model, optimizer)
+        first_line = str(error).splitlines()[0]
+        raise RunStoppedError(
+            f"out of memory: {first_line} In use: {_in_words(use)}. What helps most: "
+            f"{'; '.join(levers(workload, use)[:_NUM_LEVERS])}"
+        ) from error
+
+
+def levers(workload: Workload, use: MemoryUse) -> list[str]:
+    """The settings that would save memory, the one that saves most first, each with an estimate."""
+    found = list(_of_blocks(workload)) + list(_of_batches(workload, use))
+    if workload.in_float32:
+        found.append((use.weights // 2, "model.dtype: bfloat16"))
+    known = sorted((lever for lever in found if lever[0]), key=lambda lever: -(lever[0] or 0))
+    unknown = [lever for lever in found if not lever[0]]
+    return [f"{text} ({_size(saved)} less)" if saved else text for saved, text in (*known, *unknown)]
+
+
+def _of_blocks(workload: Workload) -> Iterator[tuple[int | None, str]]:
+    block_input = None
+    if workload.width is not None:
+        samples = workload.micro_batch_size
+        block_input = samples * workload.tokens * workload.width * _BYTES_PER_VALUE
+    kept = workload.num_blocks - workload.num_checkpointed
+    if kept:
+        switch = "memory.policy: all" if workload.num_checkpointed else "--use_gradient_checkpointing"
+        yield (block_input and block_input * _ACTIVATIONS_PER_INPUT * kept), switch
+    if workload.num_checkpointed > 1 and not workload.offloads:
+        # The inputs of one block are always on the device.
+        saved = block_input and block_input * (workload.num_checkpointed - 1)
+        yield saved, "--use_gradient_checkpointing_offload"
+
+
+def _of_batches(workload: Workload, use: MemoryUse) -> Iterator[tuple[int | None, str]]:
+    half = use.activations and use.activations // 2
+    if workload.has_token_budget:
+        yield half, "half of train.micro_batch_tokens"
+    elif workload.micro_batch_size > 1:
+        yield half, f"train.micro_batch_size: {workload.micro_batch_size // 2}"
+    yield half, "half of the pixels or frames (data.resolutions, data.sizes, data.frame_counts)"
+
+
+def _num_bytes(tensors: list[torch.Tensor] | list[torch.nn.Parameter]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+
+def _in_words(use: MemoryUse) -> str:
+    parts = [f"{_size(use.weights)} of frozen weights", f"{_size(use.trained)} of the LoRA and its optimizer"]
+    if use.activations is not None:
+        parts.append(f"{_size(use.activations)} of activations and the rest, at the peak")
+    return ", ".join(parts)
+
+
+def _size(num_bytes: int) -> str:
+    unit, size = ("GiB", 2**30) if num_bytes >= 2**27 else ("MiB", 2**20)
+    return f"about {num_bytes / size:.2g} {unit}"

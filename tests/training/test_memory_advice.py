@@ -1,0 +1,89 @@
+"""A full device is answered with what it held, and with the settings that would help most."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from diffsynth_lite.errors import RunStoppedError
+from diffsynth_lite.training.memory_advice import (
+    MemoryUse,
+    Workload,
+    levers,
+    out_of_memory_explained,
+)
+
+MIB = 2**20
+# A block's input: 2 samples x 4096 tokens x 3072 values x 2 bytes = 48 MiB.
+WORKLOAD = Workload(
+    tokens=4096,
+    width=3072,
+    micro_batch_size=2,
+    num_blocks=60,
+    num_checkpointed=60,
+    offloads=False,
+    has_token_budget=False,
+    in_float32=False,
+)
+USE = MemoryUse(weights=40_000 * MIB, trained=600 * MIB, peak=46_600 * MIB)
+
+
+def texts(use: MemoryUse = USE, **changes: object) -> list[str]:
+    return levers(dataclasses.replace(WORKLOAD, **changes), use)
+
+
+def test_the_setting_that_saves_most_comes_first_with_an_estimate() -> None:
+    assert texts() == [
+        "train.micro_batch_size: 1 (about 2.9 GiB less)",
+        "half of the pixels or frames (data.resolutions, data.sizes, data.frame_counts) (about 2.9 GiB less)",
+        "--use_gradient_checkpointing_offload (about 2.8 GiB less)",
+    ]
+
+
+def test_what_is_on_already_is_not_advised() -> None:
+    assert not any("offload" in text for text in texts(offloads=True))
+    assert not any("micro_batch_size" in text for text in texts(micro_batch_size=1))
+    assert not any("dtype" in text for text in texts())
+
+
+def test_without_checkpointing_that_is_what_helps_most() -> None:
+    first, *others = texts(num_checkpointed=0)
+    assert first == "--use_gradient_checkpointing (about 56 GiB less)"
+    assert not any("offload" in text for text in others)
+
+
+def test_blocks_that_a_policy_keeps_and_weights_in_float32_are_counted() -> None:
+    found = texts(num_checkpointed=50, in_float32=True)
+    assert "memory.policy: all (about 9.4 GiB less)" in found
+    assert found[0] == "model.dtype: bfloat16 (about 20 GiB less)"
+
+
+def test_a_token_budget_is_what_is_lowered_where_there_is_one() -> None:
+    assert any(text.startswith("half of train.micro_batch_tokens") for text in texts(has_token_budget=True))
+
+
+def test_nothing_is_estimated_that_is_not_known() -> None:
+    found = texts(use=dataclasses.replace(USE, peak=None), width=None)
+    assert found == [
+        "--use_gradient_checkpointing_offload",
+        "train.micro_batch_size: 1",
+        "half of the pixels or frames (data.resolutions, data.sizes, data.frame_counts)",
+    ]
+
+
+def test_the_error_says_what_the_memory_was_used_for() -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(1024, 1024, bias=False), torch.nn.Linear(1024, 256, bias=False)
+    )
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[1].parameters())
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    use = MemoryUse.of(model, optimizer)
+    # 4 MiB of weights; 1 MiB trained, with its gradient, two moments and a step count of 4 bytes.
+    assert (use.weights, use.trained, use.peak) == (4 * MIB, 4 * MIB + 4, None)
+    with (
+        pytest.raises(RunStoppedError, match=r"Tried to allocate 2 GiB.*4 MiB of frozen weights.*helps most"),
+        out_of_memory_explained(WORKLOAD, model, optimizer),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
