@@ -78,7 +78,8 @@ def estimate_cache(data: ExaminedData, cache: TensorCache) -> CacheEstimate:
 
 def _num_latents(item: PlannedItem, family: ModelFamily) -> int:
     bucket = item.bucket
-    target = math.prod(family.latents_shape(bucket.width, bucket.height, bucket.num_frames))
+    shape = family.latents_shape(bucket.width, bucket.height, bucket.num_frames)
+    target = math.prod(shape) + family.num_condition_values(shape)
     return target + sum(math.prod(family.latents_shape(*size, 1)) for size in bucket.inputs)
 
 

@@ -98,7 +98,10 @@ class Wan(ExpertFamily):
     block_lists = ("blocks",)
     frame_step = 4
     max_prompt_tokens = 512
-    default_target_modules = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
+
+    @property
+    def default_target_modules(self) -> tuple[str, ...]:
+        return "to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -149,15 +152,19 @@ class Wan(ExpertFamily):
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        vae = self.load_component(AutoencoderKLWan, "vae", dtype).to(device)
-        pipeline = WanPipeline(tokenizer=None, text_encoder=None, vae=vae, scheduler=None)
+        parts = self._picture_parts(dtype, device)
+        pipeline = WanPipeline(tokenizer=None, text_encoder=None, scheduler=None, **parts)
 
         def latents_of(clips: Sequence[Sequence[Image]]) -> torch.Tensor:
             return encode_latents(
-                vae, pipeline.video_processor.preprocess_video([list(frames) for frames in clips])
+                pipeline.vae, pipeline.video_processor.preprocess_video([list(frames) for frames in clips])
             )
 
         return lambda media: encode_clips(media, latents_of)
+
+    def _picture_parts(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        """What makes latents of pictures and pictures of latents, as arguments of the pipeline."""
+        return {"vae": self.load_component(AutoencoderKLWan, "vae", dtype).to(device)}
 
     @cached_property
     def _vae_config(self) -> dict[str, Any]:
@@ -216,10 +223,10 @@ class Wan(ExpertFamily):
         parts = {
             "tokenizer": None,
             "text_encoder": None,
-            "vae": self.load_component(AutoencoderKLWan, "vae", vae_dtype).to(device),
             "scheduler": self.load_scheduler(),
             "boundary_ratio": self.boundary,
             "expand_timesteps": self._is_ti2v,
+            **self._picture_parts(vae_dtype, device),
             **self._transformers(transformer),
         }
         return [self._draw(parts, request, device) for request in requests]
@@ -229,7 +236,7 @@ class Wan(ExpertFamily):
         pipeline.set_progress_bar_config(disable=True)
         negative = [request.negative] if request.guidance_scale > 1 else None
         frames: list[Image] = pipeline(
-            **preview_start(request),
+            **self._start(request),
             prompt_embeds=self._prompt_embeds([request.conditioning]).to(device),
             negative_prompt_embeds=None if negative is None else self._prompt_embeds(negative).to(device),
             guidance_scale=request.guidance_scale,
@@ -241,6 +248,10 @@ class Wan(ExpertFamily):
             output_type="pil",
         ).frames[0]
         return frames
+
+    def _start(self, request: PreviewRequest) -> dict[str, Image]:
+        """The pictures of a preview, as arguments of the pipeline."""
+        return preview_start(request)
 
 
 def tiny() -> WanPipeline:

@@ -23,8 +23,10 @@ def test_there_are_recipes():
         "quickstart.yaml",
         "sana_lora.yaml",
         "video_quickstart.yaml",
+        "wan22_i2v_a14b_lora.yaml",
         "wan22_t2v_a14b_lora.yaml",
         "wan22_ti2v_5b_lora.yaml",
+        "wan_i2v_14b_lora.yaml",
         "wan_t2v_14b_offload.yaml",
         "wan_t2v_lora.yaml",
         "z_image_lora.yaml",
@@ -53,29 +55,38 @@ def test_the_qwen_recipe_fits_the_real_model():
         ("wan_t2v_14b_offload.yaml", 16, 81, 16),
         ("wan22_t2v_a14b_lora.yaml", 16, 81, 16),
         ("wan22_ti2v_5b_lora.yaml", 32, 121, 24),
+        ("wan_i2v_14b_lora.yaml", 16, 81, 16),
+        ("wan22_i2v_a14b_lora.yaml", 16, 81, 16),
     ],
 )
 def test_the_wan_recipes_fit_the_real_models(name, divisor, num_frames, fps):
     config = load_config(name).config
     assert (config.data.width % divisor, config.data.height % divisor) == (0, 0)
     assert (config.data.frame_counts, config.data.fps) == ([num_frames], fps)
-    assert (config.model.family, config.model.dtype) == ("wan", "bfloat16")
+    family = "wan_i2v" if "_i2v_" in name else "wan"
+    assert (config.model.family, config.model.dtype) == (family, "bfloat16")
     assert config.train.use_gradient_checkpointing_offload
     # What the comments on memory are counted for.
     assert (config.lora.rank, config.train.micro_batch_size) == (32, 1)
 
 
-def test_the_recipe_of_two_experts_trains_both():
-    config = load_config("wan22_t2v_a14b_lora.yaml").config
+@pytest.mark.parametrize(
+    ("name", "shift"), [("wan22_t2v_a14b_lora.yaml", 3), ("wan22_i2v_a14b_lora.yaml", 5)]
+)
+def test_the_recipes_of_two_experts_train_both(name, shift):
+    config = load_config(name).config
     assert config.lora.components is None
     # What the comment on each expert's share of the steps is counted for.
-    assert (config.objective.timestep_density, config.objective.shift_value) == ("uniform", 3)
+    assert (config.objective.timestep_density, config.objective.shift_value) == ("uniform", shift)
 
 
-def test_the_recipe_of_first_frames_has_a_picture_for_each_preview():
-    config = load_config("wan22_ti2v_5b_lora.yaml").config
-    assert config.data.first_frame_dir
-    assert len(config.validation.inputs) == len(config.validation.prompts)
+@pytest.mark.parametrize(
+    "name", ["wan22_ti2v_5b_lora.yaml", "wan_i2v_14b_lora.yaml", "wan22_i2v_a14b_lora.yaml"]
+)
+def test_the_recipes_of_first_frames_have_a_picture_for_each_preview(name):
+    config = load_config(name).config
+    assert config.data.first_frame_dir or config.model.family == "wan_i2v"
+    assert len(config.validation.inputs) == len(config.validation.prompts) > 0
 
 
 def test_the_ltx_video_recipe_fits_the_real_model():

@@ -1,8 +1,10 @@
 """What the cache will take and how much of it is there, against what a run then writes."""
 
 import pytest
-from messy_data import Workplace, add_pictures, advice_with, findings
+from messy_data import Workplace, add_pictures, advice_with, findings, scene
 
+from diffsynth_lite.config import Config
+from diffsynth_lite.data.video_writing import write_video
 from diffsynth_lite.training.cache_care import caching_accelerator, fill_cache
 
 
@@ -13,7 +15,18 @@ def test_the_estimate_of_the_cache_is_what_a_run_then_writes(workplace: Workplac
     overrides = [f"data.path={path}", "validation.prompts=[]", "data.bucket_step=16"]
     if family == "qwen_image_edit":
         overrides.append(f"data.input_dirs=[{add_pictures(workplace, 'before', count, (80, 80))}]")
-    config = workplace.config(*overrides, family=family)
+    _compare_with_a_run(workplace, workplace.config(*overrides, family=family))
+
+
+def test_the_pictures_that_clips_go_on_from_are_part_of_the_estimate(workplace: Workplace) -> None:
+    (workplace.root / "clips").mkdir()
+    write_video(workplace.root / "clips/0.mp4", [scene(place, (64, 64)) for place in range(5)], fps=16)
+    (workplace.root / "clips/0.txt").write_text("a clip")
+    overrides = [f"data.path={workplace.root}/clips", "validation.prompts=[]", "data.frame_counts=[5]"]
+    _compare_with_a_run(workplace, workplace.config(*overrides, family="wan_i2v"))
+
+
+def _compare_with_a_run(workplace: Workplace, config: Config) -> None:
     estimated = findings(config, 0).facts["cache"]
     fill_cache(config, caching_accelerator(config))
     sizes = [path.stat().st_size for path in (workplace.root / "cache").rglob("*.safetensors")]

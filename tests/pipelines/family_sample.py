@@ -43,10 +43,11 @@ class Sample:
     def request(self, **settings: Any) -> PreviewRequest:
         """A preview of the first item, in the size of the batch."""
         media, family = self.media[0], self.family
+        start = media.frames[:1] if family.needs_inputs else ()
         fixed = {
             "conditioning": self.conditioning[0],
             "negative": self.conditioning[1],
-            "inputs": media.inputs,
+            "inputs": media.inputs or start,
             "width": 4 * family.size_divisor,
             "height": 2 * family.size_divisor,
             "num_frames": len(media.frames),

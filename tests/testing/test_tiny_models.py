@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
+from PIL import Image
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from diffsynth_lite.testing.autoencoders import (
@@ -15,6 +16,7 @@ from diffsynth_lite.testing.autoencoders import (
     tiny_qwen_vae,
     tiny_wan_vae,
 )
+from diffsynth_lite.testing.image_encoders import tiny_clip_processor, tiny_clip_vision
 from diffsynth_lite.testing.seeding import seeded
 from diffsynth_lite.testing.text_encoders import (
     tiny_clip_text,
@@ -67,6 +69,10 @@ def build_clip_text(seed):
     return tiny_clip_text(clip_tokenizer(), seed=seed)
 
 
+def build_clip_vision(seed):
+    return tiny_clip_vision(seed=seed)
+
+
 def build_flux_vae(seed):
     return tiny_flux_vae(seed=seed)
 
@@ -108,6 +114,7 @@ BUILDERS = [
     build_residual_wan_vae,
     build_t5,
     build_clip_text,
+    build_clip_vision,
     build_flux_vae,
     build_ltx_vae,
     build_dc_vae,
@@ -221,6 +228,13 @@ def test_the_clip_encoder_pools_at_the_end_of_the_text_and_not_at_its_padding():
         output = text_encoder(tokens)
     assert tokens.shape == (1, 77)
     assert torch.equal(output.pooler_output, output.last_hidden_state[:, end])
+
+
+def test_the_clip_encoder_of_pictures_takes_what_its_processor_makes_of_any_shape():
+    pixels = tiny_clip_processor()(Image.new("RGB", (100, 52), "red"), return_tensors="pt").pixel_values
+    with torch.no_grad():
+        states = tiny_clip_vision(hidden_size=8)(pixels, output_hidden_states=True).hidden_states
+    assert [state.shape for state in states] == [(1, 5, 8)] * 3
 
 
 def test_the_tiny_ltx_vae_compresses_as_the_released_one_does():

@@ -29,7 +29,6 @@ class ModelFamily(ABC):
         frame_step: frame counts must be k * ``frame_step`` + 1; None where there are only pictures.
         max_prompt_tokens: longer prompts are cut, as by the pipeline's own default.
         prompt_sees_images: whether the text encoder also sees the input pictures of an edit.
-        default_target_modules: endings of the names of the linear layers that get a LoRA.
         dead_in_last_block: endings of names in the last block whose output nobody uses: a LoRA there never
             gets a gradient, which plain DDP refuses.
     """
@@ -40,7 +39,6 @@ class ModelFamily(ABC):
     frame_step: ClassVar[int | None] = None
     max_prompt_tokens: ClassVar[int]
     prompt_sees_images: ClassVar[bool] = False
-    default_target_modules: ClassVar[tuple[str, ...]]
     dead_in_last_block: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, folder: PipelineFolder, *, trained: Sequence[str] | None = None) -> None:
@@ -66,6 +64,11 @@ class ModelFamily(ABC):
     @abstractmethod
     def components(self) -> tuple[str, ...]:
         """Folders whose weights training and previews need; most families give it as a plain attribute."""
+
+    @property
+    @abstractmethod
+    def default_target_modules(self) -> tuple[str, ...]:
+        """Endings of the names of the linear layers that get a LoRA; most give it as an attribute."""
 
     @property
     def record_kinds(self) -> tuple[RecordKind, ...]:
@@ -230,17 +233,17 @@ class ModelFamily(ABC):
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
         """Shape of the latents of media of this size, without a batch axis; loads no weights."""
 
+    def num_condition_values(self, latents_shape: Sequence[int]) -> int:
+        """Numbers that are kept of each item's media beside its latents, where that is no small part."""
+        return 0
+
     @abstractmethod
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
         """Tokens that the transformer makes of one sample's latents."""
 
     @abstractmethod
     def resolution_shift(self, latents_shape: Sequence[int]) -> float:
-        """Shift of the noise levels that grows with the picture, as the pipeline's own sampler applies it.
-
-        Returns:
-            s in ``sigma -> s * sigma / (1 + (s - 1) * sigma)``.
-        """
+        """The sampler's shift that grows with the picture: s in ``s * sigma / (1 + (s - 1) * sigma)``."""
 
     @abstractmethod
     def family_shift(self, latents_shape: Sequence[int]) -> float:

@@ -1,0 +1,210 @@
+"""This file trains Wan image to video: Wan 2.1 I2V-14B and FLF2V-14B, and Wan 2.2 I2V-A14B.
+
+Layouts: b batch, c latent channels, f latent frames, h and w latent height and width; l tokens, d channels.
+Source: diffusers ``pipeline_wan_i2v.py``.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from diffusers import WanImageToVideoPipeline
+from PIL import ImageOps
+from PIL.Image import Image
+from transformers import CLIPImageProcessorPil, CLIPVisionModel
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Media, RecordKind
+from diffsynth_lite.pipelines import wan
+from diffsynth_lite.pipelines.contract.latents import encode_latents
+from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.testing.image_encoders import tiny_clip_processor, tiny_clip_vision
+from diffsynth_lite.testing.transformers import tiny_wan_transformer
+
+_MIN_FRAMES = 5
+
+model_fn_wan_i2v = wan.model_fn_wan
+"""One forward.
+
+``latents_bcfhw`` are the noisy latents and, behind them in the channels, a mask of the frames that are given
+(4 channels) and the latents of these frames with grey between them; what is predicted has the channels of the
+noisy latents alone. ``image_embeds_bld`` has the rows of a sample's pictures one after the other.
+"""
+
+
+class WanI2V(wan.Wan):
+    """Wan image to video: each clip goes on from its first frame, and some releases lead it to a last one.
+
+    A clip whose first frame the data does not name starts from the first one of its own. The folder decides
+    about the last: FLF2V-14B always has one, named by the data or the clip's own; I2V-A14B has one where the
+    data names it; I2V-14B refuses one. All latents count in the loss, those of the given frames too.
+
+    Wan 2.1 also sees the pictures through CLIP, whose encoder is loaded beside the autoencoder: when media
+    are encoded, and while previews are drawn. A preview starts from a picture, cut to its size, and FLF2V
+    leads back to it.
+    """
+
+    pipelines = (WanImageToVideoPipeline,)
+
+    @property
+    def record_kinds(self) -> tuple[RecordKind, ...]:
+        return ("video", "image_to_video")
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        return (*super().components, *(("image_encoder",) if self._embeds_pictures else ()))
+
+    @property
+    def default_target_modules(self) -> tuple[str, ...]:
+        # diffusers fills a LoRA up with zeros for these two where it has none, and warns.
+        of_pictures = ("add_k_proj", "add_v_proj") if self._embeds_pictures else ()
+        return (*super().default_target_modules, *of_pictures)
+
+    @property
+    def needs_inputs(self) -> bool:
+        return True
+
+    @cached_property
+    def _transformer_config(self) -> dict[str, Any]:
+        return self.folder.component_config("transformer")
+
+    @property
+    def _embeds_pictures(self) -> bool:
+        """Wan 2.1, whose transformer also sees the pictures through CLIP."""
+        return self._transformer_config.get("image_dim") is not None
+
+    @property
+    def _leads_to_last_frame(self) -> bool:
+        """FLF2V, whose transformer tells the first picture from the last by their place."""
+        return self._transformer_config.get("pos_embed_seq_len") is not None
+
+    def check_folder(self, *, with_weights: bool = True) -> None:
+        if self.folder.pipeline_config().get("expand_timesteps"):
+            raise UserError(
+                f"model.path: {self.folder.path} holds a Wan 2.2 TI2V-5B (expand_timesteps), which "
+                "model.family: wan trains, with first frames too; set it, and _class_name: WanPipeline in "
+                "model_index.json"
+            )
+        super().check_folder(with_weights=with_weights)
+        if self._embeds_pictures:
+            self.folder.require_files("image_processor")
+
+    def check_frames(self, num_frames: int, *, key: str) -> None:
+        if num_frames < _MIN_FRAMES:
+            raise UserError(
+                f"{key}: {num_frames} frames; this family needs {self.frame_step} k + 1, of which the first "
+                f"is given, such as {_MIN_FRAMES} or {_MIN_FRAMES + self.frame_step}"
+            )
+        super().check_frames(num_frames, key=key)
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        parts = [self.folder.fingerprint("vae")]
+        if self._embeds_pictures:
+            parts += [self.folder.fingerprint(part) for part in ("image_encoder", "image_processor")]
+        frames = "first and last" if self._leads_to_last_frame else "first"
+        return f"wan_i2v/latents/1 {' '.join(parts)} {dtype} {frames}"
+
+    def load_media_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
+        parts = self._picture_parts(dtype, device)
+        pipeline = WanImageToVideoPipeline(tokenizer=None, text_encoder=None, scheduler=None, **parts)
+
+        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
+            conditions = [self._encode_pictures(pipeline, item) for item in media]
+            pixels_bcfhw = pipeline.video_processor.preprocess_video([list(item.frames) for item in media])
+            return [
+                {"latents": latents_cfhw, **condition}
+                for latents_cfhw, condition in zip(
+                    encode_latents(pipeline.vae, pixels_bcfhw), conditions, strict=True
+                )
+            ]
+
+        return encode
+
+    def _picture_parts(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        parts = super()._picture_parts(dtype, device)
+        if self._embeds_pictures:
+            parts["image_encoder"] = self.load_component(CLIPVisionModel, "image_encoder", dtype).to(device)
+            parts["image_processor"] = CLIPImageProcessorPil.from_pretrained(
+                self.folder.path, subfolder="image_processor"
+            )
+        return parts
+
+    @torch.no_grad()
+    def _encode_pictures(self, pipeline: Any, item: Media) -> EncodedMedia:
+        """Of one item, (4 + C, F, H, W) and, where CLIP sees the pictures, (1 or 2, L, D)."""
+        pictures = self._given_pictures(item)
+        pixels_bchw = [pipeline.video_processor.preprocess(picture) for picture in pictures]
+        width, height = item.frames[0].size
+        _, condition_bcfhw = pipeline.prepare_latents(
+            pixels_bchw[0],
+            batch_size=1,
+            height=height,
+            width=width,
+            num_frames=len(item.frames),
+            dtype=torch.float32,
+            device=pipeline.vae.device,
+            latents=torch.empty(0),  # without any it would draw noise
+            last_image=pixels_bchw[1] if len(pictures) > 1 else None,
+        )
+        encoded = {"condition_latents": condition_bcfhw[0].cpu()}
+        if self._embeds_pictures:
+            encoded["image_embeds"] = pipeline.encode_image(pictures, pipeline.vae.device).cpu()
+        return encoded
+
+    def _given_pictures(self, item: Media) -> list[Image]:
+        """The first frame, and the last one where there is one."""
+        if item.last_frame is not None and self._embeds_pictures and not self._leads_to_last_frame:
+            raise UserError(
+                "data: Wan 2.1 I2V starts a clip from a picture, but ends it with none; leave last_frame_dir "
+                "and last_frame_column out, or train Wan 2.1 FLF2V or Wan 2.2 I2V-A14B"
+            )
+        last = item.last_frame or (item.frames[-1] if self._leads_to_last_frame else None)
+        return [item.first_frame or item.frames[0], *([last] if last else [])]
+
+    def num_condition_values(self, latents_shape: Sequence[int]) -> int:
+        channels, *sides = latents_shape
+        num_values = (self._vae_config["scale_factor_temporal"] + channels) * math.prod(sides)
+        if self._embeds_pictures:
+            config = self.folder.component_config("image_encoder")
+            num_tokens = (config["image_size"] // config["patch_size"]) ** 2 + 1
+            num_values += (1 + self._leads_to_last_frame) * num_tokens * config["hidden_size"]
+        return int(num_values)
+
+    def _model_input(
+        self, noisy_latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sequence[Conditioning]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        condition_bcfhw = torch.stack([sample["condition_latents"] for sample in conditioning])
+        return torch.cat([noisy_latents, condition_bcfhw.to(noisy_latents.device)], dim=1), timestep
+
+    def _image_embeds(self, conditioning: Sequence[Conditioning]) -> torch.Tensor | None:
+        if not self._embeds_pictures:
+            return None
+        return torch.cat([sample["image_embeds"] for sample in conditioning])
+
+    def _start(self, request: PreviewRequest) -> dict[str, Image]:
+        start = super()._start(request)
+        if self._leads_to_last_frame:
+            start["last_image"] = ImageOps.fit(request.inputs[-1], (request.width, request.height))
+        return start
+
+
+def tiny() -> WanImageToVideoPipeline:
+    """A random, complete and small pipeline of the real classes, built offline in a second: Wan 2.1 I2V.
+
+    Beside what is small in ``wan``, a CLIP encoder that makes 5 tokens of a picture.
+    """
+    parts = wan.tiny().components
+    layout, image_encoder = parts["transformer"].config, tiny_clip_vision()
+    parts["transformer"] = tiny_wan_transformer(
+        layout.text_dim,
+        in_channels=2 * layout.in_channels + parts["vae"].config.scale_factor_temporal,
+        image_dim=image_encoder.config.hidden_size,
+        added_kv_proj_dim=layout.num_attention_heads * layout.attention_head_dim,
+    )
+    return WanImageToVideoPipeline(
+        **parts, image_encoder=image_encoder, image_processor=tiny_clip_processor()
+    )
