@@ -1,51 +1,91 @@
-"""This file sets up what a command prints: log lines, and errors as single lines."""
+"""This file sets up what a command prints: log lines, and errors as single lines, with secrets masked."""
 
 import logging
+import os
+import sys
+import traceback
 from collections.abc import Callable
 
 from rich.console import Console
 
 from diffsynth_lite.errors import EXIT_BUG, EXIT_FINISHED, RunInterrupted, exit_code
+from diffsynth_lite.redaction import Redactor, in_force
 
 logger = logging.getLogger(__name__)
+
+
+class _RedactingFormatter(logging.Formatter):
+    """Masks secrets in the finished line, and so also in arguments and tracebacks."""
+
+    def __init__(self, redactor: Redactor) -> None:
+        super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
+        self._redactor = redactor
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._redactor.text(super().format(record))
 
 
 class _ConsoleHandler(logging.Handler):
     """Prints log lines above the progress line, unbroken: a terminal wraps them, a file keeps them whole."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, redactor: Redactor) -> None:
         super().__init__()
         self._console = console
-        self.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+        self.setFormatter(_RedactingFormatter(redactor))
 
     def emit(self, record: logging.LogRecord) -> None:
         self._console.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
 
 
-def configure_logging(console: Console, *, is_main: bool = True) -> None:
+def run_command(work: Callable[[], None], console: Console, *, is_main: bool) -> int:
+    """Do what a command does, with secrets masked in whatever it prints and writes, and no code from a hub.
+
+    Args:
+        work: the command.
+        console: where log lines and errors go.
+        is_main: whether this process logs and explains errors; the others are silent.
+
+    Returns:
+        The exit code, see :func:`exit_code_of`.
+    """
+    # Read once, when diffusers is imported. We ask for no remote code; now nobody can.
+    os.environ["DIFFUSERS_DISABLE_REMOTE_CODE"] = "1"
+    redactor = Redactor(os.environ)
+    configure_logging(console, redactor, is_main=is_main)
+    with in_force(redactor):
+        return exit_code_of(work, redactor, is_main=is_main)
+
+
+def configure_logging(console: Console, redactor: Redactor, *, is_main: bool = True) -> None:
     """Our facts and everybody's warnings on the main process; other processes are silent."""
-    handler = _ConsoleHandler(console) if is_main else logging.NullHandler()
+    handler = _ConsoleHandler(console, redactor) if is_main else logging.NullHandler()
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("diffsynth_lite").setLevel(logging.INFO)
 
 
-def exit_code_of(work: Callable[[], None], *, is_main: bool) -> int:
+def exit_code_of(work: Callable[[], None], redactor: Redactor, *, is_main: bool) -> int:
     """Do what a command does.
 
     Args:
         work: the command.
+        redactor: masks secrets in a traceback.
         is_main: whether this process explains errors.
 
     Returns:
         The exit code: 0 finished, 2 something the user can fix, 3 it had to stop, 75 stopped by a signal
-        after saving. A bug of ours keeps its traceback and exits with 1.
+        after saving.
+
+    Raises:
+        SystemExit: with code 1, after a bug of ours, whose traceback any process prints.
     """
     try:
         work()
     except (Exception, RunInterrupted) as error:
         code = exit_code(error)
         if code == EXIT_BUG:
-            raise
+            # Not left to the interpreter: wandb's hook prints the traceback as it is.
+            sys.stderr.write(redactor.text(traceback.format_exc()))
+            raise SystemExit(code) from error
         if is_main:
             _explain(error)
         return code

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from diffsynth_lite import __version__
 from diffsynth_lite.cli import cache, doctor
-from diffsynth_lite.cli.console import configure_logging, exit_code_of
+from diffsynth_lite.cli.console import run_command
 
 _COMMANDS = (doctor, cache)
 
@@ -39,9 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         build_parser().error(f"unrecognized arguments: {' '.join(flags)}")
     parsed.overrides = [*parsed.overrides, *rest]
     is_main = os.environ.get("RANK", "0") == "0"
-    configure_logging(Console(stderr=True), is_main=is_main)
     run: Callable[[argparse.Namespace], None] = parsed.run
-    return exit_code_of(lambda: run(parsed), is_main=is_main)
+    return run_command(lambda: run(parsed), Console(stderr=True), is_main=is_main)
 
 
 if __name__ == "__main__":

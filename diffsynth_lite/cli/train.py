@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from diffsynth_lite import __version__
-from diffsynth_lite.cli.console import configure_logging, exit_code_of
+from diffsynth_lite.cli.console import run_command
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
 
@@ -53,14 +53,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code, see :func:`exit_code_of`."""
+    """Run the command; returns its exit code, see :func:`run_command`."""
     started_at = time.perf_counter()
     _die_with_launcher()
     parsed = build_parser().parse_intermixed_args(arguments)
     console = Console(stderr=True)
     is_main = os.environ.get("RANK", "0") == "0"
-    configure_logging(console, is_main=is_main)
-    return exit_code_of(lambda: _train(parsed, console, started_at), is_main=is_main)
+    return run_command(lambda: _train(parsed, console, started_at), console, is_main=is_main)
 
 
 def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> None:

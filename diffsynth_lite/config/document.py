@@ -1,5 +1,7 @@
 """Reads yaml as texts with line numbers, and refuses every part of yaml that a config has no use for."""
 
+import re
+
 import yaml
 
 from diffsynth_lite.config.written import Block, Entry, Scalar, Written
@@ -7,6 +9,8 @@ from diffsynth_lite.errors import UserError
 
 # A config nests five deep; a little more is let through so that the message can name the key.
 _DEEPEST = 8
+
+_NO_CHARACTER = re.compile(r"\\U(?!000|0010)")
 
 
 class YamlError(UserError):
@@ -38,6 +42,13 @@ def read_yaml(text: str) -> Written:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise YamlError(_syntax_message(error.problem or error.context), mark.line + 1) from None
+    except YamlError:
+        raise
+    except (ValueError, OverflowError):
+        # From chr() inside PyYAML, without a place.
+        match = _NO_CHARACTER.search(text)
+        line = text.count("\n", 0, match.start()) + 1 if match else 1
+        raise YamlError("an escape \\U stands for no character; the last one is \\U0010FFFF", line) from None
     return Scalar("") if node is None else _written(node)
 
 

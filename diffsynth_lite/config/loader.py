@@ -1,7 +1,7 @@
 """Loads a config: yaml file, command line and defaults become one checked object."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from diffsynth_lite.config.draft import Draft
 from diffsynth_lite.config.lookup import find_config_file
 from diffsynth_lite.config.overrides import assign_override
 from diffsynth_lite.config.schema import Config
+from diffsynth_lite.config.settings import Problem
 from diffsynth_lite.config.spelling import unknown_section
 from diffsynth_lite.config.written import Block, Entry, Scalar, shown
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.redaction import MASK, redacted
 
 # Many times the size of a config; a file of weights named by mistake is not read into memory.
 _LARGEST_FILE = 1 << 20
@@ -29,10 +31,10 @@ class LoadedConfig:
     Args:
         config: the settings, checked.
         path: the yaml file.
-        source_text: the text of that file.
-        resolved_yaml: every setting, also overrides and defaults, with ``${...}`` as written: what a variable
-            of the environment holds, perhaps a secret, is not in it.
-        warnings: settings that have no effect, one line each.
+        source_text: the text of that file, with secrets masked.
+        resolved_yaml: every setting, also overrides and defaults, with secrets masked and ``${...}`` as
+            written: what a variable of the environment holds is not in it.
+        warnings: settings that have no effect, and those that hold a secret, one line each.
     """
 
     config: Config
@@ -69,15 +71,30 @@ def load_config(
     config = draft.build()
     if config is None:
         raise UserError("\n".join(draft.problems))
-    warnings = tuple(draft.located(problem) for problem in config.without_effect())
+    remarks = (*config.without_effect(), *_secrets_in(unresolved))
     return LoadedConfig(
-        config=config, path=found, source_text=text, resolved_yaml=_to_yaml(unresolved), warnings=warnings
+        config=config,
+        path=found,
+        source_text=redacted(text),
+        resolved_yaml=_to_yaml(redacted(unresolved)),
+        warnings=tuple(map(draft.located, remarks)),
     )
 
 
 def dump_config(config: Config) -> str:
     """A config as yaml that :func:`load_config` reads as an equal config."""
     return _to_yaml(asdict(config))
+
+
+def _secrets_in(unresolved: dict[str, dict[str, Any]]) -> Iterator[Problem]:
+    message = (
+        f"holds a secret, which the run folder and the trackers get as {MASK}; "
+        "put it in an environment variable, and write ${oc.env:NAME} here"
+    )
+    for section, values in unresolved.items():
+        for key, value in values.items():
+            if redacted(value) != value:
+                yield Problem((f"{section}.{key}",), message)
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
@@ -101,9 +118,11 @@ def _to_yaml(values: dict[str, Any]) -> str:
 
 def _read_text(path: Path) -> str:
     try:
-        if path.stat().st_size > _LARGEST_FILE:
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+        if len(content) > _LARGEST_FILE:
             raise UserError(f"{path}:1: too large for a config; name a yaml file")
-        return path.read_bytes().decode("utf-8")
+        return content.decode("utf-8")
     except OSError as error:
         raise UserError(f"{path}:1: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -33,7 +33,7 @@ is an error. `model`, `data` and `output` have settings that a file must give, e
 - **References.** `${oc.env:NAME}` is an environment variable, `${oc.env:NAME,default}` one that may be unset,
   `${section.key}` another setting; also within a text, as in `runs/${logging.run_name}`. The run folder keeps
   them as they are written, so what they stand for does not end up in a file. There are no settings for tokens
-  or passwords: the libraries take these from the environment.
+  or passwords: the libraries take these from the environment. [security.md](security.md) says what is masked.
 - **Yaml** anchors, aliases, tags and several documents in one file are refused.
 """
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from diffsynth_lite.redaction import redacted
+
 _LONGEST_SHOWN = 60
 
 
@@ -53,6 +55,7 @@ def shown(written: Written) -> str:
 
 
 def shortened(text: str) -> str:
-    """A text on one line, of bounded length."""
+    """A text on one line, of bounded length, with secrets masked: half of one would not be known as such."""
+    text = redacted(text)
     line = text if text.isprintable() else repr(text)[1:-1]
     return line if len(line) <= _LONGEST_SHOWN else f"{line[:_LONGEST_SHOWN]}..."

@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 
 from diffsynth_lite.doctor.findings import Findings, SheetEntry
+from diffsynth_lite.redaction import redacted
 
 _THUMBNAIL_PX = 232
 _STRIP_PX = 4 * _THUMBNAIL_PX
@@ -45,7 +46,7 @@ class _Figure:
 
 
 def write_page(path: Path, findings: Findings, *, title: str, lead: str) -> None:
-    """Write the page; what is in captions and file names is shown as text, never run.
+    """Write the page; what is in captions and file names is shown as text, never run, with secrets masked.
 
     Args:
         path: of the page, which is replaced.
@@ -61,7 +62,7 @@ def write_page(path: Path, findings: Findings, *, title: str, lead: str) -> None
         findings=findings, figures=figures, title=title, lead=lead
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    path.write_text(redacted(text), encoding="utf-8")
 
 
 def _figure(entry: SheetEntry) -> _Figure:

@@ -151,11 +151,18 @@ def _read(path: Path) -> Checkpoint:
     if step_of(path.name) not in (None, manifest.step):
         raise CheckpointError(f"{path} was renamed: it holds step {manifest.step}")
     documents = {
-        name.removesuffix(".json"): json.loads((path / name).read_bytes())
+        name.removesuffix(".json"): _document(path / name)
         for name in manifest.files
         if name.endswith(".json")
     }
     return Checkpoint(path=path, step=manifest.step, documents=documents)
+
+
+def _document(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not json ({error}); another program wrote it") from error
 
 
 def _parse(path: Path) -> Manifest:

@@ -7,6 +7,7 @@ from typing import Any, get_args
 from diffsynth_lite.config import AllowedChange, Config, section_types
 from diffsynth_lite.data import ItemTable
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.redaction import redacted
 
 _FIXED_SECTIONS = ("lora", "objective")
 _FIXED_FIELDS = {
@@ -56,7 +57,7 @@ class DifferentRunError(UserError):
 
 
 def settings_contract(config: Config, *, model_fingerprint: str) -> Contract:
-    """The settings that decide the numbers of a run, by dotted key.
+    """The settings that decide the numbers of a run, by dotted key, with secrets masked.
 
     Everything else may change between the parts of a run: the checkpointing and offload flags, workers,
     previews, trackers, intervals, paths. ``train.steps`` may change where the learning rate does not depend
@@ -82,7 +83,7 @@ def settings_contract(config: Config, *, model_fingerprint: str) -> Contract:
         contract["train.micro_batch_size"] = config.train.micro_batch_size
     if config.train.lr_scheduler != "constant":
         contract["train.steps"] = config.train.steps
-    return contract
+    return redacted(contract)
 
 
 def data_contract(items: ItemTable, *, micro_batch_size: int) -> Contract:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ def export_lora(
         family: decides the format.
         folder: where the files go; a reader sees an old file or a new one, never a part.
         tensors: the adapter by peft's names.
-        settings: peft's settings, alpha included.
+        settings: peft's settings, alpha included; the file holds them with secrets masked.
 
     Returns:
         The files written.
@@ -29,6 +30,7 @@ def export_lora(
     Raises:
         RuntimeError: the files do not hold the adapter. A bug, of ours or of the library that wrote it.
     """
+    settings = redacted(settings)
     aside = folder.with_name(f".{folder.name}-writing")
     shutil.rmtree(aside, ignore_errors=True)
     try:

@@ -7,6 +7,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from diffsynth_lite.redaction import redacted
+
 TEMPORARY_PREFIX = ".tmp-"
 """Names of files and folders being written; what a killed writer left of them means nothing."""
 
@@ -55,10 +57,10 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Write a json file for people to read, as ``write_text_atomic`` does.
+    """Write a json file for people to read, as ``write_text_atomic`` does, with secrets masked.
 
     Raises:
         OSError: the file could not be written; the old one is as it was.
         ValueError: ``value`` holds a number that json has no way to write (NaN, infinity).
     """
-    write_text_atomic(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+    write_text_atomic(path, json.dumps(redacted(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n")

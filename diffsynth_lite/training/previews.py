@@ -17,6 +17,7 @@ from PIL import Image
 
 from diffsynth_lite.data.video_writing import write_video
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
+from diffsynth_lite.redaction import redacted
 from diffsynth_lite.training.evaluation import evaluation_mode
 from diffsynth_lite.training.grid import frame_strip, preview_grid
 from diffsynth_lite.training.random_state import random_state_scope
@@ -82,7 +83,7 @@ class Previews:
         rows = [[_open(self._file(drawn, place)) for drawn in steps] for place in range(len(self.prompts))]
         path = self.folder / "grid.png"
         aside = path.with_suffix(".tmp.png")
-        preview_grid(rows, self.prompts, steps).save(aside)
+        preview_grid(rows, redacted(self.prompts), steps).save(aside)
         aside.replace(path)
         return path
 

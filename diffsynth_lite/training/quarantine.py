@@ -8,6 +8,7 @@ from pathlib import Path
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import BadItemsError, Record
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.redaction import redacted
 from diffsynth_lite.training.files import write_text_atomic
 from diffsynth_lite.training.run_folder import RunFolder
 
@@ -50,5 +51,5 @@ class Quarantine:
             self._path.unlink(missing_ok=True)
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        rows = (json.dumps({"item": name, "reason": reason}) for name, reason in self._rows)
+        rows = (json.dumps({"item": name, "reason": reason}) for name, reason in redacted(self.rows))
         write_text_atomic(self._path, "".join(f"{row}\n" for row in rows))

@@ -8,6 +8,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.redaction import redacted
 from diffsynth_lite.training.metrics import MetricsFile
 
 
@@ -37,11 +38,14 @@ def start_trackers(
 ) -> None:
     """Start the accelerator's trackers; a resumed run continues its wandb run.
 
+    They get numbers, and the settings with secrets masked. wandb would send more on its own: the command
+    line, what the terminal shows, the changes in the git repository that it is started in. All that is off.
+
     Args:
         accelerator: was made with ``log_with=names``.
         names: of the trackers.
         project: groups runs.
-        settings: shown beside the run; unresolved, so that no environment variable's value is in them.
+        settings: shown beside the run.
         folder: where offline files go.
         run_name: shown for the run; None lets the tracker choose.
         run_id: identifies the run across resumes.
@@ -49,12 +53,23 @@ def start_trackers(
     """
     if not names:
         return
-    from wandb.errors import Error as WandbError  # wandb takes a second to import
+    from wandb import Settings as WandbSettings  # wandb takes a second to import
+    from wandb.errors import Error as WandbError
 
     folder.mkdir(parents=True, exist_ok=True)
-    wandb = {"dir": str(folder), "mode": wandb_mode, "name": run_name, "id": run_id, "resume": "allow"}
+    wandb = {
+        "dir": str(folder),
+        "mode": wandb_mode,
+        "name": redacted(run_name),
+        "id": run_id,
+        "resume": "allow",
+        # The command line is part of wandb's metadata.
+        "settings": WandbSettings(console="off", x_disable_meta=True, disable_git=True, disable_code=True),
+    }
     try:
-        accelerator.init_trackers(project, config=_flat(settings), init_kwargs={"wandb": wandb})
+        accelerator.init_trackers(
+            redacted(project), config=redacted(_flat(settings)), init_kwargs={"wandb": wandb}
+        )
     except WandbError as error:
         raise UserError(
             f"logging.trackers: wandb: {error}; log in with `wandb login`, or set logging.wandb_mode=offline"

@@ -230,9 +230,9 @@ def test_what_a_setting_refers_to_is_not_shown(write, minimal, monkeypatch, sett
 def test_a_file_that_cannot_be_read_says_why(write, minimal, monkeypatch):
     path = write(minimal)
 
-    def refuse(self):
+    def refuse(self, mode):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    monkeypatch.setattr("pathlib.Path.open", refuse)
     with pytest.raises(UserError, match="cannot be read: Permission denied"):
         load_config(path)

@@ -99,6 +99,12 @@ def test_the_pictures_are_in_the_page_as_the_model_sees_them(tmp_path: Path) -> 
         assert red < 10 < 110 < green
 
 
+def test_a_secret_in_a_name_is_masked(tmp_path: Path) -> None:
+    text, parsed = page(tmp_path, advice=["https://ann:swordfish@example.org/ is in a caption"])
+    assert "https://REDACTED@example.org/ is in a caption" in parsed.text
+    assert "swordfish" not in text
+
+
 def test_tables_and_remarks_are_shown(tmp_path: Path) -> None:
     _, parsed = page(tmp_path, num_items=900)
     text = " ".join(parsed.text.split())

@@ -69,8 +69,19 @@ class DiffusersFamily(ModelFamily):
             ) from error
 
     def load_tokenizer(self, name: str = "tokenizer") -> Any:
-        """A tokenizer, from its folder."""
-        return AutoTokenizer.from_pretrained(self.folder.path, subfolder=name)
+        """A tokenizer, from its folder.
+
+        Raises:
+            UserError: a file is damaged, or the folder asks for code of its own to be run.
+        """
+        try:
+            # Not said to be False, transformers asks whoever sits at the terminal.
+            return AutoTokenizer.from_pretrained(self.folder.path, subfolder=name, trust_remote_code=False)
+        except (ValueError, OSError) as error:
+            raise UserError(
+                f"model.path: the tokenizer in {self.folder.path / name} cannot be read "
+                f"({' '.join(str(error).split())}); get the folder again"
+            ) from error
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         tokenizer = self.load_tokenizer(self.prompt_tokenizer)

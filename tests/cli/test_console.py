@@ -1,0 +1,95 @@
+"""What a command prints has no secrets in it."""
+
+import io
+import logging
+import os
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+
+from diffsynth_lite.cli.console import run_command
+from diffsynth_lite.cli.train import main
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.redaction import redacted
+
+TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
+
+
+@pytest.fixture
+def console(monkeypatch: pytest.MonkeyPatch) -> Console:
+    """A console in memory, and two variables of the environment."""
+    monkeypatch.setenv("MY_SECRET", "swordfish")
+    monkeypatch.setenv("DIFFUSERS_DISABLE_REMOTE_CODE", "0")
+    return Console(file=io.StringIO())
+
+
+def run(work: Callable[[], None], console: Console, *, is_main: bool = True) -> int:
+    """Run a command; it finds the root logger without handlers, as a process of its own would."""
+    logging.getLogger().handlers.clear()
+    return run_command(work, console, is_main=is_main)
+
+
+def printed(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_log_line_is_masked_with_its_arguments_and_its_traceback(console: Console) -> None:
+    def work() -> None:
+        try:
+            raise OSError("https://ann:swordfish@example.org/x")
+        except OSError:
+            logging.getLogger("diffsynth_lite").warning("%s failed", TOKEN, exc_info=True)
+
+    assert run(work, console) == 0
+    assert "REDACTED failed" in printed(console)
+    assert "OSError: https://REDACTED@example.org/x" in printed(console)
+
+
+def test_the_line_of_an_error_is_masked(console: Console) -> None:
+    def work() -> None:
+        raise UserError("output.dir: runs/swordfish is a file")
+
+    assert run(work, console) == 2
+    assert "output.dir: runs/REDACTED is a file" in printed(console)
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_the_traceback_of_a_bug_is_masked_on_every_process(
+    console: Console, capsys: pytest.CaptureFixture[str], is_main: bool
+) -> None:
+    def work() -> None:
+        raise KeyError("swordfish") from OSError(TOKEN)
+
+    with pytest.raises(SystemExit, match="1"):
+        run(work, console, is_main=is_main)
+    error = capsys.readouterr().err
+    assert "KeyError: 'REDACTED'" in error
+    assert "OSError: REDACTED" in error
+
+
+def test_a_command_forbids_code_from_a_hub_and_masks_what_it_writes(console: Console) -> None:
+    def work() -> None:
+        assert os.environ["DIFFUSERS_DISABLE_REMOTE_CODE"] == "1"
+        assert redacted("swordfish") == "REDACTED"
+
+    assert run(work, console) == 0
+    assert redacted("swordfish") == "swordfish"
+
+
+@pytest.mark.usefixtures("console")
+def test_a_refused_secret_is_not_shown_not_even_its_beginning(
+    tmp_path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = "swordfish-" * 20
+    monkeypatch.setenv("MY_LONG_KEY", long)
+    config = tmp_path / "recipe.yaml"
+    config.write_text(f"train:\n  steps: {long}\n  seed: x{TOKEN}\n")
+    logging.getLogger().handlers.clear()
+    assert main(["--config", str(config), f"lora.rank={long}"]) == 2
+    error = capsys.readouterr().err
+    assert "train.steps: got 'REDACTED'" in error
+    assert "train.seed: got 'xREDACTED'" in error
+    assert "lora.rank=REDACTED (command line)" in error
+    assert "swordfish" not in error

@@ -1,0 +1,222 @@
+"""Files that others may have written are data: pickles and modules planted in their place never run."""
+
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from test_bad_input import copied_model
+from tiny_run import TinyRun
+
+from diffsynth_lite.training.checkpoint_manifest import CheckpointError, ListedFile, Manifest, read_checkpoint
+
+QUICK = ("validation.prompts=[]", "validation.loss_items=0")
+
+
+class Watch:
+    """Notes the names that pickles look up in this process; a pickle that does harm needs one."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.is_on = False
+
+    def __call__(self, event: str, arguments: tuple[object, ...]) -> None:
+        if event == "pickle.find_class" and self.is_on:
+            self.names.append(".".join(map(str, arguments)))
+
+    @contextmanager
+    def on(self) -> Iterator[list[str]]:
+        self.names.clear()
+        self.is_on = True
+        yield self.names
+        self.is_on = False
+
+
+@pytest.fixture(scope="module")
+def watch() -> Watch:
+    watch = Watch()
+    sys.addaudithook(watch)  # Python has no way to remove one
+    return watch
+
+
+class MakesFolder:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    return tmp_path / "planted-code-ran"
+
+
+@pytest.fixture
+def poison(marker: Path) -> bytes:
+    return pickle.dumps(MakesFolder(marker))
+
+
+def test_the_poison_works_and_is_seen(poison: bytes, marker: Path, watch: Watch) -> None:
+    with watch.on() as names:
+        pickle.loads(poison)
+    assert marker.is_dir()
+    assert names == ["posix.mkdir"]
+
+
+def test_a_resumed_run_unpickles_nothing(tiny_run: TinyRun, watch: Watch) -> None:
+    assert tiny_run.train("train.steps=1", *QUICK) == 0
+    with watch.on() as names:
+        assert tiny_run.train("train.steps=2", "data.num_workers=0", *QUICK) == 0
+    assert names == []
+
+
+def test_what_workers_send_is_all_that_is_unpickled_with_workers(tiny_run: TinyRun, watch: Watch) -> None:
+    with watch.on() as names:
+        assert tiny_run.train("train.steps=1", "data.num_workers=1", *QUICK) == 0
+    assert "diffsynth_lite.data.batches.Batch" in names
+    kinds = ("diffsynth_lite.data.", "multiprocessing.", "torch.")
+    assert [name for name in names if not name.startswith(kinds)] == []
+
+
+def test_pickles_in_checkpoint_cache_and_lora_are_set_aside(
+    tiny_run: TinyRun, poison: bytes, marker: Path, watch: Watch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert tiny_run.train("train.steps=4", *QUICK) == 0
+    newest = tiny_run.folder / "checkpoints" / "step-00000004"
+    places = (newest, tiny_run.folder / "lora", tiny_run.root / "cache")
+    files = [path for place in places for path in place.rglob("*") if path.is_file()]
+    assert len(files) > 12
+    for path in files:
+        path.write_bytes(poison)
+    with watch.on() as names:
+        assert tiny_run.train("train.steps=5", *QUICK) == 0
+    assert (names, marker.exists()) == ([], False)
+    assert "looking for an earlier checkpoint" in caplog.text
+    assert poison not in {path.read_bytes() for path in (tiny_run.folder / "lora").iterdir()}
+
+
+def test_pickles_under_a_manifest_that_lists_them_are_refused(
+    tiny_run: TinyRun, poison: bytes, marker: Path, watch: Watch
+) -> None:
+    assert tiny_run.train("train.steps=1", *QUICK) == 0
+    folder = tiny_run.folder / "checkpoints" / "step-00000001"
+    names = sorted(path.name for path in folder.iterdir() if path.suffix)
+    assert len(names) == 6
+    contents = {name: (folder / name).read_bytes() for name in names}
+    for name in names:
+        for other, content in contents.items():
+            (folder / other).write_bytes(poison if other == name else content)
+        listed = {other: ListedFile.of((folder / other).read_bytes()) for other in names}
+        (folder / "COMPLETE").write_bytes(Manifest(step=1, files=listed).encode())
+        with watch.on() as unpickled, pytest.raises(CheckpointError, match=name):
+            read_checkpoint(folder).tensors(name.removesuffix(".safetensors"))
+        assert (unpickled, marker.exists()) == ([], False)
+
+
+def test_pickles_under_all_names_of_a_run_folder_end_in_an_error(
+    tiny_run: TinyRun, poison: bytes, marker: Path, watch: Watch
+) -> None:
+    assert tiny_run.train("train.steps=1", *QUICK) == 0
+    for path in tiny_run.folder.rglob("*"):
+        if path.is_file():
+            path.write_bytes(poison)
+    with watch.on() as names:
+        assert tiny_run.train("train.steps=2", *QUICK) == 2
+    assert (names, marker.exists()) == ([], False)
+
+
+def plant_module(model: Path, marker: Path, poison: bytes) -> None:
+    """Pickles and modules beside the files of a pipeline, which its settings name where they can."""
+    for component, name in {
+        "transformer": "diffusion_pytorch_model.bin",
+        "vae": "diffusion_pytorch_model.bin",
+        "text_encoder": "pytorch_model.bin",
+        "tokenizer": "tokenizer.pkl",
+    }.items():
+        (model / component / name).write_bytes(poison)
+        (model / component / "planted.py").write_text(f"import os\nos.mkdir({str(marker)!r})\nclass P: ...\n")
+    for component in ("transformer", "vae", "text_encoder"):
+        change_json(model / component / "config.json", auto_map={"AutoModel": "planted.P"})
+    (model / "pipeline.py").write_text(f"import os\nos.mkdir({str(marker)!r})\n")
+
+
+def change_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_pickles_and_modules_beside_the_weights_are_ignored(
+    tiny_run: TinyRun, poison: bytes, marker: Path, watch: Watch
+) -> None:
+    plant_module(copied_model(tiny_run), marker, poison)
+    with watch.on() as names:
+        assert tiny_run.train("train.steps=1", "validation.prompts=[a red circle]") == 0
+    assert (names, marker.exists()) == ([], False)
+
+
+def no_safetensors(model: Path, poison: bytes) -> None:
+    for path in model.rglob("*.safetensors"):
+        path.rename(path.with_suffix(".bin")).write_bytes(poison)
+
+
+def pickles_as_safetensors(model: Path, poison: bytes) -> None:
+    for path in model.rglob("*.safetensors"):
+        path.write_bytes(poison)
+
+
+def pickled_settings(model: Path, poison: bytes) -> None:
+    (model / "model_index.json").write_bytes(poison)
+
+
+def tokenizer_with_code(model: Path, _poison: bytes) -> None:
+    settings = model / "tokenizer" / "tokenizer_config.json"
+    change_json(settings, tokenizer_class="P", auto_map={"AutoTokenizer": ["planted.P", None]})
+
+
+def pipeline_with_code(model: Path, _poison: bytes) -> None:
+    change_json(model / "model_index.json", _class_name=["planted", "P"])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (no_safetensors, "holds no safetensors weights"),
+        (pickles_as_safetensors, "cannot be read"),
+        (pickled_settings, "cannot be read"),
+        (tokenizer_with_code, "contains custom code"),
+        (pipeline_with_code, "names no pipeline class"),
+    ],
+)
+def test_a_model_that_needs_code_or_pickles_is_refused(
+    tiny_run: TinyRun,
+    poison: bytes,
+    marker: Path,
+    watch: Watch,
+    caplog: pytest.LogCaptureFixture,
+    spoil: Callable[[Path, bytes], None],
+    message: str,
+) -> None:
+    model = copied_model(tiny_run)
+    plant_module(model, marker, poison)
+    spoil(model, poison)
+    with watch.on() as names:
+        assert tiny_run.train("train.steps=1", *QUICK) == 2
+    assert message in caplog.text
+    assert (names, marker.exists()) == ([], False)
+
+
+def test_a_pickle_in_place_of_a_picture_is_a_bad_item(
+    tiny_run: TinyRun, poison: bytes, marker: Path, watch: Watch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for path in (tiny_run.root / "data").glob("2.*"):
+        path.write_bytes(poison)
+    with watch.on() as names:
+        assert tiny_run.train("train.steps=1", *QUICK) == 2
+    assert "2.png" in caplog.text
+    assert (names, marker.exists()) == ([], False)

@@ -1,0 +1,116 @@
+"""What the trainer writes about a run has the secrets masked that came with its settings and its data."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+from PIL import Image
+
+from diffsynth_lite.config import Config, load_config
+from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest
+from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.training.contract import require_same, settings_contract
+from diffsynth_lite.training.export import export_lora
+from diffsynth_lite.training.files import write_json_atomic
+from diffsynth_lite.training.previews import Previews
+from diffsynth_lite.training.quarantine import Quarantine
+from diffsynth_lite.training.trackers import start_trackers
+
+TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: {{family: qwen_image, path: m}}\ndata: {{path: d, trigger: {TOKEN}}}\n"
+        f"output: {{dir: {tmp_path}/run}}\n"
+    )
+    return load_config(path).config
+
+
+def test_the_contract_is_masked_and_still_agrees_with_itself(config: Config) -> None:
+    contract = settings_contract(config, model_fingerprint="f")
+    assert contract["data.trigger"] == ["REDACTED"]
+    saved = json.loads(json.dumps(contract))
+    assert require_same(settings_contract(config, model_fingerprint="f"), saved, where="here") == []
+
+
+def test_a_json_file_is_masked(tmp_path: Path) -> None:
+    write_json_atomic(tmp_path / "a.json", {"message": [f"with {TOKEN}"], "step": 12})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"message": ["with REDACTED"], "step": 12}
+
+
+def test_the_list_of_bad_items_is_masked(config: Config, tmp_path: Path) -> None:
+    quarantine = Quarantine(config)
+    quarantine.add_rows([("0.png", f"https://ann:{TOKEN}@example.org/ is no picture")])
+    quarantine.write()
+    row = json.loads((tmp_path / "run" / "quarantine.jsonl").read_text())
+    assert row == {"item": "0.png", "reason": "https://REDACTED@example.org/ is no picture"}
+
+
+def test_the_metadata_of_a_lora_are_masked(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
+    family = QwenImage(PipelineFolder(path=tmp_path))
+    tensors = {"transformer_blocks.0.attn.to_q.lora_A.weight": torch.ones(2, 4)}
+    settings = {"r": 2, "base_model_name_or_path": f"https://{TOKEN}@example.org/model"}
+    (file,) = export_lora(family, tmp_path / "lora", tensors, settings)
+    with safetensors.safe_open(file, "pt") as opened:
+        assert "https://REDACTED@example.org/model" in str(opened.metadata())
+    assert TOKEN.encode() not in file.read_bytes()
+
+
+def test_the_labels_of_the_preview_grid_are_masked(tmp_path: Path) -> None:
+    def draw(prompt: str, folder: Path) -> bytes:
+        family = SimpleNamespace(sample=lambda *_args: [[Image.new("RGB", (64, 32), "red")]])
+        request = PreviewRequest(
+            conditioning={},
+            negative={},
+            width=64,
+            height=32,
+            num_inference_steps=1,
+            guidance_scale=1.0,
+            seed=0,
+        )
+        previews = Previews(
+            family=family,
+            folder=folder,
+            prompts=[prompt],
+            negative_prompt="",
+            requests=[request],
+            fps=None,
+            vae_dtype=torch.float32,
+        )
+        grid = previews.draw(torch.nn.Linear(1, 1), 0)
+        assert grid is not None
+        return grid.read_bytes()
+
+    assert draw(TOKEN, tmp_path / "a") == draw("REDACTED", tmp_path / "b") != draw("else", tmp_path / "c")
+
+
+def test_what_the_trackers_get_is_masked_and_wandb_takes_no_more(tmp_path: Path) -> None:
+    given: dict[str, Any] = {}
+    accelerator = SimpleNamespace(
+        init_trackers=lambda project, config, init_kwargs: given.update(
+            project=project, config=config, **init_kwargs["wandb"]
+        )
+    )
+    start_trackers(
+        accelerator,
+        names=["wandb"],
+        project=f"p {TOKEN}",
+        settings={"validation": {"prompts": [TOKEN]}, "train": {"steps": 3}},
+        folder=tmp_path,
+        run_name=f"r {TOKEN}",
+        run_id="id",
+        wandb_mode="offline",
+    )
+    assert (given["project"], given["name"]) == ("p REDACTED", "r REDACTED")
+    assert given["config"] == {"validation.prompts": "['REDACTED']", "train.steps": 3}
+    settings = given["settings"]
+    assert (settings.console, settings.x_disable_meta) == ("off", True)
+    assert (settings.disable_git, settings.disable_code) == (True, True)
