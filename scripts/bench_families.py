@@ -96,8 +96,7 @@ class FamilySubject(TrainedModel):
         layers = find_target_layers(
             model,
             family.default_target_modules,
-            block_lists=family.block_lists,
-            dead_in_last_block=family.dead_in_last_block,
+            unused_modules=family.unused_modules(model),
         )
         super().__init__(model, device, dtype, LoraConfig(r=16, target_modules=layers))
         self._family = family

@@ -11,7 +11,7 @@ from torch import nn
 from diffsynth_lite.errors import UserError
 
 _ADAPTER = "default"
-_ALWAYS_SAVED = ("r", "lora_alpha", "target_modules")
+_ALWAYS_SAVED = ("r", "lora_alpha")
 
 
 def add_adapter(

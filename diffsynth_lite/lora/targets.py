@@ -1,7 +1,7 @@
 """This file decides which linear layers of a model get an adapter."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -12,18 +12,16 @@ def find_target_layers(
     model: nn.Module,
     target_modules: Sequence[str],
     *,
-    block_lists: Sequence[str],
-    dead_in_last_block: Sequence[str],
+    unused_modules: Collection[str],
 ) -> list[str]:
     """Full names of the linear layers whose names end in one of the targets.
 
-    Layers of the last block whose output nobody uses are left out: an adapter there never gets a gradient.
+    Layers whose output nobody uses are left out: an adapter there never gets a gradient.
 
     Args:
         model: may be on the meta device.
         target_modules: endings of names, such as ``to_q`` or ``attn.to_out.0``.
-        block_lists: attributes of the model that hold its blocks, in call order.
-        dead_in_last_block: endings of the names of unused layers in the last block.
+        unused_modules: full names of the modules whose output nobody uses, and that of all layers in them.
 
     Raises:
         UserError: no target is given, or one of them matches no linear layer.
@@ -36,22 +34,18 @@ def find_target_layers(
     unmatched = [target for target in target_modules if not any(_ends_in(name, target) for name in linear)]
     if unmatched:
         raise UserError(_describe_unmatched(unmatched, linear, type(model).__name__))
-    dead = _dead_layers(model, block_lists, dead_in_last_block)
-    layers = [name for name in linear if name not in dead and any(_ends_in(name, t) for t in target_modules)]
+    used = [name for name in linear if not any(_is_in(name, module) for module in unused_modules)]
+    layers = [name for name in used if any(_ends_in(name, target) for target in target_modules)]
     if not layers:
         raise UserError(
-            f"lora.target_modules: {', '.join(target_modules)} match only layers of the last block "
-            "whose output nobody uses; add others"
+            f"lora.target_modules: {', '.join(target_modules)} match only layers whose output "
+            "nobody uses; add others"
         )
     return layers
 
 
-def _dead_layers(model: nn.Module, block_lists: Sequence[str], dead_in_last_block: Sequence[str]) -> set[str]:
-    if not dead_in_last_block:
-        return set()
-    last_list = block_lists[-1]
-    last_block = len(model.get_submodule(last_list)) - 1  # type: ignore[arg-type]  # a ModuleList has a length
-    return {f"{last_list}.{last_block}.{ending}" for ending in dead_in_last_block}
+def _is_in(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
 
 
 def _ends_in(name: str, target: str) -> bool:

@@ -13,10 +13,11 @@ from transformers import T5EncoderModel
 
 from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_in, blocks_run_by
 from diffsynth_lite.media import Prompt
+from diffsynth_lite.pipelines.contract.diffusers_family import device_and_dtype
 from diffsynth_lite.pipelines.contract.packed_pictures import pack_pictures, unpack_picture
 from diffsynth_lite.pipelines.contract.padding import pad_tokens
 from diffsynth_lite.pipelines.contract.samples import Conditioning, PreviewRequest
-from diffsynth_lite.pipelines.flux import Flux, dtype_and_device
+from diffsynth_lite.pipelines.flux import Flux
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
 from diffsynth_lite.testing.seeding import seeded
 from diffsynth_lite.testing.text_encoders import tiny_t5
@@ -132,7 +133,7 @@ class Chroma(Flux):
         use_gradient_checkpointing: bool = False,
         use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
-        like = dtype_and_device(transformer)
+        like = device_and_dtype(transformer)
         embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning])
         return model_fn_chroma(
             transformer,

@@ -15,9 +15,13 @@ from transformers import CLIPTextModel, T5EncoderModel
 
 from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
 from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.contract.guidance import training_guidance
-from diffsynth_lite.pipelines.contract.latents import decode_in_own_dtype, encode_scaled_latents
+from diffsynth_lite.pipelines.contract.latents import (
+    decode_in_own_dtype,
+    encode_scaled_latents,
+    scaled_latents_shape,
+)
 from diffsynth_lite.pipelines.contract.packed_pictures import PATCH, pack_pictures, unpack_picture
 from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
@@ -164,9 +168,7 @@ class Flux(DiffusersFamily):
         return {}
 
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        config = self.folder.component_config("vae")
-        scale = 2 ** (len(config["block_out_channels"]) - 1)
-        return config["latent_channels"], height // scale, width // scale
+        return scaled_latents_shape(self.folder.component_config("vae"), width, height)
 
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
         return latents_shape[-2] * latents_shape[-1] // PATCH**2
@@ -181,7 +183,7 @@ class Flux(DiffusersFamily):
         use_gradient_checkpointing: bool = False,
         use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
-        like = dtype_and_device(transformer)
+        like = device_and_dtype(transformer)
         embeds, pooled = (torch.stack([sample[name] for sample in conditioning]) for name in _EMBEDS)
         input_latents = self._input_latents(conditioning)
         return model_fn_flux(
@@ -203,7 +205,7 @@ class Flux(DiffusersFamily):
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[list[Image]]:
-        like = dtype_and_device(transformer)
+        like = device_and_dtype(transformer)
         vae = self.load_component(AutoencoderKL, "vae", vae_dtype).to(like["device"])
         decode_in_own_dtype(vae)
         pipeline = self._assemble(vae=vae, transformer=transformer, scheduler=self.load_scheduler())
@@ -269,12 +271,6 @@ def tiny() -> FluxPipeline:
         tokenizer_2=tokenizer_2,
         transformer=transformer,
     )
-
-
-def dtype_and_device(transformer: torch.nn.Module) -> dict[str, Any]:
-    """Those of the transformer, as keywords of ``Tensor.to``."""
-    parameter = next(transformer.parameters())
-    return {"device": parameter.device, "dtype": parameter.dtype}
 
 
 def _embeds(conditioning: Conditioning, like: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:

@@ -57,6 +57,26 @@ def tiny_flux_vae(*, seed: int = 0) -> AutoencoderKL:
     Args:
         seed: of the weights; the global random state is left as it was.
     """
+    return _tiny_kl(
+        seed,
+        latent_channels=16,
+        shift_factor=0.1159,
+        scaling_factor=0.3611,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+
+
+def tiny_sdxl_vae(*, seed: int = 0) -> AutoencoderKL:
+    """A random VAE of SDXL in eval mode: 4 channels, 8 x 8 pixels to a latent, the real scale, not for fp16.
+
+    Args:
+        seed: of the weights; the global random state is left as it was.
+    """
+    return _tiny_kl(seed, latent_channels=4, scaling_factor=0.13025, force_upcast=True)
+
+
+def _tiny_kl(seed: int, **settings: Any) -> AutoencoderKL:
     with seeded(seed):
         return AutoencoderKL(
             down_block_types=("DownEncoderBlock2D",) * 4,
@@ -64,11 +84,7 @@ def tiny_flux_vae(*, seed: int = 0) -> AutoencoderKL:
             block_out_channels=(4, 4, 4, 4),
             norm_num_groups=2,
             layers_per_block=1,
-            latent_channels=16,
-            shift_factor=0.1159,
-            scaling_factor=0.3611,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
+            **settings,
         ).eval()
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
+    CLIPTextModelWithProjection,
     CLIPTokenizer,
     Gemma2Config,
     Gemma2Model,
@@ -165,10 +166,30 @@ def tiny_clip_text(tokenizer: CLIPTokenizer, *, hidden_size: int = 32, seed: int
         hidden_size: width of the embeddings; a multiple of 4, the number of heads.
         seed: of the weights; the global random state is left as it was.
     """
-    config = CLIPTextConfig(
+    with seeded(seed):
+        return CLIPTextModel(_clip_text_config(tokenizer, hidden_size)).eval()
+
+
+def tiny_clip_text_with_projection(
+    tokenizer: CLIPTokenizer, *, hidden_size: int = 32, seed: int = 0
+) -> CLIPTextModelWithProjection:
+    """A random CLIP text encoder as ``tiny_clip_text``, with a projection: the second of the SDXL pipelines.
+
+    Args:
+        tokenizer: likewise.
+        hidden_size: likewise; the projection is as wide.
+        seed: likewise.
+    """
+    with seeded(seed):
+        return CLIPTextModelWithProjection(_clip_text_config(tokenizer, hidden_size)).eval()
+
+
+def _clip_text_config(tokenizer: CLIPTokenizer, hidden_size: int) -> CLIPTextConfig:
+    return CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
+        projection_dim=hidden_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=tokenizer.model_max_length,
@@ -176,8 +197,6 @@ def tiny_clip_text(tokenizer: CLIPTokenizer, *, hidden_size: int = 32, seed: int
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    with seeded(seed):
-        return CLIPTextModel(config).eval()
 
 
 def tiny_gemma2(tokenizer: GemmaTokenizer, *, hidden_size: int = 16, seed: int = 0) -> Gemma2Model:

@@ -134,15 +134,21 @@ def t5_tokenizer(words: Sequence[str] = ()) -> T5Tokenizer:
     return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)
 
 
-def clip_tokenizer() -> CLIPTokenizer:
+def clip_tokenizer(*, pad_token: str = "<|endoftext|>") -> CLIPTokenizer:
     """A CLIP tokenizer of some 500 entries, enough for the pipelines with a CLIP encoder.
 
     Each byte is a token, and another one where it ends a word; the last id ends a text, as in the real one.
+
+    Args:
+        pad_token: fills a text up; the second tokenizer of SDXL has ``!``.
     """
     letters = sorted(ByteLevel.alphabet())
     tokens = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
     return CLIPTokenizer(
-        vocab={token: index for index, token in enumerate(tokens)}, merges=[], model_max_length=77
+        vocab={token: index for index, token in enumerate(tokens)},
+        merges=[],
+        pad_token=pad_token,
+        model_max_length=77,
     )
 
 

@@ -181,6 +181,7 @@ def _check_model(checks: _Checks, family: ModelFamily, config: Config) -> _Check
     checks.attempt(lambda: data_rules(config, family))
     checks.attempt(lambda: _check_previews(config, family))
     checks.attempt(lambda: _check_weighting(config, family))
+    checks.attempt(lambda: _check_shift(config, family))
     transformer = family.empty_transformer()
     blocks = checks.attempt(lambda: _find_blocks(family, transformer))
     layers = checks.attempt(lambda: _find_targets(family, transformer, config)) if blocks else []
@@ -196,8 +197,7 @@ def _find_targets(family: ModelFamily, transformer: torch.nn.Module, config: Con
     layers = find_target_layers(
         transformer,
         config.lora.target_modules or family.default_target_modules,
-        block_lists=family.block_lists,
-        dead_in_last_block=family.dead_in_last_block,
+        unused_modules=family.unused_modules(transformer),
     )
     for name, component in family.parts_of(transformer).items():
         prefix = "" if component is transformer else f"{name}."
@@ -257,6 +257,11 @@ def _check_weighting(config: Config, family: ModelFamily) -> None:
             f"objective.loss_weighting: {weighting} is defined on another path from data to noise than this "
             f"family's; use {' or '.join(known)}"
         )
+
+
+def _check_shift(config: Config, family: ModelFamily) -> None:
+    if config.objective.shift == "resolution":
+        family.resolution_shift(family.latents_shape(*preview_size(config, family), num_frames=1))
 
 
 def _check_previews(config: Config, family: ModelFamily) -> None:

@@ -22,6 +22,8 @@ def test_there_are_recipes():
         "qwen_lora.yaml",
         "quickstart.yaml",
         "sana_lora.yaml",
+        "sdxl_lora.yaml",
+        "sdxl_text_encoders_lora.yaml",
         "video_quickstart.yaml",
         "wan22_i2v_a14b_lora.yaml",
         "wan22_t2v_a14b_lora.yaml",
@@ -149,6 +151,25 @@ def test_the_z_image_recipe_trains_the_base_model():
     assert (config.data.resolutions, config.data.given_sizes) == ([1024], [])
     assert (config.model.dtype, config.train.mixed_precision) == ("bfloat16", "bf16")
     assert config.train.use_gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("name", "components"),
+    [
+        ("sdxl_lora.yaml", None),
+        ("sdxl_text_encoders_lora.yaml", ["unet", "text_encoder", "text_encoder_2"]),
+    ],
+)
+def test_the_sdxl_recipes_fit_the_real_model(name, components):
+    config = load_config(name).config
+    assert config.lora.components == components
+    assert (config.model.family, config.model.dtype, config.model.vae_dtype) == (
+        "sdxl",
+        "bfloat16",
+        "float32",
+    )
+    assert (config.data.resolutions, config.data.given_sizes) == ([1024], [])
+    assert (config.objective.loss_weighting, config.objective.shift) == ("min_snr", "family")
 
 
 @pytest.mark.parametrize("name", ["quickstart.yaml", "video_quickstart.yaml"])

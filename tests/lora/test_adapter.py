@@ -14,7 +14,7 @@ from diffsynth_lite.lora import (
     load_adapter_tensors,
 )
 
-DEAD = ("attn.to_add_out", "txt_mlp.net.2")
+UNUSED = ("transformer_blocks.1.attn.to_add_out", "transformer_blocks.1.txt_mlp")
 
 
 def tiny_transformer(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -32,10 +32,10 @@ def tiny_transformer(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def targets(model: nn.Module, *names: str) -> list[str]:
-    return find_target_layers(model, names, block_lists=("transformer_blocks",), dead_in_last_block=DEAD)
+    return find_target_layers(model, names, unused_modules=UNUSED)
 
 
-def test_targets_are_full_names_without_the_dead_layers_of_the_last_block() -> None:
+def test_targets_are_full_names_without_those_of_layers_and_in_modules_that_nobody_uses() -> None:
     assert targets(tiny_transformer(), "to_q", "to_add_out", "txt_mlp.net.2") == [
         "transformer_blocks.0.attn.to_q",
         "transformer_blocks.0.attn.to_add_out",
@@ -71,6 +71,16 @@ def test_the_adapter_is_fp32_on_a_bf16_base_and_nothing_else_is_trained() -> Non
     assert {parameter.dtype for parameter in trained.values()} == {torch.float32}
     base = [parameter for name, parameter in model.named_parameters() if ".lora_" not in name]
     assert {parameter.dtype for parameter in base} == {torch.bfloat16}
+
+
+def test_the_settings_name_every_layer_in_full_also_where_peft_shortens_their_names() -> None:
+    model = tiny_transformer()
+    names = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "img_mlp.net.2")
+    layers = targets(model, *names, "img_mod.1", "txt_mod.1", "img_mlp.net.0.proj")
+    assert len(layers) == 22
+    add_adapter(model, layers, rank=4, alpha=8, dropout=0.0, seed=0)
+    assert len(model.peft_config["default"].target_modules) < 22
+    assert adapter_settings(model)["target_modules"] == sorted(layers)
 
 
 def test_the_first_values_follow_the_seed_and_leave_the_global_state_alone() -> None:

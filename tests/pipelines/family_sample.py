@@ -14,14 +14,21 @@ from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
 
+from diffsynth_lite.core.noise import DiffusionPath
+from diffsynth_lite.lora import add_adapter, find_target_layers
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import Conditioning, ModelFamily, PipelineFolder, PreviewRequest, load_family
 
 CPU = torch.device("cpu")
 # Of different lengths, so that every family has to pad and to mask.
 PROMPTS = ("a red circle", "a blue square on a white background", "a ring")
-# What Z-Image calls the arguments of its forward, by the name that they have elsewhere.
-OTHER_NAMES = {"x": "hidden_states", "t": "timestep", "cap_feats": "encoder_hidden_states"}
+# What UNets and Z-Image call the arguments of their forward, by the name that they have elsewhere.
+OTHER_NAMES = {
+    "sample": "hidden_states",
+    "x": "hidden_states",
+    "t": "timestep",
+    "cap_feats": "encoder_hidden_states",
+}
 SMALL_AREA = 64 * 64
 SMALL_SIZES = [(32, 96), (48, 80), (64, 64), (80, 48), (96, 32)]
 
@@ -135,3 +142,26 @@ def transformer_calls(transformer: torch.nn.Module, run: Callable[[], object]) -
 def ones_like(output: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
     """A batch of ones, or a list of them where the model gives its samples in one."""
     return list(map(torch.ones_like, output)) if isinstance(output, list) else torch.ones_like(output)
+
+
+def adapted_transformer(sample: Sample, *, dropout: float = 0.0) -> torch.nn.Module:
+    """The family's transformer with a LoRA whose update is not zero."""
+    family = sample.family
+    transformer = family.load_transformer(torch.float32).train()
+    layers = find_target_layers(
+        transformer, family.default_target_modules, unused_modules=family.unused_modules(transformer)
+    )
+    add_adapter(transformer, layers, rank=4, alpha=8, dropout=dropout, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in transformer.named_parameters():
+        if ".lora_B." in name:
+            parameter.data.normal_(std=0.1, generator=generator)
+    return transformer
+
+
+def noise_levels(sample: Sample, scheduler: Any) -> torch.Tensor:
+    """Those of the sampler's steps, in [0, 1]."""
+    if isinstance(sample.family.noise_path, DiffusionPath):
+        return (scheduler.timesteps + 0.5) / scheduler.config.num_train_timesteps
+    levels: torch.Tensor = scheduler.sigmas[: len(scheduler.timesteps)]
+    return levels

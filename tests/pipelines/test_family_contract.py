@@ -1,39 +1,22 @@
 """What every family has to do; a new file under pipelines/ is tested here from the moment it exists."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from family_sample import Sample, ones_like, transformer_calls
+from family_sample import Sample, adapted_transformer, noise_levels, ones_like, transformer_calls
 
 from diffsynth_lite.core.gradient import GradientEngine, blocks_of, gradient_engine
-from diffsynth_lite.core.noise import add_noise, velocity
+from diffsynth_lite.core.noise import DiffusionPath
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter, find_target_layers
+from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers
 from diffsynth_lite.pipelines import PipelineFolder
 
 SIGMA = torch.tensor([0.1, 0.5, 0.9])
 FLAGS = [(False, False), (True, False), (False, True), (True, True)]
-
-
-def adapted_transformer(sample: Sample, *, dropout: float = 0.0) -> torch.nn.Module:
-    """The family's transformer with a LoRA whose update is not zero."""
-    family = sample.family
-    transformer = family.load_transformer(torch.float32).train()
-    layers = find_target_layers(
-        transformer,
-        family.default_target_modules,
-        block_lists=family.block_lists,
-        dead_in_last_block=family.dead_in_last_block,
-    )
-    add_adapter(transformer, layers, rank=4, alpha=8, dropout=dropout, seed=1)
-    generator = torch.Generator().manual_seed(2)
-    for name, parameter in transformer.named_parameters():
-        if ".lora_B." in name:
-            parameter.data.normal_(std=0.1, generator=generator)
-    return transformer
 
 
 def velocity_and_gradients(
@@ -79,8 +62,10 @@ def test_dropout_masks_follow_the_seed(sample: Sample) -> None:
 def test_every_declared_block_is_recomputed_and_parked(sample: Sample, flags: tuple[bool, bool]) -> None:
     transformer = adapted_transformer(sample)
     engine = GradientEngine()
+    # A UNet has blocks before the first layer with a LoRA, which then need no gradient.
+    learned = replace(sample, latents=sample.latents.clone().requires_grad_(True))
     with gradient_engine(engine):
-        velocity_and_gradients(sample, transformer, flags)
+        velocity_and_gradients(learned, transformer, flags)
     report = engine.report()
     num_blocks = len(blocks_of(transformer, sample.family.block_lists))
     assert report.blocks_run == report.blocks_recomputed == num_blocks > 0
@@ -100,13 +85,10 @@ def test_every_adapter_gets_a_gradient(sample: Sample) -> None:
 def test_layers_dropped_in_the_last_block_would_get_no_gradient(sample: Sample) -> None:
     family = sample.family
     transformer = family.load_transformer(torch.float32)
-    dead = [
-        f"{family.block_lists[-1]}.{len(transformer.get_submodule(family.block_lists[-1])) - 1}.{ending}"
-        for ending in family.dead_in_last_block
-    ]
+    dead = family.unused_modules(transformer)
     for name in dead:
         transformer.get_submodule(name).requires_grad_(True)
-    used = transformer.get_submodule(family.block_lists[-1])[0]
+    used = blocks_of(transformer, family.block_lists)[0]
     used.requires_grad_(True)
     _, gradients = velocity_and_gradients(sample, transformer, (False, False))
     for name in dead:
@@ -118,12 +100,7 @@ def test_default_targets_match_the_structure_without_weights(sample: Sample) -> 
     empty, loaded = family.empty_transformer(), family.load_transformer(torch.float32)
     assert {parameter.device.type for parameter in empty.parameters()} == {"meta"}
     found = [
-        find_target_layers(
-            model,
-            family.default_target_modules,
-            block_lists=family.block_lists,
-            dead_in_last_block=family.dead_in_last_block,
-        )
+        find_target_layers(model, family.default_target_modules, unused_modules=family.unused_modules(model))
         for model in (empty, loaded)
     ]
     assert found[0] == found[1]
@@ -152,9 +129,10 @@ def test_a_saved_lora_draws_the_same_in_the_diffusers_pipeline(sample: Sample, t
     assert (read_settings["r"], read_settings["lora_alpha"]) == (4, 8)
 
     pipeline = sample.fresh_pipeline()
+    fresh = getattr(pipeline, *family.trained)
     with torch.no_grad():
-        base, _ = predict(sample, pipeline.transformer), pipeline.load_lora_weights(tmp_path)
-        reloaded = predict(sample, pipeline.transformer)
+        base, _ = predict(sample, fresh), pipeline.load_lora_weights(tmp_path)
+        reloaded = predict(sample, fresh)
         trained = predict(sample, transformer)
     assert torch.equal(reloaded, trained)
     assert not torch.allclose(base, trained, atol=1e-3)
@@ -175,10 +153,16 @@ def test_previews_have_the_size_asked_for_and_repeat_exactly(sample: Sample) -> 
 
 
 def test_the_shift_is_positive_and_grows_with_the_picture_where_it_depends_on_it(sample: Sample) -> None:
+    family = sample.family
     small = sample.latents.shape[1:]
     large = torch.Size((*small[:-2], small[-2] * 8, small[-1] * 8))
-    assert 0 < sample.family.family_shift(small) <= sample.family.family_shift(large)
-    assert sample.family.resolution_shift(small) < sample.family.resolution_shift(large)
+    assert 0 < family.family_shift(small) <= family.family_shift(large)
+    if isinstance(family.noise_path, DiffusionPath):
+        assert family.family_shift(large) == 1
+        with pytest.raises(UserError, match=r"objective\.shift: resolution is not defined"):
+            family.resolution_shift(small)
+    else:
+        assert family.resolution_shift(small) < family.resolution_shift(large)
 
 
 def test_a_noise_level_is_told_to_the_model_as_the_sampler_tells_it(
@@ -190,7 +174,7 @@ def test_a_noise_level_is_told_to_the_model_as_the_sampler_tells_it(
     monkeypatch.setattr(family, "load_scheduler", lambda: scheduler)
     request = sample.request(num_inference_steps=4, guidance_scale=1.0, seed=0)
     sampled = transformer_calls(transformer, lambda: family.sample(transformer, torch.float32, [request]))
-    sigmas = scheduler.sigmas[: len(sampled)]
+    sigmas = noise_levels(sample, scheduler)
     assert len(sigmas) == 4
 
     def told(sigma: torch.Tensor) -> dict[str, Any]:
@@ -233,10 +217,16 @@ def test_the_velocity_is_what_the_pipeline_hands_to_its_sampler(
 def test_one_step_of_the_sampler_along_the_target_returns_the_clean_latents(sample: Sample) -> None:
     scheduler = sample.family.load_scheduler()
     scheduler.set_timesteps(2, **({"mu": 0.0} if scheduler.config.get("use_dynamic_shifting") else {}))
-    sigma = scheduler.sigmas[1].float().expand(len(sample.latents))  # the last step ends without noise
+    timestep = scheduler.timesteps[1]  # the last step ends without noise
+    sigma = noise_levels(sample, scheduler)[1].float().expand(len(sample.latents))
     noise = torch.randn(sample.latents.shape, generator=torch.Generator().manual_seed(0))
-    noisy = add_noise(sample.latents, noise, sigma)
-    clean = scheduler.step(velocity(sample.latents, noise), scheduler.timesteps[1], noisy).prev_sample
+    path = sample.family.noise_path
+    told = noisy = path.add_noise(sample.latents, noise, sigma)
+    if isinstance(path, DiffusionPath):  # some samplers keep another scale than the one they show the model
+        noisy = scheduler.add_noise(sample.latents, noise, timestep.expand(len(sample.latents)))
+        told = scheduler.scale_model_input(noisy, timestep)
+    torch.testing.assert_close(told, path.add_noise(sample.latents, noise, sigma), rtol=0, atol=1e-5)
+    clean = scheduler.step(path.target(sample.latents, noise, sigma), timestep, noisy).prev_sample
     torch.testing.assert_close(clean, sample.latents, rtol=0, atol=1e-5)
 
 
@@ -276,7 +266,7 @@ def test_damaged_weights_are_named_and_are_no_bug_of_ours(sample: Sample, tmp_pa
     copy = Path(shutil.copytree(sample.family.folder.path, tmp_path / "copy"))
     family = type(sample.family)(PipelineFolder(path=copy))
     for component, load in (
-        ("transformer", lambda: family.load_transformer(torch.float32)),
+        (family.trained[0], lambda: family.load_transformer(torch.float32)),
         ("vae", lambda: family.load_media_encoder(torch.float32, torch.device("cpu"))),
         ("text_encoder", lambda: family.load_prompt_encoder(torch.float32, torch.device("cpu"))),
     ):

@@ -125,9 +125,7 @@ def test_no_layer_of_the_last_block_is_dead(family: Flux2) -> None:
 
 def test_the_default_targets_are_all_linear_layers_of_the_blocks_and_none_beside(dev: Flux2) -> None:
     transformer = dev.empty_transformer()
-    found = find_target_layers(
-        transformer, dev.default_target_modules, block_lists=dev.block_lists, dead_in_last_block=()
-    )
+    found = find_target_layers(transformer, dev.default_target_modules, unused_modules=())
     linear = [name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)]
     assert found == [name for name in linear if name.startswith(dev.block_lists)]
     assert "single_transformer_blocks.1.attn.to_out" in found
@@ -259,9 +257,7 @@ def test_a_bf16_model_draws_with_an_autoencoder_of_any_dtype(
 def test_a_lora_of_klein_is_loaded_by_its_pipeline_with_its_alpha(tmp_path: Path) -> None:
     family = saved(klein(), tmp_path / "klein")
     transformer = family.load_transformer(torch.float32)
-    layers = find_target_layers(
-        transformer, family.default_target_modules, block_lists=family.block_lists, dead_in_last_block=()
-    )
+    layers = find_target_layers(transformer, family.default_target_modules, unused_modules=())
     add_adapter(transformer, layers, rank=2, alpha=8, dropout=0.0, seed=1)
     for name, parameter in transformer.named_parameters():
         if ".lora_B." in name:

@@ -271,9 +271,7 @@ def test_a_bf16_model_is_trained_and_draws_with_an_autoencoder_of_any_dtype(
 
 def test_only_linear_layers_get_a_lora(family: Sana) -> None:
     transformer = family.empty_transformer()
-    find = partial(
-        find_target_layers, block_lists=family.block_lists, dead_in_last_block=family.dead_in_last_block
-    )
+    find = partial(find_target_layers, unused_modules=())
     found = find(transformer, family.default_target_modules)
     assert len(found) == 2 * 2 * 4  # blocks, attentions, layers
     assert all(isinstance(transformer.get_submodule(name), torch.nn.Linear) for name in found)

@@ -51,9 +51,7 @@ def conditioning(family: Wan) -> list[Conditioning]:
 def adapted(family: Wan) -> torch.nn.Module:
     """The trained transformers with LoRAs whose update is not zero."""
     model = family.load_transformer(torch.float32).train()
-    layers = find_target_layers(
-        model, family.default_target_modules, block_lists=family.block_lists, dead_in_last_block=()
-    )
+    layers = find_target_layers(model, family.default_target_modules, unused_modules=())
     add_adapter(model, layers, rank=4, alpha=8, dropout=0.0, seed=1)
     generator = torch.Generator().manual_seed(2)
     for name, parameter in model.named_parameters():

@@ -40,9 +40,7 @@ def batch(family: WanI2V) -> tuple[torch.Tensor, list[Conditioning]]:
 
 def adapted(family: WanI2V) -> torch.nn.Module:
     model = family.load_transformer(torch.float32)
-    layers = find_target_layers(
-        model, family.default_target_modules, block_lists=family.block_lists, dead_in_last_block=()
-    )
+    layers = find_target_layers(model, family.default_target_modules, unused_modules=())
     add_adapter(model, layers, rank=4, alpha=8, dropout=0.0, seed=1)
     generator = torch.Generator().manual_seed(2)
     for name, parameter in model.named_parameters():

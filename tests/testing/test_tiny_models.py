@@ -14,12 +14,14 @@ from diffsynth_lite.testing.autoencoders import (
     tiny_flux_vae,
     tiny_ltx_vae,
     tiny_qwen_vae,
+    tiny_sdxl_vae,
     tiny_wan_vae,
 )
 from diffsynth_lite.testing.image_encoders import tiny_clip_processor, tiny_clip_vision
 from diffsynth_lite.testing.seeding import seeded
 from diffsynth_lite.testing.text_encoders import (
     tiny_clip_text,
+    tiny_clip_text_with_projection,
     tiny_gemma2,
     tiny_mistral3,
     tiny_qwen2_5_vl,
@@ -35,6 +37,7 @@ from diffsynth_lite.testing.tokenizers import (
     t5_tokenizer,
 )
 from diffsynth_lite.testing.transformers import tiny_wan_transformer
+from diffsynth_lite.testing.unets import tiny_sdxl_unet
 
 
 def build_text_encoder(seed):
@@ -71,6 +74,18 @@ def build_clip_text(seed):
 
 def build_clip_vision(seed):
     return tiny_clip_vision(seed=seed)
+
+
+def build_clip_text_with_projection(seed):
+    return tiny_clip_text_with_projection(clip_tokenizer(pad_token="!"), seed=seed)
+
+
+def build_sdxl_unet(seed):
+    return tiny_sdxl_unet(text_dim=16, pooled_dim=8, seed=seed)
+
+
+def build_sdxl_vae(seed):
+    return tiny_sdxl_vae(seed=seed)
 
 
 def build_flux_vae(seed):
@@ -114,7 +129,10 @@ BUILDERS = [
     build_residual_wan_vae,
     build_t5,
     build_clip_text,
+    build_clip_text_with_projection,
     build_clip_vision,
+    build_sdxl_unet,
+    build_sdxl_vae,
     build_flux_vae,
     build_ltx_vae,
     build_dc_vae,

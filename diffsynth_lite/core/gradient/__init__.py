@@ -1,6 +1,6 @@
 """Gradient checkpointing of single blocks, with their inputs parked in host memory, and its report."""
 
-from diffsynth_lite.core.gradient.blocks import blocks_in, blocks_of, blocks_run_by, count_blocks
+from diffsynth_lite.core.gradient.blocks import blocks_in, blocks_of, blocks_run_by, count_blocks, unwrapped
 from diffsynth_lite.core.gradient.checkpoint import block_runner, gradient_checkpoint_forward
 from diffsynth_lite.core.gradient.engine import GradientEngine
 from diffsynth_lite.core.gradient.host_pool import HostBytesError
@@ -35,4 +35,5 @@ __all__ = [
     "count_blocks",
     "gradient_checkpoint_forward",
     "gradient_engine",
+    "unwrapped",
 ]

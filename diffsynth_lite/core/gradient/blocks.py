@@ -59,7 +59,8 @@ def blocks_of(model: nn.Module, block_lists: Sequence[str]) -> list[nn.Module]:
 
     Args:
         model: a diffusers model, not wrapped.
-        block_lists: names of its module lists, such as ``("transformer_blocks",)``.
+        block_lists: names of its module lists, such as ``("transformer_blocks",)``, or of single modules in
+            one, such as ``"mid_block.resnets.1"``.
 
     Raises:
         ValueError: a list is missing or empty, or the class has no gradient checkpointing hook.
@@ -69,8 +70,12 @@ def blocks_of(model: nn.Module, block_lists: Sequence[str]) -> list[nn.Module]:
         raise ValueError(f"{name} does not support gradient checkpointing")
     _hooked(model)
     blocks: list[nn.Module] = []
+    named = dict(model.named_modules())
     for block_list in block_lists:
-        modules = dict(model.named_modules()).get(block_list)
+        modules = named.get(block_list)
+        if modules is not None and isinstance(named[block_list.rpartition(".")[0]], nn.ModuleList):
+            blocks.append(modules)
+            continue
         if not isinstance(modules, nn.ModuleList):
             lists = [key for key, child in model.named_children() if isinstance(child, nn.ModuleList)]
             raise ValueError(f"{name} has no block list {block_list!r}; its module lists are {lists}")
@@ -85,7 +90,7 @@ def count_blocks(model: nn.Module, block_lists: Sequence[str]) -> int:
 
     Args:
         model: a diffusers model, plain or wrapped for distributed training or by ``torch.compile``.
-        block_lists: names of its module lists.
+        block_lists: names of its module lists, or of single modules in one.
     """
     return len(blocks_in(model, block_lists))
 
@@ -95,13 +100,21 @@ def blocks_in(model: nn.Module, block_lists: Sequence[str]) -> list[nn.Module]:
 
     Args:
         model: a diffusers model, plain or wrapped for distributed training or by ``torch.compile``.
-        block_lists: names of its module lists.
+        block_lists: names of its module lists, or of single modules in one.
     """
+    model = unwrapped(model)
+    found = (model.get_submodule(block_list) for block_list in block_lists)
+    return [
+        block for modules in found for block in (modules if isinstance(modules, nn.ModuleList) else [modules])
+    ]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself, without what DDP or ``torch.compile`` put around it."""
     for attribute in ("module", "_orig_mod"):
         while isinstance(getattr(model, attribute, None), nn.Module):
             model = getattr(model, attribute)
-    lists = (model.get_submodule(block_list) for block_list in block_lists)
-    return [block for modules in lists if isinstance(modules, nn.ModuleList) for block in modules]
+    return model
 
 
 def _hooked(model: nn.Module) -> list[nn.Module]:

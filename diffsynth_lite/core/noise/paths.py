@@ -106,8 +106,9 @@ class DiffusionPath(NoisePath):
     def min_snr_weight(self, sigma: Tensor, gamma: float) -> Tensor:
         signal = self._signal_variance(sigma, 1)
         # From the SNR, signal / (1 - signal): min(SNR, gamma) / SNR for epsilon, / (SNR + 1) for v.
-        counted = torch.minimum(signal, gamma * (1 - signal))
-        return counted / signal if self._prediction_type == "epsilon" else counted
+        if self._prediction_type == "epsilon":
+            return (gamma * (1 - signal) / signal).clamp(max=1)  # 1 also where no signal is left
+        return torch.minimum(signal, gamma * (1 - signal))
 
     def _signal_variance(self, sigma: Tensor, ndim: int) -> Tensor:
         """(B, 1, ...) with ``ndim`` axes, on the device of ``sigma``."""

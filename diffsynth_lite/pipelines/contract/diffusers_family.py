@@ -10,13 +10,20 @@ import diffusers
 import torch
 from diffusers import SchedulerMixin
 from safetensors import SafetensorError
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
+from diffsynth_lite.core.gradient import count_blocks
 from diffsynth_lite.core.noise import resolution_mu
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.contract.composite import Composite, join_adapter, split_adapter
 from diffsynth_lite.pipelines.contract.family import ModelFamily
 from diffsynth_lite.pipelines.contract.samples import LoraFile
+
+
+def device_and_dtype(model: torch.nn.Module) -> dict[str, Any]:
+    """Those of a model's first parameter, as arguments of ``Tensor.to``."""
+    parameter = next(model.parameters())
+    return {"device": parameter.device, "dtype": parameter.dtype}
 
 
 class DiffusersFamily(ModelFamily):
@@ -42,6 +49,11 @@ class DiffusersFamily(ModelFamily):
         """The one of ``pipelines`` that the folder names; it saves and loads the adapter files."""
         name = self.folder.pipeline_class_name()
         return next(pipeline for pipeline in self.pipelines if pipeline.__name__ == name)
+
+    @cached_property
+    def scheduler_config(self) -> dict[str, Any]:
+        """Settings of the folder's scheduler, read once: the shift is asked for with every batch."""
+        return self.folder.component_config("scheduler")
 
     def load_component(self, component_class: Any, name: str, dtype: torch.dtype) -> Any:
         """A component with its weights, on the CPU in ``dtype``; pickled weights are refused.
@@ -140,10 +152,24 @@ class DiffusersFamily(ModelFamily):
         return Composite({name: make(name) for name in self.trained})
 
     def _empty_component(self, name: str) -> torch.nn.Module:
-        config = self.folder.component_config(name)
+        model_class, config = self.trained_class(name), self.folder.component_config(name)
         with torch.device("meta"):
-            model: torch.nn.Module = self.trained_class(name).from_config(config)
+            if issubclass(model_class, PreTrainedModel):
+                model: torch.nn.Module = model_class(model_class.config_class.from_dict(config))
+            else:
+                model = model_class.from_config(config)
         return model
+
+    def unused_modules(self, model: torch.nn.Module) -> list[str]:
+        if not self.dead_in_last_block:
+            return []
+        names = []
+        for component, part in self.parts_of(model).items():
+            *_, last_list = self.block_lists
+            last_block = f"{last_list}.{count_blocks(part, [last_list]) - 1}"
+            prefix = last_block if part is model else f"{component}.{last_block}"
+            names += [f"{prefix}.{ending}" for ending in self.dead_in_last_block]
+        return names
 
     def lora_file_name(self, component: str) -> str:
         """Name of the file that holds a component's LoRA."""

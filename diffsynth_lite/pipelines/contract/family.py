@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,21 +24,18 @@ class ModelFamily(ABC):
     Attributes:
         pipeline_classes: class names of which ``model_index.json`` must give one.
         components_without_weights: other folders that they need.
-        block_lists: attributes of the transformer that hold its blocks, in call order.
         frame_step: frame counts must be k * ``frame_step`` + 1; None where there are only pictures.
         max_prompt_tokens: longer prompts are cut, as by the pipeline's own default.
+        dead_in_last_block: endings of names in the last block whose output nobody uses.
         prompt_sees_images: whether the text encoder also sees the input pictures of an edit.
-        dead_in_last_block: endings of names in the last block whose output nobody uses: a LoRA there never
-            gets a gradient, which plain DDP refuses.
     """
 
     pipeline_classes: ClassVar[tuple[str, ...]]
     components_without_weights: ClassVar[tuple[str, ...]] = ("scheduler", "tokenizer")
-    block_lists: ClassVar[tuple[str, ...]]
     frame_step: ClassVar[int | None] = None
     max_prompt_tokens: ClassVar[int]
-    prompt_sees_images: ClassVar[bool] = False
     dead_in_last_block: ClassVar[tuple[str, ...]] = ()
+    prompt_sees_images: ClassVar[bool] = False
 
     def __init__(self, folder: PipelineFolder, *, trained: Sequence[str] | None = None) -> None:
         """Bind the family to a folder.
@@ -52,7 +48,7 @@ class ModelFamily(ABC):
             UserError: one of them cannot be trained.
         """
         self.folder = folder
-        given = tuple(dict.fromkeys(trained or self.trained_by_default))
+        given = trained or self.trained_by_default
         if unknown := set(given) - set(self.trainable):
             raise UserError(
                 f"lora.components: {', '.join(sorted(unknown))} cannot be trained; "
@@ -67,8 +63,13 @@ class ModelFamily(ABC):
 
     @property
     @abstractmethod
+    def block_lists(self) -> tuple[str, ...]:
+        """Where the first of ``trained`` holds its blocks, in call order; often a plain attribute."""
+
+    @property
+    @abstractmethod
     def default_target_modules(self) -> tuple[str, ...]:
-        """Endings of the names of the linear layers that get a LoRA; most give it as an attribute."""
+        """Endings of the names of the linear layers that get a LoRA; often a plain attribute."""
 
     @property
     def record_kinds(self) -> tuple[RecordKind, ...]:
@@ -127,11 +128,6 @@ class ModelFamily(ABC):
             UserError: it has a shape that cannot be encoded.
         """
         return width, height
-
-    @cached_property
-    def scheduler_config(self) -> dict[str, Any]:
-        """Settings of the folder's scheduler, read once: the shift is asked for with every batch."""
-        return self.folder.component_config("scheduler")
 
     @property
     def needs_inputs(self) -> bool:
@@ -205,6 +201,10 @@ class ModelFamily(ABC):
             return {self.trained[0]: model}
         return {name: model.get_submodule(name) for name in self.trained}
 
+    def unused_modules(self, model: torch.nn.Module) -> list[str]:
+        """Modules of ``model`` whose output nobody uses: a LoRA there gets no gradient, which DDP refuses."""
+        return []
+
     @abstractmethod
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
         """Identity of everything that decides a prompt's conditioning; part of the cache's key."""
@@ -243,7 +243,10 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def resolution_shift(self, latents_shape: Sequence[int]) -> float:
-        """The sampler's shift that grows with the picture: s in ``s * sigma / (1 + (s - 1) * sigma)``."""
+        """The sampler's shift that grows with the picture: s in ``s * sigma / (1 + (s - 1) * sigma)``.
+
+        Raises UserError where the family has none.
+        """
 
     @abstractmethod
     def family_shift(self, latents_shape: Sequence[int]) -> float:

@@ -1,5 +1,6 @@
 """This file turns pixels into latents as transformers want them: of about zero mean and unit variance."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,17 +27,19 @@ def encode_latents(vae: Any, pixels_bcfhw: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def encode_scaled_latents(vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
-    """Normalised latents: the mode of what an ``AutoencoderKL`` with a shift gives.
+    """Normalised latents: the mode of what an ``AutoencoderKL`` gives.
 
     Args:
-        vae: its settings hold ``shift_factor`` and ``scaling_factor``.
+        vae: its settings hold ``scaling_factor`` and, in some models, ``shift_factor``.
         pixels_bchw: (B, 3, H, W), in [-1, 1].
 
     Returns:
         (B, C, h, w), ``(z - shift_factor) * scaling_factor`` in fp32, on the CPU.
     """
     latents_bchw = vae.encode(pixels_bchw.to(vae.device, vae.dtype)).latent_dist.mode().float().cpu()
-    normalised_bchw: torch.Tensor = (latents_bchw - vae.config.shift_factor) * vae.config.scaling_factor
+    normalised_bchw: torch.Tensor = (
+        latents_bchw - (vae.config.shift_factor or 0.0)
+    ) * vae.config.scaling_factor
     return normalised_bchw
 
 
@@ -69,3 +72,9 @@ def decode_in_own_dtype(vae: Any) -> None:
     """
     first = vae.decoder if vae.post_quant_conv is None else vae.post_quant_conv
     first.register_forward_pre_hook(lambda _module, latents: (latents[0].to(vae.dtype),))
+
+
+def scaled_latents_shape(vae_config: Mapping[str, Any], width: int, height: int) -> tuple[int, int, int]:
+    """Shape of the latents that an ``AutoencoderKL`` of these settings makes of a picture in pixels."""
+    scale = 2 ** (len(vae_config["block_out_channels"]) - 1)
+    return vae_config["latent_channels"], height // scale, width // scale

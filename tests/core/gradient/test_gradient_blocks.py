@@ -20,7 +20,12 @@ from gradient_models import (
 )
 from torch import nn
 
-from diffsynth_lite.core.gradient import blocks_of, blocks_run_by, gradient_checkpoint_forward
+from diffsynth_lite.core.gradient import (
+    blocks_of,
+    blocks_run_by,
+    count_blocks,
+    gradient_checkpoint_forward,
+)
 
 HOOK = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
@@ -164,7 +169,14 @@ def test_blocks_come_in_the_order_of_the_lists_also_on_the_meta_device() -> None
     assert blocks_of(model, ["single_transformer_blocks", "transformer_blocks"]) == expected
 
 
-@pytest.mark.parametrize("name", ["blocks", "proj_out", ""])
+def test_a_single_module_of_a_list_is_a_block_too() -> None:
+    model = qwen_image().model
+    names = ["transformer_blocks.1", "transformer_blocks"]
+    assert blocks_of(model, names) == [model.transformer_blocks[1], *model.transformer_blocks]
+    assert count_blocks(model, names) == 1 + len(model.transformer_blocks)
+
+
+@pytest.mark.parametrize("name", ["blocks", "proj_out", "", "transformer_blocks.0.attn"])
 def test_a_missing_block_list_is_an_error_that_names_those_there_are(name: str) -> None:
     message = rf"QwenImageTransformer2DModel has no block list '{name}'.*\['transformer_blocks'\]"
     with pytest.raises(ValueError, match=message):

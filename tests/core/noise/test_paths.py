@@ -51,9 +51,10 @@ def test_min_snr_of_diffusion_is_that_of_the_paper(prediction_type: str, extra: 
     )
 
 
-def test_min_snr_is_finite_without_any_signal_where_the_model_says_v() -> None:
-    without_signal = DiffusionPath(torch.tensor([0.5, 0.0]), "v_prediction")
-    assert without_signal.min_snr_weight(torch.tensor([0.9]), 5.0).item() == 0
+@pytest.mark.parametrize(("prediction_type", "weight"), [("epsilon", 1), ("v_prediction", 0)])
+def test_min_snr_is_finite_without_any_signal(prediction_type: str, weight: float) -> None:
+    without_signal = DiffusionPath(torch.tensor([0.5, 0.0]), prediction_type)
+    assert without_signal.min_snr_weight(torch.tensor([0.9]), 5.0).item() == weight
 
 
 def test_min_snr_counts_the_error_of_the_clean_latents_on_the_straight_path() -> None:

@@ -1,0 +1,41 @@
+"""This file does what families of denoising diffusion have in common, where others match flows."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, get_args
+
+from diffsynth_lite.core.noise import DiffusionPath, PredictionType
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
+
+
+class DiffusionFamily(DiffusersFamily):
+    """A family that removes noise in whole timesteps; the folder's scheduler says how much each has."""
+
+    def check_folder(self, *, with_weights: bool = True) -> None:
+        super().check_folder(with_weights=with_weights)
+        known = get_args(PredictionType)
+        if self._prediction_type not in known or not hasattr(self.load_scheduler(), "alphas_cumprod"):
+            raise UserError(
+                f"model.path: {self.folder.path / 'scheduler'}: {self.scheduler_config['_class_name']} with "
+                f"prediction_type {self._prediction_type} is no denoising diffusion that predicts "
+                f"{' or '.join(known)}, which this family trains; use another folder"
+            )
+
+    @property
+    def _prediction_type(self) -> Any:
+        return self.scheduler_config.get("prediction_type", "epsilon")
+
+    @cached_property
+    def noise_path(self) -> DiffusionPath:
+        return DiffusionPath(self.load_scheduler().alphas_cumprod, self._prediction_type)
+
+    def resolution_shift(self, latents_shape: Sequence[int]) -> float:
+        raise UserError(
+            "objective.shift: resolution is not defined for this family, whose timesteps have the same noise "
+            "at any size; use family, none or static"
+        )
+
+    def family_shift(self, latents_shape: Sequence[int]) -> float:
+        """None: a timestep has the same noise at any size."""
+        return 1.0

@@ -1,0 +1,300 @@
+"""This file trains SDXL (text to image): its UNet, and on request both of its text encoders with it.
+
+Layouts: b batch, c latent channels, h and w latent height and width; l tokens, d channels.
+Sources: diffusers ``unet_2d_condition.py`` and ``pipeline_stable_diffusion_xl.py``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers.image_processor import VaeImageProcessor
+from PIL.Image import Image
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks, unwrapped
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.pipelines.contract.clip_prompts import clip_prompt_embeds, clip_prompt_encoder
+from diffsynth_lite.pipelines.contract.diffusers_family import device_and_dtype
+from diffsynth_lite.pipelines.contract.diffusion_family import DiffusionFamily
+from diffsynth_lite.pipelines.contract.folder import PipelineFolder
+from diffsynth_lite.pipelines.contract.joint_lora import read_joint_lora, save_joint_lora
+from diffsynth_lite.pipelines.contract.latents import (
+    decode_in_own_dtype,
+    encode_scaled_latents,
+    scaled_latents_shape,
+)
+from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, LoraFile, PreviewRequest
+from diffsynth_lite.pipelines.contract.unet_blocks import unet_block_lists
+from diffsynth_lite.testing.autoencoders import tiny_sdxl_vae
+from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_clip_text_with_projection
+from diffsynth_lite.testing.tokenizers import clip_tokenizer
+from diffsynth_lite.testing.unets import tiny_sdxl_unet
+
+_TEXT_ENCODERS = {"text_encoder": CLIPTextModel, "text_encoder_2": CLIPTextModelWithProjection}
+_TOKENIZERS = ("tokenizer", "tokenizer_2")
+
+
+def model_fn_sdxl(
+    unet: torch.nn.Module,
+    latents_bchw: torch.Tensor,
+    timestep: torch.Tensor,
+    prompt_embeds_bld: torch.Tensor,
+    pooled_prompt_embeds_bd: torch.Tensor,
+    time_ids: torch.Tensor,
+    *,
+    use_gradient_checkpointing: bool = False,
+    use_gradient_checkpointing_offload: bool = False,
+    policy: BlockPolicy | None = None,
+) -> torch.Tensor:
+    """One forward of SDXL's UNet, each ResNet and transformer block run by the gradient engine.
+
+    Args:
+        unet: a ``UNet2DConditionModel``, plain or wrapped by DDP.
+        latents_bchw: (B, 4, H, W), noisy normalised latents.
+        timestep: (B,), whole, in [0, 1000).
+        prompt_embeds_bld: (B, 77, D) prompt embeddings of both text encoders, side by side.
+        pooled_prompt_embeds_bd: (B, D_pooled) prompt embeddings of the second one.
+        time_ids: (B, 6), in pixels: the original's height and width, the crop's top and left, and the
+            picture's height and width.
+        use_gradient_checkpointing: recompute each block in backward.
+        use_gradient_checkpointing_offload: also park each block's inputs in host memory.
+        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+
+    Returns:
+        (B, 4, H, W), the noise or the v that the UNet predicts.
+    """
+    num_blocks = count_blocks(unet, tuple(unet_block_lists(unwrapped(unet).config)))
+    run = block_runner(
+        num_blocks, use_gradient_checkpointing, use_gradient_checkpointing_offload, policy=policy
+    )
+    with blocks_run_by(unet, run):
+        predicted_bchw: torch.Tensor = unet(
+            latents_bchw,
+            timestep,
+            encoder_hidden_states=prompt_embeds_bld,
+            added_cond_kwargs={"text_embeds": pooled_prompt_embeds_bd, "time_ids": time_ids},
+            return_dict=False,
+        )[0]
+    return predicted_bchw
+
+
+class SDXL(DiffusionFamily):
+    """SDXL and models made from it: the UNet, and on request both text encoders with it.
+
+    Denoising diffusion in 1000 timesteps; the folder's scheduler says whether the UNet predicts ``epsilon``
+    or ``v_prediction``, and whether the last timestep is all noise (``rescale_betas_zero_snr``).
+
+    ``lora.components`` is ``[unet]`` or ``[unet, text_encoder, text_encoder_2]``. With the second, the cache
+    holds tokens, and both encoders stay in memory in ``model.dtype`` and run in every step. The last layer
+    of the first encoder gets no LoRA: the UNet sees what goes into it.
+
+    Checkpointing covers the ResNet and transformer blocks that diffusers' hook runs: not the ResNet block
+    that opens the middle, the samplers between the levels, nor the text encoders.
+
+    The UNet is told sizes as the pipeline tells it: that of the training picture, as original and target, and
+    no crop; the size of a file before it was scaled and cropped is not told. An empty negative prompt is
+    zeros, where the folder says ``force_zeros_for_empty_prompt``, and so is a caption that
+    ``data.caption_dropout`` emptied. An item's own empty caption is encoded as any other.
+    """
+
+    pipelines = (StableDiffusionXLPipeline,)
+    transformer_class = UNet2DConditionModel
+    components = ("unet", *_TEXT_ENCODERS, "vae")
+    components_without_weights: ClassVar[tuple[str, ...]] = ("scheduler", *_TOKENIZERS)
+    max_prompt_tokens = 77
+    trainable = ("unet", *_TEXT_ENCODERS)
+
+    def __init__(self, folder: PipelineFolder, *, trained: Sequence[str] | None = None) -> None:
+        super().__init__(folder, trained=trained)
+        if self.trained not in (self.trained_by_default, self.trainable):
+            raise UserError(
+                f"lora.components: [{', '.join(self.trained)}] is no choice here; use [unet], or "
+                f"[{', '.join(self.trainable)}]"
+            )
+
+    @property
+    def _trains_text(self) -> bool:
+        return self.trained == self.trainable
+
+    @property
+    def _zeros_for_empty(self) -> bool:
+        return bool(self.folder.pipeline_config().get("force_zeros_for_empty_prompt", True))
+
+    @cached_property
+    def block_lists(self) -> tuple[str, ...]:
+        """The ResNet and transformer blocks of each level."""
+        return tuple(unet_block_lists(self.folder.component_config("unet")))
+
+    @property
+    def default_target_modules(self) -> tuple[str, ...]:
+        """All attention of the UNet, and of the text encoders where they are trained."""
+        text = ("q_proj", "k_proj", "v_proj", "out_proj") if self._trains_text else ()
+        return ("to_q", "to_k", "to_v", "to_out.0", *text)
+
+    @property
+    def size_divisor(self) -> int:
+        """32; each level of VAE and UNet but the last halves the picture."""
+        levels = [self.folder.component_config(name)["block_out_channels"] for name in ("unet", "vae")]
+        return int(2 ** sum(len(channels) - 1 for channels in levels))
+
+    def trained_class(self, component: str) -> Any:
+        return _TEXT_ENCODERS.get(component, self.transformer_class)
+
+    def unused_modules(self, model: torch.nn.Module) -> list[str]:
+        if not self._trains_text:
+            return []
+        layers = "text_encoder.encoder.layers"
+        return [f"{layers}.{count_blocks(model, [layers]) - 1}"]
+
+    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
+        tokenizers = f"{' '.join(map(self.folder.fingerprint, _TOKENIZERS))} {self._zeros_for_empty}"
+        if self._trains_text:
+            return f"sdxl/tokens/1 {tokenizers}"
+        return f"sdxl/prompt/1 {' '.join(map(self.folder.fingerprint, _TEXT_ENCODERS))} {tokenizers} {dtype}"
+
+    def load_prompt_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
+        names = () if self._trains_text else _TEXT_ENCODERS
+        encoders = [self.load_component(_TEXT_ENCODERS[name], name, dtype).to(device) for name in names]
+        tokenizers = [self.load_tokenizer(name) for name in _TOKENIZERS]
+        return clip_prompt_encoder(tokenizers, encoders, device, zeros_for_empty=self._zeros_for_empty)
+
+    @cached_property
+    def _vae_config(self) -> dict[str, Any]:
+        return self.folder.component_config("vae")
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        if dtype == torch.float16 and self._vae_config.get("force_upcast", True):
+            raise UserError(
+                f"model.vae_dtype: float16 is too narrow for the VAE in {self.folder.path / 'vae'} "
+                "(force_upcast in its config): pictures turn black; use float32"
+            )
+        return f"sdxl/latents/1 {self.folder.fingerprint('vae')} {dtype}"
+
+    def load_media_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
+        vae = self.load_component(AutoencoderKL, "vae", dtype).to(device)
+        processor = VaeImageProcessor()
+
+        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
+            pixels_bchw = processor.preprocess([item.frames[0] for item in media])
+            size = pixels_bchw.shape[-2:]
+            return [
+                {"latents": latents, "time_ids": torch.tensor([*size, 0, 0, *size])}
+                for latents in encode_scaled_latents(vae, pixels_bchw)
+            ]
+
+        return encode
+
+    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
+        return scaled_latents_shape(self._vae_config, width, height)
+
+    def num_tokens(self, latents_shape: Sequence[int]) -> int:
+        """Those of its largest attention, on the second level."""
+        return latents_shape[-2] * latents_shape[-1] // 4
+
+    def predict(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+        *,
+        use_gradient_checkpointing: bool = False,
+        use_gradient_checkpointing_offload: bool = False,
+    ) -> torch.Tensor:
+        like = device_and_dtype(transformer)
+
+        def run(model: torch.nn.Module) -> torch.Tensor:
+            return model_fn_sdxl(
+                self.parts_of(model)["unet"],
+                noisy_latents.to(**like),
+                self.noise_path.timestep(sigma),
+                *self._prompt_embeds(model, conditioning),
+                torch.stack([sample["time_ids"] for sample in conditioning]).to(like["device"]),
+                use_gradient_checkpointing=use_gradient_checkpointing,
+                use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+            )
+
+        predicted: torch.Tensor = transformer(run) if self._trains_text else run(transformer)
+        return predicted
+
+    def _prompt_embeds(
+        self, model: torch.nn.Module, conditioning: Sequence[Conditioning]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        encoders = [model.get_submodule(name) for name in _TEXT_ENCODERS if self._trains_text]
+        return clip_prompt_embeds(encoders, conditioning, device_and_dtype(model))
+
+    @torch.no_grad()
+    def sample(
+        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
+    ) -> list[list[Image]]:
+        vae = self.load_component(AutoencoderKL, "vae", vae_dtype).to(device_and_dtype(transformer)["device"])
+        decode_in_own_dtype(vae)
+        pipeline = StableDiffusionXLPipeline(
+            vae=vae,
+            unet=self.parts_of(transformer)["unet"],
+            scheduler=self.load_scheduler(),
+            # The prompts come as embeddings.
+            **dict.fromkeys((*_TEXT_ENCODERS, *_TOKENIZERS)),
+            add_watermarker=False,
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        return [self._draw(pipeline, transformer, request) for request in requests]
+
+    def _draw(self, pipeline: Any, transformer: torch.nn.Module, request: PreviewRequest) -> list[Image]:
+        embeds, pooled = self._prompt_embeds(transformer, [request.conditioning])
+        negative_embeds, negative_pooled = self._prompt_embeds(transformer, [request.negative])
+        drawn: list[Image] = pipeline(
+            prompt_embeds=embeds,
+            pooled_prompt_embeds=pooled,
+            negative_prompt_embeds=negative_embeds,
+            negative_pooled_prompt_embeds=negative_pooled,
+            guidance_scale=request.guidance_scale,
+            width=request.width,
+            height=request.height,
+            num_inference_steps=request.num_inference_steps,
+            generator=torch.Generator().manual_seed(request.seed),
+        ).images
+        return drawn
+
+    def save_lora(
+        self, folder: Path, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
+    ) -> list[Path]:
+        file = folder / self.lora_file_name("unet")
+        save_joint_lora(self.pipeline, file, tensors, settings, self.trained)
+        return [file]
+
+    def read_lora(self, folder: Path) -> LoraFile:
+        return read_joint_lora(self.pipeline, folder / self.lora_file_name("unet"), self.trained)
+
+
+def tiny() -> StableDiffusionXLPipeline:
+    """A random, complete and small pipeline of the real classes, built offline in a second.
+
+    Two levels, of which the second has transformer blocks; the scale of the real VAE, and the real sampler.
+    """
+    tokenizer, tokenizer_2 = clip_tokenizer(), clip_tokenizer(pad_token="!")
+    text_encoder = tiny_clip_text(tokenizer)
+    text_encoder_2 = tiny_clip_text_with_projection(tokenizer_2, seed=1)
+    betas: dict[str, Any] = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
+    return StableDiffusionXLPipeline(
+        vae=tiny_sdxl_vae(),
+        text_encoder=text_encoder,
+        text_encoder_2=text_encoder_2,
+        tokenizer=tokenizer,
+        tokenizer_2=tokenizer_2,
+        unet=tiny_sdxl_unet(
+            text_dim=text_encoder.config.hidden_size + text_encoder_2.config.hidden_size,
+            pooled_dim=text_encoder_2.config.projection_dim,
+        ),
+        scheduler=EulerDiscreteScheduler(**betas, timestep_spacing="leading", steps_offset=1),
+        add_watermarker=False,
+    )

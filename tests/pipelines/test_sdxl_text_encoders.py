@@ -1,0 +1,238 @@
+"""SDXL with a LoRA on its text encoders too: they run in every step, beside the UNet, in one forward."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from diffusers import StableDiffusionXLPipeline
+from family_sample import CPU, PROMPTS, Sample, adapted_transformer, build_sample
+from sdxl_folders import encoded_prompts, request_of
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers
+from diffsynth_lite.media import Prompt
+from diffsynth_lite.pipelines import PipelineFolder
+from diffsynth_lite.pipelines.contract.composite import Composite
+from diffsynth_lite.pipelines.sdxl import SDXL
+
+ALL = ("unet", "text_encoder", "text_encoder_2")
+SIGMA = torch.tensor([0.1, 0.5, 0.9])
+FLAGS = [(False, False), (True, False), (False, True), (True, True)]
+
+
+@pytest.fixture(scope="module")
+def unet_alone(tmp_path_factory: pytest.TempPathFactory) -> Sample:
+    return build_sample("sdxl", tmp_path_factory.mktemp("sdxl"))
+
+
+@pytest.fixture(scope="module")
+def sample(unet_alone: Sample) -> Sample:
+    """The same batch with tokens in place of embeddings."""
+    family = SDXL(unet_alone.family.folder, trained=ALL)
+    conditioning = [
+        tokens | {"time_ids": other["time_ids"]}
+        for tokens, other in zip(encoded_prompts(family, *PROMPTS), unet_alone.conditioning, strict=True)
+    ]
+    return replace(unet_alone, family=family, conditioning=conditioning)
+
+
+def gradients_of_a_step(
+    sample: Sample, model: torch.nn.Module, flags: tuple[bool, bool] = (False, False)
+) -> dict[str, Tensor | None]:
+    torch.manual_seed(3)
+    model.zero_grad()
+    predicted = sample.family.predict(
+        model,
+        sample.latents,
+        SIGMA,
+        sample.conditioning,
+        use_gradient_checkpointing=flags[0],
+        use_gradient_checkpointing_offload=flags[1],
+    )
+    predicted.square().mean().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_prompts_are_only_made_into_tokens(sample: Sample, tmp_path: Path) -> None:
+    family = sample.family
+    for row in sample.conditioning:
+        assert {name: tensor.shape for name, tensor in row.items()} == {
+            "input_ids": (77,),
+            "input_ids_2": (77,),
+            "is_zero": (),
+            "time_ids": (6,),
+        }
+    # No weights are looked at, and the cache of embeddings is another one.
+    without_weights = PipelineFolder(path=tmp_path)
+    for name in ("tokenizer", "tokenizer_2", "model_index.json"):
+        (tmp_path / name).symlink_to(family.folder.path / name)
+    bare = SDXL(without_weights, trained=ALL)
+    assert (
+        encoded_prompts(bare, PROMPTS[0])[0]["input_ids"].tolist()
+        == sample.conditioning[0]["input_ids"].tolist()
+    )
+    assert bare.prompt_encoder_id(torch.float32) == family.prompt_encoder_id(torch.bfloat16)
+    assert family.prompt_encoder_id(torch.float32) != SDXL(family.folder).prompt_encoder_id(torch.float32)
+
+
+def test_untrained_encoders_make_of_tokens_what_the_pipeline_makes_of_the_text(
+    sample: Sample, unet_alone: Sample
+) -> None:
+    model = sample.family.load_transformer(torch.float32)
+    assert isinstance(model, Composite)
+    unet = unet_alone.family.load_transformer(torch.float32)
+    with torch.no_grad():
+        ours = sample.family.predict(model, sample.latents, SIGMA, sample.conditioning)
+        theirs = unet_alone.family.predict(unet, sample.latents, SIGMA, unet_alone.conditioning)
+    assert torch.equal(ours, theirs)
+
+
+def test_an_empty_prompt_to_steer_away_from_is_zeros_that_leave_the_encoders_a_gradient(
+    sample: Sample,
+) -> None:
+    encode = sample.family.load_prompt_encoder(torch.float32, CPU)
+    dropped = encode([Prompt(text="", is_negative=True)])
+    model = sample.family.load_transformer(torch.float32).requires_grad_(True)
+    for conditioning, is_zero in ((dropped, True), (encode([Prompt(text="")]), False)):
+        embeds, pooled = sample.family._prompt_embeds(model, conditioning)
+        assert bool(embeds.any()) == bool(pooled.any()) == (not is_zero)
+    mixed = replace(sample, conditioning=[row | dropped[0] for row in sample.conditioning])
+    assert gradients_of_a_step(mixed, model)["text_encoder.encoder.layers.0.mlp.fc1.weight"] is not None
+
+
+def test_both_encoders_get_a_lora_but_on_the_layer_that_the_unet_does_not_see(sample: Sample) -> None:
+    family = sample.family
+    empty, loaded = family.empty_transformer(), family.load_transformer(torch.float32)
+    assert {parameter.device.type for parameter in empty.parameters()} == {"meta"}
+    found = [
+        find_target_layers(
+            model, (*family.default_target_modules, "fc1"), unused_modules=family.unused_modules(model)
+        )
+        for model in (empty, loaded)
+    ]
+    assert found[0] == found[1]
+    attention = [f"self_attn.{name}" for name in ("k_proj", "v_proj", "q_proj", "out_proj")]
+    expected = {
+        f"{encoder}.{layer}.{name}"
+        for encoder, layers in (
+            ("text_encoder.encoder.layers", [0]),
+            ("text_encoder_2.text_model.encoder.layers", [0, 1]),
+        )
+        for layer in layers
+        for name in (*attention, "mlp.fc1")
+    }
+    assert {name for name in found[0] if not name.startswith("unet.")} == expected
+    assert sum(name.startswith("unet.") for name in found[0]) == 4 * 2 * (2 + 2 + 2 * 2)
+
+
+def test_the_layer_left_out_would_get_no_gradient(sample: Sample) -> None:
+    model = sample.family.load_transformer(torch.float32).requires_grad_(True)
+    dead = tuple(f"{name}." for name in sample.family.unused_modules(model))
+    without = {name for name, gradient in gradients_of_a_step(sample, model).items() if gradient is None}
+    assert {name for name in without if not name.startswith("text_encoder.final_layer_norm")} == {
+        name for name, _ in model.named_parameters() if name.startswith(dead)
+    }
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_every_adapter_gets_the_same_gradient_under_all_flags(
+    sample: Sample, flags: tuple[bool, bool]
+) -> None:
+    model = adapted_transformer(sample, dropout=0.3)
+    plain, flagged = (gradients_of_a_step(sample, model, given) for given in ((False, False), flags))
+    assert {name.split(".")[0] for name in plain} == set(ALL)
+    for name, gradient in plain.items():
+        assert gradient is not None, name
+        assert gradient.any(), name
+        assert torch.equal(gradient, flagged[name]), name
+
+
+def test_a_saved_lora_is_one_file_that_the_pipeline_loads_into_all_three(
+    sample: Sample, tmp_path: Path
+) -> None:
+    family = sample.family
+    model = adapted_transformer(sample).eval()
+    tensors, settings = adapter_tensors(model), adapter_settings(model)
+    (file,) = family.save_lora(tmp_path, tensors, settings)
+    read, read_settings = family.read_lora(tmp_path)
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+    assert read_settings == settings
+    assert (settings["r"], settings["lora_alpha"]) == (4, 8)
+    # As transformers before 5 and other programs call the layers, too.
+    names = {name.split(".encoder.")[0] for name in safetensors.torch.load_file(file) if "unet." not in name}
+    assert names == {"text_encoder.text_model", "text_encoder_2.text_model"}
+
+    pipeline = sample.fresh_pipeline()
+    fresh = Composite({name: getattr(pipeline, name) for name in ALL})
+    with torch.no_grad():
+        base = family.predict(fresh, sample.latents, SIGMA, sample.conditioning)
+        base_embeds, _, base_pooled, _ = pipeline.encode_prompt(PROMPTS[0], device=CPU)
+        pipeline.load_lora_weights(tmp_path)
+        embeds, _, pooled, _ = pipeline.encode_prompt(PROMPTS[0], device=CPU)
+        reloaded = family.predict(fresh, sample.latents, SIGMA, sample.conditioning)
+        trained = family.predict(model, sample.latents, SIGMA, sample.conditioning)
+        trained_embeds, trained_pooled = family._prompt_embeds(model, sample.conditioning[:1])
+    assert torch.equal(reloaded, trained)
+    assert torch.equal(embeds, trained_embeds)
+    assert torch.equal(pooled, trained_pooled)
+    for before, after in ((base, trained), (base_embeds, embeds), (base_pooled, pooled)):
+        assert not torch.allclose(before, after, atol=1e-3)
+
+
+def test_previews_are_drawn_from_prompts_as_the_trained_encoders_see_them(
+    sample: Sample, tmp_path: Path
+) -> None:
+    family = sample.family
+    model = adapted_transformer(sample).eval()
+    family.save_lora(tmp_path, adapter_tensors(model), adapter_settings(model))
+    pipeline = StableDiffusionXLPipeline.from_pretrained(family.folder.path, add_watermarker=False)
+    pipeline.load_lora_weights(tmp_path)
+    pipeline.set_progress_bar_config(disable=True)
+    for negative in ("blurred", " "):
+        expected = pipeline(
+            PROMPTS[0],
+            negative_prompt=negative.strip() or None,
+            guidance_scale=5.0,
+            width=64,
+            height=32,
+            num_inference_steps=2,
+            generator=torch.Generator().manual_seed(3),
+        ).images[0]
+        request = request_of(family, negative, guidance_scale=5.0)
+        ((drawn,),) = family.sample(model, torch.float32, [request])
+        assert drawn.tobytes() == expected.tobytes()
+
+
+def train_on_a_rank(rank: int, folder: Path, sample: Sample) -> None:
+    """Save the gradients of DDP, and the mean over the ranks of those without it."""
+    torch.set_num_threads(1)
+    rendezvous = f"file://{folder / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+    try:
+        own = replace(sample, latents=sample.latents * (rank + 1))
+        mean = gradients_of_a_step(own, adapted_transformer(sample))
+        for gradient in mean.values():
+            dist.all_reduce(gradient)
+            gradient /= 2
+        model = DistributedDataParallel(adapted_transformer(sample))
+        # Twice: DDP finds a missing gradient at the beginning of the next step.
+        synchronised = [gradients_of_a_step(own, model, flags) for flags in ((False, False), (True, True))]
+        torch.save({"mean": mean, "synchronised": synchronised}, folder / f"rank{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_processes_synchronise_the_gradients_of_all_three(sample: Sample, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(train_on_a_rank, (tmp_path, sample), nprocs=2)
+    for rank in range(2):
+        saved = torch.load(tmp_path / f"rank{rank}.pt")
+        for gradients in saved["synchronised"]:
+            assert len(gradients) == len(saved["mean"])
+            for name, gradient in gradients.items():
+                expected = saved["mean"][name.removeprefix("module.")]
+                torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
