@@ -272,8 +272,8 @@ class SDXL(DiffusionFamily):
         save_joint_lora(self.pipeline, file, tensors, settings, self.trained)
         return [file]
 
-    def read_lora(self, folder: Path) -> LoraFile:
-        return read_joint_lora(self.pipeline, folder / self.lora_file_name("unet"), self.trained)
+    def read_lora(self, place: Path) -> LoraFile:
+        return read_joint_lora(self.pipeline, self.lora_file(place, "unet"), self.trained)
 
 
 def tiny() -> StableDiffusionXLPipeline:

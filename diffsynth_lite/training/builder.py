@@ -1,6 +1,6 @@
 """This file builds the objects of a run from its config: the one place where settings become things."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,24 +9,20 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.core.gradient import GradientEngine
 from diffsynth_lite.core.randomness import torch_seed
 from diffsynth_lite.data import BatchLayout, BatchStream, SampleSchedule, micro_batch_sizes
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import add_adapter
+from diffsynth_lite.lora import add_adapter, load_adapter_tensors
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
-from diffsynth_lite.training.actions import EngineReport
 from diffsynth_lite.training.averaging import AveragedWeights
 from diffsynth_lite.training.caching import EncodedRun
 from diffsynth_lite.training.data_rules import frame_counts_of, num_tokens_of, passes_of_sources
 from diffsynth_lite.training.evaluation import FixedNoiseLoss
-from diffsynth_lite.training.memory_advice import Workload
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 from diffsynth_lite.training.optimizer_step import OptimizerStep
 from diffsynth_lite.training.patience import LONG_WAIT
-from diffsynth_lite.training.preflight import CheckedRun, block_policy, build_learning_rate, preview_size
+from diffsynth_lite.training.preflight import CheckedRun, build_learning_rate, preview_size
 from diffsynth_lite.training.previews import Previews
-from diffsynth_lite.training.trackers import MetricsLog
 
 _SUPPORTED_DISTRIBUTION = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
@@ -70,8 +66,13 @@ def build_accelerator(config: Config, tracker_folder: Path) -> Accelerator:
     return accelerator
 
 
-def build_transformer(config: Config, checked: CheckedRun, device: torch.device) -> torch.nn.Module:
-    """The frozen transformer with its new adapter, on the device."""
+def build_transformer(
+    config: Config,
+    checked: CheckedRun,
+    device: torch.device,
+    initial: Mapping[str, torch.Tensor] | None = None,
+) -> torch.nn.Module:
+    """The frozen transformer with its adapter, on the device; with the values of ``initial``, or new ones."""
     transformer = checked.family.load_transformer(getattr(torch, config.model.dtype))
     add_adapter(
         transformer,
@@ -81,6 +82,8 @@ def build_transformer(config: Config, checked: CheckedRun, device: torch.device)
         dropout=config.lora.dropout,
         seed=torch_seed(config.train.seed, "lora-init", 0),
     )
+    if initial is not None:
+        load_adapter_tensors(transformer, initial)
     # Before the optimizer is built and restored: its state is made where the parameters are.
     return transformer.to(device).train()
 
@@ -146,57 +149,6 @@ def build_run(
             batch_size=config.train.micro_batch_size,
         ),
         previews=_build_previews(config, checked.family, encoded, preview_folder),
-    )
-
-
-def build_workload(config: Config, checked: CheckedRun, encoded: EncodedRun) -> Workload:
-    """What a step holds, for the answer to a full device."""
-    train, family = config.train, checked.family
-    model = family.folder.component_config(family.trained[0])
-    heads, head_width = (model.get(name) for name in ("num_attention_heads", "attention_head_dim"))
-    return Workload(
-        tokens=max(num_tokens_of(bucket, family) for bucket in encoded.items.buckets),
-        width=heads * head_width if isinstance(heads, int) and isinstance(head_width, int) else None,
-        micro_batch_size=train.micro_batch_size,
-        num_blocks=checked.num_blocks,
-        num_checkpointed=checked.num_selected_blocks if train.use_gradient_checkpointing else 0,
-        offloads=train.use_gradient_checkpointing_offload,
-        has_token_budget=train.micro_batch_tokens is not None,
-        in_float32=config.model.dtype == "float32",
-    )
-
-
-def build_engine(config: Config) -> GradientEngine:
-    """The gradient engine that all blocks of the run share."""
-    memory = config.memory
-    return GradientEngine(
-        min_bytes=memory.min_bytes,
-        host_bytes=None if memory.host_gib is None else int(memory.host_gib * 1024**3),
-        resident_blocks=memory.resident_blocks,
-        prefetched_blocks=memory.prefetched_blocks,
-        policy=block_policy(config),
-        skip_dead_ops=memory.skip_dead_ops,
-    )
-
-
-def build_engine_report(
-    config: Config,
-    checked: CheckedRun,
-    engine: GradientEngine,
-    metrics: MetricsLog,
-    accelerator: Accelerator,
-) -> EngineReport:
-    """What proves after the first step that the gradient switches had their effect."""
-    train = config.train
-    micro_batches_per_step = train.global_batch_size // (train.micro_batch_size * accelerator.num_processes)
-    return EngineReport(
-        engine=engine,
-        use_gradient_checkpointing=train.use_gradient_checkpointing,
-        use_gradient_checkpointing_offload=train.use_gradient_checkpointing_offload,
-        save_attention=config.memory.save_attention != "no",
-        expected_block_runs=checked.num_blocks * micro_batches_per_step,
-        expected_checkpointed=checked.num_selected_blocks * micro_batches_per_step,
-        metrics=metrics,
     )
 
 

@@ -10,6 +10,8 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import redacted
 
 _FIXED_SECTIONS = ("lora", "objective")
+_FREE_FIELDS = ("lora.init_from",)
+"""Of these sections: a run that goes on does not look at it any more."""
 _FIXED_FIELDS = {
     "model": ("family", "dtype", "text_encoder_dtype", "vae_dtype"),
     "data": (
@@ -74,6 +76,7 @@ def settings_contract(config: Config, *, model_fingerprint: str) -> Contract:
         contract |= {f"{section}.{name}": value for name, value in values[section].items()}
     for section, names in _FIXED_FIELDS.items():
         contract |= {f"{section}.{name}": values[section][name] for name in names}
+    contract = {key: value for key, value in contract.items() if key not in _FREE_FIELDS}
     sources = config.data.sources_by_key.values()
     contract |= {
         f"data.{name}": [getattr(source, name) for source in sources] for name in _FIXED_FIELDS_OF_SOURCES

@@ -8,7 +8,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import yaml
 from accelerate import Accelerator
 from diffusers.training_utils import free_memory
 from rich.console import Console
@@ -21,21 +20,21 @@ from diffsynth_lite.training.builder import (
     BuiltRun,
     build_accelerator,
     build_average,
-    build_engine,
-    build_engine_report,
     build_optimizer,
     build_run,
     build_transformer,
-    build_workload,
+    lora_alpha,
 )
 from diffsynth_lite.training.caching import encode_run
 from diffsynth_lite.training.checkpoints import Checkpoint, CheckpointStore
 from diffsynth_lite.training.contract import Contract, data_contract, settings_contract
-from diffsynth_lite.training.files import write_json_atomic, write_text_atomic
-from diffsynth_lite.training.lineage import Lineage, extended_lineage
+from diffsynth_lite.training.initial_lora import read_initial_lora
+from diffsynth_lite.training.lineage import extended_lineage
 from diffsynth_lite.training.loop import run_loop
 from diffsynth_lite.training.memory_advice import out_of_memory_explained
+from diffsynth_lite.training.memory_builder import build_engine, build_engine_report, build_workload
 from diffsynth_lite.training.metrics import MetricsFile
+from diffsynth_lite.training.opening import follow_run, write_opening
 from diffsynth_lite.training.outcome import outcome_recorded, shortages_explained
 from diffsynth_lite.training.patience import Patience
 from diffsynth_lite.training.preflight import CheckedRun, check_run
@@ -47,7 +46,7 @@ from diffsynth_lite.training.run_folder import RunFolder
 from diffsynth_lite.training.saving import Saver, restore
 from diffsynth_lite.training.signals import StopRequest
 from diffsynth_lite.training.startup import StartupClock
-from diffsynth_lite.training.trackers import MetricsLog, start_trackers
+from diffsynth_lite.training.trackers import MetricsLog
 
 logger = logging.getLogger(__name__)
 
@@ -127,25 +126,28 @@ def run_training(loaded: LoadedConfig, *, console: Console, clock: StartupClock)
             folder, setting.store, start_step=start_step, total_steps=config.train.steps
         )
         with recorded if setting.is_main else nullcontext(), shortages_explained():
-            _train(setting, contract, checkpoint, stop)
+            _conclude(setting, _train(setting, contract, checkpoint, stop))
 
 
-def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None, stop: StopRequest) -> None:
+def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None, stop: StopRequest) -> int:
+    """Encode, load, train, save; returns the optimizer steps done."""
     start_step = checkpoint.step if checkpoint else 0
+    initial = _initial_lora(setting) if checkpoint is None else None
     with setting.clock.stage("encoding"):
         encoded = encode_run(setting.config, setting.checked, setting.accelerator)
         # From here on only tensors are needed.
         setting.checked.drop_records()
         free_memory()
-    micro_batch_size = setting.config.train.micro_batch_size
-    contract = contract | data_contract(encoded.items, micro_batch_size=micro_batch_size)
+    contract |= data_contract(encoded.items, micro_batch_size=setting.config.train.micro_batch_size)
     changes = setting.origin.changes(contract, checkpoint)
     lineage = extended_lineage(checkpoint, changes, setting.accelerator)
     run_id = checkpoint.documents["state"]["run_id"] if checkpoint else uuid.uuid4().hex[:12]
-    _prepare_folder(setting, contract, lineage, run_id, start_step)
+    if setting.is_main:
+        write_opening(setting.folder, setting.store, setting.loaded, contract, lineage)
+    follow_run(setting.loaded, setting.accelerator, folder=setting.folder.path / "trackers", run_id=run_id)
     with setting.clock.stage("model"):
         logger.info("Loading the transformer.")
-        transformer = build_transformer(setting.config, setting.checked, setting.accelerator.device)
+        transformer = build_transformer(setting.config, setting.checked, setting.accelerator.device, initial)
         optimizer = build_optimizer(setting.config, transformer)
         averaged = build_average(setting.config, transformer)
         if checkpoint is not None:
@@ -187,6 +189,10 @@ def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None,
         del built
         setting.accelerator.free_memory()
         setting.accelerator.end_training()
+    return step
+
+
+def _conclude(setting: _Setting, step: int) -> None:
     steps = setting.config.train.steps
     if step < steps:
         raise RunInterrupted(f"stopped after step {step} of {steps}, saved; the same command continues it")
@@ -257,28 +263,16 @@ def _loop(setting: _Setting, built: BuiltRun, saver: Saver, stop: StopRequest, s
     return step
 
 
-def _prepare_folder(
-    setting: _Setting, contract: Contract, lineage: Lineage, run_id: str, start_step: int
-) -> None:
-    """Write contract, lineage and config, cut the metrics back to the resumed step, start the trackers."""
-    folder, logging_config = setting.folder, setting.config.logging
-    if setting.is_main:
-        write_json_atomic(folder.contract_file, contract)
-        write_json_atomic(folder.lineage_file, lineage)
-        write_text_atomic(folder.config_file, setting.loaded.source_text)
-        write_text_atomic(folder.resolved_file, setting.loaded.resolved_yaml)
-        # A new start also drops what an earlier one logged before its first checkpoint.
-        MetricsFile(folder.metrics_file).cut_back_to(start_step or -1)
-        setting.store.cut_back_to(start_step)
-    start_trackers(
-        setting.accelerator,
-        names=logging_config.trackers,
-        project=logging_config.project,
-        settings=yaml.safe_load(setting.loaded.resolved_yaml),
-        folder=folder.path / "trackers",
-        run_name=logging_config.run_name,
-        run_id=run_id,
-        wandb_mode=logging_config.wandb_mode,
+def _initial_lora(setting: _Setting) -> dict[str, torch.Tensor] | None:
+    lora = setting.config.lora
+    if lora.init_from is None:
+        return None
+    return read_initial_lora(
+        setting.checked.family,
+        lora.init_from,
+        layers=setting.checked.target_layers,
+        rank=lora.rank,
+        alpha=lora_alpha(setting.config),
     )
 
 

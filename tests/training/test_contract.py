@@ -81,7 +81,7 @@ FREE = {
         *("input_dirs", "first_frame_dir", "last_frame_dir", "mask_dir"),
         *("cache", "cache_dir", "on_bad_item", "max_bad_ratio", "num_workers"),
     },
-    "lora": set(),
+    "lora": {"init_from"},
     "objective": set(),
     "train": {
         "use_gradient_checkpointing",

@@ -50,6 +50,11 @@ class LoraSettings(Settings):
     alpha: Annotated[float | None, Range(above=0)] = None
     """Scale: the LoRA's output is multiplied by alpha / rank. Null means the rank itself, a factor of 1."""
 
+    init_from: Annotated[str | None, NotEmpty()] = None
+    """A LoRA that a new run starts from: its file, or its folder, in diffusers' format. Its layers, rank and
+    alpha must be this run's. Its optimizer starts anew: to continue a run of yours, start it again with its
+    `output.dir`. Null starts from a LoRA that changes nothing."""
+
     dropout: Annotated[float, Range(at_least=0, below=1)] = 0.0
     """Share of the LoRA's inputs set to zero at each training step. A little, such as 0.05, works against
     learning a small set of images by heart."""

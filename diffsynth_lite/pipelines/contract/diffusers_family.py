@@ -190,15 +190,29 @@ class DiffusersFamily(ModelFamily):
             files.append(folder / name)
         return files
 
-    def read_lora(self, folder: Path) -> LoraFile:
+    def lora_file(self, place: Path, component: str) -> Path:
+        """Where a component's LoRA is read: in a folder by its name there, or in the one file given.
+
+        Raises:
+            UserError: one file is given where there are several.
+        """
+        if not place.is_file():
+            return place / self.lora_file_name(component)
+        if len(names := {self.lora_file_name(one) for one in self.trained}) > 1:
+            raise UserError(
+                f"{place}: one file, but this LoRA is several; name a folder with {sorted(names)}"
+            )
+        return place
+
+    def read_lora(self, place: Path) -> LoraFile:
         return join_adapter(
-            {component: self._read_component(folder, component) for component in self.trained}
+            {component: self._read_component(self.lora_file(place, component)) for component in self.trained}
         )
 
-    def _read_component(self, folder: Path, component: str) -> LoraFile:
+    def _read_component(self, file: Path) -> LoraFile:
         tensors, settings = self.pipeline.lora_state_dict(
-            folder,
-            weight_name=self.lora_file_name(component),
+            file.parent,
+            weight_name=file.name,
             use_safetensors=True,
             local_files_only=True,
             return_lora_metadata=True,

@@ -296,5 +296,5 @@ class ModelFamily(ABC):
         """
 
     @abstractmethod
-    def read_lora(self, folder: Path) -> LoraFile:
-        """Read an adapter back through the loader of the family's diffusers pipeline."""
+    def read_lora(self, place: Path) -> LoraFile:
+        """Read an adapter, from its folder or its one file, through the family's diffusers pipeline."""

@@ -1,0 +1,73 @@
+"""This file reads the LoRA that a new run starts from, and checks that it is one of this run's shape."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines import ModelFamily
+
+_FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"
+
+
+def read_initial_lora(
+    family: ModelFamily, location: str, *, layers: Collection[str], rank: int, alpha: float
+) -> dict[str, torch.Tensor]:
+    """The tensors of a LoRA in the format that the family's diffusers pipeline loads.
+
+    Args:
+        family: reads it.
+        location: the file, or the folder with the family's file names in it.
+        layers: full names of the layers that this run trains.
+        rank: of this run's LoRA.
+        alpha: of this run's LoRA.
+
+    Returns:
+        By peft's names.
+
+    Raises:
+        UserError: it is missing or damaged, or has other layers, another rank or another alpha.
+    """
+    place = Path(location).expanduser()
+    if not place.exists():
+        raise UserError(
+            f"lora.init_from: there is no {location}; name a LoRA file, or the folder that holds it"
+        )
+    try:
+        tensors, settings = family.read_lora(place)
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        text = " ".join(str(error).split())
+        raise UserError(
+            f"lora.init_from: {location} holds no LoRA that this family's pipeline can read ({text})"
+        ) from error
+    _check_layers(tensors, layers, location)
+    ranks = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_FIRST)}
+    if ranks != {rank}:
+        found = ", ".join(map(str, sorted(ranks)))
+        raise UserError(f"lora.init_from: the LoRA in {location} has rank {found}; set lora.rank to it")
+    # A file that says none means its rank, as diffusers reads it.
+    found_alpha = float(settings.get("lora_alpha", rank))
+    if found_alpha != alpha:
+        raise UserError(
+            f"lora.init_from: the LoRA in {location} has alpha {found_alpha:g}, this run {alpha:g}; "
+            f"set lora.alpha: {found_alpha:g}"
+        )
+    return tensors
+
+
+def _check_layers(tensors: dict[str, torch.Tensor], layers: Collection[str], location: str) -> None:
+    others = sorted(name for name in tensors if not name.endswith((_FIRST, _SECOND)))
+    if others:
+        raise UserError(
+            f"lora.init_from: {location} holds {others[0]}, which is no part of a plain LoRA (lora_A, lora_B)"
+        )
+    found = {name.removesuffix(_FIRST) for name in tensors if name.endswith(_FIRST)}
+    if found != set(layers):
+        missing, added = sorted(set(layers) - found), sorted(found - set(layers))
+        named = f"it lacks {missing[0]}" if missing else f"it also has {added[0]}"
+        raise UserError(
+            f"lora.init_from: the LoRA in {location} is on {len(found)} layers, this run's on {len(layers)} "
+            f"({named}); set lora.target_modules and lora.components to its layers"
+        )

@@ -1,0 +1,63 @@
+"""This file builds what saves memory in a run, proves that it does, and advises where it is not enough."""
+
+from accelerate import Accelerator
+
+from diffsynth_lite.config import Config
+from diffsynth_lite.core.gradient import GradientEngine
+from diffsynth_lite.training.actions import EngineReport
+from diffsynth_lite.training.caching import EncodedRun
+from diffsynth_lite.training.data_rules import num_tokens_of
+from diffsynth_lite.training.memory_advice import Workload
+from diffsynth_lite.training.preflight import CheckedRun, block_policy
+from diffsynth_lite.training.trackers import MetricsLog
+
+
+def build_workload(config: Config, checked: CheckedRun, encoded: EncodedRun) -> Workload:
+    """What a step holds, for the answer to a full device."""
+    train, family = config.train, checked.family
+    model = family.folder.component_config(family.trained[0])
+    heads, head_width = (model.get(name) for name in ("num_attention_heads", "attention_head_dim"))
+    return Workload(
+        tokens=max(num_tokens_of(bucket, family) for bucket in encoded.items.buckets),
+        width=heads * head_width if isinstance(heads, int) and isinstance(head_width, int) else None,
+        micro_batch_size=train.micro_batch_size,
+        num_blocks=checked.num_blocks,
+        num_checkpointed=checked.num_selected_blocks if train.use_gradient_checkpointing else 0,
+        offloads=train.use_gradient_checkpointing_offload,
+        has_token_budget=train.micro_batch_tokens is not None,
+        in_float32=config.model.dtype == "float32",
+    )
+
+
+def build_engine(config: Config) -> GradientEngine:
+    """The gradient engine that all blocks of the run share."""
+    memory = config.memory
+    return GradientEngine(
+        min_bytes=memory.min_bytes,
+        host_bytes=None if memory.host_gib is None else int(memory.host_gib * 1024**3),
+        resident_blocks=memory.resident_blocks,
+        prefetched_blocks=memory.prefetched_blocks,
+        policy=block_policy(config),
+        skip_dead_ops=memory.skip_dead_ops,
+    )
+
+
+def build_engine_report(
+    config: Config,
+    checked: CheckedRun,
+    engine: GradientEngine,
+    metrics: MetricsLog,
+    accelerator: Accelerator,
+) -> EngineReport:
+    """What proves after the first step that the gradient switches had their effect."""
+    train = config.train
+    micro_batches_per_step = train.global_batch_size // (train.micro_batch_size * accelerator.num_processes)
+    return EngineReport(
+        engine=engine,
+        use_gradient_checkpointing=train.use_gradient_checkpointing,
+        use_gradient_checkpointing_offload=train.use_gradient_checkpointing_offload,
+        save_attention=config.memory.save_attention != "no",
+        expected_block_runs=checked.num_blocks * micro_batches_per_step,
+        expected_checkpointed=checked.num_selected_blocks * micro_batches_per_step,
+        metrics=metrics,
+    )

@@ -1,0 +1,74 @@
+"""Runs that start from a LoRA that is there already."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import TinyRun, checkpoint_tensors, differing
+
+
+@pytest.fixture
+def first(tiny_run: TinyRun) -> Path:
+    """The LoRA of an earlier run."""
+    folder = tiny_run.root / "first"
+    assert tiny_run.train(f"output.dir={folder}", "train.steps=2") == 0
+    return folder
+
+
+def adapter(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    tensors = checkpoint_tensors(folder, step)
+    return {name: value for name, value in tensors.items() if name.startswith("adapter/")}
+
+
+@pytest.mark.parametrize("form", ["lora", "lora/pytorch_lora_weights.safetensors"])
+def test_a_new_run_starts_at_the_values_of_the_lora_and_with_a_new_optimizer(
+    tiny_run: TinyRun, first: Path, form: str
+) -> None:
+    # The learning rate is so low that fp32 cannot hold what the one step changes.
+    settings = ("train.steps=1", "train.learning_rate=1e-30", "train.weight_decay=0")
+    assert tiny_run.train(f"lora.init_from={first / form}", *settings) == 0
+    assert differing(adapter(first, 2), adapter(tiny_run.folder, 1)) == []
+    new = tiny_run.root / "new"
+    assert tiny_run.train(f"output.dir={new}", *settings) == 0
+    assert differing(adapter(first, 2), adapter(new, 1)) != []
+    steps = [
+        value for name, value in checkpoint_tensors(tiny_run.folder, 1).items() if name.endswith("::step")
+    ]
+    assert {step.item() for step in steps} == {1.0}
+
+
+def test_a_run_that_goes_on_does_not_look_at_it_any_more(tiny_run: TinyRun, first: Path) -> None:
+    whole, start = tiny_run.root / "whole", f"lora.init_from={first / 'lora'}"
+    assert tiny_run.train(f"output.dir={whole}", start) == 0
+    assert tiny_run.train(start, "train.steps=4") == 0
+    (first / "lora" / "pytorch_lora_weights.safetensors").unlink()
+    assert tiny_run.train(start) == 0
+    assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(tiny_run.folder, 6)) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("lora.rank=8",), "has rank 4; set lora.rank"),
+        (("lora.alpha=4",), "has alpha 8, this run 4; set lora.alpha: 8"),
+        (("lora.target_modules=[to_q]",), "it also has transformer_blocks.0.attn"),
+    ],
+)
+def test_a_lora_of_another_shape_is_refused_with_what_would_do(
+    tiny_run: TinyRun, first: Path, caplog: pytest.LogCaptureFixture, settings: tuple[str, ...], message: str
+) -> None:
+    assert tiny_run.train(f"lora.init_from={first / 'lora'}", *settings) == 2
+    assert message in caplog.text
+    assert "Loading the transformer" not in caplog.text.rsplit("settings from", 1)[-1]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"<html>", b"\x08\0\0\0\0\0\0\0{}      "])
+def test_what_is_no_lora_is_refused_in_one_line(
+    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture, content: bytes | None
+) -> None:
+    file = tiny_run.root / "lora.safetensors"
+    if content is not None:
+        file.write_bytes(content)
+    assert tiny_run.train(f"lora.init_from={file}") == 2
+    assert "lora.init_from: " in caplog.text
+    assert "Traceback" not in caplog.text
