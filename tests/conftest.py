@@ -1,6 +1,7 @@
 """Settings that every test runs under: no network, one thread, no trackers that phone home."""
 
 import os
+from collections.abc import Generator
 
 os.environ.update(
     ACCELERATE_USE_CPU="true",  # also where there is a GPU; tests marked gpu take it back
@@ -40,3 +41,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escape characters that are none: pytest-xdist cannot send what a test of wrong texts has printed."""
+    report = yield
+    report.sections = [
+        (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
+    ]
+    return report

@@ -95,7 +95,7 @@ def model_fn_flux2(
 
 
 class Flux2(DiffusersFamily):
-    """FLUX.2 dev and klein (4B and 9B, base and distilled): dual-stream, then single-stream blocks.
+    """FLUX.2 dev and klein (4B and 9B, base and distilled), from text and from reference pictures.
 
     Both make pictures from text alone or with any number of pictures to start from; a data set may hold both
     kinds of items. Inputs keep their shape; those above a megapixel are brought to one, and none is enlarged.

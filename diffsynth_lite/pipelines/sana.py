@@ -69,7 +69,9 @@ def model_fn_sana(
 
 
 class Sana(DiffusersFamily):
-    """Sana: 20 to 60 blocks of linear attention, Gemma 2 prompts, a VAE with 32 channels at 1/32 size.
+    """Sana 1.0 and 1.5, from text.
+
+    20 to 60 blocks of linear attention, Gemma 2 prompts, a VAE with 32 channels at 1/32 size.
 
     Sana 1.0 (0.6B, 1.6B; 512 to 4096 pixels) and 1.5 (1.6B, 4.8B). Sana Sprint, of another pipeline, is
     refused: it is distilled, and told a guidance scale.

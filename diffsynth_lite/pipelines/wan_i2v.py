@@ -35,7 +35,7 @@ noisy latents alone. ``image_embeds_bld`` has the rows of a sample's pictures on
 
 
 class WanI2V(wan.Wan):
-    """Wan image to video: each clip goes on from its first frame, and some releases lead it to a last one.
+    """Wan 2.1 I2V-14B and FLF2V-14B, and Wan 2.2 I2V-A14B: clips from a picture, or from one to another.
 
     A clip whose first frame the data does not name starts from the first one of its own. The folder decides
     about the last: FLF2V-14B always has one, named by the data or the clip's own; I2V-A14B has one where the

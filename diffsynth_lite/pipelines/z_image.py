@@ -71,7 +71,9 @@ def model_fn_z_image(
 
 
 class ZImage(DiffusersFamily):
-    """Z-Image: 34 single-stream blocks, Qwen3 prompts, the autoencoder of FLUX.1: 16 channels at 1/8 size.
+    """Z-Image and Z-Image-Turbo, from text.
+
+    34 single-stream blocks, Qwen3 prompts, the autoencoder of FLUX.1: 16 channels at 1/8 size.
 
     Two blocks refine the picture alone, two the prompt alone, and 30 see both. Captions of any lengths may
     stand in one batch. No layer of the last block is dead: text and picture share its weights.
