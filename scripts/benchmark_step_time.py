@@ -8,7 +8,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +20,9 @@ from peft import LoraConfig
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
 from diffsynth_lite.data import Batch
-from diffsynth_lite.training.builder import build_optimizer, build_run, build_transformer
+from diffsynth_lite.training.builder import BuiltRun, build_optimizer, build_run, build_transformer
 from diffsynth_lite.training.caching import encode_run
-from diffsynth_lite.training.preflight import check_run
+from diffsynth_lite.training.preflight import CheckedRun, check_run
 
 Step = Callable[[int], None]
 
@@ -66,11 +66,16 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float
     """Seconds of each measured step of both loops, which take turns."""
     subject, ours, batches = trainer_step(arguments, folder)
     steps = {"trainer": ours, "bare loop": bare_step(subject, batches)}
+    return take_turns(steps, num_warmup=arguments.warmup, num_steps=arguments.steps)
+
+
+def take_turns(steps: Mapping[str, Step], *, num_warmup: int, num_steps: int) -> dict[str, list[float]]:
+    """Seconds of each measured step of several loops, which take turns."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for step in range(arguments.warmup + arguments.steps):
+    for step in range(num_warmup + num_steps):
         for name, take in steps.items():
             times[name].append(timed(take, step))
-    return {name: values[arguments.warmup :] for name, values in times.items()}
+    return {name: values[num_warmup:] for name, values in times.items()}
 
 
 def timed(take: Step, step: int) -> float:
@@ -86,12 +91,21 @@ def timed(take: Step, step: int) -> float:
 
 def trainer_step(arguments: argparse.Namespace, folder: Path) -> tuple[Subject, Step, Iterator[list[Batch]]]:
     """The trainer's step, and a second stream of the same batches for the bare loop."""
+    accelerator, config, checked, (first, second) = equal_runs(arguments, folder, count=2)
+    subject = Subject(config, checked.family.folder.path, checked.target_layers, accelerator.device)
+    return subject, first.step.take, second.step.batches
+
+
+def equal_runs(
+    arguments: argparse.Namespace, folder: Path, *, count: int
+) -> tuple[Accelerator, Config, CheckedRun, list[BuiltRun]]:
+    """The same run several times, each with a model and a stream of batches of its own."""
     overrides = [*arguments.overrides, f"data.cache_dir={folder / 'cache'}", "validation.prompts=[]"]
     config = load_config(arguments.config, overrides).config
     accelerator = Accelerator(mixed_precision=config.train.mixed_precision)
     checked = check_run(config, accelerator)
     encoded = encode_run(config, checked, accelerator)
-    first, second = (
+    runs = [
         build_run(
             config,
             checked,
@@ -103,10 +117,9 @@ def trainer_step(arguments: argparse.Namespace, folder: Path) -> tuple[Subject, 
             start_step=0,
             preview_folder=folder / "previews",
         )
-        for _ in range(2)
-    )
-    subject = Subject(config, checked.family.folder.path, checked.target_layers, accelerator.device)
-    return subject, first.step.take, second.step.batches
+        for _ in range(count)
+    ]
+    return accelerator, config, checked, runs
 
 
 def bare_step(subject: Subject, batches: Iterator[list[Batch]]) -> Step:

@@ -20,6 +20,8 @@ from diffsynth_lite.errors import UserError
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
+_LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"}
+"""Variables that ``accelerate launch`` and torchrun set."""
 _FLAG_KEYS = {
     "resume": "resume.source",
     "use_gradient_checkpointing": "train.use_gradient_checkpointing",
@@ -110,10 +112,10 @@ def _launcher_warnings(mixed_precision: str) -> list[str]:
 def _die_with_launcher() -> None:
     """Have the kernel send SIGTERM when the launcher dies.
 
-    ``accelerate launch`` with one process forwards no signal, so that without this a stopped launcher leaves
-    a trainer that runs on.
+    ``accelerate launch`` with one process forwards no signal, and torchrun none but SIGTERM and SIGINT, so
+    that without this a stopped launcher leaves trainers that run on.
     """
-    if sys.platform == "linux" and "ACCELERATE_MIXED_PRECISION" in os.environ:
+    if sys.platform == "linux" and not _LAUNCHED.isdisjoint(os.environ):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

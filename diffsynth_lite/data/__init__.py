@@ -25,6 +25,7 @@ from diffsynth_lite.data.records import Record, Source
 from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule, micro_batch_sizes
 from diffsynth_lite.data.sources import FoundRecords, find_records
 from diffsynth_lite.data.video import VideoFacts
+from diffsynth_lite.data.workers import is_lost_worker
 
 __all__ = [
     "BadItemsError",
@@ -62,6 +63,7 @@ __all__ = [
     "encode_missing",
     "find_records",
     "find_undecodable",
+    "is_lost_worker",
     "kept_ratio",
     "load_image",
     "micro_batch_sizes",

@@ -6,7 +6,6 @@ a micro-batch; latents have whatever further shape the encoder gave them.
 
 import dataclasses
 import logging
-import signal
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,6 +20,7 @@ from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.data.items import ItemRow, ItemTable
 from diffsynth_lite.data.listing import listed
 from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule
+from diffsynth_lite.data.workers import outlive_stop_signals, patient_iteration
 from diffsynth_lite.errors import RunStoppedError
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,6 @@ WORKER_TIMEOUT_S = 300.0
 KEPT_BYTES = 256 * 2**20
 """Entries that each reading process keeps in memory; reading a small one costs more than what is in it."""
 
-_SECONDS_AFTER_SIGTERM = 600
 _NOT_CONDITIONING = ("latents", "loss_mask")
 
 
@@ -128,9 +127,10 @@ class BatchStream:
 
         Raises:
             RunStoppedError: a cache entry has vanished or was damaged since the caching pass.
+            RuntimeError: torch's; a worker died, or gave nothing for ``WORKER_TIMEOUT_S``.
         """
         requests = self._requests()
-        batches = iter(self._loader(requests))
+        batches = patient_iteration(self._loader(requests))
         try:
             while True:
                 yield [_or_raise(next(batches)) for _ in range(self._layout.num_micro_steps)]
@@ -151,7 +151,7 @@ class BatchStream:
             num_workers=self._num_workers,
             # Forked workers can deadlock on a lock that a thread of this process held, and know its CUDA.
             multiprocessing_context="spawn" if self._num_workers else None,
-            worker_init_fn=_outlive_stop_signals,
+            worker_init_fn=outlive_stop_signals,
             timeout=WORKER_TIMEOUT_S if self._num_workers else 0,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # else the loader draws a number from torch's global generator
@@ -286,15 +286,3 @@ def _or_raise(batch: Batch | RunStoppedError) -> Batch:
     if isinstance(batch, RunStoppedError):
         raise batch
     return batch
-
-
-def _outlive_stop_signals(worker_id: int) -> None:
-    """Stop signals reach a whole process group, and the main process needs its workers to finish its step.
-
-    SIGTERM is also how a stuck worker is ended at exit, so it starts a countdown that ends the worker.
-    """
-    for name in ("SIGINT", "SIGUSR1"):
-        if hasattr(signal, name):  # Windows has no SIGUSR1
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if hasattr(signal, "alarm"):
-        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_SECONDS_AFTER_SIGTERM))

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from diffsynth_lite.core.gradient import HostBytesError
+from diffsynth_lite.data import is_lost_worker
 from diffsynth_lite.errors import EXIT_FINISHED, RunInterrupted, RunStoppedError, UserError, exit_code
 from diffsynth_lite.training.checkpoints import CheckpointStore
 from diffsynth_lite.training.contract import DifferentRunError
@@ -62,7 +63,7 @@ def _best_effort(folder: RunFolder) -> Iterator[None]:
 
 @contextmanager
 def shortages_explained() -> Iterator[None]:
-    """Scope in which running out of memory or of disk space ends the run with what would help.
+    """Scope in which a lack of memory, disk space or data workers ends the run with what would help.
 
     Raises:
         RunStoppedError: instead of torch's and the system's own errors.
@@ -81,6 +82,14 @@ def shortages_explained() -> Iterator[None]:
             f"memory.host_gib: {error.host_bytes / 1024**3:.3g} GiB do not hold the "
             f"{error.block_bytes / 1024**3:.3g} GiB that one block parks; raise it, or lower "
             "train.micro_batch_size, or park nothing"
+        ) from error
+    except RuntimeError as error:
+        # Raised at any place: a signal tells torch that a worker has died.
+        if not is_lost_worker(error):
+            raise
+        raise RunStoppedError(
+            f"a data worker died or hangs ({str(error).splitlines()[0]}): look at the host's memory and at "
+            "the disk of data.cache_dir, or set data.num_workers: 0; the same command continues the run"
         ) from error
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):

@@ -1,5 +1,6 @@
 """The tiny pipeline that all runs share, and a fresh accelerate state for each test."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny_qwen_image")
     tiny().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _imports_are_not_searched_for_garbage(tiny_model: Path) -> Iterator[None]:
+    """A run collects garbage four times; to look through all that is imported took most of a tiny one."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -7,12 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from tiny_run import REPOSITORY, TinyRun, checkpoint_tensors, differing, start
-
-LAUNCH = (
-    *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"),
-    *("--mixed_precision", "no", "--dynamo_backend", "no", "train.py"),
-)
+from tiny_run import LAUNCH, REPOSITORY, TinyRun, checkpoint_tensors, differing, start
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> None:

@@ -7,20 +7,9 @@ from pathlib import Path
 import av
 import pytest
 from PIL import Image
-from tiny_run import TinyRun, checkpoint_tensors, differing, garble_media, tiny_picture, write_config
+from tiny_run import TinyRun, checkpoint_tensors, differing, garble_media, make_clip_run, tiny_picture
 
-from diffsynth_lite.data.video_writing import write_video
 from diffsynth_lite.pipelines.wan import tiny
-
-CLIPS = {  # name: width, height, frames, frames per second
-    "long": (48, 32, 14, 16),
-    "also long": (48, 32, 9, 16),
-    "short": (48, 32, 6, 16),
-    "also short": (48, 32, 8, 16),
-    "fast": (48, 32, 20, 32),
-    "upright": (32, 48, 12, 16),
-    "also upright": (32, 48, 9, 16),
-}
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +21,7 @@ def tiny_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def clip_run(tmp_path: Path, tiny_wan: Path) -> TinyRun:
-    data = tmp_path / "clips"
-    for place, (name, (width, height, num_frames, fps)) in enumerate(CLIPS.items()):
-        frames = [tiny_picture(width, height, 5 + place + frame) for frame in range(num_frames)]
-        write_video(data / f"{name}.mp4", frames, fps=fps)
-        (data / f"{name}.txt").write_text("a red circle" + " that moves" * (place % 2))
-    return TinyRun(
-        root=tmp_path,
-        config=write_config(tmp_path, tiny_wan, data),
-        settings=(
-            *("model.family=wan", "data.width=null", "data.height=null", "data.resolutions=[40]"),
-            *("data.frame_counts=[5, 9]", "data.fps=16", "train.steps=4"),
-            *("validation.width=32", "validation.height=32", "train.use_gradient_checkpointing_offload=true"),
-        ),
-    )
+    return make_clip_run(tmp_path, tiny_wan)
 
 
 def test_a_run_on_clips_parks_their_blocks_and_shows_previews_that_play(clip_run: TinyRun) -> None:

@@ -1,6 +1,5 @@
 """Runs that keep a moving average of the LoRA beside it."""
 
-import pytest
 import torch
 from diffusers import QwenImagePipeline
 from safetensors.torch import load_file
@@ -16,7 +15,7 @@ def test_a_resumed_average_is_the_one_of_the_whole_run_bit_for_bit(tiny_run: Tin
     whole, parts = tiny_run.root / "whole", tiny_run.root / "parts"
     assert tiny_run.train(f"output.dir={whole}", *SETTINGS) == 0
     for steps in (1, 1, 2):
-        assert stopped_after(tiny_run, steps, f"output.dir={parts}", *SETTINGS) == 75
+        assert tiny_run.stopped_after(steps, f"output.dir={parts}", *SETTINGS) == 75
     assert tiny_run.train(f"output.dir={parts}", *SETTINGS, "--use_gradient_checkpointing_offload") == 0
     tensors = checkpoint_tensors(whole, 6)
     assert any(name.startswith("ema/") for name in tensors)
@@ -25,14 +24,6 @@ def test_a_resumed_average_is_the_one_of_the_whole_run_bit_for_bit(tiny_run: Tin
         load_file(folder / "lora_ema" / "pytorch_lora_weights.safetensors") for folder in (whole, parts)
     ]
     assert differing(*exported) == []
-
-
-def stopped_after(run: TinyRun, steps: int, *arguments: str) -> int:
-    """The exit code of a start of the run that is asked to stop after so many steps."""
-    answers = iter([*[False] * (steps - 1), True])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("diffsynth_lite.training.signals.StopRequest.asked", property(lambda _: next(answers)))
-        return run.train(*arguments)
 
 
 def test_a_run_that_forgets_its_average_would_be_another(tiny_run: TinyRun, monkeypatch) -> None:

@@ -4,13 +4,13 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 from recorded_train import read_records, recorded_take
-from tiny_run import REPOSITORY, TinyRun, tiny_picture
+from tiny_run import REPOSITORY, TinyRun, make_mixed_run
 
 from diffsynth_lite.training.optimizer_step import OptimizerStep
 
@@ -18,43 +18,14 @@ LOG_LINE = re.compile(r"\d\d:\d\d:\d\d ")
 SCRIPT = str(Path(__file__).with_name("recorded_train.py"))
 ONE = (sys.executable, SCRIPT)
 TWO = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", SCRIPT)
-SIZES = ((80, 48), (96, 48), (48, 80), (64, 64), (50, 96))
 
 
 @pytest.fixture
-def mixed_run(tiny_run: TinyRun) -> TinyRun:
+def mixed_run(tmp_path: Path, tiny_model: Path) -> TinyRun:
     """Pictures of many shapes in three sources, one of them with masks."""
-    roots = [tiny_run.root / name for name in ("photos", "drawings", "masked")]
-    for number, root in enumerate(roots):
-        root.mkdir()
-        for place, size in enumerate(SIZES[: 5 - number]):
-            tiny_picture(*size, 5 + 10 * number + place).save(root / f"{place}.png")
-            (root / f"{place}.txt").write_text("a red circle, large, on white, alone"[: 12 + 9 * place])
-    (tiny_run.root / "masks").mkdir()
-    for place, size in enumerate(SIZES[:3]):
-        Image.radial_gradient("L").resize(size).save(tiny_run.root / "masks" / f"{place}.png")
-    photos, drawings, masked = roots
-    sources = (
-        f"{{path: {photos}, repeats: 2, trigger: ohwx}}",
-        f"{{path: {drawings}, weight: 0.5}}",
-        f"{{path: {masked}, mask_dir: {tiny_run.root / 'masks'}}}",
-    )
-    return TinyRun(
-        root=tiny_run.root,
-        config=tiny_run.config,
-        settings=(
-            *(
-                "data.path=null",
-                f"data.sources=[{', '.join(sources)}]",
-                "data.width=null",
-                "data.height=null",
-            ),
-            *("data.resolutions=[32, 48]", "data.crop=random", "data.crops_per_item=2"),
-            *("data.tag_shuffles=2", "data.keep_tags=1", "data.caption_dropout=0.3"),
-            *("lora.dropout=0", "train.steps=10", "train.micro_batch_size=2", "validation.prompts=[]"),
-            *("validation.loss_items=0", "output.checkpoint_every_steps=10"),
-        ),
-    )
+    run = make_mixed_run(tmp_path, tiny_model)
+    steps = ("train.steps=10", "output.checkpoint_every_steps=10")
+    return replace(run, settings=(*run.settings, *steps, "lora.dropout=0"))
 
 
 def samples(run: TinyRun, name: str, *settings: str) -> list[dict[str, Any]]:

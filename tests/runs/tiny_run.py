@@ -9,14 +9,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import safetensors.torch
 import torch
 from PIL import Image
 
 from diffsynth_lite.cli.train import main
+from diffsynth_lite.data.video_writing import write_video
 
 REPOSITORY = Path(__file__).parents[2]
 TRAIN = (sys.executable, "train.py")
+LAUNCH = (
+    *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"),
+    *("--mixed_precision", "no", "--dynamo_backend", "no", "train.py"),
+)
+
+SIZES = ((80, 48), (96, 48), (48, 80), (64, 64), (50, 96))
+CLIPS = {  # name: width, height, frames, frames per second
+    "long": (48, 32, 14, 16),
+    "also long": (48, 32, 9, 16),
+    "short": (48, 32, 6, 16),
+    "also short": (48, 32, 8, 16),
+    "fast": (48, 32, 20, 32),
+    "upright": (32, 48, 12, 16),
+    "also upright": (32, 48, 9, 16),
+}
 
 CONFIG = """
 model:
@@ -77,6 +94,14 @@ class TinyRun:
         """The exit code of the training command."""
         return main([*self.arguments, *arguments])
 
+    def stopped_after(self, steps: int, *arguments: str) -> int:
+        """The exit code of a start of the run that is asked to stop after so many steps."""
+        answers = iter([*[False] * (steps - 1), True])
+        with pytest.MonkeyPatch.context() as patch:
+            answer = property(lambda _: next(answers))
+            patch.setattr("diffsynth_lite.training.signals.StopRequest.asked", answer)
+            return self.train(*arguments)
+
     def status(self) -> dict[str, Any]:
         return json.loads((self.folder / "status.json").read_text())
 
@@ -109,6 +134,53 @@ def make_run(root: Path, model: Path) -> TinyRun:
         tiny_picture(80 + place, 48, 10 + place).save(data / f"{place}.png")
         (data / f"{place}.txt").write_text("a red circle" + " on a white background" * (place % 2))
     return TinyRun(root=root, config=write_config(root, model, data))
+
+
+def make_mixed_run(root: Path, model: Path) -> TinyRun:
+    """Pictures of many shapes in three sources, one of them with masks; all that is drawn by chance is on."""
+    roots = [root / name for name in ("photos", "drawings", "masked")]
+    for number, folder in enumerate(roots):
+        folder.mkdir(parents=True)
+        for place, size in enumerate(SIZES[: 5 - number]):
+            tiny_picture(*size, 5 + 10 * number + place).save(folder / f"{place}.png")
+            (folder / f"{place}.txt").write_text("a red circle, large, on white, alone"[: 12 + 9 * place])
+    (root / "masks").mkdir()
+    for place, size in enumerate(SIZES[:3]):
+        Image.radial_gradient("L").resize(size).save(root / "masks" / f"{place}.png")
+    photos, drawings, masked = roots
+    sources = (
+        f"{{path: {photos}, repeats: 2, trigger: ohwx}}",
+        f"{{path: {drawings}, weight: 0.5}}",
+        f"{{path: {masked}, mask_dir: {root / 'masks'}}}",
+    )
+    return TinyRun(
+        root=root,
+        config=write_config(root, model, photos),
+        settings=(
+            *("data.path=null", f"data.sources=[{', '.join(sources)}]"),
+            *("data.width=null", "data.height=null", "data.resolutions=[32, 48]", "data.crop=random"),
+            *("data.crops_per_item=2", "data.tag_shuffles=2", "data.keep_tags=1", "data.caption_dropout=0.3"),
+            *("validation.prompts=[]", "validation.loss_items=0"),
+        ),
+    )
+
+
+def make_clip_run(root: Path, model: Path) -> TinyRun:
+    """Clips of several lengths, shapes and speeds, for a pipeline of the family wan."""
+    data = root / "clips"
+    for place, (name, (width, height, num_frames, fps)) in enumerate(CLIPS.items()):
+        frames = [tiny_picture(width, height, 5 + place + frame) for frame in range(num_frames)]
+        write_video(data / f"{name}.mp4", frames, fps=fps)
+        (data / f"{name}.txt").write_text("a red circle" + " that moves" * (place % 2))
+    return TinyRun(
+        root=root,
+        config=write_config(root, model, data),
+        settings=(
+            *("model.family=wan", "data.width=null", "data.height=null", "data.resolutions=[40]"),
+            *("data.frame_counts=[5, 9]", "data.fps=16", "train.steps=4"),
+            *("validation.width=32", "validation.height=32", "train.use_gradient_checkpointing_offload=true"),
+        ),
+    )
 
 
 def write_config(root: Path, model: Path, data: Path) -> Path:

@@ -70,3 +70,19 @@ def test_a_full_disk_and_a_full_device_are_explained() -> None:
         raise OSError(errno.EROFS, "Read-only file system", "cache/ab")
     with pytest.raises(TimeoutError), shortages_explained():
         raise TimeoutError(errno.ETIMEDOUT, "timed out")
+
+
+def test_a_lost_data_worker_is_explained_and_a_bug_in_one_is_not() -> None:
+    for message in (
+        "DataLoader timed out after 300 seconds",
+        "DataLoader worker (pid 7) is killed by signal: Killed.",
+    ):
+        with (
+            pytest.raises(RunStoppedError, match=r"a data worker died or hangs \(DataLoader"),
+            shortages_explained(),
+        ):
+            raise RuntimeError(message)
+    with pytest.raises(RuntimeError, match="Caught KeyError"), shortages_explained():
+        raise RuntimeError("Caught KeyError in DataLoader worker process 0.")
+    with pytest.raises(RunStoppedError, match="not finite"), shortages_explained():
+        raise RunStoppedError("not finite")

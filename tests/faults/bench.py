@@ -1,0 +1,186 @@
+"""Where the faults are provoked: tiny runs in folders of their own, and how often each is tried."""
+
+import os
+import random
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from accelerate.state import AcceleratorState
+from recorded_train import read_records, recorded_take
+from tiny_run import (
+    REPOSITORY,
+    TinyRun,
+    checkpoint_tensors,
+    differing,
+    make_clip_run,
+    make_mixed_run,
+    make_run,
+)
+
+from diffsynth_lite.pipelines import qwen_image, wan
+from diffsynth_lite.training.optimizer_step import OptimizerStep
+
+Scale = Literal["ci", "quick", "full"]
+
+PLAIN = ("validation.prompts=[]", "validation.loss_items=0")
+"""Nothing that only looks at the training."""
+
+_MODELS = {"qwen_image": qwen_image.tiny, "wan": wan.tiny}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of an item that held.
+
+    Attributes:
+        how_often: it was tried.
+        outcome: in numbers.
+    """
+
+    how_often: str
+    outcome: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """A folder for one item, and how much of it is wanted.
+
+    Attributes:
+        root: of the item's runs.
+        models: folder of the tiny pipelines, shared by all items.
+        scale: how often things are tried.
+        seed: of the moments that are drawn by chance.
+    """
+
+    root: Path
+    models: Path
+    scale: Scale
+    seed: int = 0
+
+    def pick(self, ci: Any, quick: Any, full: Any) -> Any:
+        """The value of this bench's scale."""
+        return {"ci": ci, "quick": quick, "full": full}[self.scale]
+
+    @property
+    def dice(self) -> random.Random:
+        """A generator that starts anew."""
+        return random.Random(self.seed)
+
+    def pictures(self, name: str = "pictures") -> TinyRun:
+        """A run on five pictures of one shape."""
+        return make_run(self.root / name, self._model("qwen_image"))
+
+    def mixed(self, name: str = "mixed") -> TinyRun:
+        """A run on pictures of many shapes, from three sources, with all that is drawn by chance."""
+        return make_mixed_run(self.root / name, self._model("qwen_image"))
+
+    def clips(self, name: str = "clips") -> TinyRun:
+        """A run on clips of many shapes and lengths."""
+        run = make_clip_run(self.root / name, self._model("wan"))
+        draws = (
+            "data.clip=uniform",
+            "data.clips_per_video=2",
+            "data.crop=random",
+            "data.caption_dropout=0.3",
+        )
+        return TinyRun(root=run.root, config=run.config, settings=(*run.settings, *PLAIN, *draws))
+
+    def _model(self, family: str) -> Path:
+        folder = self.models / family
+        if not folder.exists():
+            _MODELS[family]().save_pretrained(folder)
+        return folder
+
+
+def train(run: TinyRun, folder: Path, *settings: str) -> int:
+    """The exit code of the training command in this process, in a run folder of its own."""
+    try:
+        return run.train(*settings, f"output.dir={folder}")
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def stopped_after(run: TinyRun, steps: int, folder: Path, *settings: str) -> None:
+    """Start or continue a run, and stop it after so many steps."""
+    code = run.stopped_after(steps, *settings, f"output.dir={folder}")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert code == 75, code
+
+
+def recorded(run: TinyRun, folder: Path, *settings: str) -> list[dict[str, Any]]:
+    """Train in this process; all samples of it, each with the digests of what it was trained on."""
+    records = Path(f"{folder}.records")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OptimizerStep, "take", recorded_take(records))
+        code = train(run, folder, *settings)
+    assert code == 0, code
+    return read_records(records)
+
+
+def losses(run: TinyRun, folder: Path, *, after: int = 0) -> list[dict[str, Any]]:
+    """The logged numbers of the steps after one."""
+    return [row for row in run.metrics(folder) if "loss" in row and row["step"] > after]
+
+
+def assert_same(first: Path, second: Path, step: int) -> None:
+    """Two run folders hold the same checkpoint of a step, bit for bit."""
+    different = differing(checkpoint_tensors(first, step), checkpoint_tensors(second, step))
+    assert not different, f"{len(different)} tensors differ at step {step}, such as {different[0]}"
+
+
+def launched(
+    run: TinyRun, command: tuple[str, ...], *settings: str, timeout_s: float = 600
+) -> "subprocess.CompletedProcess[str]":
+    """Run a training command as processes of their own, to their end."""
+    return subprocess.run(
+        [*command, *run.arguments, *settings],
+        cwd=REPOSITORY,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def environment() -> dict[str, str]:
+    """Variables of a training process: the CPU, no network, one thread, the package of this repository."""
+    places = [str(REPOSITORY), *(str(REPOSITORY / "tests" / name) for name in ("runs", "training"))]
+    return {
+        **os.environ,
+        "ACCELERATE_USE_CPU": "true",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(places),
+    }
+
+
+def torchrun(num_processes: int, script: str) -> tuple[str, ...]:
+    """The command that starts a script in several processes."""
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    return (*launcher, "--nproc_per_node", str(num_processes), script)
+
+
+def forked(work: Callable[[], int], log: Path) -> int:
+    """Do something in a child of this process, whose exit code is what ``work`` returns; the process id."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        code = work()
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        os._exit(code)

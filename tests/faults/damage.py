@@ -1,0 +1,161 @@
+"""D3 to D5: damaged checkpoints, files that are not ours, and two trainers in one folder."""
+
+import logging
+import os
+import shutil
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from damages import CERTAIN, RANDOM
+from tiny_run import TinyRun
+
+from diffsynth_lite.training.checkpoint_manifest import CheckpointError, read_checkpoint
+from faults.bench import PLAIN, Bench, Result, assert_same, forked, stopped_after, train
+from faults.driver import waited
+
+SETTINGS = (*PLAIN, "train.ema_decay=0.6", "train.steps=4")
+
+
+def damage_checkpoints(bench: Bench) -> Result:
+    """D3: each file of a checkpoint altered in each way; then a trainer that finds one of them damaged."""
+    wanted = bench.pick(500, 2000, 20_000)
+    run = bench.pictures()
+    run = replace(run, settings=(*run.settings, *SETTINGS))
+    whole = run.root / "whole"
+    assert train(run, whole) == 0
+    good = whole / "checkpoints" / "step-00000004"
+    num_altered = alter_each_file(good, bench, wanted)
+    assert read_checkpoint(good).step == 4
+    names = sorted(path.name for path in good.iterdir())
+    damaged = names[:: bench.pick(len(names), 3, 1)]
+    for name in damaged:
+        continue_beside_a_damaged_one(run, whole, name, bench)
+    return Result(
+        f"{num_altered} alterations, {len(damaged)} continued runs", "0 read; previous one used, exact"
+    )
+
+
+def alter_each_file(good: Path, bench: Bench, wanted: int) -> int:
+    """Alter copies of a checkpoint, one file at a time; none may be read."""
+    files = sorted(path.name for path in good.iterdir())
+    ways = [*CERTAIN, *RANDOM * max(1, (wanted // len(files) - len(CERTAIN)) // len(RANDOM))]
+    dice = bench.dice
+    altered = bench.root / "altered" / good.name
+    for name in files:
+        for way in ways:
+            shutil.copytree(good, altered)
+            way(altered / name, dice)
+            with pytest.raises(CheckpointError):
+                read_checkpoint(altered)
+            shutil.rmtree(altered.parent)
+    return len(files) * len(ways)
+
+
+def continue_beside_a_damaged_one(run: TinyRun, whole: Path, name: str, bench: Bench) -> None:
+    """A newest checkpoint with one damaged file is set aside, and the run continues from the one before."""
+    folder = run.root / "damaged"
+    stopped_after(run, 3, folder)
+    newest = folder / "checkpoints" / "step-00000003"
+    bench.dice.choice(RANDOM)(newest / name, bench.dice)
+    content = {path.name: path.read_bytes() for path in newest.iterdir()}
+    assert train(run, folder) == 0
+    assert_same(whole, folder, 4)
+    (aside,) = (folder / "checkpoints").glob(".bad-step-00000003-*")
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == content
+    shutil.rmtree(folder)
+
+
+def leave_foreign_files(bench: Bench) -> Result:
+    """D4: names that look like checkpoints and are none, in the run folder and in that of the checkpoints."""
+    run = bench.pictures()
+    run = replace(run, settings=(*run.settings, *SETTINGS, "output.keep_checkpoints=1"))
+    whole, folder = run.root / "whole", run.root / "run"
+    assert train(run, whole) == 0
+    stopped_after(run, 1, folder)
+    store = folder / "checkpoints"
+    for name in ("step-abc", "step-12 copy", "step-0000000099", "Step-00000099", "step-00000098.bak"):
+        (store / name).mkdir()
+        (store / name / "notes.txt").write_text("mine")
+    for name in ("step-00000005", "notes.txt", "latest"):
+        (store / name).write_text("mine")
+    outside = bench.root / "outside"
+    shutil.copytree(whole / "checkpoints" / "step-00000004", outside)
+    (store / "step-00000097").symlink_to(outside, target_is_directory=True)
+    (folder / "thesis").mkdir()
+    (folder / "thesis" / "chapter.tex").write_text("mine")
+    foreign = [store, outside, folder / "thesis"]
+    before = _contents(foreign, ours=folder)
+    assert train(run, folder) == 0
+    assert_same(whole, folder, 4)
+    assert _contents(foreign, ours=folder) == before
+    _rotate_around_obstacles(run, run.root / "rotated")
+    return Result(f"{len(before)} foreign files, 2 obstacles", "untouched; run equal; rotation only warns")
+
+
+def _contents(folders: list[Path], *, ours: Path) -> dict[str, bytes]:
+    """Content of every file that no trainer wrote."""
+    return {
+        str(path): path.read_bytes()
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.is_file() and not (path.parent.parent.parent == ours and (path.parent / "COMPLETE").exists())
+    }
+
+
+def _rotate_around_obstacles(run: TinyRun, folder: Path) -> None:
+    """An old checkpoint that cannot be renamed, or is gone when it is to go, is a warning."""
+    rename = Path.rename
+
+    def unwilling(self: Path, target: Path) -> Path:
+        if self.name == "step-00000001":
+            raise PermissionError(13, "Permission denied")
+        if self.name == "step-00000002":
+            shutil.rmtree(self)
+        return rename(self, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", unwilling)
+        assert train(run, folder, "output.checkpoint_every_steps=1") == 0
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == ["step-00000001", "step-00000004"], names
+
+
+def start_two_trainers(bench: Bench) -> Result:
+    """D5: the second is refused, the first goes on; and a killed one leaves no lock behind."""
+    run = bench.pictures()
+    tries = bench.pick(2, 5, 20)
+    endless = (*PLAIN, "train.steps=100000")
+    for number in range(tries):
+        folder = run.root / f"run {number}"
+        child = forked(lambda folder=folder: train(run, folder, *endless), run.root / "log")
+        wait_for_steps(folder, 3)
+        assert train(run, folder, *endless) == 2
+        assert waited(child, 0.2) is None, "the first trainer has ended"
+        if number % 2:
+            os.kill(child, signal.SIGKILL)
+            assert waited(child, 30) == -signal.SIGKILL
+        else:
+            os.kill(child, signal.SIGTERM)
+            assert waited(child, 60) == 75
+        stopped_after(run, 1, folder, *endless)
+    return Result(f"{tries} pairs", "exit 2 for the second; the first goes on; no lock is left")
+
+
+def wait_for_steps(folder: Path, step: int) -> None:
+    """Return when a run in another process has logged a step.
+
+    Raises:
+        AssertionError: it takes too long.
+    """
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        if (folder / "metrics.jsonl").is_file() and f'"step": {step},' in (
+            folder / "metrics.jsonl"
+        ).read_text():
+            return
+        time.sleep(0.02)
+    logging.getLogger(__name__).error("no step %d in %s", step, folder)
+    raise AssertionError(f"no step {step} within two minutes")

@@ -1,0 +1,98 @@
+"""D1 and D2: a machine that loses power, and a disk that is full."""
+
+import errno
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from failing_store import recorded_second_save, steps_after_a_power_cut
+from tiny_run import TinyRun
+
+from diffsynth_lite.training.saving import Saver
+from faults.bench import PLAIN, Bench, Result, assert_same, forked, launched, torchrun, train
+from faults.driver import waited
+from faults.kills import at_each_call_of_a_save
+
+ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+FULL_DISK = str(Path(__file__).with_name("full_disk_train.py"))
+
+
+def cut_the_power(bench: Bench) -> Result:
+    """D1: every state that a disk may be in after a cut at each call of a save, and without each sync."""
+    with pytest.MonkeyPatch.context() as patch:
+        before, operations = recorded_second_save(bench.root / "checkpoints", patch)
+    found = [
+        step
+        for done in range(len(operations) + 1)
+        for step in steps_after_a_power_cut(bench.root, before, operations[:done])
+    ]
+    assert set(found) <= {1, 2}, set(found)
+    after = steps_after_a_power_cut(bench.root, before, operations)
+    assert set(after) == {2}, set(after)
+    syncs = [place for place, (name, *_) in enumerate(operations) if name == "sync"]
+    for left_out in syncs:
+        without = [operation for place, operation in enumerate(operations) if place != left_out]
+        assert set(steps_after_a_power_cut(bench.root, before, without)) != {2}, "a sync too many"
+    return Result(f"{len(found)} states", f"0 bad; {len(syncs)} of {len(syncs)} left-out syncs seen")
+
+
+def fill_the_disk(bench: Bench) -> Result:
+    """D2: an error at each disk call of a trainer's save; a real limit; and with two processes."""
+    errors = bench.pick(ERRORS[:1], ERRORS[:1], ERRORS)
+    stride = bench.pick(9, 2, 1)
+    num_calls = 0
+    for error in errors:
+        run = bench.pictures(errno.errorcode[error])
+        # EIO while exporting is no shortage that has an answer of its own: an error with its traceback.
+        codes = (3,) if error != errno.EIO else (3, 1)
+        num_calls += at_each_call_of_a_save(
+            run, stride, _failing(error), ended=lambda code, codes=codes: code in codes
+        )
+    _fill_a_real_one(bench.pictures("limit"))
+    if bench.scale != "ci":
+        _fill_it_for_two(bench.pictures("two"))
+    return Result(f"{num_calls} calls, 1 limit", "exit 3, earlier checkpoint good, continued bit for bit")
+
+
+def _failing(error: int) -> Callable[[], None]:
+    def fail() -> None:
+        raise OSError(error, os.strerror(error))
+
+    return fail
+
+
+def _fill_a_real_one(run: TinyRun) -> None:
+    whole, limited = run.root / "whole", run.root / "limited"
+    assert train(run, whole, *PLAIN) == 0
+
+    def work() -> int:
+        save = Saver.save
+
+        def limited_save(saver: Saver, step: int) -> None:
+            if step == 4:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+            save(saver, step)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Saver, "save", limited_save)
+            return train(run, limited, *PLAIN)
+
+    log = run.root / "log"
+    assert waited(forked(work, log), 120) == 3
+    message = next(line for line in log.read_text().splitlines() if "could not be written" in line)
+    assert "step-00000004" in message
+    assert "bytes" in message
+    assert train(run, limited, *PLAIN) == 0
+    assert_same(whole, limited, 6)
+
+
+def _fill_it_for_two(run: TinyRun) -> None:
+    """The disk is full for the process that writes; all must stop with its message."""
+    done = launched(run, torchrun(2, FULL_DISK), *PLAIN, "train.micro_batch_size=1", timeout_s=300)
+    assert done.returncode != 0
+    ends = sorted((run.root / "run").parent.glob("end-*"))
+    texts = [path.read_text() for path in ends]
+    assert len(texts) == 2, done.stderr
+    assert all("3 checkpoint" in text and "No space left on device" in text for text in texts), texts

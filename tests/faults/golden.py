@@ -1,0 +1,139 @@
+"""R7: the checkpoints of each released schema that are kept in this repository still load and go on alike."""
+
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import TinyRun, tiny_picture
+
+from diffsynth_lite.lora import adapter_tensors, add_adapter
+from diffsynth_lite.pipelines.qwen_image import QwenImage, tiny
+from diffsynth_lite.training.averaging import AveragedWeights
+from diffsynth_lite.training.checkpoint_manifest import read_checkpoint
+from diffsynth_lite.training.optimizer_state import optimizer_tensors
+from diffsynth_lite.training.saving import restore
+from faults.bench import Bench, Result, losses, stopped_after, train
+
+GOLDEN = Path(__file__).parents[1] / "training" / "golden"
+STEP = 3
+STEPS = 6
+WEIGHTS = "the tiny pipeline that this schema was kept with"
+"""In place of the fingerprint of its files, which changes with the libraries that write them."""
+
+MAX_LOSS_DIFFERENCE = 1e-3
+"""Relative. Other processors and other versions of torch add in another order."""
+
+CONFIG = """
+model: {family: qwen_image, path: model, dtype: float32, text_encoder_dtype: float32, vae_dtype: float32}
+lora: {rank: 1, alpha: 2, dropout: 0.1, target_modules: [to_q, to_out.0]}
+data: {path: data, width: 32, height: 32, cache_dir: cache, num_workers: 0, caption_dropout: 0.2}
+train:
+  steps: 6
+  global_batch_size: 2
+  micro_batch_size: 1
+  learning_rate: 0.01
+  lr_scheduler: cosine
+  warmup_steps: 2
+  ema_decay: 0.6
+  mixed_precision: "no"
+  cpu_threads: 1
+validation: {loss_items: 0}
+logging: {every_steps: 1}
+output: {dir: run, checkpoint_every_steps: 100}
+"""
+
+
+def load_golden_checkpoints(bench: Bench) -> Result:
+    """R7."""
+    schemas = sorted(GOLDEN.iterdir())
+    assert schemas, f"no golden checkpoint in {GOLDEN}"
+    worst = max(continue_golden(schema, bench.root / schema.name) for schema in schemas)
+    return Result(f"{len(schemas)} schema", f"tensors exact; next losses within {worst:.1e} of those stored")
+
+
+def continue_golden(schema: Path, root: Path) -> float:
+    """Load and continue a golden checkpoint; returns the largest relative difference of its next losses.
+
+    Raises:
+        AssertionError: it gives other tensors, or losses further away.
+    """
+    expected = json.loads((schema / "expected.json").read_text())
+    source = schema / f"step-{STEP:08d}"
+    assert _restored(root, source) == expected["tensors"]
+    with _in(root):
+        # The contract compares the keys of the items in the cache, which change with the libraries.
+        allowed = "resume.allow=[data]"
+        assert train(_run(root), root / "run", "--resume", str(source), allowed) == 0
+        found = [row["loss"] for row in losses(_run(root), root / "run")]
+    assert len(found) == len(expected["losses"]) == STEPS - STEP
+    worst = max(abs(new - old) / old for new, old in zip(found, expected["losses"], strict=True))
+    assert worst <= MAX_LOSS_DIFFERENCE, (found, expected["losses"])
+    return worst
+
+
+def make_golden(root: Path) -> Path:
+    """Make the golden checkpoint of the present schema anew, and return its folder."""
+    with _in(root):
+        run = _run(root)
+        stopped_after(run, STEP, root / "run")
+        (made,) = (root / "run" / "checkpoints").iterdir()
+        schema = GOLDEN / f"schema-{json.loads((made / 'COMPLETE').read_text().splitlines()[0])['schema']}"
+        if schema.exists():
+            shutil.rmtree(schema)
+        shutil.copytree(made, schema / made.name)
+        assert train(run, root / "run") == 0
+        rest = [row["loss"] for row in losses(run, root / "run", after=STEP)]
+    expected = {"tensors": _restored(root, schema / made.name), "losses": rest}
+    (schema / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
+    return schema
+
+
+@contextlib.contextmanager
+def _in(root: Path) -> Iterator[None]:
+    """In a folder with the run's pipeline and data; the checkpoint then names no path of this machine."""
+    root.mkdir(exist_ok=True)
+    with contextlib.chdir(root), pytest.MonkeyPatch.context() as patch:
+        if not Path("model").exists():
+            tiny().save_pretrained("model")
+            Path("data").mkdir()
+            for place in range(4):
+                tiny_picture(40 + place, 40, 10 + place).save(f"data/{place}.png")
+                Path(f"data/{place}.txt").write_text("a red circle")
+            Path("tiny.yaml").write_text(CONFIG)
+        patch.setattr(QwenImage, "fingerprint", lambda _: WEIGHTS)
+        yield
+
+
+def _run(root: Path) -> TinyRun:
+    return TinyRun(root=root, config=Path("tiny.yaml"))
+
+
+def _restored(root: Path, source: Path) -> dict[str, Any]:
+    """Digests of the adapter, the moments and the average that a checkpoint gives to a model."""
+    checkpoint = read_checkpoint(source)
+    model = tiny().transformer
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name.endswith((".to_q", ".to_out.0"))
+    ]
+    add_adapter(model, layers, rank=1, alpha=2, dropout=0.1, seed=1)
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad])
+    averaged = AveragedWeights(model, decay=0.6)
+    restore(checkpoint, model, optimizer, averaged)
+    groups = {
+        "adapter": adapter_tensors(model),
+        "optimizer": optimizer_tensors(optimizer, dict(model.named_parameters()))[0],
+        "ema": averaged.tensors(),
+    }
+    return {"step": checkpoint.step, "ema_updates": averaged.num_updates} | {
+        f"{group}/{name}": hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
+        for group, tensors in groups.items()
+        for name, tensor in sorted(tensors.items())
+    }

@@ -1,0 +1,211 @@
+"""R2, R3, K3 and H1: runs in several processes, resumed, killed, stopped, and fed with NaN on one of them."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import recorded_train
+import torch
+from recorded_train import read_records
+from tiny_run import TinyRun, checkpoint_tensors
+
+from faults.bench import (
+    PLAIN,
+    Bench,
+    Result,
+    assert_same,
+    environment,
+    launched,
+    losses,
+    recorded,
+    torchrun,
+)
+from faults.damage import wait_for_steps
+from faults.resume import COSINE
+from faults.stops import gone_within, processes_of
+
+RECORDED = str(Path(recorded_train.__file__))
+SPOILED = str(Path(__file__).with_name("spoiled_train.py"))
+EVERY_STEP = ("output.checkpoint_every_steps=1", "output.keep_checkpoints=1000")
+MAX_WEIGHT_DIFFERENCE = 1e-6
+GONE_WITHIN_S = 45.0
+"""torchrun gives the others 30 s after one of them has died."""
+
+
+STEP_TIMEOUT_S = 15.0
+"""More than a step of two tiny processes takes on a busy machine."""
+
+
+def samples_of(run: TinyRun, num_processes: int, folder: Path, *settings: str) -> list[dict[str, Any]]:
+    """Train in several processes; all samples of it."""
+    records = Path(f"{folder}.records")
+    command = (*torchrun(num_processes, RECORDED), str(records))
+    done = launched(run, command, f"output.dir={folder}", *settings)
+    assert done.returncode == 0, done.stderr
+    return read_records(records)
+
+
+def resume_with_two_processes(bench: Bench) -> Result:
+    """R2."""
+    steps, stride = bench.pick((4, 2), (7, 3), (25, 3))
+    runs = [bench.mixed()] if bench.scale != "full" else [bench.mixed(), bench.clips()]
+    points = range(stride, steps, stride)
+    for run in runs:
+        run = replace(run, settings=(*run.settings, *COSINE, f"train.steps={steps}"))
+        whole = run.root / "whole"
+        samples = samples_of(run, 2, whole, *EVERY_STEP)
+        for step in points:
+            folder = run.root / f"from {step}"
+            source = whole / "checkpoints" / f"step-{step:08d}"
+            resumed = samples_of(run, 2, folder, "--resume", str(source))
+            assert resumed == [row for row in samples if row["step"] >= step]
+            assert_same(whole, folder, steps)
+            assert losses(run, folder) == losses(run, whole, after=step)
+    return Result(f"{len(runs) * len(points)} points", "samples, losses, rates, tensors bit for bit")
+
+
+def change_the_number_of_processes(bench: Bench) -> Result:
+    """R3."""
+    chain = bench.pick((1, 2, 1), (1, 2, 1), (1, 2, 4, 1))
+    part = bench.pick(2, 3, 6)
+    steps = part * len(chain)
+    run = bench.mixed()
+    run = replace(run, settings=(*run.settings, "train.micro_batch_size=1", "train.ema_decay=0.6"))
+    whole, parts = run.root / "whole", run.root / "parts"
+    expected = recorded(run, whole, f"train.steps={steps}")
+    for number, world in enumerate(chain, start=1):
+        end = f"train.steps={part * number}"
+        if world == 1:
+            recorded(run, parts, end)
+        else:
+            samples_of(run, world, parts, end)
+    assert read_records(Path(f"{parts}.records")) == expected
+    rates = [
+        [(row["step"], row["learning_rate"]) for row in losses(run, folder)] for folder in (whole, parts)
+    ]
+    assert rates[0] == rates[1]
+    ours, theirs = checkpoint_tensors(parts, steps), checkpoint_tensors(whole, steps)
+    assert ours.keys() == theirs.keys()
+    names = [name for name in ours if name.startswith(("adapter/", "ema/"))]
+    difference = max(float((ours[name] - theirs[name]).abs().max()) for name in names)
+    largest = max(float(theirs[name].abs().max()) for name in names)
+    assert difference <= MAX_WEIGHT_DIFFERENCE, difference
+    return Result(
+        f"{len(expected)} samples, {' to '.join(map(str, chain))} processes",
+        "samples, noise, timesteps, rates identical; "
+        f"weights at most {difference:.1e} apart (largest {largest:.2f})",
+    )
+
+
+def lose_a_process(bench: Bench) -> Result:
+    """K3: one of two is killed; one of two stands still for seconds."""
+    run = bench.pictures()
+    steps = ("train.steps=120", *PLAIN, "train.micro_batch_size=1", "output.checkpoint_every_steps=5")
+    run = replace(run, settings=(*run.settings, *steps))
+    whole = run.root / "whole"
+    done = launched(run, torchrun(2, "train.py"), f"output.dir={whole}")
+    assert done.returncode == 0, done.stderr
+    times = []
+    tries = bench.pick(1, 2, 20)
+    for number in range(tries):
+        folder = run.root / "killed"
+        times.append(_kill_one_of_two(run, folder, str(number % 2)))
+        done = launched(run, torchrun(2, "train.py"), f"output.dir={folder}")
+        assert done.returncode == 0, done.stderr
+        assert_same(whole, folder, 120)
+        shutil.rmtree(folder)
+    _stop_one_of_two(run, run.root / "stopped", seconds=3.0)
+    assert_same(whole, run.root / "stopped", 120)
+    outcome = (
+        f"all gone after {max(times):.1f} s at most, continued bit for bit; the stopped one went on, equal"
+    )
+    if bench.scale == "ci":
+        return Result(f"{tries} killed, 1 stopped for 3 s", outcome)
+    frozen = run.root / "frozen"
+    seconds = _freeze_one_of_two(run, frozen)
+    done = launched(run, torchrun(2, "train.py"), f"output.dir={frozen}")
+    assert done.returncode == 0, done.stderr
+    assert_same(whole, frozen, 120)
+    return Result(
+        f"{tries} killed, 1 stopped for 3 s, 1 for good",
+        f"{outcome}; for good: all gone after {seconds:.0f} s, continued bit for bit",
+    )
+
+
+def _started(run: TinyRun, folder: Path, *settings: str) -> "subprocess.Popen[bytes]":
+    log = (run.root / "log").open("a")
+    return subprocess.Popen(
+        [*torchrun(2, "train.py"), *run.arguments, *settings, f"output.dir={folder}"],
+        cwd=Path(__file__).parents[2],
+        env=environment(),
+        stdout=log,
+        stderr=log,
+    )
+
+
+def _process_of_rank(root: Path, rank: str) -> int:
+    ranks = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in processes_of(root)}
+    return next(pid for pid, variables in ranks.items() if f"RANK={rank}".encode() in variables)
+
+
+def _kill_one_of_two(run: TinyRun, folder: Path, rank: str) -> float:
+    """Seconds until all processes are gone."""
+    process = _started(run, folder)
+    wait_for_steps(folder, 7)
+    os.kill(_process_of_rank(folder, rank), signal.SIGKILL)
+    killed_at = time.monotonic()
+    process.wait(timeout=GONE_WITHIN_S)
+    gone_within(folder, GONE_WITHIN_S)
+    assert process.returncode != 0
+    return time.monotonic() - killed_at
+
+
+def _freeze_one_of_two(run: TinyRun, folder: Path) -> float:
+    """Seconds from the moment when one process stands still for good until all are gone."""
+    process = _started(run, folder, f"train.step_timeout_minutes={STEP_TIMEOUT_S / 60}")
+    wait_for_steps(folder, 7)
+    os.kill(_process_of_rank(folder, "1"), signal.SIGSTOP)
+    stopped_at = time.monotonic()
+    process.wait(timeout=STEP_TIMEOUT_S + GONE_WITHIN_S)
+    gone_within(folder, GONE_WITHIN_S)
+    assert process.returncode != 0
+    return time.monotonic() - stopped_at
+
+
+def _stop_one_of_two(run: TinyRun, folder: Path, *, seconds: float) -> None:
+    process = _started(run, folder)
+    wait_for_steps(folder, 7)
+    stopped = _process_of_rank(folder, "1")
+    os.kill(stopped, signal.SIGSTOP)
+    time.sleep(seconds)
+    os.kill(stopped, signal.SIGCONT)
+    assert process.wait(timeout=300) == 0
+
+
+def spoil_one_process(bench: Bench) -> Result:
+    """H1: NaN and infinity in loss, gradient, latents and captions of one of two processes."""
+    spoiled = {2: "loss", 4: "gradient", 6: "latents", 8: "captions", 10: "loss", 11: "gradient"}
+    run = bench.pictures()
+    run = replace(run, settings=(*run.settings, *PLAIN, "train.steps=13", "train.micro_batch_size=1"))
+    for rank in bench.pick(("1",), ("1",), ("0", "1")):
+        notes = run.root / f"notes of {rank}"
+        notes.mkdir()
+        folder = run.root / f"rank {rank}"
+        plan = json.dumps({"rank": rank, "steps": spoiled, "notes": str(notes)})
+        done = launched(run, (*torchrun(2, SPOILED), plan), f"output.dir={folder}", timeout_s=300)
+        assert done.returncode == 0, done.stderr
+        skipped = {path.name: json.loads(path.read_text()) for path in notes.iterdir()}
+        assert skipped == {"0": list(spoiled), "1": list(spoiled)}, skipped
+        tensors = checkpoint_tensors(folder, 13)
+        assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
+        counts = {float(value) for name, value in tensors.items() if name.endswith("::step")}
+        assert counts == {13.0 - len(spoiled)}, counts
+    return Result(
+        f"{len(spoiled) * bench.pick(1, 1, 2)} steps", "skipped by both, weights finite, no process waits"
+    )

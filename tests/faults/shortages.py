@@ -1,0 +1,123 @@
+"""H2 and H3: data workers that die or hang, and memory that runs out."""
+
+import multiprocessing
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from tiny_run import TinyRun
+
+from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
+from faults.bench import PLAIN, Bench, Result, assert_same, launched, stopped_after, train
+from faults.stops import gone_within
+
+TIMEOUT_S = 25.0
+"""For a worker; it takes some of it to start."""
+LATE_S = 60.0
+"""A trainer first uses up what a worker had made, and then ends; on busy cores this takes a while."""
+HANGING = str(Path(__file__).with_name("impatient_train.py"))
+
+
+def lose_a_worker(bench: Bench) -> Result:
+    """H2: a worker that is killed, or hangs in a read, ends the run in time; the next start is exact."""
+    run = bench.pictures()
+    run = replace(run, settings=(*run.settings, *PLAIN, "train.steps=20"))
+    whole = run.root / "whole"
+    assert train(run, whole) == 0
+    killed, hanging = [], []
+    tries = bench.pick(1, 1, 5)
+    for _ in range(tries):
+        folder = run.root / "lost"
+        stopped_after(run, 3, folder)
+        killed.append(_kill(run, folder))
+        stopped_after(run, 3, folder)
+        hanging.append(_hang(run, folder))
+        assert train(run, folder) == 0
+        assert_same(whole, folder, 20)
+        shutil.rmtree(folder)
+    assert max(killed) < LATE_S, killed
+    assert max(hanging) < TIMEOUT_S + LATE_S, hanging
+    return Result(
+        f"{tries} of each",
+        f"exit 3, {max(killed):.1f} s after the kill and {max(hanging):.1f} s after the hang "
+        f"(timeout {TIMEOUT_S:.0f} s), no process left",
+    )
+
+
+def _kill(run: TinyRun, folder: Path) -> float:
+    """Seconds from the kill of the worker until the trainer has ended."""
+    struck_at = []
+    take = OptimizerStep.take
+
+    def strike(self: OptimizerStep, step: int) -> StepResult:
+        if step == 6:
+            (worker,) = multiprocessing.active_children()
+            worker.kill()
+            struck_at.append(time.monotonic())
+        return take(self, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OptimizerStep, "take", strike)
+        code = train(run, folder, "data.num_workers=1")
+    assert code == 3, code
+    return time.monotonic() - struck_at[0]
+
+
+def _hang(run: TinyRun, folder: Path) -> float:
+    """Seconds from the first step of a run whose worker hangs in a read until its trainer has ended."""
+    entry = next((run.root / "cache").rglob("*.safetensors"))
+    content = entry.read_bytes()
+    command = (sys.executable, HANGING, str(entry), str(TIMEOUT_S))
+    done = launched(run, command, f"output.dir={folder}", "data.num_workers=1", timeout_s=120)
+    ended_at = time.time()
+    seconds = ended_at - entry.stat().st_ctime
+    assert done.returncode == 3, (done.returncode, done.stderr)
+    assert "a data worker died or hangs" in done.stderr
+    gone_within(folder, 5)
+    entry.unlink()
+    entry.write_bytes(content)
+    return seconds
+
+
+def run_out_of_memory(bench: Bench) -> Result:
+    """H3: in forward and backward the run stops with an answer; in a preview it goes on."""
+    run = bench.pictures()
+    run = replace(run, settings=(*run.settings, "train.steps=4", "validation.every_steps=2"))
+    whole = run.root / "whole"
+    assert train(run, whole) == 0
+    places: dict[str, tuple[type, str, int, int]] = {
+        "forward": (QwenImage, "predict", 3, 3),
+        "backward": (Accelerator, "backward", 3, 3),
+        "preview": (QwenImage, "sample", 2, 0),
+    }
+    for name, (owner, method, call, expected) in places.items():
+        folder = run.root / name
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, method, _out_of_memory(getattr(owner, method), call))
+            # The fixed-noise loss predicts too.
+            code = train(run, folder, "validation.loss_items=0")
+        assert code == expected, f"{name}: exit code {code}"
+        assert train(run, folder, "validation.loss_items=0") == 0
+        assert_same(whole, folder, 4)
+    return Result("3 places", "exit 3 in forward and backward, continued bit for bit; a preview is skipped")
+
+
+def _out_of_memory(method: Callable[..., Any], call: int) -> Callable[..., Any]:
+    """A method that runs out of memory in its so-manieth call."""
+    calls = []
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        calls.append(method)
+        if len(calls) == call:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return method(*args, **kwargs)
+
+    return wrapped

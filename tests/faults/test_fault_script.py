@@ -1,0 +1,64 @@
+"""The fault script at its smallest scale, and that it tells when something is not survived."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_run import REPOSITORY
+
+from faults.bench import Bench, Result
+from faults.driver import Item, main, tried
+from faults.items import ITEMS
+
+IN_CI = ("R1", "R6", "R7", "K1", "D3")
+"""What no other test proves, in little time; tests/training and tests/runs have parts of the others."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs fork and signals")
+def test_a_run_survives_what_is_tried_in_ci() -> None:
+    command = [sys.executable, "scripts/fault_injection.py", "--ci", "--only", ",".join(IN_CI)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")]
+    assert [row[1].strip() for row in rows if row[1].strip() in ITEMS] == list(IN_CI)
+
+
+def in_child(prove, folder: Path, *, limit_s: float = 60):
+    item = Item(what="a fault", bar="nothing", prove=prove, limit_s=limit_s)
+    return tried("X", item, folder, scale="ci", seed=3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs fork")
+def test_an_item_tells_what_came_of_it_why_it_failed_and_that_it_took_too_long(tmp_path: Path) -> None:
+    def holds(bench: Bench) -> Result:
+        return Result("once", f"with seed {bench.seed}")
+
+    def fails(_bench: Bench) -> Result:
+        raise AssertionError("a step was lost")
+
+    def hangs(_bench: Bench) -> Result:
+        time.sleep(60)
+        return Result("never", "")
+
+    folders = [tmp_path / name for name in ("holds", "fails", "hangs")]
+    for folder in folders:
+        folder.mkdir()
+    held = in_child(holds, folders[0])
+    assert held.result == Result("once", "with seed 3")
+    failed = in_child(fails, folders[1])
+    assert failed.result is None
+    assert "AssertionError: a step was lost" in failed.last_lines()
+    hanging = in_child(hangs, folders[2], limit_s=0.3)
+    assert hanging.result is None
+    assert "killed after 0.3 s" in hanging.last_lines()
+
+
+def test_an_unknown_item_is_refused() -> None:
+    with pytest.raises(SystemExit, match="Z9"):
+        main(ITEMS, ["--only", "Z9"])
