@@ -14,17 +14,12 @@ All blocks are treated alike: kept (none), recomputed (every), or recomputed wit
 """
 
 import argparse
-import importlib
-import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
+from bench_family_subject import FamilySubject, family_of
 from bench_meters import (
     TREATMENTS,
     EngineMethod,
@@ -35,18 +30,10 @@ from bench_meters import (
     print_table,
     take_step,
 )
-from bench_releases import RELEASES, Pixels, Release
-from bench_trained_model import TrainedModel
-from peft import LoraConfig
-from torch import Tensor, nn
+from bench_releases import RELEASES, Release
+from torch import Tensor
 
 from diffsynth_lite.core.gradient import BlockPolicy, Treatment, gradient_engine
-from diffsynth_lite.lora import find_target_layers
-from diffsynth_lite.pipelines import Conditioning, ModelFamily, PipelineFolder, family_names, load_family
-from diffsynth_lite.pipelines.contract.input_pictures import INPUT
-
-NUM_BLOCKS = 4
-"""Of each block list. Three of them are counted, and two: the last one has layers without an adapter."""
 
 HEADINGS = dict(
     zip(
@@ -70,67 +57,6 @@ class Kept:
     host: int
 
 
-class FamilySubject(TrainedModel):
-    """A family's transformer with a LoRA on its default target modules, and a batch of one.
-
-    Args:
-        family: in a folder whose transformer's config is the one to build.
-        release: whose inputs it gets.
-        pixels: of what it makes.
-        device: cpu, cuda or meta.
-        dtype: of the weights; the LoRA is in float32.
-    """
-
-    def __init__(
-        self,
-        family: ModelFamily,
-        release: Release,
-        pixels: Pixels,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        torch.manual_seed(0)
-        config = family.folder.component_config("transformer")
-        with device:
-            model = type(family).transformer_class.from_config(config)
-        layers = find_target_layers(
-            model,
-            family.default_target_modules,
-            unused_modules=family.unused_modules(model),
-        )
-        super().__init__(model, device, dtype, LoraConfig(r=16, target_modules=layers))
-        self._family = family
-        self._blocks = {name: list(model.get_submodule(name)) for name in family.block_lists}
-        shape = family.latents_shape(*pixels)
-        self._noisy = torch.randn(1, *shape, device=device)
-        self._sigma = torch.full((1,), 0.5, device=device)
-        self._conditioning = conditioning_of(family, release, pixels)
-        self.num_tokens = family.num_tokens(shape)
-
-    @property
-    def block_lists(self) -> tuple[str, ...]:
-        """Names of the block lists, in call order."""
-        return tuple(self._blocks)
-
-    def use_blocks(self, num_blocks: Mapping[str, int]) -> None:
-        """From now on run only the first blocks of each list, as many as ``num_blocks`` says."""
-        for block_list, number in num_blocks.items():
-            setattr(self.model, block_list, nn.ModuleList(self._blocks[block_list][:number]))
-
-    def loss(self) -> Tensor:
-        """A forward pass through the family, with both gradient switches on."""
-        with self.attention():
-            velocity = self._family.predict(
-                self.model,
-                self._noisy,
-                self._sigma,
-                [self._conditioning],
-                use_gradient_checkpointing=True,
-                use_gradient_checkpointing_offload=True,
-            )
-        return velocity.float().square().mean()
-
-
 class FamilyMethod(EngineMethod):
     """All blocks of a family under one treatment, through an engine of their own."""
 
@@ -140,42 +66,12 @@ class FamilyMethod(EngineMethod):
             return subject.loss()
 
 
-def conditioning_of(family: ModelFamily, release: Release, pixels: Pixels) -> Conditioning:
-    """What the family's encoders would give for one sample, of ones."""
-    width, height, _ = pixels
-    inputs = {
-        f"{INPUT}{place}": family.latents_shape(width, height, 1) for place in range(release.num_inputs)
-    }
-    return {name: torch.ones(shape) for name, shape in {**release.prompt, **inputs}.items()}
-
-
-@contextmanager
-def family_of(name: str, release: Release, changes: Mapping[str, Any]) -> Iterator[ModelFamily]:
-    """A family in a folder with the released config, and a few blocks.
-
-    Args:
-        name: of the family.
-        release: whose config it is.
-        changes: to that config.
-    """
-    family_class = load_family(name)
-    depths = dict.fromkeys(release.depths, NUM_BLOCKS)
-    with TemporaryDirectory() as path:
-        # The other components of the tiny pipeline have the real ones' channels and compression.
-        importlib.import_module(family_class.__module__).tiny().save_pretrained(path)
-        config = {**release.config, **depths, **changes}
-        (Path(path) / "transformer" / "config.json").write_text(json.dumps(config))
-        yield family_class(PipelineFolder(path=Path(path)))
-
-
-def methods_of(
-    subject: FamilySubject, meter: Meter, treatments: Mapping[str, Treatment]
-) -> list[FamilyMethod]:
-    """One for each treatment of all blocks."""
-    return [
-        FamilyMethod(name, BlockPolicy(selected=treatment), subject, meter)
-        for name, treatment in treatments.items()
-    ]
+def method_of(name: str, treatment: Treatment, subject: FamilySubject, meter: Meter) -> FamilyMethod:
+    """The treatment of all blocks but those that are left out, which are plainly called."""
+    policy = BlockPolicy(
+        select="skip" if subject.left_out else "all", blocks=subject.left_out, selected=treatment
+    )
+    return FamilyMethod(name, policy, subject, meter)
 
 
 def count_bytes(
@@ -184,17 +80,15 @@ def count_bytes(
     """What one block more keeps, by block list and treatment; the other block lists have one block."""
     meter = meter_for(subject.device)
     counted: dict[str, dict[str, Kept]] = {}
-    for block_list in subject.block_lists:
+    for block_list in subject.counted:
         counted[block_list] = {}
-        for method in methods_of(subject, meter, treatments):
+        for name, treatment in treatments.items():
             counts = []
-            for num_blocks in (NUM_BLOCKS - 2, NUM_BLOCKS - 1):
-                subject.use_blocks({**dict.fromkeys(subject.block_lists, 1), block_list: num_blocks})
-                counts.append(count_kept(subject, method, meter))
+            for num_blocks in subject.fewer_and_more(block_list):
+                subject.use_blocks(block_list, num_blocks)
+                counts.append(count_kept(subject, method_of(name, treatment, subject, meter), meter))
             fewer, more = counts
-            counted[block_list][method.name] = Kept(
-                device=more.device - fewer.device, host=more.host - fewer.host
-            )
+            counted[block_list][name] = Kept(device=more.device - fewer.device, host=more.host - fewer.host)
     return counted
 
 
@@ -209,15 +103,15 @@ def count_kept(subject: FamilySubject, method: FamilyMethod, meter: Meter) -> Ke
     return kept
 
 
-def bytes_rows(name: str, device: torch.device, *, is_small: bool = False) -> list[dict[str, str]]:
-    """The rows of a family in the table of bytes, one for each kind of its blocks."""
-    release = RELEASES[name]
+def bytes_rows(release: Release, device: torch.device, *, is_small: bool = False) -> list[dict[str, str]]:
+    """The rows of a release in the table of bytes, one for each kind of its blocks."""
     pixels = release.small_pixels if is_small else release.pixels
-    with family_of(name, release, release.small if is_small else {}) as family:
+    with family_of(release, release.small if is_small else {}) as family:
         subject = FamilySubject(family, release, pixels, device, torch.bfloat16)
         counted = count_bytes(subject)
     return [
-        {"family": name, "block of": block_list, "tokens": f"{subject.num_tokens:,}"}
+        names_of(release)
+        | {"block of": block_list, "tokens": f"{subject.num_tokens:,}"}
         | {
             HEADINGS[treatment]: mebibytes(kept.device) + (f" ({mebibytes(kept.host)})" if kept.host else "")
             for treatment, kept in by_treatment.items()
@@ -226,18 +120,23 @@ def bytes_rows(name: str, device: torch.device, *, is_small: bool = False) -> li
     ]
 
 
-def time_row(name: str, device: torch.device, num_rounds: int) -> dict[str, str]:
-    """The row of a family in the table of times."""
-    release = RELEASES[name]
-    with family_of(name, release, release.small) as family:
+def time_row(release: Release, device: torch.device, num_rounds: int) -> dict[str, str]:
+    """The row of a release in the table of times."""
+    with family_of(release, release.small) as family:
         subject = FamilySubject(family, release, release.small_pixels, device, torch.float32)
-        methods = methods_of(subject, meter_for(subject.device), TREATMENTS)
+        meter = meter_for(device)
+        methods = [method_of(name, treatment, subject, meter) for name, treatment in TREATMENTS.items()]
         # Other programs on the machine take none of a process's own time.
         clock = time.process_time if device.type == "cpu" else time.perf_counter
         seconds = measure_times(subject, methods, num_warmup=1, num_rounds=num_rounds, clock=clock)
     reference = seconds["none"]
     ratios = {HEADINGS[treatment]: f"{taken / reference:.2f}" for treatment, taken in seconds.items()}
-    return {"family": name, "ms, none": f"{1000 * reference:.0f}", **ratios}
+    return names_of(release) | {"ms, none": f"{1000 * reference:.0f}", **ratios}
+
+
+def names_of(release: Release) -> dict[str, str]:
+    """The first cells of a row."""
+    return {"family": release.family, "model": release.name}
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -246,7 +145,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "--family", action="append", choices=sorted(RELEASES), help="default: all (repeatable)"
+        "--family",
+        action="append",
+        choices=sorted({release.family for release in RELEASES}),
+        help="default: all (repeatable)",
     )
     parser.add_argument(
         "--rounds", type=int, default=5, help="timed steps of each kind; 0: no times (default: %(default)s)"
@@ -263,20 +165,18 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print both tables, and say which families have no released config here."""
+    """Measure and print both tables."""
     options = parse_arguments(arguments)
     torch.set_num_threads(options.threads)
-    names = [name for name in family_names() if name in (options.family or RELEASES)]
+    releases = [release for release in RELEASES if release.family in (options.family or {release.family})]
     meta = torch.device("meta")
-    rows = [row for name in names for row in bytes_rows(name, meta, is_small=options.small)]
+    rows = [row for release in releases for row in bytes_rows(release, meta, is_small=options.small)]
     print_table("MiB that one block more keeps on the device, and in brackets in host memory.", rows)
-    for name in names:
-        print(f"{name}: {RELEASES[name].name}; {RELEASES[name].source}.")
+    for release in releases:
+        print(f"{release.name}: {release.source}.")
     if options.rounds:
-        times = [time_row(name, torch.device(options.device), options.rounds) for name in names]
+        times = [time_row(release, torch.device(options.device), options.rounds) for release in releases]
         print_table(f"Time of a step on {options.device}, as a ratio to none, and that in ms.", times)
-    if missing := [name for name in family_names() if name not in RELEASES]:
-        print(f"No released config yet in bench_releases.py: {', '.join(missing)}.")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class Item:
     what: str
     bar: str
     prove: Callable[[Bench], Result]
-    limit_s: float = 120
+    limit_s: float = 300
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,31 +1,54 @@
-"""The families' benchmark counts what arithmetic says, and covers the families that there are."""
+"""The families' benchmark counts what arithmetic says, and covers every family."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import bench_families
 import pytest
 import torch
-from bench_families import FamilySubject, Kept, count_bytes, family_of, time_row
-from bench_meters import TREATMENTS
-from bench_releases import RELEASES
+from bench_families import Kept, count_bytes, method_of, time_row
+from bench_family_subject import FamilySubject, family_of
+from bench_meters import TREATMENTS, meter_for
+from bench_releases import RELEASES, Release
 
+from diffsynth_lite.core.gradient import KEEP
 from diffsynth_lite.pipelines import family_names
 
+META = torch.device("meta")
 BF16 = 2
 WIDTH = 256  # of the narrow models
 
 
-def counted(name: str, *treatments: str) -> dict[str, dict[str, Kept]]:
-    release = RELEASES[name]
-    with family_of(name, release, release.small) as family:
-        subject = FamilySubject(family, release, release.small_pixels, torch.device("meta"), torch.bfloat16)
+def release_of(family: str) -> Release:
+    return next(release for release in RELEASES if release.family == family)
+
+
+def counted(
+    release: Release, *treatments: str, changes: Mapping[str, Any] | None = None
+) -> dict[str, dict[str, Kept]]:
+    with family_of(release, {**release.small, **(changes or {})}) as family:
+        subject = FamilySubject(family, release, release.small_pixels, META, torch.bfloat16)
         return count_bytes(subject, {treatment: TREATMENTS[treatment] for treatment in treatments})
 
 
-def test_releases_are_those_of_families_that_there_are() -> None:
-    assert set(RELEASES) <= set(family_names())
+def test_every_family_has_a_release() -> None:
+    assert {release.family for release in RELEASES} == set(family_names())
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
+def test_a_release_has_the_blocks_and_takes_the_inputs_that_its_data_say(release: Release) -> None:
+    with family_of(release, {}) as family:
+        subject = FamilySubject(family, release, release.pixels, META, torch.bfloat16)
+        assert set(subject.counted) <= set(family.block_lists)
+        subject.backward(method_of("none", KEEP, subject, meter_for(META)).loss(subject))
+    lora = [weight for name, weight in subject.model.named_parameters() if "lora_A" in name]
+    assert lora
+    assert all(weight.grad is not None for weight in lora)
 
 
 def test_a_parked_block_keeps_nothing_and_a_recomputed_one_its_input() -> None:
-    (kept,) = counted("ltx_video", *TREATMENTS).values()
+    (kept,) = counted(release_of("ltx_video"), *TREATMENTS).values()
     tokens = 12 * 8 * 6
     hidden = tokens * WIDTH * BF16
     # A block has attention twice, each with a number in fp32 for each of four heads and tokens.
@@ -42,7 +65,7 @@ def test_a_parked_block_keeps_nothing_and_a_recomputed_one_its_input() -> None:
 
 
 def test_the_two_kinds_of_blocks_of_chroma_are_told_apart() -> None:
-    double, single = counted("chroma", "none", "every block").values()
+    double, single = counted(release_of("chroma"), "none", "every block").values()
     hidden = (16 * 16 + 512) * WIDTH * BF16
     # Twelve vectors of modulation for each dual-stream block, in a tensor of its own.
     assert double["every block"] == Kept(device=hidden + 12 * WIDTH * BF16, host=0)
@@ -50,23 +73,36 @@ def test_the_two_kinds_of_blocks_of_chroma_are_told_apart() -> None:
     assert double["none"].device > single["none"].device
 
 
+def test_a_resnet_block_of_a_unet_keeps_its_input_too() -> None:
+    small = replace(release_of("sdxl"), counted=("up_blocks.2.resnets.0",))
+    (parked,) = counted(small, "park every block", changes={"layers_per_block": 1}).values()
+    # 32 x 32 latents at the first level, of 128 channels from below and 64 that skipped the levels.
+    assert parked == {"park every block": Kept(device=0, host=32**2 * (128 + 64) * BF16)}
+
+
+def test_an_expert_of_wan_keeps_what_a_model_of_the_same_width_keeps() -> None:
+    of_text = release_of("wan")
+    of_pictures = release_of("wan_i2v")
+    changes = {"image_dim": None, "added_kv_proj_dim": None}
+    encoded = {"prompt_embeds": of_text.encoded["prompt_embeds"]}
+    expert = replace(of_pictures, encoded=encoded)
+    assert counted(expert, "none", changes=changes) == counted(of_text, "none")
+
+
 def test_steps_are_timed_as_a_ratio_to_the_first_row() -> None:
-    row = time_row("chroma", torch.device("cpu"), 1)
-    assert (row["family"], row["none"]) == ("chroma", "1.00")
+    row = time_row(release_of("chroma"), torch.device("cpu"), 1)
+    assert (row["family"], row["model"], row["none"]) == ("chroma", "Chroma1-HD", "1.00")
     assert float(row["ms, none"]) > 0
-    assert len(row) == 2 + 7
+    assert len(row) == 3 + 7
 
 
-def test_the_script_prints_a_table_and_names_families_without_a_config(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_script_prints_a_table_with_a_row_for_each_kind_of_block(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.delitem(bench_families.RELEASES, "wan")
     bench_families.main(["--family", "ltx_video", "--small", "--rounds", "0"])
     printed = capsys.readouterr().out
     (row,) = [line for line in printed.splitlines() if line.startswith("| ltx_video")]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[1:3] == ["transformer_blocks", "576"]
-    assert cells[5] == "0.0 (0.3)"
-    assert "ltx_video: LTX-Video 2B; defaults of `LTXVideoTransformer3DModel`." in printed
-    assert "No released config yet in bench_releases.py:" in printed
-    assert "wan" in printed.splitlines()[-1]
+    assert cells[1:4] == ["LTX-Video 2B", "transformer_blocks", "576"]
+    assert cells[6] == "0.0 (0.3)"
+    assert "LTX-Video 2B: defaults of `LTXVideoTransformer3DModel`." in printed

@@ -1,0 +1,143 @@
+"""A released model of a family with a few blocks and a batch of one, ready for training steps."""
+
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from bench_releases import Pixels, Release
+from bench_trained_model import TrainedModel
+from peft import LoraConfig
+from torch import Tensor, nn
+
+from diffsynth_lite.lora import find_target_layers
+from diffsynth_lite.pipelines import Conditioning, ModelFamily, PipelineFolder, load_family
+from diffsynth_lite.pipelines.contract.input_pictures import INPUT
+
+NUM_BLOCKS = 4
+"""Of each block list. Three of them are counted, and two: the last one has layers without an adapter."""
+
+
+class FamilySubject(TrainedModel):
+    """What is trained of a family, with a LoRA on its default target modules, and a batch of one.
+
+    Args:
+        family: in a folder that holds the config of the model to build.
+        release: whose inputs it gets.
+        pixels: of what it makes.
+        device: cpu, cuda or meta.
+        dtype: of the weights; the LoRA is in float32.
+    """
+
+    def __init__(
+        self,
+        family: ModelFamily,
+        release: Release,
+        pixels: Pixels,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        torch.manual_seed(0)
+        (component,) = family.trained
+        with device:
+            model = family.trained_class(component).from_config(family.folder.component_config(component))
+        layers = find_target_layers(
+            model,
+            family.default_target_modules,
+            unused_modules=family.unused_modules(model),
+        )
+        super().__init__(model, device, dtype, LoraConfig(r=16, target_modules=layers))
+        self._family = family
+        self._blocks = {name: model.get_submodule(name) for name in family.block_lists}
+        self.counted = release.counted or tuple(self._blocks)
+        self.left_out: tuple[int, ...] = ()
+        shape = family.latents_shape(*pixels)
+        self._noisy = torch.randn(1, *shape, device=device)
+        self._sigma = torch.full((1,), 0.5, device=device)
+        self._conditioning = conditioning_of(family, release, pixels)
+        self.num_tokens = family.num_tokens(shape)
+
+    def fewer_and_more(self, block_list: str) -> tuple[int, int]:
+        """Two numbers of blocks, of which the second has one more."""
+        is_list = isinstance(self._blocks[block_list], nn.ModuleList)
+        return (NUM_BLOCKS - 2, NUM_BLOCKS - 1) if is_list else (0, 1)
+
+    def use_blocks(self, block_list: str, num_blocks: int) -> None:
+        """From now on run the first ``num_blocks`` blocks of one list, and the first block of the others.
+
+        The places of those left out that are called all the same, in call order, are then in ``left_out``.
+
+        Args:
+            block_list: its name, or that of a block outside of a list.
+            num_blocks: of it; 0 is for a block outside of a list.
+        """
+        place, left_out = 0, []
+        for name, blocks in self._blocks.items():
+            number, used = num_blocks if name == block_list else 1, blocks
+            if isinstance(blocks, nn.ModuleList):
+                used = blocks[:number]
+            elif not number:
+                used = _NoBlock(blocks.out_channels)
+                left_out.append(place)
+            self.model.set_submodule(name, used)
+            place += len(used) if isinstance(used, nn.ModuleList) else 1
+        self.left_out = tuple(left_out)
+
+    def loss(self) -> Tensor:
+        """A forward pass through the family, with both gradient switches on."""
+        with self.attention():
+            velocity = self._family.predict(
+                self.model,
+                self._noisy,
+                self._sigma,
+                [self._conditioning],
+                use_gradient_checkpointing=True,
+                use_gradient_checkpointing_offload=True,
+            )
+        return velocity.float().square().mean()
+
+
+class _NoBlock(nn.Module):
+    """Stands for a ResNet block: gives something of the same shape, and keeps nothing for backward."""
+
+    def __init__(self, num_channels: int) -> None:
+        super().__init__()
+        self._num_channels = num_channels
+
+    def forward(self, hidden_bchw: Tensor, *_: Any) -> Tensor:
+        return hidden_bchw[:, : self._num_channels].clone()
+
+
+def conditioning_of(family: ModelFamily, release: Release, pixels: Pixels) -> Conditioning:
+    """What the family's encoders would give for one sample, of ones."""
+    width, height, _ = pixels
+    shapes = dict(release.encoded)
+    for place in range(release.num_inputs):
+        shapes[f"{INPUT}{place}"] = family.latents_shape(width, height, 1)
+    if release.condition_channels:
+        shapes["condition_latents"] = release.condition_channels, *family.latents_shape(*pixels)[1:]
+    tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
+    return tensors | {name: torch.tensor(False) for name in release.switches}
+
+
+@contextmanager
+def family_of(release: Release, changes: Mapping[str, Any]) -> Iterator[ModelFamily]:
+    """The family of a release, in a folder with its config, and a few blocks.
+
+    Args:
+        release: whose config it is.
+        changes: to that config.
+    """
+    family_class = load_family(release.family)
+    depths = dict.fromkeys(release.depths, NUM_BLOCKS)
+    with TemporaryDirectory() as path:
+        # The other components of the tiny pipeline have the real ones' channels and compression.
+        importlib.import_module(family_class.__module__).tiny().save_pretrained(path)
+        family = family_class(PipelineFolder(path=Path(path)))
+        config = {**release.config, **depths, **changes}
+        (Path(path) / family.trained[0] / "config.json").write_text(json.dumps(config))
+        yield family
