@@ -21,7 +21,7 @@ from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_b
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
-from diffsynth_lite.pipelines.contract.latents import encode_scaled_latents
+from diffsynth_lite.pipelines.contract.latents import encode_scaled_latents, scaled_latents_shape
 from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
 from diffsynth_lite.testing.seeding import seeded
@@ -150,9 +150,7 @@ class ZImage(DiffusersFamily):
         return encode
 
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        config = self.folder.component_config("vae")
-        scale = 2 ** (len(config["block_out_channels"]) - 1)
-        return config["latent_channels"], height // scale, width // scale
+        return scaled_latents_shape(self.folder.component_config("vae"), width, height)
 
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
         return latents_shape[-2] * latents_shape[-1] // _PATCH**2

@@ -193,6 +193,13 @@ def test_a_way_of_checkpointing_with_checkpointing_off_is_an_error(write, minima
     assert loaded.warnings == ()
 
 
+def test_float16_without_autocast_is_an_error(write, minimal):
+    with pytest.raises(UserError, match=r"^model.dtype=float16 .*rounds small gradients to 0"):
+        load_config(write(minimal), ["model.dtype=float16", "train.mixed_precision=no"])
+    for setting in ("model.dtype=float16", "train.mixed_precision=no"):
+        assert load_config(write(minimal), [setting]).warnings == ()
+
+
 def test_a_block_named_twice_is_an_error(write, minimal):
     with pytest.raises(UserError, match=r"^memory.policy_blocks=\[1, 1\] .*names a block twice"):
         load_config(write(minimal), ["memory.policy=skip", "memory.policy_blocks=[1, 1]"])

@@ -128,6 +128,8 @@ def configs(draw: st.DrawFn) -> Config:
     sections["output"] = replace(sections["output"], dir=f"runs/{sections['output'].dir}")
     if sections["memory"].policy != "all" or sections["memory"].save_attention != "no":
         sections["train"] = replace(sections["train"], use_gradient_checkpointing=True)
+    if sections["model"].dtype == "float16":
+        sections["train"] = replace(sections["train"], mixed_precision="bf16")
     sections["validation"] = replace(sections["validation"], data=draw(st.sampled_from([None, "other"])))
     return Config(**sections)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from family_sample import Sample, adapted_transformer, noise_levels, ones_like, transformer_calls
+from safetensors.torch import load_file, save_file
 
 from diffsynth_lite.core.gradient import GradientEngine, blocks_of, gradient_engine
 from diffsynth_lite.core.noise import DiffusionPath
@@ -273,4 +274,23 @@ def test_damaged_weights_are_named_and_are_no_bug_of_ours(sample: Sample, tmp_pa
         (weights,) = (copy / component).glob("*.safetensors")
         weights.write_bytes(weights.read_bytes()[:-100])
         with pytest.raises(UserError, match=f"{component} cannot be read"):
+            load()
+
+
+@pytest.mark.parametrize("how", ["missing", "of another shape"])
+def test_weights_that_the_files_lack_are_not_made_up(sample: Sample, tmp_path: Path, how: str) -> None:
+    copy = Path(shutil.copytree(sample.family.folder.path, tmp_path / "copy"))
+    family = type(sample.family)(PipelineFolder(path=copy))
+    for component, load in (
+        (family.trained[0], lambda: family.load_transformer(torch.float32)),
+        ("text_encoder", lambda: family.load_prompt_encoder(torch.float32, torch.device("cpu"))),
+    ):
+        (file,) = (copy / component).glob("*.safetensors")
+        tensors = load_file(file)
+        name = next(name for name in tensors if ".0." in name and name.endswith(".weight"))
+        tensor = tensors.pop(name)
+        if how == "of another shape":
+            tensors[name] = torch.cat([tensor, tensor])
+        save_file(tensors, file, {"format": "pt"})
+        with pytest.raises(UserError, match=rf"{component} do not fit their config.json: 1 of a \w+ are mis"):
             load()

@@ -30,9 +30,10 @@ def pipeline_folder(tmp_path: Path) -> Path:
         (tmp_path / component).mkdir()
         (tmp_path / component / "config.json").write_text("{}")
         save_file({"weight": torch.arange(200_000.0)}, tmp_path / component / "model.safetensors")
-    for component in ("scheduler", "tokenizer"):
+    scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
+    for component, settings in (("scheduler", scheduler), ("tokenizer", {})):
         (tmp_path / component).mkdir()
-        (tmp_path / component / f"{component}_config.json").write_text("{}")
+        (tmp_path / component / f"{component}_config.json").write_text(json.dumps(settings))
     return tmp_path
 
 

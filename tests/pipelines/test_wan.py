@@ -218,4 +218,4 @@ def test_a_scheduler_that_diffusers_does_not_have_is_refused(tmp_path: Path) -> 
     for name in ("NoSuchScheduler", "WanPipeline", None):
         file.write_text(json.dumps({"_class_name": name}))
         with pytest.raises(UserError, match=f"names no scheduler class: {name}"):
-            Wan(family.folder).load_scheduler()
+            Wan(family.folder).check_folder()

@@ -55,6 +55,10 @@ class DiffusersFamily(ModelFamily):
         """Settings of the folder's scheduler, read once: the shift is asked for with every batch."""
         return self.folder.component_config("scheduler")
 
+    def check_folder(self, *, with_weights: bool = True) -> None:
+        super().check_folder(with_weights=with_weights)
+        self.load_scheduler()  # else missed at the first preview, which only warns
+
     def load_component(self, component_class: Any, name: str, dtype: torch.dtype) -> Any:
         """A component with its weights, on the CPU in ``dtype``; pickled weights are refused.
 
@@ -64,21 +68,32 @@ class DiffusersFamily(ModelFamily):
             dtype: of the weights.
 
         Raises:
-            UserError: a weight file is damaged.
+            UserError: a weight file is damaged, or the files do not hold what the component's config needs.
         """
         try:
-            return component_class.from_pretrained(
+            component, loading = component_class.from_pretrained(
                 self.folder.path,
                 subfolder=name,
                 variant=self.folder.variant,
                 dtype=dtype,
                 use_safetensors=True,
+                ignore_mismatched_sizes=True,  # they are listed then, and refused below
+                output_loading_info=True,
             )
         except (SafetensorError, OSError) as error:
             raise UserError(
                 f"model.path: the weights in {self.folder.path / name} cannot be read "
                 f"({' '.join(str(error).split())}); get the folder again"
             ) from error
+        # Made up otherwise: transformers fills them with random numbers and logs a table.
+        of_other_shapes = {tensor for tensor, *_ in loading["mismatched_keys"]}
+        if lacking := sorted(of_other_shapes.union(loading["missing_keys"])):
+            raise UserError(
+                f"model.path: the weights in {self.folder.path / name} do not fit their config.json: "
+                f"{len(lacking)} of a {component_class.__name__} are missing or of another shape, such as "
+                f"{lacking[0]}; get the folder again"
+            )
+        return component
 
     def load_tokenizer(self, name: str = "tokenizer") -> Any:
         """A tokenizer, from its folder.

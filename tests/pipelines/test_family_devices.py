@@ -1,0 +1,21 @@
+"""A family's model on another device than the encoded batch; torch's meta device stands in for a GPU."""
+
+import torch
+from family_sample import Sample, adapted_transformer
+
+META = torch.device("meta")
+
+
+def test_all_that_a_batch_holds_goes_to_the_device_of_the_model(sample: Sample) -> None:
+    transformer = adapted_transformer(sample).to(META)
+    # torch refuses to compute with tensors of two devices, and to read a number back from this one.
+    predicted = sample.family.predict(
+        transformer,
+        sample.latents.to(META),
+        torch.empty(len(sample.latents), device=META),
+        sample.conditioning,
+        use_gradient_checkpointing=True,
+    )
+    assert predicted.device == META
+    assert predicted.shape == sample.latents.shape
+    predicted.square().mean().backward()
