@@ -111,6 +111,7 @@ def test_an_unchanged_dataset_is_not_read_again(save, read, store, caplog):
     columns = {"image": [picture("red"), picture("blue")], "text": ["a", "b"]}
     folder = save(columns, image=Image(), text=Value("string"))
     first = read(folder)
+    caplog.clear()
     with caplog.at_level(logging.INFO, logger="diffsynth_lite"):
         assert read(folder) == first
         assert not caplog.records

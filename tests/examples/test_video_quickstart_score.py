@@ -9,6 +9,7 @@ import motions
 import pytest
 import score_clips
 import shapes
+import torch
 from diffusers import WanPipeline
 from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
@@ -81,9 +82,12 @@ def score_lora(tmp_path, monkeypatch, capsys, quickstart):
     monkeypatch.setattr(motions, "known_scenes", lambda: SCENES[8:10])
 
     def run(*, empty):
+        torch.manual_seed(0)
         transformer = score_clips.load_pipeline(model).transformer
         transformer.add_adapter(LoraConfig(r=2, target_modules=["to_v", "to_out.0"], init_lora_weights=empty))
-        WanPipeline.save_lora_weights(lora, transformer_lora_layers=get_peft_model_state_dict(transformer))
+        # So much that the shapes of the clips fall apart, and what moves with them.
+        layers = {name: 20 * tensor for name, tensor in get_peft_model_state_dict(transformer).items()}
+        WanPipeline.save_lora_weights(lora, transformer_lora_layers=layers)
         options = {"--model": model, "--lora": lora, "--data": data, "--output": tmp_path / "score"}
         arguments = [str(part) for pair in options.items() for part in pair]
         monkeypatch.setattr(sys, "argv", ["score_clips.py", *arguments])

@@ -12,7 +12,8 @@ ELSEWHERE = "my_families.aura_flow"
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run the tests of the contract on each family: those there are, or those named on the command line."""
-    if "sample" in metafunc.fixturenames:
+    has_its_own = hasattr(metafunc.module, "sample")
+    if "sample" in metafunc.fixturenames and not has_its_own:
         names = metafunc.config.getoption("--family") or [*family_names(), ELSEWHERE]
         metafunc.parametrize("sample", names, indirect=True, scope="module")
 
