@@ -101,6 +101,7 @@ class Wan(ExpertFamily):
 
     @property
     def default_target_modules(self) -> tuple[str, ...]:
+        """All linear layers of the blocks: ``to_q, to_k, to_v, to_out.0, ffn.net.0.proj, ffn.net.2``."""
         return "to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"
 
     @property
@@ -109,6 +110,7 @@ class Wan(ExpertFamily):
 
     @property
     def record_kinds(self) -> tuple[RecordKind, ...]:
+        """Clips and pictures; TI2V-5B also clips with a first frame."""
         return ("video", "image", "image_to_video") if self._is_ti2v else ("video", "image")
 
     @cached_property

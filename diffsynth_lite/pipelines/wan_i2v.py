@@ -50,6 +50,7 @@ class WanI2V(wan.Wan):
 
     @property
     def record_kinds(self) -> tuple[RecordKind, ...]:
+        """Clips, and clips with a first frame; with a last frame, see above."""
         return ("video", "image_to_video")
 
     @property
@@ -58,6 +59,7 @@ class WanI2V(wan.Wan):
 
     @property
     def default_target_modules(self) -> tuple[str, ...]:
+        """As in family ``wan``; in Wan 2.1 also ``add_k_proj, add_v_proj``, of its picture embeddings."""
         # diffusers fills a LoRA up with zeros for these two where it has none, and warns.
         of_pictures = ("add_k_proj", "add_v_proj") if self._embeds_pictures else ()
         return (*super().default_target_modules, *of_pictures)
