@@ -277,10 +277,7 @@ class SDXL(DiffusionFamily):
 
 
 def tiny() -> StableDiffusionXLPipeline:
-    """A random, complete and small pipeline of the real classes, built offline in a second.
-
-    Two levels, of which the second has transformer blocks; the scale of the real VAE, and the real sampler.
-    """
+    """A random, complete and small pipeline of the real classes, with the real sampler, built in a second."""
     tokenizer, tokenizer_2 = clip_tokenizer(), clip_tokenizer(pad_token="!")
     text_encoder = tiny_clip_text(tokenizer)
     text_encoder_2 = tiny_clip_text_with_projection(tokenizer_2, seed=1)

@@ -243,10 +243,7 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def resolution_shift(self, latents_shape: Sequence[int]) -> float:
-        """The sampler's shift that grows with the picture: s in ``s * sigma / (1 + (s - 1) * sigma)``.
-
-        Raises UserError where the family has none.
-        """
+        """The sampler's shift s that grows with the picture; raises UserError where there is none."""
 
     @abstractmethod
     def family_shift(self, latents_shape: Sequence[int]) -> float:
