@@ -5,7 +5,8 @@
 
 The loop with the counter-based draws, the finiteness check and the exchange of what a run is asked for, and
 the loop without them (constant noise, no check, no exchange) take turns, and a second loop with all of them
-tells how far two equal loops are apart. Each of the three is also timed alone. Under torchrun the exchange is
+tells how far two equal loops are apart. All three train the same model: two that are alike but lie elsewhere
+in memory can be a percent apart. Each of the three parts is also timed alone. Under torchrun the exchange is
 one between processes (with train.micro_batch_size lowered so that the batch divides).
 
 A checkpoint has the adapter and the two moments of each of its weights, for the layers that the released
@@ -14,12 +15,13 @@ Qwen-Image trains by default, in the shapes of that model.
 
 import argparse
 import hashlib
+import math
 import os
 import pkgutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure_steps(options: argparse.Namespace, folder: Path) -> None:
     """Print what a step takes with all of it, without it, and each part alone."""
-    accelerator, config, _, runs = equal_runs(options, folder, count=3)
+    accelerator, config, _, (run,) = equal_runs(options, folder, count=1)
     requests = Requests(
         folder=folder,
         signals=StopRequest(),
@@ -81,14 +83,13 @@ def measure_steps(options: argparse.Namespace, folder: Path) -> None:
         sample=lambda _: None,
         save_every_minutes=None,
     )
-    first, without, second = (run.step for run in runs)
     steps: dict[str, Step] = {
-        "with all": _with_all(first, requests),
-        "without": _without(without),
-        "with all, again": _with_all(second, requests),
+        "with all": _with_all(run.step, requests),
+        "without": _without(run.step),
+        "with all, again": _with_all(run.step, requests),
     }
     seconds = take_turns(steps, num_warmup=10, num_steps=options.steps)
-    batch = next(runs[0].step.batches)[0]
+    batch = next(run.step.batches)[0]
     parts = {
         "draws": lambda: _draw(config.train.seed, batch.latents.shape),
         "finiteness check": _finite,
@@ -99,18 +100,26 @@ def measure_steps(options: argparse.Namespace, folder: Path) -> None:
         return
     base = statistics.median(seconds["without"])
     rows = [_row(name, statistics.median(values), base) for name, values in seconds.items()]
-    # The ratio of neighbours: what else the machine does changes slowly against a step.
-    paired = statistics.median(a / b for a, b in zip(seconds["with all"], seconds["without"], strict=True))
-    equal = statistics.median(
-        a / b for a, b in zip(seconds["with all"], seconds["with all, again"], strict=True)
-    )
     rows += [_row(f"{name}, alone", value, base, share=True) for name, value in alone.items()]
     rows.append(_row("the three, alone", sum(alone.values()), base, share=True))
     title = (
         f"{options.steps} steps of {config.train.global_batch_size}, {accelerator.num_processes} process(es)"
     )
     print_table(title, rows)
-    print(f"with all / without, median of neighbours: {paired:.4f}; of two equal loops: {equal:.4f}")
+    for other in ("without", "with all, again"):
+        print(f"with all / {other}, of neighbours: {_median_ratio(seconds['with all'], seconds[other])}")
+
+
+def _median_ratio(times: Sequence[float], others: Sequence[float]) -> str:
+    """Median, and its 95 % interval by order statistics, of the ratio of a step to its neighbour.
+
+    What else the machine does changes slowly against a step.
+    """
+    ratios = sorted(a / b for a, b in zip(times, others, strict=True))
+    half = math.ceil(0.98 * math.sqrt(len(ratios)))
+    middle = len(ratios) // 2
+    low, high = ratios[max(middle - half, 0)], ratios[min(middle + half, len(ratios) - 1)]
+    return f"{statistics.median(ratios):.4f} ({low:.4f} to {high:.4f})"
 
 
 _RESULT = SimpleNamespace(step=1)

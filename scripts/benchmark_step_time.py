@@ -70,10 +70,11 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float
 
 
 def take_turns(steps: Mapping[str, Step], *, num_warmup: int, num_steps: int) -> dict[str, list[float]]:
-    """Seconds of each measured step of several loops, which take turns."""
+    """Seconds of each measured step of several loops, which take turns; each turn begins with another one."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for step in range(num_warmup + num_steps):
-        for name, take in steps.items():
+        first = step % len(steps)
+        for name, take in [*steps.items()][first:] + [*steps.items()][:first]:
             times[name].append(timed(take, step))
     return {name: values[num_warmup:] for name, values in times.items()}
 

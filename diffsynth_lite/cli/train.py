@@ -80,6 +80,9 @@ def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> N
     from diffsynth_lite.training.run import run_training
     from diffsynth_lite.training.startup import StartupClock
 
+    if loaded.config.train.deterministic:
+        # cuBLAS reads it when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     clock = StartupClock(started_at)
     clock.add("importing libraries", time.perf_counter() - importing_since)
     if not console.is_terminal:

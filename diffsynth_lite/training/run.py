@@ -40,6 +40,7 @@ from diffsynth_lite.training.patience import Patience
 from diffsynth_lite.training.preflight import CheckedRun, check_run
 from diffsynth_lite.training.processes import on_main_process
 from diffsynth_lite.training.progress import Pace, ProgressLine
+from diffsynth_lite.training.repeatable_kernels import repeatable_kernels
 from diffsynth_lite.training.requests import Requests, remove_old_requests
 from diffsynth_lite.training.resume import Origin, agreed_start
 from diffsynth_lite.training.run_folder import RunFolder
@@ -112,7 +113,8 @@ def run_training(loaded: LoadedConfig, *, console: Console, clock: StartupClock)
         clock=clock,
     )
     stop = StopRequest()
-    with ExitStack() as held, stop.listening():
+    kernels = repeatable_kernels() if config.train.deterministic else nullcontext()
+    with ExitStack() as held, stop.listening(), kernels:
         on_main_process(accelerator, lambda: held.enter_context(folder.lock()))
         on_main_process(accelerator, lambda: remove_old_requests(folder.path))
         contract = settings_contract(config, model_fingerprint=checked.family.fingerprint())

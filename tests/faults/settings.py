@@ -92,6 +92,7 @@ FREE: dict[str, Change] = {
     "data.num_workers": ("data.num_workers=1",),
     "train.use_gradient_checkpointing": ("train.use_gradient_checkpointing=false",),
     "train.use_gradient_checkpointing_offload": ("train.use_gradient_checkpointing_offload=true",),
+    "train.deterministic": ("train.deterministic=true",),
     "train.step_timeout_minutes": ("train.step_timeout_minutes=30",),
     "train.cpu_threads": ("train.cpu_threads=2",),
     "memory.min_bytes": ("memory.min_bytes=5",),

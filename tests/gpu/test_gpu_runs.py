@@ -1,7 +1,7 @@
 """Whole runs on a CUDA device."""
 
 import pytest
-from tiny_run import TinyRun, checkpoint_tensors
+from tiny_run import TinyRun, checkpoint_tensors, differing
 
 pytestmark = pytest.mark.gpu
 
@@ -31,6 +31,25 @@ def test_a_run_resumes_on_the_gpu_with_the_same_samples_and_noise(tiny_run: Tiny
     assert losses(tiny_run, "parts") == pytest.approx(whole, rel=1e-4)
     names = [set(checkpoint_tensors(tiny_run.root / folder, 6)) for folder in ("whole", "parts")]
     assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(
+    "second_half",
+    [
+        (),
+        ("--use_gradient_checkpointing_offload", "memory.min_bytes=0"),
+        ("--no-use_gradient_checkpointing",),
+    ],
+)
+def test_repeatable_kernels_make_a_resumed_run_the_same_bit_for_bit(
+    tiny_run: TinyRun, second_half: tuple[str, ...]
+) -> None:
+    repeatable = ("train.deterministic=true", "model.dtype=bfloat16", "train.mixed_precision=bf16")
+    whole = losses(tiny_run, "whole", *repeatable)
+    losses(tiny_run, "parts", *repeatable, "train.steps=4")
+    assert losses(tiny_run, "parts", *repeatable, *second_half) == whole
+    tensors = [checkpoint_tensors(tiny_run.root / folder, 6) for folder in ("whole", "parts")]
+    assert differing(*tensors) == []
 
 
 def test_bf16_trains_with_fp32_adapter_and_finite_loss(tiny_run: TinyRun) -> None:

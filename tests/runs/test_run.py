@@ -1,6 +1,7 @@
 """Whole runs through the training command, on a tiny pipeline of the real classes."""
 
 import errno
+import os
 import shutil
 from typing import Any
 
@@ -11,6 +12,9 @@ from PIL import Image
 from tiny_run import TinyRun, checkpoint_tensors, differing
 
 from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def test_a_run_leaves_a_lora_that_the_diffusers_pipeline_loads(tiny_run: TinyRun, tiny_model) -> None:
@@ -82,6 +86,24 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(tiny_run: TinyRun, second_hal
     assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(parts, 6)) == []
     rows = {row["step"]: row for row in tiny_run.metrics(parts) if "loss" in row}
     assert rows == {row["step"]: row for row in tiny_run.metrics(whole) if "loss" in row}
+
+
+def test_a_run_takes_repeatable_kernels_when_told_to(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WORKSPACE, "")
+    monkeypatch.delenv(WORKSPACE)
+    repeatable = []
+    take = OptimizerStep.take
+
+    def observed(self: OptimizerStep, step: int) -> StepResult:
+        repeatable.append((torch.are_deterministic_algorithms_enabled(), os.environ.get(WORKSPACE)))
+        return take(self, step)
+
+    monkeypatch.setattr(OptimizerStep, "take", observed)
+    assert tiny_run.train("train.steps=4") == 0
+    assert tiny_run.train("train.deterministic=true") == 0
+    assert repeatable == [(False, None)] * 4 + [(True, ":4096:8")] * 2
 
 
 def test_a_run_that_forgets_the_optimizer_would_be_another_run(tiny_run: TinyRun, monkeypatch) -> None:

@@ -86,8 +86,7 @@ FREE = {
     "train": {
         "use_gradient_checkpointing",
         "use_gradient_checkpointing_offload",
-        "cpu_threads",
-        "step_timeout_minutes",
+        *("cpu_threads", "deterministic", "step_timeout_minutes"),
     },
 }
 """Settings that never decide the numbers of a run; what is read from where is in the contract of the data."""

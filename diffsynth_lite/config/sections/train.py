@@ -78,6 +78,11 @@ class TrainSettings(Settings):
     """Keep these inputs in the memory of the host rather than of the device. For images so large that
     checkpointing alone does not fit. The result is the same."""
 
+    deterministic: bool = False
+    """Take only kernels that give the same bits each time. On a GPU a resumed run's weights are then the same
+    bit for bit, and so are those with other checkpointing and offload; set it in all parts of a run. Slower
+    there, mostly in attention. The CPU is repeatable without."""
+
     step_timeout_minutes: Annotated[float, Range(above=0)] = 60.0
     """Longest that one optimizer step may take. After most of that time each process writes where it is to
     the standard error; then processes that wait for another one give up, and the run ends with an error
