@@ -69,9 +69,12 @@ def test_the_index_counts_all_calls_of_a_scope() -> None:
 
 
 def test_without_grad_the_model_runs_its_blocks_itself() -> None:
-    case = qwen_image(num_layers=2)
-    with torch.no_grad(), blocks_run_by(case.model, pytest.fail):
-        forward(case.model, case.inputs)
+    case, seen = qwen_image(num_layers=2), []
+    with torch.no_grad():
+        expected = forward(case.model, case.inputs)
+        with blocks_run_by(case.model, lambda *args, **_kwargs: seen.append(args)):
+            assert torch.equal(forward(case.model, case.inputs), expected)
+    assert seen == []
 
 
 @pytest.mark.parametrize("make_case", [qwen_image, sdxl_unet])

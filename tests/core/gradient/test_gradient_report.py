@@ -49,12 +49,17 @@ def require(report: GradientReport, checkpointing: bool, offload: bool, expected
 
 @pytest.mark.parametrize("flags", [(True, False), (False, True), (True, True)])
 def test_a_step_in_which_the_switches_worked_passes(flags: tuple[bool, bool]) -> None:
-    require(report_of_a_step(flags), *flags)
+    report = report_of_a_step(flags)
+    require(report, *flags)
+    assert (report.blocks_run, report.blocks_recomputed) == (NUM_BLOCKS, NUM_BLOCKS)
+    assert (report.bytes_parked > 0) == flags[1]
 
 
 def test_switches_that_are_off_need_no_effect() -> None:
     require(GradientReport(), False, False)
-    require(report_of_a_step((False, False)), False, False)
+    report = report_of_a_step((False, False))
+    require(report, False, False)
+    assert (report.blocks_run, report.blocks_checkpointed, report.bytes_parked) == (NUM_BLOCKS, 0, 0)
 
 
 @pytest.mark.parametrize(
