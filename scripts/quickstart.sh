@@ -3,25 +3,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
+source scripts/run_example.sh
 
-prepare_environment
-
-# The model is so small that a second thread only waits for the first.
-export OMP_NUM_THREADS=1
-run=runs/quickstart
-data=runs/quickstart_data
-example=examples/quickstart
-
-"$PYTHON" "$example/make_data.py" --output "$data"
-"$PYTHON" -m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no \
-    --dynamo_backend no train.py --config quickstart.yaml "$@"
-"$PYTHON" "$example/score.py" --model "$example/mini_qwen_image" --lora "$run/lora" --data "$data" \
-    --output "$run/score"
-
-cat <<END
-
-The LoRA:            $run/lora/pytorch_lora_weights.safetensors
-Before and after:    $run/score/grid.png
-Previews by step:    $run/previews/grid.png
-Losses and speed:    $run/metrics.jsonl
-END
+run_example quickstart make_data.py score.py mini_qwen_image "$@"

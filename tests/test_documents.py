@@ -25,9 +25,8 @@ def test_the_readme_has_links_to_check() -> None:
     ("script", "score"), [("quickstart.sh", "score.py"), ("video_quickstart.sh", "score_clips.py")]
 )
 def test_a_quickstart_names_files_that_its_scripts_write(script: str, score: str) -> None:
-    text = (REPOSITORY / "scripts" / script).read_text()
-    assert f"$example/{score}" in text
-    assert "$run/score/grid.png" in text
+    assert f" {score} " in (REPOSITORY / "scripts" / script).read_text()
+    assert "$run/score/grid.png" in (REPOSITORY / "scripts" / "run_example.sh").read_text()
     assert '"grid.png"' in (REPOSITORY / "examples" / "quickstart" / score).read_text()
 
 
