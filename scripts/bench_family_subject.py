@@ -44,7 +44,7 @@ class FamilySubject(TrainedModel):
         torch.manual_seed(0)
         (component,) = family.trained
         with device:
-            model = family.trained_class(component).from_config(family.folder.component_config(component))
+            model = family.component_class(component).from_config(family.folder.component_config(component))
         layers = find_target_layers(
             model,
             family.default_target_modules,

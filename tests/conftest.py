@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--family",
         action="append",
-        help="test tests/pipelines/test_family_contract.py on this family only, such as my_package.my_family "
+        help="test tests/pipelines/test_family_*.py on this family only, such as my_package.my_family "
         "(repeatable)",
     )
 

@@ -12,7 +12,6 @@ from diffsynth_lite.data import (
     Record,
     TensorCache,
     plan_items,
-    refuse_other_kinds,
     without_bad_items,
 )
 from diffsynth_lite.doctor.advice import advise
@@ -28,6 +27,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.data_rules import (
     cache_folder,
+    check_records,
     data_rules,
     find_training_records,
     index_file,
@@ -110,7 +110,7 @@ def examine(config: Config, *, sheet_size: int) -> Examination:
 
 def _usable_kinds(records: Sequence[Record], family: ModelFamily, problems: list[str]) -> Sequence[Record]:
     try:
-        refuse_other_kinds(records, family.record_kinds)
+        check_records(records, family)
     except UserError as error:
         problems.append(str(error))
     return [record for record in records if record.kind in family.record_kinds]

@@ -4,18 +4,19 @@ Layouts: b batch, c latent channels, h and w latent height and width; l tokens, 
 Sources: diffusers ``transformer_chroma.py`` and ``pipeline_chroma.py``.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
-from diffusers import ChromaPipeline, ChromaTransformer2DModel, FlowMatchEulerDiscreteScheduler
+from diffusers import AutoencoderKL, ChromaPipeline, ChromaTransformer2DModel, FlowMatchEulerDiscreteScheduler
 from transformers import T5EncoderModel
 
-from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_in, blocks_run_by
+from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
 from diffsynth_lite.media import Prompt
+from diffsynth_lite.pipelines.contract.assembly import assemble
 from diffsynth_lite.pipelines.contract.diffusers_family import device_and_dtype
 from diffsynth_lite.pipelines.contract.packed_pictures import pack_pictures, unpack_picture
-from diffsynth_lite.pipelines.contract.padding import pad_tokens
+from diffsynth_lite.pipelines.contract.padding import pad_tokens, without_padding
 from diffsynth_lite.pipelines.contract.samples import Conditioning, PreviewRequest
 from diffsynth_lite.pipelines.flux import Flux
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
@@ -57,12 +58,15 @@ def model_fn_chroma(
         # Truth values: torch adds numbers to the attention's scores, which hides nothing.
         of_picture = torch.ones(tokens_bld.shape[:2], dtype=torch.bool, device=tokens_bld.device)
         mask = torch.cat([prompt_embeds_mask.bool(), of_picture], dim=1)
-    blocks = blocks_in(transformer, Chroma.block_lists)
-    run = block_runner(
-        len(blocks), use_gradient_checkpointing, use_gradient_checkpointing_offload, policy=policy
-    )
-    # Not through diffusers' hook: with it, 0.42 calls the single-stream blocks without the mask.
-    with blocks_run_by(transformer, run, blocks=blocks):
+    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
+    with blocks_through(
+        transformer,
+        Chroma.block_lists,
+        gradient_checkpoint_forward,
+        *switches,
+        policy=policy,
+        by_hook=False,  # with it, diffusers 0.42 calls the single-stream blocks without the mask
+    ):
         velocity_bld = transformer(
             hidden_states=tokens_bld,
             timestep=timestep,
@@ -91,21 +95,19 @@ class Chroma(Flux):
 
     pipelines = (ChromaPipeline,)
     transformer_class = ChromaTransformer2DModel
-    components = ("transformer", "text_encoder", "vae")
+    encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": T5EncoderModel, "vae": AutoencoderKL}
     components_without_weights = ("scheduler", "tokenizer")
     prompt_tokenizer = "tokenizer"
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = (self.folder.fingerprint(name) for name in ("text_encoder", "tokenizer"))
-        return f"chroma/prompt/1 {' '.join(parts)} {dtype} {self.max_prompt_tokens}"
+        parts = self.folder.fingerprints("text_encoder", "tokenizer")
+        return f"chroma/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        pipeline = self._assemble(
-            text_encoder=self.load_component(T5EncoderModel, "text_encoder", dtype).to(device),
-            tokenizer=self.load_tokenizer(),
-        )
+        encoder = self.load_component("text_encoder", dtype).to(device)
+        pipeline = assemble(self.pipeline, text_encoder=encoder, tokenizer=self.load_tokenizer())
 
         @torch.no_grad()
         def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
@@ -116,10 +118,7 @@ class Chroma(Flux):
                 max_sequence_length=self.max_prompt_tokens,
             )
             # Text positions are all zero, so that what is hidden adds nothing to any output.
-            return [
-                {"prompt_embeds": row[:length].cpu().clone()}
-                for row, length in zip(embeds_bld, mask.bool().sum(1).tolist(), strict=True)
-            ]
+            return [{"prompt_embeds": row_ld} for row_ld in without_padding(embeds_bld, mask)]
 
         return encode
 
@@ -134,13 +133,13 @@ class Chroma(Flux):
         use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
         like = device_and_dtype(transformer)
-        embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning])
+        embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning], **like)
         return model_fn_chroma(
             transformer,
             noisy_latents.to(**like),
             sigma,
-            embeds_bld.to(**like),
-            None if mask is None else mask.to(like["device"]),
+            embeds_bld,
+            mask,
             use_gradient_checkpointing=use_gradient_checkpointing,
             use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
         )

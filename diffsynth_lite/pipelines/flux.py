@@ -4,7 +4,7 @@ Layouts: b batch, c latent channels, h and w latent height and width; l tokens, 
 Sources: diffusers ``transformer_flux.py`` and ``pipeline_flux.py``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -13,8 +13,9 @@ from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeli
 from PIL.Image import Image
 from transformers import CLIPTextModel, T5EncoderModel
 
-from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
+from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
 from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.pipelines.contract.assembly import assemble
 from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.contract.guidance import training_guidance
 from diffsynth_lite.pipelines.contract.latents import (
@@ -67,11 +68,8 @@ def model_fn_flux(
     height, width = latents_bchw.shape[-2:]
     pictures = [latents_bchw] if input_latents_bchw is None else [latents_bchw, input_latents_bchw]
     tokens_bld, positions = pack_pictures(pictures)
-    num_blocks = count_blocks(transformer, Flux.block_lists)
-    run = block_runner(
-        num_blocks, use_gradient_checkpointing, use_gradient_checkpointing_offload, policy=policy
-    )
-    with blocks_run_by(transformer, run):
+    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
+    with blocks_through(transformer, Flux.block_lists, gradient_checkpoint_forward, *switches, policy=policy):
         velocity_bld = transformer(
             hidden_states=tokens_bld,
             timestep=timestep,
@@ -99,7 +97,11 @@ class Flux(DiffusersFamily):
 
     pipelines: ClassVar[tuple[Any, ...]] = (FluxPipeline,)
     transformer_class = FluxTransformer2DModel
-    components: ClassVar[tuple[str, ...]] = ("transformer", *_TEXT_ENCODERS, "vae")
+    encoder_classes: ClassVar[Mapping[str, Any]] = {
+        "text_encoder": CLIPTextModel,
+        "text_encoder_2": T5EncoderModel,
+        "vae": AutoencoderKL,
+    }
     components_without_weights: ClassVar[tuple[str, ...]] = ("scheduler", *_TOKENIZERS)
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     size_divisor = 16
@@ -119,18 +121,15 @@ class Flux(DiffusersFamily):
         return bool(self.folder.component_config("transformer").get("guidance_embeds"))
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = (self.folder.fingerprint(name) for name in (*_TEXT_ENCODERS, *_TOKENIZERS))
-        return f"flux/prompt/1 {' '.join(parts)} {dtype} {self.max_prompt_tokens}"
+        parts = self.folder.fingerprints(*_TEXT_ENCODERS, *_TOKENIZERS)
+        return f"flux/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        pipeline = self._assemble(
-            text_encoder=self.load_component(CLIPTextModel, "text_encoder", dtype).to(device),
-            text_encoder_2=self.load_component(T5EncoderModel, "text_encoder_2", dtype).to(device),
-            tokenizer=self.load_tokenizer(),
-            tokenizer_2=self.load_tokenizer("tokenizer_2"),
-        )
+        encoders = {name: self.load_component(name, dtype).to(device) for name in _TEXT_ENCODERS}
+        tokenizers = {name: self.load_tokenizer(name) for name in _TOKENIZERS}
+        pipeline = assemble(self.pipeline, **encoders, **tokenizers)
 
         @torch.no_grad()
         def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
@@ -151,8 +150,8 @@ class Flux(DiffusersFamily):
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        vae = self.load_component(AutoencoderKL, "vae", dtype).to(device)
-        pipeline = self._assemble(vae=vae)
+        vae = self.load_component("vae", dtype).to(device)
+        pipeline = assemble(self.pipeline, vae=vae)
 
         def encode(media: Sequence[Media]) -> list[EncodedMedia]:
             pixels_bchw = pipeline.image_processor.preprocess([item.frames[0] for item in media])
@@ -205,21 +204,15 @@ class Flux(DiffusersFamily):
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[list[Image]]:
-        like = device_and_dtype(transformer)
-        vae = self.load_component(AutoencoderKL, "vae", vae_dtype).to(like["device"])
-        decode_in_own_dtype(vae)
-        pipeline = self._assemble(vae=vae, transformer=transformer, scheduler=self.load_scheduler())
-        pipeline.set_progress_bar_config(disable=True)
-        return [[self._draw(pipeline, request, like)] for request in requests]
+        pipeline = self.preview_pipeline(transformer, vae_dtype)
+        decode_in_own_dtype(pipeline.vae)
+        return [[self._draw(pipeline, request)] for request in requests]
 
-    def _draw(self, pipeline: Any, request: PreviewRequest, like: dict[str, Any]) -> Image:
+    def _draw(self, pipeline: Any, request: PreviewRequest) -> Image:
         image: Image = pipeline(
-            **self._prompt_arguments(request, like),
+            **self._prompt_arguments(request, device_and_dtype(pipeline.transformer)),
             **self._input_arguments(pipeline, request),
-            width=request.width,
-            height=request.height,
-            num_inference_steps=request.num_inference_steps,
-            generator=torch.Generator().manual_seed(request.seed),
+            **request.call_arguments(),
             max_sequence_length=self.max_prompt_tokens,
         ).images[0]
         return image
@@ -237,10 +230,6 @@ class Flux(DiffusersFamily):
     def _input_arguments(self, _pipeline: Any, _request: PreviewRequest) -> dict[str, Any]:
         """What the pipeline's call of an edit is given of that picture."""
         return {}
-
-    def _assemble(self, **components: Any) -> Any:
-        names = (*self.components, *self.components_without_weights)
-        return self.pipeline(**{name: components.get(name) for name in names})
 
 
 def tiny() -> FluxPipeline:

@@ -6,7 +6,7 @@ Sources: diffusers ``transformer_flux2.py``, ``pipeline_flux2.py`` and ``pipelin
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,13 +21,18 @@ from diffusers.pipelines.flux2.pipeline_flux2 import SYSTEM_MESSAGE, compute_emp
 from PIL.Image import Image
 from transformers import Mistral3ForConditionalGeneration, Qwen3ForCausalLM
 
-from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
+from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.contract.assembly import assemble
+from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.contract.guidance import training_guidance
 from diffsynth_lite.pipelines.contract.input_pictures import INPUT, stack_inputs
-from diffsynth_lite.pipelines.contract.latents import decode_in_own_dtype, encode_patched_latents
+from diffsynth_lite.pipelines.contract.latents import (
+    decode_in_own_dtype,
+    encode_patched_latents,
+    scaled_latents_shape,
+)
 from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.testing.autoencoders import tiny_flux2_vae
 from diffsynth_lite.testing.seeding import seeded
@@ -76,11 +81,10 @@ def model_fn_flux2(
     if input_latents_bchw:
         of_inputs = Flux2Pipeline._prepare_image_ids([latents[:1] for latents in input_latents_bchw])
         positions = torch.cat([positions, of_inputs], dim=1)
-    num_blocks = count_blocks(transformer, Flux2.block_lists)
-    run = block_runner(
-        num_blocks, use_gradient_checkpointing, use_gradient_checkpointing_offload, policy=policy
-    )
-    with blocks_run_by(transformer, run):
+    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
+    with blocks_through(
+        transformer, Flux2.block_lists, gradient_checkpoint_forward, *switches, policy=policy
+    ):
         velocity_bld = transformer(
             hidden_states=torch.cat([Flux2Pipeline._pack_latents(picture) for picture in pictures], dim=1),
             timestep=timestep,
@@ -117,7 +121,6 @@ class Flux2(DiffusersFamily):
 
     pipelines: ClassVar[tuple[Any, ...]] = (Flux2Pipeline, Flux2KleinPipeline)
     transformer_class = Flux2Transformer2DModel
-    components = ("transformer", "text_encoder", "vae")
     record_kinds = ("image", "edit")
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     size_divisor = 16
@@ -143,23 +146,27 @@ class Flux2(DiffusersFamily):
         return fitted_width, fitted_height
 
     @property
+    def encoder_classes(self) -> Mapping[str, Any]:
+        reader = Mistral3ForConditionalGeneration if self._is_guided else Qwen3ForCausalLM
+        return {"text_encoder": reader, "vae": AutoencoderKLFlux2}
+
+    @property
     def _is_guided(self) -> bool:
         """Whether the model is told a guidance scale: dev is, klein is not."""
         return self.pipeline is Flux2Pipeline
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = (self.folder.fingerprint(part) for part in ("text_encoder", "tokenizer"))
+        parts = self.folder.fingerprints("text_encoder", "tokenizer")
         # dev's instruction is a part of diffusers, so that another version may bring another one.
         name = f"{self.pipeline.__name__} {SYSTEM_MESSAGE!r}" if self._is_guided else self.pipeline.__name__
-        return f"flux2/prompt/1 {name} {' '.join(parts)} {dtype} {self.max_prompt_tokens}"
+        return f"flux2/prompt/1 {name} {parts} {dtype} {self.max_prompt_tokens}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        encoder_class = Mistral3ForConditionalGeneration if self._is_guided else Qwen3ForCausalLM
-        encoder = self.load_component(encoder_class, "text_encoder", dtype)
+        encoder = self.load_component("text_encoder", dtype).to(device)
         # dev's is a processor for pictures too, which needs torchvision; texts it leaves to the tokenizer.
-        pipeline = self._assemble(text_encoder=encoder.to(device), tokenizer=self.load_tokenizer())
+        pipeline = assemble(self.pipeline, text_encoder=encoder, tokenizer=self.load_tokenizer())
 
         @torch.no_grad()
         def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
@@ -186,8 +193,8 @@ class Flux2(DiffusersFamily):
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        vae = self.load_component(AutoencoderKLFlux2, "vae", dtype).to(device)
-        processor = self._assemble(vae=vae).image_processor
+        vae = self.load_component("vae", dtype).to(device)
+        processor = assemble(self.pipeline, vae=vae).image_processor
 
         def encode(media: Sequence[Media]) -> list[EncodedMedia]:
             pixels_bchw = processor.preprocess([item.frames[0] for item in media])
@@ -203,9 +210,8 @@ class Flux2(DiffusersFamily):
         return encode
 
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        config = self.folder.component_config("vae")
-        scale = 2 ** (len(config["block_out_channels"]) - 1) * _PATCH
-        return config["latent_channels"] * _PATCH**2, height // scale, width // scale
+        channels, *sides = scaled_latents_shape(self.folder.component_config("vae"), width, height)
+        return channels * _PATCH**2, *(side // _PATCH for side in sides)
 
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
         return latents_shape[-2] * latents_shape[-1]
@@ -224,15 +230,15 @@ class Flux2(DiffusersFamily):
         use_gradient_checkpointing: bool = False,
         use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
-        dtype, device = next(transformer.parameters()).dtype, noisy_latents.device
+        like = device_and_dtype(transformer)
         embeds = torch.stack([sample["prompt_embeds"] for sample in conditioning])
         return model_fn_flux2(
             transformer,
-            noisy_latents.to(dtype),
+            noisy_latents.to(**like),
             sigma,
-            embeds.to(device, dtype),
+            embeds.to(**like),
             training_guidance(sigma) if self._is_guided else None,
-            input_latents_bchw=[latents.to(device, dtype) for latents in stack_inputs(conditioning)],
+            input_latents_bchw=[latents.to(**like) for latents in stack_inputs(conditioning)],
             use_gradient_checkpointing=use_gradient_checkpointing,
             use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
         )
@@ -240,35 +246,23 @@ class Flux2(DiffusersFamily):
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[list[Image]]:
-        parameter = next(transformer.parameters())
-        vae = self.load_component(AutoencoderKLFlux2, "vae", vae_dtype).to(parameter.device)
-        decode_in_own_dtype(vae)
-        pipeline = self._assemble(vae=vae, transformer=transformer, scheduler=self.load_scheduler())
-        pipeline.set_progress_bar_config(disable=True)
-        return [[self._draw(pipeline, request, parameter.device, parameter.dtype)] for request in requests]
+        is_distilled = bool(self.folder.pipeline_config().get("is_distilled"))
+        settings = {} if self._is_guided else {"is_distilled": is_distilled}
+        pipeline = self.preview_pipeline(transformer, vae_dtype, **settings)
+        decode_in_own_dtype(pipeline.vae)
+        return [[self._draw(pipeline, request)] for request in requests]
 
-    def _draw(
-        self, pipeline: Any, request: PreviewRequest, device: torch.device, dtype: torch.dtype
-    ) -> Image:
+    def _draw(self, pipeline: Any, request: PreviewRequest) -> Image:
+        like = device_and_dtype(pipeline.transformer)
         negative = {} if self._is_guided else {"negative_prompt_embeds": request.negative}
         prompts = {"prompt_embeds": request.conditioning} | negative
         image: Image = pipeline(
             image=list(request.inputs) or None,
-            **{name: row["prompt_embeds"][None].to(device, dtype) for name, row in prompts.items()},
+            **{name: row["prompt_embeds"][None].to(**like) for name, row in prompts.items()},
             guidance_scale=request.guidance_scale,
-            width=request.width,
-            height=request.height,
-            num_inference_steps=request.num_inference_steps,
-            generator=torch.Generator().manual_seed(request.seed),
+            **request.call_arguments(),
         ).images[0]
         return image
-
-    def _assemble(self, **components: Any) -> Any:
-        names = ("scheduler", "vae", "text_encoder", "tokenizer", "transformer")
-        parts = {name: components.get(name) for name in names}
-        if not self._is_guided:
-            parts["is_distilled"] = bool(self.folder.pipeline_config().get("is_distilled"))
-        return self.pipeline(**parts)
 
 
 def tiny() -> Flux2Pipeline:

@@ -4,8 +4,8 @@ Layouts: b batch, c latent channels, f latent frames, h and w latent height and 
 Sources: diffusers ``transformer_ltx.py``, ``pipeline_ltx.py`` and ``pipeline_ltx_image2video.py``.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from diffusers import (
@@ -18,11 +18,12 @@ from diffusers import (
 from PIL.Image import Image
 from transformers import T5EncoderModel
 
-from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
+from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
 from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.contract.assembly import assemble
+from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.contract.first_frame import encode_clips, preview_start, with_first_frames
-from diffsynth_lite.pipelines.contract.padding import pad_tokens
+from diffsynth_lite.pipelines.contract.padding import pad_tokens, without_padding
 from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.testing.autoencoders import tiny_ltx_vae
 from diffsynth_lite.testing.seeding import seeded
@@ -66,11 +67,10 @@ def model_fn_ltx_video(
         (B, 128, F, H, W), the predicted velocity ``noise - latents``.
     """
     num_frames, height, width = latents_bcfhw.shape[2:]
-    num_blocks = count_blocks(transformer, LTXVideo.block_lists)
-    run = block_runner(
-        num_blocks, use_gradient_checkpointing, use_gradient_checkpointing_offload, policy=policy
-    )
-    with blocks_run_by(transformer, run):
+    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
+    with blocks_through(
+        transformer, LTXVideo.block_lists, gradient_checkpoint_forward, *switches, policy=policy
+    ):
         velocity_bld = transformer(
             hidden_states=LTXPipeline._pack_latents(latents_bcfhw),
             timestep=timestep,
@@ -101,7 +101,10 @@ class LTXVideo(DiffusersFamily):
 
     pipelines = (LTXPipeline, LTXImageToVideoPipeline)
     transformer_class = LTXVideoTransformer3DModel
-    components = ("transformer", "text_encoder", "vae")
+    encoder_classes: ClassVar[Mapping[str, Any]] = {
+        "text_encoder": T5EncoderModel,
+        "vae": AutoencoderKLLTXVideo,
+    }
     block_lists = ("transformer_blocks",)
     record_kinds = ("video", "image", "image_to_video")
     size_divisor = _SPATIAL
@@ -112,15 +115,14 @@ class LTXVideo(DiffusersFamily):
     default_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = (self.folder.fingerprint("text_encoder"), self.folder.fingerprint("tokenizer"))
-        return f"ltx_video/prompt/1 {' '.join(parts)} {dtype} {self.max_prompt_tokens}"
+        parts = self.folder.fingerprints("text_encoder", "tokenizer")
+        return f"ltx_video/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        encoder = self.load_component(T5EncoderModel, "text_encoder", dtype).to(device)
-        tokenizer = self.load_tokenizer()
-        pipeline = _pipeline(LTXPipeline, text_encoder=encoder, tokenizer=tokenizer)
+        encoder = self.load_component("text_encoder", dtype).to(device)
+        pipeline = assemble(LTXPipeline, text_encoder=encoder, tokenizer=self.load_tokenizer())
 
         @torch.no_grad()
         def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
@@ -131,10 +133,7 @@ class LTXVideo(DiffusersFamily):
                 device=device,
             )
             # What is masked adds nothing to any output, so that it need not be kept.
-            return [
-                {"prompt_embeds": row[:length].cpu().clone()}
-                for row, length in zip(embeds_bld, mask.sum(1).tolist(), strict=True)
-            ]
+            return [{"prompt_embeds": row_ld} for row_ld in without_padding(embeds_bld, mask)]
 
         return encode
 
@@ -144,8 +143,8 @@ class LTXVideo(DiffusersFamily):
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        vae = self.load_component(AutoencoderKLLTXVideo, "vae", dtype).to(device)
-        processor = _pipeline(LTXPipeline, vae=vae).video_processor
+        vae = self.load_component("vae", dtype).to(device)
+        processor = assemble(LTXPipeline, vae=vae).video_processor
 
         def latents_of(clips: Sequence[Sequence[Image]]) -> torch.Tensor:
             return _encode_latents(vae, processor.preprocess_video([list(frames) for frames in clips]))
@@ -176,17 +175,17 @@ class LTXVideo(DiffusersFamily):
         use_gradient_checkpointing: bool = False,
         use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
-        dtype = next(transformer.parameters()).dtype
-        embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning])
+        like = device_and_dtype(transformer)
+        embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning], **like)
         latents_bcfhw, timestep = with_first_frames(noisy_latents, sigma * _NUM_TIMESTEPS, conditioning)
         frame_rate = torch.stack([sample["frame_rate"] for sample in conditioning])
         return model_fn_ltx_video(
             transformer,
-            latents_bcfhw.to(dtype),
+            latents_bcfhw.to(**like),
             timestep,
-            embeds_bld.to(noisy_latents.device, dtype),
-            None if mask is None else mask.to(noisy_latents.device),
-            frame_rate=frame_rate.to(noisy_latents.device),
+            embeds_bld,
+            mask,
+            frame_rate=frame_rate.to(like["device"]),
             use_gradient_checkpointing=use_gradient_checkpointing,
             use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
         )
@@ -194,25 +193,22 @@ class LTXVideo(DiffusersFamily):
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[list[Image]]:
-        parameter = next(transformer.parameters())
+        like = device_and_dtype(transformer)
         # The image-to-video pipeline hands pictures and latents to the VAE in the dtype of the prompt.
-        dtype = parameter.dtype if any(request.inputs for request in requests) else vae_dtype
-        vae = self.load_component(AutoencoderKLLTXVideo, "vae", dtype).to(parameter.device)
+        dtype = like["dtype"] if any(request.inputs for request in requests) else vae_dtype
+        vae = self.load_component("vae", dtype).to(like["device"])
         parts = {"vae": vae, "transformer": transformer, "scheduler": self.load_scheduler()}
-        return [self._draw(parts, request, parameter.device, parameter.dtype) for request in requests]
+        return [self._draw(parts, request, like) for request in requests]
 
-    def _draw(
-        self, parts: dict[str, Any], request: PreviewRequest, device: torch.device, dtype: torch.dtype
-    ) -> list[Image]:
+    def _draw(self, parts: dict[str, Any], request: PreviewRequest, like: dict[str, Any]) -> list[Image]:
         guided = request.guidance_scale > 1
         prompts = [request.conditioning, *([request.negative] if guided else [])]
-        embeds_bld, mask = pad_tokens([prompt["prompt_embeds"] for prompt in prompts])
-        embeds_bld = embeds_bld.to(device, dtype)
-        mask = embeds_bld.new_ones(embeds_bld.shape[:2]) if mask is None else mask.to(device)
-        pipeline = _pipeline(LTXImageToVideoPipeline if request.inputs else LTXPipeline, **parts)
+        embeds_bld, mask = pad_tokens([prompt["prompt_embeds"] for prompt in prompts], **like)
+        mask = embeds_bld.new_ones(embeds_bld.shape[:2]) if mask is None else mask
+        pipeline = assemble(LTXImageToVideoPipeline if request.inputs else LTXPipeline, **parts)
         pipeline.set_progress_bar_config(disable=True)
         # With a picture, diffusers draws the noise for the decoding on the device.
-        generator = torch.Generator(device if request.inputs else "cpu")
+        noise_device = like["device"] if request.inputs else "cpu"
         frames: list[Image] = pipeline(
             **preview_start(request),
             prompt_embeds=embeds_bld[:1],
@@ -220,21 +216,13 @@ class LTXVideo(DiffusersFamily):
             negative_prompt_embeds=embeds_bld[1:] if guided else None,
             negative_prompt_attention_mask=mask[1:] if guided else None,
             guidance_scale=request.guidance_scale,
-            width=request.width,
-            height=request.height,
+            **request.call_arguments(noise_device),
             num_frames=request.num_frames,
             frame_rate=self.default_fps,
-            num_inference_steps=request.num_inference_steps,
             decode_timestep=_DECODE_TIMESTEP,
             decode_noise_scale=_DECODE_NOISE,
-            generator=generator.manual_seed(request.seed),
         ).frames[0]
         return frames
-
-
-def _pipeline(pipeline_class: Any, **parts: Any) -> Any:
-    names = ("scheduler", "vae", "text_encoder", "tokenizer", "transformer")
-    return pipeline_class(**dict.fromkeys(names) | parts)
 
 
 @torch.no_grad()

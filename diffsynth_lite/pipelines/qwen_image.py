@@ -4,7 +4,7 @@ Layouts: b batch, c latent channels, f frames (1), h and w latent height and wid
 Sources: diffusers ``transformer_qwenimage.py`` and ``pipeline_qwenimage.py``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,11 +17,12 @@ from diffusers import (
 from PIL.Image import Image
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
+from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
 from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.contract.assembly import assemble
+from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.contract.latents import encode_latents
-from diffsynth_lite.pipelines.contract.padding import pad_tokens
+from diffsynth_lite.pipelines.contract.padding import pad_tokens, without_padding
 from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
 from diffsynth_lite.testing.text_encoders import tiny_qwen2_5_vl
@@ -61,13 +62,12 @@ def model_fn_qwen_image(
     """
     batch, _, _, height, width = latents_bcfhw.shape
     pictures = (latents_bcfhw, *input_latents_bcfhw)
-    num_blocks = count_blocks(transformer, QwenImage.block_lists)
-    run = block_runner(
-        num_blocks, use_gradient_checkpointing, use_gradient_checkpointing_offload, policy=policy
-    )
     tokens_bld = torch.cat([_pack(picture_bcfhw) for picture_bcfhw in pictures], dim=1)
     picture_shapes = [(1, picture.shape[-2] // _PATCH, picture.shape[-1] // _PATCH) for picture in pictures]
-    with blocks_run_by(transformer, run):
+    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
+    with blocks_through(
+        transformer, QwenImage.block_lists, gradient_checkpoint_forward, *switches, policy=policy
+    ):
         velocity_bld = transformer(
             hidden_states=tokens_bld,
             timestep=timestep,
@@ -99,7 +99,10 @@ class QwenImage(DiffusersFamily):
 
     pipelines: ClassVar[tuple[Any, ...]] = (QwenImagePipeline,)
     transformer_class = QwenImageTransformer2DModel
-    components = ("transformer", "text_encoder", "vae")
+    encoder_classes: ClassVar[Mapping[str, Any]] = {
+        "text_encoder": Qwen2_5_VLForConditionalGeneration,
+        "vae": AutoencoderKLQwenImage,
+    }
     block_lists = ("transformer_blocks",)
     size_divisor = 16
     max_prompt_tokens = 512
@@ -111,29 +114,24 @@ class QwenImage(DiffusersFamily):
     dead_in_last_block = ("attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = (self.folder.fingerprint("text_encoder"), self.folder.fingerprint("tokenizer"))
+        parts = self.folder.fingerprints("text_encoder", "tokenizer")
         # The template is a part of diffusers, so that another version may bring another one.
-        template = _assemble().prompt_template_encode
-        return f"qwen_image/prompt/2 {' '.join(parts)} {dtype} {self.max_prompt_tokens} {template!r}"
+        template = assemble(self.pipeline).prompt_template_encode
+        return f"qwen_image/prompt/2 {parts} {dtype} {self.max_prompt_tokens} {template!r}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        encoder = self.load_component(Qwen2_5_VLForConditionalGeneration, "text_encoder", dtype)
-        tokenizer = self.load_tokenizer()
-        pipeline = _assemble(text_encoder=encoder.to(device), tokenizer=tokenizer)
+        encoder = self.load_component("text_encoder", dtype).to(device)
+        pipeline = assemble(self.pipeline, text_encoder=encoder, tokenizer=self.load_tokenizer())
 
         @torch.no_grad()
         def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
-            embeds, mask = pipeline.encode_prompt(
+            # The pipeline gives no mask at all when no prompt is padded.
+            embeds_bld, mask = pipeline.encode_prompt(
                 [prompt.text for prompt in prompts], device=device, max_sequence_length=self.max_prompt_tokens
             )
-            # The pipeline gives no mask at all when no prompt is padded.
-            lengths = [embeds.shape[1]] * len(prompts) if mask is None else mask.sum(1).tolist()
-            return [
-                {"prompt_embeds": row[:length].cpu().clone()}
-                for row, length in zip(embeds, lengths, strict=True)
-            ]
+            return [{"prompt_embeds": row_ld} for row_ld in without_padding(embeds_bld, mask)]
 
         return encode
 
@@ -143,8 +141,8 @@ class QwenImage(DiffusersFamily):
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        vae = self.load_component(AutoencoderKLQwenImage, "vae", dtype).to(device)
-        pipeline = _assemble(vae=vae)
+        vae = self.load_component("vae", dtype).to(device)
+        pipeline = assemble(self.pipeline, vae=vae)
 
         def encode(media: Sequence[Media]) -> list[EncodedMedia]:
             pixels_bchw = pipeline.image_processor.preprocess([item.frames[0] for item in media])
@@ -170,14 +168,14 @@ class QwenImage(DiffusersFamily):
         use_gradient_checkpointing: bool = False,
         use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
-        dtype = next(transformer.parameters()).dtype
-        embeds, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning])
+        like = device_and_dtype(transformer)
+        embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning], **like)
         return model_fn_qwen_image(
             transformer,
-            noisy_latents.to(dtype),
+            noisy_latents.to(**like),
             sigma,
-            embeds.to(noisy_latents.device, dtype),
-            None if mask is None else mask.to(noisy_latents.device),
+            embeds_bld,
+            mask,
             use_gradient_checkpointing=use_gradient_checkpointing,
             use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
         )
@@ -185,16 +183,8 @@ class QwenImage(DiffusersFamily):
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[list[Image]]:
-        parameter = next(transformer.parameters())
-        vae = self.load_component(AutoencoderKLQwenImage, "vae", vae_dtype).to(parameter.device)
-        pipeline = _assemble(scheduler=self.load_scheduler(), vae=vae, transformer=transformer)
-        pipeline.set_progress_bar_config(disable=True)
-        return [[draw(pipeline, request, parameter.device, parameter.dtype)] for request in requests]
-
-
-def _assemble(**components: Any) -> QwenImagePipeline:
-    names = ("scheduler", "vae", "text_encoder", "tokenizer", "transformer")
-    return QwenImagePipeline(**{name: components.get(name) for name in names})
+        pipeline = self.preview_pipeline(transformer, vae_dtype)
+        return [[draw(pipeline, request)] for request in requests]
 
 
 def tiny() -> QwenImagePipeline:
@@ -232,14 +222,13 @@ def tiny() -> QwenImagePipeline:
     )
 
 
-def draw(
-    pipeline: Any, request: PreviewRequest, device: torch.device, dtype: torch.dtype, **inputs: Any
-) -> Image:
+def draw(pipeline: Any, request: PreviewRequest, **inputs: Any) -> Image:
     """One preview by any of the Qwen-Image pipelines; ``inputs`` are further arguments of its call."""
+    like = device_and_dtype(pipeline.transformer)
 
     def embeds_and_mask(conditioning: Conditioning) -> tuple[torch.Tensor, torch.Tensor]:
-        embeds_bld = conditioning["prompt_embeds"][None].to(device, dtype)
-        return embeds_bld, torch.ones(embeds_bld.shape[:2], dtype=torch.long, device=device)
+        embeds_bld = conditioning["prompt_embeds"][None].to(**like)
+        return embeds_bld, torch.ones(embeds_bld.shape[:2], dtype=torch.long, device=like["device"])
 
     embeds, mask = embeds_and_mask(request.conditioning)
     negative_embeds, negative_mask = (
@@ -252,10 +241,7 @@ def draw(
         negative_prompt_embeds=negative_embeds,
         negative_prompt_embeds_mask=negative_mask,
         true_cfg_scale=request.guidance_scale,
-        width=request.width,
-        height=request.height,
-        num_inference_steps=request.num_inference_steps,
-        generator=torch.Generator().manual_seed(request.seed),
+        **request.call_arguments(),
         max_sequence_length=QwenImage.max_prompt_tokens,
     ).images[0]
     return image

@@ -8,16 +8,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLQwenImage, QwenImageEditPipeline, QwenImageEditPlusPipeline
+from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as edit_plus
 from PIL.Image import Image
-from transformers import BatchFeature, Qwen2_5_VLForConditionalGeneration
+from transformers import BatchFeature
 from transformers import Qwen2VLImageProcessorPil as PictureProcessor
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import qwen_image
+from diffsynth_lite.pipelines.contract.assembly import assemble
+from diffsynth_lite.pipelines.contract.diffusers_family import device_and_dtype
 from diffsynth_lite.pipelines.contract.input_pictures import INPUT, stack_inputs
 from diffsynth_lite.pipelines.contract.latents import encode_latents
 from diffsynth_lite.pipelines.contract.padding import pad_tokens
@@ -67,19 +69,19 @@ class QwenImageEdit(qwen_image.QwenImage):
         return self.pipeline is QwenImageEditPlusPipeline
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = (self.folder.fingerprint(name) for name in ("text_encoder", "tokenizer", "processor"))
+        parts = self.folder.fingerprints("text_encoder", "tokenizer", "processor")
         # The template is a part of diffusers, so that another version may bring another one.
-        template = self._assemble().prompt_template_encode
-        return f"qwen_image_edit/prompt/2 {self.pipeline.__name__} {' '.join(parts)} {dtype} {template!r}"
+        template = assemble(self.pipeline).prompt_template_encode
+        return f"qwen_image_edit/prompt/2 {self.pipeline.__name__} {parts} {dtype} {template!r}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        encoder = self.load_component(Qwen2_5_VLForConditionalGeneration, "text_encoder", dtype)
         tokenizer = self.load_tokenizer()
         pictures = PictureProcessor.from_pretrained(self.folder.path, subfolder="processor")
-        pipeline = self._assemble(
-            text_encoder=encoder.to(device),
+        pipeline = assemble(
+            self.pipeline,
+            text_encoder=self.load_component("text_encoder", dtype).to(device),
             tokenizer=tokenizer,
             processor=TextAndPictures(tokenizer=tokenizer, pictures=pictures),
         )
@@ -103,8 +105,8 @@ class QwenImageEdit(qwen_image.QwenImage):
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        vae = self.load_component(AutoencoderKLQwenImage, "vae", dtype).to(device)
-        pipeline = self._assemble(vae=vae)
+        vae = self.load_component("vae", dtype).to(device)
+        pipeline = assemble(self.pipeline, vae=vae)
 
         def encode(media: Sequence[Media]) -> list[EncodedMedia]:
             pixels_bchw = pipeline.image_processor.preprocess([item.frames[0] for item in media])
@@ -126,15 +128,15 @@ class QwenImageEdit(qwen_image.QwenImage):
         use_gradient_checkpointing: bool = False,
         use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
-        dtype, device = next(transformer.parameters()).dtype, noisy_latents.device
-        embeds, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning])
+        like = device_and_dtype(transformer)
+        embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning], **like)
         return model_fn_qwen_image_edit(
             transformer,
-            noisy_latents.to(dtype),
+            noisy_latents.to(**like),
             sigma,
-            embeds.to(device, dtype),
-            None if mask is None else mask.to(device),
-            input_latents_bcfhw=[latents.to(device, dtype) for latents in stack_inputs(conditioning)],
+            embeds_bld,
+            mask,
+            input_latents_bcfhw=[latents.to(**like) for latents in stack_inputs(conditioning)],
             use_gradient_checkpointing=use_gradient_checkpointing,
             use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
         )
@@ -142,23 +144,11 @@ class QwenImageEdit(qwen_image.QwenImage):
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[list[Image]]:
-        parameter = next(transformer.parameters())
         # Not in ``vae_dtype``: the pipelines encode the input pictures in the dtype of the embeddings.
-        vae = self.load_component(AutoencoderKLQwenImage, "vae", parameter.dtype).to(parameter.device)
-        pipeline = self._assemble(vae=vae, transformer=transformer, scheduler=self.load_scheduler())
-        pipeline.set_progress_bar_config(disable=True)
+        pipeline = self.preview_pipeline(transformer, device_and_dtype(transformer)["dtype"])
         return [
-            [
-                qwen_image.draw(
-                    pipeline, request, parameter.device, parameter.dtype, image=self._given(request.inputs)
-                )
-            ]
-            for request in requests
+            [qwen_image.draw(pipeline, request, image=self._given(request.inputs))] for request in requests
         ]
-
-    def _assemble(self, **components: Any) -> Any:
-        names = ("scheduler", "vae", "text_encoder", "tokenizer", "processor", "transformer")
-        return self.pipeline(**{name: components.get(name) for name in names})
 
     def _given(self, pictures: Sequence[Image]) -> Image | list[Image]:
         """The pictures as the pipeline wants them.

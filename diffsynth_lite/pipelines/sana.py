@@ -5,19 +5,20 @@ Sources: diffusers ``sana_transformer.py`` and ``pipeline_sana.py``; Sana 1.0 is
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
 from PIL.Image import Image
 from transformers import Gemma2Model
 
-from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
+from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
 from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
-from diffsynth_lite.pipelines.contract.padding import pad_tokens
+from diffsynth_lite.pipelines.contract.assembly import assemble
+from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily, device_and_dtype
+from diffsynth_lite.pipelines.contract.padding import pad_tokens, without_padding
 from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.testing.autoencoders import tiny_dc_vae
 from diffsynth_lite.testing.seeding import seeded
@@ -53,11 +54,8 @@ def model_fn_sana(
     Returns:
         (B, 32, H, W), the predicted velocity ``noise - latents``.
     """
-    num_blocks = count_blocks(transformer, Sana.block_lists)
-    run = block_runner(
-        num_blocks, use_gradient_checkpointing, use_gradient_checkpointing_offload, policy=policy
-    )
-    with blocks_run_by(transformer, run):
+    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
+    with blocks_through(transformer, Sana.block_lists, gradient_checkpoint_forward, *switches, policy=policy):
         velocity_bchw: torch.Tensor = transformer(
             hidden_states=latents_bchw,
             timestep=timestep,
@@ -82,22 +80,22 @@ class Sana(DiffusersFamily):
 
     pipelines = (SanaPipeline,)
     transformer_class = SanaTransformer2DModel
-    components = ("transformer", "text_encoder", "vae")
+    encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": Gemma2Model, "vae": AutoencoderDC}
     block_lists = ("transformer_blocks",)
     size_divisor = 32
     max_prompt_tokens = 300
     default_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = (self.folder.fingerprint("text_encoder"), self.folder.fingerprint("tokenizer"))
+        parts = self.folder.fingerprints("text_encoder", "tokenizer")
         # The instruction is a part of diffusers, so that another version may bring another one.
-        return f"sana/prompt/1 {' '.join(parts)} {dtype} {self.max_prompt_tokens} {_instruction()!r}"
+        return f"sana/prompt/1 {parts} {dtype} {self.max_prompt_tokens} {_instruction()!r}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        encoder = self.load_component(Gemma2Model, "text_encoder", dtype)
-        pipeline = _assemble(text_encoder=encoder.to(device), tokenizer=self.load_tokenizer())
+        encoder = self.load_component("text_encoder", dtype).to(device)
+        pipeline = assemble(self.pipeline, text_encoder=encoder, tokenizer=self.load_tokenizer())
 
         @torch.no_grad()
         def encode_alike(texts: list[str], instruction: list[str] | None) -> list[torch.Tensor]:
@@ -108,10 +106,7 @@ class Sana(DiffusersFamily):
                 max_sequence_length=self.max_prompt_tokens,
                 complex_human_instruction=instruction,
             )
-            return [
-                row[:length].cpu().clone()
-                for row, length in zip(embeds_bld, mask.sum(1).tolist(), strict=True)
-            ]
+            return without_padding(embeds_bld, mask)
 
         def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
             rows: dict[int, torch.Tensor] = {}
@@ -125,7 +120,7 @@ class Sana(DiffusersFamily):
         return encode
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
-        return super().prompt_lengths(_assemble()._text_preprocessing(list(texts)))
+        return super().prompt_lengths(assemble(self.pipeline)._text_preprocessing(list(texts)))
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"sana/latents/1 {self.folder.fingerprint('vae')} {dtype}"
@@ -133,8 +128,8 @@ class Sana(DiffusersFamily):
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        vae = self.load_component(AutoencoderDC, "vae", dtype).to(device)
-        pipeline = _assemble(vae=vae)
+        vae = self.load_component("vae", dtype).to(device)
+        pipeline = assemble(self.pipeline, vae=vae)
 
         @torch.no_grad()
         def encode(media: Sequence[Media]) -> list[EncodedMedia]:
@@ -168,14 +163,14 @@ class Sana(DiffusersFamily):
         use_gradient_checkpointing: bool = False,
         use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
-        dtype = next(transformer.parameters()).dtype
-        embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning])
+        like = device_and_dtype(transformer)
+        embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning], **like)
         return model_fn_sana(
             transformer,
-            noisy_latents.to(dtype),
+            noisy_latents.to(**like),
             sigma * _NUM_TIMESTEPS * self._timestep_scale,
-            embeds_bld.to(noisy_latents.device, dtype),
-            None if mask is None else mask.to(noisy_latents.device),
+            embeds_bld,
+            mask,
             use_gradient_checkpointing=use_gradient_checkpointing,
             use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
         )
@@ -183,16 +178,8 @@ class Sana(DiffusersFamily):
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[list[Image]]:
-        device = next(transformer.parameters()).device
-        vae = self.load_component(AutoencoderDC, "vae", vae_dtype).to(device)
-        pipeline = _assemble(scheduler=self.load_scheduler(), vae=vae, transformer=transformer)
-        pipeline.set_progress_bar_config(disable=True)
-        return [[_draw(pipeline, request, device)] for request in requests]
-
-
-def _assemble(**components: Any) -> SanaPipeline:
-    names = ("tokenizer", "text_encoder", "vae", "transformer", "scheduler")
-    return SanaPipeline(**{name: components.get(name) for name in names})
+        pipeline = self.preview_pipeline(transformer, vae_dtype)
+        return [[_draw(pipeline, request)] for request in requests]
 
 
 def _instruction() -> list[str]:
@@ -203,13 +190,15 @@ def _instruction() -> list[str]:
     return lines
 
 
-def _draw(pipeline: SanaPipeline, request: PreviewRequest, device: torch.device) -> Image:
+def _draw(pipeline: SanaPipeline, request: PreviewRequest) -> Image:
+    device = device_and_dtype(pipeline.transformer)["device"]
     is_guided = request.guidance_scale > 1
     conditionings = (request.conditioning, request.negative) if is_guided else (request.conditioning,)
     # Padded together: the pipeline wants both of one length.
-    embeds_bld, mask = pad_tokens([conditioning["prompt_embeds"] for conditioning in conditionings])
-    mask = torch.ones(embeds_bld.shape[:2], dtype=torch.long) if mask is None else mask
-    embeds_bld, mask = embeds_bld.to(device), mask.to(device)
+    embeds_bld, mask = pad_tokens(
+        [conditioning["prompt_embeds"] for conditioning in conditionings], device=device
+    )
+    mask = torch.ones(embeds_bld.shape[:2], dtype=torch.long, device=device) if mask is None else mask
     image: Image = pipeline(
         prompt_embeds=embeds_bld[:1],
         prompt_attention_mask=mask[:1],
@@ -217,12 +206,9 @@ def _draw(pipeline: SanaPipeline, request: PreviewRequest, device: torch.device)
         negative_prompt_embeds=embeds_bld[1:] if is_guided else None,
         negative_prompt_attention_mask=mask[1:] if is_guided else None,
         guidance_scale=request.guidance_scale,
-        width=request.width,
-        height=request.height,
+        **request.call_arguments(),
         # It would draw the nearest of a list of sizes, and scale and crop that.
         use_resolution_binning=False,
-        num_inference_steps=request.num_inference_steps,
-        generator=torch.Generator().manual_seed(request.seed),
     ).images[0]
     return image
 

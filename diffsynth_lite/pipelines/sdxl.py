@@ -15,7 +15,13 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL.Image import Image
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks, unwrapped
+from diffsynth_lite.core.gradient import (
+    BlockPolicy,
+    blocks_through,
+    count_blocks,
+    gradient_checkpoint_forward,
+    unwrapped,
+)
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.contract.clip_prompts import clip_prompt_embeds, clip_prompt_encoder
@@ -68,11 +74,9 @@ def model_fn_sdxl(
     Returns:
         (B, 4, H, W), the noise or the v that the UNet predicts.
     """
-    num_blocks = count_blocks(unet, tuple(unet_block_lists(unwrapped(unet).config)))
-    run = block_runner(
-        num_blocks, use_gradient_checkpointing, use_gradient_checkpointing_offload, policy=policy
-    )
-    with blocks_run_by(unet, run):
+    block_lists = tuple(unet_block_lists(unwrapped(unet).config))
+    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
+    with blocks_through(unet, block_lists, gradient_checkpoint_forward, *switches, policy=policy):
         predicted_bchw: torch.Tensor = unet(
             latents_bchw,
             timestep,
@@ -104,7 +108,7 @@ class SDXL(DiffusionFamily):
 
     pipelines = (StableDiffusionXLPipeline,)
     transformer_class = UNet2DConditionModel
-    components = ("unet", *_TEXT_ENCODERS, "vae")
+    encoder_classes: ClassVar[Mapping[str, Any]] = {**_TEXT_ENCODERS, "vae": AutoencoderKL}
     components_without_weights: ClassVar[tuple[str, ...]] = ("scheduler", *_TOKENIZERS)
     max_prompt_tokens = 77
     trainable = ("unet", *_TEXT_ENCODERS)
@@ -142,9 +146,6 @@ class SDXL(DiffusionFamily):
         levels = [self.folder.component_config(name)["block_out_channels"] for name in ("unet", "vae")]
         return int(2 ** sum(len(channels) - 1 for channels in levels))
 
-    def trained_class(self, component: str) -> Any:
-        return _TEXT_ENCODERS.get(component, self.transformer_class)
-
     def unused_modules(self, model: torch.nn.Module) -> list[str]:
         if not self._trains_text:
             return []
@@ -152,16 +153,16 @@ class SDXL(DiffusionFamily):
         return [f"{layers}.{count_blocks(model, [layers]) - 1}"]
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        tokenizers = f"{' '.join(map(self.folder.fingerprint, _TOKENIZERS))} {self._zeros_for_empty}"
+        tokenizers = f"{self.folder.fingerprints(*_TOKENIZERS)} {self._zeros_for_empty}"
         if self._trains_text:
             return f"sdxl/tokens/1 {tokenizers}"
-        return f"sdxl/prompt/1 {' '.join(map(self.folder.fingerprint, _TEXT_ENCODERS))} {tokenizers} {dtype}"
+        return f"sdxl/prompt/1 {self.folder.fingerprints(*_TEXT_ENCODERS)} {tokenizers} {dtype}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
         names = () if self._trains_text else _TEXT_ENCODERS
-        encoders = [self.load_component(_TEXT_ENCODERS[name], name, dtype).to(device) for name in names]
+        encoders = [self.load_component(name, dtype).to(device) for name in names]
         tokenizers = [self.load_tokenizer(name) for name in _TOKENIZERS]
         return clip_prompt_encoder(tokenizers, encoders, device, zeros_for_empty=self._zeros_for_empty)
 
@@ -169,18 +170,20 @@ class SDXL(DiffusionFamily):
     def _vae_config(self) -> dict[str, Any]:
         return self.folder.component_config("vae")
 
-    def media_encoder_id(self, dtype: torch.dtype) -> str:
+    def check_vae_dtype(self, dtype: torch.dtype) -> None:
         if dtype == torch.float16 and self._vae_config.get("force_upcast", True):
             raise UserError(
                 f"model.vae_dtype: float16 is too narrow for the VAE in {self.folder.path / 'vae'} "
                 "(force_upcast in its config): pictures turn black; use float32"
             )
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"sdxl/latents/1 {self.folder.fingerprint('vae')} {dtype}"
 
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        vae = self.load_component(AutoencoderKL, "vae", dtype).to(device)
+        vae = self.load_component("vae", dtype).to(device)
         processor = VaeImageProcessor()
 
         def encode(media: Sequence[Media]) -> list[EncodedMedia]:
@@ -236,17 +239,9 @@ class SDXL(DiffusionFamily):
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[list[Image]]:
-        vae = self.load_component(AutoencoderKL, "vae", vae_dtype).to(device_and_dtype(transformer)["device"])
-        decode_in_own_dtype(vae)
-        pipeline = StableDiffusionXLPipeline(
-            vae=vae,
-            unet=self.parts_of(transformer)["unet"],
-            scheduler=self.load_scheduler(),
-            # The prompts come as embeddings.
-            **dict.fromkeys((*_TEXT_ENCODERS, *_TOKENIZERS)),
-            add_watermarker=False,
-        )
-        pipeline.set_progress_bar_config(disable=True)
+        unet = self.parts_of(transformer)["unet"]
+        pipeline = self.preview_pipeline(unet, vae_dtype, add_watermarker=False)
+        decode_in_own_dtype(pipeline.vae)
         return [self._draw(pipeline, transformer, request) for request in requests]
 
     def _draw(self, pipeline: Any, transformer: torch.nn.Module, request: PreviewRequest) -> list[Image]:
@@ -258,10 +253,7 @@ class SDXL(DiffusionFamily):
             negative_prompt_embeds=negative_embeds,
             negative_pooled_prompt_embeds=negative_pooled,
             guidance_scale=request.guidance_scale,
-            width=request.width,
-            height=request.height,
-            num_inference_steps=request.num_inference_steps,
-            generator=torch.Generator().manual_seed(request.seed),
+            **request.call_arguments(),
         ).images
         return drawn
 

@@ -4,7 +4,7 @@ Layouts: b batch, c latent channels, f latent frames, h and w latent height and 
 Sources: diffusers ``transformer_wan.py``, ``pipeline_wan.py`` and ``pipeline_wan_i2v.py``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,8 +20,9 @@ from diffusers.utils import is_ftfy_available
 from PIL.Image import Image
 from transformers import UMT5EncoderModel
 
-from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
+from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
 from diffsynth_lite.media import Media, Prompt, RecordKind
+from diffsynth_lite.pipelines.contract.assembly import assemble
 from diffsynth_lite.pipelines.contract.experts import ExpertFamily
 from diffsynth_lite.pipelines.contract.first_frame import encode_clips, preview_start, with_first_frames
 from diffsynth_lite.pipelines.contract.latents import encode_latents
@@ -67,11 +68,8 @@ def model_fn_wan(
     Returns:
         (B, C, F, H, W), the predicted velocity ``noise - latents``.
     """
-    num_blocks = count_blocks(transformer, Wan.block_lists)
-    run = block_runner(
-        num_blocks, use_gradient_checkpointing, use_gradient_checkpointing_offload, policy=policy
-    )
-    with blocks_run_by(transformer, run):
+    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
+    with blocks_through(transformer, Wan.block_lists, gradient_checkpoint_forward, *switches, policy=policy):
         velocity_bcfhw: torch.Tensor = transformer(
             hidden_states=latents_bcfhw,
             timestep=timestep,
@@ -105,8 +103,8 @@ class Wan(ExpertFamily):
         return "to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"
 
     @property
-    def components(self) -> tuple[str, ...]:
-        return (*self.trainable, "text_encoder", "vae")
+    def encoder_classes(self) -> Mapping[str, Any]:
+        return {"text_encoder": UMT5EncoderModel, "vae": AutoencoderKLWan}
 
     @property
     def record_kinds(self) -> tuple[RecordKind, ...]:
@@ -134,15 +132,15 @@ class Wan(ExpertFamily):
         return 24.0 if self._is_ti2v else 16.0
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = (self.folder.fingerprint("text_encoder"), self.folder.fingerprint("tokenizer"))
+        parts = self.folder.fingerprints("text_encoder", "tokenizer")
         # diffusers repairs a prompt with ftfy where that is installed, and leaves it as it is elsewhere.
         cleaner = "ftfy" if is_ftfy_available() else "plain"
-        return f"wan/prompt/1 {' '.join(parts)} {dtype} {self.max_prompt_tokens} {cleaner}"
+        return f"wan/prompt/1 {parts} {dtype} {self.max_prompt_tokens} {cleaner}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        text_encoder = self.load_component(UMT5EncoderModel, "text_encoder", dtype).to(device)
+        text_encoder = self.load_component("text_encoder", dtype).to(device)
         return wan_prompt_encoder(self.load_tokenizer(), text_encoder, max_tokens=self.max_prompt_tokens)
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
@@ -155,7 +153,7 @@ class Wan(ExpertFamily):
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
         parts = self._picture_parts(dtype, device)
-        pipeline = WanPipeline(tokenizer=None, text_encoder=None, scheduler=None, **parts)
+        pipeline = assemble(WanPipeline, **parts)
 
         def latents_of(clips: Sequence[Sequence[Image]]) -> torch.Tensor:
             return encode_latents(
@@ -166,7 +164,7 @@ class Wan(ExpertFamily):
 
     def _picture_parts(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         """What makes latents of pictures and pictures of latents, as arguments of the pipeline."""
-        return {"vae": self.load_component(AutoencoderKLWan, "vae", dtype).to(device)}
+        return {"vae": self.load_component("vae", dtype).to(device)}
 
     @cached_property
     def _vae_config(self) -> dict[str, Any]:
@@ -223,8 +221,6 @@ class Wan(ExpertFamily):
     ) -> list[list[Image]]:
         device = next(transformer.parameters()).device
         parts = {
-            "tokenizer": None,
-            "text_encoder": None,
             "scheduler": self.load_scheduler(),
             "boundary_ratio": self.boundary,
             "expand_timesteps": self._is_ti2v,
@@ -234,7 +230,7 @@ class Wan(ExpertFamily):
         return [self._draw(parts, request, device) for request in requests]
 
     def _draw(self, parts: dict[str, Any], request: PreviewRequest, device: torch.device) -> list[Image]:
-        pipeline = (WanImageToVideoPipeline if request.inputs else WanPipeline)(**parts)
+        pipeline = assemble(WanImageToVideoPipeline if request.inputs else WanPipeline, **parts)
         pipeline.set_progress_bar_config(disable=True)
         negative = [request.negative] if request.guidance_scale > 1 else None
         frames: list[Image] = pipeline(
@@ -242,11 +238,8 @@ class Wan(ExpertFamily):
             prompt_embeds=self._prompt_embeds([request.conditioning]).to(device),
             negative_prompt_embeds=None if negative is None else self._prompt_embeds(negative).to(device),
             guidance_scale=request.guidance_scale,
-            width=request.width,
-            height=request.height,
+            **request.call_arguments(),
             num_frames=request.num_frames,
-            num_inference_steps=request.num_inference_steps,
-            generator=torch.Generator().manual_seed(request.seed),
             output_type="pil",
         ).frames[0]
         return frames

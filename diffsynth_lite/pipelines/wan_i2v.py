@@ -5,7 +5,7 @@ Source: diffusers ``pipeline_wan_i2v.py``.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import CLIPImageProcessorPil, CLIPVisionModel
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, RecordKind
 from diffsynth_lite.pipelines import wan
+from diffsynth_lite.pipelines.contract.assembly import assemble
 from diffsynth_lite.pipelines.contract.latents import encode_latents
 from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.testing.image_encoders import tiny_clip_processor, tiny_clip_vision
@@ -54,8 +55,9 @@ class WanI2V(wan.Wan):
         return ("video", "image_to_video")
 
     @property
-    def components(self) -> tuple[str, ...]:
-        return (*super().components, *(("image_encoder",) if self._embeds_pictures else ()))
+    def encoder_classes(self) -> Mapping[str, Any]:
+        of_pictures = {"image_encoder": CLIPVisionModel} if self._embeds_pictures else {}
+        return {**super().encoder_classes, **of_pictures}
 
     @property
     def default_target_modules(self) -> tuple[str, ...]:
@@ -82,6 +84,10 @@ class WanI2V(wan.Wan):
         """FLF2V, whose transformer tells the first picture from the last by their place."""
         return self._transformer_config.get("pos_embed_seq_len") is not None
 
+    @property
+    def takes_last_frame(self) -> bool:
+        return self._leads_to_last_frame or not self._embeds_pictures
+
     def check_folder(self, *, with_weights: bool = True) -> None:
         if self.folder.pipeline_config().get("expand_timesteps"):
             raise UserError(
@@ -102,17 +108,16 @@ class WanI2V(wan.Wan):
         super().check_frames(num_frames, key=key)
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = [self.folder.fingerprint("vae")]
-        if self._embeds_pictures:
-            parts += [self.folder.fingerprint(part) for part in ("image_encoder", "image_processor")]
+        of_pictures = ("image_encoder", "image_processor") if self._embeds_pictures else ()
+        parts = self.folder.fingerprints("vae", *of_pictures)
         frames = "first and last" if self._leads_to_last_frame else "first"
-        return f"wan_i2v/latents/1 {' '.join(parts)} {dtype} {frames}"
+        return f"wan_i2v/latents/1 {parts} {dtype} {frames}"
 
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
         parts = self._picture_parts(dtype, device)
-        pipeline = WanImageToVideoPipeline(tokenizer=None, text_encoder=None, scheduler=None, **parts)
+        pipeline = assemble(self.pipeline, **parts)
 
         def encode(media: Sequence[Media]) -> list[EncodedMedia]:
             conditions = [self._encode_pictures(pipeline, item) for item in media]
@@ -129,7 +134,7 @@ class WanI2V(wan.Wan):
     def _picture_parts(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         parts = super()._picture_parts(dtype, device)
         if self._embeds_pictures:
-            parts["image_encoder"] = self.load_component(CLIPVisionModel, "image_encoder", dtype).to(device)
+            parts["image_encoder"] = self.load_component("image_encoder", dtype).to(device)
             parts["image_processor"] = CLIPImageProcessorPil.from_pretrained(
                 self.folder.path, subfolder="image_processor"
             )
@@ -159,11 +164,7 @@ class WanI2V(wan.Wan):
 
     def _given_pictures(self, item: Media) -> list[Image]:
         """The first frame, and the last one where there is one."""
-        if item.last_frame is not None and self._embeds_pictures and not self._leads_to_last_frame:
-            raise UserError(
-                "data: Wan 2.1 I2V starts a clip from a picture, but ends it with none; leave last_frame_dir "
-                "and last_frame_column out, or train Wan 2.1 FLF2V or Wan 2.2 I2V-A14B"
-            )
+        assert item.last_frame is None or self.takes_last_frame, "refused with the records"
         last = item.last_frame or (item.frames[-1] if self._leads_to_last_frame else None)
         return [item.first_frame or item.frames[0], *([last] if last else [])]
 

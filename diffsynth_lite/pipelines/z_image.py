@@ -4,8 +4,8 @@ Layouts: b batch, c latent channels, h and w latent height and width; l tokens, 
 Sources: diffusers ``transformer_z_image.py`` and ``pipeline_z_image.py``.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from diffusers import (
@@ -17,10 +17,11 @@ from diffusers import (
 from PIL.Image import Image
 from transformers import Qwen3Model
 
-from diffsynth_lite.core.gradient import BlockPolicy, block_runner, blocks_run_by, count_blocks
+from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.contract.assembly import assemble
+from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.contract.latents import encode_scaled_latents, scaled_latents_shape
 from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
@@ -56,11 +57,10 @@ def model_fn_z_image(
     Returns:
         (B, 16, H, W), what the model predicts, which is ``latents - noise``.
     """
-    num_blocks = count_blocks(transformer, ZImage.block_lists)
-    run = block_runner(
-        num_blocks, use_gradient_checkpointing, use_gradient_checkpointing_offload, policy=policy
-    )
-    with blocks_run_by(transformer, run):
+    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
+    with blocks_through(
+        transformer, ZImage.block_lists, gradient_checkpoint_forward, *switches, policy=policy
+    ):
         predicted_cfhw = transformer(
             x=list(latents_bchw.unsqueeze(2).unbind()),
             t=timestep,
@@ -91,7 +91,7 @@ class ZImage(DiffusersFamily):
 
     pipelines = (ZImagePipeline,)
     transformer_class = ZImageTransformer2DModel
-    components = ("transformer", "text_encoder", "vae")
+    encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": Qwen3Model, "vae": AutoencoderKL}
     block_lists = ("noise_refiner", "context_refiner", "layers")
     size_divisor = 16
     max_prompt_tokens = 512
@@ -106,14 +106,14 @@ class ZImage(DiffusersFamily):
             )
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = (self.folder.fingerprint("text_encoder"), self.folder.fingerprint("tokenizer"))
-        return f"z_image/prompt/1 {' '.join(parts)} {dtype} {self.max_prompt_tokens}"
+        parts = self.folder.fingerprints("text_encoder", "tokenizer")
+        return f"z_image/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        encoder = self.load_component(Qwen3Model, "text_encoder", dtype)
-        pipeline = _assemble(text_encoder=encoder.to(device), tokenizer=self.load_tokenizer())
+        encoder = self.load_component("text_encoder", dtype).to(device)
+        pipeline = assemble(self.pipeline, text_encoder=encoder, tokenizer=self.load_tokenizer())
 
         @torch.no_grad()
         def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
@@ -140,8 +140,8 @@ class ZImage(DiffusersFamily):
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        vae = self.load_component(AutoencoderKL, "vae", dtype).to(device)
-        pipeline = _assemble(vae=vae)
+        vae = self.load_component("vae", dtype).to(device)
+        pipeline = assemble(self.pipeline, vae=vae)
 
         def encode(media: Sequence[Media]) -> list[EncodedMedia]:
             pixels_bchw = pipeline.image_processor.preprocess([item.frames[0] for item in media])
@@ -165,12 +165,12 @@ class ZImage(DiffusersFamily):
         use_gradient_checkpointing: bool = False,
         use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
-        dtype = next(transformer.parameters()).dtype
+        like = device_and_dtype(transformer)
         return -model_fn_z_image(
             transformer,
-            noisy_latents.to(dtype),
+            noisy_latents.to(**like),
             1 - sigma,
-            [sample["prompt_embeds"].to(noisy_latents.device, dtype) for sample in conditioning],
+            [sample["prompt_embeds"].to(**like) for sample in conditioning],
             use_gradient_checkpointing=use_gradient_checkpointing,
             use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
         )
@@ -178,29 +178,19 @@ class ZImage(DiffusersFamily):
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[list[Image]]:
-        parameter = next(transformer.parameters())
-        vae = self.load_component(AutoencoderKL, "vae", vae_dtype).to(parameter.device)
-        pipeline = _assemble(scheduler=self.load_scheduler(), vae=vae, transformer=transformer)
-        pipeline.set_progress_bar_config(disable=True)
-        return [[_draw(pipeline, request, parameter.device, parameter.dtype)] for request in requests]
+        pipeline = self.preview_pipeline(transformer, vae_dtype)
+        return [[_draw(pipeline, request)] for request in requests]
 
 
-def _draw(pipeline: Any, request: PreviewRequest, device: torch.device, dtype: torch.dtype) -> Image:
+def _draw(pipeline: Any, request: PreviewRequest) -> Image:
+    like = device_and_dtype(pipeline.transformer)
     image: Image = pipeline(
-        prompt_embeds=[request.conditioning["prompt_embeds"].to(device, dtype)],
-        negative_prompt_embeds=[request.negative["prompt_embeds"].to(device, dtype)],
+        prompt_embeds=[request.conditioning["prompt_embeds"].to(**like)],
+        negative_prompt_embeds=[request.negative["prompt_embeds"].to(**like)],
         guidance_scale=request.guidance_scale if request.guidance_scale > 1 else 0.0,
-        width=request.width,
-        height=request.height,
-        num_inference_steps=request.num_inference_steps,
-        generator=torch.Generator().manual_seed(request.seed),
+        **request.call_arguments(),
     ).images[0]
     return image
-
-
-def _assemble(**components: Any) -> ZImagePipeline:
-    names = ("scheduler", "vae", "text_encoder", "tokenizer", "transformer")
-    return ZImagePipeline(**{name: components.get(name) for name in names})
 
 
 def tiny() -> ZImagePipeline:

@@ -18,6 +18,7 @@ from diffsynth_lite.data import (
     Record,
     Source,
     find_records,
+    refuse_other_kinds,
     tag_variants,
 )
 from diffsynth_lite.errors import UserError
@@ -94,6 +95,21 @@ def data_rules(config: Config, family: ModelFamily) -> DataRules:
 def frame_counts_of(config: Config, family: ModelFamily) -> tuple[int, ...]:
     """Frames that clips may have."""
     return tuple(config.data.frame_counts or (family.default_num_frames,))
+
+
+def check_records(records: Sequence[Record], family: ModelFamily) -> None:
+    """Check, by the files that the records name, that the family can train on them.
+
+    Raises:
+        UserError: naming what it cannot train on, and an example.
+    """
+    refuse_other_kinds(records, family.record_kinds)
+    if not family.takes_last_frame and (ending := [record for record in records if record.last_frame]):
+        raise UserError(
+            f"data: {len(ending)} clips, such as {ending[0].name}, end with a picture, and this model only "
+            "starts them from one; leave last_frame_dir and last_frame_column out, or choose a model that "
+            "docs/models.md says is led to a last frame"
+        )
 
 
 def num_tokens_of(bucket: Bucket, family: ModelFamily) -> int:

@@ -13,11 +13,11 @@ from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import BlockPolicy, Treatment, blocks_of
-from diffsynth_lite.data import BatchLayout, Record, load_image, refuse_other_kinds
+from diffsynth_lite.data import BatchLayout, Record, load_image
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder
-from diffsynth_lite.training.data_rules import data_rules
+from diffsynth_lite.training.data_rules import check_records, data_rules
 from diffsynth_lite.training.learning_rate import learning_rate_schedule
 from diffsynth_lite.training.processes import on_all_processes
 from diffsynth_lite.training.reading import read_data
@@ -100,7 +100,7 @@ def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
     if family is not None:
         model = _check_model(checks, family, config)
         for found in (data.training, data.validation):
-            checks.attempt(partial(refuse_other_kinds, found, family.record_kinds))
+            checks.attempt(partial(check_records, found, family))
     checks.attempt(lambda: _check_held_out(data.training, data.validation))
     checks.require_all(accelerator)
     assert family is not None
@@ -167,6 +167,7 @@ def bind_family(config: Config, *, with_weights: bool = True) -> ModelFamily:
     require_family(family_class, folder)
     family = family_class(folder, trained=config.lora.components)
     family.check_folder(with_weights=with_weights)
+    family.check_vae_dtype(getattr(torch, model.vae_dtype))
     return family
 
 

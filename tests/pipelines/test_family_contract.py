@@ -1,99 +1,22 @@
 """What every family has to do; a new file under pipelines/ is tested here from the moment it exists."""
 
+import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from family_sample import Sample, adapted_transformer, noise_levels, ones_like, transformer_calls
 from safetensors.torch import load_file, save_file
 
-from diffsynth_lite.core.gradient import GradientEngine, blocks_of, gradient_engine
 from diffsynth_lite.core.noise import DiffusionPath
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers
-from diffsynth_lite.pipelines import PipelineFolder
+from diffsynth_lite.pipelines import ModelFamily, PipelineFolder
 
 SIGMA = torch.tensor([0.1, 0.5, 0.9])
-FLAGS = [(False, False), (True, False), (False, True), (True, True)]
-
-
-def velocity_and_gradients(
-    sample: Sample, transformer: torch.nn.Module, flags: tuple[bool, bool], seed: int = 3
-) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-    torch.manual_seed(seed)
-    transformer.zero_grad()
-    velocity = sample.family.predict(
-        transformer,
-        sample.latents,
-        SIGMA,
-        sample.conditioning,
-        use_gradient_checkpointing=flags[0],
-        use_gradient_checkpointing_offload=flags[1],
-    )
-    velocity.square().mean().backward()
-    gradients = {name: value.grad for name, value in transformer.named_parameters() if value.requires_grad}
-    return velocity.detach(), gradients
-
-
-@pytest.mark.parametrize("flags", FLAGS[1:])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_the_flags_change_neither_the_velocity_nor_any_gradient(
-    sample: Sample, flags: tuple[bool, bool], dropout: float
-) -> None:
-    transformer = adapted_transformer(sample, dropout=dropout)
-    velocity, gradients = velocity_and_gradients(sample, transformer, (False, False))
-    other_velocity, other_gradients = velocity_and_gradients(sample, transformer, flags)
-    assert torch.equal(velocity, other_velocity)
-    assert gradients.keys() == other_gradients.keys()
-    for name, gradient in gradients.items():
-        assert torch.equal(gradient, other_gradients[name]), name
-
-
-def test_dropout_masks_follow_the_seed(sample: Sample) -> None:
-    transformer = adapted_transformer(sample, dropout=0.3)
-    first, _ = velocity_and_gradients(sample, transformer, (True, False), seed=3)
-    second, _ = velocity_and_gradients(sample, transformer, (True, False), seed=4)
-    assert not torch.equal(first, second)
-
-
-@pytest.mark.parametrize("flags", FLAGS[1:])
-def test_every_declared_block_is_recomputed_and_parked(sample: Sample, flags: tuple[bool, bool]) -> None:
-    transformer = adapted_transformer(sample)
-    engine = GradientEngine()
-    # A UNet has blocks before the first layer with a LoRA, which then need no gradient.
-    learned = replace(sample, latents=sample.latents.clone().requires_grad_(True))
-    with gradient_engine(engine):
-        velocity_and_gradients(learned, transformer, flags)
-    report = engine.report()
-    num_blocks = len(blocks_of(transformer, sample.family.block_lists))
-    assert report.blocks_run == report.blocks_recomputed == num_blocks > 0
-    tokens = sample.family.num_tokens(sample.latents.shape[1:]) * len(sample.latents)
-    if not flags[1]:
-        assert report.bytes_parked == 0
-        return
-    # At the least each block's image tokens are parked, with one fp32 number a token.
-    assert report.bytes_parked > num_blocks * tokens * 4
-
-
-def test_every_adapter_gets_a_gradient(sample: Sample) -> None:
-    _, gradients = velocity_and_gradients(sample, adapted_transformer(sample), (False, False))
-    assert [name for name, gradient in gradients.items() if gradient is None] == []
-
-
-def test_layers_dropped_in_the_last_block_would_get_no_gradient(sample: Sample) -> None:
-    family = sample.family
-    transformer = family.load_transformer(torch.float32)
-    dead = family.unused_modules(transformer)
-    for name in dead:
-        transformer.get_submodule(name).requires_grad_(True)
-    used = blocks_of(transformer, family.block_lists)[0]
-    used.requires_grad_(True)
-    _, gradients = velocity_and_gradients(sample, transformer, (False, False))
-    for name in dead:
-        assert gradients[f"{name}.weight"] is None, name
 
 
 def test_default_targets_match_the_structure_without_weights(sample: Sample) -> None:
@@ -264,8 +187,8 @@ def test_the_length_of_a_prompt_is_that_of_its_tokens(sample: Sample) -> None:
 
 
 def test_damaged_weights_are_named_and_are_no_bug_of_ours(sample: Sample, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(sample.family.folder.path, tmp_path / "copy"))
-    family = type(sample.family)(PipelineFolder(path=copy))
+    family = copied(sample, tmp_path)
+    copy = family.folder.path
     for component, load in (
         (family.trained[0], lambda: family.load_transformer(torch.float32)),
         ("vae", lambda: family.load_media_encoder(torch.float32, torch.device("cpu"))),
@@ -279,8 +202,8 @@ def test_damaged_weights_are_named_and_are_no_bug_of_ours(sample: Sample, tmp_pa
 
 @pytest.mark.parametrize("how", ["missing", "of another shape"])
 def test_weights_that_the_files_lack_are_not_made_up(sample: Sample, tmp_path: Path, how: str) -> None:
-    copy = Path(shutil.copytree(sample.family.folder.path, tmp_path / "copy"))
-    family = type(sample.family)(PipelineFolder(path=copy))
+    family = copied(sample, tmp_path)
+    copy = family.folder.path
     for component, load in (
         (family.trained[0], lambda: family.load_transformer(torch.float32)),
         ("text_encoder", lambda: family.load_prompt_encoder(torch.float32, torch.device("cpu"))),
@@ -294,3 +217,48 @@ def test_weights_that_the_files_lack_are_not_made_up(sample: Sample, tmp_path: P
         save_file(tensors, file, {"format": "pt"})
         with pytest.raises(UserError, match=rf"{component} do not fit their config.json: 1 of a \w+ are mis"):
             load()
+
+
+def copied(sample: Sample, folder: Path, variant: str | None = None) -> ModelFamily:
+    """The family on a copy of its folder, for a test that changes it."""
+    copy = Path(shutil.copytree(sample.family.folder.path, folder / "copy"))
+    return type(sample.family)(PipelineFolder(path=copy, variant=variant))
+
+
+def test_a_component_of_another_class_is_named_with_the_class_wanted(sample: Sample, tmp_path: Path) -> None:
+    family = copied(sample, tmp_path)
+    for component in family.components:
+        file = family.folder.path / component / "config.json"
+        written = file.read_text()
+        config = json.loads(written)
+        (key,) = {"_class_name", "model_type"} & config.keys()
+        file.write_text(json.dumps({key: "Other"}))
+        message = rf"{component}.config\.json is that of a Other, .* as a \w+ \({key}: {config[key]}\)"
+        with pytest.raises(UserError, match=message):
+            family.check_folder(with_weights=False)
+        file.write_text(written)
+    family.check_folder()
+
+
+def test_a_sampler_of_another_kind_of_noise_is_refused(sample: Sample, tmp_path: Path) -> None:
+    family = copied(sample, tmp_path)
+    trains_diffusion = isinstance(family.noise_path, DiffusionPath)
+    other = FlowMatchEulerDiscreteScheduler() if trains_diffusion else DDPMScheduler()
+    other.save_pretrained(family.folder.path / "scheduler")
+    changed = type(family)(family.folder)
+    with pytest.raises(UserError, match=rf"scheduler: {type(other).__name__}.* is no sampler of"):
+        changed.check_folder()
+
+
+def test_weights_of_a_variant_are_loaded_where_it_is_named_and_refused_elsewhere(
+    sample: Sample, tmp_path: Path
+) -> None:
+    family = copied(sample, tmp_path, variant="fp16")
+    folder = family.folder.path
+    for file in folder.glob("*/*.safetensors"):
+        file.rename(file.with_suffix(".fp16.safetensors"))
+    family.check_folder()
+    for component in family.components:
+        family.load_component(component, torch.float32)
+    with pytest.raises(UserError, match=r"weights without a variant .* set model\.variant: fp16$"):
+        type(family)(PipelineFolder(path=folder)).check_folder()

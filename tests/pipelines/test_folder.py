@@ -123,6 +123,24 @@ def test_missing_weights_name_the_component_and_the_variant(pipeline_folder: Pat
         check(PipelineFolder(path=pipeline_folder))
 
 
+def test_components_of_different_variants_are_all_named(pipeline_folder: Path) -> None:
+    half = pipeline_folder / "transformer" / "model.fp16.safetensors"
+    (pipeline_folder / "transformer" / "model.safetensors").rename(half)
+    there = r"none is there for all of them \(transformer: fp16; text_encoder: plain; vae: plain\)"
+    for variant, lacking in ((None, "transformer"), ("fp16", "text_encoder")):
+        with pytest.raises(UserError, match=f"{lacking} holds no safetensors weights .*{there}"):
+            check(PipelineFolder(path=pipeline_folder, variant=variant))
+
+
+def test_a_variant_that_is_not_there_is_told_which_are(pipeline_folder: Path) -> None:
+    for component in ("transformer", "text_encoder", "vae"):
+        shards = ["model.bf16-00001-of-00002.safetensors", "model.bf16-00002-of-00002.safetensors"]
+        for shard in shards:
+            save_file({"weight": torch.zeros(2)}, pipeline_folder / component / shard)
+    with pytest.raises(UserError, match=r"'fp16' .*; remove model\.variant or set model\.variant: bf16$"):
+        check(PipelineFolder(path=pipeline_folder, variant="fp16"))
+
+
 def test_a_variant_is_told_from_the_plain_files(pipeline_folder: Path) -> None:
     for component in ("transformer", "text_encoder", "vae"):
         save_file({"weight": torch.zeros(2)}, pipeline_folder / component / "model.fp16.safetensors")

@@ -1,5 +1,6 @@
 """Qwen-Image against diffusers' own transformer and pipeline."""
 
+import functools
 import math
 from typing import Any
 
@@ -125,6 +126,7 @@ def test_another_template_of_the_pipeline_makes_other_cache_entries(
     before = family.prompt_encoder_id(torch.float32)
     build = QwenImagePipeline.__init__
 
+    @functools.wraps(build)
     def with_other_template(pipeline: QwenImagePipeline, **components: Any) -> None:
         build(pipeline, **components)
         pipeline.prompt_template_encode += "!"

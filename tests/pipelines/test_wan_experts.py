@@ -241,8 +241,8 @@ def test_an_expert_that_was_read_for_a_preview_is_freed_afterwards(
     read: dict[str, weakref.ref[torch.nn.Module]] = {}
     load = family.load_component
 
-    def load_watched(component_class: Any, name: str, dtype: torch.dtype) -> Any:
-        component = load(component_class, name, dtype)
+    def load_watched(name: str, dtype: torch.dtype) -> Any:
+        component = load(name, dtype)
         read[name] = weakref.ref(component)
         return component
 

@@ -1,6 +1,5 @@
 """Folders and data of Wan image to video: what they need, and what is refused."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -8,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline
-from family_sample import CPU, build_media, picture
+from family_sample import CPU, build_media
 from wan_pipelines import families_from_pictures
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.media import Media
 from diffsynth_lite.pipelines import PipelineFolder, require_family
 from diffsynth_lite.pipelines import wan as wan_text
 from diffsynth_lite.pipelines.wan import Wan
@@ -49,11 +47,9 @@ def test_other_pixels_for_clip_are_other_embeddings(families: dict[str, WanI2V],
     assert not torch.equal(ours["image_embeds"], theirs["image_embeds"])
 
 
-def test_a_last_frame_is_refused_where_the_model_leads_to_none(families: dict[str, WanI2V]) -> None:
-    encode = families["i2v"].load_media_encoder(torch.float32, CPU)
-    item: Media = dataclasses.replace(build_media(families["i2v"])[0], last_frame=picture(64, 32, 50))
-    with pytest.raises(UserError, match=r"ends it with none; leave last_frame_dir and last_frame_column out"):
-        encode([item])
+def test_the_folder_says_whether_a_clip_may_end_with_a_picture(families: dict[str, WanI2V]) -> None:
+    takes = {release: family.takes_last_frame for release, family in families.items()}
+    assert takes == {"i2v": False, "flf2v": True, "a14b": True}
 
 
 @pytest.mark.parametrize("num_frames", [0, 1, 4])

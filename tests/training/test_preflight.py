@@ -2,14 +2,19 @@
 
 import shutil
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from PIL import Image
 from prepared_run import PROCESS, load_config_of
 
+from diffsynth_lite.data.video_writing import write_video
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.pipelines import flux2, qwen_image, qwen_image_edit
+from diffsynth_lite.pipelines import flux2, ltx_video, qwen_image, qwen_image_edit, sdxl, wan_i2v
 from diffsynth_lite.training.preflight import check_run
+
+# For families that take multiples of 32 pixels.
+OF_32 = {"validation.width": "64", "validation.height": "32"}
 
 
 @pytest.fixture
@@ -98,6 +103,42 @@ def test_preview_inputs_that_the_family_does_not_look_at_are_refused(root: Path)
     qwen_image.tiny().save_pretrained(root / "model")
     changes = {"validation.prompts": "[a circle]", "validation.inputs": f"[{root}/data/a.png]"}
     assert "validation.inputs: has no effect" in refusal(root, **changes)
+
+
+def test_an_autoencoder_that_float16_is_too_narrow_for_is_refused(root: Path) -> None:
+    sdxl.tiny().save_pretrained(root / "model")
+    changes = {
+        "model.family": "sdxl",
+        "model.vae_dtype": "float16",
+        "objective.loss_weighting": "none",
+    } | OF_32
+    assert "model.vae_dtype: float16 is too narrow" in refusal(root, **changes)
+    checked = check_run(load_config_of(root, {**changes, "model.vae_dtype": "bfloat16"}), PROCESS)
+    assert checked.num_blocks > 0
+
+
+@pytest.mark.parametrize("family", [wan_i2v, ltx_video])
+def test_clips_that_end_with_a_picture_are_refused_where_the_model_leads_to_none(
+    root: Path, family: ModuleType
+) -> None:
+    family.tiny().save_pretrained(root / "model")
+    shutil.move(root / "data", root / "starts")
+    (root / "data").mkdir()
+    for name in ("a", "b"):
+        frames = [Image.new("RGB", (64, 64), (place * 20, 0, 0)) for place in range(9)]
+        write_video(root / "data" / f"{name}.mp4", frames, fps=16)
+        (root / "data" / f"{name}.txt").write_text("a red square")
+    changes = {
+        "model.family": family.__name__.rpartition(".")[2],
+        "data.frame_counts": "[9]",
+        "data.first_frame_dir": f"{root}/starts",
+        "validation.prompts": "[]",
+        **OF_32,
+    }
+    checked = check_run(load_config_of(root, changes), PROCESS)
+    assert [record.kind for record in checked.records] == ["image_to_video"] * 2
+    message = "data: 2 clips, such as a.mp4, end with a picture, and this model only starts them from one"
+    assert message in refusal(root, **changes, **{"data.last_frame_dir": f"{root}/starts"})
 
 
 def test_a_component_that_the_pipeline_cannot_train_is_named(root: Path) -> None:

@@ -26,7 +26,8 @@ class ModelSettings(Settings):
     gets the same weights."""
 
     variant: Annotated[str | None, NotEmpty()] = None
-    """Which weight files to load where a pipeline has several, such as `fp16`; null loads the plain ones."""
+    """Which weight files to load where a pipeline has several, such as `fp16`; null loads the plain ones.
+    All components of the pipeline must have it."""
 
     dtype: Precision = "bfloat16"
     """How the frozen transformer is kept in memory: 2 bytes a parameter, or 4 for `float32`. LoRA weights

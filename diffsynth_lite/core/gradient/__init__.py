@@ -1,7 +1,7 @@
 """Gradient checkpointing of single blocks, with their inputs parked in host memory, and its report."""
 
 from diffsynth_lite.core.gradient.blocks import blocks_in, blocks_of, blocks_run_by, count_blocks, unwrapped
-from diffsynth_lite.core.gradient.checkpoint import block_runner, gradient_checkpoint_forward
+from diffsynth_lite.core.gradient.checkpoint import gradient_checkpoint_forward
 from diffsynth_lite.core.gradient.engine import GradientEngine
 from diffsynth_lite.core.gradient.host_pool import HostBytesError
 from diffsynth_lite.core.gradient.policies import (
@@ -14,6 +14,7 @@ from diffsynth_lite.core.gradient.policies import (
     Treatment,
 )
 from diffsynth_lite.core.gradient.report import GradientReport, IneffectiveSwitchError
+from diffsynth_lite.core.gradient.runner import block_runner, blocks_through
 from diffsynth_lite.core.gradient.scope import gradient_engine
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "blocks_in",
     "blocks_of",
     "blocks_run_by",
+    "blocks_through",
     "count_blocks",
     "gradient_checkpoint_forward",
     "gradient_engine",

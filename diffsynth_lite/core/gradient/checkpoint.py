@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from diffsynth_lite.core.gradient.arguments import put_tensors, take_tensors
 from diffsynth_lite.core.gradient.engine import GradientEngine
 from diffsynth_lite.core.gradient.parking import changed_in_place
-from diffsynth_lite.core.gradient.policies import BlockPolicy, Treatment
+from diffsynth_lite.core.gradient.policies import Treatment
 from diffsynth_lite.core.gradient.savings import Savings
-from diffsynth_lite.core.gradient.scope import current_engine
+from diffsynth_lite.core.gradient.scope import take_engine_and_treatment
 
 
 def gradient_checkpoint_forward(
@@ -30,7 +30,8 @@ def gradient_checkpoint_forward(
     tensors are found in positional and keyword arguments, also in tuples, lists, dicts and dataclasses.
 
     The engine of the ``gradient_engine`` scope adds what its policy says for a selected block. For a policy
-    that treats some blocks differently, run the blocks by ``block_runner``, which knows their places.
+    that treats some blocks differently, run the blocks by ``blocks_through`` or ``block_runner``, which know
+    the place of each.
 
     Args:
         model: a block. It runs twice with equal arguments: containers that hold tensors reach it as copies,
@@ -46,44 +47,9 @@ def gradient_checkpoint_forward(
         RuntimeError: in backward, when an input was changed in place after the call.
     """
     # Kept by the closures below: a ContextVar that is set here is not set on autograd's worker threads.
-    engine = current_engine()
-    treatment = engine.policy.selected.under(use_gradient_checkpointing, use_gradient_checkpointing_offload)
-    return _run_block(engine, treatment, model, args, kwargs)
-
-
-def block_runner(
-    num_blocks: int,
-    use_gradient_checkpointing: bool,
-    use_gradient_checkpointing_offload: bool,
-    *,
-    policy: BlockPolicy | None = None,
-) -> Callable[..., Any]:
-    """A ``run`` for ``blocks_run_by``: ``gradient_checkpoint_forward`` with a policy for the single blocks.
-
-    Args:
-        num_blocks: block calls of one forward pass.
-        use_gradient_checkpointing: as in ``gradient_checkpoint_forward``, for the blocks that the policy
-            recomputes.
-        use_gradient_checkpointing_offload: the same, for the blocks that it parks.
-        policy: None is that of the ``gradient_engine`` scope.
-
-    Returns:
-        A function for one forward pass.
-
-    Raises:
-        ValueError: the policy names blocks that do not exist, or selects none; later, more than
-            ``num_blocks`` blocks were called.
-    """
-    engine = current_engine()
-    chosen = policy or engine.policy
-    chosen.selection(num_blocks)
-
-    def run(index: int, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        treatment = chosen.treatment(index, num_blocks)
-        permitted = treatment.under(use_gradient_checkpointing, use_gradient_checkpointing_offload)
-        return _run_block(engine, permitted, block, args, kwargs)
-
-    return run
+    engine, treatment = take_engine_and_treatment()
+    permitted = treatment.under(use_gradient_checkpointing, use_gradient_checkpointing_offload)
+    return _run_block(engine, permitted, model, args, kwargs)
 
 
 def _run_block(

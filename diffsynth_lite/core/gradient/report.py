@@ -152,7 +152,8 @@ class GradientReport:
         if self.blocks_checkpointed > expected_checkpointed and self.blocks_run == expected_blocks:
             return (
                 f"{self.blocks_checkpointed} block calls were checkpointed where the policy selects "
-                f"{expected_checkpointed}: the model does not run its blocks by block_runner"
+                f"{expected_checkpointed}: the model runs its blocks neither by blocks_through nor by "
+                "block_runner"
             )
         if not self.blocks_recomputed:
             return (

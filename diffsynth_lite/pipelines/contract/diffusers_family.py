@@ -1,6 +1,7 @@
 """This file does what all families of diffusers have in common: loading components, and adapter files."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +16,12 @@ from transformers import AutoTokenizer, PreTrainedModel
 from diffsynth_lite.core.gradient import count_blocks
 from diffsynth_lite.core.noise import resolution_mu
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines.contract.assembly import assemble
+from diffsynth_lite.pipelines.contract.component_class import require_class
 from diffsynth_lite.pipelines.contract.composite import Composite, join_adapter, split_adapter
 from diffsynth_lite.pipelines.contract.family import ModelFamily
 from diffsynth_lite.pipelines.contract.samples import LoraFile
+from diffsynth_lite.pipelines.contract.schedulers import described, matches_flows
 
 
 def device_and_dtype(model: torch.nn.Module) -> dict[str, Any]:
@@ -31,7 +35,7 @@ class DiffusersFamily(ModelFamily):
 
     Attributes:
         pipelines: the pipeline's class, or several where releases of one model differ in it.
-        transformer_class: of the components that are trained; ``trained_class`` where they differ.
+        transformer_class: of ``trainable`` components that ``encoder_classes`` does not name.
         prompt_tokenizer: folder of the tokenizer that ``max_prompt_tokens`` counts by.
     """
 
@@ -57,19 +61,48 @@ class DiffusersFamily(ModelFamily):
 
     def check_folder(self, *, with_weights: bool = True) -> None:
         super().check_folder(with_weights=with_weights)
-        self.load_scheduler()  # else missed at the first preview, which only warns
+        for component in self.components:
+            require_class(self.folder, component, self.component_class(component))
+        # Else missed at the first preview, which only warns, or drawn from a sampler of another kind.
+        self.check_scheduler(self.load_scheduler())
 
-    def load_component(self, component_class: Any, name: str, dtype: torch.dtype) -> Any:
+    def check_scheduler(self, scheduler: Any) -> None:
+        """Check that the folder's sampler goes the way from noise to data that the family is trained on.
+
+        Raises:
+            UserError: it does not match flows.
+        """
+        if not matches_flows(scheduler):
+            raise UserError(
+                f"model.path: {self.folder.path / 'scheduler'}: {described(scheduler)} is no sampler of flow "
+                "matching, which this family trains; get the folder's own scheduler again, or check "
+                "model.path and model.family"
+            )
+
+    @property
+    @abstractmethod
+    def encoder_classes(self) -> Mapping[str, Any]:
+        """Classes of the text encoders, the autoencoder and the like, by folder; often a plain attribute."""
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.trainable, *self.encoder_classes)))
+
+    def component_class(self, name: str) -> Any:
+        """The class, of diffusers or transformers, that the family loads a component with."""
+        return self.encoder_classes.get(name, self.transformer_class)
+
+    def load_component(self, name: str, dtype: torch.dtype) -> Any:
         """A component with its weights, on the CPU in ``dtype``; pickled weights are refused.
 
         Args:
-            component_class: of diffusers or transformers.
             name: folder of the component.
             dtype: of the weights.
 
         Raises:
             UserError: a weight file is damaged, or the files do not hold what the component's config needs.
         """
+        component_class = self.component_class(name)
         try:
             component, loading = component_class.from_pretrained(
                 self.folder.path,
@@ -128,6 +161,20 @@ class DiffusersFamily(ModelFamily):
         loaded: Any = scheduler_class
         return loaded.from_config(self.scheduler_config)
 
+    def preview_pipeline(self, model: torch.nn.Module, vae_dtype: torch.dtype, **settings: Any) -> Any:
+        """The folder's pipeline around a transformer or UNet, for previews: with its own sampler, and silent.
+
+        Args:
+            model: stands where ``trainable`` has its first.
+            vae_dtype: of the autoencoder, which is loaded to where ``model`` is.
+            settings: further arguments of the pipeline.
+        """
+        vae = self.load_component("vae", vae_dtype).to(device_and_dtype(model)["device"])
+        parts = {self.trainable[0]: model, "vae": vae, "scheduler": self.load_scheduler()}
+        pipeline = assemble(self.pipeline, **parts, **settings)
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
     def resolution_shift(self, latents_shape: Sequence[int]) -> float:
         """``exp(mu)``, with mu linear in the number of tokens, by the settings in the folder's scheduler.
 
@@ -150,15 +197,11 @@ class DiffusersFamily(ModelFamily):
             return self.resolution_shift(latents_shape)
         return float(config.get("flow_shift", config.get("shift", 1.0)))
 
-    def trained_class(self, component: str) -> Any:
-        """Class of a component that is trained."""
-        return self.transformer_class
-
     def empty_transformer(self) -> torch.nn.Module:
         return self._trained_model(self._empty_component)
 
     def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
-        model = self._trained_model(lambda name: self.load_component(self.trained_class(name), name, dtype))
+        model = self._trained_model(lambda name: self.load_component(name, dtype))
         return model.requires_grad_(False)
 
     def _trained_model(self, make: Callable[[str], torch.nn.Module]) -> torch.nn.Module:
@@ -167,7 +210,7 @@ class DiffusersFamily(ModelFamily):
         return Composite({name: make(name) for name in self.trained})
 
     def _empty_component(self, name: str) -> torch.nn.Module:
-        model_class, config = self.trained_class(name), self.folder.component_config(name)
+        model_class, config = self.component_class(name), self.folder.component_config(name)
         with torch.device("meta"):
             if issubclass(model_class, PreTrainedModel):
                 model: torch.nn.Module = model_class(model_class.config_class.from_dict(config))

@@ -7,19 +7,19 @@ from typing import Any, get_args
 from diffsynth_lite.core.noise import DiffusionPath, PredictionType
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.contract.schedulers import described
 
 
 class DiffusionFamily(DiffusersFamily):
     """A family that removes noise in whole timesteps; the folder's scheduler says how much each has."""
 
-    def check_folder(self, *, with_weights: bool = True) -> None:
-        super().check_folder(with_weights=with_weights)
+    def check_scheduler(self, scheduler: Any) -> None:
         known = get_args(PredictionType)
-        if self._prediction_type not in known or not hasattr(self.load_scheduler(), "alphas_cumprod"):
+        if self._prediction_type not in known or not hasattr(scheduler, "alphas_cumprod"):
             raise UserError(
-                f"model.path: {self.folder.path / 'scheduler'}: {self.scheduler_config['_class_name']} with "
-                f"prediction_type {self._prediction_type} is no denoising diffusion that predicts "
-                f"{' or '.join(known)}, which this family trains; use another folder"
+                f"model.path: {self.folder.path / 'scheduler'}: {described(scheduler)} is no sampler of "
+                f"denoising diffusion that predicts {' or '.join(known)}, which this family trains; get the "
+                "folder's own scheduler again, or check model.path and model.family"
             )
 
     @property

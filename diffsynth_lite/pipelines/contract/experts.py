@@ -105,7 +105,7 @@ class ExpertFamily(DiffusersFamily):
         transformers: dict[str, Any] = dict(self.parts_of(trained))
         one = transformers[self.trained[0]]
         for name in set(self.trainable) - transformers.keys():
-            other = self.load_component(self.trained_class(name), name, one.dtype)
+            other = self.load_component(name, one.dtype)
             transformers[name] = other.requires_grad_(False).to(one.device)
         return transformers
 

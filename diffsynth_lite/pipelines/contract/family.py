@@ -13,6 +13,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.contract.folder import PipelineFolder
 from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, LoraFile, PreviewRequest
+from diffsynth_lite.pipelines.contract.sizes import require_divisible, require_frames
 
 
 class ModelFamily(ABC):
@@ -130,6 +131,11 @@ class ModelFamily(ABC):
         return width, height
 
     @property
+    def takes_last_frame(self) -> bool:
+        """Whether clips may also end with a picture that the data names."""
+        return False
+
+    @property
     def needs_inputs(self) -> bool:
         """Whether it makes nothing from a prompt alone."""
         return not {"image", "video"} & set(self.record_kinds)
@@ -150,7 +156,7 @@ class ModelFamily(ABC):
 
     def fingerprint(self) -> str:
         """Identity of the base model: changes with the weights and settings of any of its components."""
-        return " ".join(self.folder.fingerprint(component) for component in (*self.components, "scheduler"))
+        return self.folder.fingerprints(*self.components, "scheduler")
 
     def check_size(self, width: int, height: int, *, keys: str) -> None:
         """Check that a picture size suits the family.
@@ -158,13 +164,7 @@ class ModelFamily(ABC):
         Raises:
             UserError: naming ``keys`` and the nearest size that would do.
         """
-        divisor = self.size_divisor
-        if width % divisor or height % divisor:
-            fit = [max(divisor, round(side / divisor) * divisor) for side in (width, height)]
-            raise UserError(
-                f"{keys}: {width}x{height} is not divisible by {divisor}; "
-                f"the nearest size is {fit[0]}x{fit[1]}"
-            )
+        require_divisible(width, height, self.size_divisor, keys=keys)
 
     def check_frames(self, num_frames: int, *, key: str) -> None:
         """Check that a number of frames suits the family.
@@ -172,17 +172,15 @@ class ModelFamily(ABC):
         Raises:
             UserError: naming ``key`` and the nearest numbers that would do.
         """
-        if self.frame_step is None:
-            if num_frames != 1:
-                raise UserError(f"{key}: {num_frames} frames; this family makes pictures, of 1 frame")
-            return
-        steps, rest = divmod(num_frames - 1, self.frame_step)
-        if num_frames < 1 or rest:
-            fit = [max(0, steps + extra) * self.frame_step + 1 for extra in (0, 1)]
-            raise UserError(
-                f"{key}: {num_frames} frames; this family needs {self.frame_step} k + 1, such as "
-                f"{' or '.join(map(str, fit))}"
-            )
+        require_frames(num_frames, self.frame_step, key=key)
+
+    def check_vae_dtype(self, dtype: torch.dtype) -> None:
+        """Check that ``model.vae_dtype`` suits the folder's autoencoder.
+
+        Raises:
+            UserError: its activations do not fit into the dtype.
+        """
+        return  # most do in any
 
     @abstractmethod
     def empty_transformer(self) -> torch.nn.Module:

@@ -24,13 +24,9 @@ def encode_clips(
         encode: normalised latents (B, C, F, H, W) of B clips.
 
     Raises:
-        UserError: a clip ends with a picture, or has no frame but its first.
+        UserError: a clip has no frame but its first.
     """
-    if any(item.last_frame for item in media):
-        raise UserError(
-            "data: this model starts a clip from a picture, but ends it with none; "
-            "leave last_frame_dir and last_frame_column out"
-        )
+    assert not any(item.last_frame for item in media), "families that call this take no last frame"
     encoded = []
     for item, latents_cfhw in zip(media, encode([item.frames for item in media]), strict=True):
         tensors = {"latents": latents_cfhw}

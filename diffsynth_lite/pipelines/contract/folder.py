@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ _WEIGHT_SUFFIX = ".safetensors"
 _SMALL_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 _SMALL_FILES = tuple(f"*{suffix}" for suffix in _SMALL_SUFFIXES)
 _OTHER_VARIANTS = (f"*.fp16*{_WEIGHT_SUFFIX}", f"*.bf16*{_WEIGHT_SUFFIX}")
+_VARIANT = re.compile(r"\.([^.]+?)(?:-\d+-of-\d+)?\.safetensors$")
 _SAMPLED_BLOCKS = 64
 _SAMPLED_BLOCK_BYTES = 64 * 1024
 
@@ -71,6 +73,8 @@ class PipelineFolder:
     def require_weights(self, components: Sequence[str]) -> None:
         """Check that each component has safetensors files of the wanted variant.
 
+        All of them are loaded in one variant; none stands in for another, as it does in diffusers.
+
         Raises:
             UserError: naming the component without weights and the variants there are.
         """
@@ -79,11 +83,33 @@ class PipelineFolder:
                 self._require_shards(component, {path.name for path in files})
                 continue
             present = sorted(path.name for path in (self.path / component).glob("*") if path.is_file())
-            wanted = f"of variant {self.variant!r} " if self.variant else ""
+            plain = "without a variant in their names " if self._variants(component) else ""
+            wanted = f"of variant {self.variant!r} " if self.variant else plain
             raise UserError(
                 f"model.path: {self.path / component} holds no safetensors weights {wanted}"
-                f"(files there: {', '.join(present) or 'none'}); check model.path and model.variant"
+                f"(files there: {', '.join(present) or 'none'}); {self._advice(components)}"
             )
+
+    def _advice(self, components: Sequence[str]) -> str:
+        """Which variant would do; where none does, which each component has."""
+        there = {component: self._variants(component) for component in components}
+        if of_all := sorted(set[str].intersection(*there.values())):
+            return " or ".join(
+                f"set model.variant: {one}" if one else "remove model.variant" for one in of_all
+            )
+        if not all(there.values()):
+            return "complete the download, or check model.path and model.variant"
+        listed = "; ".join(
+            f"{component}: {', '.join(one or 'plain' for one in sorted(variants))}"
+            for component, variants in there.items()
+        )
+        return (
+            f"all components are loaded in one variant, and none is there for all of them ({listed}): get "
+            "what is missing, or rename the files"
+        )
+
+    def _variants(self, component: str) -> set[str]:
+        return {_variant_of(path.name) for path in (self.path / component).glob(f"*{_WEIGHT_SUFFIX}")}
 
     def require_files(self, component: str) -> None:
         """Check that a component's folder is there and holds something.
@@ -124,13 +150,14 @@ class PipelineFolder:
                     digest.update(file.read(_SAMPLED_BLOCK_BYTES))
         return digest.hexdigest()
 
+    def fingerprints(self, *components: str) -> str:
+        """The hashes of several components, in their order, for an identity that depends on all of them."""
+        return " ".join(map(self.fingerprint, components))
+
     def _weight_files(self, component: str) -> list[Path]:
+        wanted = self.variant or ""
         files = sorted((self.path / component).glob(f"*{_WEIGHT_SUFFIX}"))
-        if self.variant is None:
-            return [path for path in files if path.name.count(".") == 1]
-        return [
-            path for path in files if f".{self.variant}." in path.name or f".{self.variant}-" in path.name
-        ]
+        return [path for path in files if _variant_of(path.name) == wanted]
 
     def _read_json(self, path: Path) -> dict[str, Any]:
         try:
@@ -177,6 +204,12 @@ def resolve_folder(
     patterns = [*_SMALL_FILES, *([weights] if with_weights else [])]
     ignored = None if variant else list(_OTHER_VARIANTS)
     return PipelineFolder(path=_download(location, revision, patterns, ignored), variant=variant)
+
+
+def _variant_of(name: str) -> str:
+    """As in ``model.fp16.safetensors`` and ``model.fp16-00001-of-00002.safetensors``; else empty."""
+    match = _VARIANT.search(name)
+    return match[1] if match else ""
 
 
 def _looks_local(location: str) -> bool:

@@ -43,3 +43,16 @@ class PreviewRequest:
     num_inference_steps: int
     guidance_scale: float
     seed: int
+
+    def call_arguments(self, noise_device: torch.device | str = "cpu") -> dict[str, Any]:
+        """What the calls of all pipelines of diffusers take: size, steps, and the starting noise's generator.
+
+        Args:
+            noise_device: where the pipeline draws noise, which differs between devices.
+        """
+        return {
+            "width": self.width,
+            "height": self.height,
+            "num_inference_steps": self.num_inference_steps,
+            "generator": torch.Generator(noise_device).manual_seed(self.seed),
+        }

@@ -11,6 +11,7 @@ from diffusers import WanPipeline
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
 from diffsynth_lite.media import Prompt
+from diffsynth_lite.pipelines.contract.assembly import assemble
 from diffsynth_lite.pipelines.contract.samples import Conditioning
 
 
@@ -24,7 +25,7 @@ def wan_prompt_encoder(
         text_encoder: a ``UMT5EncoderModel``.
         max_tokens: longer prompts are cut.
     """
-    pipeline = WanPipeline(tokenizer=tokenizer, text_encoder=text_encoder, vae=None, scheduler=None)
+    pipeline = assemble(WanPipeline, tokenizer=tokenizer, text_encoder=text_encoder)
 
     @torch.no_grad()
     def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:

@@ -4,8 +4,8 @@ Layouts: b batch, c latent channels, h and w latent height and width; l tokens, 
 Sources: diffusers ``auraflow_transformer_2d.py`` and ``pipeline_aura_flow.py``.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from diffusers import (
@@ -17,10 +17,11 @@ from diffusers import (
 from PIL.Image import Image
 from transformers import UMT5EncoderModel
 
-from diffsynth_lite.core.gradient import block_runner, blocks_run_by, count_blocks
+from diffsynth_lite.core.gradient import blocks_through, gradient_checkpoint_forward
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import Conditioning, EncodedMedia, PreviewRequest
-from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.contract.assembly import assemble
+from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.testing.seeding import seeded
 from diffsynth_lite.testing.text_encoders import tiny_umt5
 from diffsynth_lite.testing.tokenizers import t5_tokenizer
@@ -38,9 +39,8 @@ def model_fn_aura_flow(
     use_gradient_checkpointing_offload: bool = False,
 ) -> torch.Tensor:
     """The predicted velocity ``noise - latents``; ``timestep`` is the noise level, in [0, 1]."""
-    num_blocks = count_blocks(transformer, BLOCK_LISTS)
-    run = block_runner(num_blocks, use_gradient_checkpointing, use_gradient_checkpointing_offload)
-    with blocks_run_by(transformer, run):
+    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
+    with blocks_through(transformer, BLOCK_LISTS, gradient_checkpoint_forward, *switches):
         velocity_bchw: torch.Tensor = transformer(
             hidden_states=latents_bchw,
             encoder_hidden_states=prompt_embeds_bld,
@@ -55,21 +55,20 @@ class AuraFlow(DiffusersFamily):
 
     pipelines = (AuraFlowPipeline,)
     transformer_class = AuraFlowTransformer2DModel
-    components = ("transformer", "text_encoder", "vae")
+    encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": UMT5EncoderModel, "vae": AutoencoderKL}
     block_lists = BLOCK_LISTS
     size_divisor = 16
     max_prompt_tokens = 256
     default_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = [self.folder.fingerprint(name) for name in ("text_encoder", "tokenizer")]
-        return f"aura_flow/prompt/1 {' '.join(parts)} {dtype}"
+        return f"aura_flow/prompt/1 {self.folder.fingerprints('text_encoder', 'tokenizer')} {dtype}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        encoder = self.load_component(UMT5EncoderModel, "text_encoder", dtype).to(device)
-        pipeline = self._assemble(text_encoder=encoder, tokenizer=self.load_tokenizer())
+        encoder = self.load_component("text_encoder", dtype).to(device)
+        pipeline = assemble(self.pipeline, text_encoder=encoder, tokenizer=self.load_tokenizer())
 
         @torch.no_grad()
         def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
@@ -90,8 +89,8 @@ class AuraFlow(DiffusersFamily):
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        vae = self.load_component(AutoencoderKL, "vae", dtype).to(device)
-        processor = self._assemble(vae=vae).image_processor
+        vae = self.load_component("vae", dtype).to(device)
+        processor = assemble(self.pipeline, vae=vae).image_processor
 
         @torch.no_grad()
         def encode(media: Sequence[Media]) -> list[EncodedMedia]:
@@ -117,12 +116,12 @@ class AuraFlow(DiffusersFamily):
         use_gradient_checkpointing: bool = False,
         use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
-        weight = next(transformer.parameters())
+        like = device_and_dtype(transformer)
         return model_fn_aura_flow(
             transformer,
-            noisy_latents.to(weight),
+            noisy_latents.to(**like),
             sigma,
-            torch.stack([sample["prompt_embeds"] for sample in conditioning]).to(weight),
+            torch.stack([sample["prompt_embeds"] for sample in conditioning]).to(**like),
             use_gradient_checkpointing=use_gradient_checkpointing,
             use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
         )
@@ -130,32 +129,23 @@ class AuraFlow(DiffusersFamily):
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[list[Image]]:
-        weight = next(transformer.parameters())
-        vae = self.load_component(AutoencoderKL, "vae", vae_dtype).to(weight.device)
-        pipeline = self._assemble(vae=vae, transformer=transformer, scheduler=self.load_scheduler())
-        pipeline.set_progress_bar_config(disable=True)
-        return [self._draw(pipeline, request, weight) for request in requests]
+        pipeline = self.preview_pipeline(transformer, vae_dtype)
+        return [self._draw(pipeline, request) for request in requests]
 
-    def _draw(self, pipeline: Any, request: PreviewRequest, weight: torch.Tensor) -> list[Image]:
+    def _draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+        like = device_and_dtype(pipeline.transformer)
         prompts = {"prompt": request.conditioning, "negative_prompt": request.negative}
         arguments: dict[str, torch.Tensor] = {}
         for name, conditioning in prompts.items():
-            embeds_bld = conditioning["prompt_embeds"][None].to(weight)
+            embeds_bld = conditioning["prompt_embeds"][None].to(**like)
             # The pipeline asks for a mask that it does not use.
             arguments |= {f"{name}_embeds": embeds_bld, f"{name}_attention_mask": torch.ones_like(embeds_bld)}
         pictures: list[Image] = pipeline(
             **arguments,
             guidance_scale=request.guidance_scale,
-            width=request.width,
-            height=request.height,
-            num_inference_steps=request.num_inference_steps,
-            generator=torch.Generator().manual_seed(request.seed),
+            **request.call_arguments(),
         ).images
         return pictures
-
-    def _assemble(self, **components: Any) -> AuraFlowPipeline:
-        names = (*self.components, *self.components_without_weights)
-        return AuraFlowPipeline(**{name: components.get(name) for name in names})
 
 
 def tiny() -> AuraFlowPipeline:
