@@ -77,6 +77,7 @@ def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> N
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
+    from diffsynth_lite.cli.launcher import parent_command, stop_grace
     from diffsynth_lite.training.run import run_training
     from diffsynth_lite.training.startup import StartupClock
 
@@ -88,7 +89,8 @@ def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> N
     if not console.is_terminal:
         diffusers_logging.disable_progress_bar()
         transformers_logging.disable_progress_bar()
-    run_training(loaded, console=console, clock=clock)
+    grace = stop_grace(os.environ, parent_command())
+    run_training(loaded, console=console, clock=clock, grace=grace)
 
 
 def _launcher_warnings(mixed_precision: str) -> list[str]:

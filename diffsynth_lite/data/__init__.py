@@ -15,6 +15,7 @@ from diffsynth_lite.data.encoding import (
     find_undecodable,
 )
 from diffsynth_lite.data.file_memory import FileMemory, FileState
+from diffsynth_lite.data.identity import DataIdentity
 from diffsynth_lite.data.images import check_image, load_image
 from diffsynth_lite.data.items import ItemRow, ItemTable
 from diffsynth_lite.data.media_index import MediaFacts, MediaIndex
@@ -34,6 +35,7 @@ __all__ = [
     "BatchStream",
     "Bucket",
     "BucketRule",
+    "DataIdentity",
     "Encoder",
     "EntryReader",
     "FileMemory",

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.data.items import ItemRow, ItemTable
 from diffsynth_lite.data.listing import listed
 from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule
-from diffsynth_lite.data.workers import outlive_stop_signals, patient_iteration
+from diffsynth_lite.data.workers import WorkerWatch, outlive_stop_signals, patient_iteration
 from diffsynth_lite.errors import RunStoppedError
 
 logger = logging.getLogger(__name__)
@@ -98,8 +99,7 @@ class BatchStream:
         seed: seed of the run.
         num_workers: processes that read ahead; 0 reads in this one.
         start_step: optimizer step that the iteration starts with.
-        caption_dropout: part of the samples that are trained without their caption, in [0, 1]; above 0 all
-            items need an unconditional entry.
+        caption_dropout: part of samples without caption, in [0, 1]; above 0 all have an unconditional one.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class BatchStream:
         self._items = items
         self._schedule = schedule
         self._layout = layout
-        self._micro_batches = _MicroBatches(entries, items.buckets, seed, caption_dropout)
+        self._micro_batches = partial(_MicroBatches, entries, items.buckets, seed, caption_dropout)
         self._num_workers = num_workers
         self._start_step = start_step
         self._warn_of_few_items()
@@ -130,7 +130,8 @@ class BatchStream:
             RuntimeError: torch's; a worker died, or gave nothing for ``WORKER_TIMEOUT_S``.
         """
         requests = self._requests()
-        batches = patient_iteration(self._loader(requests))
+        watch = WorkerWatch(num_workers=self._num_workers, limit_s=WORKER_TIMEOUT_S)
+        batches = patient_iteration(self._loader(requests, watch), watch)
         try:
             while True:
                 yield [_or_raise(next(batches)) for _ in range(self._layout.num_micro_steps)]
@@ -142,9 +143,11 @@ class BatchStream:
                 pass
             raise
 
-    def _loader(self, requests: "Iterator[_Request]") -> "DataLoader[Batch | RunStoppedError]":
+    def _loader(
+        self, requests: "Iterator[_Request]", watch: WorkerWatch
+    ) -> "DataLoader[Batch | RunStoppedError]":
         return DataLoader(
-            self._micro_batches,
+            self._micro_batches(watch),
             batch_size=None,
             # It runs in this process, so that workers need neither the table of the items nor the schedule.
             sampler=requests,
@@ -203,23 +206,30 @@ class _MicroBatches(Dataset[Batch | RunStoppedError]):
     def __init__(
         self,
         entries: EntryReader,
-        buckets: tuple[Bucket, ...],
+        buckets: Sequence[Bucket],
         seed: int,
         caption_dropout: float,
+        watch: WorkerWatch,
     ) -> None:
         self._entries = entries
         self._buckets = buckets
         self._seed = seed
         self._caption_dropout = caption_dropout
+        self._watch = watch
         self._kept: dict[str, dict[str, Tensor]] = {}
         self._kept_bytes = 0
 
     def __getitem__(self, request: _Request) -> Batch | RunStoppedError:
+        with self._watch.batch():
+            return self._batch(request)
+
+    def _batch(self, request: _Request) -> Batch | RunStoppedError:
         media: list[dict[str, Tensor]] = []
         captions: list[dict[str, Tensor]] = []
         positions = list(range(request.position, request.position + len(request.rows)))
         for position, row in zip(positions, request.rows, strict=True):
-            entry, caption = self._read(row.media_key), self._read(self._caption_key(row, position))
+            entry = self._read(row.media_key, row.name)
+            caption = self._read(self._caption_key(row, position), row.name)
             if entry is None or caption is None:
                 return RunStoppedError(
                     f"{row.name}: its entry in the cache is damaged or gone; "
@@ -260,10 +270,11 @@ class _MicroBatches(Dataset[Batch | RunStoppedError]):
             return variants[0]
         return variants[int(uniform(self._seed, "caption", position) * len(variants))]
 
-    def _read(self, key: str) -> dict[str, Tensor] | None:
+    def _read(self, key: str, name: str) -> dict[str, Tensor] | None:
         """Read an entry and keep it while there is room; all are wanted equally often, so none makes way."""
         if key in self._kept:
             return self._kept[key]
+        self._watch.reads(f"{name} (cache entry {key})")
         tensors = self._entries.read(key)
         num_bytes = sum(tensor.nbytes for tensor in tensors.values()) if tensors else 0
         if tensors and self._kept_bytes + num_bytes <= KEPT_BYTES:

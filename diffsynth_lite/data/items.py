@@ -3,7 +3,6 @@
 Keys are stored as the 32 bytes of their 64 hexadecimal digits; variable lengths by the end of each.
 """
 
-import hashlib
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -111,17 +110,6 @@ class ItemTable:
             caption_keys=tuple(_key(self._caption_keys, place) for place in range(first, captions_end)),
             unconditional_key=_key(self._caption_keys, captions_end) if self.has_unconditional else None,
         )
-
-    def fingerprint(self) -> str:
-        """Hash of everything in the table, in order, 32 hexadecimal digits."""
-        shapes = [(bucket.width, bucket.height, bucket.num_frames, *bucket.inputs) for bucket in self.buckets]
-        digest = hashlib.blake2b(repr((shapes, self.has_unconditional)).encode())
-        columns = (self.bucket_index, self.source_index, self._name_ends, self._caption_ends)
-        for column in columns:  # little-endian, so that machines agree
-            digest.update(column.astype(column.dtype.newbyteorder("<")).tobytes())
-        for blob in (self._names, self._media_keys, self._caption_keys):
-            digest.update(blob)
-        return digest.hexdigest()[:32]
 
     @property
     def num_bytes(self) -> int:

@@ -22,6 +22,11 @@ _TRANSFORM_ID = "v1 cover mask-area"
 """Name of what this file does to decoded media; part of cache keys, so change it with the code."""
 
 
+def decoder_id(*, has_clips: bool) -> str:
+    """Name of all that decides the pixels of media besides their files and the settings."""
+    return " ".join((_TRANSFORM_ID, *_decoders(has_clips)))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedItem:
     """One thing to train on: a record at one size, crop and clip.
@@ -63,6 +68,20 @@ class PlannedItem:
         """Whether there are files to decode."""
         return True
 
+    @property
+    def is_clip(self) -> bool:
+        """Whether its target is a clip."""
+        return self.fps is not None
+
+    def identity(self) -> list[object]:
+        """What is trained on, as json can hold it: the content of each file, the captions, what is taken."""
+        bucket, record = self.bucket, self.record
+        return [
+            *(record.source, record.kind, record.captions, list(self._contents())),
+            *(bucket.width, bucket.height, bucket.num_frames, bucket.inputs),
+            *(self.crop_x, self.crop_y, self.clip_start_s, self.fps),
+        ]
+
     def key(self, cache: TensorCache, encoder_id: str) -> str:
         """Key of the cache entry with its tensors.
 
@@ -77,7 +96,7 @@ class PlannedItem:
             crop=f"{self.crop_x!r} {self.crop_y!r}",
             times=f"{self.fps!r}: {self._times()}",
             transform=f"{_TRANSFORM_ID} {self.background}",
-            decoder=" ".join((IMAGE_DECODER_ID, *([VIDEO_DECODER_ID] if self.fps else []))),
+            decoder=" ".join(_decoders(self.is_clip)),
             encoder=encoder_id,
         )
 
@@ -212,6 +231,10 @@ class PlannedPrompt:
     def complete(self, tensors: Mapping[str, Tensor], prompt: Prompt) -> dict[str, Tensor]:
         """What the cache keeps: the encoder's tensors."""
         return dict(tensors)
+
+
+def _decoders(has_clips: bool) -> tuple[str, ...]:
+    return (IMAGE_DECODER_ID, VIDEO_DECODER_ID) if has_clips else (IMAGE_DECODER_ID,)
 
 
 def latents_mask(mask: Image, latents_shape: tuple[int, ...]) -> Tensor:

@@ -1,13 +1,82 @@
-"""This file ends the processes that read ahead: not before their trainer, and not after it."""
+"""This file watches the processes that read ahead, and ends them: not before their trainer, nor after it."""
 
+import faulthandler
 import multiprocessing
 import signal
+import sys
+import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
+
+from torch.utils.data import get_worker_info
 
 _Batch = TypeVar("_Batch")
 
 _SECONDS_AFTER_SIGTERM = 600
+_DUMP_AT = 0.8
+"""Part of a worker's time after which it writes down where it is: before it is given up and killed."""
+_NAME_BYTES = 512
+
+
+class WorkerWatch:
+    """Knows what each worker is reading; one that reads for too long writes its stack to the standard error.
+
+    A thread of `faulthandler` writes it, which needs neither the interpreter nor a signal: it does so also
+    where the worker is inside a call that never returns. In the trainer itself nothing is watched.
+
+    Args:
+        num_workers: that read.
+        limit_s: the trainer waits so long for a batch, from now on for the first one.
+    """
+
+    def __init__(self, *, num_workers: int, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._began_at: float | None = time.monotonic()
+        self._is_counting = False
+        names = multiprocessing.get_context("spawn").RawArray("c", (num_workers or 1) * _NAME_BYTES)
+        self._names = names  # shared by all processes that the watch is sent to
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Scope of one batch; its time begins with the first read in it: what is in memory is not timed."""
+        try:
+            yield
+        finally:
+            if self._is_counting:
+                faulthandler.cancel_dump_traceback_later()
+                self._is_counting = False
+                self._note("")
+
+    def reads(self, name: str) -> None:
+        """Note what this process begins to read."""
+        if get_worker_info() is None:
+            return
+        if not self._is_counting:
+            self._is_counting = True
+            self._begin_counting()
+        self._note(name)
+
+    def being_read(self) -> list[str]:
+        """What the workers are reading."""
+        raw = self._names.raw
+        names = (raw[start : start + _NAME_BYTES] for start in range(0, len(raw), _NAME_BYTES))
+        return [text for name in names if (text := name.rstrip(b"\0").decode(errors="replace"))]
+
+    def _note(self, name: str) -> None:
+        worker = get_worker_info()
+        assert worker is not None
+        start = worker.id * _NAME_BYTES
+        encoded = name.encode(errors="replace")[:_NAME_BYTES]
+        self._names[start : start + _NAME_BYTES] = encoded.ljust(_NAME_BYTES, b"\0")
+
+    def _begin_counting(self) -> None:
+        # The trainer's time for the first batch has run while this worker started.
+        spent_s = 0.0 if self._began_at is None else time.monotonic() - self._began_at
+        self._began_at = None
+        dump_after_s = max((1 - _DUMP_AT) * self._limit_s, _DUMP_AT * self._limit_s - spent_s)
+        if sys.__stderr__ is not None:
+            faulthandler.dump_traceback_later(dump_after_s, file=sys.__stderr__)
 
 
 def outlive_stop_signals(worker_id: int) -> None:
@@ -22,13 +91,18 @@ def outlive_stop_signals(worker_id: int) -> None:
         signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_SECONDS_AFTER_SIGTERM))
 
 
-def patient_iteration(loader: Iterable[_Batch]) -> Iterator[_Batch]:
+def patient_iteration(loader: Iterable[_Batch], watch: WorkerWatch) -> Iterator[_Batch]:
     """What a loader yields; once torch gives up on its workers, none of them is left.
 
     One that hangs in a read does not hear SIGTERM, and the trainer would wait for it at its own exit.
 
+    Args:
+        loader: of the batches.
+        watch: of its workers.
+
     Raises:
-        RuntimeError: torch's; a worker died, or gave nothing for the loader's timeout.
+        RuntimeError: torch's, with what was being read; a worker died, or gave nothing for the loader's
+            timeout.
     """
     others = multiprocessing.active_children()
     batches = iter(loader)
@@ -42,7 +116,8 @@ def patient_iteration(loader: Iterable[_Batch]) -> Iterator[_Batch]:
         except RuntimeError as error:
             if not is_lost_worker(error):
                 raise
-            given_up = str(error)
+            reading = ", ".join(watch.being_read())
+            given_up = f"{str(error).splitlines()[0]}{reading and f'; being read: {reading}'}"
         else:
             yield batch
     # With the error gone torch forgets its workers here; before that it raises one for each that dies.

@@ -12,6 +12,7 @@ from PIL.Image import Image
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import (
     BadItemsError,
+    DataIdentity,
     Encoder,
     EntryReader,
     FileMemory,
@@ -27,7 +28,7 @@ from diffsynth_lite.data import (
 from diffsynth_lite.errors import RunStoppedError
 from diffsynth_lite.pipelines import Conditioning
 from diffsynth_lite.training.data_rules import cache_folder, index_file
-from diffsynth_lite.training.data_set import DataSet
+from diffsynth_lite.training.data_set import DataSet, UsableItems
 from diffsynth_lite.training.evaluation import ValidationItem
 from diffsynth_lite.training.planning import PlannedRun, plan_run, preview_files
 from diffsynth_lite.training.preflight import CheckedRun
@@ -56,6 +57,7 @@ class EncodedRun:
 
     Attributes:
         items: what is trained on, in order.
+        identity: of these items, whatever the cache is like.
         tensors: where the tensors of the items are.
         is_live: they are encoded when they are read, in the process that holds the encoders.
         validation_items: what the fixed-noise loss is measured on.
@@ -63,6 +65,7 @@ class EncodedRun:
     """
 
     items: ItemTable
+    identity: DataIdentity
     tensors: EntryReader
     is_live: bool
     validation_items: Sequence[ValidationItem]
@@ -85,11 +88,12 @@ def encode_run(config: Config, checked: CheckedRun, accelerator: Accelerator) ->
     validation = config.validation
     with FileMemory(index_file(cache_folder(config))) as memory:
         planned = plan_run(config, checked, accelerator, memory)
-        items, held_out_items = _usable(config, _Encoding(planned, memory, accelerator))
+        training, held_out = _usable(config, _Encoding(planned, memory, accelerator))
     tensors = _reader(planned)
-    measured = held_out_items if checked.validation_records else items
+    measured = (held_out if checked.validation_records else training).table
     return EncodedRun(
-        items=items,
+        items=training.table,
+        identity=training.identity,
         tensors=tensors,
         is_live=not planned.rules.use_cache,
         validation_items=[
@@ -110,7 +114,7 @@ def encode_run(config: Config, checked: CheckedRun, accelerator: Accelerator) ->
     )
 
 
-def _usable(config: Config, encoding: "_Encoding") -> tuple[ItemTable, ItemTable]:
+def _usable(config: Config, encoding: "_Encoding") -> tuple[UsableItems, UsableItems]:
     """As `_Encoding.encode`; the main process writes the list of what cannot be used."""
     quarantine = Quarantine(config)
     try:
@@ -129,7 +133,7 @@ class _Encoding:
     memory: FileMemory
     accelerator: Accelerator
 
-    def encode(self, quarantine: Callable[[Record, str], None]) -> tuple[ItemTable, ItemTable]:
+    def encode(self, quarantine: Callable[[Record, str], None]) -> tuple[UsableItems, UsableItems]:
         """Encode media, then prompts; what is bad is agreed on before the next encoder loads.
 
         Returns:
@@ -181,11 +185,11 @@ class _Encoding:
 
     def _usable_items(
         self, bad: Mapping[str, str], quarantine: Callable[[Record, str], None]
-    ) -> tuple[ItemTable, ItemTable]:
+    ) -> tuple[UsableItems, UsableItems]:
         """Those of both data sets, or one error about both."""
         problems: list[str] = []
 
-        def usable(data: DataSet) -> ItemTable | None:
+        def usable(data: DataSet) -> UsableItems | None:
             try:
                 return data.usable_items(
                     bad,

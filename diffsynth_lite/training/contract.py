@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from diffsynth_lite.config import AllowedChange, Config, section_types
-from diffsynth_lite.data import ItemTable
+from diffsynth_lite.data import DataIdentity
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import redacted
 
@@ -89,16 +89,21 @@ def settings_contract(config: Config, *, model_fingerprint: str) -> Contract:
     return redacted(contract)
 
 
-def data_contract(items: ItemTable, *, micro_batch_size: int) -> Contract:
-    """What decides the samples of a run: the items' names, buckets, sources, media and captions, in order.
+def data_contract(identity: DataIdentity, *, micro_batch_size: int) -> Contract:
+    """What decides the samples of a run: its items in order, and what makes tensors of them.
 
     Args:
-        items: trained on.
+        identity: of the items that are trained on.
         micro_batch_size: part of the contract where there are several buckets: the samples of one are drawn
             that many in a row.
     """
-    contract: Contract = {"data.items": f"{len(items)} items, {items.fingerprint()}"}
-    if len(items.buckets) > 1:
+    contract: Contract = {
+        "data.items": identity.items,
+        "data.decoder": identity.decoder,
+        "data.media_encoder": identity.media_encoder,
+        "data.prompt_encoder": identity.prompt_encoder,
+    }
+    if identity.num_buckets > 1:
         contract["train.micro_batch_size"] = micro_batch_size
     return contract
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from diffsynth_lite.data import (
+    DataIdentity,
     Encoder,
     ItemRow,
     ItemTable,
@@ -63,6 +64,19 @@ class _Keys:
         return (self.media, *self.captions, *filter(None, [self.unconditional]))
 
 
+@dataclass(frozen=True, kw_only=True)
+class UsableItems:
+    """The items of a data set of which nothing is bad.
+
+    Attributes:
+        table: where their tensors are.
+        identity: what they are, wherever their tensors may be.
+    """
+
+    table: ItemTable
+    identity: DataIdentity
+
+
 class DataSet:
     """The items of a plan with the keys of their tensors.
 
@@ -101,7 +115,7 @@ class DataSet:
         on_bad_item: OnBadItem,
         max_bad_ratio: float,
         quarantine: Callable[[Record, str], None],
-    ) -> ItemTable:
+    ) -> UsableItems:
         """The items of the records of which nothing is bad.
 
         Args:
@@ -143,7 +157,14 @@ class DataSet:
             )
             for item, keys in usable
         )
-        return ItemTable.build(rows, buckets)
+        return UsableItems(
+            table=ItemTable.build(rows, buckets),
+            identity=DataIdentity.of(
+                [item for item, _ in usable],
+                media_encoder=self._encoders.media.identity,
+                prompt_encoder=self._encoders.prompts.identity,
+            ),
+        )
 
     def add_prompt(self, prompt: PlannedPrompt) -> str:
         """Also encode ``prompt``; returns its key."""

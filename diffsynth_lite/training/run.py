@@ -28,6 +28,7 @@ from diffsynth_lite.training.builder import (
 from diffsynth_lite.training.caching import encode_run
 from diffsynth_lite.training.checkpoints import Checkpoint, CheckpointStore
 from diffsynth_lite.training.contract import Contract, data_contract, settings_contract
+from diffsynth_lite.training.grace import StopGrace, StopTime
 from diffsynth_lite.training.initial_lora import read_initial_lora
 from diffsynth_lite.training.lineage import extended_lineage
 from diffsynth_lite.training.loop import run_loop
@@ -63,6 +64,7 @@ class _Setting:
     checked: CheckedRun
     console: Console
     clock: StartupClock
+    grace: StopGrace | None
 
     @property
     def origin(self) -> Origin:
@@ -79,13 +81,16 @@ class _Setting:
         return bool(self.accelerator.is_main_process)
 
 
-def run_training(loaded: LoadedConfig, *, console: Console, clock: StartupClock) -> None:
+def run_training(
+    loaded: LoadedConfig, *, console: Console, clock: StartupClock, grace: StopGrace | None = None
+) -> None:
     """Train a LoRA: check, encode, load, train, save.
 
     Args:
         loaded: the config and its texts.
         console: where the progress line goes.
         clock: counts the start-up time.
+        grace: that the launcher gives a stopped run, where it is known.
 
     Raises:
         UserError: something the user can fix; before weights load wherever that is possible.
@@ -111,6 +116,7 @@ def run_training(loaded: LoadedConfig, *, console: Console, clock: StartupClock)
         checked=checked,
         console=console,
         clock=clock,
+        grace=grace,
     )
     stop = StopRequest()
     kernels = repeatable_kernels() if config.train.deterministic else nullcontext()
@@ -140,7 +146,7 @@ def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None,
         # From here on only tensors are needed.
         setting.checked.drop_records()
         free_memory()
-    contract |= data_contract(encoded.items, micro_batch_size=setting.config.train.micro_batch_size)
+    contract |= data_contract(encoded.identity, micro_batch_size=setting.config.train.micro_batch_size)
     changes = setting.origin.changes(contract, checkpoint)
     lineage = extended_lineage(checkpoint, changes, setting.accelerator)
     run_id = checkpoint.documents["state"]["run_id"] if checkpoint else uuid.uuid4().hex[:12]
@@ -206,17 +212,10 @@ def _loop(setting: _Setting, built: BuiltRun, saver: Saver, stop: StopRequest, s
     config, accelerator = setting.config, setting.accelerator
     train = config.train
     metrics = MetricsLog(MetricsFile(setting.folder.metrics_file), accelerator)
-    evaluate = Evaluate(
-        transformer=built.transformer,
-        averaged=saver.averaged if saver.measures_average else None,
-        validation_loss=built.validation_loss,
-        previews=built.previews,
-        metrics=metrics,
-        consider=saver.consider,
-        accelerator=accelerator,
-    )
+    stop_time = StopTime(setting.grace if setting.is_main else None, save_bytes=saver.num_bytes)
+    evaluate = stop_time.of_previews(_build_evaluate(setting, built, saver, metrics).at)
     patience = Patience(accelerator, timedelta(minutes=train.step_timeout_minutes))
-    save, sample = patience.unhurried(saver.save), patience.unhurried(evaluate.at)
+    save, sample = patience.unhurried(stop_time.of_saves(saver.save)), patience.unhurried(evaluate)
     requests = Requests(
         folder=setting.folder.path,
         signals=stop,
@@ -239,7 +238,7 @@ def _loop(setting: _Setting, built: BuiltRun, saver: Saver, stop: StopRequest, s
     )
     if start_step == 0:
         with setting.clock.stage("first previews"):
-            evaluate.at(0)
+            evaluate(0)
     logger.info("Start-up took %s.", setting.clock.describe())
     stop.let_steps_finish()
     live = setting.is_main and setting.console.is_terminal
@@ -252,6 +251,7 @@ def _loop(setting: _Setting, built: BuiltRun, saver: Saver, stop: StopRequest, s
                 build_engine_report(config, setting.checked, engine, metrics, accelerator).after_step,
                 progress.update,
                 log_metrics.after_step,
+                stop_time.after_step,
                 # First, so that a checkpoint knows whether it is the best.
                 every(config.validation.every_steps, sample, last_step=train.steps),
                 every(config.output.checkpoint_every_steps, save, last_step=train.steps),
@@ -263,6 +263,18 @@ def _loop(setting: _Setting, built: BuiltRun, saver: Saver, stop: StopRequest, s
     if step < train.steps or start_step == step:
         saver.save(step)
     return step
+
+
+def _build_evaluate(setting: _Setting, built: BuiltRun, saver: Saver, metrics: MetricsLog) -> Evaluate:
+    return Evaluate(
+        transformer=built.transformer,
+        averaged=saver.averaged if saver.measures_average else None,
+        validation_loss=built.validation_loss,
+        previews=built.previews,
+        metrics=metrics,
+        consider=saver.consider,
+        accelerator=setting.accelerator,
+    )
 
 
 def _initial_lora(setting: _Setting) -> dict[str, torch.Tensor] | None:

@@ -63,6 +63,12 @@ class Saver:
     def __post_init__(self) -> None:
         self.store.pinned = self.best["step"] if self.best else None
 
+    @property
+    def num_bytes(self) -> int:
+        """What a save writes: the adapter, its two moments and the LoRA; an average, and the LoRA of it."""
+        trained = sum(weight.nbytes for weight in self.transformer.parameters() if weight.requires_grad)
+        return trained * (4 if self.averaged is None else 6)
+
     def save(self, step: int) -> None:
         """Save the run after ``step`` optimizer steps; call it on all processes.
 

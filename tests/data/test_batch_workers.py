@@ -3,8 +3,10 @@
 import multiprocessing
 import os
 import sys
+import time
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +20,15 @@ from diffsynth_lite.data import (
     SampleSchedule,
     TensorCache,
 )
+from diffsynth_lite.data.workers import WorkerWatch
+
+CAPTION = "1" * 64
 
 
 def stream_of_many_tensors(folder: Path, *, num_workers: int = 2) -> BatchStream:
     """So many in an entry that a worker takes a while to hand a batch over."""
     cache = TensorCache(folder)
-    media, caption = "0" * 64, "1" * 64
+    media, caption = "0" * 64, CAPTION
     cache.write(media, {"latents": torch.zeros(2, 3, 3)})
     cache.write(caption, {str(place): torch.ones(1000) for place in range(100)})
     rows = [ItemRow(name="a", bucket=0, source=0, media_key=media, caption_keys=(caption,))]
@@ -52,14 +57,14 @@ def test_workers_of_a_dropped_stream_hand_over_what_they_have_begun_and_end_in_p
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs named pipes")
-def test_workers_that_hang_in_a_read_are_killed_when_their_time_is_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_that_hangs_says_where_and_in_reading_what_and_is_killed_when_its_time_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("diffsynth_lite.data.batches.WORKER_TIMEOUT_S", 7.0)
+    monkeypatch.setattr("diffsynth_lite.data.batches.WORKER_TIMEOUT_S", 15.0)
     stream = stream_of_many_tensors(tmp_path, num_workers=1)
-    for entry in tmp_path.rglob("*.safetensors"):
-        entry.unlink()
-        os.mkfifo(entry)  # to open it is to wait for a writer, and SIGTERM does not end that
+    entry = TensorCache(tmp_path).path(CAPTION)
+    entry.unlink()
+    os.mkfifo(entry)  # to open it is to wait for a writer, and SIGTERM does not end that
     started = []
     start = multiprocessing.context.SpawnProcess.start
     monkeypatch.setattr(
@@ -67,8 +72,62 @@ def test_workers_that_hang_in_a_read_are_killed_when_their_time_is_up(
         "start",
         lambda process: (started.append(process), start(process)),
     )
-    with pytest.raises(RuntimeError, match="DataLoader timed out"):
+    with pytest.raises(
+        RuntimeError, match=rf"^DataLoader timed out.*being read: a \(cache entry {CAPTION}\)$"
+    ):
         next(iter(stream))
     for worker in started:
         worker.join(5)
     assert [worker.is_alive() for worker in started] == [False]
+    stack = capfd.readouterr().err
+    assert "Timeout (" in stack
+    assert f'{Path("diffsynth_lite", "data", "cache.py")}", line' in stack
+    assert " in read\n" in stack
+
+
+def test_the_time_of_a_worker_runs_from_its_first_read_to_the_end_of_the_batch(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    watch = WorkerWatch(num_workers=1, limit_s=0.5)
+    monkeypatch.setattr("diffsynth_lite.data.workers.get_worker_info", lambda: SimpleNamespace(id=0))
+    for name in ("a", "b"):
+        with watch.batch():
+            watch.reads(name)
+            assert watch.being_read() == [name]
+        assert watch.being_read() == []
+    time.sleep(1.0)  # a long step of the trainer
+    with watch.batch():
+        time.sleep(1.0)  # what is in memory takes as long as it takes
+    assert "Timeout (" not in capfd.readouterr().err
+    with watch.batch():
+        watch.reads("c")
+        time.sleep(1.0)
+    assert "Timeout (" in capfd.readouterr().err
+
+
+def test_reads_in_the_trainer_itself_leave_its_own_time_limit_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the limit of a step was moved")
+
+    monkeypatch.setattr("faulthandler.dump_traceback_later", refuse)
+    monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", refuse)
+    assert next(iter(stream_of_many_tensors(tmp_path, num_workers=0)))
+
+
+def test_a_name_of_any_length_and_kind_is_noted_for_the_worker_it_belongs_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch = WorkerWatch(num_workers=3, limit_s=300.0)
+    names = {0: "a", 2: "\u00e9\udc80" * 500}
+    with watch.batch():
+        for worker_id, name in names.items():
+            worker = SimpleNamespace(id=worker_id)
+            monkeypatch.setattr("diffsynth_lite.data.workers.get_worker_info", lambda worker=worker: worker)
+            watch.reads(name)
+        short, long = watch.being_read()
+        assert short == "a"
+        assert long.startswith("\u00e9?\u00e9?")
+        assert len(long.encode(errors="ignore")) <= 512
+    assert watch.being_read() == ["a"]

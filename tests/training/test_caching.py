@@ -70,7 +70,7 @@ def test_a_run_without_cache_has_the_same_batches_bit_for_bit_and_stores_nothing
     assert live.is_live
     assert not cached.is_live
     assert not list(live_folder.rglob("*.safetensors"))
-    assert live.items.fingerprint() == cached.items.fingerprint()
+    assert live.identity == cached.identity
     batches = list(
         zip(first_batches(prepared, live, **changes), first_batches(prepared, cached), strict=True)
     )
@@ -132,7 +132,7 @@ def test_the_second_start_loads_no_encoder_and_reads_no_media(
     monkeypatch.setattr(family, "load_media_encoder", refuse)
     monkeypatch.setattr("diffsynth_lite.data.media_index.check_image", refuse)
     monkeypatch.setattr("diffsynth_lite.data.media_index.file_fingerprint", refuse)
-    assert encode(prepared).items.fingerprint() == first.items.fingerprint()
+    assert encode(prepared).identity == first.identity
 
 
 def test_masks_become_loss_masks_at_the_size_of_the_latents(prepared: Prepared) -> None:
@@ -211,10 +211,7 @@ def test_one_process_of_several_encodes_the_whole_where_the_folder_is_not_shared
     monkeypatch.setattr("diffsynth_lite.training.processes.broadcast_object_list", lambda outcome: outcome)
     process = SimpleNamespace(device=CPU, num_processes=2, process_index=0, is_main_process=True)
     folder = {"data.cache_dir": str(prepared.root / "own")}
-    assert (
-        encode(prepared, process=process, **folder).items.fingerprint()
-        == encode(prepared).items.fingerprint()
-    )
+    assert encode(prepared, process=process, **folder).identity == encode(prepared).identity
     (tmp_path / "data").mkdir()
     for path in (prepared.root / "data").iterdir():
         (tmp_path / "data" / path.name).write_bytes(path.read_bytes())

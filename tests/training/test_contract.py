@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from diffsynth_lite.config import AllowedChange, Config, load_config
-from diffsynth_lite.data import Bucket, ItemRow, ItemTable
+from diffsynth_lite.data import DataIdentity
 from diffsynth_lite.training.contract import (
     DifferentRunError,
     data_contract,
@@ -128,29 +128,25 @@ def test_every_section_is_either_in_the_contract_or_free_to_change() -> None:
     assert sections - fixed == {"memory", "validation", "logging", "output", "resume"}
 
 
-def table(*names: str, num_buckets: int = 1) -> ItemTable:
-    rows = (
-        ItemRow(name=name, bucket=place % num_buckets, source=0, media_key="0" * 64, caption_keys=("1" * 64,))
-        for place, name in enumerate(names)
-    )
-    return ItemTable.build(rows, [Bucket(width=16 * (1 + place), height=16) for place in range(num_buckets)])
+def data(*, num_buckets: int = 1, micro_batch_size: int = 2, **changes: str) -> dict:
+    values = {"items": "2 items, 5e", "decoder": "v1", "media_encoder": "vae 1", "prompt_encoder": "text 1"}
+    identity = DataIdentity(num_buckets=num_buckets, **(values | changes))
+    return data_contract(identity, micro_batch_size=micro_batch_size)
 
 
-def test_the_data_are_their_table() -> None:
-    def found(*names: str) -> dict:
-        return data_contract(table(*names), micro_batch_size=2)
-
-    assert found("a", "b") == found("a", "b")
-    assert found("a", "b") != found("b", "a")
-    assert found("a", "b")["data.items"].startswith("2 items, ")
+@pytest.mark.parametrize("part", ["items", "decoder", "media_encoder", "prompt_encoder"])
+def test_the_items_and_each_of_what_makes_tensors_of_them_is_named_and_may_be_allowed(part: str) -> None:
+    with pytest.raises(DifferentRunError, match=rf"data\.{part} was .*, is 'new'\..*resume\.allow: \[data\]"):
+        require_same(data(**{part: "new"}), data(), where="runs")
+    (change,) = require_same(data(**{part: "new"}), data(), where="runs", allow=["data"])
+    assert change.key == f"data.{part}"
 
 
 def test_the_micro_batch_decides_the_order_of_several_buckets_and_not_of_one() -> None:
-    one, two = table("a", "b"), table("a", "b", num_buckets=2)
-    require_same(data_contract(one, micro_batch_size=4), data_contract(one, micro_batch_size=2), where="runs")
+    require_same(data(micro_batch_size=4), data(micro_batch_size=2), where="runs")
     with pytest.raises(DifferentRunError, match=r"train\.micro_batch_size was 2, is 4"):
         require_same(
-            data_contract(two, micro_batch_size=4), data_contract(two, micro_batch_size=2), where="runs"
+            data(num_buckets=2, micro_batch_size=4), data(num_buckets=2, micro_batch_size=2), where="runs"
         )
 
 

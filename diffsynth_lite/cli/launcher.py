@@ -1,0 +1,57 @@
+"""This file knows how long a launcher waits for the processes that it stops."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from diffsynth_lite.training.grace import StopGrace
+
+_DEFAULT_S = 30.0
+"""Of torch's elastic agent, which is torchrun and stands in `accelerate launch` with several processes."""
+_ARGUMENTS = ("--shutdown-timeout", "--shutdown_timeout")
+_VARIABLES = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+"""The first one stands for the argument, as torchrun has one for each of them."""
+
+
+def stop_grace(environment: Mapping[str, str], launcher: Sequence[str]) -> StopGrace | None:
+    """What the elastic agent that started this process gives it; None where it was started in another way.
+
+    Args:
+        environment: of this process, which has it from the agent.
+        launcher: command line of the parent process: the agent tells its arguments to nobody.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return None
+    given = _argument(launcher)
+    if given is not None:
+        return _grace(given, _ARGUMENTS[0])
+    for name in _VARIABLES:
+        if name in environment:
+            return _grace(environment[name], name)
+    return StopGrace(seconds=_DEFAULT_S, setting=_VARIABLES[-1])
+
+
+def parent_command() -> list[str]:
+    """Command line of the parent process; empty where the system does not show it."""
+    if sys.platform != "linux":
+        return []
+    try:
+        raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return [os.fsdecode(part) for part in raw.split(b"\0")]
+
+
+def _argument(command: Sequence[str]) -> str | None:
+    """The value of the agent's argument; the last one counts, as in the agent."""
+    found = None
+    for place, word in enumerate(command):
+        name, equals, value = word.partition("=")
+        if name in _ARGUMENTS:
+            found = value if equals else "".join(command[place + 1 : place + 2])
+    return found
+
+
+def _grace(text: str, setting: str) -> StopGrace | None:
+    return StopGrace(seconds=float(text), setting=setting) if text.strip().isdecimal() else None

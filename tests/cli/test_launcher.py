@@ -1,0 +1,54 @@
+"""How long a launcher waits, told by the environment and the command line of its agent."""
+
+import subprocess
+import sys
+
+import pytest
+
+from diffsynth_lite.cli.launcher import parent_command, stop_grace
+from diffsynth_lite.training.grace import StopGrace
+
+AGENT = {"TORCHELASTIC_RUN_ID": "none"}
+SETTING = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+TORCHRUN = ["python", "torchrun", "--nproc_per_node", "2"]
+
+
+def test_without_an_agent_nothing_is_known() -> None:
+    assert stop_grace({SETTING: "5"}, [*TORCHRUN, "--shutdown-timeout=5"]) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "seconds", "setting"),
+    [
+        ({}, [], 30, SETTING),
+        ({SETTING: "120"}, [], 120, SETTING),
+        ({SETTING: "120", "PET_SHUTDOWN_TIMEOUT": "60"}, [], 60, "PET_SHUTDOWN_TIMEOUT"),
+        ({SETTING: "120"}, ["--shutdown-timeout", "45"], 45, "--shutdown-timeout"),
+        ({SETTING: "120"}, ["--shutdown-timeout=45"], 45, "--shutdown-timeout"),
+        ({SETTING: "120"}, ["--shutdown_timeout", "45"], 45, "--shutdown-timeout"),
+        ({"PET_SHUTDOWN_TIMEOUT": "60"}, ["--shutdown-timeout=45"], 45, "--shutdown-timeout"),
+        ({}, ["--shutdown-timeout=45", "--shutdown-timeout=46"], 46, "--shutdown-timeout"),
+    ],
+)
+def test_the_argument_counts_before_the_variables_and_these_before_the_default(
+    environment: dict[str, str], arguments: list[str], seconds: float, setting: str
+) -> None:
+    found = stop_grace(AGENT | environment, [*TORCHRUN, *arguments, "train.py", "--config", "a.yaml"])
+    assert found == StopGrace(seconds=seconds, setting=setting)
+
+
+@pytest.mark.parametrize("arguments", [["--shutdown-timeout"], ["--shutdown-timeout="]])
+def test_what_is_no_number_is_not_guessed_at(arguments: list[str]) -> None:
+    assert stop_grace(AGENT, arguments) is None
+    assert stop_grace(AGENT | {SETTING: "a minute"}, []) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_the_parent_s_command_line_is_that_of_the_process_which_started_this_one() -> None:
+    child = "from diffsynth_lite.cli.launcher import parent_command; print(parent_command())"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    done = subprocess.run(
+        [sys.executable, "-c", parent, "--shutdown-timeout", "7"], capture_output=True, text=True, check=True
+    )
+    assert "'--shutdown-timeout', '7'" in done.stdout
+    assert parent_command()
