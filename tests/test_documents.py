@@ -34,3 +34,11 @@ def test_the_readme_names_scripts_that_are_there() -> None:
     named = re.findall(r"bash (scripts/\S+\.sh)", (REPOSITORY / "README.md").read_text())
     assert "scripts/video_quickstart.sh" in named
     assert [name for name in named if not (REPOSITORY / name).is_file()] == []
+
+
+def test_the_readme_lists_every_family() -> None:
+    files = {path.stem for path in (REPOSITORY / "diffsynth_lite" / "pipelines").glob("*.py")} - {"__init__"}
+    listed = re.findall(
+        r"^\| \[`(\w+)`\]\(docs/models\.md#\1\)", (REPOSITORY / "README.md").read_text(), re.M
+    )
+    assert sorted(listed) == sorted(files)

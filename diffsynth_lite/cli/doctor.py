@@ -2,7 +2,7 @@
 
 import argparse
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich import box
@@ -28,7 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--page", type=Path, default=Path("doctor.html"), help="HTML page to write (default: %(default)s)"
     )
     parser.add_argument(
-        "--sheet", type=int, default=120, help="items on the page's contact sheet (default: %(default)s)"
+        "--sheet",
+        type=int,
+        default=120,
+        help="items on the page's contact sheet, and on that of held-out data (default: %(default)s)",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for train.py")
 
@@ -62,22 +65,35 @@ def run(parsed: argparse.Namespace) -> None:
 def print_findings(console: Console, findings: Findings) -> None:
     """The findings as tables, the advice last, where it is read."""
     console.print(_pairs("Machine", findings.machine))
-    console.print(_sources(findings))
-    console.print(_pairs("", findings.facts))
-    if findings.buckets:
-        console.print(_buckets(findings))
-    _print_names(console, "Not trained on", [f"{name}: {why}" for name, why in findings.dropped.items()])
-    _print_names(console, "Equal files", [" = ".join(names) for names in findings.equal])
-    _print_names(console, "Look alike", [" ~ ".join(names) for names in findings.alike])
-    for line in findings.advice:
+    _print_data(console, findings, title="Data", unused="Not trained on")
+    held_out = findings.held_out
+    if held_out is not None:
+        _print_data(console, held_out, title="Held out", unused="Not measured on")
+        _print_names(console, "Equal to items that are trained on", _joined(" = ", held_out.trained))
+        _print_names(console, "Look like items that are trained on", _joined(" ~ ", held_out.like_trained))
+    for line in (*findings.advice, *(f"held out: {line}" for line in (held_out.advice if held_out else ()))):
         console.print(f"[bold yellow]>[/] {escape(line)}", soft_wrap=True)
 
 
-def _sources(findings: Findings) -> Table:
-    table = Table(title="Data", title_justify="left", box=box.SIMPLE_HEAD)
+def _print_data(console: Console, findings: Findings, *, title: str, unused: str) -> None:
+    console.print(_sources(findings, title, unused.lower()))
+    console.print(_pairs("", findings.facts))
+    if findings.buckets:
+        console.print(_buckets(findings))
+    _print_names(console, unused, [f"{name}: {why}" for name, why in findings.dropped.items()])
+    _print_names(console, "Equal files", _joined(" = ", findings.equal))
+    _print_names(console, "Look alike", _joined(" ~ ", findings.alike))
+
+
+def _joined(sign: str, groups: Sequence[Sequence[str]]) -> list[str]:
+    return [sign.join(names) for names in groups]
+
+
+def _sources(findings: Findings, title: str, unused: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("source", overflow="fold", min_width=30)
     table.add_column("holds")
-    for name in ("captions", "not trained on", "times a pass"):
+    for name in ("captions", unused, "times a pass"):
         table.add_column(name, justify="right")
     for source in findings.sources:
         numbers = (str(source.num_captions), str(source.num_dropped), f"{source.passes:g}")

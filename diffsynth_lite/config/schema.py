@@ -30,6 +30,7 @@ _TAG_SETTINGS = ("data.tag_separator", "data.keep_tags")
 _SKIP_SETTINGS = ("data.max_bad_ratio",)
 _PREVIEW_SETTINGS = (
     "validation.inputs",
+    "validation.last_frames",
     "validation.num_frames",
     "validation.negative_prompt",
     "validation.num_inference_steps",

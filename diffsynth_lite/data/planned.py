@@ -94,11 +94,18 @@ class PlannedItem:
             content=" ".join(self._contents()),
             size=f"{self.bucket.width}x{self.bucket.height}x{self.bucket.num_frames}",
             crop=f"{self.crop_x!r} {self.crop_y!r}",
-            times=f"{self.fps!r}: {self._times()}",
+            times=f"{self.fps!r}: {self.times()}",
             transform=f"{_TRANSFORM_ID} {self.background}",
             decoder=" ".join(_decoders(self.is_clip)),
             encoder=encoder_id,
         )
+
+    def times(self) -> list[float]:
+        """Seconds in the file at which the frames of a clip are taken; none of a picture."""
+        if self.clip_start_s is None:
+            return []
+        assert self.fps is not None
+        return clip_times(self.clip_start_s, num_frames=self.bucket.num_frames, fps=self.fps)
 
     def load(self) -> Media:
         """Decode the files strictly, upright and cropped.
@@ -142,15 +149,9 @@ class PlannedItem:
         for part, content in zip(parts, self.content, strict=True):
             yield f"{part}:{content}"
 
-    def _times(self) -> list[float]:
-        if self.clip_start_s is None:
-            return []
-        assert self.fps is not None
-        return clip_times(self.clip_start_s, num_frames=self.bucket.num_frames, fps=self.fps)
-
     def _frames(self) -> list[Image]:
         if is_video(self.record.target.name):
-            return read_frames(self.record.target, self._times(), each=self._cropped)
+            return read_frames(self.record.target, self.times(), each=self._cropped)
         return [self._cropped(self._picture(self.record.target))]
 
     def _mask(self) -> Image | None:

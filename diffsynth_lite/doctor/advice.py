@@ -1,43 +1,52 @@
-"""This file says what is worth changing in the data of a run."""
+"""This file says what is worth changing in the data of a run, and in those that are held out."""
 
 from collections.abc import Iterator, Sequence
 
 from diffsynth_lite.doctor.cache_estimate import CacheEstimate
 from diffsynth_lite.doctor.examined import MUCH_CROPPED, ExaminedData
-from diffsynth_lite.doctor.findings import BucketFindings, CaptionFindings, counted
+from diffsynth_lite.doctor.findings import BucketFindings, CaptionFindings, Findings, counted
 from diffsynth_lite.doctor.machine import in_gib
 
 _NAMED = 3
 
 
 def advise(
-    data: ExaminedData,
-    *,
-    captions: CaptionFindings,
-    equal: Sequence[Sequence[str]],
-    alike: Sequence[Sequence[str]],
-    buckets: Sequence[BucketFindings],
-    estimate: CacheEstimate | None,
-    free_bytes: int,
+    data: ExaminedData, found: Findings, *, estimate: CacheEstimate | None, free_bytes: int
 ) -> list[str]:
-    """What to change, the most important first.
+    """What to change in the training data, the most important first.
 
     Args:
-        data: of the run.
-        captions: of the data.
-        equal: groups of names with equal files.
-        alike: groups of names that look alike.
-        buckets: the bucket table.
+        data: that are trained on.
+        found: in them.
         estimate: of the cache; None where nothing is cached.
         free_bytes: free disk for the cache.
     """
     return [
         *_about_bad_items(data),
         *_about_disk(estimate, free_bytes),
-        *_about_captions(captions),
-        *_about_copies(equal, alike),
+        *_about_captions(found.captions),
+        *_about_copies(found.equal, found.alike),
         *_about_sizes(data),
-        *_about_batches(data, buckets),
+        *_about_repeats(data),
+        *_about_batches(data, found.buckets),
+    ]
+
+
+def advise_on_held_out(data: ExaminedData, found: Findings) -> list[str]:
+    """What to change in the held-out data, the most important first.
+
+    Args:
+        data: that are held out.
+        found: in them.
+    """
+    return [
+        *_about_bad_items(data),
+        *_about_leaks(found.trained, "are equal to"),
+        *_about_leaks(found.like_trained, "look like"),
+        *_about_captions(found.captions),
+        *_about_copies(found.equal, found.alike),
+        *_about_sizes(data),
+        *_about_repeats(data),
     ]
 
 
@@ -84,6 +93,24 @@ def _about_copies(equal: Sequence[Sequence[str]], alike: Sequence[Sequence[str]]
     if alike:
         firsts = [names[0] for names in alike]
         yield f"{counted(len(alike), 'group')} of items that look alike{_such_as(firsts)}."
+
+
+def _about_leaks(groups: Sequence[Sequence[str]], what: str) -> Iterator[str]:
+    if groups:
+        yield (
+            f"{counted(len(groups), 'group')} of held-out items that {what} items that are trained on, so "
+            f"that their loss tells what was learned by heart{_such_as([names[0] for names in groups])}."
+        )
+
+
+def _about_repeats(data: ExaminedData) -> Iterator[str]:
+    if repeated := data.records_of(data.repeated):
+        example = data.repeated[next(iter(data.repeated))]
+        yield (
+            f"{counted(len(repeated), 'clip')} with fewer frames a second than asked for, so that some stand "
+            f"twice and motion stutters ({example}); a lower data.fps, or faster clips, help"
+            f"{_such_as(repeated)}."
+        )
 
 
 def _about_sizes(data: ExaminedData) -> Iterator[str]:

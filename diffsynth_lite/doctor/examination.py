@@ -1,38 +1,50 @@
 """This file examines the data of a config as a run would use them, without loading any weights."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import (
     FileMemory,
+    FoundRecords,
     MediaIndex,
+    PlanRules,
     Record,
+    Source,
     TensorCache,
     plan_items,
     without_bad_items,
 )
-from diffsynth_lite.doctor.advice import advise
+from diffsynth_lite.doctor.advice import advise, advise_on_held_out
 from diffsynth_lite.doctor.cache_estimate import estimate_cache
 from diffsynth_lite.doctor.captions import examine_captions
 from diffsynth_lite.doctor.duplicates import equal_files, look_alikes
 from diffsynth_lite.doctor.examined import ExaminedData
-from diffsynth_lite.doctor.findings import Findings
+from diffsynth_lite.doctor.findings import Findings, counted
 from diffsynth_lite.doctor.machine import describe_machine, free_disk_bytes
 from diffsynth_lite.doctor.sheet import Decoded, decode
-from diffsynth_lite.doctor.tables import bucket_table, number_table, source_table
+from diffsynth_lite.doctor.tables import bucket_table, number_table, pass_table, source_table
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.data_rules import (
     cache_folder,
     check_records,
     data_rules,
+    data_sources,
+    find_held_out_records,
     find_training_records,
+    held_out_source,
     index_file,
 )
-from diffsynth_lite.training.preflight import bind_family
+from diffsynth_lite.training.preflight import bind_family, check_held_out
+
+_Value = TypeVar("_Value")
+
+_TRAINING = "trained on: "
+"""Stands before the names of training items where they are listed beside held-out ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +53,11 @@ class Examination:
 
     Attributes:
         findings: for people.
-        records: all that could be read.
-        config: of the run.
+        data: what would be trained on, and what is held out, if anything is.
     """
 
     findings: Findings
-    records: Sequence[Record]
-    config: Config
+    data: Sequence[ExaminedData]
 
     def require_usable(self) -> None:
         """Check that the run would start with these data.
@@ -56,16 +66,18 @@ class Examination:
             UserError: as the run would.
         """
         problems = list(self.findings.problems)
-        try:
-            without_bad_items(
-                self.records,
-                self.findings.dropped,
-                on_bad_item=self.config.data.on_bad_item,
-                max_bad_ratio=self.config.data.max_bad_ratio,
-                quarantine=lambda *_: None,
-            )
-        except UserError as error:
-            problems.append(str(error))
+        for data in self.data:
+            settings = data.config.data
+            try:
+                without_bad_items(
+                    data.records,
+                    data.dropped,
+                    on_bad_item=settings.on_bad_item,
+                    max_bad_ratio=settings.max_bad_ratio,
+                    quarantine=lambda *_: None,
+                )
+            except UserError as error:
+                problems.append(str(error))
         if problems:
             raise UserError("\n".join(problems))
 
@@ -75,77 +87,158 @@ def examine(config: Config, *, sheet_size: int) -> Examination:
 
     Args:
         config: of the run.
-        sheet_size: items on the contact sheet.
+        sheet_size: items on the contact sheet, and on that of the held-out data.
 
     Raises:
         UserError: what is wrong with the settings or the model's folder.
     """
     family = bind_family(config, with_weights=False)
-    rules = data_rules(config, family).plan
+    rules = data_rules(config, family)
+    cache = TensorCache(cache_folder(config))
     found = find_training_records(config)
     problems = list(found.problems)
-    records = _usable_kinds(found.records, family, problems)
-    cache = TensorCache(cache_folder(config))
+    held_out = _find_held_out(config, found.records, problems)
     with FileMemory(index_file(cache.folder)) as memory:
-        plan = plan_items(records, index=MediaIndex(memory), rules=rules)
-        decoded = decode(plan.items, cache=cache, memory=memory, sheet_size=sheet_size)
-    bad = {**plan.bad, **decoded.bad}
-    texts = list(dict.fromkeys(caption for record in records for caption in record.captions))
-    data = ExaminedData(
-        config=config,
-        family=family,
-        records=records,
-        without_trigger=found.without_trigger,
-        plan=plan,
-        dropped={
-            record.name: bad[record.name].removeprefix(f"{record.target}: ")
-            for record in records
-            if record.name in bad
-        },
-        caption_tokens=dict(zip(texts, family.prompt_lengths(texts), strict=True)) if texts else {},
+        look = _Look(config, family, cache, memory, sheet_size, problems)
+        data, decoded = look.at(found, data_sources(config), rules.plan)
+        apart = None if held_out is None else look.at(*held_out, rules.held_out_plan)
+    findings = _training_findings(data, decoded, problems, cache)
+    if apart is None:
+        return Examination(findings=findings, data=[data])
+    held_out_findings = _held_out_findings(*apart, data, decoded)
+    return Examination(
+        findings=dataclasses.replace(findings, held_out=held_out_findings), data=[data, apart[0]]
     )
-    findings = _findings(data, decoded, problems, cache)
-    return Examination(findings=findings, records=records, config=config)
 
 
-def _usable_kinds(records: Sequence[Record], family: ModelFamily, problems: list[str]) -> Sequence[Record]:
+def _find_held_out(
+    config: Config, training: Sequence[Record], problems: list[str]
+) -> tuple[FoundRecords, Sequence[Source]] | None:
     try:
-        check_records(records, family)
+        source = held_out_source(config)
+        if source is None:
+            return None
+        found = find_held_out_records(config, source)
+        problems += found.problems
+        check_held_out(training, found.records)
     except UserError as error:
         problems.append(str(error))
-    return [record for record in records if record.kind in family.record_kinds]
+        return None
+    return found, [source]
 
 
-def _findings(data: ExaminedData, decoded: Decoded, problems: Sequence[str], cache: TensorCache) -> Findings:
-    config = data.config
-    buckets = bucket_table(data)
+@dataclass(frozen=True)
+class _Look:
+    """Looks at records as a run would use them; what is wrong with all of them joins ``problems``."""
+
+    config: Config
+    family: ModelFamily
+    cache: TensorCache
+    memory: FileMemory
+    sheet_size: int
+    problems: list[str]
+
+    def at(
+        self, found: FoundRecords, sources: Sequence[Source], rules: PlanRules
+    ) -> tuple[ExaminedData, Decoded]:
+        """The records planned by the rules, and decoded."""
+        records = self._usable_kinds(found.records)
+        plan = plan_items(records, index=MediaIndex(self.memory), rules=rules)
+        decoded = decode(plan.items, cache=self.cache, memory=self.memory, sheet_size=self.sheet_size)
+        bad = {**plan.bad, **decoded.bad}
+        texts = list(dict.fromkeys(caption for record in records for caption in record.captions))
+        data = ExaminedData(
+            config=self.config,
+            family=self.family,
+            sources=sources,
+            records=records,
+            without_trigger=found.without_trigger,
+            plan=plan,
+            dropped={
+                record.name: bad[record.name].removeprefix(f"{record.target}: ")
+                for record in records
+                if record.name in bad
+            },
+            caption_tokens=dict(zip(texts, self.family.prompt_lengths(texts), strict=True)) if texts else {},
+        )
+        return data, decoded
+
+    def _usable_kinds(self, records: Sequence[Record]) -> Sequence[Record]:
+        try:
+            check_records(records, self.family)
+        except UserError as error:
+            self.problems.append(str(error))
+        return [record for record in records if record.kind in self.family.record_kinds]
+
+
+def _findings(data: ExaminedData, decoded: Decoded) -> Findings:
+    """What training and held-out data are looked at for alike."""
     captions = examine_captions(data)
-    equal = equal_files({item.record.name: item.content[0] for item in data.items})
-    groups = [set(names) for names in equal]
-    alike = [names for names in look_alikes(decoded.looks) if not any(set(names) <= same for same in groups)]
-    estimate = estimate_cache(data, cache) if config.data.cache else None
+    contents = _contents(data)
+    equal = equal_files(contents)
     return Findings(
-        machine=describe_machine([Path(config.output.dir), cache.folder]),
-        problems=problems,
         sources=source_table(data),
-        facts=number_table(data, buckets, captions, estimate) | _coverage(decoded),
-        buckets=buckets,
+        facts=number_table(data, captions) | _coverage(decoded),
+        buckets=bucket_table(data),
         captions=captions,
         dropped=data.dropped,
         equal=equal,
-        alike=alike,
-        advice=advise(
-            data,
-            captions=captions,
-            equal=equal,
-            alike=alike,
-            buckets=buckets,
-            estimate=estimate,
-            free_bytes=free_disk_bytes(cache.folder),
-        ),
+        alike=_beyond(equal, look_alikes(decoded.looks)),
         sheet=[dataclasses.replace(entry, remarks=data.remarks(entry.name)) for entry in decoded.entries],
         num_items=len(data.items),
     )
+
+
+def _training_findings(
+    data: ExaminedData, decoded: Decoded, problems: Sequence[str], cache: TensorCache
+) -> Findings:
+    config, found = data.config, _findings(data, decoded)
+    estimate = estimate_cache(data, cache) if config.data.cache else None
+    facts = {"trained on": counted(len(data.items), "item"), **found.facts}
+    return dataclasses.replace(
+        found,
+        machine=describe_machine([Path(config.output.dir), cache.folder]),
+        problems=problems,
+        facts=facts | pass_table(data, found.buckets, estimate),
+        advice=advise(data, found, estimate=estimate, free_bytes=free_disk_bytes(cache.folder)),
+    )
+
+
+def _held_out_findings(
+    data: ExaminedData, decoded: Decoded, training: ExaminedData, training_decoded: Decoded
+) -> Findings:
+    found = _findings(data, decoded)
+    trained = equal_files(_contents(data) | _marked(_contents(training)))
+    like_trained = _beyond(trained, look_alikes(decoded.looks | _marked(training_decoded.looks)))
+    measured = min(data.config.validation.loss_items, len(data.items))
+    facts = {"measured on": f"{measured} of {counted(len(data.items), 'item')}", **found.facts}
+    found = dataclasses.replace(
+        found, facts=facts, trained=_of_both(trained), like_trained=_of_both(like_trained)
+    )
+    return dataclasses.replace(found, advice=advise_on_held_out(data, found))
+
+
+def _contents(data: ExaminedData) -> dict[str, str]:
+    return {item.record.name: item.content[0] for item in data.items}
+
+
+def _beyond(equal: Sequence[Sequence[str]], alike: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """Groups that look alike and are not equal."""
+    known = [set(names) for names in equal]
+    return [names for names in alike if not any(set(names) <= same for same in known)]
+
+
+def _marked(values: Mapping[str, _Value]) -> dict[str, _Value]:
+    """By names that tell training items from held-out ones."""
+    return {f"{_TRAINING}{name}": value for name, value in values.items()}
+
+
+def _of_both(groups: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """Those groups that hold training and held-out items, the held-out ones first."""
+    ordered = (sorted(names, key=lambda name: name.startswith(_TRAINING)) for names in groups)
+    return [
+        names for names in ordered if names[-1].startswith(_TRAINING) and not names[0].startswith(_TRAINING)
+    ]
 
 
 def _coverage(decoded: Decoded) -> dict[str, str]:

@@ -5,31 +5,37 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.data import Plan, PlannedItem, Record, kept_ratio
+from diffsynth_lite.data import Plan, PlannedItem, Record, Source, VideoFacts, kept_ratio
 from diffsynth_lite.pipelines import ModelFamily
 
 MUCH_CROPPED = 0.3
 """Part of an item's area whose loss is worth a remark."""
 _MUCH_SMALLER = 0.75
 """Part of the wanted pixels; buckets of odd shapes have nearly as few anyway."""
+_MUCH_REPEATED = 0.05
+"""Part of a clip's frames whose repetition is worth a remark: 24 frames a second of 23.976 have fewer."""
+_FRAME_TOLERANCE = 0.02
+"""By how much of a frame's time a rate that is rounded may miss its start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExaminedData:
-    """What a run would train on.
+    """What a run would train on, or measure its loss on.
 
     Attributes:
         config: of the run.
         family: bound to its folder, without weights.
+        sources: where the records are from.
         records: that could be read.
         without_trigger: names of those that lacked their trigger.
         plan: of the records.
-        dropped: name of a record to the reason why it is not trained on.
+        dropped: name of a record to the reason why it cannot be used.
         caption_tokens: of each caption, uncut.
     """
 
     config: Config
     family: ModelFamily
+    sources: Sequence[Source]
     records: Sequence[Record]
     without_trigger: Sequence[str]
     plan: Plan
@@ -38,7 +44,7 @@ class ExaminedData:
 
     @cached_property
     def items(self) -> Sequence[PlannedItem]:
-        """Those that are trained on."""
+        """Those that can be used."""
         return [item for item in self.plan.items if item.record.name not in self.dropped]
 
     @cached_property
@@ -77,10 +83,32 @@ class ExaminedData:
                 small[item.name] = f"only {facts.width}x{facts.height}"
         return small
 
+    @cached_property
+    def repeated(self) -> Mapping[str, str]:
+        """Clips of fewer frames a second than asked for, so that many frames stand twice, with how many."""
+        doubled = {}
+        for item in self.items:
+            facts = self.plan.facts[item.record.name]
+            if not isinstance(facts, VideoFacts):
+                continue
+            num_frames = item.bucket.num_frames
+            num_repeats = num_frames - _num_different_frames(item, facts)
+            if num_repeats > _MUCH_REPEATED * num_frames:
+                doubled[item.name] = (
+                    f"{num_repeats} of {num_frames} frames are repeats: it has {facts.fps:.4g} a second"
+                )
+        return doubled
+
     def records_of(self, items: Collection[str]) -> list[str]:
         """Names of the records that the named items are taken of."""
         return list(dict.fromkeys(item.record.name for item in self.items if item.name in items))
 
     def remarks(self, name: str) -> list[str]:
         """What is odd about an item."""
-        return [found[name] for found in (self.cropped, self.enlarged, self.small) if name in found]
+        oddities = (self.cropped, self.enlarged, self.small, self.repeated)
+        return [found[name] for found in oddities if name in found]
+
+
+def _num_different_frames(item: PlannedItem, facts: VideoFacts) -> int:
+    """Frames of the file that a clip is made of, about that many where their rate varies."""
+    return len({int(time_s * facts.fps + _FRAME_TOLERANCE) for time_s in item.times()})

@@ -125,32 +125,38 @@ class SheetEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
-    """All that the doctor found.
+    """All that the doctor found, or what it found in the held-out data.
 
     Attributes:
-        machine: facts by name.
-        problems: what stops a run besides single files, a line each.
         sources: one each.
         facts: numbers in words by name: sizes, durations, passes, sizes of the cache.
         buckets: the largest first.
         captions: of all items.
-        dropped: name of a record to the reason why it is not trained on.
+        machine: facts by name.
+        problems: what stops a run besides single files, a line each.
+        dropped: name of a record to the reason why it cannot be used.
         equal: groups of names with equal files.
         alike: groups of names that look alike, beyond the equal ones.
+        trained: of held-out data, groups of their names with those of training items that are equal.
+        like_trained: likewise that look alike.
         advice: what to change, the most important first.
         sheet: items as the model sees them.
         num_items: items planned; the sheet may show fewer.
+        held_out: what was found in the held-out data; None where there are none.
     """
 
-    machine: Mapping[str, str]
     sources: Sequence[SourceFindings]
     facts: Mapping[str, str]
     buckets: Sequence[BucketFindings]
     captions: CaptionFindings
+    machine: Mapping[str, str] = field(default_factory=dict)
     problems: Sequence[str] = ()
     dropped: Mapping[str, str] = field(default_factory=dict)
     equal: Sequence[Sequence[str]] = ()
     alike: Sequence[Sequence[str]] = ()
+    trained: Sequence[Sequence[str]] = ()
+    like_trained: Sequence[Sequence[str]] = ()
     advice: Sequence[str] = ()
     sheet: Sequence[SheetEntry] = ()
     num_items: int = 0
+    held_out: "Findings | None" = None

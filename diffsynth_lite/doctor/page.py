@@ -57,9 +57,8 @@ def write_page(path: Path, findings: Findings, *, title: str, lead: str) -> None
     environment = Environment(
         loader=PackageLoader("diffsynth_lite.doctor", ""), autoescape=True, undefined=StrictUndefined
     )
-    figures = [_figure(entry) for entry in findings.sheet]
     text = environment.get_template("page.html").render(
-        findings=findings, figures=figures, title=title, lead=lead
+        findings=findings, figure_of=_figure, title=title, lead=lead
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(redacted(text), encoding="utf-8")

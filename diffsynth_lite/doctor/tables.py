@@ -9,13 +9,13 @@ from diffsynth_lite.doctor.cache_estimate import CacheEstimate
 from diffsynth_lite.doctor.examined import ExaminedData
 from diffsynth_lite.doctor.findings import BucketFindings, CaptionFindings, SourceFindings, Spread, counted
 from diffsynth_lite.doctor.machine import in_gib
-from diffsynth_lite.training.data_rules import data_sources, num_tokens_of, passes_of_sources
+from diffsynth_lite.training.data_rules import num_tokens_of
 
 
 def source_table(data: ExaminedData) -> list[SourceFindings]:
     """What each source holds, in their order."""
     found = []
-    for index, source in enumerate(data_sources(data.config)):
+    for index, source in enumerate(data.sources):
         own = [record for record in data.records if record.source == index]
         found.append(
             SourceFindings(
@@ -32,7 +32,7 @@ def source_table(data: ExaminedData) -> list[SourceFindings]:
 def bucket_table(data: ExaminedData) -> list[BucketFindings]:
     """The bucket table, the fullest bucket first."""
     train = data.config.train
-    passes = passes_of_sources(data.config)
+    passes = [source.repeats * Fraction(str(source.weight)) for source in data.sources]
     samples: dict[object, Fraction] = defaultdict(Fraction)
     for item in data.items:
         samples[item.bucket] += passes[item.record.source]
@@ -56,23 +56,30 @@ def bucket_table(data: ExaminedData) -> list[BucketFindings]:
     return sorted(table, key=lambda row: -row.num_items)
 
 
-def number_table(
-    data: ExaminedData,
-    buckets: Sequence[BucketFindings],
-    captions: CaptionFindings,
-    estimate: CacheEstimate | None,
-) -> dict[str, str]:
-    """Numbers in words by name: sizes, durations, captions, length of a pass, the cache.
+def number_table(data: ExaminedData, captions: CaptionFindings) -> dict[str, str]:
+    """Numbers in words by name: sizes, durations, captions.
 
     Args:
         data: of the run.
-        buckets: the bucket table.
         captions: of the data.
-        estimate: of the cache; None where nothing is cached.
     """
-    table = {"trained on": counted(len(data.items), "item"), **_sizes(data)}
+    table = _sizes(data)
     if captions.tokens:
         table["caption tokens"] = f"{captions.tokens}; the model sees {captions.limit}"
+    return table
+
+
+def pass_table(
+    data: ExaminedData, buckets: Sequence[BucketFindings], estimate: CacheEstimate | None
+) -> dict[str, str]:
+    """Numbers in words by name: length of a pass over the training data, the cache.
+
+    Args:
+        data: that are trained on.
+        buckets: the bucket table.
+        estimate: of the cache; None where nothing is cached.
+    """
+    table = {}
     if batches := sum(row.batches_per_pass for row in buckets):
         train = data.config.train
         steps = batches * train.micro_batch_size / train.global_batch_size

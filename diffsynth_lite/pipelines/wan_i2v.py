@@ -43,8 +43,8 @@ class WanI2V(wan.Wan):
     data names it; I2V-14B refuses one. All latents count in the loss, those of the given frames too.
 
     Wan 2.1 also sees the pictures through CLIP, whose encoder is loaded beside the autoencoder: when media
-    are encoded, and while previews are drawn. A preview starts from a picture, cut to its size, and FLF2V
-    leads back to it.
+    are encoded, and while previews are drawn. A preview starts from a picture, cut to its size, and
+    leads to that of ``validation.last_frames`` where it is given; without it, FLF2V leads back to the first.
     """
 
     pipelines = (WanImageToVideoPipeline,)
@@ -70,6 +70,11 @@ class WanI2V(wan.Wan):
     def needs_inputs(self) -> bool:
         return True
 
+    @property
+    def takes_last_frames(self) -> bool:
+        """All but Wan 2.1 I2V, whose transformer has no place for a second picture."""
+        return self._leads_to_last_frame or not self._embeds_pictures
+
     @cached_property
     def _transformer_config(self) -> dict[str, Any]:
         return self.folder.component_config("transformer")
@@ -83,10 +88,6 @@ class WanI2V(wan.Wan):
     def _leads_to_last_frame(self) -> bool:
         """FLF2V, whose transformer tells the first picture from the last by their place."""
         return self._transformer_config.get("pos_embed_seq_len") is not None
-
-    @property
-    def takes_last_frame(self) -> bool:
-        return self._leads_to_last_frame or not self._embeds_pictures
 
     def check_folder(self, *, with_weights: bool = True) -> None:
         if self.folder.pipeline_config().get("expand_timesteps"):
@@ -164,7 +165,7 @@ class WanI2V(wan.Wan):
 
     def _given_pictures(self, item: Media) -> list[Image]:
         """The first frame, and the last one where there is one."""
-        assert item.last_frame is None or self.takes_last_frame, "refused with the records"
+        assert item.last_frame is None or self.takes_last_frames, "refused with the records"
         last = item.last_frame or (item.frames[-1] if self._leads_to_last_frame else None)
         return [item.first_frame or item.frames[0], *([last] if last else [])]
 
@@ -190,7 +191,7 @@ class WanI2V(wan.Wan):
 
     def _start(self, request: PreviewRequest) -> dict[str, Image]:
         start = super()._start(request)
-        if self._leads_to_last_frame:
+        if self._leads_to_last_frame or len(request.inputs) > 1:
             start["last_image"] = ImageOps.fit(request.inputs[-1], (request.width, request.height))
         return start
 

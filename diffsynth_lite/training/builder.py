@@ -21,7 +21,8 @@ from diffsynth_lite.training.evaluation import FixedNoiseLoss
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 from diffsynth_lite.training.optimizer_step import OptimizerStep
 from diffsynth_lite.training.patience import LONG_WAIT
-from diffsynth_lite.training.preflight import CheckedRun, build_learning_rate, preview_size
+from diffsynth_lite.training.preflight import CheckedRun, build_learning_rate
+from diffsynth_lite.training.preview_rules import preview_size
 from diffsynth_lite.training.previews import Previews
 
 _SUPPORTED_DISTRIBUTION = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)

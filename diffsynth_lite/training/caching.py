@@ -43,7 +43,7 @@ class EncodedPrompt:
     Attributes:
         conditioning: of the prompt.
         negative: of the negative prompt.
-        inputs: the pictures that it starts from.
+        inputs: the picture that it starts from, and the one that it leads to, where there are any.
     """
 
     conditioning: Conditioning

@@ -104,7 +104,7 @@ def check_records(records: Sequence[Record], family: ModelFamily) -> None:
         UserError: naming what it cannot train on, and an example.
     """
     refuse_other_kinds(records, family.record_kinds)
-    if not family.takes_last_frame and (ending := [record for record in records if record.last_frame]):
+    if not family.takes_last_frames and (ending := [record for record in records if record.last_frame]):
         raise UserError(
             f"data: {len(ending)} clips, such as {ending[0].name}, end with a picture, and this model only "
             "starts them from one; leave last_frame_dir and last_frame_column out, or choose a model that "
@@ -141,27 +141,45 @@ def find_training_records(config: Config) -> FoundRecords:
 
 
 def read_validation_records(config: Config) -> list[Record]:
-    """The records held out, read as the first source is; none where there is no folder for them.
+    """The records held out; none where there is no folder for them.
 
     Raises:
         UserError: as `read_training_records`; also where inputs or masks would be those of the training data.
     """
+    source = held_out_source(config)
+    return [] if source is None else find_held_out_records(config, source).require_all()
+
+
+def find_held_out_records(config: Config, source: Source) -> FoundRecords:
+    """As `read_validation_records`, of `held_out_source`, with the problems beside the records without."""
+    return _find("validation.data", [source], config)
+
+
+def held_out_source(config: Config) -> Source | None:
+    """Where the held-out items are, read as the first source is and once a pass; None where there are none.
+
+    Raises:
+        UserError: their inputs or masks would be those of the training data.
+    """
     if config.validation.data is None:
-        return []
+        return None
     first = next(iter(config.data.sources_by_key.values()))
-    source = _source(dataclasses.replace(first, path=config.validation.data, dataset=None, metadata=None))
+    source = _source(
+        dataclasses.replace(
+            first, path=config.validation.data, dataset=None, metadata=None, repeats=1, weight=1.0
+        )
+    )
 
     def moved(place: Path | None) -> Path | None:
         return place and _moved(place, first, Path(config.validation.data or "").expanduser())
 
-    source = dataclasses.replace(
+    return dataclasses.replace(
         source,
         input_dirs=tuple(filter(None, map(moved, source.input_dirs))),
         first_frame_dir=moved(source.first_frame_dir),
         last_frame_dir=moved(source.last_frame_dir),
         mask_dir=moved(source.mask_dir),
     )
-    return _find("validation.data", [source], config).require_all()
 
 
 def _moved(place: Path, first: SourceSettings, held_out: Path) -> Path:

@@ -2,8 +2,11 @@
 
 import errno
 import logging
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -13,9 +16,13 @@ from diffsynth_lite.errors import EXIT_FINISHED, RunInterrupted, RunStoppedError
 from diffsynth_lite.training.checkpoints import CheckpointStore
 from diffsynth_lite.training.contract import DifferentRunError
 from diffsynth_lite.training.files import write_json_atomic
+from diffsynth_lite.training.optimizer_step import StepResult
+from diffsynth_lite.training.progress import Pace
 from diffsynth_lite.training.run_folder import RunFolder, RunState
 
 logger = logging.getLogger(__name__)
+
+_RENEWED_EVERY_S = 5.0
 
 
 @contextmanager
@@ -59,6 +66,50 @@ def _best_effort(folder: RunFolder) -> Iterator[None]:
         yield
     except OSError as error:
         logger.warning("%s could not be written: %s", folder.status_file, error)
+
+
+@dataclass(kw_only=True)
+class LiveStatus:
+    """Keeps the status of a run that goes on up to date: after its first step, then at most every 5 seconds.
+
+    Attributes:
+        folder: of the run.
+        pace: of the run, which knows each step before this does.
+        total_steps: optimizer steps of the whole run.
+        clock: seconds, from any beginning on.
+    """
+
+    folder: RunFolder
+    pace: Pace
+    total_steps: int
+    clock: Callable[[], float] = time.monotonic
+    _renewed_at: float = -math.inf
+    _failed: bool = False
+
+    def after_step(self, result: StepResult) -> None:
+        """Write where the run is, unless that was done just now.
+
+        What the disk does not take is left out, with one warning: a checkpoint that it does not take ends
+        the run soon enough.
+        """
+        now = self.clock()
+        if now - self._renewed_at < _RENEWED_EVERY_S:
+            return
+        self._renewed_at = now
+        progress = {
+            "total_steps": self.total_steps,
+            "samples_per_s": round(self.pace.samples_per_s, 4),
+            "seconds_left": round(self.pace.seconds_left(result)),
+            "time": round(time.time(), 3),
+        }
+        try:
+            self.folder.write_status(
+                "running", exit_code=None, step=result.step, message="training", progress=progress
+            )
+        except OSError as error:
+            if not self._failed:
+                logger.warning("%s could not be written: %s", self.folder.status_file, error)
+            self._failed = True
 
 
 @contextmanager

@@ -114,8 +114,10 @@ def plan_run(config: Config, checked: CheckedRun, accelerator: Accelerator, memo
 
 
 def preview_files(config: Config, place: int) -> tuple[Path, ...]:
-    """Files of the pictures that the preview at ``place`` starts from."""
-    return tuple(Path(file).expanduser() for file in config.validation.inputs[place : place + 1])
+    """Files of the picture that the preview at ``place`` starts from, and of the one that it leads to."""
+    validation = config.validation
+    files = (*validation.inputs[place : place + 1], *validation.last_frames[place : place + 1])
+    return tuple(Path(file).expanduser() for file in files)
 
 
 def _add_prompts(

@@ -13,12 +13,13 @@ from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import BlockPolicy, Treatment, blocks_of
-from diffsynth_lite.data import BatchLayout, Record, load_image
+from diffsynth_lite.data import BatchLayout, Record
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder
 from diffsynth_lite.training.data_rules import check_records, data_rules
 from diffsynth_lite.training.learning_rate import learning_rate_schedule
+from diffsynth_lite.training.preview_rules import check_previews, preview_size
 from diffsynth_lite.training.processes import on_all_processes
 from diffsynth_lite.training.reading import read_data
 from diffsynth_lite.training.trackers import require_trackers
@@ -101,7 +102,7 @@ def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
         model = _check_model(checks, family, config)
         for found in (data.training, data.validation):
             checks.attempt(partial(check_records, found, family))
-    checks.attempt(lambda: _check_held_out(data.training, data.validation))
+    checks.attempt(lambda: check_held_out(data.training, data.validation))
     checks.require_all(accelerator)
     assert family is not None
     return CheckedRun(
@@ -126,8 +127,12 @@ def _check_batch_size(config: Config, num_processes: int) -> None:
         raise UserError(f"train.{error}") from None
 
 
-def _check_held_out(records: Sequence[Record], held_out: Sequence[Record]) -> None:
-    """Folders are read with their subfolders, so one of validation items inside the data's is trained on."""
+def check_held_out(records: Sequence[Record], held_out: Sequence[Record]) -> None:
+    """Check that no file is both trained on and held out: folders are read with their subfolders.
+
+    Raises:
+        UserError: naming one that is.
+    """
     if not held_out:
         return
     trained = {os.path.realpath(record.target) for record in records}
@@ -180,7 +185,7 @@ class _CheckedModel:
 
 def _check_model(checks: _Checks, family: ModelFamily, config: Config) -> _CheckedModel:
     checks.attempt(lambda: data_rules(config, family))
-    checks.attempt(lambda: _check_previews(config, family))
+    checks.attempt(lambda: check_previews(config, family))
     checks.attempt(lambda: _check_weighting(config, family))
     checks.attempt(lambda: _check_shift(config, family))
     transformer = family.empty_transformer()
@@ -263,34 +268,3 @@ def _check_weighting(config: Config, family: ModelFamily) -> None:
 def _check_shift(config: Config, family: ModelFamily) -> None:
     if config.objective.shift == "resolution":
         family.resolution_shift(family.latents_shape(*preview_size(config, family), num_frames=1))
-
-
-def _check_previews(config: Config, family: ModelFamily) -> None:
-    validation = config.validation
-    family.check_size(*preview_size(config, family), keys="validation.width, validation.height")
-    if validation.num_frames is not None:
-        family.check_frames(validation.num_frames, key="validation.num_frames")
-    if validation.prompts and family.needs_inputs and not validation.inputs:
-        raise UserError(
-            "validation.inputs: is empty; previews of this family start from pictures: name a file for each "
-            "of validation.prompts, or give no prompts"
-        )
-    if validation.inputs and not {"edit", "image_to_video"} & set(family.record_kinds):
-        raise UserError(
-            "validation.inputs: has no effect, as previews of this family start from the prompt alone; "
-            "remove it"
-        )
-    for path in validation.inputs:
-        # To the last pixel: the caching pass looks for bad items, and a preview is none.
-        picture = load_image(Path(path).expanduser(), background=config.data.background)
-        try:
-            family.input_size(*picture.size)
-        except UserError as error:
-            raise UserError(f"validation.inputs: {path}: {error}") from None
-
-
-def preview_size(config: Config, family: ModelFamily) -> tuple[int, int]:
-    """Width and height of the previews in pixels: unless given, the data's, as the family can do them."""
-    divisor = family.size_divisor
-    width, height = (max(divisor, side // divisor * divisor) for side in config.data.first_size)
-    return config.validation.width or width, config.validation.height or height

@@ -52,12 +52,15 @@ class Pace:
         """Samples trained on per second, over all devices."""
         return self._samples / self._seconds if self._samples and self._seconds else 0.0
 
+    def seconds_left(self, result: StepResult) -> float:
+        """How long the steps after this one will take, previews and checkpoints not counted."""
+        return (self._total_steps - result.step) * (self._seconds or 0.0)
+
     def describe(self, result: StepResult, device: torch.device) -> str:
         """Loss, learning rate, speed, time left and peak memory as one line."""
-        seconds_left = (self._total_steps - result.step) * (self._seconds or 0.0)
         return (
             f"loss {_number(self._loss)} lr {result.learning_rate:.2e} {self.samples_per_s:.3g} samples/s "
-            f"left {_clock(seconds_left)} peak {peak_memory_gib(device):.2f} GiB"
+            f"left {_clock(self.seconds_left(result))} peak {peak_memory_gib(device):.2f} GiB"
         )
 
 

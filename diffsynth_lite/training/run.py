@@ -3,21 +3,15 @@
 import logging
 import uuid
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from diffusers.training_utils import free_memory
 from rich.console import Console
 
-from diffsynth_lite.config import Config, LoadedConfig
-from diffsynth_lite.core.gradient import gradient_engine
+from diffsynth_lite.config import LoadedConfig
 from diffsynth_lite.errors import RunInterrupted
-from diffsynth_lite.training.actions import Evaluate, LogMetrics, every
 from diffsynth_lite.training.builder import (
-    BuiltRun,
     build_accelerator,
     build_average,
     build_optimizer,
@@ -28,57 +22,26 @@ from diffsynth_lite.training.builder import (
 from diffsynth_lite.training.caching import encode_run
 from diffsynth_lite.training.checkpoints import Checkpoint, CheckpointStore
 from diffsynth_lite.training.contract import Contract, data_contract, settings_contract
-from diffsynth_lite.training.grace import StopGrace, StopTime
+from diffsynth_lite.training.grace import StopGrace
 from diffsynth_lite.training.initial_lora import read_initial_lora
 from diffsynth_lite.training.lineage import extended_lineage
-from diffsynth_lite.training.loop import run_loop
 from diffsynth_lite.training.memory_advice import out_of_memory_explained
-from diffsynth_lite.training.memory_builder import build_engine, build_engine_report, build_workload
-from diffsynth_lite.training.metrics import MetricsFile
+from diffsynth_lite.training.memory_builder import build_workload
 from diffsynth_lite.training.opening import follow_run, write_opening
 from diffsynth_lite.training.outcome import outcome_recorded, shortages_explained
-from diffsynth_lite.training.patience import Patience
-from diffsynth_lite.training.preflight import CheckedRun, check_run
+from diffsynth_lite.training.preflight import check_run
 from diffsynth_lite.training.processes import on_main_process
-from diffsynth_lite.training.progress import Pace, ProgressLine
 from diffsynth_lite.training.repeatable_kernels import repeatable_kernels
-from diffsynth_lite.training.requests import Requests, remove_old_requests
-from diffsynth_lite.training.resume import Origin, agreed_start
+from diffsynth_lite.training.requests import remove_old_requests
+from diffsynth_lite.training.resume import agreed_start
 from diffsynth_lite.training.run_folder import RunFolder
+from diffsynth_lite.training.run_setting import RunSetting
 from diffsynth_lite.training.saving import Saver, restore
 from diffsynth_lite.training.signals import StopRequest
 from diffsynth_lite.training.startup import StartupClock
-from diffsynth_lite.training.trackers import MetricsLog
+from diffsynth_lite.training.steps import train_steps
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Setting:
-    """What every stage of a run needs: settings, processes, places."""
-
-    loaded: LoadedConfig
-    accelerator: Accelerator
-    folder: RunFolder
-    store: CheckpointStore
-    checked: CheckedRun
-    console: Console
-    clock: StartupClock
-    grace: StopGrace | None
-
-    @property
-    def origin(self) -> Origin:
-        """Where the run comes from."""
-        resume = self.config.resume
-        return Origin(source=resume.source, allow=resume.allow, folder=self.folder, store=self.store)
-
-    @property
-    def config(self) -> Config:
-        return self.loaded.config
-
-    @property
-    def is_main(self) -> bool:
-        return bool(self.accelerator.is_main_process)
 
 
 def run_training(
@@ -104,7 +67,7 @@ def run_training(
     accelerator = build_accelerator(config, folder.path / "trackers")
     with clock.stage("checks"):
         checked = check_run(config, accelerator)
-    setting = _Setting(
+    setting = RunSetting(
         loaded=loaded,
         accelerator=accelerator,
         folder=folder,
@@ -137,7 +100,7 @@ def run_training(
             _conclude(setting, _train(setting, contract, checkpoint, stop))
 
 
-def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None, stop: StopRequest) -> int:
+def _train(setting: RunSetting, contract: Contract, checkpoint: Checkpoint | None, stop: StopRequest) -> int:
     """Encode, load, train, save; returns the optimizer steps done."""
     start_step = checkpoint.step if checkpoint else 0
     initial = _initial_lora(setting) if checkpoint is None else None
@@ -190,7 +153,7 @@ def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None,
     try:
         workload = build_workload(setting.config, setting.checked, encoded)
         with out_of_memory_explained(workload, transformer, optimizer):
-            step = _loop(setting, built, saver, stop, start_step)
+            step = train_steps(setting, built, saver, stop, start_step)
     finally:
         # The wrapped model goes before its process group: as the group's last owner it deadlocked in torch's
         # destructor, in 1 of 7 runs on two gloo processes.
@@ -200,84 +163,14 @@ def _train(setting: _Setting, contract: Contract, checkpoint: Checkpoint | None,
     return step
 
 
-def _conclude(setting: _Setting, step: int) -> None:
+def _conclude(setting: RunSetting, step: int) -> None:
     steps = setting.config.train.steps
     if step < steps:
         raise RunInterrupted(f"stopped after step {step} of {steps}, saved; the same command continues it")
     logger.info("Finished after %d steps. %s", step, _results(setting.folder))
 
 
-def _loop(setting: _Setting, built: BuiltRun, saver: Saver, stop: StopRequest, start_step: int) -> int:
-    """Train, and save where it stops; returns the optimizer steps done."""
-    config, accelerator = setting.config, setting.accelerator
-    train = config.train
-    metrics = MetricsLog(MetricsFile(setting.folder.metrics_file), accelerator)
-    stop_time = StopTime(setting.grace if setting.is_main else None, save_bytes=saver.num_bytes)
-    evaluate = stop_time.of_previews(_build_evaluate(setting, built, saver, metrics).at)
-    patience = Patience(accelerator, timedelta(minutes=train.step_timeout_minutes))
-    save, sample = patience.unhurried(stop_time.of_saves(saver.save)), patience.unhurried(evaluate)
-    requests = Requests(
-        folder=setting.folder.path,
-        signals=stop,
-        accelerator=accelerator,
-        save=save,
-        sample=sample,
-        save_every_minutes=config.output.checkpoint_every_minutes,
-    )
-    pace = Pace(total_steps=train.steps)
-    progress = ProgressLine(
-        pace,
-        start_step=start_step,
-        total_steps=train.steps,
-        every_steps=config.logging.every_steps,
-        device=accelerator.device,
-    )
-    engine = build_engine(config)
-    log_metrics = LogMetrics(
-        metrics=metrics, pace=pace, device=accelerator.device, every_steps=config.logging.every_steps
-    )
-    if start_step == 0:
-        with setting.clock.stage("first previews"):
-            evaluate(0)
-    logger.info("Start-up took %s.", setting.clock.describe())
-    stop.let_steps_finish()
-    live = setting.is_main and setting.console.is_terminal
-    with gradient_engine(engine), patience.with_steps(), progress.shown(setting.console, live=live):
-        step = run_loop(
-            built.step.take,
-            start_step=start_step,
-            total_steps=train.steps,
-            after_step=(
-                build_engine_report(config, setting.checked, engine, metrics, accelerator).after_step,
-                progress.update,
-                log_metrics.after_step,
-                stop_time.after_step,
-                # First, so that a checkpoint knows whether it is the best.
-                every(config.validation.every_steps, sample, last_step=train.steps),
-                every(config.output.checkpoint_every_steps, save, last_step=train.steps),
-                requests.after_step,
-                lambda _result: patience.renew(),
-            ),
-            should_stop=lambda: requests.stop,
-        )
-    if step < train.steps or start_step == step:
-        saver.save(step)
-    return step
-
-
-def _build_evaluate(setting: _Setting, built: BuiltRun, saver: Saver, metrics: MetricsLog) -> Evaluate:
-    return Evaluate(
-        transformer=built.transformer,
-        averaged=saver.averaged if saver.measures_average else None,
-        validation_loss=built.validation_loss,
-        previews=built.previews,
-        metrics=metrics,
-        consider=saver.consider,
-        accelerator=setting.accelerator,
-    )
-
-
-def _initial_lora(setting: _Setting) -> dict[str, torch.Tensor] | None:
+def _initial_lora(setting: RunSetting) -> dict[str, torch.Tensor] | None:
     lora = setting.config.lora
     if lora.init_from is None:
         return None

@@ -5,7 +5,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +53,7 @@ class RunFolder:
 
     @property
     def status_file(self) -> Path:
-        """State, exit code and last step, for whoever started the run."""
+        """State, exit code, step and, while it runs, speed: for whoever started or watches the run."""
         return self.path / "status.json"
 
     @property
@@ -116,7 +116,15 @@ class RunFolder:
             self._acquire(file)
             yield
 
-    def write_status(self, state: RunState, *, exit_code: int | None, step: int, message: str) -> None:
+    def write_status(
+        self,
+        state: RunState,
+        *,
+        exit_code: int | None,
+        step: int,
+        message: str,
+        progress: Mapping[str, float] | None = None,
+    ) -> None:
         """Replace ``status.json``; the first call, under the lock, makes this the folder of a run.
 
         Args:
@@ -124,14 +132,15 @@ class RunFolder:
             exit_code: of the trainer, None while it runs.
             step: optimizer steps taken.
             message: one line for a person.
+            progress: numbers by name, of a run that goes on.
         """
         places = (
             *(self.checkpoints_folder, self.lora_folder, self.ema_lora_folder, self.best_lora_folder),
             *(self.metrics_file, self.previews_folder),
         )
         found = {place.stem: place.name for place in places if place.exists()}
-        status = {"state": state, "exit_code": exit_code, "step": step, "message": message, "found_at": found}
-        write_json_atomic(self.status_file, status)
+        status = {"state": state, "exit_code": exit_code, "step": step, "message": message}
+        write_json_atomic(self.status_file, {**status, **(progress or {}), "found_at": found})
 
     def read_status(self) -> dict[str, Any] | None:
         """Content of ``status.json``, None before a run has been started.

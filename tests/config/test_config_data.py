@@ -273,6 +273,15 @@ def test_previews_have_one_input_for_each_prompt(write):
     load_data(write, text, "validation.inputs=[a.png, a.png]")
 
 
+def test_previews_lead_to_one_last_frame_for_each_prompt_and_start_from_a_picture_then(write):
+    text = "data: {path: a}\nvalidation:\n  prompts: [a, b]\n  last_frames: [z.png]\n"
+    count, start = error_lines(write, text)
+    assert ":4 validation.last_frames: 1 for 2 validation.prompts; give one for each prompt" in count
+    assert ":4 validation.last_frames: needs inputs" in start
+    given = ("validation.inputs=[a.png, a.png]", "validation.last_frames=[z.png, z.png]")
+    load_data(write, text, *given)
+
+
 def test_data_made_in_python_are_checked_too():
     with pytest.raises(UserError, match=r"data\.sources"):
         DataSettings()

@@ -6,7 +6,9 @@ import pytest
 
 from diffsynth_lite.config import load_config
 
-RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+REPOSITORY = Path(__file__).parents[2]
+RECIPES = sorted((REPOSITORY / "configs").glob("*.yaml"))
+PIPELINES = REPOSITORY / "diffsynth_lite" / "pipelines"
 
 
 def test_there_are_recipes():
@@ -33,6 +35,11 @@ def test_there_are_recipes():
         "wan_t2v_lora.yaml",
         "z_image_lora.yaml",
     }
+
+
+def test_every_family_has_a_recipe():
+    files = {path.stem for path in PIPELINES.glob("*.py")} - {"__init__"}
+    assert {load_config(path).config.model.family for path in RECIPES} == files
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

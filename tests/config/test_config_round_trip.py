@@ -78,6 +78,13 @@ def defaults(keys: Iterable[str]) -> dict:
     return {key: getattr(data, key) for key in keys}
 
 
+def one_for_each_prompt(values: dict) -> dict:
+    """The pictures of previews, as many as there are prompts; none to lead to without one to start from."""
+    num_prompts = len(values["prompts"]) or 1
+    inputs, last_frames = (values[key][:1] * num_prompts for key in ("inputs", "last_frames"))
+    return {"inputs": inputs, "last_frames": last_frames if inputs else []}
+
+
 def consistent(name: str, values: dict) -> dict:
     """Drawn values with the settings that depend on others made to fit these."""
     if name == "data":
@@ -96,8 +103,8 @@ def consistent(name: str, values: dict) -> dict:
         values |= {"input_columns": []} if values["input_dirs"] else {}
         for role in ("first_frame", "last_frame", "mask"):
             values |= {f"{role}_column": None} if values[f"{role}_dir"] else {}
-    if name == "validation" and values["prompts"] and values["inputs"]:
-        values |= {"inputs": values["inputs"][:1] * len(values["prompts"])}
+    if name == "validation":
+        values |= one_for_each_prompt(values)
     if name == "objective":
         values |= {"sigma_min": 0.0} if values["sigma_min"] >= values["sigma_max"] else {}
         values |= (

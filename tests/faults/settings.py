@@ -150,6 +150,10 @@ ELSEWHERE: dict[str, Change] = {
     "data.last_frame_dir": ("data.last_frame_dir=elsewhere",),
     "data.mask_dir": ("data.mask_dir=elsewhere",),
     "validation.inputs": ("validation.prompts=[a red circle]", "validation.inputs=[start.png]"),
+    "validation.last_frames": (
+        *("validation.prompts=[a red circle]", "validation.inputs=[start.png]"),
+        "validation.last_frames=[end.png]",
+    ),
     "validation.num_frames": ("validation.num_frames=9",),
     "validation.data": ("validation.data=elsewhere",),
 }

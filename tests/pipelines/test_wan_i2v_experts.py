@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers import WanImageToVideoPipeline
 from family_sample import CPU, PROMPTS, build_media, picture
+from PIL.Image import Image
 from wan_pipelines import from_pictures
 
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter, find_target_layers
@@ -145,3 +146,32 @@ def test_a_preview_goes_on_from_its_picture_through_both_experts(
     assert len({call["expert"] for call in calls}) == 2
     for call in calls:
         assert torch.equal(call["hidden_states"][0, 16:], batch[1][0]["condition_latents"])
+
+
+@pytest.mark.parametrize("pictures", [[picture(64, 32, 40)], [picture(64, 32, 40), picture(64, 32, 50)]])
+def test_a_preview_leads_to_a_last_frame_where_it_is_given_one(
+    pictures: list[Image], family: WanI2V, batch: tuple[torch.Tensor, list[Conditioning]]
+) -> None:
+    prompt = {"prompt_embeds": batch[1][0]["prompt_embeds"]}
+    request = PreviewRequest(
+        conditioning=prompt,
+        negative=prompt,
+        inputs=tuple(pictures),
+        width=64,
+        height=32,
+        num_frames=9,
+        num_inference_steps=2,
+        guidance_scale=1.0,
+        seed=0,
+    )
+    model, given = family.load_transformer(torch.float32), []
+    for expert in family.parts_of(model).values():
+        expert.register_forward_pre_hook(
+            lambda _module, _args, kwargs: given.append(kwargs["hidden_states"][0, 16:]), with_kwargs=True
+        )
+    family.sample(model, torch.float32, [request])
+    last = pictures[1] if len(pictures) > 1 else None
+    item = dataclasses.replace(build_media(family)[0], first_frame=pictures[0], last_frame=last)
+    [encoded] = family.load_media_encoder(torch.float32, CPU)([item])
+    assert len(given) == 2
+    assert all(torch.equal(condition, encoded["condition_latents"]) for condition in given)

@@ -48,7 +48,7 @@ def test_other_pixels_for_clip_are_other_embeddings(families: dict[str, WanI2V],
 
 
 def test_the_folder_says_whether_a_clip_may_end_with_a_picture(families: dict[str, WanI2V]) -> None:
-    takes = {release: family.takes_last_frame for release, family in families.items()}
+    takes = {release: family.takes_last_frames for release, family in families.items()}
     assert takes == {"i2v": False, "flf2v": True, "a14b": True}
 
 

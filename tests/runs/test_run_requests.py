@@ -5,24 +5,11 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file
-from tiny_run import TinyRun, checkpoint_tensors, differing
+from tiny_run import TinyRun, checkpoint_tensors, differing, dropping
 
 from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
 
 LORA = "pytorch_lora_weights.safetensors"
-
-
-def dropping(run: TinyRun, monkeypatch: pytest.MonkeyPatch, **files: int) -> None:
-    """Put each file into the run folder while its step is taken."""
-    take = OptimizerStep.take
-
-    def take_and_drop(self: OptimizerStep, step: int) -> StepResult:
-        for name, at in files.items():
-            if step + 1 == at:
-                (run.folder / name).touch()
-        return take(self, step)
-
-    monkeypatch.setattr(OptimizerStep, "take", take_and_drop)
 
 
 def steps_kept(run: TinyRun) -> list[int]:
@@ -44,6 +31,20 @@ def test_a_run_saves_samples_and_stops_when_asked_and_goes_on_as_if_it_had_not(
     monkeypatch.undo()
     assert tiny_run.train(*settings) == 0
     assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(tiny_run.folder, 6)) == []
+
+
+def test_who_watches_a_run_sees_its_step(tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffsynth_lite.training.outcome._RENEWED_EVERY_S", 0.0)
+    take, seen = OptimizerStep.take, []
+
+    def take_and_look(self: OptimizerStep, step: int) -> StepResult:
+        seen.append(tiny_run.status())
+        return take(self, step)
+
+    monkeypatch.setattr(OptimizerStep, "take", take_and_look)
+    assert tiny_run.train("validation.prompts=[]", "validation.loss_items=0") == 0
+    assert [(status["state"], status["step"]) for status in seen] == [("running", step) for step in range(6)]
+    assert all(status["samples_per_s"] > 0 for status in seen[1:])
 
 
 def test_the_best_on_held_out_data_and_every_so_many_stay_beside_the_newest(

@@ -16,6 +16,7 @@ from PIL import Image
 
 from diffsynth_lite.cli.train import main
 from diffsynth_lite.data.video_writing import write_video
+from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
 
 REPOSITORY = Path(__file__).parents[2]
 TRAIN = (sys.executable, "train.py")
@@ -124,6 +125,19 @@ def start(run: TinyRun, *arguments: str, command: tuple[str, ...] = TRAIN) -> su
         text=True,
         start_new_session=True,
     )
+
+
+def dropping(run: TinyRun, monkeypatch: pytest.MonkeyPatch, **files: int) -> None:
+    """Put each file into the run folder while its step is taken."""
+    take = OptimizerStep.take
+
+    def take_and_drop(self: OptimizerStep, step: int) -> StepResult:
+        for name, at in files.items():
+            if step + 1 == at:
+                (run.folder / name).touch()
+        return take(self, step)
+
+    monkeypatch.setattr(OptimizerStep, "take", take_and_drop)
 
 
 def make_run(root: Path, model: Path) -> TinyRun:

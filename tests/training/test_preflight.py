@@ -141,6 +141,14 @@ def test_clips_that_end_with_a_picture_are_refused_where_the_model_leads_to_none
     assert message in refusal(root, **changes, **{"data.last_frame_dir": f"{root}/starts"})
 
 
+def test_last_frames_of_previews_are_refused_where_the_model_leads_to_none(root: Path) -> None:
+    flux2.tiny().save_pretrained(root / "model")
+    picture = f"[{root}/data/a.png]"
+    changes = {"model.family": "flux2", "validation.prompts": "[a circle]"}
+    changes |= {"validation.inputs": picture, "validation.last_frames": picture}
+    assert "validation.last_frames: has no effect" in refusal(root, **changes)
+
+
 def test_a_component_that_the_pipeline_cannot_train_is_named(root: Path) -> None:
     qwen_image.tiny().save_pretrained(root / "model")
     message = "lora.components: vae cannot be trained; this pipeline has transformer"

@@ -35,6 +35,10 @@ class ValidationSettings(Settings):
     """Files of pictures that previews start from, one for each prompt: for families that edit, or that make
     clips from a picture."""
 
+    last_frames: Annotated[list[str], NoEmptyEntry()] = field(default_factory=list)
+    """Files of pictures that previews lead to, one for each prompt, beside `inputs`: for Wan 2.1 FLF2V, which
+    leads back to the picture that it starts from where there are none, and Wan 2.2 I2V-A14B."""
+
     negative_prompt: str = " "
     """What previews are steered away from when `guidance_scale` is above 1."""
 
@@ -75,11 +79,14 @@ class ValidationSettings(Settings):
     rather than with those that are trained."""
 
     def conflicts(self) -> Iterator[Problem]:
-        if self.prompts and self.inputs and len(self.prompts) != len(self.inputs):
-            message = (
-                f"{len(self.inputs)} for {len(self.prompts)} validation.prompts; give one for each prompt"
+        for key, files in (("inputs", self.inputs), ("last_frames", self.last_frames)):
+            if self.prompts and files and len(self.prompts) != len(files):
+                message = f"{len(files)} for {len(self.prompts)} validation.prompts; give one for each prompt"
+                yield Problem((key, "prompts"), message)
+        if self.last_frames and not self.inputs:
+            yield Problem(
+                ("last_frames", "inputs"), "needs inputs: a preview that ends with a picture starts from one"
             )
-            yield Problem(("inputs", "prompts"), message)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,8 +131,8 @@ class ModelFamily(ABC):
         return width, height
 
     @property
-    def takes_last_frame(self) -> bool:
-        """Whether clips may also end with a picture that the data names."""
+    def takes_last_frames(self) -> bool:
+        """Whether a clip, and a preview, may be led to a picture that is given beside its first one."""
         return False
 
     @property
@@ -188,10 +188,7 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
-        """The model that is trained, on the CPU in ``dtype``, frozen.
-
-        Most families train one component; where it is several, they come as one ``Composite``.
-        """
+        """The model that is trained, on the CPU in ``dtype``, frozen; several come as one ``Composite``."""
 
     def parts_of(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         """The components, by name, that ``load_transformer`` or ``empty_transformer`` made ``model`` of."""

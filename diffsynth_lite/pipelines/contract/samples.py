@@ -25,7 +25,8 @@ class PreviewRequest:
     Attributes:
         conditioning: of the prompt.
         negative: of the negative prompt, for classifier-free guidance.
-        inputs: RGB pictures to edit, or to start a clip from; most families have none.
+        inputs: RGB pictures to edit, or the one to start a clip from and, where there is one, the one to lead
+            it to; most families have none.
         width: pixels, a multiple of the family's ``size_divisor``.
         height: pixels, likewise.
         num_frames: of a clip, as ``check_frames`` wants it; 1 is a picture.

@@ -1,0 +1,125 @@
+"""What the doctor finds in the data that are held out, in tables, on the page and as a reason to stop."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from messy_data import Workplace, add_pictures, findings, scene
+from PIL import Image
+from rich.console import Console
+
+from diffsynth_lite.cli.doctor import print_findings
+from diffsynth_lite.doctor.examination import examine
+from diffsynth_lite.doctor.findings import Findings
+from diffsynth_lite.doctor.page import write_page
+from diffsynth_lite.errors import UserError
+
+
+def apart(workplace: Workplace, count: int = 2) -> tuple[str, str]:
+    """Settings of pictures to train on, and of others that are held out."""
+    return (
+        f"data.path={add_pictures(workplace, 'trained', 3)}",
+        f"validation.data={add_pictures(workplace, 'apart', count)}",
+    )
+
+
+def held_out(found: Findings) -> Findings:
+    assert found.held_out is not None
+    return found.held_out
+
+
+def test_without_held_out_data_nothing_is_found_in_them(workplace: Workplace) -> None:
+    assert findings(workplace.config(apart(workplace)[0])).held_out is None
+
+
+def test_they_are_read_planned_and_shown_as_the_training_data_are(workplace: Workplace) -> None:
+    settings = apart(workplace)
+    workplace.add("apart/flat.png", scene(2, (300, 60)), "word " * 600)
+    crops = ("data.crop=random", "data.crops_per_item=4", "data.repeats=3", "validation.loss_items=2")
+    examination = examine(workplace.config(*settings, *crops), sheet_size=50)
+    examination.require_usable()
+    found = held_out(examination.findings)
+    # Once each, from the middle, however often the training crops and repeats.
+    assert (found.num_items, examination.findings.num_items) == (3, 12)
+    assert [(source.place, source.contents, source.passes) for source in found.sources] == [
+        (f"{workplace.root}/apart", "3 pictures", 1.0)
+    ]
+    assert found.facts["measured on"] == "2 of 3 items"
+    assert found.facts["width"] == "96 to 300, median 96"
+    assert "one pass" not in found.facts
+    assert sum(row.samples_per_pass for row in found.buckets) == 3
+    assert {entry.name: entry.remarks for entry in found.sheet}["flat.png"] == ["67% of 300x60 is cropped"]
+    assert [line for line in found.advice if "flat.png" in line] == found.advice
+    assert len(found.advice) == 2  # cropped, and a caption too long
+    assert examination.findings.captions.too_long == []
+
+
+def test_a_bad_one_stops_the_run_and_is_named(workplace: Workplace) -> None:
+    settings = apart(workplace)
+    workplace.add("apart/page.png", scene(8)).write_text("<!doctype html>")
+    examination = examine(workplace.config(*settings), sheet_size=0)
+    assert held_out(examination.findings).dropped.keys() == {"page.png"}
+    assert examination.findings.dropped == {}
+    with pytest.raises(UserError, match=r"1 of 3 items cannot be used: page\.png"):
+        examination.require_usable()
+
+
+@pytest.mark.parametrize(
+    ("place", "problem"),
+    [
+        ("nowhere", "validation.data: .*nowhere: no such folder"),
+        ("trained/inner", "validation.data: 1 of its 1 items are also trained on, such as inside.png"),
+    ],
+)
+def test_what_is_wrong_with_all_of_them_is_a_problem_of_the_run(
+    workplace: Workplace, place: str, problem: str
+) -> None:
+    trained, _ = apart(workplace)
+    workplace.add("trained/inner/inside.png", scene(5))
+    examination = examine(
+        workplace.config(trained, f"validation.data={workplace.root / place}"), sheet_size=5
+    )
+    assert examination.findings.num_items == 4
+    with pytest.raises(UserError, match=problem):
+        examination.require_usable()
+
+
+def test_copies_of_training_items_are_told_from_those_that_only_look_alike(workplace: Workplace) -> None:
+    settings = apart(workplace)
+    shutil.copy(workplace.root / "trained/0.png", workplace.root / "apart/copy.png")
+    (workplace.root / "apart/copy.txt").write_text("a copy")
+    workplace.add("apart/again.jpg", Image.open(workplace.root / "trained/1.png"), "one more")
+    # Equal among themselves alone, which is no leak.
+    shutil.copy(workplace.root / "apart/1.png", workplace.root / "apart/twin.png")
+    (workplace.root / "apart/twin.txt").write_text("a twin")
+    found = held_out(findings(workplace.config(*settings)))
+    assert found.trained == [["copy.png", "trained on: 0.png"]]
+    assert found.like_trained == [["again.jpg", "trained on: 1.png"]]
+    assert found.equal == [["1.png", "twin.png"]]
+    equal, alike, _ = found.advice
+    assert "are equal to items that are trained on" in equal
+    assert "copy.png" in equal
+    assert "look like items that are trained on" in alike
+    assert "again.jpg" in alike
+
+
+def test_console_and_page_tell_them_from_the_training_data(
+    workplace: Workplace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = apart(workplace)
+    shutil.copy(workplace.root / "trained/0.png", workplace.root / "apart/copy.png")
+    (workplace.root / "apart/copy.txt").write_text("a copy")
+    workplace.add("apart/page.png", scene(8)).write_text("<!doctype html>")
+    found = findings(workplace.config(*settings))
+    print_findings(Console(width=200), found)
+    printed = capsys.readouterr().out
+    assert printed.index("Data") < printed.index("Held out") < printed.index("Not measured on (1)")
+    assert "copy.png = trained on: 0.png" in printed
+    assert "> held out: 1 item cannot be used" in printed
+    write_page(tmp_path / "page.html", found, title="run", lead="3 items")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("data:image/jpeg") == 3 + 3
+    assert "3 of 3 items" not in page.split("<h1>Held out</h1>")[0]
+    assert "3 of 3 items" in page.split("<h1>Held out</h1>")[1]
+    assert "Not measured on (1)" in page
+    assert "trained on: 0.png" in page

@@ -1,0 +1,143 @@
+"""A run for each family there is, and for the layouts of its releases: tiny pipeline, data and settings."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import flux2_layouts
+import wan_pipelines
+from tiny_run import TinyRun, tiny_picture, write_config
+
+from diffsynth_lite.data.video_writing import write_video
+from diffsynth_lite.media import RecordKind
+from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, family_names, load_family
+
+STEPS = 2
+SETTINGS = (
+    *(f"train.steps={STEPS}", "train.global_batch_size=2", "train.micro_batch_size=1"),
+    *("validation.prompts=[a red circle]", "validation.loss_items=0", "lora.rank=2"),
+    *("train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true"),
+)
+SIZES = ((96, 64), (80, 80))  # of all pictures and clips; the smallest that FLUX.2 takes to start from
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyCase:
+    """What is trained, on what.
+
+    Attributes:
+        family: name.
+        build: makes the pipeline, each time the same.
+        kind: of the data; by default the first that the family trains on.
+        has_last_frames: whether data and previews name the last frames of their clips.
+        trained: folders that get a LoRA; by default those that the family trains.
+        idle: layers whose LoRA gets a gradient that is all zero.
+        conditioning: what the cache must hold of an item beside its latents: tensors and their first axes.
+    """
+
+    family: str
+    build: Callable[[], Any]
+    kind: RecordKind | None = None
+    has_last_frames: bool = False
+    trained: tuple[str, ...] | None = None
+    idle: tuple[str, ...] = ()
+    conditioning: tuple[tuple[str, int], ...] = ()
+
+
+def plain(name: str) -> FamilyCase:
+    """The family's own tiny pipeline, on the first kind of data that it trains on."""
+    return FamilyCase(family=name, build=importlib.import_module(load_family(name).__module__).tiny)
+
+
+# What the last block's text asks the attention for goes nowhere, and is not None for all that: it is cut off
+# behind the attention.
+QWEN_IMAGE_IDLE = ("transformer_blocks.1.attn.add_q_proj",)
+
+OF_A_REFERENCE = (("input_latents_0", 128),)
+
+CASES = {name: plain(name) for name in family_names()} | {
+    "qwen_image": replace(plain("qwen_image"), idle=QWEN_IMAGE_IDLE),
+    "qwen_image_edit": replace(plain("qwen_image_edit"), idle=QWEN_IMAGE_IDLE),
+    "flux2 dev from references": replace(plain("flux2"), kind="edit", conditioning=OF_A_REFERENCE),
+    "flux2 klein from references": FamilyCase(
+        family="flux2", build=flux2_layouts.klein, kind="edit", conditioning=OF_A_REFERENCE
+    ),
+    "ltx_video from first frames": replace(
+        plain("ltx_video"),
+        kind="image_to_video",
+        conditioning=(("first_frame_latents", 128), ("loss_mask", 1)),
+    ),
+    "sdxl with text encoders": replace(plain("sdxl"), trained=("unet", "text_encoder", "text_encoder_2")),
+    "wan ti2v": FamilyCase(family="wan", build=wan_pipelines.ti2v),
+    "wan ti2v from first frames": FamilyCase(
+        family="wan",
+        build=wan_pipelines.ti2v,
+        kind="image_to_video",
+        conditioning=(("first_frame_latents", 48), ("loss_mask", 1)),
+    ),
+    "wan_i2v to last frames": FamilyCase(
+        family="wan_i2v",
+        build=partial(wan_pipelines.from_pictures, "flf2v"),
+        kind="image_to_video",
+        has_last_frames=True,
+        conditioning=(("condition_latents", 20), ("image_embeds", 2)),
+    ),
+    "wan_i2v of two experts": FamilyCase(
+        family="wan_i2v",
+        build=partial(wan_pipelines.from_pictures, "a14b"),
+        conditioning=(("condition_latents", 20),),
+    ),
+}
+
+
+def make_case(case: FamilyCase, root: Path) -> tuple[TinyRun, ModelFamily]:
+    """The case on disk: pipeline, data and config."""
+    case.build().save_pretrained(root / "model")
+    family = load_family(case.family)(PipelineFolder(path=root / "model"), trained=case.trained)
+    kind = case.kind or family.record_kinds[0]
+    settings = [f"model.family={case.family}", *SETTINGS]
+    if case.trained:
+        settings.append(f"lora.components=[{', '.join(case.trained)}]")
+    if kind in ("image", "edit"):
+        add_pictures(root / "data", detail=10)
+    else:
+        add_clips(root / "data", family)
+        settings.append(f"data.frame_counts=[{shortest_clip(family)}]")
+    if kind == "edit":
+        settings.append(f"data.input_dirs=[{add_pictures(root / 'inputs', detail=20)}]")
+    if kind == "image_to_video":
+        settings.append(f"data.first_frame_dir={add_pictures(root / 'firsts', detail=20)}")
+    if case.has_last_frames:
+        settings.append(f"data.last_frame_dir={add_pictures(root / 'lasts', detail=30)}")
+        settings.append(f"validation.last_frames=[{root / 'lasts' / '0.png'}]")
+    if kind in ("edit", "image_to_video") or family.needs_inputs:
+        settings.append(f"validation.inputs=[{add_pictures(root / 'starts', detail=40) / '0.png'}]")
+    for place in range(len(SIZES)):
+        (root / "data" / f"{place}.txt").write_text("a red circle" + " on a white background" * place)
+    config = write_config(root, root / "model", root / "data")
+    return TinyRun(root=root, config=config, settings=tuple(settings)), family
+
+
+def shortest_clip(family: ModelFamily) -> int:
+    """The frames of the shortest clip that moves."""
+    assert family.frame_step is not None
+    return family.frame_step + 1
+
+
+def add_pictures(folder: Path, *, detail: int) -> Path:
+    """One picture for each item."""
+    folder.mkdir()
+    for place, size in enumerate(SIZES):
+        tiny_picture(*size, detail + place).save(folder / f"{place}.png")
+    return folder
+
+
+def add_clips(folder: Path, family: ModelFamily) -> None:
+    """One clip for each item, at the speed that the model was trained on."""
+    assert family.default_fps is not None
+    for place, size in enumerate(SIZES):
+        frames = [tiny_picture(*size, 10 + place + frame) for frame in range(shortest_clip(family) + 2)]
+        write_video(folder / f"{place}.mp4", frames, fps=round(family.default_fps))

@@ -1,0 +1,156 @@
+"""Every family through the training command: offload, previews, a stop, an exact resume, a LoRA that loads.
+
+The layouts of its releases too. What is more about a family or a kind of data has a file of its own.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from family_cases import CASES, SIZES, STEPS, FamilyCase, make_case
+from family_sample import small_edit_inputs
+from PIL import Image
+from tiny_run import TinyRun, checkpoint_tensors, differing, dropping
+
+from diffsynth_lite.core.gradient import blocks_in
+from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
+from diffsynth_lite.pipelines.contract.composite import Composite
+from diffsynth_lite.training.grid import frame_strip
+
+NO_PREVIEWS = ("validation.prompts=[]", "validation.inputs=[]", "validation.last_frames=[]")
+
+
+@pytest.fixture(autouse=True)
+def _small_inputs() -> Iterator[None]:
+    with small_edit_inputs():
+        yield
+
+
+@dataclass
+class Asked:
+    """The previews that a run asks its family for."""
+
+    requests: Sequence[PreviewRequest] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, family: ModelFamily, patch: pytest.MonkeyPatch) -> "Asked":
+        asked, sample = cls(), type(family).sample
+
+        def note(
+            self: ModelFamily, model: Any, dtype: torch.dtype, requests: Sequence[PreviewRequest]
+        ) -> Any:
+            asked.requests = requests
+            return sample(self, model, dtype, requests)
+
+        patch.setattr(type(family), "sample", note)
+        return asked
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_family_trains_stops_goes_on_as_if_it_had_not_and_leaves_a_lora_that_diffusers_loads(
+    case: FamilyCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, family = make_case(case, tmp_path)
+    whole = run.root / "whole"
+    asked = Asked.of(family, monkeypatch)
+    assert run.train(f"output.dir={whole}") == 0
+    check_conditioning(run, case)
+    if case.has_last_frames:
+        assert [picture.size for picture in asked.requests[0].inputs] == [SIZES[0]] * 2
+
+    dropping(run, monkeypatch, STOP=1)
+    assert run.train(*NO_PREVIEWS) == 75
+    monkeypatch.undo()
+    assert run.train(*NO_PREVIEWS) == 0
+    trained = checkpoint_tensors(whole, STEPS)
+    assert differing(trained, checkpoint_tensors(run.folder, STEPS)) == []
+    if len(family.noise_ranges) == 1:  # a step trains one of several experts
+        check_all_learn(checkpoint_tensors(run.folder, 1), trained, case)
+
+    pipeline = case.build()
+    # Read from the files as the run did: where a tensor lies in memory shows in the last bit of a sum.
+    parts = family.parts_of(family.load_transformer(torch.float32))
+    pipeline.register_modules(**parts)
+    for file, part in {family.lora_file_name(part): part for part in parts}.items():
+        load_lora(pipeline, run.folder / "lora" / file, part)
+    check_loaded(parts, trained)
+    check_blocks(parts[family.trained[0]], family, run.metrics(whole))
+    model = Composite(parts) if len(parts) > 1 else parts[family.trained[0]]
+    check_previews(family, model, asked.requests, whole / "previews")
+
+
+def check_all_learn(
+    before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], case: FamilyCase
+) -> None:
+    """All of the LoRA changes in the second step but what the case says."""
+    changed = differing(before, after)
+    names = {name for name in after if ".lora_B." in name and name.startswith("adapter/")}
+    assert names - set(changed) == {f"adapter/{layer}.lora_B.weight" for layer in case.idle}
+
+
+def load_lora(pipeline: Any, file: Path, part: str) -> None:
+    """As docs/models.md says, for pipelines of one file and of two."""
+    second = {"load_into_transformer_2": True} if part == "transformer_2" else {}
+    pipeline.load_lora_weights(file.parent, weight_name=file.name, **second)
+
+
+def check_blocks(model: torch.nn.Module, family: ModelFamily, rows: list[dict[str, Any]]) -> None:
+    """All blocks are recomputed and parked from the first one on that a gradient reaches.
+
+    That is the first one with a LoRA, or the first of all where what it is given comes from another LoRA.
+    """
+    blocks = blocks_in(model, family.block_lists)
+    has_lora = [any(".lora_" in name for name, _ in block.named_parameters()) for block in blocks]
+    first = has_lora.index(True) if len(family.trained) == 1 else 0
+    report = next(row for row in rows if "blocks_recomputed" in row)
+    assert report["blocks_recomputed"] == 2 * (len(blocks) - first)
+    assert report["bytes_parked"] > 0
+
+
+def check_conditioning(run: TinyRun, case: FamilyCase) -> None:
+    """The cache holds what the case names."""
+    held = set()
+    for path in (run.root / "cache").rglob("*.safetensors"):
+        held |= {
+            (name, len(value)) for name, value in safetensors.torch.load_file(path).items() if value.ndim
+        }
+    assert held >= set(case.conditioning)
+
+
+def check_loaded(parts: dict[str, torch.nn.Module], trained: dict[str, torch.Tensor]) -> None:
+    """The pipeline's models hold the LoRA of the checkpoint, all of it, with its alpha."""
+    loaded = {}
+    for part, model in parts.items():
+        [(adapter, settings)] = model.peft_config.items()
+        assert settings.lora_alpha == 8
+        prefix = "adapter/" if len(parts) == 1 else f"adapter/{part}."
+        loaded |= {
+            prefix + name.replace(f".{adapter}.", "."): value
+            for name, value in model.named_parameters()
+            if ".lora_" in name
+        }
+    assert differing(loaded, {name: trained[name] for name in trained if name.startswith("adapter/")}) == []
+
+
+def check_previews(
+    family: ModelFamily, model: torch.nn.Module, requests: Sequence[PreviewRequest], previews: Path
+) -> None:
+    """Diffusers' pipeline draws with the loaded LoRA what the run drew last, which is not what it drew first.
+
+    The family gives it what the prompt was encoded to.
+    """
+    with torch.no_grad():
+        [frames] = family.sample(model.eval(), torch.float32, requests)
+    [before], [after] = (list(previews.glob(f"step-{step:08d}-*.png")) for step in (0, STEPS))
+    drawn = frame_strip(frames).tobytes()
+    assert drawn == pixels(after)
+    assert drawn != pixels(before)
+
+
+def pixels(path: Path) -> bytes:
+    with Image.open(path) as picture:
+        return picture.convert("RGB").tobytes()
