@@ -16,6 +16,8 @@ _Batch = TypeVar("_Batch")
 _SECONDS_AFTER_SIGTERM = 600
 _DUMP_AT = 0.8
 """Part of a worker's time after which it writes down where it is: before it is given up and killed."""
+_DUMP_NOT_BEFORE = 0.05
+"""Part of it that a worker which took long to start has at least."""
 _NAME_BYTES = 512
 
 
@@ -74,7 +76,7 @@ class WorkerWatch:
         # The trainer's time for the first batch has run while this worker started.
         spent_s = 0.0 if self._began_at is None else time.monotonic() - self._began_at
         self._began_at = None
-        dump_after_s = max((1 - _DUMP_AT) * self._limit_s, _DUMP_AT * self._limit_s - spent_s)
+        dump_after_s = max(_DUMP_NOT_BEFORE * self._limit_s, _DUMP_AT * self._limit_s - spent_s)
         if sys.__stderr__ is not None:
             faulthandler.dump_traceback_later(dump_after_s, file=sys.__stderr__)
 
