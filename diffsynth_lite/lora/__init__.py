@@ -1,6 +1,19 @@
 """Adapters on a model: which layers get one, how it is added, and its tensors."""
 
-from diffsynth_lite.lora.adapter import adapter_settings, adapter_tensors, add_adapter, load_adapter_tensors
+from diffsynth_lite.lora.adapter import (
+    adapter_settings,
+    adapter_tensors,
+    add_adapter,
+    by_peft_names,
+    load_adapter_tensors,
+)
 from diffsynth_lite.lora.targets import find_target_layers
 
-__all__ = ["adapter_settings", "adapter_tensors", "add_adapter", "find_target_layers", "load_adapter_tensors"]
+__all__ = [
+    "adapter_settings",
+    "adapter_tensors",
+    "add_adapter",
+    "by_peft_names",
+    "find_target_layers",
+    "load_adapter_tensors",
+]

@@ -47,6 +47,11 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def by_peft_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by parameter name, as the moving average has them, by those of :func:`adapter_tensors`."""
+    return {name.replace(f".{_ADAPTER}.", "."): tensor for name, tensor in tensors.items()}
+
+
 def load_adapter_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Give an adapter already on the model the values of :func:`adapter_tensors`.
 

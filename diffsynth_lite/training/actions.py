@@ -22,24 +22,6 @@ from diffsynth_lite.training.trackers import MetricsLog
 logger = logging.getLogger(__name__)
 
 
-def every(
-    steps: int | None, action: Callable[[int], None], *, last_step: int
-) -> Callable[[StepResult], None]:
-    """An after-step action that acts every so many steps, counted from the start of the run, and at the last.
-
-    Args:
-        steps: interval in optimizer steps; None acts at the last step only.
-        action: gets the number of steps done.
-        last_step: of the run.
-    """
-
-    def act(result: StepResult) -> None:
-        if result.step == last_step or (steps is not None and result.step % steps == 0):
-            action(result.step)
-
-    return act
-
-
 @dataclass
 class EngineReport:
     """Proves after the first step that the switches that are on had an effect, and logs what they did.

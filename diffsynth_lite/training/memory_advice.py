@@ -27,6 +27,7 @@ class Workload:
         num_blocks: of the model.
         num_checkpointed: those of them that are checkpointed; 0 with checkpointing off.
         offloads: whether the inputs of these are parked in host memory.
+        blocks_on_device: whose inputs are on the device at once where they are parked.
         has_token_budget: whether that decides how many samples go through at once.
         in_float32: whether the frozen weights are.
     """
@@ -37,6 +38,7 @@ class Workload:
     num_blocks: int
     num_checkpointed: int
     offloads: bool
+    blocks_on_device: int
     has_token_budget: bool
     in_float32: bool
 
@@ -95,7 +97,7 @@ def levers(workload: Workload, use: MemoryUse) -> list[str]:
     if workload.in_float32:
         found.append((use.weights // 2, "model.dtype: bfloat16"))
     known = sorted((lever for lever in found if lever[0]), key=lambda lever: -(lever[0] or 0))
-    unknown = [lever for lever in found if not lever[0]]
+    unknown = [lever for lever in found if lever[0] is None]
     return [f"{text} ({_size(saved)} less)" if saved else text for saved, text in (*known, *unknown)]
 
 
@@ -107,11 +109,11 @@ def _of_blocks(workload: Workload) -> Iterator[tuple[int | None, str]]:
     kept = workload.num_blocks - workload.num_checkpointed
     if kept:
         switch = "memory.policy: all" if workload.num_checkpointed else "--use_gradient_checkpointing"
-        yield (block_input and block_input * _ACTIVATIONS_PER_INPUT * kept), switch
-    if workload.num_checkpointed > 1 and not workload.offloads:
-        # The inputs of one block are always on the device.
-        saved = block_input and block_input * (workload.num_checkpointed - 1)
-        yield saved, "--use_gradient_checkpointing_offload"
+        # What one block keeps is on the device while it is recomputed.
+        yield (block_input and block_input * _ACTIVATIONS_PER_INPUT * (kept - 1)), switch
+    parked = workload.num_checkpointed - workload.blocks_on_device
+    if parked > 0 and not workload.offloads:
+        yield (block_input and block_input * parked), "--use_gradient_checkpointing_offload"
 
 
 def _of_batches(workload: Workload, use: MemoryUse) -> Iterator[tuple[int | None, str]]:

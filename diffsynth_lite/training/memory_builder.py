@@ -24,6 +24,8 @@ def build_workload(config: Config, checked: CheckedRun, encoded: EncodedRun) -> 
         num_blocks=checked.num_blocks,
         num_checkpointed=checked.num_selected_blocks if train.use_gradient_checkpointing else 0,
         offloads=train.use_gradient_checkpointing_offload,
+        # In the backward pass those of one block, and what is fetched ahead.
+        blocks_on_device=max(config.memory.resident_blocks, 1 + config.memory.prefetched_blocks),
         has_token_budget=train.micro_batch_tokens is not None,
         in_float32=config.model.dtype == "float32",
     )

@@ -65,6 +65,14 @@ class Previews:
             with random_state_scope(next(transformer.parameters()).device), evaluation_mode(transformer):
                 previews = self.family.sample(transformer, self.vae_dtype, self.requests)
             return self._save(previews, step)
+        except torch.OutOfMemoryError as error:
+            logger.warning(
+                "Previews at step %d failed, out of memory: %s Training goes on. What helps: smaller ones "
+                "(validation.width, validation.height, validation.num_frames), model.vae_dtype: bfloat16",
+                step,
+                str(error).splitlines()[0],
+            )
+            return None
         except Exception:  # a picture is never worth the run: no memory, a full disk, a broken scheduler
             logger.warning("Previews at step %d failed; training goes on.", step, exc_info=True)
             return None

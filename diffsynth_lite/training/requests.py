@@ -1,4 +1,4 @@
-"""This file asks after each step what else a run is to do: signals, request files, the clock."""
+"""This file decides after each step what else a run is to do: the plan, signals, request files, the clock."""
 
 import logging
 import time
@@ -18,6 +18,16 @@ REQUEST_FILES = ("STOP", "SAVE", "SAMPLE")
 """Names that a person gives a file, of any content, in the run folder; it is removed when it is seen."""
 
 
+def every(steps: int | None, *, last_step: int) -> Callable[[int], bool]:
+    """Whether something is due after a step: every so many, counted from the start of the run, and the last.
+
+    Args:
+        steps: interval in optimizer steps; None is at the last step only.
+        last_step: of the run.
+    """
+    return lambda step: step == last_step or (steps is not None and step % steps == 0)
+
+
 def remove_old_requests(folder: Path) -> None:
     """Remove the request files that were left from before this start."""
     for name in REQUEST_FILES:
@@ -27,7 +37,7 @@ def remove_old_requests(folder: Path) -> None:
 
 @dataclass(kw_only=True)
 class Requests:
-    """What a run is asked for between its steps; all processes get the same answers.
+    """What a run does between its steps, planned or asked for; all processes get the same answers.
 
     Attributes:
         folder: of the run, where request files are put.
@@ -35,7 +45,9 @@ class Requests:
         accelerator: of the run; its main process looks at the files and the clock.
         save: called with the step to save at.
         sample: called with the step to evaluate at.
-        save_every_minutes: time between two saves; None saves by steps alone.
+        saves_at: whether a save is planned after a step.
+        samples_at: whether an evaluation is.
+        save_every_minutes: longest time without a save; None saves by steps alone.
         stop: whether the run is to stop.
     """
 
@@ -44,16 +56,19 @@ class Requests:
     accelerator: Accelerator
     save: Callable[[int], None]
     sample: Callable[[int], None]
+    saves_at: Callable[[int], bool]
+    samples_at: Callable[[int], bool]
     save_every_minutes: float | None
     stop: bool = False
     _saved_at: float = field(default_factory=lambda: time.monotonic())
 
     def after_step(self, result: StepResult) -> None:
-        """Do what was asked for since the last step; the one who stops saves."""
+        """Do what is planned, and what was asked for since the last step; the one who stops saves."""
         stop, save, sample = self._agreed()
-        if sample:
+        # First: a step's checkpoint is written once, and holds whether it is the best.
+        if sample or self.samples_at(result.step):
             self.sample(result.step)
-        if save:
+        if save or self.saves_at(result.step):
             self.save(result.step)
             self._saved_at = time.monotonic()
         self.stop = stop

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,7 @@ RunState = Literal["running", "finished", "interrupted", "stopped", "failed"]
 
 _LOCK_NAME = ".lock"
 _QUARANTINE_NAME = "quarantine.jsonl"
+_UNFINISHED_NAME = re.compile(re.escape(TEMPORARY_PREFIX) + r"[a-z]+\.(json|jsonl|yaml)-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,13 @@ class RunFolder:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
+        self._remove_unfinished()
+
+    def _remove_unfinished(self) -> None:
+        """Remove the files that killed writers left; nobody else writes while the lock is held."""
+        for entry in self.path.iterdir():
+            if _UNFINISHED_NAME.fullmatch(entry.name) and entry.is_file():
+                entry.unlink(missing_ok=True)
 
 
 def _is_ours(name: str) -> bool:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from diffsynth_lite.lora import adapter_settings, adapter_tensors, load_adapter_tensors
+from diffsynth_lite.lora import adapter_settings, adapter_tensors, by_peft_names, load_adapter_tensors
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.averaging import AveragedWeights
-from diffsynth_lite.training.checkpoints import Checkpoint, CheckpointStore
+from diffsynth_lite.training.checkpoint_manifest import folder_name
+from diffsynth_lite.training.checkpoints import Checkpoint, CheckpointError, CheckpointStore
 from diffsynth_lite.training.contract import Contract
 from diffsynth_lite.training.export import export_lora
 from diffsynth_lite.training.lineage import Lineage
@@ -42,7 +43,7 @@ class Saver:
         resolved_yaml: the run's settings, kept beside each checkpoint.
         keeps_best: whether the checkpoint with the lowest loss on held-out data is kept.
         measures_average: whether that loss is the average's.
-        best: step and loss of that checkpoint; None before the first.
+        best: step and loss of that checkpoint, and whether it is the average's; None before the first.
     """
 
     folder: RunFolder
@@ -87,11 +88,32 @@ class Saver:
         if self.keeps_best:
             on_main_process(self.accelerator, lambda: self._consider(step, loss))
 
+    def repair_best(self) -> None:
+        """Make the LoRA apart that of the best checkpoint again; at a start, on all processes.
+
+        It is another one's where a trainer was killed between the two, or goes on from before the best.
+        """
+        if self.keeps_best and self.best:
+            on_main_process(self.accelerator, self._repair_best)
+
+    def _repair_best(self) -> None:
+        assert self.best is not None
+        try:
+            best = self.store.read(self.store.folder / folder_name(self.best["step"]))
+            is_average = self.best.get("is_average", self.measures_average)
+            tensors = by_peft_names(best.tensors("ema")) if is_average else best.tensors("adapter")
+        except CheckpointError as error:
+            if not self.folder.best_lora_folder.exists():
+                logger.warning("The best checkpoint is not here: %s. The best is sought anew.", error)
+                self.best = self.store.pinned = None
+            return
+        export_lora(self.family, self.folder.best_lora_folder, tensors, adapter_settings(self.transformer))
+
     def _consider(self, step: int, loss: float) -> None:
         is_trained = step > 0
         if not is_trained or not math.isfinite(loss) or (self.best and self.best["loss"] <= loss):
             return
-        self.best = {"step": step, "loss": loss}
+        self.best = {"step": step, "loss": loss, "is_average": self.measures_average}
         self.store.pinned = step
         self._write(step)
         self._export(self.folder.best_lora_folder, average=self.measures_average)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from diffsynth_lite.core.gradient import gradient_engine
-from diffsynth_lite.training.actions import Evaluate, LogMetrics, every
+from diffsynth_lite.training.actions import Evaluate, LogMetrics
 from diffsynth_lite.training.builder import BuiltRun
 from diffsynth_lite.training.grace import StopTime
 from diffsynth_lite.training.loop import run_loop
@@ -15,7 +15,7 @@ from diffsynth_lite.training.optimizer_step import StepResult
 from diffsynth_lite.training.outcome import LiveStatus
 from diffsynth_lite.training.patience import Patience
 from diffsynth_lite.training.progress import Pace, ProgressLine
-from diffsynth_lite.training.requests import Requests
+from diffsynth_lite.training.requests import Requests, every
 from diffsynth_lite.training.run_setting import RunSetting
 from diffsynth_lite.training.saving import Saver
 from diffsynth_lite.training.signals import StopRequest
@@ -45,13 +45,14 @@ def train_steps(
     stop_time = StopTime(setting.grace if setting.is_main else None, save_bytes=saver.num_bytes)
     evaluate = stop_time.of_previews(_build_evaluate(setting, built, saver, metrics).at)
     patience = Patience(accelerator, timedelta(minutes=train.step_timeout_minutes))
-    save, sample = patience.unhurried(stop_time.of_saves(saver.save)), patience.unhurried(evaluate)
     requests = Requests(
         folder=setting.folder.path,
         signals=stop,
         accelerator=accelerator,
-        save=save,
-        sample=sample,
+        save=patience.unhurried(stop_time.of_saves(saver.save)),
+        sample=patience.unhurried(evaluate),
+        saves_at=every(config.output.checkpoint_every_steps, last_step=train.steps),
+        samples_at=every(config.validation.every_steps, last_step=train.steps),
         save_every_minutes=config.output.checkpoint_every_minutes,
     )
     pace = Pace(total_steps=train.steps)
@@ -59,6 +60,7 @@ def train_steps(
     progress = ProgressLine(
         pace, start_step=start_step, total_steps=train.steps, every_steps=every_steps, device=device
     )
+    saver.repair_best()
     engine = build_engine(config)
     log_metrics = LogMetrics(metrics=metrics, pace=pace, device=device, every_steps=every_steps)
     if start_step == 0:
@@ -78,9 +80,6 @@ def train_steps(
                 *_told(setting, pace),
                 log_metrics.after_step,
                 stop_time.after_step,
-                # First, so that a checkpoint knows whether it is the best.
-                every(config.validation.every_steps, sample, last_step=train.steps),
-                every(config.output.checkpoint_every_steps, save, last_step=train.steps),
                 requests.after_step,
                 lambda _result: patience.renew(),
             ),

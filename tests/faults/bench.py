@@ -135,13 +135,17 @@ def assert_same(first: Path, second: Path, step: int) -> None:
 
 
 def launched(
-    run: TinyRun, command: tuple[str, ...], *settings: str, timeout_s: float = 600
+    run: TinyRun,
+    command: tuple[str, ...],
+    *settings: str,
+    timeout_s: float = 600,
+    variables: dict[str, str] | None = None,
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a training command as processes of their own, to their end."""
+    """Run a training command as processes of their own, to their end; ``variables`` are the environment's."""
     return subprocess.run(
         [*command, *run.arguments, *settings],
         cwd=REPOSITORY,
-        env=environment(),
+        env=variables or environment(),
         capture_output=True,
         text=True,
         timeout=timeout_s,

@@ -1,6 +1,20 @@
 """All faults by the name that the documents know them by."""
 
-from faults import damage, disks, drift, golden, kills, resume, several, shortages, stops
+from faults import (
+    asked,
+    damage,
+    disks,
+    drift,
+    full_memory,
+    golden,
+    kept,
+    kills,
+    resume,
+    several,
+    shortages,
+    soak,
+    stops,
+)
 from faults.driver import Item
 
 ITEMS: dict[str, Item] = {
@@ -94,9 +108,10 @@ ITEMS: dict[str, Item] = {
         prove=shortages.lose_a_worker,
     ),
     "H3": Item(
-        what="out of memory in forward, backward and a preview",
-        bar="exit 3 and continued bit for bit; previews are skipped",
-        prove=shortages.run_out_of_memory,
+        what="out of memory in forward, backward, optimizer and a preview",
+        bar="exit 3 and continued bit for bit; what the answer says is so, and what it names helps; "
+        "previews are skipped",
+        prove=full_memory.run_out_of_memory,
     ),
     "R7": Item(
         what="the checkpoint of each released schema, kept in tests/training/golden",
@@ -108,5 +123,20 @@ ITEMS: dict[str, Item] = {
         bar="refused, refused without resume.allow, or free and then exact",
         prove=drift.change_each_setting,
         limit_s=300,
+    ),
+    "B1": Item(
+        what="thousands of steps with saves, previews, held-out loss and a data worker",
+        bar="memory grows by less than 5 %, open files and threads not at all; no folder too many",
+        prove=soak.soak,
+    ),
+    "A1": Item(
+        what="SAVE, SAMPLE and STOP files at random moments of runs of 1 and 2 processes, some then killed",
+        bar="each done and gone; 0 saved steps lost; equal to the undisturbed run, the best the right one",
+        prove=asked.ask_at_random,
+    ),
+    "A2": Item(
+        what="kill -9 at calls to the disk of steps that save by time, for good, and as the best",
+        bar="equal to the undisturbed run; the same checkpoints kept, lora_best/ that of the best",
+        prove=kept.kill_what_is_kept,
     ),
 }

@@ -100,11 +100,12 @@ def kill_saves(bench: Bench) -> Result:
         steps = save_until_killed.kill_one(bench.root / "loop", num_saves=dice.uniform(0, 2))
         save_until_killed.check(bench.root / "loop", steps[-1])
     stride = bench.pick(7, 2, 1)
-    num_calls = at_each_call_of_a_save(bench.pictures(), stride, _kill, ended=lambda code: code == -9)
+    num_calls = at_each_call_of_a_save(bench.pictures(), stride, kill, ended=lambda code: code == -9)
     return Result(f"{num_random} random, {num_calls} calls", "0 torn checkpoints; continued bit for bit")
 
 
-def _kill() -> None:
+def kill() -> None:
+    """This process, with signal 9."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -157,7 +158,7 @@ def _with_fault(
 
             def faulty(saver: Saver, step: int) -> None:
                 with pytest.MonkeyPatch.context() as inner:
-                    _strike_in(inner, num_good_calls, fault)
+                    strike_in(inner, num_good_calls, fault)
                     save(saver, step)
 
             patch.setattr(Saver, "save", faulty)
@@ -166,7 +167,8 @@ def _with_fault(
     return work
 
 
-def _strike_in(patch: pytest.MonkeyPatch, num_good_calls: int, fault: Callable[[], None]) -> None:
+def strike_in(patch: pytest.MonkeyPatch, num_good_calls: int, fault: Callable[[], None]) -> None:
+    """Let the disk call after so many good ones be a fault; a write is half done before."""
     left = [num_good_calls]
 
     def striking(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,20 +1,15 @@
-"""H2 and H3: data workers that die or hang, and memory that runs out."""
+"""H2: data workers that die or hang."""
 
 import multiprocessing
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from accelerate import Accelerator
 from tiny_run import TinyRun
 
-from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
 from faults.bench import PLAIN, Bench, Result, assert_same, launched, stopped_after, train
 from faults.stops import gone_within
@@ -85,39 +80,3 @@ def _hang(run: TinyRun, folder: Path) -> float:
     entry.unlink()
     entry.write_bytes(content)
     return seconds
-
-
-def run_out_of_memory(bench: Bench) -> Result:
-    """H3: in forward and backward the run stops with an answer; in a preview it goes on."""
-    run = bench.pictures()
-    run = replace(run, settings=(*run.settings, "train.steps=4", "validation.every_steps=2"))
-    whole = run.root / "whole"
-    assert train(run, whole) == 0
-    places: dict[str, tuple[type, str, int, int]] = {
-        "forward": (QwenImage, "predict", 3, 3),
-        "backward": (Accelerator, "backward", 3, 3),
-        "preview": (QwenImage, "sample", 2, 0),
-    }
-    for name, (owner, method, call, expected) in places.items():
-        folder = run.root / name
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owner, method, _out_of_memory(getattr(owner, method), call))
-            # The fixed-noise loss predicts too.
-            code = train(run, folder, "validation.loss_items=0")
-        assert code == expected, f"{name}: exit code {code}"
-        assert train(run, folder, "validation.loss_items=0") == 0
-        assert_same(whole, folder, 4)
-    return Result("3 places", "exit 3 in forward and backward, continued bit for bit; a preview is skipped")
-
-
-def _out_of_memory(method: Callable[..., Any], call: int) -> Callable[..., Any]:
-    """A method that runs out of memory in its so-manieth call."""
-    calls = []
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        calls.append(method)
-        if len(calls) == call:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return method(*args, **kwargs)
-
-    return wrapped

@@ -2,11 +2,17 @@
 
 import json
 import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from tiny_run import TinyRun, checkpoint_tensors, differing, dropping
 
+from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.training import saving
 from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
 
 LORA = "pytorch_lora_weights.safetensors"
@@ -14,6 +20,33 @@ LORA = "pytorch_lora_weights.safetensors"
 
 def steps_kept(run: TinyRun) -> list[int]:
     return sorted(int(path.name[-8:]) for path in (run.folder / "checkpoints").glob("step-*"))
+
+
+def held_out(run: TinyRun) -> tuple[str, ...]:
+    folder = shutil.copytree(run.root / "data", run.root / "held_out")
+    return f"validation.data={folder}", "validation.prompts=[]"
+
+
+def measure(monkeypatch: pytest.MonkeyPatch, *losses: float) -> None:
+    """Give the evaluations these losses, one after the other."""
+    left = iter(losses)
+    monkeypatch.setattr(
+        "diffsynth_lite.training.evaluation.FixedNoiseLoss.measure",
+        lambda *_: {"validation_loss": next(left)},
+    )
+
+
+def best_lora(run: TinyRun) -> dict[str, torch.Tensor]:
+    return load_file(run.folder / "lora_best" / LORA)
+
+
+def lora_of_step(run: TinyRun, step: int, source: str = "adapter") -> dict[str, torch.Tensor]:
+    """Adapter or average of a checkpoint, by the names in the LoRA file."""
+    return {
+        f"transformer.{name.removeprefix(f'{source}/')}".replace(".default.", "."): tensor
+        for name, tensor in checkpoint_tensors(run.folder, step).items()
+        if name.startswith(f"{source}/")
+    }
 
 
 def test_a_run_saves_samples_and_stops_when_asked_and_goes_on_as_if_it_had_not(
@@ -50,14 +83,9 @@ def test_who_watches_a_run_sees_its_step(tiny_run: TinyRun, monkeypatch: pytest.
 def test_the_best_on_held_out_data_and_every_so_many_stay_beside_the_newest(
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held_out = shutil.copytree(tiny_run.root / "data", tiny_run.root / "held_out")
-    losses = iter([9.0, 5.0, 3.0, 4.0, float("nan"), 3.5, 3.0, 7.0])
-    monkeypatch.setattr(
-        "diffsynth_lite.training.evaluation.FixedNoiseLoss.measure",
-        lambda *_: {"validation_loss": next(losses)},
-    )
+    measure(monkeypatch, 9.0, 5.0, 3.0, 4.0, float("nan"), 3.5, 3.0, 7.0)
     settings = (
-        *(f"validation.data={held_out}", "validation.every_steps=1", "validation.prompts=[]"),
+        *(*held_out(tiny_run), "validation.every_steps=1"),
         *("output.checkpoint_every_steps=1", "output.keep_checkpoints=1", "output.keep_every_steps=4"),
     )
     assert tiny_run.train(*settings, "train.steps=5") == 0
@@ -66,13 +94,63 @@ def test_the_best_on_held_out_data_and_every_so_many_stay_beside_the_newest(
     assert tiny_run.train(*settings, "train.steps=7") == 0
     assert steps_kept(tiny_run) == [2, 4, 7]
     state = json.loads((tiny_run.folder / "checkpoints" / "step-00000007" / "state.json").read_text())
-    assert state["best"] == {"step": 2, "loss": 3.0}
-    best = {
-        f"transformer.{name.removeprefix('adapter/')}": tensor
-        for name, tensor in checkpoint_tensors(tiny_run.folder, 2).items()
-        if name.startswith("adapter/")
-    }
-    assert differing(load_file(tiny_run.folder / "lora_best" / LORA), best) == []
+    assert state["best"] == {"step": 2, "loss": 3.0, "is_average": False}
+    assert differing(best_lora(tiny_run), lora_of_step(tiny_run, 2)) == []
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_a_run_killed_before_its_best_lora_was_written_writes_it_when_it_goes_on(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, averaged: bool
+) -> None:
+    settings = (*held_out(tiny_run), "validation.every_steps=1", *(["train.ema_decay=0.6"] * averaged))
+    measure(monkeypatch, 9.0, 5.0, 3.0)
+    export = saving.export_lora
+
+    def killed(family: ModelFamily, folder: Path, *rest: Any) -> list[Path]:
+        if folder.name == "lora_best" and folder.exists():
+            raise KeyboardInterrupt
+        return export(family, folder, *rest)
+
+    monkeypatch.setattr(saving, "export_lora", killed)
+    with pytest.raises(KeyboardInterrupt):
+        tiny_run.train(*settings)
+    source = "ema" if averaged else "adapter"
+    assert differing(best_lora(tiny_run), lora_of_step(tiny_run, 2, source))
+    monkeypatch.undo()
+    measure(monkeypatch, 4.0)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert tiny_run.train(*settings, "train.steps=3") == 0
+    assert steps_kept(tiny_run) == [2, 3]
+    assert differing(best_lora(tiny_run), lora_of_step(tiny_run, 2, source)) == []
+
+
+def test_what_is_the_best_by_an_evaluation_on_request_at_a_planned_save_stays_the_best(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = (*held_out(tiny_run), "validation.every_steps=5", "output.checkpoint_every_steps=1")
+    measure(monkeypatch, 9.0, 3.0)
+    dropping(tiny_run, monkeypatch, SAMPLE=2, STOP=3)
+    assert tiny_run.train(*settings) == 75
+    for step in (2, 3):
+        state = tiny_run.folder / "checkpoints" / f"step-{step:08d}" / "state.json"
+        assert json.loads(state.read_text())["best"]["step"] == 2
+
+
+def test_a_run_that_goes_on_elsewhere_without_its_best_checkpoint_seeks_the_best_anew(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = (*held_out(tiny_run), "validation.every_steps=1", "output.checkpoint_every_steps=1")
+    measure(monkeypatch, 9.0, 3.0, 4.0)
+    assert tiny_run.train(*settings, "train.steps=2") == 0
+    source = str(tiny_run.folder / "checkpoints" / "step-00000002")
+    elsewhere = tiny_run.root / "elsewhere"
+    measure(monkeypatch, 7.0, 8.0)
+    resumed = ("--resume", source, f"output.dir={elsewhere}", "train.steps=4")
+    assert tiny_run.train(*settings, *resumed) == 0
+    assert "The best is sought anew" in caplog.text
+    state = json.loads((elsewhere / "checkpoints" / "step-00000004" / "state.json").read_text())
+    assert (state["best"]["step"], state["best"]["loss"]) == (3, 7.0)
+    assert (elsewhere / "lora_best" / LORA).is_file()
 
 
 def test_without_held_out_data_no_checkpoint_is_the_best(tiny_run: TinyRun) -> None:

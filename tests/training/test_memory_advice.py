@@ -22,6 +22,7 @@ WORKLOAD = Workload(
     num_blocks=60,
     num_checkpointed=60,
     offloads=False,
+    blocks_on_device=2,
     has_token_budget=False,
     in_float32=False,
 )
@@ -36,7 +37,7 @@ def test_the_setting_that_saves_most_comes_first_with_an_estimate() -> None:
     assert texts() == [
         "train.micro_batch_size: 1 (about 2.9 GiB less)",
         "half of the pixels or frames (data.resolutions, data.sizes, data.frame_counts) (about 2.9 GiB less)",
-        "--use_gradient_checkpointing_offload (about 2.8 GiB less)",
+        "--use_gradient_checkpointing_offload (about 2.7 GiB less)",
     ]
 
 
@@ -48,14 +49,22 @@ def test_what_is_on_already_is_not_advised() -> None:
 
 def test_without_checkpointing_that_is_what_helps_most() -> None:
     first, *others = texts(num_checkpointed=0)
-    assert first == "--use_gradient_checkpointing (about 56 GiB less)"
+    assert first == "--use_gradient_checkpointing (about 55 GiB less)"
     assert not any("offload" in text for text in others)
 
 
 def test_blocks_that_a_policy_keeps_and_weights_in_float32_are_counted() -> None:
     found = texts(num_checkpointed=50, in_float32=True)
-    assert "memory.policy: all (about 9.4 GiB less)" in found
+    assert "memory.policy: all (about 8.4 GiB less)" in found
     assert found[0] == "model.dtype: bfloat16 (about 20 GiB less)"
+
+
+def test_what_would_save_nothing_is_not_advised() -> None:
+    few = {"num_blocks": 2, "num_checkpointed": 2}
+    assert not any("offload" in text for text in texts(**few))
+    assert any("offload (about 48 MiB less)" in text for text in texts(**few, blocks_on_device=1))
+    # The one block that is kept would be recomputed on the device.
+    assert not any("memory.policy" in text for text in texts(num_blocks=2, num_checkpointed=1))
 
 
 def test_a_token_budget_is_what_is_lowered_where_there_is_one() -> None:

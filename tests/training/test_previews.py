@@ -92,12 +92,13 @@ def test_a_long_run_shows_its_first_and_last_step_and_some_between(tmp_path: Pat
     assert pixel_counts(path)[255, 0, 0] == 12 * 128 * 64
 
 
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
 def test_a_failure_is_logged_and_mode_and_random_state_are_as_before(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: type[Exception]
 ) -> None:
     def fail(*_args):
         torch.rand(1)
-        raise torch.OutOfMemoryError("no memory for a picture")
+        raise error("no memory for a picture\nmore")
 
     model = torch.nn.Linear(1, 1).train()
     for sample, expected in ((fail, False), (draw_colours, True)):
@@ -107,6 +108,7 @@ def test_a_failure_is_logged_and_mode_and_random_state_are_as_before(
         assert model.training
     assert "Previews at step 3 failed" in caplog.text
     assert "no memory for a picture" in caplog.text
+    assert ("validation.width" in caplog.text) is (error is torch.OutOfMemoryError)
 
 
 def test_without_prompts_nothing_is_drawn(tmp_path: Path) -> None:

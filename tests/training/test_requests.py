@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
-from diffsynth_lite.training.requests import Requests, remove_old_requests
+from diffsynth_lite.training.requests import Requests, every, remove_old_requests
+
+
+def never(step: int) -> bool:
+    return False
 
 
 class Asked:
@@ -21,7 +25,7 @@ class Asked:
             accelerator=SimpleNamespace(num_processes=1, is_main_process=True),
             save=lambda step: self.done.append(("save", step)),
             sample=lambda step: self.done.append(("sample", step)),
-            **({"save_every_minutes": None} | settings),
+            **({"save_every_minutes": None, "saves_at": never, "samples_at": never} | settings),
         )
 
     def after(self, step: int) -> list[tuple[str, int]]:
@@ -45,6 +49,19 @@ def test_previews_come_before_the_checkpoint_that_may_be_the_best(tmp_path: Path
     for name in ("SAVE", "SAMPLE"):
         (tmp_path / name).touch()
     assert Asked(tmp_path).after(1) == [("sample", 1), ("save", 1)]
+
+
+def test_what_is_planned_and_asked_for_at_one_step_is_done_once_the_evaluation_first(tmp_path: Path) -> None:
+    asked = Asked(tmp_path, saves_at=every(2, last_step=5), samples_at=every(None, last_step=5))
+    (tmp_path / "SAMPLE").touch()
+    (tmp_path / "SAVE").touch()
+    assert asked.after(1) == [("sample", 1), ("save", 1)]
+    (tmp_path / "SAMPLE").touch()
+    assert asked.after(2) == [("sample", 2), ("save", 2)]
+    assert asked.after(3) == []
+    (tmp_path / "SAVE").touch()
+    assert asked.after(4) == [("save", 4)]
+    assert asked.after(5) == [("sample", 5), ("save", 5)]
 
 
 def test_a_file_or_a_signal_stops(tmp_path: Path) -> None:
@@ -83,6 +100,17 @@ def test_time_without_a_save_asks_for_one(tmp_path: Path, monkeypatch: pytest.Mo
         now[0] += 50
         seen += asked.after(step)
     assert seen == [("save", 3), ("save", 6)]
+
+
+def test_a_planned_save_counts_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("diffsynth_lite.training.requests.time.monotonic", lambda: now[0])
+    asked = Asked(tmp_path, save_every_minutes=2, saves_at=every(2, last_step=9))
+    seen = []
+    for step in range(1, 8):
+        now[0] += 50
+        seen += asked.after(step)
+    assert seen == [("save", 2), ("save", 4), ("save", 6)]
 
 
 def test_any_process_that_is_asked_to_stop_stops_all_and_only_the_main_one_looks_at_files(

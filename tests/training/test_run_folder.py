@@ -143,6 +143,15 @@ def test_a_second_trainer_is_refused_by_name_of_the_first_until_that_one_is_kill
     start(folder)
 
 
+def test_what_killed_writers_left_is_removed_by_the_next_who_has_the_lock(folder: RunFolder) -> None:
+    start(folder)
+    others = (".tmp-mine", ".tmp-status.json", "status.json", ".lock")
+    for name in (*others[:2], ".tmp-status.json-470da7f3", ".tmp-metrics.jsonl-0123abcd"):
+        (folder.path / name).touch()
+    start(folder)
+    assert sorted(path.name for path in folder.path.iterdir()) == sorted(others)
+
+
 def test_the_lock_is_free_again_after_an_exception(folder: RunFolder) -> None:
     with pytest.raises(RuntimeError, match="trained badly"), folder.lock():
         raise RuntimeError("trained badly")

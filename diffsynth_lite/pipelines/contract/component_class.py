@@ -13,7 +13,7 @@ def require_class(folder: PipelineFolder, component: str, wanted: Any) -> None:
     """Check the class that a component's ``config.json`` names; one that names none passes.
 
     Of a model of transformers it is the ``model_type``: ``architectures`` may name another head of the same
-    model, as in Z-Image, whose file was written by the whole language model.
+    model, whose weights do as well.
 
     Args:
         folder: of the pipeline.

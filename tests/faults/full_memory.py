@@ -1,0 +1,164 @@
+"""H3: memory that runs out, and what the answer to it says and promises."""
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from diffusers import QwenImageTransformer2DModel
+from tiny_run import TinyRun, checkpoint_tensors, make_run
+
+from diffsynth_lite.pipelines.qwen_image import QwenImage, tiny
+from faults.bench import PLAIN, Bench, Result, assert_same, train
+from faults.held_memory import Held, device_that_counts, held_by
+
+NUM_BLOCKS = 6
+"""More than are on the device at once where blocks are parked."""
+WIDTH, HEIGHT = 256, 256
+"""Activations are most of what a step holds, as in real ones."""
+MIN_KEPT_PROMISE = 0.8
+"""Of an estimate, which says "about": a tiny model's other working memory does not shrink."""
+
+Place = tuple[type, str, int]
+PLACES: dict[str, Place] = {
+    "forward": (QwenImage, "predict", 3),
+    "backward": (Accelerator, "backward", 3),
+    "optimizer": (torch.optim.AdamW, "step", 2),
+}
+SITUATIONS: dict[str, tuple[str, ...]] = {
+    "forward": (),
+    "backward": ("train.use_gradient_checkpointing=false",),
+    "optimizer": (
+        *("model.dtype=bfloat16", "train.micro_batch_size=1"),
+        *("memory.policy=every_n", "memory.policy_n=2"),
+    ),
+}
+APPLIED = {
+    "--use_gradient_checkpointing": ("train.use_gradient_checkpointing=true",),
+    "--use_gradient_checkpointing_offload": ("--use_gradient_checkpointing_offload",),
+    "train.micro_batch_size: 1": ("train.micro_batch_size=1",),
+    "half of the pixels or frames (data.resolutions, data.sizes, data.frame_counts)": (
+        f"data.height={HEIGHT // 2}",
+    ),
+    "model.dtype: bfloat16": ("model.dtype=bfloat16",),
+    "memory.policy: all": ("memory.policy=all", "memory.policy_n=null"),
+}
+"""What a person does who reads the answer."""
+_ANSWER = re.compile(
+    r"out of memory: CUDA out of memory\. Tried to allocate 2\.00 GiB\. "
+    r"In use: (?P<weights>.*) of frozen weights, (?P<trained>.*) of the LoRA and its optimizer, "
+    r"(?P<rest>.*) of activations and the rest, at the peak\. What helps most: (?P<levers>.*)"
+)
+_LEVER = re.compile(r"(?P<setting>.*) \(about (?P<size>[0-9.e+]+) (?P<unit>MiB|GiB) less\)")
+
+
+def run_out_of_memory(bench: Bench) -> Result:
+    """H3: in a step the run stops with an answer that is true; in a preview it goes on."""
+    pipeline = tiny()
+    config = {**pipeline.transformer.config, "num_layers": NUM_BLOCKS}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipeline.register_modules(transformer=QwenImageTransformer2DModel.from_config(config))
+    pipeline.save_pretrained(bench.root / "model")
+    run = make_run(bench.root / "run", bench.root / "model")
+    run = replace(run, settings=(*run.settings, "train.steps=4", "validation.loss_items=0"))
+    kept = [_stop_in_a_step(run, name) for name in bench.pick(("forward",), tuple(PLACES), tuple(PLACES))]
+    promises = [promise for promises in kept for promise in promises]
+    _skip_a_preview(run)
+    return Result(
+        f"{len(kept)} places, {len(promises)} settings, 1 preview",
+        "exit 3 and continued bit for bit; what is in use named to 2 digits; each setting lowers what a "
+        f"step holds, by {min(promises):.2f} to {max(promises):.2f} of its estimate; a preview is skipped",
+    )
+
+
+def _stop_in_a_step(run: TinyRun, name: str) -> list[float]:
+    """How much of what each setting of the answer promises it saves, as a part."""
+    base = (*PLAIN, "data.upscale=true", f"data.width={WIDTH}", "lora.rank=1", "lora.alpha=1")
+    tall, situation = f"data.height={HEIGHT}", SITUATIONS[name]
+    whole, folder = run.root / f"{name}, whole", run.root / name
+    run = replace(run, settings=(*run.settings, *base))
+    assert train(run, whole, tall, *situation) == 0
+    held = held_by(run, run.root / f"{name}, held", tall, *situation)
+    owner, method, call = PLACES[name]
+    with pytest.MonkeyPatch.context() as patch, device_that_counts(held):
+        patch.setattr(owner, method, _out_of_memory(getattr(owner, method), call))
+        code = train(run, folder, tall, *situation)
+    assert code == 3, f"{name}: exit code {code}"
+    message = json.loads((folder / "status.json").read_text())["message"]
+    assert train(run, folder, tall, *situation) == 0
+    assert_same(whole, folder, 4)
+    promised = _promises_of(message, held, checkpoint_tensors(whole, 4))
+    kept = []
+    for setting, num_bytes in promised.items():
+        # With the estimate that goes with it, in the settings that the run had, the later ones win.
+        applied = (tall, *situation, *APPLIED[setting])
+        less = held_by(run, run.root / f"{name}, {APPLIED[setting][0].strip('-')}", *applied)
+        kept.append((held.total - less.total) / num_bytes)
+        assert kept[-1] >= MIN_KEPT_PROMISE, f"{name}: {setting} saves {kept[-1]:.2f} of its estimate"
+    return kept
+
+
+def _promises_of(message: str, held: Held, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Bytes that each setting of an answer promises, whose other figures must be right."""
+    answer = _ANSWER.fullmatch(message)
+    assert answer, message
+    adapter, moments = (
+        sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith(f"{file}/"))
+        for file in ("adapter", "optimizer")
+    )
+    trained = 2 * adapter + moments  # each has a gradient
+    sizes = {"weights": held.weights, "trained": trained, "rest": held.total - held.weights - trained}
+    for what, num_bytes in sizes.items():
+        assert answer[what] == f"about {num_bytes / 2**20:.2g} MiB", (what, num_bytes, message)
+    levers = [_LEVER.fullmatch(text) for text in answer["levers"].split("; ")]
+    assert len(levers) in (2, 3), message
+    assert all(levers), message
+    return {
+        lever["setting"]: int(float(lever["size"]) * {"MiB": 2**20, "GiB": 2**30}[lever["unit"]])
+        for lever in levers
+        if lever
+    }
+
+
+def _skip_a_preview(run: TinyRun) -> None:
+    """The run goes on, and says what failed and what would help."""
+    run = replace(run, settings=(*run.settings, "validation.every_steps=2"))
+    whole, folder = run.root / "whole", run.root / "preview"
+    assert train(run, whole) == 0
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("diffsynth_lite.training.previews")
+    logger.addHandler(handler)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(QwenImage, "sample", _out_of_memory(QwenImage.sample, 2))
+            assert train(run, folder) == 0
+    finally:
+        logger.removeHandler(handler)
+    assert_same(whole, folder, 4)
+    assert len(told) == 1, told
+    assert "step 2 failed, out of memory: CUDA out of memory" in told[0]
+    assert "validation.width" in told[0]
+    drawn = [sorted(path.name for path in Path(place / "previews").iterdir()) for place in (whole, folder)]
+    assert set(drawn[0]) - set(drawn[1]) == {name for name in drawn[0] if name.startswith("step-00000002")}
+
+
+def _out_of_memory(method: Callable[..., Any], call: int) -> Callable[..., Any]:
+    """A method that runs out of memory in its so-manieth call."""
+    calls = []
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        calls.append(method)
+        if len(calls) == call:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return method(*args, **kwargs)
+
+    return wrapped

@@ -1,0 +1,94 @@
+"""What a step of a real run holds, counted tensor by tensor as a device would."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_meters import CountingMeter
+from tiny_run import TinyRun
+
+from diffsynth_lite.core.gradient.backends import PlainBackend
+from diffsynth_lite.training.memory_advice import MemoryUse
+from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
+from faults.bench import train
+
+_MEASURED_STEP = 2
+"""From 0: the moments are there, and the engine knows what blocks share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes of a step: of frozen weights, of what is trained with its moments, and at most beside them."""
+
+    weights: int
+    trained: int
+    step: int
+
+    @property
+    def total(self) -> int:
+        """What a device would need."""
+        return self.weights + self.trained + self.step
+
+
+def held_by(run: TinyRun, folder: Path, *settings: str) -> Held:
+    """Train a few steps, and count what the last of them held on its device."""
+    found: list[Held] = []
+    take = OptimizerStep.take
+
+    def measured(self: OptimizerStep, step: int) -> StepResult:
+        if step < _MEASURED_STEP:
+            return take(self, step)
+        parameters = list(self.model.parameters())
+        state = [value for entry in self.optimizer.state.values() for value in entry.values()]
+        meter = CountingMeter()
+        with pytest.MonkeyPatch.context() as patch, meter:
+            patch.setattr(PlainBackend, "allocate_host", _not_counted(meter))
+            meter.start()
+            result = take(self, step)
+        held = Held(
+            weights=_num_bytes(tensor for tensor in parameters if not tensor.requires_grad),
+            trained=_num_bytes(tensor for tensor in parameters if tensor.requires_grad) + _num_bytes(state),
+            step=meter.peak_bytes,
+        )
+        found.append(held)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OptimizerStep, "take", measured)
+        code = train(run, folder, f"train.steps={_MEASURED_STEP + 1}", *settings)
+    assert code == 0, code
+    return found[0]
+
+
+def _not_counted(meter: CountingMeter) -> Any:
+    allocate = PlainBackend.allocate_host
+
+    def allocate_host(self: PlainBackend, num_bytes: int) -> torch.Tensor | None:
+        buffer = allocate(self, num_bytes)
+        if buffer is not None:
+            meter.ignore(buffer)
+        return buffer
+
+    return allocate_host
+
+
+@contextmanager
+def device_that_counts(held: Held) -> Iterator[None]:
+    """Scope in which the answer to a full device knows its peak, as on a device that counts it."""
+    use_of = MemoryUse.of
+
+    def counted(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> MemoryUse:
+        return dataclasses.replace(use_of(model, optimizer), peak=held.total)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryUse, "of", staticmethod(counted))
+        yield
+
+
+def _num_bytes(tensors: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

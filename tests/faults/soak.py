@@ -1,0 +1,133 @@
+"""B1: a run of thousands of steps holds at its end what it held after its first hundreds."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tiny_run import TinyRun, tiny_picture
+
+from faults.bench import Bench, Result, environment, launched
+
+MEASURED = str(Path(__file__).with_name("measured_train.py"))
+MAX_GROWTH = 0.05
+KEEP, KEEP_EVERY = 2, 1000
+WARM_UP = 0.2
+"""Of the run: allocators and caches fill."""
+NUM_MEASUREMENTS = 100
+BOUNDED = ("threads", "children", "temporary")
+"""What must be as many at the end as after the warm-up."""
+HANDED_OVER = 2
+"""Files that are open while a worker hands a batch over, in each process one."""
+
+
+def soak(bench: Bench) -> Result:
+    """B1."""
+    steps = bench.pick(300, 1000, 5000)
+    runs = {"one shape": _of_one_shape(bench)}
+    if bench.scale != "ci":
+        runs["many shapes"] = _of_many_shapes(bench)
+    found = [Soaked.train(run, steps).told(name) for name, run in runs.items()]
+    return Result(f"{len(runs)} runs of {steps} steps", "; ".join(found))
+
+
+def _of_one_shape(bench: Bench) -> TinyRun:
+    run = bench.pictures()
+    return replace(run, settings=(*run.settings, *_with_everything(run)))
+
+
+def _of_many_shapes(bench: Bench) -> TinyRun:
+    run = bench.mixed()
+    prompts = ("validation.prompts=[a red circle]", "validation.width=32", "validation.height=32")
+    return replace(run, settings=(*run.settings, *_with_everything(run), *prompts))
+
+
+def _with_everything(run: TinyRun) -> tuple[str, ...]:
+    """Saves, previews, a loss on held-out data, a moving average and a data worker."""
+    held_out = run.root / "held out"
+    held_out.mkdir()
+    for place in range(2):
+        tiny_picture(80, 48, 200 + place).save(held_out / f"{place}.png")
+        (held_out / f"{place}.txt").write_text("a blue square")
+    return (
+        *(f"validation.data={held_out}", "validation.loss_items=2", "validation.every_steps=100"),
+        *("validation.num_inference_steps=1", "train.ema_decay=0.9", "train.learning_rate=0.001"),
+        *("output.checkpoint_every_steps=20", f"output.keep_checkpoints={KEEP}"),
+        *(f"output.keep_every_steps={KEEP_EVERY}", "output.checkpoint_every_minutes=0.2"),
+        *("data.num_workers=1", "logging.trackers=[tensorboard]"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Soaked:
+    """A run that has ended, and what its processes held while it went on.
+
+    Attributes:
+        run: whose folder it is.
+        steps: of it.
+        rows: of ``measured_train.py``, after the warm-up.
+    """
+
+    run: TinyRun
+    steps: int
+    rows: Sequence[dict[str, Any]]
+
+    @classmethod
+    def train(cls, run: TinyRun, steps: int) -> "Soaked":
+        """Train in a process of its own, whose temporary files have a folder of their own."""
+        file, temporary = run.root / "measured.jsonl", run.root / "temporary"
+        temporary.mkdir()
+        command = (sys.executable, MEASURED, str(file), str(max(1, steps // NUM_MEASUREMENTS)))
+        variables = {**environment(), "TMPDIR": str(temporary)}
+        done = launched(run, command, f"train.steps={steps}", variables=variables, timeout_s=6000)
+        assert done.returncode == 0, done.stderr
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        return cls(run=run, steps=steps, rows=[row for row in rows if row["step"] >= WARM_UP * steps])
+
+    def told(self, name: str) -> str:
+        """The figures, which must hold."""
+        self._check_folders()
+        for what in BOUNDED:
+            counts = {row[what] for row in self.rows}
+            assert len(counts) == 1, f"{name}: {what} vary: {counts}"
+        grown = {what: self._growth(what) for what in ("rss", "children_rss")}
+        for what, growth in grown.items():
+            assert growth < MAX_GROWTH, f"{name}: {what} grew by {growth:.1%}"
+        first, last = (
+            max(row["descriptors"] + row["children_descriptors"] for row in part) for part in self._halves()
+        )
+        assert last <= first + HANDED_OVER, f"{name}: open files went from {first} to {last}"
+        rss = self.rows[-1]["rss"] / 2**20
+        return (
+            f"{name}: memory {grown['rss']:+.1%} ({rss:.0f} MiB), worker's {grown['children_rss']:+.1%}, "
+            f"at most {first}, then {last} open files, {self.rows[-1]['threads']} threads throughout"
+        )
+
+    def _growth(self, what: str) -> float:
+        """From the fifth after the warm-up to the last fifth of the run, as a part."""
+        part = len(self.rows) // 4
+        first, last = (median(row[what] for row in rows) for rows in (self.rows[:part], self.rows[-part:]))
+        return last / first - 1
+
+    def _halves(self) -> tuple[Sequence[dict[str, Any]], Sequence[dict[str, Any]]]:
+        middle = len(self.rows) // 2
+        return self.rows[:middle], self.rows[middle:]
+
+    def _check_folders(self) -> None:
+        """The checkpoints that the settings keep, a preview for each time it was due, nothing aside."""
+        folder = self.run.folder
+        names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+        best = json.loads((folder / "checkpoints" / names[-1] / "state.json").read_text())["best"]
+        for_good = {f"step-{step:08d}" for step in range(KEEP_EVERY, self.steps + 1, KEEP_EVERY)}
+        stay = for_good | {f"step-{best['step']:08d}"}
+        assert stay <= set(names), (stay, names)
+        # By time, so that only their number is known.
+        assert set(names[:-KEEP]) <= stay, names
+        assert names[-1] == f"step-{self.steps:08d}", names
+        drawn = {path.name.split("-prompt")[0] for path in (folder / "previews").glob("step-*")}
+        assert drawn == {f"step-{step:08d}" for step in range(0, self.steps + 1, 100)}, drawn
+        aside = [path for path in folder.rglob(".*") if path.name != ".lock"]
+        assert not aside, aside
