@@ -106,8 +106,17 @@ def module_of_model_fn(sample: Sample) -> ModuleType:
     return importlib.import_module(model_fn.__module__)
 
 
+def is_idle(gradient: torch.Tensor | None) -> bool:
+    """Whether a weight learns nothing; what is cut off behind the layer gives a gradient, of zeros."""
+    return gradient is None or not gradient.any()
+
+
 def test_every_adapter_gets_a_gradient(sample: Sample) -> None:
     _, gradients = velocity_and_gradients(sample, adapted_transformer(sample), (False, False))
+    # As long as lora_B is zero, so is the gradient of lora_A.
+    learning = {name: gradient for name, gradient in gradients.items() if ".lora_B." in name}
+    assert learning
+    assert [name for name, gradient in learning.items() if is_idle(gradient)] == []
     assert [name for name, gradient in gradients.items() if gradient is None] == []
 
 
@@ -121,4 +130,4 @@ def test_layers_dropped_in_the_last_block_would_get_no_gradient(sample: Sample) 
     used.requires_grad_(True)
     _, gradients = velocity_and_gradients(sample, transformer, (False, False))
     for name in dead:
-        assert gradients[f"{name}.weight"] is None, name
+        assert is_idle(gradients[f"{name}.weight"]), name

@@ -34,7 +34,6 @@ class FamilyCase:
         kind: of the data; by default the first that the family trains on.
         has_last_frames: whether data and previews name the last frames of their clips.
         trained: folders that get a LoRA; by default those that the family trains.
-        idle: layers whose LoRA gets a gradient that is all zero.
         conditioning: what the cache must hold of an item beside its latents: tensors and their first axes.
     """
 
@@ -43,7 +42,6 @@ class FamilyCase:
     kind: RecordKind | None = None
     has_last_frames: bool = False
     trained: tuple[str, ...] | None = None
-    idle: tuple[str, ...] = ()
     conditioning: tuple[tuple[str, int], ...] = ()
 
 
@@ -52,15 +50,9 @@ def plain(name: str) -> FamilyCase:
     return FamilyCase(family=name, build=importlib.import_module(load_family(name).__module__).tiny)
 
 
-# What the last block's text asks the attention for goes nowhere, and is not None for all that: it is cut off
-# behind the attention.
-QWEN_IMAGE_IDLE = ("transformer_blocks.1.attn.add_q_proj",)
-
 OF_A_REFERENCE = (("input_latents_0", 128),)
 
 CASES = {name: plain(name) for name in family_names()} | {
-    "qwen_image": replace(plain("qwen_image"), idle=QWEN_IMAGE_IDLE),
-    "qwen_image_edit": replace(plain("qwen_image_edit"), idle=QWEN_IMAGE_IDLE),
     "flux2 dev from references": replace(plain("flux2"), kind="edit", conditioning=OF_A_REFERENCE),
     "flux2 klein from references": FamilyCase(
         family="flux2", build=flux2_layouts.klein, kind="edit", conditioning=OF_A_REFERENCE

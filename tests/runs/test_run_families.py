@@ -69,7 +69,7 @@ def test_a_family_trains_stops_goes_on_as_if_it_had_not_and_leaves_a_lora_that_d
     trained = checkpoint_tensors(whole, STEPS)
     assert differing(trained, checkpoint_tensors(run.folder, STEPS)) == []
     if len(family.noise_ranges) == 1:  # a step trains one of several experts
-        check_all_learn(checkpoint_tensors(run.folder, 1), trained, case)
+        check_all_learn(checkpoint_tensors(run.folder, 1), trained)
 
     pipeline = case.build()
     # Read from the files as the run did: where a tensor lies in memory shows in the last bit of a sum.
@@ -83,13 +83,12 @@ def test_a_family_trains_stops_goes_on_as_if_it_had_not_and_leaves_a_lora_that_d
     check_previews(family, model, asked.requests, whole / "previews")
 
 
-def check_all_learn(
-    before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], case: FamilyCase
-) -> None:
-    """All of the LoRA changes in the second step but what the case says."""
+def check_all_learn(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
+    """All of the LoRA changes in the second step."""
     changed = differing(before, after)
     names = {name for name in after if ".lora_B." in name and name.startswith("adapter/")}
-    assert names - set(changed) == {f"adapter/{layer}.lora_B.weight" for layer in case.idle}
+    assert names
+    assert names - set(changed) == set()
 
 
 def load_lora(pipeline: Any, file: Path, part: str) -> None:
