@@ -16,7 +16,7 @@ from pathlib import Path
 # Before torch is imported; and no run of these may reach for the network or an accelerator.
 os.environ |= {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests" / name) for name in ("", "runs", "training")]
+sys.path[:0] = [str(ROOT / "tests" / name) for name in ("", "config", "data", "runs", "training")]
 
 from faults.driver import main  # noqa: E402
 from faults.items import ITEMS  # noqa: E402

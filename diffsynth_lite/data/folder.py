@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from diffsynth_lite.data.captions import is_unicode
+from diffsynth_lite.data.file_errors import is_regular_file
 from diffsynth_lite.data.listing import listed
 from diffsynth_lite.errors import UserError
 
@@ -61,7 +62,7 @@ class Folder:
             raise UserError(f"{wanted!r} is not among the files of {self.path}; hidden ones are not read")
         if not self.allow_outside:
             raise UserError(f"{wanted!r} must be relative to {self.path} and inside it, or set allow_outside")
-        if not (self.path / path).is_file():
+        if not is_regular_file(self.path / path):
             raise UserError(f"{wanted!r}: no such file")
         return str(path), self.path / path
 
@@ -106,12 +107,17 @@ def _walk(
             visible = [entry for entry in entries if not entry.name.startswith(".")]
         for entry in visible:
             name = prefix + entry.name
-            if not entry.is_dir():
+            if not _is_folder(entry):
                 yield name, entry
             elif entry.is_symlink() and not _is_new(entry.path, read, follow=follow):
                 linked.append(name)
             else:
                 folders.append((f"{name}/", entry.path))
+
+
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    """Like its own method, which raises for a link that leads to itself."""
+    return Path(entry.path).is_dir() if entry.is_symlink() else entry.is_dir()
 
 
 def _is_new(link: str, read: list[str], *, follow: bool) -> bool:
@@ -129,7 +135,7 @@ def _problem(name: str, entry: "os.DirEntry[str]", *, root: str, allow_outside: 
         return "has a name that is not UTF-8"
     if not entry.is_symlink():
         return "" if entry.is_file() else "is not a regular file"
-    if not entry.is_file():
+    if not Path(entry.path).is_file():
         return "is a link to nothing"
     if not allow_outside and not _is_within(os.path.realpath(entry.path), root):
         return "is a link that leaves the folder; copy the file in, or set allow_outside"

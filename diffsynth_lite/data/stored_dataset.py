@@ -18,6 +18,7 @@ from datasets import Dataset, DatasetDict
 from datasets.exceptions import DatasetsError
 from huggingface_hub import constants
 
+from diffsynth_lite.data.file_errors import is_regular_file
 from diffsynth_lite.data.metadata import Table, require_columns
 from diffsynth_lite.data.records import Source
 from diffsynth_lite.errors import UserError
@@ -203,10 +204,12 @@ class _MediaStore:
             raise UserError("neither bytes nor a file")
         if "://" in path:
             raise UserError(f"{path!r} is a URL, and none is fetched")
-        file = Path(path).resolve()
+        if "\0" in path:
+            raise UserError(f"{path!r} holds zero bytes, as no file's name does")
+        file = Path(os.path.realpath(path))  # `Path.resolve` raises for a link that leads to itself
         if not self._allow_outside and not any(file.is_relative_to(root) for root in self._roots):
             raise UserError(f"{path!r} is outside the dataset; set allow_outside to read it")
-        if not file.is_file():
+        if not is_regular_file(file):
             raise UserError(f"{path!r}: no such file")
         return str(Path(path).absolute())
 

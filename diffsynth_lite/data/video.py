@@ -16,6 +16,7 @@ from typing import Literal
 
 import av
 from av.video.frame import VideoFrame
+from av.video.stream import VideoStream
 from PIL import Image
 
 from diffsynth_lite.data.video_decoding import (
@@ -206,6 +207,8 @@ def _frame_times(clip: OpenClip, first_pts: int) -> tuple[list[int], int]:
         num_packets += 1
         if packet.is_corrupt:
             raise UserError("damaged or cut off")
+        if packet.is_discard and clip.container.duration is None:
+            raise UserError("damaged: frames are cut by times that it does not have")
         if is_shown(packet) and packet.pts >= first_pts:
             num_shown += 1
             times[packet.pts] = packet.duration or 0
@@ -221,6 +224,8 @@ def _check_complete(clip: OpenClip, num_packets: int, end_s: float) -> None:
     kind = clip.container.format.name
     if "mp4" in kind:
         promised = len(clip.stream.index_entries)
+        if promised < clip.stream.frames and _ends_early(clip.stream, end_s):
+            promised = clip.stream.frames
     elif kind == "avi":
         promised = clip.stream.frames
     else:
@@ -228,6 +233,18 @@ def _check_complete(clip: OpenClip, num_packets: int, end_s: float) -> None:
         return
     if num_packets < promised:
         raise UserError(f"cut off: {num_packets} of {promised} frames are there")
+
+
+def _ends_early(stream: VideoStream, end_s: float) -> bool:
+    """Whether frames that are missing in the index of an MP4 are missing at its end.
+
+    FFmpeg ends the index where the tables are damaged, and leaves out of it what an edit list cuts; the
+    duration is that of what the edit list leaves.
+    """
+    if stream.duration is None or stream.time_base is None:
+        return True
+    half_a_frame_s = float(1 / stream.average_rate) / 2 if stream.average_rate else 0.0
+    return end_s < float(((stream.start_time or 0) + stream.duration) * stream.time_base) - half_a_frame_s
 
 
 def _check_length(clip: OpenClip, end_s: float) -> None:

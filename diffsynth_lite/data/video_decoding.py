@@ -85,7 +85,7 @@ def opened_clip(path: Path) -> Iterator[OpenClip]:
     except UserError as error:
         raise UserError(f"{path}: {error}") from error.__cause__
     except av.error.FFmpegError as error:
-        if error.errno in _OF_THE_MACHINE:
+        if error.errno in _OF_THE_MACHINE and not _promises_too_much(path):
             raise
         raise UserError(f"{path}: damaged: {error.strerror}") from error
 
@@ -151,6 +151,14 @@ def _opened_container(path: Path) -> InputContainer:
         if error.errno in _OF_THE_MACHINE:
             raise
         raise UserError(f"cannot be opened: {error.strerror}") from error
+
+
+def _promises_too_much(path: Path) -> bool:
+    """Whether a frame has more bytes by the index of a file than the file: no memory would do for it."""
+    num_bytes = path.stat().st_size
+    with _opened_container(path) as container:
+        streams = container.streams.video
+        return any(not 0 <= entry.size <= num_bytes for one in streams for entry in one.index_entries)
 
 
 def _check_stream(container: InputContainer, stream: object) -> None:

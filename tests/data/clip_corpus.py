@@ -1,5 +1,6 @@
 """Odd and bad clips: how each is made, and what must become of it."""
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -91,6 +92,27 @@ def zeroed_start(path: Path) -> None:
     remux(source, path, packets)
 
 
+def frame_sizes(change: Callable[[list[int]], None]) -> Maker:
+    """An MP4 in whose table of sizes (stsz) something is changed."""
+
+    def make(path: Path) -> None:
+        content = bytearray(write_clip(path, container={"movflags": "faststart"}).read_bytes())
+        start = content.index(b"stsz") + 16
+        sizes = list(struct.unpack_from(">25I", content, start))
+        change(sizes)
+        struct.pack_into(">25I", content, start, *sizes)
+        path.write_bytes(content)
+
+    return make
+
+
+def no_timescale(path: Path) -> None:
+    """An MP4 whose units of time (mdhd) are 0, so that its edit list cuts all frames but one."""
+    content = bytearray(write_clip(path, container={"movflags": "faststart"}).read_bytes())
+    struct.pack_into(">II", content, content.index(b"mdhd") + 16, 0, 0)
+    path.write_bytes(content)
+
+
 def cut_between_frames(path: Path) -> None:
     write_clip(path, options={"bf": "0"}, container={"movflags": "faststart"})
     last = packets_of(path)[-1]["data"]
@@ -155,6 +177,15 @@ CLIPS: dict[str, tuple[Maker, Accepted | Refused]] = {
     "half.avi": (cut(6000, codec="mpeg4", options={"b": "4000000"}), Refused("cut off")),
     "half_header.mkv": (lambda path: path.write_bytes(write_clip(path).read_bytes()[:300]), Refused("")),
     "zeroed_start.mp4": (zeroed_start, Refused("no keyframe")),
+    "frames_of_no_bytes.mp4": (
+        frame_sizes(lambda sizes: sizes.__setitem__(slice(-4, None), [0] * 4)),
+        Refused("cut off: 21 of 25 frames"),
+    ),
+    "frame_above_the_file.mp4": (
+        frame_sizes(lambda sizes: sizes.__setitem__(-5, 2**30 - 2**20)),
+        Refused("damaged"),
+    ),
+    "no_timescale.mp4": (no_timescale, Refused("damaged")),
     "audio_only.mp4": (write_audio, Refused("holds no video")),
     "mpeg_ps.mp4": (renamed("a.mpg", codec="mpeg2video"), Refused(NOT_A_CLIP)),
     "gif.mp4": (renamed("a.gif", codec="gif", pixels="rgb8", tagged=False), Refused(NOT_A_CLIP)),

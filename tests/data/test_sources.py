@@ -1,5 +1,6 @@
 import logging
 import os
+import re
 
 import pytest
 
@@ -198,14 +199,16 @@ def test_linked_folders_that_lead_back_are_read_once(folder, write_image, tmp_pa
 
 
 def test_what_is_no_regular_file_is_refused_and_not_opened(folder, write_image):
-    for name in ["gone", "pipe"]:
+    for name in ["gone", "loop", "pipe"]:
         write_image(f"{name}.png").with_suffix(".txt").write_text("x")
         (folder / f"{name}.png").unlink()
     os.mkfifo(folder / "pipe.png")
     (folder / "gone.png").symlink_to("nowhere.png")
-    with pytest.raises(
-        UserError, match=r"gone\.png: is a link to nothing; .*pipe\.png: is not a regular file"
-    ):
+    (folder / "loop.png").symlink_to("loop.png")
+    reasons = (
+        "gone.png: is a link to nothing; loop.png: is a link to nothing; pipe.png: is not a regular file"
+    )
+    with pytest.raises(UserError, match=re.escape(reasons)):
         read(folder)
 
 

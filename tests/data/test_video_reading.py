@@ -19,6 +19,7 @@ from clip_makers import (
     remux,
     write_clip,
 )
+from media_damage import mutated
 
 from diffsynth_lite.data.video import check_video, clip_times, read_frames
 from diffsynth_lite.errors import UserError
@@ -172,22 +173,6 @@ def test_only_what_is_needed_is_decoded_and_damage_within_it_is_an_error(tmp_pat
             read_frames(damaged, [index / 25])
     with pytest.raises(UserError, match=name):
         read_frames(damaged, [0.0, 47 / 25])
-
-
-def mutated(content: bytes, draw: random.Random) -> bytes:
-    data = bytearray(content)
-    at, length = draw.randrange(len(data)), draw.choice([1, 10, 200])
-    kind = draw.choice(["truncate", "bytes", "zero", "drop", "insert"])
-    if kind == "truncate":
-        del data[at:]
-    elif kind == "drop":
-        del data[at : at + length]
-    elif kind == "insert":
-        data[at:at] = draw.randbytes(length)
-    else:
-        patch = bytes(length) if kind == "zero" else draw.randbytes(length)
-        data[at : at + length] = patch[: len(data) - at]
-    return bytes(data)
 
 
 @pytest.mark.parametrize(

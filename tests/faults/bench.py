@@ -155,7 +155,10 @@ def launched(
 
 def environment() -> dict[str, str]:
     """Variables of a training process: the CPU, no network, one thread, the package of this repository."""
-    places = [str(REPOSITORY), *(str(REPOSITORY / "tests" / name) for name in ("runs", "training"))]
+    places = [
+        str(REPOSITORY),
+        *(str(REPOSITORY / "tests" / name) for name in ("config", "data", "runs", "training")),
+    ]
     return {
         **os.environ,
         "ACCELERATE_USE_CPU": "true",

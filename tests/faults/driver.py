@@ -24,7 +24,7 @@ _LAST_LINES = 30
 _WIDTH = 400
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Item:
     """A fault.
 

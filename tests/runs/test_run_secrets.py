@@ -1,6 +1,5 @@
 """Secrets in the environment, the yaml, the command line and in errors reach neither disk nor screen."""
 
-import socket
 import sys
 from collections.abc import Iterator
 
@@ -72,22 +71,3 @@ def test_without_the_redactor_the_same_run_leaks(
     config = "run/checkpoints/step-00000001/config.json"
     assert {"run/config.yaml", "run/resolved.yaml", "run/status.json", config} <= found
     assert any("tfevents" in name for name in found)
-
-
-def test_a_run_on_local_files_opens_no_connection(tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts: list[object] = []
-
-    def refuse(*arguments: object) -> None:
-        attempts.append(arguments)
-        raise OSError("no network in this test")
-
-    for name in ("connect", "connect_ex", "bind", "sendto"):
-        monkeypatch.setattr(socket.socket, name, refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    with pytest.raises(OSError, match="no network"):
-        socket.create_connection(("localhost", 9))
-    attempts.clear()
-    assert tiny_run.train("train.steps=1", "output.checkpoint_every_steps=1") == 0
-    assert attempts == []
-    assert (tiny_run.folder / "previews" / "grid.png").is_file()

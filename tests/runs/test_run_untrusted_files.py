@@ -1,14 +1,13 @@
 """Files that others may have written are data: pickles and modules planted in their place never run."""
 
 import json
-import os
 import pickle
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from audit_watch import AuditWatch, watched_pickles
+from poison import poisons
 from test_bad_input import copied_model
 from tiny_run import TinyRun
 
@@ -17,40 +16,9 @@ from diffsynth_lite.training.checkpoint_manifest import CheckpointError, ListedF
 QUICK = ("validation.prompts=[]", "validation.loss_items=0")
 
 
-class Watch:
-    """Notes the names that pickles look up in this process; a pickle that does harm needs one."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.is_on = False
-
-    def __call__(self, event: str, arguments: tuple[object, ...]) -> None:
-        if event == "pickle.find_class" and self.is_on:
-            self.names.append(".".join(map(str, arguments)))
-
-    @contextmanager
-    def on(self) -> Iterator[list[str]]:
-        self.names.clear()
-        self.is_on = True
-        yield self.names
-        self.is_on = False
-
-
 @pytest.fixture(scope="module")
-def watch() -> Watch:
-    watch = Watch()
-    sys.addaudithook(watch)  # Python has no way to remove one
-    return watch
-
-
-class MakesFolder:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
-        return os.mkdir, (str(self.marker),)
+def watch() -> AuditWatch:
+    return watched_pickles()
 
 
 @pytest.fixture
@@ -60,33 +28,35 @@ def marker(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def poison(marker: Path) -> bytes:
-    return pickle.dumps(MakesFolder(marker))
+    return poisons(marker)["pickle"]
 
 
-def test_the_poison_works_and_is_seen(poison: bytes, marker: Path, watch: Watch) -> None:
+def test_the_poison_works_and_is_seen(poison: bytes, marker: Path, watch: AuditWatch) -> None:
     with watch.on() as names:
         pickle.loads(poison)
     assert marker.is_dir()
-    assert names == ["posix.mkdir"]
+    assert names == [("posix", "mkdir")]
 
 
-def test_a_resumed_run_unpickles_nothing(tiny_run: TinyRun, watch: Watch) -> None:
+def test_a_resumed_run_unpickles_nothing(tiny_run: TinyRun, watch: AuditWatch) -> None:
     assert tiny_run.train("train.steps=1", *QUICK) == 0
     with watch.on() as names:
         assert tiny_run.train("train.steps=2", "data.num_workers=0", *QUICK) == 0
     assert names == []
 
 
-def test_what_workers_send_is_all_that_is_unpickled_with_workers(tiny_run: TinyRun, watch: Watch) -> None:
+def test_what_workers_send_is_all_that_is_unpickled_with_workers(
+    tiny_run: TinyRun, watch: AuditWatch
+) -> None:
     with watch.on() as names:
         assert tiny_run.train("train.steps=1", "data.num_workers=1", *QUICK) == 0
-    assert "diffsynth_lite.data.batches.Batch" in names
+    assert ("diffsynth_lite.data.batches", "Batch") in names
     kinds = ("diffsynth_lite.data.", "multiprocessing.", "torch.")
-    assert [name for name in names if not name.startswith(kinds)] == []
+    assert [name for name in names if not f"{name[0]}.".startswith(kinds)] == []
 
 
 def test_pickles_in_checkpoint_cache_and_lora_are_set_aside(
-    tiny_run: TinyRun, poison: bytes, marker: Path, watch: Watch, caplog: pytest.LogCaptureFixture
+    tiny_run: TinyRun, poison: bytes, marker: Path, watch: AuditWatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert tiny_run.train("train.steps=4", *QUICK) == 0
     newest = tiny_run.folder / "checkpoints" / "step-00000004"
@@ -103,7 +73,7 @@ def test_pickles_in_checkpoint_cache_and_lora_are_set_aside(
 
 
 def test_pickles_under_a_manifest_that_lists_them_are_refused(
-    tiny_run: TinyRun, poison: bytes, marker: Path, watch: Watch
+    tiny_run: TinyRun, poison: bytes, marker: Path, watch: AuditWatch
 ) -> None:
     assert tiny_run.train("train.steps=1", *QUICK) == 0
     folder = tiny_run.folder / "checkpoints" / "step-00000001"
@@ -121,7 +91,7 @@ def test_pickles_under_a_manifest_that_lists_them_are_refused(
 
 
 def test_pickles_under_all_names_of_a_run_folder_end_in_an_error(
-    tiny_run: TinyRun, poison: bytes, marker: Path, watch: Watch
+    tiny_run: TinyRun, poison: bytes, marker: Path, watch: AuditWatch
 ) -> None:
     assert tiny_run.train("train.steps=1", *QUICK) == 0
     for path in tiny_run.folder.rglob("*"):
@@ -152,7 +122,7 @@ def change_json(path: Path, **changes: object) -> None:
 
 
 def test_pickles_and_modules_beside_the_weights_are_ignored(
-    tiny_run: TinyRun, poison: bytes, marker: Path, watch: Watch
+    tiny_run: TinyRun, poison: bytes, marker: Path, watch: AuditWatch
 ) -> None:
     plant_module(copied_model(tiny_run), marker, poison)
     with watch.on() as names:
@@ -197,7 +167,7 @@ def test_a_model_that_needs_code_or_pickles_is_refused(
     tiny_run: TinyRun,
     poison: bytes,
     marker: Path,
-    watch: Watch,
+    watch: AuditWatch,
     caplog: pytest.LogCaptureFixture,
     spoil: Callable[[Path, bytes], None],
     message: str,
@@ -212,11 +182,25 @@ def test_a_model_that_needs_code_or_pickles_is_refused(
 
 
 def test_a_pickle_in_place_of_a_picture_is_a_bad_item(
-    tiny_run: TinyRun, poison: bytes, marker: Path, watch: Watch, caplog: pytest.LogCaptureFixture
+    tiny_run: TinyRun, poison: bytes, marker: Path, watch: AuditWatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for path in (tiny_run.root / "data").glob("2.*"):
         path.write_bytes(poison)
     with watch.on() as names:
         assert tiny_run.train("train.steps=1", *QUICK) == 2
     assert "2.png" in caplog.text
+    assert (names, marker.exists()) == ([], False)
+
+
+@pytest.mark.parametrize("form", ["pickle", "torch.save", "numpy objects"])
+@pytest.mark.parametrize("name", ["pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin", "lora.pt"])
+def test_a_pickle_in_place_of_a_lora_to_start_from_is_refused(
+    tiny_run: TinyRun, marker: Path, watch: AuditWatch, name: str, form: str
+) -> None:
+    folder = tiny_run.root / "theirs"
+    folder.mkdir()
+    (folder / name).write_bytes(poisons(marker)[form])
+    with watch.on() as names:
+        for place in (folder, folder / name):
+            assert tiny_run.train("train.steps=1", f"lora.init_from={place}", *QUICK) == 2
     assert (names, marker.exists()) == ([], False)

@@ -1,0 +1,128 @@
+"""M3: runs on data of which some cannot be used."""
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tiny_run import TinyRun, tiny_picture
+
+from faults.bench import PLAIN, Bench, Result, assert_same, losses, recorded, stopped_after, train
+
+NUM_PICTURES, NUM_CLIPS = 40, 20
+STEPS = 8
+SETTINGS = (
+    *PLAIN,
+    *("train.ema_decay=0.6", "data.caption_dropout=0.3", f"train.steps={STEPS}"),
+    *("data.on_bad_item=skip", "data.max_bad_ratio=0.1", "output.checkpoint_every_steps=100"),
+)
+WAYS = {"with the cache": (), "without": ("data.cache=false",)}
+
+
+@dataclass(frozen=True)
+class SpoiltRun:
+    """A run whose data were spoiled in part.
+
+    Attributes:
+        run: whose settings allow one bad item in ten.
+        media: its files.
+    """
+
+    run: TinyRun
+    media: tuple[Path, ...]
+
+    def spoil(self, num_bad: int) -> list[str]:
+        """Spoil so many files, spread evenly, in three ways in turns; their names."""
+        chosen = self.media[:: len(self.media) // num_bad][:num_bad]
+        for place, path in enumerate(chosen):
+            content = path.read_bytes()
+            path.write_bytes((content[: len(content) // 2], b"<html>404</html>", b"")[place % 3])
+        return sorted(path.name for path in chosen)
+
+
+def train_on_bad_data(bench: Bench) -> Result:
+    """M3: one item in twenty is bad, and the run is exact across a resume; three in ten, and it ends."""
+    resumed = 0
+    makers = bench.pick((_pictures,), (_pictures, _clips), (_pictures, _clips))
+    for make in makers:
+        for name, way in WAYS.items():
+            spoilt = make(bench, f"{make.__name__} {name}", way)
+            bad = spoilt.spoil(len(spoilt.media) // 20)
+            for step in bench.pick((3,), (3,), range(1, STEPS)):
+                _check_resumed(spoilt.run, bad, step)
+                resumed += 1
+            _refuse_repaired(spoilt, bad[0])
+        spoilt = make(bench, f"{make.__name__}, spoilt", ())
+        _refuse_spoilt(spoilt, spoilt.spoil(3 * len(spoilt.media) // 10))
+    return Result(
+        f"{resumed} runs with 5 % bad, {len(makers)} with 30 %",
+        "bad ones left out and listed; continued bit for bit, and not with one repaired; "
+        "30 %: exit 2, all listed, nothing trained",
+    )
+
+
+def _pictures(bench: Bench, name: str, way: tuple[str, ...]) -> SpoiltRun:
+    run = bench.pictures(name)
+    data = run.root / "data"
+    for place in range(5, NUM_PICTURES):
+        tiny_picture(80, 48, 10 + place).save(data / f"{place}.png")
+        (data / f"{place}.txt").write_text("a red circle")
+    return SpoiltRun(
+        replace(run, settings=(*run.settings, *SETTINGS, *way)), tuple(sorted(data.glob("*.png")))
+    )
+
+
+def _clips(bench: Bench, name: str, way: tuple[str, ...]) -> SpoiltRun:
+    run = bench.clips(name)
+    data = run.root / "clips"
+    originals = sorted(data.glob("*.mp4"))
+    for place in range(len(originals), NUM_CLIPS):
+        source = originals[place % len(originals)]
+        shutil.copy(source, data / f"copy {place}.mp4")
+        (data / f"copy {place}.txt").write_text(f"clip {place}")
+    return SpoiltRun(
+        replace(run, settings=(*run.settings, *SETTINGS, *way)), tuple(sorted(data.glob("*.mp4")))
+    )
+
+
+def _check_resumed(run: TinyRun, bad: list[str], step: int) -> None:
+    """A run on what is left is the same when it is stopped and continued, and lists what it left out."""
+    whole, parts = run.root / "whole", run.root / "parts"
+    samples = recorded(run, whole)
+    stopped_after(run, step, parts)
+    rest = recorded(run, parts)
+    assert rest == [row for row in samples if row["step"] >= step]
+    assert losses(run, parts) == losses(run, whole)
+    assert_same(whole, parts, STEPS)
+    for folder in (whole, parts):
+        assert _listed(folder) == bad
+    used = {row["name"].partition("#")[0] for row in samples}
+    assert used.isdisjoint(bad)
+    for folder in (whole, parts):
+        shutil.rmtree(folder)
+        shutil.rmtree(f"{folder}.records")
+
+
+def _refuse_repaired(spoilt: SpoiltRun, name: str) -> None:
+    """A bad item that was repaired between two starts changes what is trained on, and so is refused."""
+    run, folder = spoilt.run, spoilt.run.root / "repaired"
+    stopped_after(run, 2, folder)
+    path = next(path for path in spoilt.media if path.name == name)
+    damaged = path.read_bytes()
+    path.write_bytes(next(each for each in spoilt.media if each.name != name).read_bytes())
+    assert train(run, folder) == 2
+    path.write_bytes(damaged)
+    assert train(run, folder) == 0
+
+
+def _refuse_spoilt(spoilt: SpoiltRun, bad: list[str]) -> None:
+    """More than the tenth that may be bad: refused with all of them, before anything is trained."""
+    folder = spoilt.run.folder
+    assert train(spoilt.run, folder) == 2
+    assert _listed(folder) == bad
+    assert not list(folder.rglob("*.safetensors"))
+
+
+def _listed(folder: Path) -> list[str]:
+    rows = (folder / "quarantine.jsonl").read_text().splitlines()
+    return sorted(json.loads(row)["item"] for row in rows)

@@ -1,0 +1,176 @@
+"""V1: what changes an entry of the cache, kills while it is filled, and entries that rot."""
+
+import logging
+import os
+import random
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from damages import RANDOM
+from test_run_cache import entries
+from tiny_run import TinyRun, tiny_picture
+
+from diffsynth_lite.data.cache import TensorCache
+from faults.bench import PLAIN, Bench, Result, assert_same, forked, train
+from faults.changes import CLIPS, NOTHING, PICTURES, Change, changing_clips, changing_pictures
+from faults.driver import waited
+from faults.proofs import num_passed
+
+KEYS = (
+    "data/test_plan.py::test_each_input_of_a_media_key_changes_it",
+    "data/test_plan.py::test_another_decoder_has_other_keys",
+    "data/test_planned.py::test_each_input_of_a_prompt_key_changes_it",
+)
+
+
+def distrust_the_cache(bench: Bench) -> Result:
+    """V1."""
+    num_passed(*KEYS)
+    stride = bench.pick(4, 1, 1)
+    num_changes = change_each_input(changing_pictures(bench), PICTURES | NOTHING, stride)
+    num_changes += change_each_input(changing_clips(bench), CLIPS, stride)
+    num_kills = kill_while_caching(bench, wanted=bench.pick(2, 20, 200))
+    num_rotten = let_entries_rot(bench, ways=bench.pick(1, 2, 8))
+    return Result(
+        f"{num_changes} inputs, {num_kills} kills, {num_rotten} rotten entries",
+        "exactly what depends on it is encoded anew, and nothing when it is as before; "
+        "no torn entry, none encoded twice; rotten ones found and made again, bit for bit",
+    )
+
+
+class _Encoded(logging.Handler):
+    """Counts what runs encode, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.counts: Counter[str] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if str(record.msg).endswith("that the cache does not hold"):
+            number, kind = record.args
+            self.counts[str(kind)] += int(str(number))
+
+
+@contextmanager
+def encoded() -> Iterator[Counter[str]]:
+    """Scope in which what is encoded is counted."""
+    handler, logger = _Encoded(), logging.getLogger("diffsynth_lite.data.encoding")
+    logger.addHandler(handler)
+    try:
+        yield handler.counts
+    finally:
+        logger.removeHandler(handler)
+
+
+def change_each_input(run: TinyRun, changes: Mapping[str, Change], stride: int) -> int:
+    """After each change exactly what depends on it is encoded, and nothing once it is undone."""
+    assert train(run, run.folder) == 0
+    chosen = list(changes.items())[::stride]
+    for name, change in chosen:
+        with changed(run, change), encoded() as counts:
+            _train_anew(run, *change.settings)
+        assert (counts["items"], counts["captions"]) == (change.items, change.captions), f"{name}: {counts}"
+        with encoded() as counts:
+            _train_anew(run)
+        assert not counts, f"{name}, undone: {counts}"
+    return len(chosen)
+
+
+@contextmanager
+def changed(run: TinyRun, change: Change) -> Iterator[None]:
+    """Scope in which a file or a part of the package is another."""
+    path = run.root / change.file if change.file else None
+    before = path.read_bytes() if path else b""
+    with pytest.MonkeyPatch.context() as patch:
+        change.patch(patch)
+        if path:
+            change.edit(path)
+        yield
+    if path:
+        path.write_bytes(before)
+
+
+def _train_anew(run: TinyRun, *settings: str) -> None:
+    folder = run.root / "anew"
+    assert train(run, folder, *settings) == 0, settings
+    shutil.rmtree(folder)
+
+
+def kill_while_caching(bench: Bench, *, wanted: int) -> int:
+    """Kill a trainer while it fills the cache, until it is done, again and again."""
+    run = bench.pictures("killed")
+    for place in range(5, 40):
+        tiny_picture(64, 40, 10 + place).save(run.root / "data" / f"{place}.png")
+        (run.root / "data" / f"{place}.txt").write_text(f"number {place}")
+    run = replace(run, settings=(*run.settings, *PLAIN, "train.steps=1"))
+    cache = run.root / "cache"
+    whole = run.root / "whole"
+    started_at = time.monotonic()
+    assert waited(forked(lambda: train(run, whole), run.root / "log"), 600) == 0
+    seconds, num_entries, kills = time.monotonic() - started_at, len(entries(run)), 0
+    while kills < wanted:
+        shutil.rmtree(cache)
+        while not _killed(run, bench.dice.uniform(0.05, 1.0) * seconds + 0.001 * kills):
+            kills += 1
+        assert len(entries(run)) == num_entries
+        assert_same(whole, run.folder, 1)
+        shutil.rmtree(run.folder)
+    return kills
+
+
+def _killed(run: TinyRun, seconds: float) -> bool:
+    """Start a run and kill it after so many seconds; True if it had ended before."""
+    kept = entries(run)
+    child = forked(lambda: train(run, run.folder), run.root / "log")
+    code = waited(child, seconds)
+    if code is None:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert code in (None, 0), code
+    found = entries(run)
+    assert {path: found.get(path) for path in kept} == kept, "an entry was made twice, or is gone"
+    store = TensorCache(run.root / "cache")
+    torn = [path for path in found if store.read(path.stem) is None]
+    assert not torn, torn
+    return code == 0
+
+
+def let_entries_rot(bench: Bench, *, ways: int) -> int:
+    """Damage each entry: where that shows from outside, the next start makes it again; else that after it."""
+    run = bench.pictures("rotten")
+    run = replace(run, settings=(*run.settings, *PLAIN, "train.steps=3"))
+    whole, dice = run.root / "whole", bench.dice
+    assert train(run, whole) == 0
+    content = {path: path.read_bytes() for path in entries(run)}
+    chosen = sorted(content)[: bench.pick(2, None, None)]
+    for path in chosen:
+        for number in range(ways):
+            _rot(path, dice, RANDOM[number % len(RANDOM)], in_silence=number % 2 == 1)
+            code = train(run, run.folder)
+            if number % 2 == 1:
+                assert code == 3, code
+                code = train(run, run.folder)
+            assert code == 0, code
+            assert_same(whole, run.folder, 3)
+            assert {path: path.read_bytes() for path in entries(run)} == content
+            shutil.rmtree(run.folder)
+    return len(chosen) * ways
+
+
+def _rot(path: Path, dice: random.Random, damage: Callable[..., None], *, in_silence: bool) -> None:
+    """Damage an entry; in silence, its size and time stay as they were, as when a disk fails."""
+    before, content = path.stat(), path.read_bytes()
+    if not in_silence:
+        damage(path, dice)
+        return
+    rotten = bytearray(content)
+    rotten[dice.randrange(len(rotten))] ^= 1 << dice.randrange(8)
+    path.write_bytes(rotten)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))

@@ -1,0 +1,123 @@
+"""C1 and C3: wrong configs and commands, and what is written of a config and read again."""
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hypothesis import HealthCheck, given, seed, settings
+from test_bad_config_corpus import FLAGS, OVERRIDES, PATHS, TEXTS
+from test_config_bad_files import WRONG_FILES, WRONG_REFERENCES, WRONG_VALUES
+from test_config_round_trip import assert_survives_yaml, configs
+
+from diffsynth_lite.config import Config
+from faults.bench import Bench, Result, environment
+from faults.proofs import num_passed
+
+MINIMAL = (
+    "model:\n  family: qwen_image\n  path: some/model\ndata:\n  path: pictures\noutput:\n  dir: runs/one\n"
+)
+LIMIT_S = 2.0
+MODELLESS = (sys.executable, str(Path(__file__).with_name("modelless_train.py")))
+
+
+@dataclass(frozen=True)
+class WrongCommand:
+    """Arguments of the training command, and what the answer must name."""
+
+    arguments: tuple[str, ...]
+    place: str
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether a shell can give it: a process takes neither zero bytes nor half characters."""
+        with suppress(UnicodeEncodeError):
+            return b"\0" not in b"".join(map(os.fsencode, self.arguments))
+        return False
+
+
+def refuse_wrong_configs(bench: Bench) -> Result:
+    """C1: the tests of the corpus, and each of it as a process that has no torch to load a model with."""
+    tested = num_passed("config/test_bad_config_corpus.py", "config/test_config_bad_files.py")
+    commands = [command for command in wrong_commands(bench.root) if command.is_possible]
+    seconds = [_refused(command, bench.root) for command in commands[:: bench.pick(20, 2, 1)]]
+    assert max(seconds) < LIMIT_S, max(seconds)
+    return Result(
+        f"{tested} cases, {len(seconds)} of them as processes",
+        f"all exit 2 and name the place, without torch; at most {max(seconds):.1f} s of a processor",
+    )
+
+
+def wrong_commands(folder: Path) -> Iterator[WrongCommand]:
+    """All that is wrong in the corpus of the tests, with the files that it needs."""
+    good = folder / "good.yaml"
+    good.write_text(MINIMAL)
+    for override in OVERRIDES:
+        shown = override if override.isprintable() else repr(override)[1:-1]
+        yield WrongCommand(("--config", str(good), override), f"{shown} (command line)")
+    for flags in FLAGS:
+        yield WrongCommand(("--config", str(good), *flags), flags[0].partition("=")[0])
+    for number, (text, place) in enumerate(_texts()):
+        path = folder / f"{number}.yaml"
+        path.write_bytes(text)
+        yield WrongCommand(("--config", str(path)), f"{path}{place}")
+    (folder / "a-folder").mkdir()
+    (folder / "a-file.yaml").touch()
+    (folder / "link-to-itself.yaml").symlink_to("link-to-itself.yaml")
+    (folder / "link-to-nothing.yaml").symlink_to("nothing")
+    for name in PATHS:
+        yield WrongCommand(("--config", name), name)
+
+
+def _texts() -> Iterator[tuple[bytes, str]]:
+    """Contents of config files, with what follows the name of the file in the answer."""
+    for text, place in TEXTS:
+        yield (text if isinstance(text, bytes) else text.encode()).replace(b"...", MINIMAL.encode()), place
+    for text, place, _reason in WRONG_FILES:
+        yield text if isinstance(text, bytes) else text.encode(), place
+    for section, key, value, reason in (*WRONG_VALUES, *WRONG_REFERENCES):
+        if reason is not None:
+            name = f"{section}.{key.strip(chr(39))}"
+            yield f"{section}:\n  {key}: {value}\n{MINIMAL}".encode(), f":2 {name}: "
+
+
+def _refused(command: WrongCommand, folder: Path) -> float:
+    """Seconds of the processor until a command was refused in the right way."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [*MODELLESS, *command.arguments],
+        cwd=folder,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="backslashreplace",
+        timeout=60,
+        check=False,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 2, f"{command}: exit code {done.returncode}\n{done.stderr}"
+    assert "Traceback" not in done.stderr, f"{command}\n{done.stderr}"
+    assert command.place in done.stderr, f"{command}\n{done.stderr}"
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def write_and_read_configs(bench: Bench) -> Result:
+    """C3: random configs, all settings of which were drawn."""
+    wanted = bench.pick(25, 300, 3000)
+    tried: list[Config] = []
+
+    @seed(bench.seed)
+    @settings(max_examples=wanted, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(config=configs())
+    def survive(config: Config) -> None:
+        assert_survives_yaml(config)
+        tried.append(config)
+
+    survive()
+    assert len(tried) >= wanted
+    return Result(f"{len(tried)} random configs", "each the same after yaml, and after the resolved yaml")

@@ -1,0 +1,188 @@
+"""M1 and M2: files of pictures and clips that are odd, bad, or damaged at random."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from clip_corpus import CLIPS, Refused
+from clip_makers import write_clip
+from image_corpus import ACCEPTED, BAD_BODIES, BAD_HEADERS, noise_image
+from media_damage import mutated
+from media_verdicts import assert_clip, assert_image
+from tiny_run import TinyRun
+
+from diffsynth_lite.data.images import load_image
+from diffsynth_lite.data.video import check_video, clip_times, read_frames
+from diffsynth_lite.errors import UserError
+from faults.bench import PLAIN, Bench, Result, forked, train
+from faults.driver import waited
+
+LIMIT_S, LIMIT_MIB = 5.0, 1024
+NUM_FRAMES = 25
+SAME, OTHER, REFUSED = 10, 11, 12
+"""Exit codes of a child that has read a damaged file: with the pixels of the whole one, others, or none."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a file took.
+
+    Attributes:
+        seconds: of the processor.
+        mib: of memory at most, all that the process had before included.
+        added_mib: without that.
+    """
+
+    seconds: float
+    mib: float
+    added_mib: float
+
+
+def read_odd_media(bench: Bench) -> Result:
+    """M1: each file of the corpora by itself, and then in runs that leave out what is bad."""
+    files = bench.root / "files"
+    images, clips = files / "images", files / "clips"
+    _in_child(bench, "make", lambda: _make_corpora(images, clips))
+    costs = {path: _cost(bench, path, lambda path=path: assert_image(path)) for path in images.iterdir()}
+    for name, (_, expected) in CLIPS.items():
+        path = clips / name
+        costs[path] = _cost(bench, path, lambda path=path, expected=expected: assert_clip(path, expected))
+    slowest_s = max(each.seconds for each in costs.values())
+    assert slowest_s < LIMIT_S, slowest_s
+    assert max(each.mib for each in costs.values()) < LIMIT_MIB
+    added_mib = max(each.added_mib for each in costs.values())
+    left_out = _quarantined(bench.pictures(), images) + _quarantined(bench.clips(), clips)
+    return Result(
+        f"{len(images_of_corpus())} pictures, {len(CLIPS)} clips; in 2 runs",
+        f"all as the tables say; at most {slowest_s:.1f} s of a processor and {added_mib:.0f} MiB; "
+        f"the runs leave out the {left_out} bad ones",
+    )
+
+
+def images_of_corpus() -> dict[str, bytes]:
+    """All pictures by name."""
+    return {name: content for name, (content, _) in (ACCEPTED | BAD_HEADERS | BAD_BODIES).items()}
+
+
+def _make_corpora(images: Path, clips: Path) -> None:
+    images.mkdir(parents=True)
+    clips.mkdir()
+    for name, content in images_of_corpus().items():
+        (images / name).write_bytes(content)
+    for name, (make, _) in CLIPS.items():
+        make(clips / name)
+    for path in clips.iterdir():
+        if path.name not in CLIPS:
+            path.unlink()
+
+
+def _quarantined(run: TinyRun, media: Path) -> int:
+    """Train on a corpus; exactly what is bad in it is left out, and listed."""
+    for path in media.iterdir():
+        path.with_suffix(".txt").write_text("a red circle")
+    lenient = (
+        "data.upscale=true",
+        "data.on_bad_item=skip",
+        "data.max_bad_ratio=0.9",
+        "train.steps=2",
+        f"data.path={media}",
+    )
+    run = replace(run, settings=(*run.settings, *PLAIN, "data.clips_per_video=1", *lenient))
+    assert train(run, run.folder) == 0
+    rows = (run.folder / "quarantine.jsonl").read_text().splitlines()
+    bad = {name for name, (_, verdict) in CLIPS.items() if isinstance(verdict, Refused)}
+    bad |= {"one_frame.mp4", *BAD_HEADERS, *BAD_BODIES}  # of one frame no clip of five can be taken
+    expected = {path.name for path in media.iterdir()} & bad
+    assert {json.loads(row)["item"] for row in rows} == expected
+    return len(expected)
+
+
+def damage_media(bench: Bench) -> Result:
+    """M2: clips and pictures damaged in one place, each read by a child of its own."""
+    num_clips, num_images = bench.pick(20, 180, 1800), bench.pick(20, 600, 6000)
+    whole = write_clip(bench.root / "whole.mp4", container={"movflags": "faststart"})
+    pixels = _frames_of(whole)
+    tallies = {"mp4": _read_damaged(bench, whole, num_clips, lambda path: _frames_of(path) == pixels)}
+    for suffix in ("jpg", "png", "webp"):
+        path = bench.root / f"whole.{suffix}"
+        noise_image().save(path)
+        shown = _pixels_of(path)
+        tallies[suffix] = _read_damaged(
+            bench, path, num_images, lambda path, shown=shown: _pixels_of(path) == shown
+        )
+    return Result(
+        f"{num_clips} mp4, {num_images} each of jpg, png, webp",
+        "0 crashes, 0 hangs, 0 short clips; refused / read with other pixels: "
+        + ", ".join(f"{kind} {tally[REFUSED]} / {tally[OTHER]}" for kind, tally in tallies.items()),
+    )
+
+
+def _frames_of(path: Path) -> list[bytes]:
+    """The frames of a clip, which must say that it has all of them, or be refused."""
+    facts = check_video(path)
+    assert facts.num_frames == NUM_FRAMES, f"{facts.num_frames} of {NUM_FRAMES} frames"
+    frames = read_frames(path, clip_times(0, num_frames=NUM_FRAMES, fps=NUM_FRAMES))
+    assert len(frames) == NUM_FRAMES
+    return [np.asarray(frame).tobytes() for frame in frames]
+
+
+def _pixels_of(path: Path) -> bytes:
+    return load_image(path, background="white").tobytes()
+
+
+def _read_damaged(bench: Bench, whole: Path, times: int, is_same: Callable[[Path], bool]) -> Counter[int]:
+    """How often a file that was damaged at random was read, or refused."""
+    content, dice = whole.read_bytes(), bench.dice
+    damaged = whole.with_name(f"damaged{whole.suffix}")
+    tally: Counter[int] = Counter()
+
+    def work() -> int:
+        try:
+            return SAME if is_same(damaged) else OTHER
+        except UserError:
+            return REFUSED
+
+    for number in range(times):
+        damaged.write_bytes(mutated(content, dice))
+        code = waited(forked(work, bench.root / "log"), 60)
+        if code not in (SAME, OTHER, REFUSED):
+            log = (bench.root / "log").read_text()[-2000:]
+            raise AssertionError(f"{whole.suffix}, damage {number}: exit code {code}\n{log}")
+        tally[code] += 1
+    return tally
+
+
+def _in_child(bench: Bench, name: str, work: Callable[[], None]) -> None:
+    code = waited(forked(lambda: work() or 0, bench.root / "log"), 600)
+    assert code == 0, f"{name}: exit code {code}\n{(bench.root / 'log').read_text()[-2000:]}"
+
+
+def _cost(bench: Bench, path: Path, check: Callable[[], None]) -> Cost:
+    """What it takes a child of its own to check a file."""
+    note = bench.root / "cost.json"
+
+    def measured() -> None:
+        with _peak_noted(note):
+            check()
+
+    _in_child(bench, path.name, measured)
+    return Cost(**json.loads(note.read_text()))
+
+
+@contextmanager
+def _peak_noted(note: Path) -> Iterator[None]:
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before_mib, started_at = _status_mib("VmRSS"), time.process_time()
+    yield
+    seconds, peak_mib = time.process_time() - started_at, _status_mib("VmHWM")
+    note.write_text(json.dumps({"seconds": seconds, "mib": peak_mib, "added_mib": peak_mib - before_mib}))
+
+
+def _status_mib(key: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{key}:"))
