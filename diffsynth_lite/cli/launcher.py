@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from diffsynth_lite.training.grace import StopGrace
@@ -14,15 +15,20 @@ _VARIABLES = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
 """The first one stands for the argument, as torchrun has one for each of them."""
 
 
-def stop_grace(environment: Mapping[str, str], launcher: Sequence[str]) -> StopGrace | None:
+def stop_grace(
+    environment: Mapping[str, str], launcher: Sequence[str], *, can_be_set: bool
+) -> StopGrace | None:
     """What the elastic agent that started this process gives it; None where it was started in another way.
 
     Args:
         environment: of this process, which has it from the agent.
         launcher: command line of the parent process: the agent tells its arguments to nobody.
+        can_be_set: whether the agent of this torch looks at any setting.
     """
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
+    if not can_be_set:
+        return StopGrace(seconds=_DEFAULT_S, setting=None)
     given = _argument(launcher)
     if given is not None:
         return _grace(given, _ARGUMENTS[0])
@@ -30,6 +36,13 @@ def stop_grace(environment: Mapping[str, str], launcher: Sequence[str]) -> StopG
         if name in environment:
             return _grace(environment[name], name)
     return StopGrace(seconds=_DEFAULT_S, setting=_VARIABLES[-1])
+
+
+def grace_can_be_set() -> bool:
+    """Whether torch's elastic agent can be told how long to wait; older ones always wait 30 s."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return any(field.name == "shutdown_timeout" for field in fields(LaunchConfig))
 
 
 def parent_command() -> list[str]:

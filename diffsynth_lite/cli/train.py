@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 _LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"}
 """Variables that ``accelerate launch`` and torchrun set."""
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_REPEATABLE_WORKSPACES = (":4096:8", ":16:8")
 _FLAG_KEYS = {
     "resume": "resume.source",
     "use_gradient_checkpointing": "train.use_gradient_checkpointing",
@@ -72,24 +74,23 @@ def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> N
     logger.info("diffsynth_lite %s, settings from %s", __version__, loaded.path)
     for warning in (*loaded.warnings, *_launcher_warnings(loaded.config.train.mixed_precision)):
         logger.warning("%s", warning)
+    if loaded.config.train.deterministic:
+        _make_cublas_repeatable()
     # The libraries take seconds to import: a wrong config is refused before that.
     importing_since = time.perf_counter()
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
-    from diffsynth_lite.cli.launcher import parent_command, stop_grace
+    from diffsynth_lite.cli.launcher import grace_can_be_set, parent_command, stop_grace
     from diffsynth_lite.training.run import run_training
     from diffsynth_lite.training.startup import StartupClock
 
-    if loaded.config.train.deterministic:
-        # cuBLAS reads it when it is first used.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     clock = StartupClock(started_at)
     clock.add("importing libraries", time.perf_counter() - importing_since)
     if not console.is_terminal:
         diffusers_logging.disable_progress_bar()
         transformers_logging.disable_progress_bar()
-    grace = stop_grace(os.environ, parent_command())
+    grace = stop_grace(os.environ, parent_command(), can_be_set=grace_can_be_set())
     run_training(loaded, console=console, clock=clock, grace=grace)
 
 
@@ -112,6 +113,20 @@ def _launcher_warnings(mixed_precision: str) -> list[str]:
     return [
         f"accelerate launch asks for {launched}; train.mixed_precision: {mixed_precision} is what is used"
     ]
+
+
+def _make_cublas_repeatable() -> None:
+    """Have cuBLAS, which reads it when it is first used, take workspaces of a fixed size.
+
+    Raises:
+        UserError: the environment asks for others, with which it is not repeatable.
+    """
+    value = os.environ.setdefault(_WORKSPACE, _REPEATABLE_WORKSPACES[0])
+    if value not in _REPEATABLE_WORKSPACES:
+        raise UserError(
+            f"train.deterministic: true, but {_WORKSPACE} is {value!r} in the environment; unset it, or set "
+            f"it to {' or '.join(_REPEATABLE_WORKSPACES)}"
+        )
 
 
 def _die_with_launcher() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from diffsynth_lite.training.optimizer_step import StepResult
 
@@ -23,18 +25,20 @@ class StopGrace:
 
     Attributes:
         seconds: from the stop signal that it sends to the one that kills.
-        setting: what changes that, an environment variable or an argument of the launcher.
+        setting: what changes that, an environment variable or an argument of the launcher; None where
+            nothing does.
     """
 
     seconds: float
-    setting: str
+    setting: str | None
 
 
 class StopTime:
     """How long a run needs from a stop signal to its checkpoint; warns once where that is more than it gets.
 
-    At worst the signal comes at the beginning of a step after which previews are due. The first step, which
-    warms up, does not count, and of the others the longest but one does: a single one may be an accident.
+    At worst the signal comes at the beginning of a step after which previews and losses are due. The first
+    step, which warms up, does not count, and of the others the longest but one does: a single one may be an
+    accident.
 
     Args:
         grace: of the launcher; None where it gives no limit that is known, and nothing is said.
@@ -44,7 +48,7 @@ class StopTime:
     def __init__(self, grace: StopGrace | None, *, save_bytes: int) -> None:
         self._grace = grace
         self._steps_s: list[float] | None = None
-        self._previews_s = 0.0
+        self._evaluation_s = 0.0
         self._estimated_save_s = save_bytes / _SAVED_BYTES_PER_S
         self._saves_s: list[float] = []
 
@@ -56,13 +60,13 @@ class StopTime:
         self._steps_s = sorted([*self._steps_s, result.seconds])[-2:]
         self._warn_once()
 
-    def of_previews(self, draw: Callable[[int], None]) -> Callable[[int], None]:
-        """What draws previews, as one that is timed."""
+    def of_evaluations(self, evaluate: Callable[[int], None]) -> Callable[[int], None]:
+        """What draws previews and measures losses, as one that is timed."""
 
         def note(seconds: float) -> None:
-            self._previews_s = seconds
+            self._evaluation_s = seconds
 
-        return self._timed(draw, note)
+        return self._timed(evaluate, note)
 
     def of_saves(self, save: Callable[[int], None]) -> Callable[[int], None]:
         """What saves, as one that is timed."""
@@ -86,18 +90,25 @@ class StopTime:
         if self._grace is None or self._steps_s is None or len(self._steps_s) < 2:
             return
         save_s = self._saves_s[0] if self._saves_s else self._estimated_save_s
-        parts = {"step": self._steps_s[0], "previews": self._previews_s, "save": save_s}
+        parts = {"step": self._steps_s[0], "evaluation": self._evaluation_s, "save": save_s}
         needed_s = sum(parts.values())
         if needed_s <= self._grace.seconds:
             return
-        advised_s = math.ceil(2 * needed_s / _ADVISED_MULTIPLE_S) * _ADVISED_MULTIPLE_S
         logger.warning(
             "%g s grace < %.1f s that a stop signal may wait for (%s): the launcher would kill the run "
-            "before it has saved. Set %s=%d where it is launched.",
+            "before it has saved. %s",
             self._grace.seconds,
             needed_s,
-            ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items() if seconds >= 0.05),
-            self._grace.setting,
-            advised_s,
+            ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items() if seconds),
+            self._advice(needed_s, self._grace.setting),
         )
         self._grace = None
+
+    def _advice(self, needed_s: float, setting: str | None) -> str:
+        if setting is None:
+            return (
+                f"That of torch {torch.__version__} cannot wait longer, one of a newer torch can; otherwise "
+                "lower what stands here, or save more often (output.checkpoint_every_minutes)."
+            )
+        advised_s = math.ceil(2 * needed_s / _ADVISED_MULTIPLE_S) * _ADVISED_MULTIPLE_S
+        return f"Set {setting}={advised_s} where it is launched."

@@ -82,8 +82,7 @@ def run_training(
         grace=grace,
     )
     stop = StopRequest()
-    kernels = repeatable_kernels() if config.train.deterministic else nullcontext()
-    with ExitStack() as held, stop.listening(), kernels:
+    with ExitStack() as held, stop.listening():
         on_main_process(accelerator, lambda: held.enter_context(folder.lock()))
         on_main_process(accelerator, lambda: remove_old_requests(folder.path))
         contract = settings_contract(config, model_fingerprint=checked.family.fingerprint())
@@ -96,7 +95,8 @@ def run_training(
         recorded = outcome_recorded(
             folder, setting.store, start_step=start_step, total_steps=config.train.steps
         )
-        with recorded if setting.is_main else nullcontext(), shortages_explained():
+        kernels = repeatable_kernels() if config.train.deterministic else nullcontext()
+        with recorded if setting.is_main else nullcontext(), shortages_explained(), kernels:
             _conclude(setting, _train(setting, contract, checkpoint, stop))
 
 

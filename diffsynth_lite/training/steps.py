@@ -43,7 +43,7 @@ def train_steps(
     train = config.train
     metrics = MetricsLog(MetricsFile(setting.folder.metrics_file), accelerator)
     stop_time = StopTime(setting.grace if setting.is_main else None, save_bytes=saver.num_bytes)
-    evaluate = stop_time.of_previews(_build_evaluate(setting, built, saver, metrics).at)
+    evaluate = stop_time.of_evaluations(_build_evaluate(setting, built, saver, metrics).at)
     patience = Patience(accelerator, timedelta(minutes=train.step_timeout_minutes))
     requests = Requests(
         folder=setting.folder.path,

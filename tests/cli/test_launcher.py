@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from diffsynth_lite.cli.launcher import parent_command, stop_grace
+from diffsynth_lite.cli.launcher import grace_can_be_set, parent_command, stop_grace
 from diffsynth_lite.training.grace import StopGrace
 
 AGENT = {"TORCHELASTIC_RUN_ID": "none"}
@@ -14,7 +14,7 @@ TORCHRUN = ["python", "torchrun", "--nproc_per_node", "2"]
 
 
 def test_without_an_agent_nothing_is_known() -> None:
-    assert stop_grace({SETTING: "5"}, [*TORCHRUN, "--shutdown-timeout=5"]) is None
+    assert stop_grace({SETTING: "5"}, [*TORCHRUN, "--shutdown-timeout=5"], can_be_set=True) is None
 
 
 @pytest.mark.parametrize(
@@ -33,14 +33,27 @@ def test_without_an_agent_nothing_is_known() -> None:
 def test_the_argument_counts_before_the_variables_and_these_before_the_default(
     environment: dict[str, str], arguments: list[str], seconds: float, setting: str
 ) -> None:
-    found = stop_grace(AGENT | environment, [*TORCHRUN, *arguments, "train.py", "--config", "a.yaml"])
+    command = [*TORCHRUN, *arguments, "train.py", "--config", "a.yaml"]
+    found = stop_grace(AGENT | environment, command, can_be_set=True)
     assert found == StopGrace(seconds=seconds, setting=setting)
 
 
 @pytest.mark.parametrize("arguments", [["--shutdown-timeout"], ["--shutdown-timeout="]])
 def test_what_is_no_number_is_not_guessed_at(arguments: list[str]) -> None:
-    assert stop_grace(AGENT, arguments) is None
-    assert stop_grace(AGENT | {SETTING: "a minute"}, []) is None
+    assert stop_grace(AGENT, arguments, can_be_set=True) is None
+    assert stop_grace(AGENT | {SETTING: "a minute"}, [], can_be_set=True) is None
+
+
+def test_an_agent_that_looks_at_no_setting_waits_as_it_always_did() -> None:
+    command = [*TORCHRUN, "--shutdown-timeout=600"]
+    found = stop_grace(AGENT | {SETTING: "600"}, command, can_be_set=False)
+    assert found == StopGrace(seconds=30, setting=None)
+
+
+def test_this_torch_says_whether_its_agent_does() -> None:
+    asked = [sys.executable, "-m", "torch.distributed.run", "--help"]
+    shown = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    assert grace_can_be_set() == ("shutdown-timeout" in shown)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

@@ -93,6 +93,22 @@ def test_a_run_takes_repeatable_kernels_when_told_to(
     assert repeatable == [(False, None)] * 4 + [(True, ":4096:8")] * 2
 
 
+def test_what_has_no_repeatable_kernel_is_named_on_the_screen_and_in_the_status(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(WORKSPACE, ":16:8")
+    monkeypatch.setattr(
+        OptimizerStep, "take", lambda *_: torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+    )
+    assert tiny_run.train("train.deterministic=true") == 2
+    status = tiny_run.status()
+    assert (status["state"], status["exit_code"]) == ("failed", 2)
+    assert "train.deterministic: true" in status["message"]
+    monkeypatch.setenv(WORKSPACE, ":4096:2")
+    assert tiny_run.train("train.deterministic=true") == 2
+    assert "CUBLAS_WORKSPACE_CONFIG is ':4096:2' in the environment" in caplog.messages[-1]
+
+
 def test_a_run_that_forgets_the_optimizer_would_be_another_run(tiny_run: TinyRun, monkeypatch) -> None:
     whole, parts = tiny_run.root / "whole", tiny_run.root / "parts"
     assert tiny_run.train(f"output.dir={whole}") == 0

@@ -65,7 +65,7 @@ def test_it_is_said_once(warnings: Callable[[], list[str]], clock: Clock) -> Non
     stop_time = StopTime(GRACE, save_bytes=0)
     take(stop_time, *[41.0] * 9)
     stop_time.of_saves(clock.action(50.0))(9)
-    stop_time.of_previews(clock.action(50.0))(9)
+    stop_time.of_evaluations(clock.action(50.0))(9)
     assert len(warnings()) == 1
 
 
@@ -101,10 +101,10 @@ def test_a_measured_save_takes_the_place_of_the_estimate_and_the_longest_counts(
 def test_previews_are_waited_for_too(warnings: Callable[[], list[str]], clock: Clock) -> None:
     stop_time = StopTime(GRACE, save_bytes=0)
     drawn = []
-    stop_time.of_previews(lambda step: (drawn.append(step), clock.action(29.0)(step))[0])(0)
+    stop_time.of_evaluations(lambda step: (drawn.append(step), clock.action(29.0)(step))[0])(0)
     assert drawn == [0]
     take(stop_time, *[2.0] * 3)
-    assert "(step 2.0 s, previews 29.0 s)" in warnings()[0]
+    assert "(step 2.0 s, evaluation 29.0 s)" in warnings()[0]
 
 
 def test_an_action_that_fails_is_no_measure(clock: Clock) -> None:
@@ -113,3 +113,10 @@ def test_an_action_that_fails_is_no_measure(clock: Clock) -> None:
 
     with pytest.raises(ValueError, match="no space"):
         StopTime(GRACE, save_bytes=0).of_saves(fail)(1)
+
+
+def test_a_launcher_that_cannot_wait_longer_is_not_given_a_setting(warnings: Callable[[], list[str]]) -> None:
+    take(StopTime(StopGrace(seconds=30.0, setting=None), save_bytes=0), *[41.0] * 3)
+    (line,) = warnings()
+    assert "cannot wait longer" in line
+    assert "Set " not in line

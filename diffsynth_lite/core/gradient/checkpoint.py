@@ -13,7 +13,7 @@ from diffsynth_lite.core.gradient.engine import GradientEngine
 from diffsynth_lite.core.gradient.parking import changed_in_place
 from diffsynth_lite.core.gradient.policies import Treatment
 from diffsynth_lite.core.gradient.savings import Savings
-from diffsynth_lite.core.gradient.scope import take_engine_and_treatment
+from diffsynth_lite.core.gradient.scope import gradient_engine, take_engine_and_treatment
 
 
 def gradient_checkpoint_forward(
@@ -83,7 +83,8 @@ def _run_block(
         else:
             scope = savings.forward()
         has_run = True
-        with scope:
+        # On autograd's worker threads no scope is around the blocks that this one may have.
+        with gradient_engine(engine), scope:
             return call()
 
     with engine.frame() as parking:

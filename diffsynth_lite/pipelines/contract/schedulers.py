@@ -1,5 +1,6 @@
 """This file tells samplers of flow matching from others, and says which one a folder has."""
 
+import inspect
 from typing import Any
 
 _TELLING = ("prediction_type", "use_flow_sigmas")
@@ -8,12 +9,13 @@ _TELLING = ("prediction_type", "use_flow_sigmas")
 def matches_flows(scheduler: Any) -> bool:
     """Whether a scheduler of diffusers takes what a model predicts for a velocity, at noise levels in [0, 1].
 
-    Some classes do nothing else and have no setting for it; others do where they are told to.
+    Classes that take ``prediction_type`` do where they are told to. Of the others, those without a table of
+    a diffusion's noise do; a setting that a class does not take may stand in its file all the same.
     """
-    prediction_type = scheduler.config.get("prediction_type")
-    if prediction_type is None:
+    if "prediction_type" not in inspect.signature(type(scheduler)).parameters:
         return not hasattr(scheduler, "alphas_cumprod")
-    return prediction_type == "flow_prediction" and bool(scheduler.config.get("use_flow_sigmas"))
+    config = scheduler.config
+    return config.prediction_type == "flow_prediction" and bool(config.get("use_flow_sigmas"))
 
 
 def described(scheduler: Any) -> str:

@@ -1,5 +1,7 @@
 """blocks_through runs every block of a model through a function, and tells it what the policy says."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -76,6 +78,25 @@ def test_lists_that_leave_blocks_out_are_an_error() -> None:
         training_step(case, scope)
 
 
+def in_thread(call: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        pool.submit(call).result()
+
+
+def test_a_block_of_a_block_is_treated_alike_in_a_recompute_on_another_thread() -> None:
+    engine = GradientEngine(policy=BlockPolicy(select="first_k", n=1, selected=KEEP, others=RECOMPUTE))
+    weight = torch.rand(4, requires_grad=True)
+
+    def outer(y: Tensor) -> Tensor:
+        return gradient_checkpoint_forward(lambda z: z.sin().exp().exp(), True, False, y) * weight
+
+    with gradient_engine(engine):
+        loss = block_runner(2, True, False)(1, outer, weight.cos()).sum()
+    in_thread(loss.backward)
+    expected = torch.autograd.grad((weight.cos().sin().exp().exp() * weight).sum(), weight)
+    assert torch.equal(weight.grad, expected[0])
+
+
 def test_a_block_of_a_block_is_selected_whatever_the_treatment_of_the_outer_one() -> None:
     engine, x = GradientEngine(policy=BlockPolicy(select="only", blocks=(7,))), torch.rand(4)
 
@@ -89,7 +110,9 @@ def test_a_block_of_a_block_is_selected_whatever_the_treatment_of_the_outer_one(
     x.requires_grad_()
     with gradient_engine(engine):
         run = block_runner(2, True, False, policy=kept)
-        run(1, outer, run(0, outer, x)).sum().backward()
+        loss = run(1, outer, run(0, outer, x)).sum()
+    # As autograd does for a GPU: its threads have no scope around them.
+    in_thread(loss.backward)
     # Of the two outer ones the second is recomputed, and both inner ones, that of the second with it.
     assert engine.report().blocks_run == 5
     assert engine.report().blocks_checkpointed == 4
