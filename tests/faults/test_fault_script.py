@@ -17,6 +17,7 @@ IN_CI = ("R1", "R6", "R7", "K1", "D3")
 """What no other test proves, in little time; tests/training and tests/runs have parts of the others."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork and signals")
 def test_a_run_survives_what_is_tried_in_ci() -> None:
     command = [sys.executable, "scripts/fault_injection.py", "--ci", "--only", ",".join(IN_CI)]

@@ -32,6 +32,7 @@ def test_the_config_is_refused_without_importing_torch(tiny_run: TinyRun) -> Non
     assert not imported & {"torch", "diffusers", "transformers", "accelerate"}
 
 
+@pytest.mark.slow
 def test_accelerate_launch_trains_and_continues_a_stopped_run_exactly(tiny_run: TinyRun) -> None:
     whole = tiny_run.root / "whole"
     settings = ("train.steps=60", "output.checkpoint_every_steps=20")

@@ -55,6 +55,7 @@ def samples_of_process(
     return read_records(folder)
 
 
+@pytest.mark.slow
 def test_workers_processes_and_a_resume_change_no_sample_of_any_step(mixed_run: TinyRun) -> None:
     alone = samples(mixed_run, "alone")
     assert [row["position"] for row in alone] == list(range(40))
