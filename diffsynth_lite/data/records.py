@@ -1,6 +1,7 @@
 """This file says what a record of the training data is, and what a source of records."""
 
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 from diffsynth_lite.data.images import IMAGE_SUFFIXES
@@ -108,6 +109,11 @@ class Source:
     weight: float = 1.0
     trigger: str | None = None
     allow_outside: bool = False
+
+    @property
+    def passes(self) -> Fraction:
+        """How often each item occurs in a pass, exactly as it is written."""
+        return self.repeats * Fraction(str(self.weight))
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.dataset is None):

@@ -23,7 +23,7 @@ def source_table(data: ExaminedData) -> list[SourceFindings]:
                 num_records=Counter(record.kind for record in own),
                 num_captions=sum(len(record.captions) for record in own),
                 num_dropped=sum(record.name in data.dropped for record in own),
-                passes=source.repeats * source.weight,
+                passes=float(source.passes),
             )
         )
     return found
@@ -32,10 +32,9 @@ def source_table(data: ExaminedData) -> list[SourceFindings]:
 def bucket_table(data: ExaminedData) -> list[BucketFindings]:
     """The bucket table, the fullest bucket first."""
     train = data.config.train
-    passes = [source.repeats * Fraction(str(source.weight)) for source in data.sources]
     samples: dict[object, Fraction] = defaultdict(Fraction)
     for item in data.items:
-        samples[item.bucket] += passes[item.record.source]
+        samples[item.bucket] += data.sources[item.record.source].passes
     counts = Counter(item.bucket for item in data.items)
     tokens = [num_tokens_of(bucket, data.family) for bucket in counts]
     sizes = micro_batch_sizes(

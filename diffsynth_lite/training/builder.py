@@ -16,7 +16,7 @@ from diffsynth_lite.lora import add_adapter, load_adapter_tensors
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.training.averaging import AveragedWeights
 from diffsynth_lite.training.caching import EncodedRun
-from diffsynth_lite.training.data_rules import frame_counts_of, num_tokens_of, passes_of_sources
+from diffsynth_lite.training.data_rules import data_sources, frame_counts_of, num_tokens_of
 from diffsynth_lite.training.evaluation import FixedNoiseLoss
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 from diffsynth_lite.training.optimizer_step import OptimizerStep
@@ -199,7 +199,7 @@ def _build_batches(
     schedule = SampleSchedule(
         items.bucket_index,
         items.source_index,
-        passes=passes_of_sources(config),
+        passes=[source.passes for source in data_sources(config)],
         sizes=micro_batch_sizes(
             [num_tokens_of(bucket, family) for bucket in items.buckets],
             micro_batch_size=config.train.micro_batch_size,

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 
 from PIL import ImageColor
@@ -191,12 +190,6 @@ def _moved(place: Path, first: SourceSettings, held_out: Path) -> Path:
             f"the held-out items to the same place in {held_out}, or name the files in metadata"
         )
     return held_out / place.resolve().relative_to(root)
-
-
-def passes_of_sources(config: Config) -> list[Fraction]:
-    """How often the items of each source occur in a pass."""
-    sources = config.data.sources_by_key.values()
-    return [source.repeats * Fraction(str(source.weight)) for source in sources]
 
 
 def cache_folder(config: Config) -> Path:
