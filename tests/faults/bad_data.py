@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,13 +10,19 @@ from tiny_run import TinyRun, tiny_picture
 
 from faults.bench import PLAIN, Bench, Result, assert_same, losses, recorded, stopped_after, train
 
-NUM_PICTURES, NUM_CLIPS = 40, 20
+NUM_PICTURES, NUM_CLIPS = 60, 60
 STEPS = 8
 SETTINGS = (
     *PLAIN,
     *("train.ema_decay=0.6", "data.caption_dropout=0.3", f"train.steps={STEPS}"),
     *("data.on_bad_item=skip", "data.max_bad_ratio=0.1", "output.checkpoint_every_steps=100"),
 )
+KINDS: tuple[Callable[[bytes], bytes], ...] = (
+    lambda content: content[: len(content) // 2],
+    lambda _: b"<html>404</html>",
+    lambda _: b"",
+)
+"""What bad files hold: a half of what they did, the answer of a web server, nothing."""
 WAYS = {"with the cache": (), "without": ("data.cache=false",)}
 
 
@@ -32,11 +39,11 @@ class SpoiltRun:
     media: tuple[Path, ...]
 
     def spoil(self, num_bad: int) -> list[str]:
-        """Spoil so many files, spread evenly, in three ways in turns; their names."""
+        """Spoil so many files, spread evenly, in each of the `KINDS` in turns; their names."""
+        assert num_bad >= len(KINDS), f"{num_bad} files, too few for each kind of badness"
         chosen = self.media[:: len(self.media) // num_bad][:num_bad]
         for place, path in enumerate(chosen):
-            content = path.read_bytes()
-            path.write_bytes((content[: len(content) // 2], b"<html>404</html>", b"")[place % 3])
+            path.write_bytes(KINDS[place % len(KINDS)](path.read_bytes()))
         return sorted(path.name for path in chosen)
 
 

@@ -67,9 +67,8 @@ class Bench:
         """The value of this bench's scale."""
         return {"ci": ci, "quick": quick, "full": full}[self.scale]
 
-    @property
-    def dice(self) -> random.Random:
-        """A generator that starts anew."""
+    def new_dice(self) -> random.Random:
+        """A generator that draws from the start of what this bench's seed gives: take one, and keep it."""
         return random.Random(self.seed)
 
     def pictures(self, name: str = "pictures") -> TinyRun:

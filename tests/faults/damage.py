@@ -2,6 +2,7 @@
 
 import logging
 import os
+import random
 import shutil
 import signal
 import time
@@ -30,9 +31,9 @@ def damage_checkpoints(bench: Bench) -> Result:
     num_altered = alter_each_file(good, bench, wanted)
     assert read_checkpoint(good).step == 4
     names = sorted(path.name for path in good.iterdir())
-    damaged = names[:: bench.pick(len(names), 3, 1)]
+    damaged, dice = names[:: bench.pick(len(names), 3, 1)], bench.new_dice()
     for name in damaged:
-        continue_beside_a_damaged_one(run, whole, name, bench)
+        continue_beside_a_damaged_one(run, whole, name, dice)
     return Result(
         f"{num_altered} alterations, {len(damaged)} continued runs", "0 read; previous one used, exact"
     )
@@ -42,7 +43,7 @@ def alter_each_file(good: Path, bench: Bench, wanted: int) -> int:
     """Alter copies of a checkpoint, one file at a time; none may be read."""
     files = sorted(path.name for path in good.iterdir())
     ways = [*CERTAIN, *RANDOM * max(1, (wanted // len(files) - len(CERTAIN)) // len(RANDOM))]
-    dice = bench.dice
+    dice = bench.new_dice()
     altered = bench.root / "altered" / good.name
     for name in files:
         for way in ways:
@@ -54,12 +55,12 @@ def alter_each_file(good: Path, bench: Bench, wanted: int) -> int:
     return len(files) * len(ways)
 
 
-def continue_beside_a_damaged_one(run: TinyRun, whole: Path, name: str, bench: Bench) -> None:
+def continue_beside_a_damaged_one(run: TinyRun, whole: Path, name: str, dice: random.Random) -> None:
     """A newest checkpoint with one damaged file is set aside, and the run continues from the one before."""
     folder = run.root / "damaged"
     stopped_after(run, 3, folder)
     newest = folder / "checkpoints" / "step-00000003"
-    bench.dice.choice(RANDOM)(newest / name, bench.dice)
+    dice.choice(RANDOM)(newest / name, dice)
     content = {path.name: path.read_bytes() for path in newest.iterdir()}
     assert train(run, folder) == 0
     assert_same(whole, folder, 4)

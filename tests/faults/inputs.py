@@ -1,6 +1,7 @@
 """C1 and C3: wrong configs and commands, and what is written of a config and read again."""
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -22,15 +23,21 @@ MINIMAL = (
     "model:\n  family: qwen_image\n  path: some/model\ndata:\n  path: pictures\noutput:\n  dir: runs/one\n"
 )
 LIMIT_S = 2.0
+_TIME = re.compile(r"^\d\d:\d\d:\d\d ")
 MODELLESS = (sys.executable, str(Path(__file__).with_name("modelless_train.py")))
 
 
 @dataclass(frozen=True)
 class WrongCommand:
-    """Arguments of the training command, and what the answer must name."""
+    """A command that must be refused.
+
+    Attributes:
+        arguments: of the training command.
+        answers: a line of the answer must begin with one of these, after the time.
+    """
 
     arguments: tuple[str, ...]
-    place: str
+    answers: tuple[str, ...]
 
     @property
     def is_possible(self) -> bool:
@@ -58,19 +65,19 @@ def wrong_commands(folder: Path) -> Iterator[WrongCommand]:
     good.write_text(MINIMAL)
     for override in OVERRIDES:
         shown = override if override.isprintable() else repr(override)[1:-1]
-        yield WrongCommand(("--config", str(good), override), f"{shown} (command line)")
-    for flags in FLAGS:
-        yield WrongCommand(("--config", str(good), *flags), flags[0].partition("=")[0])
+        yield WrongCommand(("--config", str(good), override), (f"{shown} (command line)",))
+    for flags, told in FLAGS:
+        yield WrongCommand(("--config", str(good), *flags), (f"train.py: error: {told}",))
     for number, (text, place) in enumerate(_texts()):
         path = folder / f"{number}.yaml"
         path.write_bytes(text)
-        yield WrongCommand(("--config", str(path)), f"{path}{place}")
+        yield WrongCommand(("--config", str(path)), (f"{path}{place}",))
     (folder / "a-folder").mkdir()
     (folder / "a-file.yaml").touch()
     (folder / "link-to-itself.yaml").symlink_to("link-to-itself.yaml")
     (folder / "link-to-nothing.yaml").symlink_to("nothing")
     for name in PATHS:
-        yield WrongCommand(("--config", name), name)
+        yield WrongCommand(("--config", name), (f"--config {name}: ", f"{name}:1: "))
 
 
 def _texts() -> Iterator[tuple[bytes, str]]:
@@ -102,7 +109,8 @@ def _refused(command: WrongCommand, folder: Path) -> float:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 2, f"{command}: exit code {done.returncode}\n{done.stderr}"
     assert "Traceback" not in done.stderr, f"{command}\n{done.stderr}"
-    assert command.place in done.stderr, f"{command}\n{done.stderr}"
+    lines = [_TIME.sub("", line) for line in done.stderr.split("\n")]
+    assert any(line.startswith(command.answers) for line in lines), f"{command}\n{done.stderr}"
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 

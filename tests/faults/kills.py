@@ -27,7 +27,7 @@ def kill_real_runs(bench: Bench) -> Result:
     wanted = bench.pick(20, 60, 300)
     steps = bench.pick(10, 24, 24)
     runs = [bench.pictures()] if bench.scale == "ci" else [bench.pictures(), bench.clips()]
-    dice = bench.dice
+    dice = bench.new_dice()
     tally = _Tally()
     for number, run in enumerate(runs, start=1):
         run = replace(run, settings=(*run.settings, *SETTINGS, f"train.steps={steps}"))
@@ -95,7 +95,7 @@ def _killed(run: TinyRun, folder: Path, seconds: float, tally: _Tally) -> bool:
 def kill_saves(bench: Bench) -> Result:
     """K2: at random moments of a tight loop of saves, and at each disk call of a trainer's save."""
     num_random = bench.pick(20, 150, 1000)
-    dice = bench.dice
+    dice = bench.new_dice()
     for _ in range(num_random):
         steps = save_until_killed.kill_one(bench.root / "loop", num_saves=dice.uniform(0, 2))
         save_until_killed.check(bench.root / "loop", steps[-1])

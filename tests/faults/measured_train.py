@@ -1,7 +1,8 @@
 """The training command, which writes down before every so-many-th step what its processes hold.
 
 The first argument is the file of the measurements, the second how many steps are between two; the others are
-those of the training command. Linux only.
+those of the training command. The steps that it saved are in a file beside that one, ``.saves`` at its end.
+Linux only.
 """
 
 import json
@@ -13,8 +14,10 @@ from typing import Any
 
 from diffsynth_lite.cli.train import main
 from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
+from diffsynth_lite.training.saving import Saver
 
 _take = OptimizerStep.take
+_save = Saver.save
 _SELF = Path("/proc/self")
 
 
@@ -61,6 +64,18 @@ def measured_take(file: Path, every: int) -> Any:
     return take
 
 
+def noted_save(file: Path) -> Any:
+    """`Saver.save` that notes each step when it is saved."""
+
+    def save(self: Saver, step: int) -> None:
+        _save(self, step)
+        with file.open("a") as steps:
+            steps.write(f"{step}\n")
+
+    return save
+
+
 if __name__ == "__main__":
+    Saver.save = noted_save(Path(f"{sys.argv[1]}.saves"))  # type: ignore[method-assign]
     OptimizerStep.take = measured_take(Path(sys.argv[1]), int(sys.argv[2]))  # type: ignore[method-assign]
     sys.exit(main(sys.argv[3:]))

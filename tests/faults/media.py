@@ -137,7 +137,7 @@ def _pixels_of(path: Path) -> bytes:
 
 def _read_damaged(bench: Bench, whole: Path, times: int, is_same: Callable[[Path], bool]) -> Counter[int]:
     """How often a file that was damaged at random was read, or refused."""
-    content, dice = whole.read_bytes(), bench.dice
+    content, dice = whole.read_bytes(), bench.new_dice()
     damaged = whole.with_name(f"damaged{whole.suffix}")
     tally: Counter[int] = Counter()
 

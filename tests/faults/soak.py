@@ -14,6 +14,9 @@ from faults.bench import Bench, Result, environment, launched
 
 MEASURED = str(Path(__file__).with_name("measured_train.py"))
 MAX_GROWTH = 0.05
+SAVE_EVERY = 20
+SAVE_EVERY_MINUTES = 0.005
+"""Far less than the steps between two saves take, and each save starts this time anew."""
 KEEP, KEEP_EVERY = 2, 1000
 WARM_UP = 0.2
 """Of the run: allocators and caches fill."""
@@ -55,8 +58,8 @@ def _with_everything(run: TinyRun) -> tuple[str, ...]:
     return (
         *(f"validation.data={held_out}", "validation.loss_items=2", "validation.every_steps=100"),
         *("validation.num_inference_steps=1", "train.ema_decay=0.9", "train.learning_rate=0.001"),
-        *("output.checkpoint_every_steps=20", f"output.keep_checkpoints={KEEP}"),
-        *(f"output.keep_every_steps={KEEP_EVERY}", "output.checkpoint_every_minutes=0.2"),
+        *(f"output.checkpoint_every_steps={SAVE_EVERY}", f"output.keep_checkpoints={KEEP}"),
+        *(f"output.keep_every_steps={KEEP_EVERY}", f"output.checkpoint_every_minutes={SAVE_EVERY_MINUTES}"),
         *("data.num_workers=1", "logging.trackers=[tensorboard]"),
     )
 
@@ -69,11 +72,13 @@ class Soaked:
         run: whose folder it is.
         steps: of it.
         rows: of ``measured_train.py``, after the warm-up.
+        saves: steps that were saved, in order.
     """
 
     run: TinyRun
     steps: int
     rows: Sequence[dict[str, Any]]
+    saves: Sequence[int]
 
     @classmethod
     def train(cls, run: TinyRun, steps: int) -> "Soaked":
@@ -85,11 +90,18 @@ class Soaked:
         done = launched(run, command, f"train.steps={steps}", variables=variables, timeout_s=6000)
         assert done.returncode == 0, done.stderr
         rows = [json.loads(line) for line in file.read_text().splitlines()]
-        return cls(run=run, steps=steps, rows=[row for row in rows if row["step"] >= WARM_UP * steps])
+        saves = [int(line) for line in Path(f"{file}.saves").read_text().splitlines()]
+        return cls(
+            run=run,
+            steps=steps,
+            rows=[row for row in rows if row["step"] >= WARM_UP * steps],
+            saves=saves,
+        )
 
     def told(self, name: str) -> str:
         """The figures, which must hold."""
         self._check_folders()
+        by_time = self._num_saves_by_time()
         for what in BOUNDED:
             counts = {row[what] for row in self.rows}
             assert len(counts) == 1, f"{name}: {what} vary: {counts}"
@@ -102,9 +114,19 @@ class Soaked:
         assert last <= first + HANDED_OVER, f"{name}: open files went from {first} to {last}"
         rss = self.rows[-1]["rss"] / 2**20
         return (
-            f"{name}: memory {grown['rss']:+.1%} ({rss:.0f} MiB), worker's {grown['children_rss']:+.1%}, "
+            f"{name}: {len(self.saves)} saves, {by_time} of them by time, "
+            f"memory {grown['rss']:+.1%} ({rss:.0f} MiB), worker's {grown['children_rss']:+.1%}, "
             f"at most {first}, then {last} open files, {self.rows[-1]['threads']} threads throughout"
         )
+
+    def _num_saves_by_time(self) -> int:
+        """Saves of other steps than every so-many-th; all of those were saved too, and none twice."""
+        saves = set(self.saves)
+        assert len(saves) == len(self.saves), "a step was saved twice"
+        due = set(range(SAVE_EVERY, self.steps + 1, SAVE_EVERY))
+        assert due <= saves, due - saves
+        assert saves - due, "no save by time"
+        return len(saves - due)
 
     def _growth(self, what: str) -> float:
         """From the fifth after the warm-up to the last fifth of the run, as a part."""
