@@ -18,7 +18,7 @@ from diffsynth_lite.errors import UserError
 
 MediaFacts = ImageFacts | VideoFacts
 
-_FACTS_ID = f"facts 1 {VIDEO_DECODER_ID}"
+_FACTS_ID = f"facts 2 {VIDEO_DECODER_ID}"
 _CONTENT_ID = "sha256"
 
 

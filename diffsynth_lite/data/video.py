@@ -5,7 +5,8 @@ next one, the last for as long as the file says: 25 frames at 25 fps cover the t
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from fractions import Fraction
@@ -197,11 +198,12 @@ def _frame_times(clip: OpenClip, first_pts: int) -> tuple[list[int], int]:
     times: dict[int, int] = {}
     num_packets = 0
     num_shown = 0
-    end_s = 0.0
+    ends_s: defaultdict[int, float] = defaultdict(float)  # of each stream, by its number
     for packet in clip.container.demux():
         if packet.pts is None:
             continue
-        end_s = max(end_s, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+        end_s = float((packet.pts + (packet.duration or 0)) * packet.time_base)
+        ends_s[packet.stream_index] = max(ends_s[packet.stream_index], end_s)
         if packet.stream_index != clip.stream.index:
             continue
         num_packets += 1
@@ -212,24 +214,24 @@ def _frame_times(clip: OpenClip, first_pts: int) -> tuple[list[int], int]:
         if is_shown(packet) and packet.pts >= first_pts:
             num_shown += 1
             times[packet.pts] = packet.duration or 0
-    _check_complete(clip, num_packets, end_s)
+    _check_complete(clip, num_packets, ends_s)
     if num_shown > len(times):
         raise UserError("several frames have the same time; save it again")
     ordered = sorted(times)
     return ordered, times[ordered[-1]]
 
 
-def _check_complete(clip: OpenClip, num_packets: int, end_s: float) -> None:
-    """Compare what was read with what the header promises."""
+def _check_complete(clip: OpenClip, num_packets: int, ends_s: Mapping[int, float]) -> None:
+    """Compare what was read with what the header promises, of the clip alone where it says that."""
     kind = clip.container.format.name
     if "mp4" in kind:
         promised = len(clip.stream.index_entries)
-        if promised < clip.stream.frames and _ends_early(clip.stream, end_s):
+        if promised < clip.stream.frames and _ends_early(clip.stream, ends_s[clip.stream.index]):
             promised = clip.stream.frames
     elif kind == "avi":
         promised = clip.stream.frames
     else:
-        _check_length(clip, end_s)
+        _check_length(clip, max(ends_s.values()))
         return
     if num_packets < promised:
         raise UserError(f"cut off: {num_packets} of {promised} frames are there")

@@ -60,7 +60,9 @@ class EncodedRun:
         identity: of these items, whatever the cache is like.
         tensors: where the tensors of the items are.
         is_live: they are encoded when they are read, in the process that holds the encoders.
-        validation_items: what the fixed-noise loss is measured on.
+        validation_items: what the fixed-noise loss is measured on: the first ones of what is held out, or of
+            the items where nothing is.
+        validation_identity: of all that they are the first ones of.
         prompts: the preview prompts.
     """
 
@@ -69,6 +71,7 @@ class EncodedRun:
     tensors: EntryReader
     is_live: bool
     validation_items: Sequence[ValidationItem]
+    validation_identity: DataIdentity
     prompts: Sequence[EncodedPrompt]
 
 
@@ -90,16 +93,17 @@ def encode_run(config: Config, checked: CheckedRun, accelerator: Accelerator) ->
         planned = plan_run(config, checked, accelerator, memory)
         training, held_out = _usable(config, _Encoding(planned, memory, accelerator))
     tensors = _reader(planned)
-    measured = (held_out if checked.validation_records else training).table
+    measured = held_out if checked.validation_records else training
     return EncodedRun(
         items=training.table,
         identity=training.identity,
         tensors=tensors,
         is_live=not planned.rules.use_cache,
         validation_items=[
-            _validation_item(tensors, measured, place)
-            for place in range(min(validation.loss_items, len(measured)))
+            _validation_item(tensors, measured.table, place)
+            for place in range(min(validation.loss_items, len(measured.table)))
         ],
+        validation_identity=measured.identity,
         prompts=[
             EncodedPrompt(
                 conditioning=_require(tensors, prompt_key),

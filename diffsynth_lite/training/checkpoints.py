@@ -30,7 +30,7 @@ from diffsynth_lite.training.checkpoint_manifest import (
     require_file_name,
     step_of,
 )
-from diffsynth_lite.training.files import TEMPORARY_PREFIX, sync_folder, write_durably
+from diffsynth_lite.training.files import TEMPORARY_PREFIX, set_aside, sync_folder, write_durably
 
 __all__ = ["Checkpoint", "CheckpointError", "CheckpointStore"]
 
@@ -112,7 +112,7 @@ class CheckpointStore:
             try:
                 return read_checkpoint(path)
             except CheckpointError as error:
-                aside = self._set_aside(path, "bad")
+                aside = set_aside(path, "bad")
                 logger.warning("%s. Moved to %s; looking for an earlier checkpoint.", error, aside)
         damaged = sorted(entry.name for entry in self._entries() if entry.name.startswith(".bad-"))
         if damaged:
@@ -137,7 +137,7 @@ class CheckpointStore:
         """
         for later in self.steps():
             if later > step:
-                aside = self._set_aside(self.folder / folder_name(later), "left")
+                aside = set_aside(self.folder / folder_name(later), "left")
                 logger.warning(
                     "The run goes on from step %d: checkpoint of step %d moved to %s", step, later, aside
                 )
@@ -177,7 +177,7 @@ class CheckpointStore:
         try:
             read_checkpoint(path)
         except CheckpointError as error:
-            logger.warning("%s. Moved to %s and written again.", error, self._set_aside(path, "bad"))
+            logger.warning("%s. Moved to %s and written again.", error, set_aside(path, "bad"))
             return False
         return True
 
@@ -195,10 +195,6 @@ class CheckpointStore:
                 logger.warning("Old checkpoint %s cannot be removed: %s", path, error)
                 continue
             _remove(trash)
-
-    def _set_aside(self, path: Path, reason: str) -> Path:
-        taken = sum(entry.name.startswith(f".{reason}-{path.name}-") for entry in self._entries())
-        return path.rename(self.folder / f".{reason}-{path.name}-{taken + 1}")
 
     def _entries(self) -> list[Path]:
         return list(self.folder.iterdir()) if self.folder.is_dir() else []

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import uuid
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,12 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def set_aside(path: Path, reason: str) -> Path:
+    """Rename a file or folder to ``.<reason>-<name>-<n>``, n from 1 on; returns the new path."""
+    aside = (path.with_name(f".{reason}-{path.name}-{number}") for number in count(1))
+    return path.rename(next(free for free in aside if not free.exists()))
 
 
 def write_text_atomic(path: Path, text: str) -> None:

@@ -84,7 +84,7 @@ def out_of_memory_explained(
         yield
     except torch.OutOfMemoryError as error:
         use = MemoryUse.of(model, optimizer)
-        first_line = str(error).splitlines()[0]
+        first_line = str(error).partition("\n")[0]
         raise RunStoppedError(
             f"out of memory: {first_line} In use: {_in_words(use)}. What helps most: "
             f"{'; '.join(levers(workload, use)[:_NUM_LEVERS])}"

@@ -123,8 +123,9 @@ def shortages_explained() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
+        first_line = str(error).partition("\n")[0]
         raise RunStoppedError(
-            f"out of memory before training: {str(error).splitlines()[0]} What helps: smaller pictures or "
+            f"out of memory before training: {first_line} What helps: smaller pictures or "
             "shorter clips (data.resolutions, data.sizes, data.frame_counts), model.vae_dtype: bfloat16, "
             "model.text_encoder_dtype: bfloat16"
         ) from error
@@ -138,8 +139,9 @@ def shortages_explained() -> Iterator[None]:
         # Raised at any place: a signal tells torch that a worker has died.
         if not is_lost_worker(error):
             raise
+        first_line = str(error).partition("\n")[0]
         raise RunStoppedError(
-            f"a data worker died or hangs ({str(error).splitlines()[0]}): look at the host's memory and at "
+            f"a data worker died or hangs ({first_line}): look at the host's memory and at "
             "the disk of data.cache_dir, or set data.num_workers: 0; the same command continues the run"
         ) from error
     except OSError as error:

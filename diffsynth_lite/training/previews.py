@@ -70,7 +70,7 @@ class Previews:
                 "Previews at step %d failed, out of memory: %s Training goes on. What helps: smaller ones "
                 "(validation.width, validation.height, validation.num_frames), model.vae_dtype: bfloat16",
                 step,
-                str(error).splitlines()[0],
+                str(error).partition("\n")[0],
             )
             return None
         except Exception:  # a picture is never worth the run: no memory, a full disk, a broken scheduler

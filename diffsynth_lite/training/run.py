@@ -9,7 +9,7 @@ import torch
 from diffusers.training_utils import free_memory
 from rich.console import Console
 
-from diffsynth_lite.config import LoadedConfig
+from diffsynth_lite.config import Config, LoadedConfig
 from diffsynth_lite.errors import RunInterrupted
 from diffsynth_lite.training.builder import (
     build_accelerator,
@@ -19,7 +19,7 @@ from diffsynth_lite.training.builder import (
     build_transformer,
     lora_alpha,
 )
-from diffsynth_lite.training.caching import encode_run
+from diffsynth_lite.training.caching import EncodedRun, encode_run
 from diffsynth_lite.training.checkpoints import Checkpoint, CheckpointStore
 from diffsynth_lite.training.contract import Contract, data_contract, settings_contract
 from diffsynth_lite.training.grace import StopGrace
@@ -40,6 +40,7 @@ from diffsynth_lite.training.saving import Saver, restore
 from diffsynth_lite.training.signals import StopRequest
 from diffsynth_lite.training.startup import StartupClock
 from diffsynth_lite.training.steps import train_steps
+from diffsynth_lite.training.yardstick import Yardstick
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ def _train(setting: RunSetting, contract: Contract, checkpoint: Checkpoint | Non
         lineage=lineage,
         resolved_yaml=setting.loaded.resolved_yaml,
         keeps_best=setting.config.output.keep_best and setting.config.validation.data is not None,
-        measures_average=averaged is not None and setting.config.validation.use_ema,
+        yardstick=_yardstick(setting.config, encoded),
         best=checkpoint.documents["state"].get("best") if checkpoint else None,
     )
     try:
@@ -161,6 +162,15 @@ def _train(setting: RunSetting, contract: Contract, checkpoint: Checkpoint | Non
         setting.accelerator.free_memory()
         setting.accelerator.end_training()
     return step
+
+
+def _yardstick(config: Config, encoded: EncodedRun) -> Yardstick:
+    return Yardstick(
+        data=encoded.validation_identity,
+        num_items=len(encoded.validation_items),
+        seed=config.validation.seed,
+        is_average=config.train.ema_decay is not None and config.validation.use_ema,
+    )
 
 
 def _conclude(setting: RunSetting, step: int) -> None:

@@ -17,10 +17,12 @@ from diffsynth_lite.training.checkpoint_manifest import folder_name
 from diffsynth_lite.training.checkpoints import Checkpoint, CheckpointError, CheckpointStore
 from diffsynth_lite.training.contract import Contract
 from diffsynth_lite.training.export import export_lora
+from diffsynth_lite.training.files import set_aside
 from diffsynth_lite.training.lineage import Lineage
 from diffsynth_lite.training.optimizer_state import load_optimizer, optimizer_tensors
 from diffsynth_lite.training.processes import on_main_process
 from diffsynth_lite.training.run_folder import RunFolder
+from diffsynth_lite.training.yardstick import Yardstick
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +44,9 @@ class Saver:
         lineage: each start of the run up to now.
         resolved_yaml: the run's settings, kept beside each checkpoint.
         keeps_best: whether the checkpoint with the lowest loss on held-out data is kept.
-        measures_average: whether that loss is the average's.
-        best: step and loss of that checkpoint, and whether it is the average's; None before the first.
+        yardstick: what that loss is measured by.
+        best: step and loss of that checkpoint, and what the loss was measured by; None before the first, and
+            where it was measured by something else.
     """
 
     folder: RunFolder
@@ -58,11 +61,27 @@ class Saver:
     lineage: Lineage
     resolved_yaml: str
     keeps_best: bool
-    measures_average: bool
+    yardstick: Yardstick
     best: dict[str, Any] | None
+    _saved_step: int | None = None
 
     def __post_init__(self) -> None:
+        changed = self.yardstick.differing(self.best.get("measured_by")) if self.best else []
+        if self.best and self.keeps_best and changed:
+            logger.warning(
+                "The loss of the best checkpoint (step %d, loss %.4f) cannot be compared with those from "
+                "here on: it differs in, or does not say, its %s. The best is sought anew.",
+                self.best["step"],
+                self.best["loss"],
+                ", ".join(changed),
+            )
+            self.best = None
         self.store.pinned = self.best["step"] if self.best else None
+
+    @property
+    def measures_average(self) -> bool:
+        """Whether the loss on held-out data is the average's."""
+        return self.yardstick.is_average
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +90,7 @@ class Saver:
         return trained * (4 if self.averaged is None else 6)
 
     def save(self, step: int) -> None:
-        """Save the run after ``step`` optimizer steps; call it on all processes.
+        """Save the run after ``step`` optimizer steps, once for each of them; call it on all processes.
 
         Raises:
             RunStoppedError: the disk is full.
@@ -91,35 +110,50 @@ class Saver:
     def repair_best(self) -> None:
         """Make the LoRA apart that of the best checkpoint again; at a start, on all processes.
 
-        It is another one's where a trainer was killed between the two, or goes on from before the best.
+        It is another one's where a trainer was killed between the two, or goes on from before the best. Where
+        there is no best checkpoint, or not any more, the LoRA is set aside and the best is sought anew.
         """
-        if self.keeps_best and self.best:
+        if self.keeps_best:
             on_main_process(self.accelerator, self._repair_best)
 
     def _repair_best(self) -> None:
+        folder = self.folder.best_lora_folder
+        tensors = self._best_tensors() if self.best else None
+        if tensors is not None:
+            export_lora(self.family, folder, tensors, adapter_settings(self.transformer))
+        elif folder.exists():
+            aside = set_aside(folder, "left")
+            logger.warning("%s is of no checkpoint that this run goes on from; moved to %s.", folder, aside)
+
+    def _best_tensors(self) -> dict[str, torch.Tensor] | None:
+        """The best checkpoint's adapter or average; None where that cannot be read, and it is forgotten."""
         assert self.best is not None
         try:
             best = self.store.read(self.store.folder / folder_name(self.best["step"]))
-            is_average = self.best.get("is_average", self.measures_average)
-            tensors = by_peft_names(best.tensors("ema")) if is_average else best.tensors("adapter")
+            return by_peft_names(best.tensors("ema")) if self.measures_average else best.tensors("adapter")
         except CheckpointError as error:
-            if not self.folder.best_lora_folder.exists():
-                logger.warning("The best checkpoint is not here: %s. The best is sought anew.", error)
-                self.best = self.store.pinned = None
-            return
-        export_lora(self.family, self.folder.best_lora_folder, tensors, adapter_settings(self.transformer))
+            logger.warning(
+                "The best checkpoint (step %d, loss %.4f) cannot be used: %s. The best is sought anew.",
+                self.best["step"],
+                self.best["loss"],
+                error,
+            )
+            self.best = self.store.pinned = None
+            return None
 
     def _consider(self, step: int, loss: float) -> None:
         is_trained = step > 0
         if not is_trained or not math.isfinite(loss) or (self.best and self.best["loss"] <= loss):
             return
-        self.best = {"step": step, "loss": loss, "is_average": self.measures_average}
+        self.best = {"step": step, "loss": loss, "measured_by": self.yardstick.document()}
         self.store.pinned = step
         self._write(step)
         self._export(self.folder.best_lora_folder, average=self.measures_average)
         logger.info("Step %d is the best so far: loss %.4f on validation.data.", step, loss)
 
     def _write(self, step: int) -> None:
+        if step == self._saved_step:
+            return
         adapter = adapter_tensors(self.transformer)
         moments, groups = optimizer_tensors(self.optimizer, dict(self.transformer.named_parameters()))
         tensors = {"adapter": adapter, "optimizer": moments}
@@ -140,6 +174,8 @@ class Saver:
         self._export(self.folder.lora_folder, average=False)
         if self.averaged is not None:
             self._export(self.folder.ema_lora_folder, average=True)
+        # Last: a checkpoint of an earlier start, whose export failed, is still to be exported.
+        self._saved_step = step
 
     def _export(self, folder: Path, *, average: bool) -> None:
         with self.averaged.applied() if average and self.averaged else nullcontext():

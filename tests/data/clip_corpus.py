@@ -57,19 +57,48 @@ def cut(num_bytes: int, **options) -> Maker:
     return make
 
 
-def repacked(change: Callable[[list[dict]], list[dict]], **container: str) -> Maker:
-    """A clip of 40 frames, whose packets are changed and written again."""
+def repacked(
+    change: Callable[[list[dict]], list[dict]],
+    *,
+    silence_s: float = 0.0,
+    num_frames: int = 40,
+    **container: str,
+) -> Maker:
+    """A clip whose packets are changed and written again."""
 
     def make(path: Path) -> None:
-        source = write_clip(path.with_name(f"source of {path.name}.mp4"), num_frames=40)
-        remux(source, path, change(packets_of(source)), container)
+        source = write_clip(path.with_name(f"source of {path.name}.mp4"), num_frames=num_frames)
+        remux(source, path, change(packets_of(source)), container, silence_s=silence_s)
 
     return make
+
+
+def sounding(num_frames: int, **container: str) -> Maker:
+    """A clip whose sound ends after it."""
+    return repacked(list, silence_s=num_frames / 25 + 0.1, num_frames=num_frames, **container)
+
+
+TABLES_FIRST = clip(container={"movflags": "faststart"})
 
 
 def shifted(frames: int) -> Callable[[list[dict]], list[dict]]:
     ticks = 512 * frames  # of 1 / 12800 s
     return lambda packets: [p | {"pts": p["pts"] - ticks, "dts": p["dts"] - ticks} for p in packets]
+
+
+def edited(*, silence_s: float = 0.0) -> Maker:
+    """An MP4 of 40 frames whose edit list cuts the first 11."""
+    return repacked(shifted(11), silence_s=silence_s, avoid_negative_ts="disabled")
+
+
+def edited_at_both_ends(path: Path) -> None:
+    """Of its 29 frames, the edit list of `edited` cuts the last 5 as well; its sound goes on."""
+    edited(silence_s=2.0)(path)
+    content = bytearray(path.read_bytes())
+    first_entry = content.index(b"elst") + 12
+    duration_ms = struct.unpack_from(">I", content, first_entry)[0]
+    struct.pack_into(">I", content, first_entry, duration_ms - 5 * 40)
+    path.write_bytes(content)
 
 
 def renamed(name: str, **options) -> Maker:
@@ -92,11 +121,12 @@ def zeroed_start(path: Path) -> None:
     remux(source, path, packets)
 
 
-def frame_sizes(change: Callable[[list[int]], None]) -> Maker:
+def frame_sizes(change: Callable[[list[int]], None], make_clip: Maker = TABLES_FIRST) -> Maker:
     """An MP4 in whose table of sizes (stsz) something is changed."""
 
     def make(path: Path) -> None:
-        content = bytearray(write_clip(path, container={"movflags": "faststart"}).read_bytes())
+        make_clip(path)
+        content = bytearray(path.read_bytes())
         start = content.index(b"stsz") + 16
         sizes = list(struct.unpack_from(">25I", content, start))
         change(sizes)
@@ -104,6 +134,11 @@ def frame_sizes(change: Callable[[list[int]], None]) -> Maker:
         path.write_bytes(content)
 
     return make
+
+
+def broken_size(sizes: list[int]) -> None:
+    """A size at which FFmpeg ends the index, with no word about it."""
+    sizes[-5] = 2**30 + 5
 
 
 def no_timescale(path: Path) -> None:
@@ -160,10 +195,10 @@ CLIPS: dict[str, tuple[Maker, Accepted | Refused]] = {
     "starts_late.mp4": (clip(times=range(100, 125)), Accepted(ALL_25)),
     "starts_late.mkv": (clip(times=range(100, 125)), Accepted(ALL_25)),
     "fragments.mp4": (clip(container={"movflags": "frag_keyframe+empty_moov"}), Accepted(ALL_25)),
-    "edit_list.mp4": (
-        repacked(shifted(11), avoid_negative_ts="disabled"),
-        Accepted(list(range(11, 40))),
-    ),
+    "edit_list.mp4": (edited(), Accepted(list(range(11, 40)))),
+    "with_sound.mp4": (sounding(25), Accepted(ALL_25)),
+    "edit_list_with_sound.mp4": (edited(silence_s=2.0), Accepted(list(range(11, 40)))),
+    "edited_at_both_ends.mp4": (edited_at_both_ends, Accepted(list(range(11, 35)))),
     "no_first_keyframe.mkv": (repacked(lambda packets: packets[1:]), Refused("no keyframe")),
     "empty.mp4": (written(b""), Refused(NOT_A_CLIP)),
     "page.mp4": (written(HTML), Refused(NOT_A_CLIP)),
@@ -184,6 +219,11 @@ CLIPS: dict[str, tuple[Maker, Accepted | Refused]] = {
     "frame_above_the_file.mp4": (
         frame_sizes(lambda sizes: sizes.__setitem__(-5, 2**30 - 2**20)),
         Refused("damaged"),
+    ),
+    "index_ends_at_a_size.mp4": (frame_sizes(broken_size), Refused("cut off: 20 of 25 frames")),
+    "index_ends_at_a_size_with_sound.mp4": (
+        frame_sizes(broken_size, sounding(25, movflags="faststart")),
+        Refused("cut off: 20 of 25 frames"),
     ),
     "no_timescale.mp4": (no_timescale, Refused("damaged")),
     "audio_only.mp4": (write_audio, Refused("holds no video")),

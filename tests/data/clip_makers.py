@@ -7,6 +7,7 @@ from typing import Any
 
 import av
 import numpy as np
+from av.container import OutputContainer
 from av.video.frame import VideoFrame
 
 WIDTH, HEIGHT = 64, 48
@@ -93,11 +94,18 @@ def packets_of(path: Path) -> list[dict[str, Any]]:
 
 
 def remux(
-    source: Path, target: Path, packets: list[dict[str, Any]], container: dict[str, str] | None = None
+    source: Path,
+    target: Path,
+    packets: list[dict[str, Any]],
+    container: dict[str, str] | None = None,
+    *,
+    silence_s: float = 0.0,
 ) -> Path:
-    """Write ``packets`` under the header of ``source`` without encoding."""
+    """Write ``packets`` under the header of ``source`` without encoding; silence is a second track."""
     with av.open(str(source)) as original, av.open(str(target), "w", options=container or {}) as file:
         stream = file.add_stream_from_template(original.streams.video[0])
+        if silence_s:
+            _add_silence(file, num_blocks=round(silence_s * 16000 / 1024))
         for values in packets:
             packet = av.Packet(values["data"])
             packet.pts, packet.dts, packet.duration = values["pts"], values["dts"], values["duration"]
@@ -110,13 +118,18 @@ def remux(
 def write_audio(path: Path) -> Path:
     """A second of silence."""
     with av.open(str(path), "w") as file:
-        stream = file.add_stream("aac", rate=16000, layout="mono")
-        for index in range(16):
-            frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
-            frame.sample_rate, frame.pts = 16000, index * 1024
-            file.mux(stream.encode(frame))
-        file.mux(stream.encode(None))
+        _add_silence(file, num_blocks=16)
     return path
+
+
+def _add_silence(file: OutputContainer, *, num_blocks: int) -> None:
+    """A track of so many blocks of 0.064 s."""
+    stream = file.add_stream("aac", rate=16000, layout="mono")
+    for index in range(num_blocks):
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        frame.sample_rate, frame.pts = 16000, index * 1024
+        file.mux(stream.encode(frame))
+    file.mux(stream.encode(None))
 
 
 def decode_all(path: Path) -> list[tuple[Fraction, np.ndarray]]:

@@ -13,7 +13,9 @@ from tiny_run import TinyRun, checkpoint_tensors, differing, dropping
 
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training import saving
+from diffsynth_lite.training.checkpoints import CheckpointStore
 from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
+from diffsynth_lite.training.yardstick import Yardstick
 
 LORA = "pytorch_lora_weights.safetensors"
 
@@ -93,8 +95,7 @@ def test_the_best_on_held_out_data_and_every_so_many_stay_beside_the_newest(
     # The best is remembered by the checkpoint that the run goes on from; an equal loss is not better.
     assert tiny_run.train(*settings, "train.steps=7") == 0
     assert steps_kept(tiny_run) == [2, 4, 7]
-    state = json.loads((tiny_run.folder / "checkpoints" / "step-00000007" / "state.json").read_text())
-    assert state["best"] == {"step": 2, "loss": 3.0, "is_average": False}
+    assert (best_of(tiny_run, 7)["step"], best_of(tiny_run, 7)["loss"]) == (2, 3.0)
     assert differing(best_lora(tiny_run), lora_of_step(tiny_run, 2)) == []
 
 
@@ -136,6 +137,31 @@ def test_what_is_the_best_by_an_evaluation_on_request_at_a_planned_save_stays_th
         assert json.loads(state.read_text())["best"]["step"] == 2
 
 
+def test_a_stop_at_a_planned_save_and_a_best_step_are_saved_and_exported_once(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[tuple[str, int]] = []
+    export, save = saving.export_lora, CheckpointStore.save
+
+    def counted_export(family: ModelFamily, folder: Path, *rest: Any) -> list[Path]:
+        written.append((folder.name, max(steps_kept(tiny_run))))
+        return export(family, folder, *rest)
+
+    def counted_save(store: CheckpointStore, step: int, *rest: Any, **more: Any) -> Path:
+        written.append(("checkpoint", step))
+        return save(store, step, *rest, **more)
+
+    monkeypatch.setattr(saving, "export_lora", counted_export)
+    monkeypatch.setattr(CheckpointStore, "save", counted_save)
+    measure(monkeypatch, 9.0, 3.0, 5.0)
+    dropping(tiny_run, monkeypatch, STOP=4)
+    assert tiny_run.train(*held_out(tiny_run), "validation.every_steps=2") == 75
+    assert written == [
+        *[("checkpoint", 2), ("lora", 2), ("lora_best", 2)],
+        *[("checkpoint", 4), ("lora", 4)],
+    ]
+
+
 def test_a_run_that_goes_on_elsewhere_without_its_best_checkpoint_seeks_the_best_anew(
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -151,6 +177,113 @@ def test_a_run_that_goes_on_elsewhere_without_its_best_checkpoint_seeks_the_best
     state = json.loads((elsewhere / "checkpoints" / "step-00000004" / "state.json").read_text())
     assert (state["best"]["step"], state["best"]["loss"]) == (3, 7.0)
     assert (elsewhere / "lora_best" / LORA).is_file()
+
+
+def best_of(run: TinyRun, step: int) -> dict[str, Any] | None:
+    state = run.folder / "checkpoints" / f"step-{step:08d}" / "state.json"
+    return json.loads(state.read_text())["best"]
+
+
+def test_a_run_that_goes_back_to_before_its_best_leaves_that_and_seeks_the_best_anew(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = (*held_out(tiny_run), "validation.every_steps=2", "output.keep_checkpoints=2")
+    measure(monkeypatch, 9.0, 2.0, 2.5, 1.0)
+    assert tiny_run.train(*settings) == 0
+    assert (steps_kept(tiny_run), best_of(tiny_run, 4)["step"]) == ([4, 6], 2)
+    abandoned = lora_of_step(tiny_run, 6)
+    measure(monkeypatch, 3.0, 4.0)
+    source = str(tiny_run.folder / "checkpoints" / "step-00000004")
+    changes = ("train.learning_rate=0.002", "resume.allow=[train.learning_rate]", "train.steps=8")
+    assert tiny_run.train(*settings, "--resume", source, *changes) == 0
+    assert "The best checkpoint (step 2, loss 2.0000) cannot be used" in caplog.text
+    assert (best_of(tiny_run, 8)["step"], best_of(tiny_run, 8)["loss"]) == (6, 3.0)
+    assert steps_kept(tiny_run) == [6, 8]
+    assert differing(best_lora(tiny_run), lora_of_step(tiny_run, 6)) == []
+    assert differing(load_file(tiny_run.folder / ".left-lora_best-1" / LORA), abandoned) == []
+
+
+def test_a_best_lora_of_a_run_that_goes_on_from_before_any_best_is_set_aside(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = (*held_out(tiny_run), "validation.every_steps=4", "output.keep_checkpoints=3")
+    measure(monkeypatch, 9.0, 2.0, 2.5)
+    assert tiny_run.train(*settings) == 0
+    assert best_of(tiny_run, 2) is None
+    measure(monkeypatch, float("nan"))
+    source = str(tiny_run.folder / "checkpoints" / "step-00000002")
+    assert tiny_run.train(*settings, "--resume", source, "train.steps=4") == 0
+    assert best_of(tiny_run, 4) is None
+    assert not (tiny_run.folder / "lora_best").exists()
+    assert (tiny_run.folder / ".left-lora_best-1" / LORA).is_file()
+
+
+def test_a_damaged_best_checkpoint_is_the_best_no_more(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = (*held_out(tiny_run), "validation.every_steps=2", "output.keep_checkpoints=1")
+    measure(monkeypatch, 9.0, 1.0, 2.0)
+    assert tiny_run.train(*settings, "train.steps=4") == 0
+    assert steps_kept(tiny_run) == [2, 4]
+    adapter = tiny_run.folder / "checkpoints" / "step-00000002" / "adapter.safetensors"
+    content = adapter.read_bytes()
+    adapter.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    measure(monkeypatch, 3.0)
+    assert tiny_run.train(*settings) == 0
+    assert "adapter.safetensors is damaged" in caplog.text
+    assert best_of(tiny_run, 6)["step"] == 6
+    assert steps_kept(tiny_run) == [6]
+    assert differing(best_lora(tiny_run), lora_of_step(tiny_run, 6)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("validation.loss_items=2", "its validation.data and validation.loss_items. The best"),
+        ("validation.data={root}/fewer", "its validation.data and validation.loss_items. The best"),
+        ("validation.seed=7", "its validation.seed. The best"),
+        ("validation.use_ema=false", "its validation.use_ema and train.ema_decay. The best"),
+        ("validation.data={root}/moved", None),
+    ],
+)
+def test_a_best_that_was_measured_otherwise_is_compared_with_nothing(
+    tiny_run: TinyRun,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    change: str,
+    named: str | None,
+) -> None:
+    settings = (
+        *(*held_out(tiny_run), "validation.every_steps=2", "train.ema_decay=0.6"),
+        "output.keep_checkpoints=1",
+    )
+    shutil.copytree(tiny_run.root / "data", tiny_run.root / "moved")
+    (shutil.copytree(tiny_run.root / "data", tiny_run.root / "fewer") / "0.png").unlink()
+    measure(monkeypatch, 9.0, 1.0, 2.0)
+    assert tiny_run.train(*settings, "train.steps=4") == 0
+    measure(monkeypatch, 3.0)
+    assert tiny_run.train(*settings, change.format(root=tiny_run.root)) == 0
+    assert caplog.text.count("cannot be compared") == bool(named)
+    assert named is None or named in caplog.text
+    expected = ([6], 6) if named else ([2, 6], 2)
+    assert (steps_kept(tiny_run), best_of(tiny_run, 6)["step"]) == expected
+    source = "adapter" if named and "use_ema" in named else "ema"
+    assert differing(best_lora(tiny_run), lora_of_step(tiny_run, best_of(tiny_run, 6)["step"], source)) == []
+    assert (tiny_run.folder / ".left-lora_best-1").exists() is bool(named)
+
+
+def test_a_best_of_which_nothing_says_how_it_was_measured_is_compared_with_nothing(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = (*held_out(tiny_run), "validation.every_steps=2")
+    measure(monkeypatch, 9.0, 1.0, 2.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(Yardstick, "document", lambda _: None)
+        assert tiny_run.train(*settings, "train.steps=4") == 0
+    measure(monkeypatch, 3.0)
+    assert tiny_run.train(*settings) == 0
+    assert "cannot be compared" in caplog.text
+    assert best_of(tiny_run, 6)["step"] == 6
 
 
 def test_without_held_out_data_no_checkpoint_is_the_best(tiny_run: TinyRun) -> None:

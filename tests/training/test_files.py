@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from disk_model import crash_states, read_tree, record
 
-from diffsynth_lite.training.files import write_durably, write_json_atomic, write_text_atomic
+from diffsynth_lite.training.files import set_aside, write_durably, write_json_atomic, write_text_atomic
 
 
 def test_text_is_written_and_replaced_as_utf_8_with_the_line_breaks_given(tmp_path: Path) -> None:
@@ -80,3 +80,18 @@ def test_json_without_a_way_to_write_a_number_is_refused(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="JSON compliant"):
         write_json_atomic(tmp_path / "status.json", {"loss": float("nan")})
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_set_aside_takes_a_number_that_is_free(tmp_path: Path) -> None:
+    for text in ("first", "second", "third"):
+        folder = tmp_path / "lora_best"
+        folder.mkdir()
+        (folder / "a").write_text(text)
+        aside = set_aside(folder, "left")
+        if text == "first":
+            removed = aside
+        if text == "second":
+            (removed / "a").unlink()
+            removed.rmdir()
+    texts = {path.name: (path / "a").read_text() for path in tmp_path.iterdir()}
+    assert texts == {".left-lora_best-1": "third", ".left-lora_best-2": "second"}

@@ -111,6 +111,14 @@ def test_a_failure_is_logged_and_mode_and_random_state_are_as_before(
     assert ("validation.width" in caplog.text) is (error is torch.OutOfMemoryError)
 
 
+def test_an_error_without_a_message_is_logged_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_args):
+        raise torch.OutOfMemoryError
+
+    assert previews(tmp_path, fail).draw(torch.nn.Linear(1, 1), 3) is None
+    assert "Previews at step 3 failed, out of memory" in caplog.text
+
+
 def test_without_prompts_nothing_is_drawn(tmp_path: Path) -> None:
     assert previews(tmp_path / "previews", draw_colours, prompts=[]).draw(torch.nn.Linear(1, 1), 0) is None
     assert not (tmp_path / "previews").exists()
