@@ -34,7 +34,7 @@ from bench_meters import mebibytes, print_table
 from benchmark_step_time import Step, equal_runs, take_turns
 from diffusers import QwenImageTransformer2DModel
 
-from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
+from diffsynth_lite.core.gradient import GradientEngine, count_blocks, gradient_engine
 from diffsynth_lite.core.randomness import normal, torch_seed, uniform
 from diffsynth_lite.lora.targets import find_target_layers
 from diffsynth_lite.pipelines.qwen_image import QwenImage
@@ -47,9 +47,9 @@ BATCHES = "diffsynth_lite.data.batches"
 STEPS = "diffsynth_lite.training.optimizer_step"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what the command line asks for."""
-    options = parse_arguments()
+    options = parse_arguments(arguments)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         if options.what == "save":
@@ -59,7 +59,7 @@ def main() -> None:
             measure_steps(options, Path(folder))
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("step", "save"))
@@ -69,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--saves", type=int, default=3, help="checkpoints (default: %(default)s)")
     parser.add_argument("--folder", help="where they are written (default: that of temporary files)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for train.py")
-    return parser.parse_intermixed_args()
+    return parser.parse_intermixed_args(arguments)
 
 
 def measure_steps(options: argparse.Namespace, folder: Path) -> None:
@@ -81,6 +81,8 @@ def measure_steps(options: argparse.Namespace, folder: Path) -> None:
         accelerator=accelerator,
         save=lambda _: None,
         sample=lambda _: None,
+        saves_at=lambda _: False,
+        samples_at=lambda _: False,
         save_every_minutes=None,
     )
     steps: dict[str, Step] = {
@@ -225,12 +227,10 @@ def lora_tensors(rank: int) -> dict[str, dict[str, torch.Tensor]]:
     """Adapter and moments, by file, in the shapes of the released Qwen-Image's default LoRA."""
     with torch.device("meta"):
         model = QwenImageTransformer2DModel()
-    layers = find_target_layers(
-        model,
-        QwenImage.default_target_modules,
-        block_lists=QwenImage.block_lists,
-        dead_in_last_block=QwenImage.dead_in_last_block,
-    )
+    (blocks,) = QwenImage.block_lists
+    last_block = f"{blocks}.{count_blocks(model, [blocks]) - 1}"
+    dead = [f"{last_block}.{ending}" for ending in QwenImage.dead_in_last_block]
+    layers = find_target_layers(model, QwenImage.default_target_modules, unused_modules=dead)
     adapter = {}
     for name in layers:
         linear = model.get_submodule(name)
