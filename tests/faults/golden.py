@@ -82,13 +82,13 @@ def make_golden(root: Path) -> Path:
     """Make the golden checkpoint of the present schema anew, and return its folder."""
     with _in(root):
         run = _run(root)
-        stopped_after(run, STEP, root / "run")
+        stopped_after(run, STEP, Path("run"))
         (made,) = (root / "run" / "checkpoints").iterdir()
         schema = GOLDEN / f"schema-{json.loads((made / 'COMPLETE').read_text().splitlines()[0])['schema']}"
         if schema.exists():
             shutil.rmtree(schema)
         shutil.copytree(made, schema / made.name)
-        assert train(run, root / "run") == 0
+        assert train(run, Path("run")) == 0
         rest = [row["loss"] for row in losses(run, root / "run", after=STEP)]
     expected = {"tensors": _restored(root, schema / made.name), "losses": rest}
     (schema / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
