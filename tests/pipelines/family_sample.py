@@ -29,6 +29,7 @@ OTHER_NAMES = {
     "t": "timestep",
     "cap_feats": "encoder_hidden_states",
 }
+SIGMA = torch.tensor([0.1, 0.5, 0.9])
 SMALL_AREA = 64 * 64
 SMALL_SIZES = [(32, 96), (48, 80), (64, 64), (80, 48), (96, 32)]
 
@@ -165,3 +166,22 @@ def noise_levels(sample: Sample, scheduler: Any) -> torch.Tensor:
         return (scheduler.timesteps + 0.5) / scheduler.config.num_train_timesteps
     levels: torch.Tensor = scheduler.sigmas[: len(scheduler.timesteps)]
     return levels
+
+
+def velocity_and_gradients(
+    sample: Sample, transformer: torch.nn.Module, flags: tuple[bool, bool] = (False, False), seed: int = 3
+) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+    """What a family predicts, and the gradients of its mean square by name, after seeding dropout."""
+    torch.manual_seed(seed)
+    transformer.zero_grad()
+    velocity = sample.family.predict(
+        transformer,
+        sample.latents,
+        SIGMA,
+        sample.conditioning,
+        use_gradient_checkpointing=flags[0],
+        use_gradient_checkpointing_offload=flags[1],
+    )
+    velocity.square().mean().backward()
+    gradients = {name: value.grad for name, value in transformer.named_parameters() if value.requires_grad}
+    return velocity.detach(), gradients

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_sample import Sample, adapted_transformer
+from family_sample import Sample, adapted_transformer, velocity_and_gradients
 
 from diffsynth_lite.core.gradient import (
     GradientEngine,
@@ -16,26 +16,7 @@ from diffsynth_lite.core.gradient import (
     gradient_engine,
 )
 
-SIGMA = torch.tensor([0.1, 0.5, 0.9])
 FLAGS = [(False, False), (True, False), (False, True), (True, True)]
-
-
-def velocity_and_gradients(
-    sample: Sample, transformer: torch.nn.Module, flags: tuple[bool, bool], seed: int = 3
-) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-    torch.manual_seed(seed)
-    transformer.zero_grad()
-    velocity = sample.family.predict(
-        transformer,
-        sample.latents,
-        SIGMA,
-        sample.conditioning,
-        use_gradient_checkpointing=flags[0],
-        use_gradient_checkpointing_offload=flags[1],
-    )
-    velocity.square().mean().backward()
-    gradients = {name: value.grad for name, value in transformer.named_parameters() if value.requires_grad}
-    return velocity.detach(), gradients
 
 
 @pytest.mark.parametrize("flags", FLAGS[1:])

@@ -8,7 +8,15 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from diffusers import StableDiffusionXLPipeline
-from family_sample import CPU, PROMPTS, Sample, adapted_transformer, build_sample
+from family_sample import (
+    CPU,
+    PROMPTS,
+    SIGMA,
+    Sample,
+    adapted_transformer,
+    build_sample,
+    velocity_and_gradients,
+)
 from sdxl_folders import encoded_prompts, request_of
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +28,6 @@ from diffsynth_lite.pipelines.contract.composite import Composite
 from diffsynth_lite.pipelines.sdxl import SDXL
 
 ALL = ("unet", "text_encoder", "text_encoder_2")
-SIGMA = torch.tensor([0.1, 0.5, 0.9])
 FLAGS = [(False, False), (True, False), (False, True), (True, True)]
 
 
@@ -43,18 +50,7 @@ def sample(unet_alone: Sample) -> Sample:
 def gradients_of_a_step(
     sample: Sample, model: torch.nn.Module, flags: tuple[bool, bool] = (False, False)
 ) -> dict[str, Tensor | None]:
-    torch.manual_seed(3)
-    model.zero_grad()
-    predicted = sample.family.predict(
-        model,
-        sample.latents,
-        SIGMA,
-        sample.conditioning,
-        use_gradient_checkpointing=flags[0],
-        use_gradient_checkpointing_offload=flags[1],
-    )
-    predicted.square().mean().backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return velocity_and_gradients(sample, model, flags)[1]
 
 
 def test_prompts_are_only_made_into_tokens(sample: Sample, tmp_path: Path) -> None:
