@@ -6,6 +6,8 @@ bits of its seed.
 """
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -51,3 +53,22 @@ def permutation(seed: int, purpose: str, epoch: int, length: int) -> npt.NDArray
 def torch_seed(seed: int, purpose: str, position: int) -> int:
     """Seed in [0, 2**63) for a scoped fork of torch's global generator, which dropout draws from."""
     return int(counter_generator(seed, purpose, position).integers(2**63))
+
+
+@contextmanager
+def random_state_scope(device: torch.device, seed: int | None = None) -> Iterator[None]:
+    """A scope after which the global random state is as before, on the CPU and on ``device``.
+
+    Dropout has no generator argument, so its masks are decided by seeding the global state in such a scope.
+
+    Args:
+        device: of the model.
+        seed: set at the start of the scope; None starts from the present state.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        if seed is not None and device.type == "cpu":
+            # torch.manual_seed formats a traceback for each backend that is not in use: 1 % of a small step.
+            torch.default_generator.manual_seed(seed)
+        elif seed is not None:
+            torch.manual_seed(seed)
+        yield

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from diffsynth_lite import __version__
-from diffsynth_lite.core.gradient.host_memory import available_host_bytes
+from diffsynth_lite.core.gradient.host_pool import available_host_bytes
 
 _PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "datasets", "av", "pillow")
 

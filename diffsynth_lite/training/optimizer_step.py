@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from accelerate import Accelerator
 
-from diffsynth_lite.core.randomness import torch_seed
+from diffsynth_lite.core.randomness import random_state_scope, torch_seed
 from diffsynth_lite.data import Batch
 from diffsynth_lite.errors import RunStoppedError
 from diffsynth_lite.training.averaging import AveragedWeights
-from diffsynth_lite.training.random_state import random_state_scope
 
 logger = logging.getLogger(__name__)
 

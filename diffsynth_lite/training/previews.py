@@ -15,12 +15,12 @@ import torch
 from diffusers.training_utils import free_memory
 from PIL import Image
 
+from diffsynth_lite.core.randomness import random_state_scope
 from diffsynth_lite.data.video_writing import write_video
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.training.evaluation import evaluation_mode
 from diffsynth_lite.training.grid import frame_strip, preview_grid
-from diffsynth_lite.training.random_state import random_state_scope
 
 logger = logging.getLogger(__name__)
 

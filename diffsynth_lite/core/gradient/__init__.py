@@ -1,7 +1,12 @@
 """Gradient checkpointing of single blocks, with their inputs parked in host memory, and its report."""
 
 from diffsynth_lite.core.gradient.blocks import blocks_in, blocks_of, blocks_run_by, count_blocks, unwrapped
-from diffsynth_lite.core.gradient.checkpoint import gradient_checkpoint_forward
+from diffsynth_lite.core.gradient.checkpoint import (
+    block_runner,
+    blocks_through,
+    gradient_checkpoint_forward,
+    gradient_engine,
+)
 from diffsynth_lite.core.gradient.engine import GradientEngine
 from diffsynth_lite.core.gradient.host_pool import HostBytesError
 from diffsynth_lite.core.gradient.policies import (
@@ -14,8 +19,6 @@ from diffsynth_lite.core.gradient.policies import (
     Treatment,
 )
 from diffsynth_lite.core.gradient.report import GradientReport, IneffectiveSwitchError
-from diffsynth_lite.core.gradient.runner import block_runner, blocks_through
-from diffsynth_lite.core.gradient.scope import gradient_engine
 
 __all__ = [
     "KEEP",

@@ -12,20 +12,21 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from diffsynth_lite.core.gradient.backends import Backend, backend_for
-from diffsynth_lite.core.gradient.counters import Counters
-from diffsynth_lite.core.gradient.frames import ForwardPass, Frame, identity, in_backward
-from diffsynth_lite.core.gradient.host_memory import default_host_bytes
-from diffsynth_lite.core.gradient.host_pool import HostBytesError, HostPool
-from diffsynth_lite.core.gradient.known_dead_calls import KnownDeadCalls
-from diffsynth_lite.core.gradient.parking import (
+from diffsynth_lite.core.gradient.frames import (
+    ForwardPass,
+    Frame,
     KeptTensor,
     LeaveReason,
     ParkedTensor,
+    identity,
+    in_backward,
     num_bytes,
     reason_to_leave,
 )
+from diffsynth_lite.core.gradient.host_pool import HostBytesError, HostPool, default_host_bytes
+from diffsynth_lite.core.gradient.known_dead_calls import KnownDeadCalls
 from diffsynth_lite.core.gradient.policies import BlockPolicy
-from diffsynth_lite.core.gradient.report import GradientReport
+from diffsynth_lite.core.gradient.report import Counters, GradientReport
 
 
 class GradientEngine:

@@ -32,8 +32,8 @@ from diffsynth_lite.core.gradient import (
     gradient_engine,
 )
 from diffsynth_lite.core.gradient.backends import PlainBackend
+from diffsynth_lite.core.gradient.frames import ParkedTensor
 from diffsynth_lite.core.gradient.host_pool import HostPool
-from diffsynth_lite.core.gradient.parking import ParkedTensor
 
 OFFLOAD = (False, True)
 BACKENDS = [PlainBackend, LazyBackend]

@@ -17,8 +17,8 @@ from diffsynth_lite.core.gradient import (
     gradient_engine,
 )
 from diffsynth_lite.core.gradient.backends import PlainBackend
+from diffsynth_lite.core.gradient.frames import ParkedTensor, num_bytes
 from diffsynth_lite.core.gradient.host_pool import HostPool
-from diffsynth_lite.core.gradient.parking import ParkedTensor, num_bytes
 
 
 def test_torch_alone_offloads_nothing_of_a_keyword_and_we_offload_all() -> None:
