@@ -38,7 +38,7 @@ from diffsynth_lite.core.gradient import GradientEngine, count_blocks, gradient_
 from diffsynth_lite.core.randomness import normal, torch_seed, uniform
 from diffsynth_lite.lora.targets import find_target_layers
 from diffsynth_lite.pipelines.qwen_image import QwenImage
-from diffsynth_lite.training.checkpoints import CheckpointStore
+from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.optimizer_step import OptimizerStep
 from diffsynth_lite.training.requests import Requests
 from diffsynth_lite.training.signals import StopRequest

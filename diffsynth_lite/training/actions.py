@@ -16,8 +16,8 @@ from diffsynth_lite.training.evaluation import FixedNoiseLoss
 from diffsynth_lite.training.optimizer_step import StepResult
 from diffsynth_lite.training.previews import Previews
 from diffsynth_lite.training.processes import on_main_process
-from diffsynth_lite.training.progress import Pace, peak_memory_gib
-from diffsynth_lite.training.trackers import MetricsLog
+from diffsynth_lite.training.run_folder.metrics import MetricsLog
+from diffsynth_lite.training.run_folder.progress import Pace, peak_memory_gib
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import torch
 from diffusers.training_utils import EMAModel
 from torch import nn
 
-from diffsynth_lite.training.checkpoint_manifest import CheckpointError
+from diffsynth_lite.training.checkpoint.manifest import CheckpointError
 
 
 class AveragedWeights:

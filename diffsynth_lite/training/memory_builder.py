@@ -9,7 +9,7 @@ from diffsynth_lite.training.caching import EncodedRun
 from diffsynth_lite.training.data_rules import num_tokens_of
 from diffsynth_lite.training.memory_advice import Workload
 from diffsynth_lite.training.preflight import CheckedRun, block_policy
-from diffsynth_lite.training.trackers import MetricsLog
+from diffsynth_lite.training.run_folder.metrics import MetricsLog
 
 
 def build_workload(config: Config, checked: CheckedRun, encoded: EncodedRun) -> Workload:

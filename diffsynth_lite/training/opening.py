@@ -6,13 +6,11 @@ import yaml
 from accelerate import Accelerator
 
 from diffsynth_lite.config import LoadedConfig
-from diffsynth_lite.training.checkpoints import CheckpointStore
-from diffsynth_lite.training.contract import Contract
+from diffsynth_lite.training.checkpoint.resume import Contract, Lineage
+from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.files import write_json_atomic, write_text_atomic
-from diffsynth_lite.training.lineage import Lineage
-from diffsynth_lite.training.metrics import MetricsFile
-from diffsynth_lite.training.run_folder import RunFolder
-from diffsynth_lite.training.trackers import start_trackers
+from diffsynth_lite.training.run_folder.folder import RunFolder
+from diffsynth_lite.training.run_folder.metrics import MetricsFile, start_trackers
 
 
 def write_opening(

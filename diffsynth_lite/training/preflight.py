@@ -22,7 +22,7 @@ from diffsynth_lite.training.learning_rate import learning_rate_schedule
 from diffsynth_lite.training.preview_rules import check_previews, preview_size
 from diffsynth_lite.training.processes import on_all_processes
 from diffsynth_lite.training.reading import read_data
-from diffsynth_lite.training.trackers import require_trackers
+from diffsynth_lite.training.run_folder.metrics import require_trackers
 
 _Result = TypeVar("_Result")
 

@@ -10,7 +10,7 @@ from diffsynth_lite.data import BadItemsError, Record
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.training.files import write_text_atomic
-from diffsynth_lite.training.run_folder import RunFolder
+from diffsynth_lite.training.run_folder.folder import RunFolder
 
 
 class Quarantine:

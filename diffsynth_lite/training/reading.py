@@ -14,9 +14,9 @@ from diffsynth_lite.training.data_rules import (
     read_training_records,
     read_validation_records,
 )
-from diffsynth_lite.training.outcome import shortages_explained
 from diffsynth_lite.training.processes import main_process_first, on_main_process
 from diffsynth_lite.training.quarantine import Quarantine
+from diffsynth_lite.training.run_folder.status import shortages_explained
 
 
 @dataclass(frozen=True, kw_only=True)

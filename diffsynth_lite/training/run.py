@@ -20,23 +20,27 @@ from diffsynth_lite.training.builder import (
     lora_alpha,
 )
 from diffsynth_lite.training.caching import EncodedRun, encode_run
-from diffsynth_lite.training.checkpoints import Checkpoint, CheckpointStore
-from diffsynth_lite.training.contract import Contract, data_contract, settings_contract
+from diffsynth_lite.training.checkpoint.lora_file import read_initial_lora
+from diffsynth_lite.training.checkpoint.resume import (
+    Contract,
+    agreed_start,
+    data_contract,
+    extended_lineage,
+    settings_contract,
+)
+from diffsynth_lite.training.checkpoint.saver import Saver, restore
+from diffsynth_lite.training.checkpoint.store import Checkpoint, CheckpointStore
 from diffsynth_lite.training.grace import StopGrace
-from diffsynth_lite.training.initial_lora import read_initial_lora
-from diffsynth_lite.training.lineage import extended_lineage
 from diffsynth_lite.training.memory_advice import out_of_memory_explained
 from diffsynth_lite.training.memory_builder import build_workload
 from diffsynth_lite.training.opening import follow_run, write_opening
-from diffsynth_lite.training.outcome import outcome_recorded, shortages_explained
 from diffsynth_lite.training.preflight import check_run
 from diffsynth_lite.training.processes import on_main_process
 from diffsynth_lite.training.repeatable_kernels import repeatable_kernels
 from diffsynth_lite.training.requests import remove_old_requests
-from diffsynth_lite.training.resume import agreed_start
-from diffsynth_lite.training.run_folder import RunFolder
+from diffsynth_lite.training.run_folder.folder import RunFolder
+from diffsynth_lite.training.run_folder.status import outcome_recorded, shortages_explained
 from diffsynth_lite.training.run_setting import RunSetting
-from diffsynth_lite.training.saving import Saver, restore
 from diffsynth_lite.training.signals import StopRequest
 from diffsynth_lite.training.startup import StartupClock
 from diffsynth_lite.training.steps import train_steps

@@ -6,11 +6,11 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from diffsynth_lite.config import Config, LoadedConfig
-from diffsynth_lite.training.checkpoints import CheckpointStore
+from diffsynth_lite.training.checkpoint.resume import Origin
+from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.grace import StopGrace
 from diffsynth_lite.training.preflight import CheckedRun
-from diffsynth_lite.training.resume import Origin
-from diffsynth_lite.training.run_folder import RunFolder
+from diffsynth_lite.training.run_folder.folder import RunFolder
 from diffsynth_lite.training.startup import StartupClock
 
 

@@ -7,19 +7,18 @@ from datetime import timedelta
 from diffsynth_lite.core.gradient import gradient_engine
 from diffsynth_lite.training.actions import Evaluate, LogMetrics
 from diffsynth_lite.training.builder import BuiltRun
+from diffsynth_lite.training.checkpoint.saver import Saver
 from diffsynth_lite.training.grace import StopTime
 from diffsynth_lite.training.loop import run_loop
 from diffsynth_lite.training.memory_builder import build_engine, build_engine_report
-from diffsynth_lite.training.metrics import MetricsFile
 from diffsynth_lite.training.optimizer_step import StepResult
-from diffsynth_lite.training.outcome import LiveStatus
 from diffsynth_lite.training.patience import Patience
-from diffsynth_lite.training.progress import Pace, ProgressLine
 from diffsynth_lite.training.requests import Requests, every
+from diffsynth_lite.training.run_folder.metrics import MetricsFile, MetricsLog
+from diffsynth_lite.training.run_folder.progress import Pace, ProgressLine
+from diffsynth_lite.training.run_folder.status import LiveStatus
 from diffsynth_lite.training.run_setting import RunSetting
-from diffsynth_lite.training.saving import Saver
 from diffsynth_lite.training.signals import StopRequest
-from diffsynth_lite.training.trackers import MetricsLog
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors.torch import load_file
 from tiny_run import REPOSITORY, TinyRun, checkpoint_tensors, differing, tiny_picture
 
-from diffsynth_lite.training.checkpoints import CheckpointStore
+from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from faults.bench import Bench, Result, assert_same, environment, forked, losses, torchrun, train
 from faults.driver import waited
 from faults.stops import processes_of

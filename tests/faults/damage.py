@@ -13,7 +13,7 @@ import pytest
 from damages import CERTAIN, RANDOM
 from tiny_run import TinyRun
 
-from diffsynth_lite.training.checkpoint_manifest import CheckpointError, read_checkpoint
+from diffsynth_lite.training.checkpoint.manifest import CheckpointError, read_checkpoint
 from faults.bench import PLAIN, Bench, Result, assert_same, forked, stopped_after, train
 from faults.driver import waited
 

@@ -10,7 +10,7 @@ import pytest
 from failing_store import recorded_second_save, steps_after_a_power_cut
 from tiny_run import TinyRun
 
-from diffsynth_lite.training.saving import Saver
+from diffsynth_lite.training.checkpoint.saver import Saver
 from faults.bench import PLAIN, Bench, Result, assert_same, forked, launched, torchrun, train
 from faults.driver import waited
 from faults.kills import at_each_call_of_a_save

@@ -15,9 +15,9 @@ from tiny_run import TinyRun, tiny_picture
 from diffsynth_lite.lora import adapter_tensors, add_adapter
 from diffsynth_lite.pipelines.qwen_image import QwenImage, tiny
 from diffsynth_lite.training.averaging import AveragedWeights
-from diffsynth_lite.training.checkpoint_manifest import read_checkpoint
-from diffsynth_lite.training.optimizer_state import optimizer_tensors
-from diffsynth_lite.training.saving import restore
+from diffsynth_lite.training.checkpoint.manifest import read_checkpoint
+from diffsynth_lite.training.checkpoint.optimizer_state import optimizer_tensors
+from diffsynth_lite.training.checkpoint.saver import restore
 from faults.bench import Bench, Result, losses, stopped_after, train
 
 GOLDEN = Path(__file__).parents[1] / "training" / "golden"

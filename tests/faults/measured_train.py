@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from diffsynth_lite.cli.train import main
+from diffsynth_lite.training.checkpoint.saver import Saver
 from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
-from diffsynth_lite.training.saving import Saver
 
 _take = OptimizerStep.take
 _save = Saver.save

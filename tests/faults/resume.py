@@ -139,7 +139,7 @@ def _count_one_too_many(patch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_the_optimizer(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("diffsynth_lite.training.saving.load_optimizer", lambda *_: None)
+    patch.setattr("diffsynth_lite.training.checkpoint.saver.load_optimizer", lambda *_: None)
 
 
 def _forget_the_average(patch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def _forget_the_average(patch: pytest.MonkeyPatch) -> None:
 
 
 def _let_anything_differ(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("diffsynth_lite.training.resume.require_same", lambda *_, **__: [])
+    patch.setattr("diffsynth_lite.training.checkpoint.resume.require_same", lambda *_, **__: [])
 
 
 CONTROLS: dict[str, tuple[Patch, tuple[str, ...]]] = {

@@ -14,8 +14,8 @@ import pytest
 from tiny_run import LAUNCH, TRAIN, TinyRun
 
 from diffsynth_lite.pipelines.qwen_image import QwenImage
-from diffsynth_lite.training.checkpoint_manifest import read_checkpoint
-from diffsynth_lite.training.checkpoints import CheckpointStore
+from diffsynth_lite.training.checkpoint.manifest import read_checkpoint
+from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
 from faults.bench import PLAIN, Bench, Result, assert_same, environment, forked, torchrun, train
 from faults.damage import wait_for_steps

@@ -8,7 +8,12 @@ import pytest
 from tiny_run import write_config
 
 from diffsynth_lite.config import AllowedChange, load_config, section_types
-from diffsynth_lite.training.contract import Contract, DifferentRunError, require_same, settings_contract
+from diffsynth_lite.training.checkpoint.resume import (
+    Contract,
+    DifferentRunError,
+    require_same,
+    settings_contract,
+)
 from faults.settings import BASE, TABLES, Change, Verdict
 
 CASES = [(verdict, key, change) for verdict, table in TABLES.items() for key, change in table.items()]

@@ -113,7 +113,7 @@ def test_a_run_that_forgets_the_optimizer_would_be_another_run(tiny_run: TinyRun
     whole, parts = tiny_run.root / "whole", tiny_run.root / "parts"
     assert tiny_run.train(f"output.dir={whole}") == 0
     assert tiny_run.train(f"output.dir={parts}", "train.steps=4") == 0
-    monkeypatch.setattr("diffsynth_lite.training.saving.load_optimizer", lambda *_args: None)
+    monkeypatch.setattr("diffsynth_lite.training.checkpoint.saver.load_optimizer", lambda *_args: None)
     assert tiny_run.train(f"output.dir={parts}") == 0
     assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(parts, 6)) != []
 
@@ -257,7 +257,7 @@ def test_a_run_without_a_checkpoint_is_not_written_over_by_another(
         raise KeyError("as if killed before its first checkpoint")
 
     with monkeypatch.context() as patched:
-        patched.setattr("diffsynth_lite.training.saving.Saver.save", killed)
+        patched.setattr("diffsynth_lite.training.checkpoint.saver.Saver.save", killed)
         with pytest.raises(SystemExit, match="1"):
             tiny_run.train()
     metrics = tiny_run.metrics()
@@ -274,7 +274,7 @@ def test_a_run_whose_last_export_failed_is_finished_by_the_same_command(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("diffsynth_lite.training.saving.export_lora", full)
+        patched.setattr("diffsynth_lite.training.checkpoint.saver.export_lora", full)
         assert tiny_run.train("output.checkpoint_every_steps=6") == 3
     assert tiny_run.status()["state"] == "stopped"
     assert tiny_run.train("output.checkpoint_every_steps=6") == 0

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from tiny_run import TinyRun, checkpoint_tensors, differing, dropping
 
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.training import saving
-from diffsynth_lite.training.checkpoints import CheckpointStore
+from diffsynth_lite.training.checkpoint import saver
+from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
 from diffsynth_lite.training.yardstick import Yardstick
 
@@ -69,7 +69,7 @@ def test_a_run_saves_samples_and_stops_when_asked_and_goes_on_as_if_it_had_not(
 
 
 def test_who_watches_a_run_sees_its_step(tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diffsynth_lite.training.outcome._RENEWED_EVERY_S", 0.0)
+    monkeypatch.setattr("diffsynth_lite.training.run_folder.status._RENEWED_EVERY_S", 0.0)
     take, seen = OptimizerStep.take, []
 
     def take_and_look(self: OptimizerStep, step: int) -> StepResult:
@@ -105,14 +105,14 @@ def test_a_run_killed_before_its_best_lora_was_written_writes_it_when_it_goes_on
 ) -> None:
     settings = (*held_out(tiny_run), "validation.every_steps=1", *(["train.ema_decay=0.6"] * averaged))
     measure(monkeypatch, 9.0, 5.0, 3.0)
-    export = saving.export_lora
+    export = saver.export_lora
 
     def killed(family: ModelFamily, folder: Path, *rest: Any) -> list[Path]:
         if folder.name == "lora_best" and folder.exists():
             raise KeyboardInterrupt
         return export(family, folder, *rest)
 
-    monkeypatch.setattr(saving, "export_lora", killed)
+    monkeypatch.setattr(saver, "export_lora", killed)
     with pytest.raises(KeyboardInterrupt):
         tiny_run.train(*settings)
     source = "ema" if averaged else "adapter"
@@ -141,7 +141,7 @@ def test_a_stop_at_a_planned_save_and_a_best_step_are_saved_and_exported_once(
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[tuple[str, int]] = []
-    export, save = saving.export_lora, CheckpointStore.save
+    export, save = saver.export_lora, CheckpointStore.save
 
     def counted_export(family: ModelFamily, folder: Path, *rest: Any) -> list[Path]:
         written.append((folder.name, max(steps_kept(tiny_run))))
@@ -151,7 +151,7 @@ def test_a_stop_at_a_planned_save_and_a_best_step_are_saved_and_exported_once(
         written.append(("checkpoint", step))
         return save(store, step, *rest, **more)
 
-    monkeypatch.setattr(saving, "export_lora", counted_export)
+    monkeypatch.setattr(saver, "export_lora", counted_export)
     monkeypatch.setattr(CheckpointStore, "save", counted_save)
     measure(monkeypatch, 9.0, 3.0, 5.0)
     dropping(tiny_run, monkeypatch, STOP=4)

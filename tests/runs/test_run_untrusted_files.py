@@ -11,7 +11,7 @@ from poison import poisons
 from test_bad_input import copied_model
 from tiny_run import TinyRun
 
-from diffsynth_lite.training.checkpoint_manifest import CheckpointError, ListedFile, Manifest, read_checkpoint
+from diffsynth_lite.training.checkpoint.manifest import CheckpointError, ListedFile, Manifest, read_checkpoint
 
 QUICK = ("validation.prompts=[]", "validation.loss_items=0")
 

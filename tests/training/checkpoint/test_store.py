@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diffsynth_lite.errors import RunStoppedError, UserError
-from diffsynth_lite.training.checkpoints import Checkpoint, CheckpointError, CheckpointStore
+from diffsynth_lite.training.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
 
 Tensors = dict[str, dict[str, Tensor]]
 

@@ -8,7 +8,7 @@ import pytest
 
 from diffsynth_lite.config import AllowedChange, Config, load_config
 from diffsynth_lite.data import DataIdentity
-from diffsynth_lite.training.contract import (
+from diffsynth_lite.training.checkpoint.resume import (
     DifferentRunError,
     data_contract,
     require_same,

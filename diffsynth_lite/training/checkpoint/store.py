@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from diffsynth_lite.errors import RunStoppedError
-from diffsynth_lite.training.checkpoint_manifest import (
+from diffsynth_lite.training.checkpoint.manifest import (
     MANIFEST_NAME,
     Checkpoint,
     CheckpointError,

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
-from diffsynth_lite.training.checkpoints import CheckpointStore
-from diffsynth_lite.training.contract import DifferentRunError
+from diffsynth_lite.training.checkpoint.resume import DifferentRunError
+from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.optimizer_step import StepResult
-from diffsynth_lite.training.outcome import LiveStatus, outcome_recorded, shortages_explained
-from diffsynth_lite.training.progress import Pace
-from diffsynth_lite.training.run_folder import RunFolder
+from diffsynth_lite.training.run_folder.folder import RunFolder
+from diffsynth_lite.training.run_folder.progress import Pace
+from diffsynth_lite.training.run_folder.status import LiveStatus, outcome_recorded, shortages_explained
 
 
 def status(folder: Path) -> dict:
@@ -102,7 +102,7 @@ def test_a_status_that_cannot_be_written_stops_no_run_and_is_warned_of_once(
     pace, status_of_run = live(tmp_path, [0.0, 10.0, 20.0])
     with recorded(tmp_path):
         with monkeypatch.context() as patch:
-            patch.setattr("diffsynth_lite.training.run_folder.write_json_atomic", full)
+            patch.setattr("diffsynth_lite.training.run_folder.folder.write_json_atomic", full)
             steps(pace, status_of_run, 4, 5)
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         steps(pace, status_of_run, 6)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from diffsynth_lite.training.checkpoints import CheckpointStore
+from diffsynth_lite.training.checkpoint.store import CheckpointStore
 
 
 def test_a_pinned_step_and_those_of_every_so_many_stay_besides_the_newest(tmp_path: Path) -> None:

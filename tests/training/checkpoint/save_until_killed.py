@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import torch
 
-from diffsynth_lite.training.checkpoints import CheckpointStore
+from diffsynth_lite.training.checkpoint.store import CheckpointStore
 
 
 def weights(step: int) -> dict[str, torch.Tensor]:

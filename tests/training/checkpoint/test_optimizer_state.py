@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffsynth_lite.training.checkpoints import CheckpointError, CheckpointStore
-from diffsynth_lite.training.optimizer_state import load_optimizer, optimizer_tensors
+from diffsynth_lite.training.checkpoint.optimizer_state import load_optimizer, optimizer_tensors
+from diffsynth_lite.training.checkpoint.store import CheckpointError, CheckpointStore
 
 Parameters = dict[str, nn.Parameter]
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]

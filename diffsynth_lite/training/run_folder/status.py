@@ -13,12 +13,12 @@ import torch
 from diffsynth_lite.core.gradient import HostBytesError
 from diffsynth_lite.data import is_lost_worker
 from diffsynth_lite.errors import EXIT_FINISHED, RunInterrupted, RunStoppedError, UserError, exit_code
-from diffsynth_lite.training.checkpoints import CheckpointStore
-from diffsynth_lite.training.contract import DifferentRunError
+from diffsynth_lite.training.checkpoint.resume import DifferentRunError
+from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.files import write_json_atomic
 from diffsynth_lite.training.optimizer_step import StepResult
-from diffsynth_lite.training.progress import Pace
-from diffsynth_lite.training.run_folder import RunFolder, RunState
+from diffsynth_lite.training.run_folder.folder import RunFolder, RunState
+from diffsynth_lite.training.run_folder.progress import Pace
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffsynth_lite.training.checkpoint_manifest import CheckpointError
+from diffsynth_lite.training.checkpoint.manifest import CheckpointError
 
 _SEPARATOR = "::"
 """Between parameter and state in a tensor's name; a Python identifier, so a parameter's name, has none."""

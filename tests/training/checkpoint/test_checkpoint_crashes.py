@@ -14,7 +14,7 @@ from failing_store import FailingDisk, latest_step, recorded_second_save, save, 
 
 import diffsynth_lite
 from diffsynth_lite.errors import RunStoppedError
-from diffsynth_lite.training.checkpoints import CheckpointStore
+from diffsynth_lite.training.checkpoint.store import CheckpointStore
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -93,7 +93,7 @@ SAVE_WITH_A_FILE_SIZE_LIMIT = """
 import resource, sys
 from pathlib import Path
 import torch
-from diffsynth_lite.training.checkpoints import CheckpointStore
+from diffsynth_lite.training.checkpoint.store import CheckpointStore
 store = CheckpointStore(Path(sys.argv[1]), keep=2)
 store.save(1, {"adapter": {"a": torch.zeros(8)}}, {})
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))

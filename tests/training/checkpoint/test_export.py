@@ -7,7 +7,7 @@ import torch
 
 from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.qwen_image import QwenImage
-from diffsynth_lite.training.export import export_lora
+from diffsynth_lite.training.checkpoint.lora_file import export_lora
 
 TENSORS = {
     "transformer_blocks.0.attn.to_q.lora_A.weight": torch.arange(8.0).view(2, 4),

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from diffsynth_lite.training.optimizer_step import StepResult
-from diffsynth_lite.training.progress import Pace, ProgressLine
+from diffsynth_lite.training.run_folder.progress import Pace, ProgressLine
 
 CPU = torch.device("cpu")
 
@@ -74,10 +74,10 @@ def test_in_a_terminal_there_is_one_live_line(caplog: pytest.LogCaptureFixture) 
 def test_the_processs_peak_memory_grows_with_what_it_holds() -> None:
     code = (
         "import torch\n"
-        "from diffsynth_lite.training.progress import peak_memory_gib\n"
+        "from diffsynth_lite.training.run_folder.progress import peak_memory_gib\n"
         "before = peak_memory_gib(torch.device('cpu'))\n"
         "ballast = torch.ones(int((before + 0.4) * 2**30), dtype=torch.uint8)\n"
         "assert before + 0.3 < peak_memory_gib(torch.device('cpu')) < 2 * before + 1\n"
     )
     # A process of its own gives the memory back; its peak starts at that of the process that started it.
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

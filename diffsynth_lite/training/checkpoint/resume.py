@@ -1,13 +1,30 @@
-"""This file says which settings make a run the run that it is, and refuses to resume it as another one."""
+"""This file decides what a run continues from, refuses to resume it as another run, and keeps its history."""
 
 import dataclasses
+import json
+import logging
+import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, get_args
 
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from diffsynth_lite import __version__
 from diffsynth_lite.config import AllowedChange, Config, section_types
 from diffsynth_lite.data import DataIdentity
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import redacted
+from diffsynth_lite.training.checkpoint.manifest import read_checkpoint
+from diffsynth_lite.training.checkpoint.store import Checkpoint, CheckpointStore
+from diffsynth_lite.training.processes import on_main_process
+from diffsynth_lite.training.run_folder.folder import RunFolder
+
+logger = logging.getLogger(__name__)
 
 _FIXED_SECTIONS = ("lora", "objective")
 _FREE_FIELDS = ("lora.init_from",)
@@ -35,7 +52,7 @@ _MAX_NAMED = 5
 Contract = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Change:
     """A setting that is not what it was when the run was started."""
 
@@ -151,3 +168,127 @@ def _default(key: str) -> Any:
     if settings is None or settings.default is dataclasses.MISSING:
         return None
     return settings.default
+
+
+def _checkpoint_folder(source: str) -> Path:
+    path = Path(source).expanduser()
+    if not path.is_dir():
+        raise UserError(
+            f"resume.source: {source!r} is neither auto, none nor must, nor the folder of a checkpoint "
+            "such as runs/mine/checkpoints/step-00000200"
+        )
+    if (path / "checkpoints").is_dir():
+        raise UserError(f"resume.source: {source} is a run; name one of {path / 'checkpoints'}/step-...")
+    return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What a run may continue from.
+
+    Attributes:
+        source: ``auto`` continues the newest checkpoint if there is one, ``must`` insists on one, ``none``
+            insists on a new run, and anything else is the folder of a checkpoint.
+        allow: settings that may differ from the run's; see ``require_same``.
+        folder: of the run.
+        store: the run's checkpoints.
+    """
+
+    source: str
+    allow: Sequence[str]
+    folder: RunFolder
+    store: CheckpointStore
+
+    def find(self) -> Checkpoint | None:
+        """The checkpoint to continue from, or None to start a new run.
+
+        Raises:
+            UserError: there is no such checkpoint, or ``none`` would write over a run.
+        """
+        if self.source == "none":
+            if self.folder.holds_run():
+                raise UserError(
+                    f"resume.source: none starts a new run, but {self.folder.path} holds one; "
+                    "set another output.dir, or continue it with --resume auto"
+                )
+            return None
+        if self.source not in ("auto", "must"):
+            return read_checkpoint(_checkpoint_folder(self.source))
+        checkpoint = self.store.latest()
+        if checkpoint is None and self.source == "must":
+            raise UserError(
+                f"resume.source: must, but {self.store.folder} holds no checkpoint; "
+                "check output.dir, or use --resume auto"
+            )
+        return checkpoint
+
+    def changes(self, contract: Contract, checkpoint: Checkpoint | None) -> list[Change]:
+        """What differs, as far as it is allowed to, from the checkpoint, or from a run without one.
+
+        Raises:
+            DifferentRunError: something else differs.
+        """
+        if checkpoint is not None:
+            saved, where = checkpoint.documents["contract"], checkpoint.path
+        elif self.folder.contract_file.is_file():
+            saved, where = json.loads(self.folder.contract_file.read_bytes()), self.folder.path
+        else:
+            return []
+        return require_same(contract, saved, where=str(where), allow=self.allow)
+
+
+def agreed_start(accelerator: Accelerator, origin: Origin, contract: Contract) -> Checkpoint | None:
+    """The checkpoint to continue from, the same on all processes; its settings are the run's.
+
+    Raises:
+        UserError: see ``Origin.find``.
+        DifferentRunError: the run has other settings.
+    """
+
+    def find() -> Path | None:
+        origin.store.clean()
+        checkpoint = origin.find()
+        if checkpoint is None:
+            origin.changes(contract, None)
+        return checkpoint.path if checkpoint else None
+
+    found = [on_main_process(accelerator, find)]
+    path = broadcast_object_list(found)[0]
+    if path is None:
+        return None
+    checkpoint = origin.store.read(path)
+    origin.changes(contract, checkpoint)
+    logger.info("Continuing from %s.", path)
+    return checkpoint
+
+
+Lineage = list[dict[str, Any]]
+"""One entry for each start, the first one first."""
+
+_PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
+
+
+def extended_lineage(
+    checkpoint: Checkpoint | None, changes: Sequence[Change], accelerator: Accelerator
+) -> Lineage:
+    """The history in a checkpoint, and this start; warns of what was changed.
+
+    Args:
+        checkpoint: that the run continues from; None starts one.
+        changes: settings that differ from the checkpoint's.
+        accelerator: tells the processes and the device.
+    """
+    entry = {
+        "step": checkpoint.step if checkpoint else 0,
+        "continues": checkpoint.path.name if checkpoint else None,
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "processes": accelerator.num_processes,
+        "device": str(accelerator.device.type),
+        "python": platform.python_version(),
+        "versions": {"diffsynth_lite": __version__} | {name: version(name) for name in _PACKAGES},
+        "changed": {change.key: {"from": change.old, "to": change.new} for change in changes},
+    }
+    for change in changes:
+        logger.warning("resume.allow: %s from step %d on.", change, entry["step"])
+    earlier = checkpoint.documents["state"].get("lineage", []) if checkpoint else []
+    return [*earlier, entry]

@@ -1,0 +1,1 @@
+"""What a run saves and continues from: checkpoints, and the LoRA file."""
