@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.pipelines import Conditioning, ModelFamily, PipelineFolder, load_family
-from diffsynth_lite.pipelines.contract.input_pictures import INPUT
+from diffsynth_lite.pipelines.base.batching import INPUT
 
 NUM_BLOCKS = 4
 """Of each block list. Three of them are counted, and two: the last one has layers without an adapter."""

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from diffsynth_lite.pipelines import ModelFamily, family_names, load_family
-from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 
 RECORDS = {
     "image": "pictures",

@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the tests of the families' contract run on families kept elsewhere."""
+    """Let the tests of all families run on families kept elsewhere."""
     parser.addoption(
         "--family",
         action="append",

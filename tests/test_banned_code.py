@@ -22,7 +22,7 @@ BANNED_KEYWORDS = {"trust_remote_code": False, "shell": False, "allow_pickle": F
 IMPORTS_BY_NAME = {"__import__", "importlib.import_module", "importlib.util.spec_from_file_location"}
 IMPORTERS = {
     "diffsynth_lite/__init__.py": "the public names, on their first use",
-    "diffsynth_lite/pipelines/contract/discovery.py": "model.family, which may be a dotted path",
+    "diffsynth_lite/pipelines/base/discovery.py": "model.family, which may be a dotted path",
 }
 """The files of the package that may import by name, once each; only the second one's comes from a config."""
 

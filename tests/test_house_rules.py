@@ -13,7 +13,7 @@ import pytest
 import diffsynth_lite
 
 ROOT = Path(__file__).parents[1]
-MAX_FILE_LINES = 300
+MAX_FILE_LINES = 450
 MAX_BODY_LINES = 60
 MAX_NESTING = 3
 

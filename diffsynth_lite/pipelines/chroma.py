@@ -13,12 +13,10 @@ from transformers import T5EncoderModel
 
 from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
 from diffsynth_lite.media import Prompt
-from diffsynth_lite.pipelines.contract.assembly import assemble
-from diffsynth_lite.pipelines.contract.diffusers_family import device_and_dtype
-from diffsynth_lite.pipelines.contract.packed_pictures import pack_pictures, unpack_picture
-from diffsynth_lite.pipelines.contract.padding import pad_tokens, without_padding
-from diffsynth_lite.pipelines.contract.samples import Conditioning, PreviewRequest
-from diffsynth_lite.pipelines.flux import Flux
+from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
+from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
+from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest
+from diffsynth_lite.pipelines.flux import Flux, pack_pictures, unpack_picture
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
 from diffsynth_lite.testing.seeding import seeded
 from diffsynth_lite.testing.text_encoders import tiny_t5

@@ -15,16 +15,13 @@ from transformers import CLIPTextModel, T5EncoderModel
 
 from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
 from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines.contract.assembly import assemble
-from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily, device_and_dtype
-from diffsynth_lite.pipelines.contract.guidance import training_guidance
-from diffsynth_lite.pipelines.contract.latents import (
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.latents import (
     decode_in_own_dtype,
     encode_scaled_latents,
     scaled_latents_shape,
 )
-from diffsynth_lite.pipelines.contract.packed_pictures import PATCH, pack_pictures, unpack_picture
-from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
 from diffsynth_lite.testing.seeding import seeded
 from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_t5
@@ -33,6 +30,8 @@ from diffsynth_lite.testing.tokenizers import clip_tokenizer, t5_tokenizer
 _TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 _TOKENIZERS = ("tokenizer", "tokenizer_2")
 _EMBEDS = ("prompt_embeds", "pooled_prompt_embeds")
+_PATCH = 2
+"""Latents to a side of a token."""
 
 
 def model_fn_flux(
@@ -81,6 +80,47 @@ def model_fn_flux(
             return_dict=False,
         )[0]
     return unpack_picture(velocity_bld, height, width)
+
+
+def pack_pictures(pictures: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of pictures, each of 2 x 2 latents, one behind the other, and where each token stands.
+
+    Args:
+        pictures: each (B, C, H_i, W_i), its latents, H_i and W_i even.
+
+    Returns:
+        (B, L, 4 C), with L the sum of H_i * W_i / 4; and (L, 3), of each token the place of its picture in
+        ``pictures``, its row and its column.
+    """
+    tokens_bld = [FluxPipeline._pack_latents(picture, *picture.shape) for picture in pictures]
+    positions = [_positions(picture, place) for place, picture in enumerate(pictures)]
+    return torch.cat(tokens_bld, dim=1), torch.cat(positions)
+
+
+def unpack_picture(tokens_bld: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """The first picture in a sequence of tokens.
+
+    Args:
+        tokens_bld: (B, L, 4 C), L at least height * width / 4.
+        height: of its latents, even.
+        width: of its latents, even.
+
+    Returns:
+        (B, C, height, width).
+    """
+    picture_bchw: torch.Tensor = FluxPipeline._unpack_latents(
+        tokens_bld[:, : height * width // _PATCH**2], height, width, vae_scale_factor=1
+    )
+    return picture_bchw
+
+
+def _positions(picture_bchw: torch.Tensor, place: int) -> torch.Tensor:
+    batch, _, height, width = picture_bchw.shape
+    positions: torch.Tensor = FluxPipeline._prepare_latent_image_ids(
+        batch, height // _PATCH, width // _PATCH, picture_bchw.device, torch.float32
+    )
+    positions[:, 0] = place
+    return positions
 
 
 class Flux(DiffusersFamily):
@@ -170,7 +210,7 @@ class Flux(DiffusersFamily):
         return scaled_latents_shape(self.folder.component_config("vae"), width, height)
 
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        return latents_shape[-2] * latents_shape[-1] // PATCH**2
+        return latents_shape[-2] * latents_shape[-1] // _PATCH**2
 
     def predict(
         self,
@@ -184,6 +224,8 @@ class Flux(DiffusersFamily):
     ) -> torch.Tensor:
         like = device_and_dtype(transformer)
         embeds, pooled = (torch.stack([sample[name] for sample in conditioning]) for name in _EMBEDS)
+        # A scale of 1 asks for no guidance: the target is that of the data alone.
+        guidance = torch.ones_like(sigma) if self._is_guided else None
         input_latents = self._input_latents(conditioning)
         return model_fn_flux(
             transformer,
@@ -191,7 +233,7 @@ class Flux(DiffusersFamily):
             sigma,
             embeds.to(**like),
             pooled.to(**like),
-            training_guidance(sigma) if self._is_guided else None,
+            guidance,
             input_latents_bchw=None if input_latents is None else input_latents.to(**like),
             use_gradient_checkpointing=use_gradient_checkpointing,
             use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,

@@ -24,16 +24,14 @@ from transformers import Mistral3ForConditionalGeneration, Qwen3ForCausalLM
 from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines.contract.assembly import assemble
-from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily, device_and_dtype
-from diffsynth_lite.pipelines.contract.guidance import training_guidance
-from diffsynth_lite.pipelines.contract.input_pictures import INPUT, stack_inputs
-from diffsynth_lite.pipelines.contract.latents import (
+from diffsynth_lite.pipelines.base.batching import INPUT, stack_inputs
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.latents import (
     decode_in_own_dtype,
     encode_patched_latents,
     scaled_latents_shape,
 )
-from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.testing.autoencoders import tiny_flux2_vae
 from diffsynth_lite.testing.seeding import seeded
 from diffsynth_lite.testing.text_encoders import tiny_mistral3
@@ -232,12 +230,14 @@ class Flux2(DiffusersFamily):
     ) -> torch.Tensor:
         like = device_and_dtype(transformer)
         embeds = torch.stack([sample["prompt_embeds"] for sample in conditioning])
+        # A scale of 1 asks for no guidance: the target is that of the data alone.
+        guidance = torch.ones_like(sigma) if self._is_guided else None
         return model_fn_flux2(
             transformer,
             noisy_latents.to(**like),
             sigma,
             embeds.to(**like),
-            training_guidance(sigma) if self._is_guided else None,
+            guidance,
             input_latents_bchw=[latents.to(**like) for latents in stack_inputs(conditioning)],
             use_gradient_checkpointing=use_gradient_checkpointing,
             use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,

@@ -14,9 +14,9 @@ from PIL.Image import Image
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import flux
-from diffsynth_lite.pipelines.contract.input_pictures import INPUT, stack_inputs
-from diffsynth_lite.pipelines.contract.latents import encode_scaled_latents
-from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.batching import INPUT, stack_inputs
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
 
 model_fn_flux_kontext = flux.model_fn_flux
 """One forward; ``input_latents_bchw`` is the picture to edit."""

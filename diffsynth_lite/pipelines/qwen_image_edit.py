@@ -18,12 +18,10 @@ from transformers import Qwen2VLImageProcessorPil as PictureProcessor
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import qwen_image
-from diffsynth_lite.pipelines.contract.assembly import assemble
-from diffsynth_lite.pipelines.contract.diffusers_family import device_and_dtype
-from diffsynth_lite.pipelines.contract.input_pictures import INPUT, stack_inputs
-from diffsynth_lite.pipelines.contract.latents import encode_latents
-from diffsynth_lite.pipelines.contract.padding import pad_tokens
-from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.batching import INPUT, pad_tokens, stack_inputs
+from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.latents import encode_latents
 
 # A literal in the pipeline; Edit-Plus has names for its areas.
 _EDIT_AREA = 1024 * 1024

@@ -16,10 +16,9 @@ from transformers import Gemma2Model
 
 from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
 from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines.contract.assembly import assemble
-from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily, device_and_dtype
-from diffsynth_lite.pipelines.contract.padding import pad_tokens, without_padding
-from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.testing.autoencoders import tiny_dc_vae
 from diffsynth_lite.testing.seeding import seeded
 from diffsynth_lite.testing.text_encoders import tiny_gemma2

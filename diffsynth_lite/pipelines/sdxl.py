@@ -24,18 +24,18 @@ from diffsynth_lite.core.gradient import (
 )
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines.contract.clip_prompts import clip_prompt_embeds, clip_prompt_encoder
-from diffsynth_lite.pipelines.contract.diffusers_family import device_and_dtype
-from diffsynth_lite.pipelines.contract.diffusion_family import DiffusionFamily
-from diffsynth_lite.pipelines.contract.folder import PipelineFolder
-from diffsynth_lite.pipelines.contract.joint_lora import read_joint_lora, save_joint_lora
-from diffsynth_lite.pipelines.contract.latents import (
+from diffsynth_lite.pipelines.base.clip_prompts import clip_prompt_embeds, clip_prompt_encoder
+from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
+from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, LoraFile, PreviewRequest
+from diffsynth_lite.pipelines.base.folder import PipelineFolder
+from diffsynth_lite.pipelines.base.joint_lora import read_joint_lora, save_joint_lora
+from diffsynth_lite.pipelines.base.latents import (
     decode_in_own_dtype,
     encode_scaled_latents,
     scaled_latents_shape,
 )
-from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, LoraFile, PreviewRequest
-from diffsynth_lite.pipelines.contract.unet_blocks import unet_block_lists
+from diffsynth_lite.pipelines.base.unet_blocks import unet_block_lists
 from diffsynth_lite.testing.autoencoders import tiny_sdxl_vae
 from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_clip_text_with_projection
 from diffsynth_lite.testing.tokenizers import clip_tokenizer

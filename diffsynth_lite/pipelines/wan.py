@@ -22,12 +22,12 @@ from transformers import UMT5EncoderModel
 
 from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
 from diffsynth_lite.media import Media, Prompt, RecordKind
-from diffsynth_lite.pipelines.contract.assembly import assemble
-from diffsynth_lite.pipelines.contract.experts import ExpertFamily
-from diffsynth_lite.pipelines.contract.first_frame import encode_clips, preview_start, with_first_frames
-from diffsynth_lite.pipelines.contract.latents import encode_latents
-from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
-from diffsynth_lite.pipelines.contract.wan_prompts import (
+from diffsynth_lite.pipelines.base.diffusers_family import assemble
+from diffsynth_lite.pipelines.base.experts import ExpertFamily
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.first_frame import encode_clips, preview_start, with_first_frames
+from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.pipelines.base.wan_prompts import (
     num_prompt_tokens,
     wan_prompt_embeds,
     wan_prompt_encoder,

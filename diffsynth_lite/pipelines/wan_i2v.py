@@ -18,9 +18,9 @@ from transformers import CLIPImageProcessorPil, CLIPVisionModel
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, RecordKind
 from diffsynth_lite.pipelines import wan
-from diffsynth_lite.pipelines.contract.assembly import assemble
-from diffsynth_lite.pipelines.contract.latents import encode_latents
-from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.diffusers_family import assemble
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.testing.image_encoders import tiny_clip_processor, tiny_clip_vision
 from diffsynth_lite.testing.transformers import tiny_wan_transformer
 

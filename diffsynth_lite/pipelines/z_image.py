@@ -20,10 +20,9 @@ from transformers import Qwen3Model
 from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines.contract.assembly import assemble
-from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily, device_and_dtype
-from diffsynth_lite.pipelines.contract.latents import encode_scaled_latents, scaled_latents_shape
-from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.latents import encode_scaled_latents, scaled_latents_shape
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
 from diffsynth_lite.testing.seeding import seeded
 from diffsynth_lite.testing.text_encoders import tiny_qwen3

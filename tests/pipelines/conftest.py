@@ -11,7 +11,7 @@ ELSEWHERE = "my_families.aura_flow"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run the tests of the contract on each family: those there are, or those named on the command line."""
+    """Run the tests of all families on each: those there are, or those named on the command line."""
     has_its_own = hasattr(metafunc.module, "sample")
     if "sample" in metafunc.fixturenames and not has_its_own:
         names = metafunc.config.getoption("--family") or [*family_names(), ELSEWHERE]

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter
-from diffsynth_lite.pipelines.contract.composite import Composite, join_adapter, split_adapter
+from diffsynth_lite.pipelines.base.composite import Composite, join_adapter, split_adapter
 
 LAYERS = ("first.0", "second.0", "second.2")
 

@@ -11,7 +11,7 @@ from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.pipelines.qwen_image_edit import QwenImageEdit
 
 
-def test_the_built_in_families_are_the_files_beside_the_contract() -> None:
+def test_the_built_in_families_are_the_files_beside_their_base() -> None:
     files = {path.stem for path in Path(pipelines.__path__[0]).glob("*.py")}
     assert family_names() == sorted(files - {"__init__"})
     assert load_family("qwen_image") is QwenImage
@@ -28,7 +28,7 @@ def test_an_unknown_family_is_refused_with_the_close_one() -> None:
         load_family("qwen_imag")
 
 
-@pytest.mark.parametrize("name", ["contract", "no_such", "no.such.module", "diffsynth_lite.no_such"])
+@pytest.mark.parametrize("name", ["base", "no_such", "no.such.module", "diffsynth_lite.no_such"])
 def test_an_unknown_family_names_the_ones_there_are(name: str) -> None:
     with pytest.raises(UserError, match=f"built-in families: {', '.join(family_names())}"):
         load_family(name)

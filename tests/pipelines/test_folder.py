@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import PipelineFolder, require_family, resolve_folder
-from diffsynth_lite.pipelines.contract import folder as folder_module
+from diffsynth_lite.pipelines.base import folder as folder_module
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 
 

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import PipelineFolder
-from diffsynth_lite.pipelines.contract.composite import Composite
+from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.sdxl import SDXL
 
 ALL = ("unet", "text_encoder", "text_encoder_2")

@@ -14,7 +14,7 @@ from wan_pipelines import from_pictures
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter, find_target_layers
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import Conditioning, PipelineFolder, PreviewRequest
-from diffsynth_lite.pipelines.contract.composite import Composite
+from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.wan_i2v import WanI2V
 
 SIGMA = torch.tensor([0.1, 0.95, 0.9])

@@ -1,8 +1,9 @@
 """This file does what all families of diffusers have in common: loading components, and adapter files."""
 
+import inspect
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,12 +17,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 from diffsynth_lite.core.gradient import count_blocks
 from diffsynth_lite.core.noise import resolution_mu
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.pipelines.contract.assembly import assemble
-from diffsynth_lite.pipelines.contract.component_class import require_class
-from diffsynth_lite.pipelines.contract.composite import Composite, join_adapter, split_adapter
-from diffsynth_lite.pipelines.contract.family import ModelFamily
-from diffsynth_lite.pipelines.contract.samples import LoraFile
-from diffsynth_lite.pipelines.contract.schedulers import described, matches_flows
+from diffsynth_lite.pipelines.base.composite import Composite, join_adapter, split_adapter
+from diffsynth_lite.pipelines.base.family import LoraFile, ModelFamily
+from diffsynth_lite.pipelines.base.folder import PipelineFolder
 
 
 def device_and_dtype(model: torch.nn.Module) -> dict[str, Any]:
@@ -280,3 +278,72 @@ class DiffusersFamily(ModelFamily):
             {name.removeprefix(prefix): tensor for name, tensor in tensors.items()},
             {name.removeprefix(prefix): value for name, value in (settings or {}).items()},
         )
+
+
+def assemble(pipeline_class: Any, **parts: Any) -> Any:
+    """A pipeline with these components and settings, and None for what else it asks for.
+
+    What it does with the parts that it has, such as ``encode_prompt`` with a text encoder, works.
+    """
+    parameters = inspect.signature(pipeline_class).parameters.values()
+    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    return pipeline_class(**dict.fromkeys(required) | parts)
+
+
+def require_class(folder: PipelineFolder, component: str, wanted: Any) -> None:
+    """Check the class that a component's ``config.json`` names; one that names none passes.
+
+    Of a model of transformers it is the ``model_type``: ``architectures`` may name another head of the same
+    model, whose weights do as well.
+
+    Args:
+        folder: of the pipeline.
+        component: name of its folder.
+        wanted: the class, of diffusers or transformers.
+
+    Raises:
+        UserError: the component is of another class.
+    """
+    config = folder.component_config(component)
+    if issubclass(wanted, PreTrainedModel):
+        key, name = "model_type", wanted.config_class.model_type
+        # That of a CLIP with both halves holds the settings of each.
+        found = list(_model_types(config))
+    else:
+        key, name = "_class_name", wanted.__name__
+        found = [config[key]] if key in config else []
+    if found and name not in found:
+        raise UserError(
+            f"model.path: {folder.path / component / 'config.json'} is that of a {found[0]}, but this family "
+            f"loads {component} as a {wanted.__name__} ({key}: {name}); get the folder again, or check "
+            "model.path and model.family"
+        )
+
+
+def _model_types(config: Mapping[str, Any]) -> Iterator[Any]:
+    if "model_type" in config:
+        yield config["model_type"]
+    for part in config.values():
+        if isinstance(part, dict):
+            yield from _model_types(part)
+
+
+_TELLING = ("prediction_type", "use_flow_sigmas")
+
+
+def matches_flows(scheduler: Any) -> bool:
+    """Whether a scheduler of diffusers takes what a model predicts for a velocity, at noise levels in [0, 1].
+
+    Classes that take ``prediction_type`` do where they are told to. Of the others, those without a table of
+    a diffusion's noise do; a setting that a class does not take may stand in its file all the same.
+    """
+    if "prediction_type" not in inspect.signature(type(scheduler)).parameters:
+        return not hasattr(scheduler, "alphas_cumprod")
+    config = scheduler.config
+    return config.prediction_type == "flow_prediction" and bool(config.get("use_flow_sigmas"))
+
+
+def described(scheduler: Any) -> str:
+    """Class of a scheduler, with the settings that say what it samples."""
+    settings = [f"{name} {scheduler.config[name]}" for name in _TELLING if name in scheduler.config]
+    return " with ".join(filter(None, [type(scheduler).__name__, " and ".join(settings)]))

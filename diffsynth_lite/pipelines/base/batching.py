@@ -1,9 +1,11 @@
-"""This file makes a batch of token sequences of different lengths, and takes one apart."""
+"""This file makes a batch of the conditioning of samples: their prompts, and the pictures they start from."""
 
 from collections.abc import Sequence
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+
+from diffsynth_lite.pipelines.base.family import Conditioning
 
 
 def pad_tokens(
@@ -38,3 +40,22 @@ def without_padding(tokens_bld: torch.Tensor, mask: torch.Tensor | None) -> list
     """
     lengths = [tokens_bld.shape[1]] * len(tokens_bld) if mask is None else mask.bool().sum(1).tolist()
     return [row[:length].cpu().clone() for row, length in zip(tokens_bld, lengths, strict=True)]
+
+
+INPUT = "input_latents_"
+"""Start of the names of an item's input pictures among its conditioning; their places follow, from 0."""
+
+
+def stack_inputs(conditioning: Sequence[Conditioning]) -> list[torch.Tensor]:
+    """Each (B, ...), in the order of the pictures; none where the items have none.
+
+    Args:
+        conditioning: of the items of one bucket, whose pictures are alike in number and sizes.
+    """
+    rows = [
+        [sample[f"{INPUT}{place}"] for place in range(sum(name.startswith(INPUT) for name in sample))]
+        for sample in conditioning
+    ]
+    # The model lays all samples of a batch out as the first one, and says nothing.
+    assert len({tuple(latents.shape for latents in row) for row in rows}) == 1
+    return [torch.stack(column) for column in zip(*rows, strict=True)]

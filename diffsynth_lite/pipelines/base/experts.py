@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.pipelines.contract.composite import Composite
-from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
-from diffsynth_lite.pipelines.contract.folder import PipelineFolder
-from diffsynth_lite.pipelines.contract.samples import Conditioning
+from diffsynth_lite.pipelines.base.composite import Composite
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.base.family import Conditioning
+from diffsynth_lite.pipelines.base.folder import PipelineFolder
 
 _EXPERTS = MappingProxyType({"transformer": "high_noise", "transformer_2": "low_noise"})
 """Folders of the two, and the noise that each removes."""

@@ -11,7 +11,7 @@ from PIL.Image import Image
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media
-from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 
 
 def encode_clips(

@@ -8,8 +8,8 @@ from types import ModuleType
 
 from diffsynth_lite import pipelines
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.pipelines.contract.family import ModelFamily
-from diffsynth_lite.pipelines.contract.folder import PipelineFolder
+from diffsynth_lite.pipelines.base.family import ModelFamily
+from diffsynth_lite.pipelines.base.folder import PipelineFolder
 
 
 def family_names() -> list[str]:

@@ -6,8 +6,7 @@ from typing import Any, get_args
 
 from diffsynth_lite.core.noise import DiffusionPath, PredictionType
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.pipelines.contract.diffusers_family import DiffusersFamily
-from diffsynth_lite.pipelines.contract.schedulers import described
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, described
 
 
 class DiffusionFamily(DiffusersFamily):

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from diffsynth_lite.pipelines.contract.composite import join_adapter, split_adapter
-from diffsynth_lite.pipelines.contract.samples import LoraFile
+from diffsynth_lite.pipelines.base.composite import join_adapter, split_adapter
+from diffsynth_lite.pipelines.base.family import LoraFile
 
 # transformers 5 has no such level in its CLIPTextModel; earlier versions and ComfyUI look for it in the file.
 _PREFIXES = {"text_encoder": "text_encoder.text_model."}

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,9 +12,59 @@ from PIL.Image import Image
 from diffsynth_lite.core.noise import FlowMatchingPath, NoisePath
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt, RecordKind
-from diffsynth_lite.pipelines.contract.folder import PipelineFolder
-from diffsynth_lite.pipelines.contract.samples import Conditioning, EncodedMedia, LoraFile, PreviewRequest
-from diffsynth_lite.pipelines.contract.sizes import require_divisible, require_frames
+from diffsynth_lite.pipelines.base.folder import PipelineFolder
+
+Conditioning = dict[str, torch.Tensor]
+"""What one sample is conditioned on (prompt embeddings and the like), without a batch axis, on the CPU."""
+
+EncodedMedia = dict[str, torch.Tensor]
+"""What training needs of one item's media, on the CPU, without a batch axis: ``latents``, normalised, fp32,
+``loss_mask`` where not all of them are learned, (1, ...) at their size, and whatever else the transformer is
+conditioned on, which joins the conditioning of its prompt."""
+
+LoraFile = tuple[dict[str, torch.Tensor], dict[str, Any]]
+"""An adapter as its file holds it: tensors by peft's names, without the component's prefix, and settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewRequest:
+    """One preview: a picture or a clip.
+
+    Attributes:
+        conditioning: of the prompt.
+        negative: of the negative prompt, for classifier-free guidance.
+        inputs: RGB pictures to edit, or the one to start a clip from and, where there is one, the one to lead
+            it to; most families have none.
+        width: pixels, a multiple of the family's ``size_divisor``.
+        height: pixels, likewise.
+        num_frames: of a clip, as ``check_frames`` wants it; 1 is a picture.
+        num_inference_steps: denoising steps.
+        guidance_scale: told to a model that knows one; classifier-free guidance for others, off at 1 or less.
+        seed: of the starting noise.
+    """
+
+    conditioning: Conditioning
+    negative: Conditioning
+    inputs: tuple[Image, ...] = ()
+    width: int
+    height: int
+    num_frames: int = 1
+    num_inference_steps: int
+    guidance_scale: float
+    seed: int
+
+    def call_arguments(self, noise_device: torch.device | str = "cpu") -> dict[str, Any]:
+        """What the calls of all pipelines of diffusers take: size, steps, and the starting noise's generator.
+
+        Args:
+            noise_device: where the pipeline draws noise, which differs between devices.
+        """
+        return {
+            "width": self.width,
+            "height": self.height,
+            "num_inference_steps": self.num_inference_steps,
+            "generator": torch.Generator(noise_device).manual_seed(self.seed),
+        }
 
 
 class ModelFamily(ABC):
@@ -290,3 +341,35 @@ class ModelFamily(ABC):
     @abstractmethod
     def read_lora(self, place: Path) -> LoraFile:
         """Read an adapter, from its folder or its one file, through the family's diffusers pipeline."""
+
+
+def require_divisible(width: int, height: int, divisor: int, *, keys: str) -> None:
+    """Check that both sides of a picture are multiples of ``divisor``.
+
+    Raises:
+        UserError: naming ``keys`` and the nearest size that would do.
+    """
+    if width % divisor or height % divisor:
+        fit = [max(divisor, round(side / divisor) * divisor) for side in (width, height)]
+        raise UserError(
+            f"{keys}: {width}x{height} is not divisible by {divisor}; the nearest size is {fit[0]}x{fit[1]}"
+        )
+
+
+def require_frames(num_frames: int, frame_step: int | None, *, key: str) -> None:
+    """Check that a number of frames is k * ``frame_step`` + 1, or 1 where that is None.
+
+    Raises:
+        UserError: naming ``key`` and the nearest numbers that would do.
+    """
+    if frame_step is None:
+        if num_frames != 1:
+            raise UserError(f"{key}: {num_frames} frames; this family makes pictures, of 1 frame")
+        return
+    steps, rest = divmod(num_frames - 1, frame_step)
+    if num_frames < 1 or rest:
+        fit = [max(0, steps + extra) * frame_step + 1 for extra in (0, 1)]
+        raise UserError(
+            f"{key}: {num_frames} frames; this family needs {frame_step} k + 1, such as "
+            f"{' or '.join(map(str, fit))}"
+        )

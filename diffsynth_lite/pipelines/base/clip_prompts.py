@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from diffsynth_lite.media import Prompt
-from diffsynth_lite.pipelines.contract.samples import Conditioning
+from diffsynth_lite.pipelines.base.family import Conditioning
 
 _EMBEDS = ("prompt_embeds", "pooled_prompt_embeds")
 _TOKENS = ("input_ids", "input_ids_2")

@@ -11,8 +11,8 @@ from diffusers import WanPipeline
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
 from diffsynth_lite.media import Prompt
-from diffsynth_lite.pipelines.contract.assembly import assemble
-from diffsynth_lite.pipelines.contract.samples import Conditioning
+from diffsynth_lite.pipelines.base.diffusers_family import assemble
+from diffsynth_lite.pipelines.base.family import Conditioning
 
 
 def wan_prompt_encoder(
