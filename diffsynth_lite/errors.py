@@ -1,4 +1,6 @@
-"""The ways in which a run ends before its last step, and the exit code of each."""
+"""The ways in which a run ends before its last step, the exit code of each, and words for their messages."""
+
+from collections.abc import Sequence
 
 
 class UserError(ValueError):
@@ -29,8 +31,29 @@ _EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (RunStoppedError, 3),
     (RunInterrupted, 75),
 )
+_OF_THE_FILE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+MAX_NAMED = 20
+"""Things that one line of a message names; the rest is counted."""
 
 
 def exit_code(error: BaseException) -> int:
     """The command line's exit code for an error; 1 for a bug of ours, which keeps its traceback."""
     return next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), EXIT_BUG)
+
+
+def is_of_the_machine(error: BaseException) -> bool:
+    """Whether the machine failed, and not a file: no memory, too many open files, a disk that fails.
+
+    The file may be good, so a run that leaves it out would train on less than it was given. Pillow's own
+    errors about damaged files are OSErrors without a number.
+    """
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, OSError) and error.errno is not None and not isinstance(error, _OF_THE_FILE)
+
+
+def join_names(names: Sequence[str]) -> str:
+    """``names`` joined by semicolons; those past the twentieth are only counted."""
+    named = "; ".join(names[:MAX_NAMED])
+    return named if len(names) <= MAX_NAMED else f"{named}; and {len(names) - MAX_NAMED} more"

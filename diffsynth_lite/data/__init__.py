@@ -1,10 +1,8 @@
 """Records, media, the plan of what is trained on, its encoding and the cache, and the sample schedule."""
 
-from diffsynth_lite.data.bad_items import BadItemsError, OnBadItem, without_bad_items
 from diffsynth_lite.data.batches import Batch, BatchStream, EntryReader
 from diffsynth_lite.data.buckets import Bucket, BucketRule, kept_ratio
-from diffsynth_lite.data.cache import TensorCache
-from diffsynth_lite.data.cache_contents import Pruned, Verified, prune, verify
+from diffsynth_lite.data.cache import Pruned, TensorCache, Verified, prune, verify
 from diffsynth_lite.data.captions import tag_variants
 from diffsynth_lite.data.encoding import (
     Encoder,
@@ -14,14 +12,19 @@ from diffsynth_lite.data.encoding import (
     encode_missing,
     find_undecodable,
 )
-from diffsynth_lite.data.file_memory import FileMemory, FileState
-from diffsynth_lite.data.identity import DataIdentity
 from diffsynth_lite.data.images import check_image, load_image
-from diffsynth_lite.data.items import ItemRow, ItemTable
-from diffsynth_lite.data.media_index import MediaFacts, MediaIndex
-from diffsynth_lite.data.pace import PassPace
-from diffsynth_lite.data.plan import Plan, PlanRules, plan_items, refuse_other_kinds
-from diffsynth_lite.data.planned import PlannedItem, PlannedPrompt
+from diffsynth_lite.data.item_table import ItemRow, ItemTable
+from diffsynth_lite.data.items import DataIdentity, PlannedItem, PlannedPrompt
+from diffsynth_lite.data.media_index import FileMemory, FileState, MediaFacts, MediaIndex
+from diffsynth_lite.data.plan import (
+    BadItemsError,
+    OnBadItem,
+    Plan,
+    PlanRules,
+    plan_items,
+    refuse_other_kinds,
+    without_bad_items,
+)
 from diffsynth_lite.data.records import Record, Source
 from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule, micro_batch_sizes
 from diffsynth_lite.data.sources import FoundRecords, find_records
@@ -47,7 +50,6 @@ __all__ = [
     "MediaFacts",
     "MediaIndex",
     "OnBadItem",
-    "PassPace",
     "Plan",
     "PlanRules",
     "Planned",

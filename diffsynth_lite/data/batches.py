@@ -18,11 +18,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from diffsynth_lite.core.randomness import normal, uniform
 from diffsynth_lite.data.buckets import Bucket
-from diffsynth_lite.data.items import ItemRow, ItemTable
-from diffsynth_lite.data.listing import listed
+from diffsynth_lite.data.item_table import ItemRow, ItemTable
 from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule
 from diffsynth_lite.data.workers import WorkerWatch, outlive_stop_signals, patient_iteration
-from diffsynth_lite.errors import RunStoppedError
+from diffsynth_lite.errors import RunStoppedError, join_names
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +185,7 @@ class BatchStream:
             if 0 < count < size
         ]
         if small:
-            logger.warning("buckets with fewer items than a micro-batch repeat them: %s", listed(small))
+            logger.warning("buckets with fewer items than a micro-batch repeat them: %s", join_names(small))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from diffsynth_lite.data.cache import TensorCache, require_finite
-from diffsynth_lite.data.cache_contents import is_present, remember_written
-from diffsynth_lite.data.file_memory import FileMemory, FileState
-from diffsynth_lite.data.pace import PassPace
+from diffsynth_lite.data.cache import TensorCache, is_present, remember_written, require_finite
+from diffsynth_lite.data.media_index import FileMemory, FileState
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.progress_log import PassPace
 
 logger = logging.getLogger(__name__)
 

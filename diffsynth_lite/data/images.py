@@ -10,8 +10,7 @@ import numpy as np
 import PIL
 from PIL import ExifTags, Image, ImageColor, ImageFile, ImageOps, UnidentifiedImageError
 
-from diffsynth_lite.data.file_errors import is_of_the_machine
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import UserError, is_of_the_machine
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 

@@ -1,133 +1,303 @@
-"""This file holds the planned items of a run, a million of them in some hundred megabytes.
+"""This file says what is encoded: an item's media and a prompt, each with all that its tensors depend on."""
 
-Keys are stored as the 32 bytes of their 64 hexadecimal digits; variable lengths by the end of each.
-"""
-
-from array import array
-from collections.abc import Iterable
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
+import torch
+from PIL.Image import Image
+from torch import Tensor
 
 from diffsynth_lite.data.buckets import Bucket
+from diffsynth_lite.data.cache import TensorCache
+from diffsynth_lite.data.images import DECODER_ID as IMAGE_DECODER_ID
+from diffsynth_lite.data.images import cover, load_image, load_mask
+from diffsynth_lite.data.records import Record, is_video
+from diffsynth_lite.data.video import DECODER_ID as VIDEO_DECODER_ID
+from diffsynth_lite.data.video import clip_times, read_frames
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Media, Prompt
 
-_KEY_BYTES = 32
+_TRANSFORM_ID = "v1 cover mask-area"
+"""Name of what this file does to decoded media; part of cache keys, so change it with the code."""
+
+
+def decoder_id(*, has_clips: bool) -> str:
+    """Name of all that decides the pixels of media besides their files and the settings."""
+    return " ".join((_TRANSFORM_ID, *_decoders(has_clips)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ItemRow:
-    """One item, and where the cache holds its tensors.
+class PlannedItem:
+    """One thing to train on: a record at one size, crop and clip.
 
     Attributes:
-        name: unique in the run, for messages.
-        bucket: index of its bucket.
-        source: index of its source.
-        media_key: entry of its latents, 64 hexadecimal digits.
-        caption_keys: entry of each of its captions, at least one.
-        unconditional_key: entry that stands for no caption; None where captions are never dropped.
+        name: unique in the run.
+        record: that it is taken of.
+        content: sha256 of each of the record's files.
+        bucket: its size in pixels and frames, and those of its inputs.
+        crop_x: where the surplus is cut, in [0, 1]: 0 keeps the left end.
+        crop_y: likewise: 0 keeps the upper end.
+        clip_start_s: time of the first frame in the file; None for a picture.
+        fps: frames per second of the clip; None for a picture.
+        background: colour that transparent pictures are laid over.
     """
 
     name: str
-    bucket: int
-    source: int
-    media_key: str
-    caption_keys: tuple[str, ...]
-    unconditional_key: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ItemTable:
-    """Items in order, in a few arrays; :meth:`build` makes one.
-
-    Attributes:
-        buckets: what ``bucket`` of a row means.
-        has_unconditional: whether the items have an unconditional key; it is kept after their captions.
-        bucket_index: (N,).
-        source_index: (N,).
-    """
-
-    buckets: tuple[Bucket, ...]
-    has_unconditional: bool
-    bucket_index: npt.NDArray[np.uint16]
-    source_index: npt.NDArray[np.uint16]
-    _names: bytes
-    _name_ends: npt.NDArray[np.int64]
-    _media_keys: bytes
-    _caption_keys: bytes
-    _caption_ends: npt.NDArray[np.int64]
-
-    @classmethod
-    def build(cls, rows: Iterable[ItemRow], buckets: Iterable[Bucket]) -> "ItemTable":
-        """Table of ``rows``, which are read once and not kept."""
-        bucket_index, source_index = array("H"), array("H")
-        names, media_keys, caption_keys = bytearray(), bytearray(), bytearray()
-        name_ends, caption_ends = array("q"), array("q")
-        unconditional: set[bool] = set()
-        for row in rows:
-            assert row.caption_keys, row.name
-            bucket_index.append(row.bucket)
-            source_index.append(row.source)
-            names += row.name.encode()
-            name_ends.append(len(names))
-            media_keys += _key_bytes(row.media_key)
-            unconditional.add(row.unconditional_key is not None)
-            for key in (*row.caption_keys, *filter(None, [row.unconditional_key])):
-                caption_keys += _key_bytes(key)
-            caption_ends.append(len(caption_keys) // _KEY_BYTES)
-        assert len(unconditional) < 2, "all items have an unconditional key, or none"
-        return cls(
-            buckets=tuple(buckets),
-            has_unconditional=unconditional == {True},
-            bucket_index=np.array(bucket_index, np.uint16),
-            source_index=np.array(source_index, np.uint16),
-            _names=bytes(names),
-            _name_ends=np.array(name_ends, np.int64),
-            _media_keys=bytes(media_keys),
-            _caption_keys=bytes(caption_keys),
-            _caption_ends=np.array(caption_ends, np.int64),
-        )
-
-    def __len__(self) -> int:
-        return len(self.bucket_index)
-
-    def row(self, index: int) -> ItemRow:
-        """The item at ``index``, in [0, N).
-
-        Raises:
-            IndexError: there is no such item.
-        """
-        if not 0 <= index < len(self):
-            raise IndexError(f"item {index} of {len(self)}")
-        name_start, name_end = _span(self._name_ends, index)
-        first, end = _span(self._caption_ends, index)
-        captions_end = end - self.has_unconditional
-        return ItemRow(
-            name=self._names[name_start:name_end].decode(),
-            bucket=int(self.bucket_index[index]),
-            source=int(self.source_index[index]),
-            media_key=_key(self._media_keys, index),
-            caption_keys=tuple(_key(self._caption_keys, place) for place in range(first, captions_end)),
-            unconditional_key=_key(self._caption_keys, captions_end) if self.has_unconditional else None,
-        )
+    record: Record
+    content: tuple[str, ...]
+    bucket: Bucket
+    crop_x: float
+    crop_y: float
+    clip_start_s: float | None
+    fps: float | None
+    background: str
 
     @property
-    def num_bytes(self) -> int:
-        """Memory that the table takes."""
-        columns = (self.bucket_index, self.source_index, self._name_ends, self._caption_ends)
-        blobs = (self._names, self._media_keys, self._caption_keys)
-        return sum(column.nbytes for column in columns) + sum(map(len, blobs))
+    def where(self) -> str:
+        """The file, for messages."""
+        return str(self.record.target)
+
+    @property
+    def group(self) -> Bucket:
+        """Items of one group are encoded one after the other, at the same sizes."""
+        return self.bucket
+
+    @property
+    def has_media(self) -> bool:
+        """Whether there are files to decode."""
+        return True
+
+    @property
+    def is_clip(self) -> bool:
+        """Whether its target is a clip."""
+        return self.fps is not None
+
+    def identity(self) -> list[object]:
+        """What is trained on, as json can hold it: the content of each file, the captions, what is taken."""
+        bucket, record = self.bucket, self.record
+        return [
+            *(record.source, record.kind, record.captions, list(self._contents())),
+            *(bucket.width, bucket.height, bucket.num_frames, bucket.inputs),
+            *(self.crop_x, self.crop_y, self.clip_start_s, self.fps),
+        ]
+
+    def key(self, cache: TensorCache, encoder_id: str) -> str:
+        """Key of the cache entry with its tensors.
+
+        Args:
+            cache: that the entry is for.
+            encoder_id: name of all that decides the tensors besides the media: weights, precision.
+        """
+        return cache.key(
+            kind=f"media {self.record.kind}",
+            content=" ".join(self._contents()),
+            size=f"{self.bucket.width}x{self.bucket.height}x{self.bucket.num_frames}",
+            crop=f"{self.crop_x!r} {self.crop_y!r}",
+            times=f"{self.fps!r}: {self.times()}",
+            transform=f"{_TRANSFORM_ID} {self.background}",
+            decoder=" ".join(_decoders(self.is_clip)),
+            encoder=encoder_id,
+        )
+
+    def times(self) -> list[float]:
+        """Seconds in the file at which the frames of a clip are taken; none of a picture."""
+        if self.clip_start_s is None:
+            return []
+        assert self.fps is not None
+        return clip_times(self.clip_start_s, num_frames=self.bucket.num_frames, fps=self.fps)
+
+    def load(self) -> Media:
+        """Decode the files strictly, upright and cropped.
+
+        Raises:
+            UserError: a file cannot be used, or nothing of the mask is left.
+        """
+        record = self.record
+        return Media(
+            frames=tuple(self._frames()),
+            inputs=tuple(load_image(path, background=self.background) for path in record.inputs),
+            first_frame=self._like_frames(record.first_frame),
+            last_frame=self._like_frames(record.last_frame),
+            mask=self._mask(),
+            fps=self.fps,
+        )
+
+    def complete(self, tensors: Mapping[str, Tensor], media: Media) -> dict[str, Tensor]:
+        """What the cache keeps: the encoder's tensors, and the mask at the size of the latents.
+
+        Where the encoder has a mask of its own, only what both count is counted.
+        """
+        if media.mask is None:
+            return dict(tensors)
+        mask = latents_mask(media.mask, tensors["latents"].shape)
+        return {**tensors, "loss_mask": mask * tensors.get("loss_mask", 1)}
+
+    def _contents(self) -> Iterator[str]:
+        """Each file's content with its part in the record: a picture can be an input or a mask."""
+        record = self.record
+        parts = ["target", *("input" for _ in record.inputs)]
+        parts += [
+            part
+            for part, path in (
+                ("first", record.first_frame),
+                ("last", record.last_frame),
+                ("mask", record.mask),
+            )
+            if path
+        ]
+        for part, content in zip(parts, self.content, strict=True):
+            yield f"{part}:{content}"
+
+    def _frames(self) -> list[Image]:
+        if is_video(self.record.target.name):
+            return read_frames(self.record.target, self.times(), each=self._cropped)
+        return [self._cropped(self._picture(self.record.target))]
+
+    def _mask(self) -> Image | None:
+        path = self.record.mask
+        if path is None:
+            return None
+        mask = self._cropped(load_mask(path))
+        if mask.getbbox() is None:
+            raise UserError(f"{path}: its crop is black, so that nothing counts in the loss")
+        return mask
+
+    def _like_frames(self, path: Path | None) -> Image | None:
+        return None if path is None else self._cropped(self._picture(path))
+
+    def _picture(self, path: Path) -> Image:
+        return load_image(path, background=self.background)
+
+    def _cropped(self, image: Image) -> Image:
+        return cover(image, self.bucket.width, self.bucket.height, x=self.crop_x, y=self.crop_y)
 
 
-def _key_bytes(key: str) -> bytes:
-    packed = bytes.fromhex(key)
-    assert len(packed) == _KEY_BYTES, key
-    return packed
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedPrompt:
+    """A text to encode, with the pictures that the text encoder sees beside it.
+
+    Attributes:
+        text: of the prompt.
+        is_negative: whether guidance steers away from it; see `Prompt`.
+        images: files of the pictures.
+        content: sha256 of each of them.
+        background: colour that transparent pictures are laid over.
+    """
+
+    text: str
+    is_negative: bool = False
+    images: tuple[Path, ...] = ()
+    content: tuple[str, ...] = ()
+    background: str = "white"
+
+    @property
+    def where(self) -> str:
+        """The prompt, for messages."""
+        return f"caption {self.text!r}"
+
+    @property
+    def group(self) -> int:
+        """Prompts of like length are encoded one after the other."""
+        return len(self.text)
+
+    @property
+    def has_media(self) -> bool:
+        """Whether there are files to decode."""
+        return bool(self.images)
+
+    def key(self, cache: TensorCache, encoder_id: str) -> str:
+        """Key of the cache entry with its tensors; see `PlannedItem.key`."""
+        kind = "negative" if self.is_negative else "caption"
+        if not self.images:
+            return cache.key(kind=kind, text=self.text, encoder=encoder_id)
+        return cache.key(
+            kind=f"{kind} with images",
+            text=self.text,
+            content=" ".join(self.content),
+            transform=self.background,
+            decoder=IMAGE_DECODER_ID,
+            encoder=encoder_id,
+        )
+
+    def load(self) -> Prompt:
+        """Decode the pictures.
+
+        Raises:
+            UserError: one cannot be used.
+        """
+        images = tuple(load_image(path, background=self.background) for path in self.images)
+        return Prompt(text=self.text, images=images, is_negative=self.is_negative)
+
+    def complete(self, tensors: Mapping[str, Tensor], prompt: Prompt) -> dict[str, Tensor]:
+        """What the cache keeps: the encoder's tensors."""
+        return dict(tensors)
 
 
-def _key(keys: bytes, place: int) -> str:
-    return keys[place * _KEY_BYTES : (place + 1) * _KEY_BYTES].hex()
+def _decoders(has_clips: bool) -> tuple[str, ...]:
+    return (IMAGE_DECODER_ID, VIDEO_DECODER_ID) if has_clips else (IMAGE_DECODER_ID,)
 
 
-def _span(ends: npt.NDArray[np.int64], index: int) -> tuple[int, int]:
-    return int(ends[index - 1]) if index else 0, int(ends[index])
+def latents_mask(mask: Image, latents_shape: tuple[int, ...]) -> Tensor:
+    """How much each latent counts in the loss: the part of its area that the mask covers.
+
+    Args:
+        mask: mode "L", 255 counts.
+        latents_shape: (C, H, W) or (C, F, H, W).
+
+    Returns:
+        (1, H, W) or (1, 1, H, W), fp32, in [0, 1].
+    """
+    pixels = torch.frombuffer(bytearray(mask.tobytes()), dtype=torch.uint8).view(1, mask.height, mask.width)
+    height, width = latents_shape[-2:]
+    averaged = torch.nn.functional.adaptive_avg_pool2d(pixels.float() / 255, (height, width))
+    return averaged.view(*(1,) * (len(latents_shape) - 2), height, width)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataIdentity:
+    """What two runs on the same data, taken in the same way, have in common.
+
+    Attributes:
+        items: how many there are, and a hash of what each holds and how it is cropped, cut and paired, in
+            order. Their names and places are not in it: no number depends on them.
+        num_buckets: that they fall into.
+        decoder: what makes pixels of their files.
+        media_encoder: what makes latents of these.
+        prompt_encoder: what makes embeddings of captions.
+    """
+
+    items: str
+    num_buckets: int
+    decoder: str
+    media_encoder: str
+    prompt_encoder: str
+
+    @classmethod
+    def of(cls, items: Sequence[PlannedItem], *, media_encoder: str, prompt_encoder: str) -> "DataIdentity":
+        """Identity of items; no file is read for it.
+
+        Args:
+            items: planned, in order.
+            media_encoder: name of all that decides latents besides the media.
+            prompt_encoder: likewise for captions.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        for item in items:
+            # One line each, so that nothing can move from one item to its neighbour.
+            digest.update(f"{json.dumps(item.identity())}\n".encode())
+        return cls(
+            items=f"{len(items)} items, {digest.hexdigest()}",
+            num_buckets=len({item.bucket for item in items}),
+            decoder=decoder_id(has_clips=any(item.is_clip for item in items)),
+            media_encoder=_short(media_encoder),
+            prompt_encoder=_short(prompt_encoder),
+        )
+
+
+def _short(identity: str) -> str:
+    """An encoder's identity can hold a template: its first word, for people, and a hash of all of it."""
+    digest = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
+    return f"{identity.split(maxsplit=1)[0]} {digest}"

@@ -1,6 +1,10 @@
-"""This file makes the plan of a data set: which picture, crop and clip of each record is trained on."""
+"""This file makes the plan of a data set: which picture, crop and clip of each record is trained on.
+
+Where records cannot be used, the run stops or goes on without them.
+"""
 
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,15 +13,18 @@ from typing import Literal
 
 from diffsynth_lite.core.randomness import uniform
 from diffsynth_lite.data.buckets import Bucket, BucketRule, Size
+from diffsynth_lite.data.items import PlannedItem
 from diffsynth_lite.data.media_index import MediaFacts, MediaIndex
-from diffsynth_lite.data.pace import PassPace
-from diffsynth_lite.data.planned import PlannedItem
 from diffsynth_lite.data.records import Record
 from diffsynth_lite.data.video import ClipPlace, VideoFacts, clip_starts, max_frames
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.media import RecordKind
+from diffsynth_lite.progress_log import PassPace
+
+logger = logging.getLogger(__name__)
 
 CropPlace = Literal["center", "random"]
+OnBadItem = Literal["error", "skip"]
 
 _MAX_ASPECT_DIFFERENCE = 0.02
 """By which the aspect ratio of a mask may miss that of its target, as rounded sizes do."""
@@ -212,3 +219,45 @@ def _crop(content: str, number: int, place: CropPlace) -> tuple[float, float]:
     if place == "center":
         return 0.5, 0.5
     return uniform(0, f"crop-x {content}", number), uniform(0, f"crop-y {content}", number)
+
+
+class BadItemsError(UserError):
+    """Items that cannot be used stop the run; the message names the first of them."""
+
+
+def without_bad_items(
+    records: Sequence[Record],
+    bad: Mapping[str, str],
+    *,
+    on_bad_item: OnBadItem,
+    max_bad_ratio: float,
+    quarantine: Callable[[Record, str], None],
+) -> list[Record]:
+    """Records that are not in ``bad``.
+
+    Args:
+        records: all records.
+        bad: name of a record to the reason why it cannot be used.
+        on_bad_item: "error" refuses any bad item, "skip" leaves them out.
+        max_bad_ratio: more bad items than this part of all, in [0, 1], are not skipped.
+        quarantine: is told each record that cannot be used, and why, also where that is an error.
+
+    Raises:
+        BadItemsError: there are bad items and none is to be skipped, or too many are bad.
+    """
+    if not bad:
+        return list(records)
+    for record in records:
+        if record.name in bad:
+            quarantine(record, bad[record.name])
+    reasons = [f"{name}: {bad[name]}" for name in (record.name for record in records) if name in bad]
+    summary = f"{len(reasons)} of {len(records)} items cannot be used: {join_names(reasons)}"
+    if on_bad_item == "error":
+        raise BadItemsError(f"{summary}. Repair or remove them, or leave them out with data.on_bad_item=skip")
+    left = [record for record in records if record.name not in bad]
+    if len(reasons) > max_bad_ratio * len(records) or not left:
+        raise BadItemsError(
+            f"{summary}. Too many to skip: data.max_bad_ratio is {max_bad_ratio}, and one must be good"
+        )
+    logger.warning("%s. They are left out", summary)
+    return left

@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from diffsynth_lite.data.caption_files import CaptionFiles
-from diffsynth_lite.data.captions import captions_in, has_trigger, with_trigger
-from diffsynth_lite.data.folder import Folder, list_folder
+from diffsynth_lite.data.captions import CaptionFiles, captions_in, has_trigger, with_trigger
+from diffsynth_lite.data.folder import Folder, PairFolders, companions_in_row, list_folder, refuse_mixed_kinds
 from diffsynth_lite.data.images import IMAGE_SUFFIXES
-from diffsynth_lite.data.listing import listed
 from diffsynth_lite.data.metadata import Table, read_table
-from diffsynth_lite.data.pairing import PairFolders, companions_in_row, refuse_mixed_kinds
 from diffsynth_lite.data.records import VIDEO_SUFFIXES, Companions, Record, Source, is_image, is_video
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import UserError, join_names
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +163,7 @@ class _Reader:
         )
         left_out = [name for name in media if name not in row_of_name and folder.path / name not in used]
         if left_out:
-            counts = (len(left_out), len(media), listed(left_out))
+            counts = (len(left_out), len(media), join_names(left_out))
             logger.warning("%s: %d of %d files have no row and are left out: %s", table.where, *counts)
         return records
 
@@ -245,7 +242,7 @@ class _Reader:
                 problems.append(f"{label(key)}: {error}")
         if problems:
             self.problems.append(
-                f"{where}: {len(problems)} of {len(keys)} items cannot be used: {listed(problems)}"
+                f"{where}: {len(problems)} of {len(keys)} items cannot be used: {join_names(problems)}"
             )
         return records
 

@@ -18,7 +18,7 @@ from datasets import Dataset, DatasetDict
 from datasets.exceptions import DatasetsError
 from huggingface_hub import constants
 
-from diffsynth_lite.data.file_errors import is_regular_file
+from diffsynth_lite.data.folder import is_regular_file
 from diffsynth_lite.data.metadata import Table, require_columns
 from diffsynth_lite.data.records import Source
 from diffsynth_lite.errors import UserError

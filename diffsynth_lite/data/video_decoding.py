@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import av
+from av.buffer import Buffer
 from av.container import InputContainer
 from av.packet import Packet
 from av.stream import Disposition
 from av.video.frame import VideoFrame
+from av.video.reformatter import Interpolation
 from av.video.stream import VideoStream
+from PIL import Image
 
 from diffsynth_lite.data.images import MAX_PIXELS
-from diffsynth_lite.data.video_pixels import check_colours, transposition, upright_size
 from diffsynth_lite.errors import UserError
 
 VideoPacket: TypeAlias = "Packet[VideoStream]"
@@ -41,6 +43,29 @@ _OF_THE_MACHINE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 _PROGRESSIVE = (0, 1)  # AVFieldOrder: unknown, progressive
 _SQUARE = (Fraction(98, 100), Fraction(102, 100))
+
+_MATRICES = frozenset({0, 1, 2, 4, 5, 6, 7, 9})  # AVColorSpace; 2, unknown, is taken for BT.601
+_HDR_TRANSFERS = {16: "PQ", 18: "HLG"}  # AVColorTransferCharacteristic
+
+# Chroma is interpolated (the fast path repeats it) and the same bits come out on every processor.
+_CONVERSION = (
+    Interpolation.BILINEAR
+    | Interpolation.ACCURATE_RND
+    | Interpolation.FULL_CHR_H_INT
+    | Interpolation.BITEXACT
+)
+
+_UPRIGHT: dict[tuple[float, float, float, float], Image.Transpose | None] = {
+    (1, 0, 0, 1): None,
+    (-1, 0, 0, 1): Image.Transpose.FLIP_LEFT_RIGHT,
+    (1, 0, 0, -1): Image.Transpose.FLIP_TOP_BOTTOM,
+    (-1, 0, 0, -1): Image.Transpose.ROTATE_180,
+    (0, 1, -1, 0): Image.Transpose.ROTATE_270,
+    (0, -1, 1, 0): Image.Transpose.ROTATE_90,
+    (0, 1, 1, 0): Image.Transpose.TRANSPOSE,
+    (0, -1, -1, 0): Image.Transpose.TRANSVERSE,
+}
+"""Entries a, b, c, d of a display matrix (x' = a x + c y, y' = b x + d y), and what shows it upright."""
 
 _SEEK_BACK_S = (0, 2, 10)
 """A container may seek by decoding time and find a keyframe shown too late: go further back, then to 0."""
@@ -261,3 +286,50 @@ def _time(item: "VideoPacket | VideoFrame") -> int:
 def _time_base(clip: OpenClip) -> Fraction:
     assert clip.stream.time_base is not None
     return clip.stream.time_base
+
+
+def rgb_image(frame: VideoFrame) -> Image.Image:
+    """The picture of a frame, upright, as RGB with 8 bits a channel.
+
+    Colours are converted by the matrix and range that the file names; one that names none is taken, as by
+    FFmpeg, to be BT.601 of limited range.
+    """
+    rgb = frame.reformat(format="rgb24", interpolation=_CONVERSION, threads=1)
+    image = Image.fromarray(rgb.to_ndarray())
+    method = transposition(frame)
+    return image if method is None else image.transpose(method)
+
+
+def check_colours(transfer: int, matrix: int) -> None:
+    """Check the transfer function and matrix of a clip, numbers of H.273.
+
+    Raises:
+        UserError: colours of that kind cannot be converted to RGB with 8 bits.
+    """
+    if transfer in _HDR_TRANSFERS:
+        raise UserError(f"is HDR ({_HDR_TRANSFERS[transfer]}); map it to SDR (BT.709) first")
+    if matrix not in _MATRICES:
+        raise UserError(f"its colours (matrix {matrix} of H.273) cannot be converted; save it as BT.709")
+
+
+def transposition(frame: VideoFrame) -> Image.Transpose | None:
+    """What brings a frame as stored to how it is shown; None: nothing.
+
+    Raises:
+        UserError: it is shown at an angle that is no multiple of 90 degrees.
+    """
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return None
+    assert isinstance(matrix, Buffer)
+    entries = memoryview(bytes(matrix)).cast("i")
+    a, b, c, d = (round(entries[index] / 2**16, 2) for index in (0, 1, 3, 4))
+    if (a, b, c, d) not in _UPRIGHT:
+        raise UserError("is shown at an angle that is no multiple of 90 degrees; save it upright")
+    return _UPRIGHT[a, b, c, d]
+
+
+def upright_size(frame: VideoFrame) -> tuple[int, int]:
+    """Width and height of a frame as it is shown, in pixels."""
+    turned = tuple(_UPRIGHT.values())[4:]
+    return (frame.height, frame.width) if transposition(frame) in turned else (frame.width, frame.height)

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL.Image import Image
 
-from diffsynth_lite.data import FileMemory, FileState, PassPace, PlannedItem, TensorCache
+from diffsynth_lite.data import FileMemory, FileState, PlannedItem, TensorCache
 from diffsynth_lite.doctor.duplicates import Look, look_of
 from diffsynth_lite.doctor.findings import SheetEntry
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media
+from diffsynth_lite.progress_log import PassPace
 from diffsynth_lite.training.grid import frame_strip
 
 _MAX_PICTURES = 3000

@@ -16,7 +16,7 @@ from diffusers.training_utils import free_memory
 from PIL import Image
 
 from diffsynth_lite.core.randomness import random_state_scope
-from diffsynth_lite.data.video_writing import write_video
+from diffsynth_lite.data.video import write_video
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.training.evaluation import evaluation_mode

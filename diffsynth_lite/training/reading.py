@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.data import FileMemory, MediaIndex, PassPace, Record, without_bad_items
+from diffsynth_lite.data import FileMemory, MediaIndex, Record, without_bad_items
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.progress_log import PassPace
 from diffsynth_lite.training.data_rules import (
     cache_folder,
     index_file,

@@ -11,7 +11,7 @@ from pathlib import Path
 import motions
 from make_data import write_missing
 
-from diffsynth_lite.data.video_writing import write_video
+from diffsynth_lite.data.video import write_video
 
 SEED = 7
 

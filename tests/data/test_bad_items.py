@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from diffsynth_lite.data.bad_items import BadItemsError, without_bad_items
+from diffsynth_lite.data.plan import BadItemsError, without_bad_items
 from diffsynth_lite.errors import UserError
 
 

@@ -15,7 +15,7 @@ from diffsynth_lite.core.randomness import normal, uniform
 from diffsynth_lite.data.batches import Batch, BatchStream, _stacked_masks
 from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.data.cache import TensorCache
-from diffsynth_lite.data.items import ItemRow, ItemTable
+from diffsynth_lite.data.item_table import ItemRow, ItemTable
 from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule
 from diffsynth_lite.errors import RunStoppedError
 

@@ -6,7 +6,8 @@ import os
 import pytest
 import torch
 
-from diffsynth_lite.data.cache import TensorCache, file_fingerprint
+from diffsynth_lite.data.cache import TensorCache
+from diffsynth_lite.data.media_index import file_fingerprint
 
 
 @pytest.fixture

@@ -4,9 +4,8 @@ import time
 import pytest
 import torch
 
-from diffsynth_lite.data.cache import TensorCache
-from diffsynth_lite.data.cache_contents import is_present, prune, remember_written, verify
-from diffsynth_lite.data.file_memory import FileMemory
+from diffsynth_lite.data.cache import TensorCache, is_present, prune, remember_written, verify
+from diffsynth_lite.data.media_index import FileMemory
 
 KEYS = [f"{number:02x}" * 32 for number in range(4)]
 

@@ -11,10 +11,9 @@ import torch
 from diffsynth_lite.data.buckets import BucketRule
 from diffsynth_lite.data.cache import TensorCache
 from diffsynth_lite.data.encoding import Encoder, LiveTensors, Share, encode_missing, find_undecodable
-from diffsynth_lite.data.file_memory import FileMemory, FileState
-from diffsynth_lite.data.media_index import MediaIndex
+from diffsynth_lite.data.items import PlannedPrompt
+from diffsynth_lite.data.media_index import FileMemory, FileState, MediaIndex
 from diffsynth_lite.data.plan import PlanRules, plan_items
-from diffsynth_lite.data.planned import PlannedPrompt
 from diffsynth_lite.errors import UserError
 
 RULES = PlanRules(buckets=BucketRule(divisor=4, step=4, sizes=((8, 8), (8, 4))))
@@ -244,7 +243,7 @@ def test_captions_are_not_decoded_but_the_pictures_beside_them_are(cache, memory
 
 
 def test_a_long_pass_reports_its_progress(cache, memory, make_records, caplog, monkeypatch):
-    monkeypatch.setattr("diffsynth_lite.data.pace._TENTH_INTERVAL_S", 0.0)
+    monkeypatch.setattr("diffsynth_lite.progress_log._TENTH_INTERVAL_S", 0.0)
     with caplog.at_level(logging.INFO):
         run(keyed(make_records(20), cache, memory), cache, memory, CountingEncoder())
     messages = [record.getMessage() for record in caplog.records]

@@ -11,9 +11,8 @@ from clip_makers import write_clip
 from PIL import Image, ImageFile
 
 from diffsynth_lite.data.encoding import Share, find_undecodable
-from diffsynth_lite.data.file_memory import FileMemory
 from diffsynth_lite.data.images import check_image, load_image
-from diffsynth_lite.data.media_index import MediaIndex
+from diffsynth_lite.data.media_index import FileMemory, MediaIndex
 from diffsynth_lite.data.video import check_video, read_frames
 from diffsynth_lite.errors import UserError
 

@@ -5,7 +5,7 @@ import sqlite3
 
 import pytest
 
-from diffsynth_lite.data.file_memory import FileMemory, FileState
+from diffsynth_lite.data.media_index import FileMemory, FileState
 
 STATE = FileState(5, 7)
 

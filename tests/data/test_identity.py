@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from diffsynth_lite.data.buckets import Bucket
-from diffsynth_lite.data.identity import DataIdentity
-from diffsynth_lite.data.planned import PlannedItem
+from diffsynth_lite.data.items import DataIdentity, PlannedItem
 from diffsynth_lite.data.records import Record
 
 RECORD = Record(
@@ -91,7 +90,7 @@ def test_the_decoder_and_each_encoder_have_an_entry_of_their_own(monkeypatch: py
     picture = dataclasses.replace(of_record(target=Path("a.png")), fps=None, clip_start_s=None)
     assert "libavcodec" in before.decoder
     assert "libavcodec" not in identity(picture).decoder
-    monkeypatch.setattr("diffsynth_lite.data.planned.VIDEO_DECODER_ID", "v2 libavcodec")
+    monkeypatch.setattr("diffsynth_lite.data.items.VIDEO_DECODER_ID", "v2 libavcodec")
     after = identity(ITEM)
     assert after.decoder.endswith("v2 libavcodec")
     assert dataclasses.replace(after, decoder=before.decoder) == before

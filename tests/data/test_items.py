@@ -1,57 +1,65 @@
-"""The item table gives back what it was built from, and is small."""
+import dataclasses
 
-import multiprocessing.reduction
-
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
+from PIL import Image
 
-from diffsynth_lite.data.buckets import Bucket
-from diffsynth_lite.data.items import ItemRow, ItemTable
-
-BUCKETS = (Bucket(width=32, height=16), Bucket(width=832, height=480, num_frames=81))
-keys = st.binary(min_size=32, max_size=32).map(bytes.hex)
-rows = st.builds(
-    ItemRow,
-    name=st.text(st.characters(codec="utf-8"), max_size=12),
-    bucket=st.integers(0, 1),
-    source=st.integers(0, 65535),
-    media_key=keys,
-    caption_keys=st.lists(keys, min_size=1, max_size=3).map(tuple),
-)
+from diffsynth_lite.data.cache import TensorCache
+from diffsynth_lite.data.items import PlannedItem, PlannedPrompt, latents_mask
+from diffsynth_lite.media import Media
 
 
-def row(**changes):
-    values = {"name": "a.png", "bucket": 0, "source": 0, "media_key": "0" * 64, "caption_keys": ("1" * 64,)}
-    return ItemRow(**(values | changes))
+def key(prompt, encoder="encoder"):
+    return prompt.key(TensorCache(None), encoder)
 
 
-@given(given_rows=st.lists(rows, max_size=6))
-def test_rows_come_back_as_they_were_also_from_another_process(given_rows):
-    table = ItemTable.build(iter(given_rows), BUCKETS)
-    sent = multiprocessing.reduction.ForkingPickler.loads(
-        multiprocessing.reduction.ForkingPickler.dumps(table)
+def test_each_input_of_a_prompt_key_changes_it(tmp_path):
+    prompt = PlannedPrompt(text="a", images=(tmp_path / "a.png",), content=("c",))
+    changes = (
+        {"text": "b"},
+        {"is_negative": True},
+        {"content": ("d",)},
+        {"background": "black"},
+        {"images": (), "content": ()},
+        {"images": (), "content": (), "is_negative": True},
     )
-    for one in (table, sent):
-        assert [one.row(index) for index in range(len(one))] == given_rows
-        assert one.buckets == BUCKETS
+    keys = {key(prompt), key(prompt, "other")}
+    keys |= {key(dataclasses.replace(prompt, **change)) for change in changes}
+    assert len(keys) == 8
+    assert key(dataclasses.replace(prompt, images=(tmp_path / "moved.png",))) == key(prompt)
 
 
-@pytest.mark.parametrize("index", [-1, 1])
-def test_an_index_out_of_range_is_refused(index):
-    with pytest.raises(IndexError, match=f"item {index} of 1"):
-        ItemTable.build([row()], BUCKETS).row(index)
+def test_a_prompt_is_loaded_with_its_pictures(write_image):
+    path = write_image("a.png", size=(32, 16))
+    prompt = PlannedPrompt(text="a", images=(path,), content=("c",)).load()
+    assert (prompt.text, [image.size for image in prompt.images]) == ("a", [(32, 16)])
+    assert not prompt.is_negative
 
 
-def test_an_item_takes_some_hundred_bytes():
-    table = ItemTable.build((row(name=f"folder/{index:012}.png") for index in range(1000)), BUCKETS)
-    assert table.num_bytes <= 130 * 1000
-    assert table.bucket_index.dtype == np.uint16
+def test_a_negative_prompt_is_loaded_as_one():
+    assert PlannedPrompt(text="blurred", is_negative=True).load().is_negative
 
 
-def test_the_unconditional_entry_is_kept_apart_from_the_captions():
-    given = row(caption_keys=("1" * 64, "2" * 64), unconditional_key="3" * 64)
-    table = ItemTable.build([given, row(unconditional_key="4" * 64)], BUCKETS)
-    assert table.row(0) == given
-    assert table.row(1).unconditional_key == "4" * 64
+@pytest.mark.parametrize(("shape", "expected"), [((16, 1, 2), (1, 1, 2)), ((16, 5, 1, 2), (1, 1, 1, 2))])
+def test_the_mask_of_latents_is_the_covered_part_of_their_area(shape, expected):
+    mask = Image.new("L", (8, 4), 0)
+    mask.paste(255, (0, 0, 3, 4))
+    averaged = latents_mask(mask, shape)
+    assert tuple(averaged.shape) == expected
+    assert averaged.flatten().tolist() == [0.75, 0.0]
+
+
+def test_where_the_encoder_has_a_mask_too_only_what_both_count_is_counted():
+    frames = torch.tensor([0.0, 1.0, 1.0]).view(1, 3, 1, 1).expand(1, 3, 1, 2)
+    mask = Image.new("L", (8, 4), 0)
+    mask.paste(255, (0, 0, 4, 4))
+    picture = Image.new("RGB", (8, 4))
+    media = Media(frames=(picture,) * 3, mask=mask)
+    item = PlannedItem(**dict.fromkeys(field.name for field in dataclasses.fields(PlannedItem)))
+    latents = torch.zeros(16, 3, 1, 2)
+    alone, both = (
+        item.complete({"latents": latents, **masks}, media)["loss_mask"]
+        for masks in ({}, {"loss_mask": frames})
+    )
+    assert alone.tolist() == [[[[1.0, 0.0]]]]
+    assert both.tolist() == [[[[0.0, 0.0]], [[1.0, 0.0]], [[1.0, 0.0]]]]

@@ -7,12 +7,10 @@ from PIL import Image
 
 from diffsynth_lite.data.buckets import Bucket, BucketRule
 from diffsynth_lite.data.cache import TensorCache
-from diffsynth_lite.data.file_memory import FileMemory
-from diffsynth_lite.data.media_index import MediaIndex
+from diffsynth_lite.data.media_index import FileMemory, MediaIndex
 from diffsynth_lite.data.plan import PlanRules, plan_items, refuse_other_kinds
 from diffsynth_lite.data.records import Record
-from diffsynth_lite.data.video import read_frames
-from diffsynth_lite.data.video_writing import write_video
+from diffsynth_lite.data.video import read_frames, write_video
 from diffsynth_lite.errors import UserError
 
 
@@ -291,5 +289,5 @@ def test_each_input_of_a_media_key_changes_it(index, gradient, clip):
 def test_another_decoder_has_other_keys(index, clip, monkeypatch, name):
     [item] = plan([record(clip())], index).items
     key = key_of(item)
-    monkeypatch.setattr(f"diffsynth_lite.data.planned.{name}", "another version")
+    monkeypatch.setattr(f"diffsynth_lite.data.items.{name}", "another version")
     assert key_of(item) != key

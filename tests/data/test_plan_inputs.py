@@ -3,8 +3,7 @@
 import pytest
 
 from diffsynth_lite.data.buckets import BucketRule
-from diffsynth_lite.data.file_memory import FileMemory
-from diffsynth_lite.data.media_index import MediaIndex
+from diffsynth_lite.data.media_index import FileMemory, MediaIndex
 from diffsynth_lite.data.plan import PlanRules, plan_items
 from diffsynth_lite.data.records import Record
 from diffsynth_lite.errors import UserError

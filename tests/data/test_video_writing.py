@@ -4,8 +4,7 @@ import pytest
 from clip_makers import index_shown, pattern
 from PIL import Image
 
-from diffsynth_lite.data.video import check_video, clip_times, read_frames
-from diffsynth_lite.data.video_writing import write_video
+from diffsynth_lite.data.video import check_video, clip_times, read_frames, write_video
 
 
 def frames(num_frames=9, size=(64, 48)):

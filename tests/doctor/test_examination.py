@@ -8,8 +8,8 @@ import pytest
 from messy_data import Workplace, add_pictures, advice_with, findings, scene
 from PIL import Image
 
-from diffsynth_lite.data.planned import PlannedItem
-from diffsynth_lite.data.video_writing import write_video
+from diffsynth_lite.data.items import PlannedItem
+from diffsynth_lite.data.video import write_video
 from diffsynth_lite.doctor.examination import examine
 from diffsynth_lite.doctor.findings import Findings
 from diffsynth_lite.errors import UserError

@@ -3,7 +3,7 @@
 import pytest
 from messy_data import Workplace, advice_with, scene
 
-from diffsynth_lite.data.video_writing import write_video
+from diffsynth_lite.data.video import write_video
 from diffsynth_lite.doctor.examination import Examination, examine
 
 

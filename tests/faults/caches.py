@@ -26,7 +26,7 @@ from faults.proofs import num_passed
 KEYS = (
     "data/test_plan.py::test_each_input_of_a_media_key_changes_it",
     "data/test_plan.py::test_another_decoder_has_other_keys",
-    "data/test_planned.py::test_each_input_of_a_prompt_key_changes_it",
+    "data/test_items.py::test_each_input_of_a_prompt_key_changes_it",
 )
 
 MIN_WHILE_FILLING = 0.5

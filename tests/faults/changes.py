@@ -10,7 +10,7 @@ from PIL import Image
 from test_bad_input import copied_model
 from tiny_run import TinyRun, tiny_picture
 
-from diffsynth_lite.data.video_writing import write_video
+from diffsynth_lite.data.video import write_video
 from faults.bench import PLAIN, Bench
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -88,8 +88,8 @@ PICTURES = {
     "the longest prompt": Change(
         **_ALL_CAPTIONS, patch=_patched("pipelines.qwen_image.QwenImage.max_prompt_tokens", 77)
     ),
-    "Pillow": Change(**_ALL_ITEMS, patch=_patched("data.planned.IMAGE_DECODER_ID", "v1 Pillow 99")),
-    "the code of crops and masks": Change(**_ALL_ITEMS, patch=_patched("data.planned._TRANSFORM_ID", "v2")),
+    "Pillow": Change(**_ALL_ITEMS, patch=_patched("data.items.IMAGE_DECODER_ID", "v1 Pillow 99")),
+    "the code of crops and masks": Change(**_ALL_ITEMS, patch=_patched("data.items._TRANSFORM_ID", "v2")),
     "the layout of the cache": Change(
         **_ALL_ITEMS, **_ALL_CAPTIONS, patch=_patched("data.cache._SCHEMA", 99)
     ),
@@ -102,7 +102,7 @@ CLIPS = {
     "the place in the clip": Change(**_ALL_CLIPS, settings=("data.clip=center",)),
     "more clips of a file": Change(**_ALL_CLIPS, settings=("data.clip=uniform", "data.clips_per_video=2")),
     "the resolution": Change(**_ALL_CLIPS, settings=("data.resolutions=[24]",)),
-    "FFmpeg": Change(**_ALL_CLIPS, patch=_patched("data.planned.VIDEO_DECODER_ID", "libavcodec 99")),
+    "FFmpeg": Change(**_ALL_CLIPS, patch=_patched("data.items.VIDEO_DECODER_ID", "libavcodec 99")),
 }
 
 NOTHING = {

@@ -11,7 +11,7 @@ import flux2_layouts
 import wan_pipelines
 from tiny_run import TinyRun, tiny_picture, write_config
 
-from diffsynth_lite.data.video_writing import write_video
+from diffsynth_lite.data.video import write_video
 from diffsynth_lite.media import RecordKind
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, family_names, load_family
 

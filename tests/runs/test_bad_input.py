@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from tiny_run import TinyRun
 
-from diffsynth_lite.data.video_writing import write_video
+from diffsynth_lite.data.video import write_video
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 
 Spoil = Callable[[TinyRun], object]

@@ -10,7 +10,7 @@ import torch
 from diffusers import WanPipeline
 from tiny_run import TinyRun, checkpoint_tensors, differing, start, tiny_picture, write_config
 
-from diffsynth_lite.data.video_writing import write_video
+from diffsynth_lite.data.video import write_video
 from diffsynth_lite.pipelines.wan import tiny
 from diffsynth_lite.testing.transformers import tiny_wan_transformer
 

@@ -76,8 +76,8 @@ def test_another_schema_of_the_cache_encodes_again_and_the_run_goes_on_bit_for_b
 @pytest.mark.parametrize(
     ("constant", "key"),
     [
-        ("diffsynth_lite.data.planned.IMAGE_DECODER_ID", "data.decoder"),
-        ("diffsynth_lite.data.planned._TRANSFORM_ID", "data.decoder"),
+        ("diffsynth_lite.data.items.IMAGE_DECODER_ID", "data.decoder"),
+        ("diffsynth_lite.data.items._TRANSFORM_ID", "data.decoder"),
     ],
 )
 def test_another_decoder_is_refused_by_its_name(

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from diffsynth_lite.cli.train import main
-from diffsynth_lite.data.video_writing import write_video
+from diffsynth_lite.data.video import write_video
 from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
 
 REPOSITORY = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from prepared_run import PROCESS, load_config_of
 
-from diffsynth_lite.data.video_writing import write_video
+from diffsynth_lite.data.video import write_video
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import flux2, ltx_video, qwen_image, qwen_image_edit, sdxl, wan_i2v
 from diffsynth_lite.training.preflight import check_run

@@ -1,6 +1,6 @@
 import logging
 
-from diffsynth_lite.data.pace import PassPace
+from diffsynth_lite.progress_log import PassPace
 
 
 class Clock:
@@ -38,7 +38,7 @@ def test_slow_steps_have_a_line_every_ten_seconds(caplog):
 
 
 def test_a_clock_that_stands_still_is_no_error(caplog, monkeypatch):
-    monkeypatch.setattr("diffsynth_lite.data.pace._TENTH_INTERVAL_S", 0.0)
+    monkeypatch.setattr("diffsynth_lite.progress_log._TENTH_INTERVAL_S", 0.0)
     with caplog.at_level(logging.INFO):
         PassPace("encoded %d of %d items", 1, clock=Clock()).advance()
     assert "1 of 1" in caplog.text

@@ -1,0 +1,57 @@
+"""The item table gives back what it was built from, and is small."""
+
+import multiprocessing.reduction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diffsynth_lite.data.buckets import Bucket
+from diffsynth_lite.data.item_table import ItemRow, ItemTable
+
+BUCKETS = (Bucket(width=32, height=16), Bucket(width=832, height=480, num_frames=81))
+keys = st.binary(min_size=32, max_size=32).map(bytes.hex)
+rows = st.builds(
+    ItemRow,
+    name=st.text(st.characters(codec="utf-8"), max_size=12),
+    bucket=st.integers(0, 1),
+    source=st.integers(0, 65535),
+    media_key=keys,
+    caption_keys=st.lists(keys, min_size=1, max_size=3).map(tuple),
+)
+
+
+def row(**changes):
+    values = {"name": "a.png", "bucket": 0, "source": 0, "media_key": "0" * 64, "caption_keys": ("1" * 64,)}
+    return ItemRow(**(values | changes))
+
+
+@given(given_rows=st.lists(rows, max_size=6))
+def test_rows_come_back_as_they_were_also_from_another_process(given_rows):
+    table = ItemTable.build(iter(given_rows), BUCKETS)
+    sent = multiprocessing.reduction.ForkingPickler.loads(
+        multiprocessing.reduction.ForkingPickler.dumps(table)
+    )
+    for one in (table, sent):
+        assert [one.row(index) for index in range(len(one))] == given_rows
+        assert one.buckets == BUCKETS
+
+
+@pytest.mark.parametrize("index", [-1, 1])
+def test_an_index_out_of_range_is_refused(index):
+    with pytest.raises(IndexError, match=f"item {index} of 1"):
+        ItemTable.build([row()], BUCKETS).row(index)
+
+
+def test_an_item_takes_some_hundred_bytes():
+    table = ItemTable.build((row(name=f"folder/{index:012}.png") for index in range(1000)), BUCKETS)
+    assert table.num_bytes <= 130 * 1000
+    assert table.bucket_index.dtype == np.uint16
+
+
+def test_the_unconditional_entry_is_kept_apart_from_the_captions():
+    given = row(caption_keys=("1" * 64, "2" * 64), unconditional_key="3" * 64)
+    table = ItemTable.build([given, row(unconditional_key="4" * 64)], BUCKETS)
+    assert table.row(0) == given
+    assert table.row(1).unconditional_key == "4" * 64
