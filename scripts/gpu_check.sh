@@ -33,10 +33,10 @@ run "tests" 240 "$PYTHON" -m pytest -m gpu
 run "quickstart pictures" 30 "$PYTHON" examples/quickstart/make_data.py --output runs/quickstart_data
 for checkpointing in true false; do
     run "step time, checkpointing $checkpointing" 60 \
-        "$PYTHON" scripts/benchmark_step_time.py "train.use_gradient_checkpointing=$checkpointing"
+        "$PYTHON" scripts/benchmarks/step_time.py "train.use_gradient_checkpointing=$checkpointing"
 done
-run "checkpointing" 120 "$PYTHON" scripts/bench_checkpointing.py
-run "offload" 80 "$PYTHON" scripts/bench_offload.py
+run "checkpointing" 120 "$PYTHON" scripts/benchmarks/checkpointing.py
+run "offload" 80 "$PYTHON" scripts/benchmarks/offload.py
 
 echo
 "$PYTHON" -c 'import torch; print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")'

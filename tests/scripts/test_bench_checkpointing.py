@@ -1,10 +1,10 @@
 """The checkpointing benchmark tells rows apart as arithmetic says, on real blocks of three models."""
 
-import bench_checkpointing
+import checkpointing
 import pytest
-from bench_checkpointing import Figures, measure, parse_arguments, rows
-from bench_meters import meter_for
-from bench_subjects import Size, build_subject
+from checkpointing import Figures, measure, parse_arguments, rows
+from meters import meter_for
+from subjects import Size, build_subject
 
 BLOCKS = 8
 SMALL = {
@@ -98,7 +98,7 @@ def test_without_a_frozen_weight_there_is_no_row_of_dead_products() -> None:
 
 def test_the_script_prints_its_rows_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--num-blocks", "8", "--heads", "1", "--height", "64", "--width", "64", "--frames", "9"]
-    bench_checkpointing.main(["--device", "cpu", "--warmup", "0", "--rounds", "1", *sizes])
+    checkpointing.main(["--device", "cpu", "--warmup", "0", "--rounds", "1", *sizes])
     printed = capsys.readouterr().out
     assert "num_heads=1, height=64, width=64, num_frames=9" in printed
     header = next(line for line in printed.splitlines() if line.startswith("| recompute"))

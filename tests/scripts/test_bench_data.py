@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_benchmark_prints_a_row_for_each_size_and_a_speed_for_each_reader() -> None:
     sizes = ["--rows", "10", "40", "--batches", "5", "--files", "8", "--side", "4", "--workers", "0"]
     result = subprocess.run(
-        [sys.executable, "-W", "error", ROOT / "scripts" / "bench_data.py", *sizes],
+        [sys.executable, "-W", "error", ROOT / "scripts" / "benchmarks" / "data.py", *sizes],
         cwd=ROOT,
         capture_output=True,
         text=True,

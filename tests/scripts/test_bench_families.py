@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import bench_families
+import families
 import pytest
 import torch
-from bench_families import Kept, count_bytes, method_of, time_row
-from bench_family_subject import FamilySubject, family_of
-from bench_meters import TREATMENTS, meter_for
-from bench_releases import RELEASES, Release
+from families import Kept, count_bytes, method_of, time_row
+from family_subject import FamilySubject, family_of
+from meters import TREATMENTS, meter_for
+from releases import RELEASES, Release
 
 from diffsynth_lite.core.gradient import KEEP
 from diffsynth_lite.pipelines import family_names
@@ -99,7 +99,7 @@ def test_steps_are_timed_as_a_ratio_to_the_first_row() -> None:
 def test_the_script_prints_a_table_with_a_row_for_each_kind_of_block(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    bench_families.main(["--family", "ltx_video", "--small", "--rounds", "0"])
+    families.main(["--family", "ltx_video", "--small", "--rounds", "0"])
     printed = capsys.readouterr().out
     (row,) = [line for line in printed.splitlines() if line.startswith("| ltx_video")]
     cells = [cell.strip() for cell in row.strip("|").split("|")]

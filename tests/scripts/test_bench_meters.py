@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from bench_meters import CountingMeter, LiveBytes
-from bench_offload import covered_ratio
+from meters import CountingMeter, LiveBytes
+from offload import covered_ratio
 
 KIB = 1024
 

@@ -1,10 +1,10 @@
 """The offload benchmark shows what is parked, and that torch's save_on_cpu sees positions and no keywords."""
 
-import bench_offload
+import offload
 import pytest
 import torch
-from bench_offload import Figures, measure, parse_arguments
-from bench_subjects import Size, build_subject
+from offload import Figures, measure, parse_arguments
+from subjects import Size, build_subject
 
 SIZE = Size(num_blocks=6, num_heads=1, height=64, width=64, num_frames=9)
 HIDDEN_BYTES = 2 * 2 * 2 * 64 * 4  # tokens x width x 4 bytes
@@ -41,7 +41,7 @@ def test_save_on_cpu_copies_no_keyword_and_shared_positions_once_a_block(rows: d
 
 
 def test_the_script_prints_its_rows_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_offload.main(
+    offload.main(
         ["--device", "meta", "--num-blocks", "2", "1", "--heads", "1", "--height", "64", "--frames", "9"]
     )
     printed = capsys.readouterr().out

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import bench_reliability
 import pytest
+import reliability
 import torch
-from bench_meters import mebibytes
+from meters import mebibytes
 from PIL import Image
 
 
@@ -17,12 +17,12 @@ def rows(printed: str) -> dict[str, list[str]]:
 
 
 def test_a_save_is_told_by_what_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bench_reliability.main(["save", "--rank", "1", "--saves", "1", "--folder", str(tmp_path)])
+    reliability.main(["save", "--rank", "1", "--saves", "1", "--folder", str(tmp_path)])
     printed = capsys.readouterr().out
     seconds = [float(cell.removesuffix(" s")) for cell in rows(printed)["1"]]
     *parts, whole, _read = seconds
     assert sum(parts) == pytest.approx(whole, abs=0.05)
-    tensors = bench_reliability.lora_tensors(1)
+    tensors = reliability.lora_tensors(1)
     num_bytes = sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
     assert f"LoRA of rank 1: {mebibytes(num_bytes)} MiB with its moments" in printed
 
@@ -36,7 +36,7 @@ def test_the_loop_without_has_no_draws_no_check_and_no_exchange_and_both_train(
     drawn = []
     monkeypatch.setattr(torch, "randn", lambda *shape: drawn.append(shape) or torch.zeros(*shape))
     settings = ["train.global_batch_size=2", "train.micro_batch_size=2", "lora.rank=1"]
-    bench_reliability.main(["step", "--steps", "1", f"data.path={tmp_path}", *settings])
+    reliability.main(["step", "--steps", "1", f"data.path={tmp_path}", *settings])
     table = rows(capsys.readouterr().out)
     assert table["without"][1] == "1.0000"
     assert {"with all", "with all, again", "draws, alone", "exchange, alone"} <= table.keys()

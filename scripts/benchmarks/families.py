@@ -10,7 +10,7 @@ process's own time, which other programs on the machine do not lengthen.
 All blocks are treated alike: kept (none), recomputed (every), or recomputed with their inputs in host memory
 (park); beside that, the outputs of their attention are kept on the device (save att.) or parked (park att.).
 
-    python scripts/bench_families.py [--family NAME ...] [--rounds 0]
+    python scripts/benchmarks/families.py [--family NAME ...] [--rounds 0]
 """
 
 import argparse
@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from bench_family_subject import FamilySubject, family_of
-from bench_meters import (
+from family_subject import FamilySubject, family_of
+from meters import (
     TREATMENTS,
     EngineMethod,
     Meter,
@@ -30,7 +30,7 @@ from bench_meters import (
     print_table,
     take_step,
 )
-from bench_releases import RELEASES, Release
+from releases import RELEASES, Release
 from torch import Tensor
 
 from diffsynth_lite.core.gradient import BlockPolicy, Treatment, gradient_engine

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_meters import CountingMeter
+from meters import CountingMeter
 from tiny_run import TinyRun
 
 from diffsynth_lite.core.gradient.backends import PlainBackend

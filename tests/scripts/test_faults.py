@@ -7,11 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_run import REPOSITORY
-
 from faults.bench import Bench, Result
 from faults.driver import Item, main, tried
 from faults.items import ITEMS
+from tiny_run import REPOSITORY
 
 IN_CI = ("R1", "R6", "R7", "K1", "D3")
 """What no other test proves, in little time; tests/training and tests/runs have parts of the others."""
@@ -20,7 +19,7 @@ IN_CI = ("R1", "R6", "R7", "K1", "D3")
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork and signals")
 def test_a_run_survives_what_is_tried_in_ci() -> None:
-    command = [sys.executable, "scripts/fault_injection.py", "--ci", "--only", ",".join(IN_CI)]
+    command = [sys.executable, "scripts/faults", "--ci", "--only", ",".join(IN_CI)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=900, check=False

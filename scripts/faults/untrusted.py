@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import pyarrow
@@ -64,14 +65,13 @@ def plant_pickles(bench: Bench) -> Result:
     for name, start in _starts(bench).items():
         untouched = start.files[0]
         assert start.with_content(untouched, untouched.read_bytes()) == 0, f"{name}: is refused as it is"
-        for file in start.files[:: bench.pick(4, 1, 1)]:
-            for form, content in forms:
-                with watch.on() as names:
-                    code = start.with_content(file, content)
-                assert code in SURVIVED, f"{name}, {file.name} as {form}: exit code {code}"
-                assert not names, f"{name}, {file.name} as {form}: {names}"
-                assert not marker.exists(), f"{name}, {file.name} as {form}"
-                tried[name] = tried.get(name, 0) + 1
+        for file, (form, content) in product(start.files[:: bench.pick(4, 1, 1)], forms):
+            with watch.on() as names:
+                code = start.with_content(file, content)
+            assert code in SURVIVED, f"{name}, {file.name} as {form}: exit code {code}"
+            assert not names, f"{name}, {file.name} as {form}: {names}"
+            assert not marker.exists(), f"{name}, {file.name} as {form}"
+            tried[name] = tried.get(name, 0) + 1
     counts = ", ".join(f"{number} in {name}" for name, number in tried.items())
     return Result(f"{counts}; {num_tests} tests", "0 executed, 0 names looked up; exit 0 or 2")
 

@@ -154,10 +154,7 @@ def launched(
 
 def environment() -> dict[str, str]:
     """Variables of a training process: the CPU, no network, one thread, the package of this repository."""
-    places = [
-        str(REPOSITORY),
-        *(str(REPOSITORY / "tests" / name) for name in ("config", "data", "runs", "training")),
-    ]
+    places = [str(REPOSITORY), *(place for place in sys.path if Path(place).is_relative_to(REPOSITORY))]
     return {
         **os.environ,
         "ACCELERATE_USE_CPU": "true",

@@ -19,6 +19,7 @@ def _full_at_step_4(path: Path, content: bytes) -> None:
 
 
 def main(arguments: list[str]) -> int:
+    """Train, and write beside the config the exit code and error that this process ended with."""
     config = Path(arguments[arguments.index("--config") + 1])
     run = train._train
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from bench_meters import (
+from meters import (
     EngineMethod,
     LiveBytes,
     Memory,
@@ -26,7 +26,7 @@ from bench_meters import (
     print_table,
     take_step,
 )
-from bench_subjects import Subject, add_arguments, build_subject, size_of
+from subjects import Subject, add_arguments, build_subject, size_of
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks

@@ -3,7 +3,7 @@
 Lines are lines of code: no blank lines, comments or docstrings. Alike are runs of at least six of them,
 imports left out, that are equal to the letter but for their indentation and stand in the same order in both.
 
-    python scripts/family_lines.py
+    python scripts/benchmarks/family_lines.py
 """
 
 import ast
@@ -14,9 +14,9 @@ from difflib import SequenceMatcher
 from itertools import combinations
 from pathlib import Path
 
-from bench_meters import print_table
+from meters import print_table
 
-FAMILIES = Path(__file__).parents[1] / "diffsynth_lite" / "pipelines"
+FAMILIES = Path(__file__).parents[2] / "diffsynth_lite" / "pipelines"
 MIN_RUN = 6
 
 _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)

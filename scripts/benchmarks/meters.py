@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from bench_subjects import Subject
-from bench_trained_model import TrainedModel
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
+from subjects import Subject
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from trained_model import TrainedModel
 
 from diffsynth_lite.core.gradient import (
     KEEP,

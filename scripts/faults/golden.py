@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import TinyRun, tiny_picture
+from tiny_run import REPOSITORY, TinyRun, tiny_picture
 
 from diffsynth_lite.lora import adapter_tensors, add_adapter
 from diffsynth_lite.pipelines.qwen_image import QwenImage, tiny
@@ -20,7 +20,7 @@ from diffsynth_lite.training.checkpoint.optimizer_state import optimizer_tensors
 from diffsynth_lite.training.checkpoint.saver import restore
 from faults.bench import Bench, Result, losses, stopped_after, train
 
-GOLDEN = Path(__file__).parents[1] / "training" / "golden"
+GOLDEN = REPOSITORY / "tests" / "training" / "golden"
 STEP = 3
 STEPS = 6
 WEIGHTS = "the tiny pipeline that this schema was kept with"

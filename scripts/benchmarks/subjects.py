@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from bench_trained_model import TrainedModel
 from diffusers import LTXVideoTransformer3DModel, QwenImageTransformer2DModel, WanTransformer3DModel
 from peft import LoraConfig
 from torch import Tensor, nn
+from trained_model import TrainedModel
 
 from diffsynth_lite.core.gradient import blocks_of, blocks_run_by
 

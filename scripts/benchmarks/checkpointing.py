@@ -8,7 +8,7 @@ the first row.
 
 On meta nothing is computed, so that the memory of models of any size can be had on any machine:
 
-    python scripts/bench_checkpointing.py --device meta --model wan --train lora --num-blocks 8
+    python scripts/benchmarks/checkpointing.py --device meta --model wan --train lora --num-blocks 8
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from bench_meters import (
+from meters import (
     TREATMENTS,
     EngineMethod,
     Memory,
@@ -27,7 +27,7 @@ from bench_meters import (
     meter_for,
     print_table,
 )
-from bench_subjects import Subject, add_arguments, build_subject, size_of
+from subjects import Subject, add_arguments, build_subject, size_of
 
 from diffsynth_lite.core.gradient import KEEP, PARK, RECOMPUTE, BlockPolicy, Treatment
 

@@ -1,7 +1,7 @@
 """What reliability costs: the share of a step that exactness takes, and the time of a checkpoint.
 
-    python scripts/bench_reliability.py step          # needs the quickstart's pictures
-    python scripts/bench_reliability.py save --rank 32
+    python scripts/benchmarks/reliability.py step          # needs the quickstart's pictures
+    python scripts/benchmarks/reliability.py save --rank 32
 
 The loop with the counter-based draws, the finiteness check and the exchange of what a run is asked for, and
 the loop without them (constant noise, no check, no exchange) take turns, and a second loop with all of them
@@ -30,9 +30,9 @@ from unittest.mock import patch
 
 import safetensors.torch
 import torch
-from bench_meters import mebibytes, print_table
-from benchmark_step_time import Step, equal_runs, take_turns
 from diffusers import QwenImageTransformer2DModel
+from meters import mebibytes, print_table
+from step_time import Step, equal_runs, take_turns
 
 from diffsynth_lite.core.gradient import GradientEngine, count_blocks, gradient_engine
 from diffsynth_lite.core.randomness import normal, torch_seed, uniform

@@ -9,10 +9,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from bench_releases import Pixels, Release
-from bench_trained_model import TrainedModel
 from peft import LoraConfig
+from releases import Pixels, Release
 from torch import Tensor, nn
+from trained_model import TrainedModel
 
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.pipelines import Conditioning, ModelFamily, PipelineFolder, load_family

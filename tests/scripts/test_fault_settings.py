@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from faults.settings import BASE, TABLES, Change, Verdict
 from tiny_run import write_config
 
 from diffsynth_lite.config import AllowedChange, load_config, section_types
@@ -14,7 +15,6 @@ from diffsynth_lite.training.checkpoint.resume import (
     require_same,
     settings_contract,
 )
-from faults.settings import BASE, TABLES, Change, Verdict
 
 CASES = [(verdict, key, change) for verdict, table in TABLES.items() for key, change in table.items()]
 
