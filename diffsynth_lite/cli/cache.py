@@ -5,13 +5,19 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.prompt import Confirm
 
-from diffsynth_lite.config import LoadedConfig, load_config
+from diffsynth_lite.config import Config, LoadedConfig, load_config
 from diffsynth_lite.errors import UserError
+
+if TYPE_CHECKING:  # Wrong arguments are told before torch is imported, which takes seconds.
+    from accelerate import Accelerator
+
+    from diffsynth_lite.data import TensorCache
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +70,54 @@ def run(parsed: argparse.Namespace) -> None:
         _fill(loaded)
 
 
-def _fill(loaded: Sequence[LoadedConfig]) -> None:
-    from diffsynth_lite.training.cache_care import caching_accelerator, fill_cache
+def caching_accelerator(config: Config) -> "Accelerator":
+    """Device and processes for the caches of any number of runs.
 
+    A process can have one accelerator, and runs may differ in their mixed precision, which nothing that is
+    encoded depends on.
+
+    Raises:
+        UserError: the launcher asks for a kind of distribution that is not supported.
+    """
+    from diffsynth_lite.training.builder import build_accelerator
+
+    return build_accelerator(config, Path(config.output.dir).expanduser() / "trackers")
+
+
+def fill_cache(config: Config, accelerator: "Accelerator") -> int:
+    """Encode all that a run will need; each process of a launcher does its share.
+
+    Returns:
+        The number of items that the run will train on.
+
+    Raises:
+        UserError: what would stop the run.
+    """
+    from diffsynth_lite.training.encoding import encode_run
+    from diffsynth_lite.training.preflight import check_run
+
+    checked = check_run(config, accelerator)
+    return len(encode_run(config, checked, accelerator).items)
+
+
+def needed_keys(config: Config, accelerator: "Accelerator") -> set[str]:
+    """Keys of all entries that a run reads.
+
+    Raises:
+        UserError: what would stop the run.
+    """
+    from diffsynth_lite.data import FileMemory
+    from diffsynth_lite.training.data_settings import cache_folder, index_file
+    from diffsynth_lite.training.encoding import plan_run
+    from diffsynth_lite.training.preflight import check_run
+
+    checked = check_run(config, accelerator)
+    with FileMemory(index_file(cache_folder(config))) as memory:
+        planned = plan_run(config, checked, accelerator, memory)
+    return set(planned.media) | set(planned.prompts)
+
+
+def _fill(loaded: Sequence[LoadedConfig]) -> None:
     accelerator = caching_accelerator(loaded[0].config)
     for one in loaded:
         items = fill_cache(one.config, accelerator)
@@ -75,12 +126,11 @@ def _fill(loaded: Sequence[LoadedConfig]) -> None:
 
 def _verify(loaded: LoadedConfig) -> None:
     from diffsynth_lite.data import verify
-    from diffsynth_lite.training.cache_care import cache_of
 
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("verifying", total=None)
         verified = verify(
-            cache_of(loaded.config),
+            _cache_of(loaded.config),
             lambda done, total: progress.update(task, completed=done, total=total),
         )
     logger.info("%d entries are whole", verified.num_entries - len(verified.damaged))
@@ -94,9 +144,8 @@ def _verify(loaded: LoadedConfig) -> None:
 def _prune(loaded: Sequence[LoadedConfig], *, ask: bool) -> None:
     from diffsynth_lite.data import prune
     from diffsynth_lite.doctor.machine import in_gib
-    from diffsynth_lite.training.cache_care import cache_of, caching_accelerator, needed_keys
 
-    cache, accelerator = cache_of(loaded[0].config), caching_accelerator(loaded[0].config)
+    cache, accelerator = _cache_of(loaded[0].config), caching_accelerator(loaded[0].config)
     keep = set[str]().union(*(needed_keys(one.config, accelerator) for one in loaded))
     found = prune(cache, keep, dry_run=True)
     what = f"{found.num_files} files, {in_gib(found.num_bytes)}, that {_none_of(loaded)}"
@@ -107,6 +156,13 @@ def _prune(loaded: Sequence[LoadedConfig], *, ask: bool) -> None:
         raise UserError(f"--prune: nothing was deleted from {cache.folder}; agree when asked, or give --yes")
     prune(cache, keep, dry_run=False)
     logger.info("Deleted %s.", what)
+
+
+def _cache_of(config: Config) -> "TensorCache":
+    from diffsynth_lite.data import TensorCache
+    from diffsynth_lite.training.data_settings import cache_folder
+
+    return TensorCache(cache_folder(config))
 
 
 def _none_of(loaded: Sequence[LoadedConfig]) -> str:

@@ -9,7 +9,7 @@ import torch
 from diffsynth_lite.data import PlannedItem, PlannedPrompt, TensorCache
 from diffsynth_lite.doctor.examined import ExaminedData
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.training.data_set import DataSet, FamilyEncoders
+from diffsynth_lite.training.dataset import DataSet, FamilyEncoders
 
 _FILE_BYTES = 300
 """Header of a file: names, shapes, hash."""

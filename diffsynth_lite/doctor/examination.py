@@ -29,7 +29,7 @@ from diffsynth_lite.doctor.sheet import Decoded, decode
 from diffsynth_lite.doctor.tables import bucket_table, number_table, pass_table, source_table
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.training.data_rules import (
+from diffsynth_lite.training.data_settings import (
     cache_folder,
     check_records,
     data_rules,

@@ -9,7 +9,7 @@ from diffsynth_lite.doctor.cache_estimate import CacheEstimate
 from diffsynth_lite.doctor.examined import ExaminedData
 from diffsynth_lite.doctor.findings import BucketFindings, CaptionFindings, SourceFindings, Spread, counted
 from diffsynth_lite.doctor.machine import in_gib
-from diffsynth_lite.training.data_rules import num_tokens_of
+from diffsynth_lite.training.data_settings import num_tokens_of
 
 
 def source_table(data: ExaminedData) -> list[SourceFindings]:

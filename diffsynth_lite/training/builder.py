@@ -15,8 +15,8 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import add_adapter, load_adapter_tensors
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.training.averaging import AveragedWeights
-from diffsynth_lite.training.caching import EncodedRun
-from diffsynth_lite.training.data_rules import data_sources, frame_counts_of, num_tokens_of
+from diffsynth_lite.training.data_settings import data_sources, frame_counts_of, num_tokens_of
+from diffsynth_lite.training.encoding import EncodedRun
 from diffsynth_lite.training.evaluation import FixedNoiseLoss
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 from diffsynth_lite.training.optimizer_step import OptimizerStep

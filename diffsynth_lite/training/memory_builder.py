@@ -5,8 +5,8 @@ from accelerate import Accelerator
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import GradientEngine
 from diffsynth_lite.training.actions import EngineReport
-from diffsynth_lite.training.caching import EncodedRun
-from diffsynth_lite.training.data_rules import num_tokens_of
+from diffsynth_lite.training.data_settings import num_tokens_of
+from diffsynth_lite.training.encoding import EncodedRun
 from diffsynth_lite.training.memory_advice import Workload
 from diffsynth_lite.training.preflight import CheckedRun, block_policy
 from diffsynth_lite.training.run_folder.metrics import MetricsLog

@@ -17,11 +17,11 @@ from diffsynth_lite.data import BatchLayout, Record
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder
-from diffsynth_lite.training.data_rules import check_records, data_rules
+from diffsynth_lite.training.data_settings import check_records, data_rules
+from diffsynth_lite.training.dataset import read_data
 from diffsynth_lite.training.learning_rate import learning_rate_schedule
 from diffsynth_lite.training.preview_rules import check_previews, preview_size
 from diffsynth_lite.training.processes import on_all_processes
-from diffsynth_lite.training.reading import read_data
 from diffsynth_lite.training.run_folder.metrics import require_trackers
 
 _Result = TypeVar("_Result")

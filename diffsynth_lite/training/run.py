@@ -19,7 +19,6 @@ from diffsynth_lite.training.builder import (
     build_transformer,
     lora_alpha,
 )
-from diffsynth_lite.training.caching import EncodedRun, encode_run
 from diffsynth_lite.training.checkpoint.lora_file import read_initial_lora
 from diffsynth_lite.training.checkpoint.resume import (
     Contract,
@@ -30,6 +29,7 @@ from diffsynth_lite.training.checkpoint.resume import (
 )
 from diffsynth_lite.training.checkpoint.saver import Saver, restore
 from diffsynth_lite.training.checkpoint.store import Checkpoint, CheckpointStore
+from diffsynth_lite.training.encoding import EncodedRun, encode_run
 from diffsynth_lite.training.grace import StopGrace
 from diffsynth_lite.training.memory_advice import out_of_memory_explained
 from diffsynth_lite.training.memory_builder import build_workload

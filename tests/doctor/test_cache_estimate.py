@@ -3,9 +3,9 @@
 import pytest
 from messy_data import Workplace, add_pictures, advice_with, findings, scene
 
+from diffsynth_lite.cli.cache import caching_accelerator, fill_cache
 from diffsynth_lite.config import Config
 from diffsynth_lite.data.video import write_video
-from diffsynth_lite.training.cache_care import caching_accelerator, fill_cache
 
 
 @pytest.mark.parametrize("family", ["qwen_image", "qwen_image_edit"])

@@ -11,7 +11,7 @@ from PIL import Image
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.pipelines.qwen_image import tiny
 from diffsynth_lite.training.builder import BuiltRun, build_optimizer, build_run, build_transformer
-from diffsynth_lite.training.caching import EncodedRun, encode_run
+from diffsynth_lite.training.encoding import EncodedRun, encode_run
 from diffsynth_lite.training.preflight import CheckedRun, check_run
 
 NUM_PICTURES = 5

@@ -15,9 +15,9 @@ from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training.checkpoint.lora_file import export_lora
 from diffsynth_lite.training.checkpoint.resume import require_same, settings_contract
+from diffsynth_lite.training.dataset import Quarantine
 from diffsynth_lite.training.files import write_json_atomic
 from diffsynth_lite.training.previews import Previews
-from diffsynth_lite.training.quarantine import Quarantine
 from diffsynth_lite.training.run_folder.metrics import start_trackers
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"

@@ -7,9 +7,9 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 from prepared_run import Prepared, load_config_of, prepare
 
+from diffsynth_lite.cli.cache import caching_accelerator, fill_cache, needed_keys
 from diffsynth_lite.config import Config
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.training.cache_care import cache_of, caching_accelerator, fill_cache, needed_keys
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def config_of(prepared: Prepared, folder: Path, **changes: str) -> Config:
 
 
 def stored_keys(config: Config) -> set[str]:
-    return {path.stem for path in cache_of(config).folder.rglob("*.safetensors")}
+    return {path.stem for path in Path(config.data.cache_dir).rglob("*.safetensors")}
 
 
 def test_what_is_needed_is_exactly_what_filling_stores(prepared: Prepared, tmp_path: Path) -> None:

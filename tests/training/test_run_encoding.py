@@ -14,7 +14,7 @@ from prepared_run import CPU, PROCESS, Prepared, load_config_of, prepare
 from diffsynth_lite.data import Batch
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Prompt
-from diffsynth_lite.training.caching import EncodedRun, encode_run
+from diffsynth_lite.training.encoding import EncodedRun, encode_run
 from diffsynth_lite.training.preflight import check_run
 
 CHANGES = {

@@ -1,15 +1,23 @@
-"""This file holds a planned data set: what is to be encoded, and where its tensors will be."""
+"""This file reads the data set of a run, and says what of it is encoded and where its tensors will be."""
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 
+from diffsynth_lite.config import Config
 from diffsynth_lite.data import (
+    BadItemsError,
     DataIdentity,
     Encoder,
+    FileMemory,
     ItemRow,
     ItemTable,
+    MediaIndex,
     OnBadItem,
     Plan,
     PlannedItem,
@@ -18,7 +26,20 @@ from diffsynth_lite.data import (
     TensorCache,
     without_bad_items,
 )
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.progress_log import PassPace
+from diffsynth_lite.redaction import redacted
+from diffsynth_lite.training.data_settings import (
+    cache_folder,
+    index_file,
+    read_training_records,
+    read_validation_records,
+)
+from diffsynth_lite.training.files import write_text_atomic
+from diffsynth_lite.training.processes import main_process_first, on_main_process
+from diffsynth_lite.training.run_folder.folder import RunFolder
+from diffsynth_lite.training.run_folder.status import shortages_explained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,3 +215,128 @@ class DataSet:
             content=item.content[1 : 1 + len(inputs)],
             background=item.background,
         )
+
+
+class Quarantine:
+    """``quarantine.jsonl`` of a run: one row an item that cannot be used; written anew by each start."""
+
+    def __init__(self, config: Config) -> None:
+        self._path = RunFolder(Path(config.output.dir).expanduser()).quarantine_file
+        self._rows: dict[tuple[str, str], None] = {}
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """Name of each item, and why it cannot be used."""
+        return list(self._rows)
+
+    def add(self, record: Record, reason: str) -> None:
+        """Note one item and why it cannot be used."""
+        self.add_rows([(record.name, reason)])
+
+    def add_rows(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Note `rows` of another process."""
+        self._rows |= dict.fromkeys(rows)
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Scope in which an error about bad items also says where all of them are listed.
+
+        Raises:
+            UserError: instead of the BadItemsError.
+        """
+        try:
+            yield
+        except BadItemsError as error:
+            raise UserError(f"{error}. All of them are listed in {self._path}") from error
+
+    def write(self) -> None:
+        """Write the file; none when everything can be used."""
+        if not self._rows:
+            self._path.unlink(missing_ok=True)
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        rows = (json.dumps({"item": name, "reason": reason}) for name, reason in redacted(self.rows))
+        write_text_atomic(self._path, "".join(f"{row}\n" for row in rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadData:
+    """The records of a run, and all that is wrong with them.
+
+    Attributes:
+        training: empty where they cannot be used.
+        validation: held-out ones; also empty where there are none.
+        problems: found by any process, the same on all.
+    """
+
+    training: list[Record]
+    validation: list[Record]
+    problems: Sequence[str]
+
+
+def read_data(config: Config, accelerator: Accelerator) -> ReadData:
+    """Read the records of a run, and the headers of their files.
+
+    The main process goes first and the others find its findings, so that no file is read by all at once. Bad
+    items are listed in the run's ``quarantine.jsonl``.
+
+    Args:
+        config: of the run.
+        accelerator: tells processes.
+
+    Raises:
+        UserError: the list of bad items cannot be written.
+    """
+    quarantine = Quarantine(config)
+    own, told = main_process_first(
+        accelerator, lambda: _read(config, quarantine), lambda data: (data.problems, quarantine.rows)
+    )
+    for _, rows in told:
+        quarantine.add_rows(rows)
+    if quarantine.rows:
+        with shortages_explained():
+            on_main_process(accelerator, quarantine.write)
+    problems = list(dict.fromkeys(problem for found, _ in told for problem in found))
+    return ReadData(training=own.training, validation=own.validation, problems=problems)
+
+
+def _read(config: Config, quarantine: Quarantine) -> ReadData:
+    problems: list[str] = []
+
+    def attempt(read: Callable[[Config], list[Record]]) -> list[Record]:
+        try:
+            return _looked_at(config, read(config), quarantine)
+        except UserError as error:
+            problems.append(str(error))
+            return []
+
+    return ReadData(
+        training=attempt(read_training_records),
+        validation=attempt(read_validation_records),
+        problems=problems,
+    )
+
+
+def _looked_at(config: Config, records: list[Record], quarantine: Quarantine) -> list[Record]:
+    """The records, after a look at their files' headers."""
+    if config.data.on_bad_item == "skip":
+        return records  # The caching pass finds the bad ones and keeps the list of them.
+    bad = {}
+    pace = PassPace("looked at the files of %d of %d items", len(records))
+    with FileMemory(index_file(cache_folder(config))) as memory:
+        index = MediaIndex(memory)
+        for record in records:
+            try:
+                _look_at(record, index)
+            except UserError as error:
+                bad[record.name] = str(error)
+            pace.advance()
+    with quarantine.named():
+        return without_bad_items(
+            records, bad, on_bad_item="error", max_bad_ratio=0.0, quarantine=quarantine.add
+        )
+
+
+def _look_at(record: Record, index: MediaIndex) -> None:
+    for file in record.files:
+        index.facts(file)
