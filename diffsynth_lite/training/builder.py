@@ -1,6 +1,6 @@
 """This file builds the objects of a run from its config: the one place where settings become things."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.randomness import torch_seed
-from diffsynth_lite.data import BatchLayout, BatchStream, SampleSchedule, micro_batch_sizes
+from diffsynth_lite.data import Batch, BatchLayout, BatchStream, SampleSchedule, micro_batch_sizes
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import add_adapter, load_adapter_tensors
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
@@ -19,7 +19,6 @@ from diffsynth_lite.training.data_settings import data_sources, frame_counts_of,
 from diffsynth_lite.training.encoding import EncodedRun
 from diffsynth_lite.training.evaluation import FixedNoiseLoss
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
-from diffsynth_lite.training.optimizer_step import OptimizerStep
 from diffsynth_lite.training.patience import LONG_WAIT
 from diffsynth_lite.training.preflight import CheckedRun, build_learning_rate
 from diffsynth_lite.training.preview_rules import preview_size
@@ -28,21 +27,44 @@ from diffsynth_lite.training.previews import Previews
 _SUPPORTED_DISTRIBUTION = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BuiltRun:
-    """The objects of a run that its loop and its checkpoints work with.
+@dataclass(kw_only=True)
+class TrainingObjects:
+    """What the training loop works with.
 
     Attributes:
+        accelerator: gives backward, gradient synchronisation and the mean over devices.
         transformer: with its adapter, not wrapped.
-        step: takes optimizer steps.
-        validation_loss: the fixed-noise loss.
+        model: the transformer as prepared by the accelerator.
+        optimizer: over the adapter's parameters.
+        loss: of a micro-batch, a scalar; knows the model, which the loop does not.
+        learning_rate: of the 0-based optimizer step.
+        max_grad_norm: gradients are scaled down to it; infinity never clips.
+        averaged: takes the weights in after each step that is not skipped; None averages nothing.
+        seed: of the dropout masks.
+        batches: the micro-batches of each optimizer step, in order.
+        validation_loss: the loss on fixed noise.
         previews: draws the prompts.
+        num_skipped_in_a_row: steps up to now that were skipped as not finite.
     """
 
+    accelerator: Accelerator
     transformer: torch.nn.Module
-    step: OptimizerStep
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[torch.nn.Module, Batch], torch.Tensor]
+    learning_rate: Callable[[int], float]
+    max_grad_norm: float
+    averaged: AveragedWeights | None
+    seed: int
+    batches: Iterator[Sequence[Batch]]
     validation_loss: FixedNoiseLoss
     previews: Previews
+    num_skipped_in_a_row: int = 0
+
+    @property
+    def trained_parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters of all groups of the optimizer."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
 
 def build_accelerator(config: Config, tracker_folder: Path) -> Accelerator:
@@ -121,15 +143,16 @@ def build_run(
     averaged: AveragedWeights | None,
     start_step: int,
     preview_folder: Path,
-) -> BuiltRun:
+) -> TrainingObjects:
     """Wire the objective, the data and the evaluation around a transformer and its optimizer."""
     objective = _build_objective(config, checked.family, accelerator.device)
     # Each step trains one expert; the others' parameters must not be waited for.
     accelerator.ddp_handler = DistributedDataParallelKwargs(
         find_unused_parameters=len(checked.family.noise_ranges) > 1
     )
-    step = OptimizerStep(
+    return TrainingObjects(
         accelerator=accelerator,
+        transformer=transformer,
         model=accelerator.prepare(transformer),
         optimizer=optimizer,
         loss=objective.loss,
@@ -138,10 +161,6 @@ def build_run(
         max_grad_norm=float("inf") if config.train.max_grad_norm is None else config.train.max_grad_norm,
         seed=config.train.seed,
         batches=iter(_build_batches(config, checked.family, encoded, accelerator, start_step)),
-    )
-    return BuiltRun(
-        transformer=transformer,
-        step=step,
         validation_loss=FixedNoiseLoss(
             name="validation_loss" if config.validation.data else "train_fixed_noise_loss",
             items=encoded.validation_items,

@@ -3,14 +3,12 @@
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import torch
-
-if TYPE_CHECKING:
-    from diffsynth_lite.training.optimizer_step import StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -52,39 +50,26 @@ class StopTime:
         self._estimated_save_s = save_bytes / _SAVED_BYTES_PER_S
         self._saves_s: list[float] = []
 
-    def after_step(self, result: "StepResult") -> None:
-        """Take one more step into account."""
+    def after_step(self, seconds: float) -> None:
+        """Take into account how long one more step took."""
         if self._steps_s is None:
             self._steps_s = []
             return
-        self._steps_s = sorted([*self._steps_s, result.seconds])[-2:]
+        self._steps_s = sorted([*self._steps_s, seconds])[-2:]
         self._warn_once()
 
-    def of_evaluations(self, evaluate: Callable[[int], None]) -> Callable[[int], None]:
-        """What draws previews and measures losses, as one that is timed."""
-
-        def note(seconds: float) -> None:
-            self._evaluation_s = seconds
-
-        return self._timed(evaluate, note)
-
-    def of_saves(self, save: Callable[[int], None]) -> Callable[[int], None]:
-        """What saves, as one that is timed."""
-
-        def note(seconds: float) -> None:
+    @contextmanager
+    def timing(self, part: Literal["evaluation", "save"]) -> Iterator[None]:
+        """Scope of an evaluation or of a save, whose time counts unless it fails."""
+        began_at = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began_at
+        if part == "save":
             # The longest: a checkpoint that is there already takes no time.
             self._saves_s = [max([seconds, *self._saves_s])]
-
-        return self._timed(save, note)
-
-    def _timed(self, action: Callable[[int], None], note: Callable[[float], None]) -> Callable[[int], None]:
-        def act(step: int) -> None:
-            began_at = time.perf_counter()
-            action(step)
-            note(time.perf_counter() - began_at)
-            self._warn_once()
-
-        return act
+        else:
+            self._evaluation_s = seconds
+        self._warn_once()
 
     def _warn_once(self) -> None:
         if self._grace is None or self._steps_s is None or len(self._steps_s) < 2:

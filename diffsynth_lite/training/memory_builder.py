@@ -4,12 +4,10 @@ from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import GradientEngine
-from diffsynth_lite.training.actions import EngineReport
 from diffsynth_lite.training.data_settings import num_tokens_of
 from diffsynth_lite.training.encoding import EncodedRun
 from diffsynth_lite.training.memory_advice import Workload
 from diffsynth_lite.training.preflight import CheckedRun, block_policy
-from diffsynth_lite.training.run_folder.metrics import MetricsLog
 
 
 def build_workload(config: Config, checked: CheckedRun, encoded: EncodedRun) -> Workload:
@@ -44,22 +42,8 @@ def build_engine(config: Config) -> GradientEngine:
     )
 
 
-def build_engine_report(
-    config: Config,
-    checked: CheckedRun,
-    engine: GradientEngine,
-    metrics: MetricsLog,
-    accelerator: Accelerator,
-) -> EngineReport:
-    """What proves after the first step that the gradient switches had their effect."""
+def expected_block_calls(config: Config, checked: CheckedRun, accelerator: Accelerator) -> tuple[int, int]:
+    """Calls of blocks that one step makes on a device, and how many of them the policy checkpoints."""
     train = config.train
-    micro_batches_per_step = train.global_batch_size // (train.micro_batch_size * accelerator.num_processes)
-    return EngineReport(
-        engine=engine,
-        use_gradient_checkpointing=train.use_gradient_checkpointing,
-        use_gradient_checkpointing_offload=train.use_gradient_checkpointing_offload,
-        save_attention=config.memory.save_attention != "no",
-        expected_block_runs=checked.num_blocks * micro_batches_per_step,
-        expected_checkpointed=checked.num_selected_blocks * micro_batches_per_step,
-        metrics=metrics,
-    )
+    num_micro_steps = train.global_batch_size // (train.micro_batch_size * accelerator.num_processes)
+    return checked.num_blocks * num_micro_steps, checked.num_selected_blocks * num_micro_steps

@@ -5,7 +5,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -59,15 +59,6 @@ class Patience:
         finally:
             self._set_timeout(self._limit)
             self._begin()
-
-    def unhurried(self, action: Callable[[int], None]) -> Callable[[int], None]:
-        """The action, as one that may take as long as it takes."""
-
-        def act(step: int) -> None:
-            with self.lifted():
-                action(step)
-
-        return act
 
     def renew(self) -> None:
         """Begin a step's time anew, as exactly as a twentieth of it: each time starts a thread."""

@@ -1,31 +1,20 @@
-"""This file decides after each step what else a run is to do: the plan, signals, request files, the clock."""
+"""This file gathers what a run is asked for between its steps: by signals, request files and the clock."""
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
 
-from diffsynth_lite.training.optimizer_step import StepResult
 from diffsynth_lite.training.signals import StopRequest
 
 logger = logging.getLogger(__name__)
 
 REQUEST_FILES = ("STOP", "SAVE", "SAMPLE")
 """Names that a person gives a file, of any content, in the run folder; it is removed when it is seen."""
-
-
-def every(steps: int | None, *, last_step: int) -> Callable[[int], bool]:
-    """Whether something is due after a step: every so many, counted from the start of the run, and the last.
-
-    Args:
-        steps: interval in optimizer steps; None is at the last step only.
-        last_step: of the run.
-    """
-    return lambda step: step == last_step or (steps is not None and step % steps == 0)
 
 
 def remove_old_requests(folder: Path) -> None:
@@ -35,46 +24,37 @@ def remove_old_requests(folder: Path) -> None:
             logger.warning("%s was there before this start; removed, as if it had not been.", folder / name)
 
 
-@dataclass(kw_only=True)
+class Asked(NamedTuple):
+    """What was asked of a run since its last step."""
+
+    stop: bool
+    save: bool
+    evaluate: bool
+
+
+@dataclass
 class Requests:
-    """What a run does between its steps, planned or asked for; all processes get the same answers.
+    """What signals, request files and the clock ask of a run; all processes get the same answers.
 
     Attributes:
-        folder: of the run, where request files are put.
+        folder: where request files are put.
         signals: ask to stop.
-        accelerator: of the run; its main process looks at the files and the clock.
-        save: called with the step to save at.
-        sample: called with the step to evaluate at.
-        saves_at: whether a save is planned after a step.
-        samples_at: whether an evaluation is.
+        accelerator: its main process looks at the files and the clock.
         save_every_minutes: longest time without a save; None saves by steps alone.
-        stop: whether the run is to stop.
     """
 
     folder: Path
     signals: StopRequest
     accelerator: Accelerator
-    save: Callable[[int], None]
-    sample: Callable[[int], None]
-    saves_at: Callable[[int], bool]
-    samples_at: Callable[[int], bool]
     save_every_minutes: float | None
-    stop: bool = False
     _saved_at: float = field(default_factory=lambda: time.monotonic())
 
-    def after_step(self, result: StepResult) -> None:
-        """Do what is planned, and what was asked for since the last step; the one who stops saves."""
-        stop, save, sample = self._agreed()
-        # First: a step's checkpoint is written once, and holds whether it is the best.
-        if sample or self.samples_at(result.step):
-            self.sample(result.step)
-        if save or self.saves_at(result.step):
-            self.save(result.step)
-            self._saved_at = time.monotonic()
-        self.stop = stop
+    def note_save(self) -> None:
+        """Start the time without a save anew."""
+        self._saved_at = time.monotonic()
 
-    def _agreed(self) -> list[bool]:
-        """Whether any process is asked to stop, to save, to sample."""
+    def gather(self) -> Asked:
+        """What any process was asked for; call it on all. A request file is removed when it is seen."""
         asked = [self.signals.asked, False, False]
         if self.accelerator.is_main_process:
             files = [_take(self.folder / name) for name in REQUEST_FILES]
@@ -83,9 +63,9 @@ class Requests:
             asked = [one or other for one, other in zip(asked, files, strict=True)]
             asked[1] = asked[1] or self._is_time_to_save()
         if self.accelerator.num_processes == 1:
-            return asked
+            return Asked(*asked)
         counts = torch.tensor(asked, dtype=torch.float32, device=self.accelerator.device)
-        return [count > 0 for count in self.accelerator.reduce(counts, reduction="sum").tolist()]
+        return Asked(*(count > 0 for count in self.accelerator.reduce(counts, reduction="sum").tolist()))
 
     def _is_time_to_save(self) -> bool:
         if self.save_every_minutes is None:

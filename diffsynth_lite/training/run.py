@@ -43,7 +43,7 @@ from diffsynth_lite.training.run_folder.status import outcome_recorded, shortage
 from diffsynth_lite.training.run_setting import RunSetting
 from diffsynth_lite.training.signals import StopRequest
 from diffsynth_lite.training.startup import StartupClock
-from diffsynth_lite.training.steps import train_steps
+from diffsynth_lite.training.trainer import train
 from diffsynth_lite.training.yardstick import Yardstick
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ def _train(setting: RunSetting, contract: Contract, checkpoint: Checkpoint | Non
     try:
         workload = build_workload(setting.config, setting.checked, encoded)
         with out_of_memory_explained(workload, transformer, optimizer):
-            step = train_steps(setting, built, saver, stop, start_step)
+            step = train(setting, built, saver, stop, start_step)
     finally:
         # The wrapped model goes before its process group: as the group's last owner it deadlocked in torch's
         # destructor, in 1 of 7 runs on two gloo processes.

@@ -38,13 +38,14 @@ from diffsynth_lite.core.gradient import GradientEngine, count_blocks, gradient_
 from diffsynth_lite.core.randomness import normal, torch_seed, uniform
 from diffsynth_lite.lora.targets import find_target_layers
 from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.optimizer_step import OptimizerStep
 from diffsynth_lite.training.requests import Requests
 from diffsynth_lite.training.signals import StopRequest
+from diffsynth_lite.training.trainer import train_step
 
 BATCHES = "diffsynth_lite.data.batches"
-STEPS = "diffsynth_lite.training.optimizer_step"
+STEPS = "diffsynth_lite.training.trainer"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -75,27 +76,18 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def measure_steps(options: argparse.Namespace, folder: Path) -> None:
     """Print what a step takes with all of it, without it, and each part alone."""
     accelerator, config, _, (run,) = equal_runs(options, folder, count=1)
-    requests = Requests(
-        folder=folder,
-        signals=StopRequest(),
-        accelerator=accelerator,
-        save=lambda _: None,
-        sample=lambda _: None,
-        saves_at=lambda _: False,
-        samples_at=lambda _: False,
-        save_every_minutes=None,
-    )
+    requests = Requests(folder, StopRequest(), accelerator, save_every_minutes=None)
     steps: dict[str, Step] = {
-        "with all": _with_all(run.step, requests),
-        "without": _without(run.step),
-        "with all, again": _with_all(run.step, requests),
+        "with all": _with_all(run, requests),
+        "without": _without(run),
+        "with all, again": _with_all(run, requests),
     }
     seconds = take_turns(steps, num_warmup=10, num_steps=options.steps)
-    batch = next(run.step.batches)[0]
+    batch = next(run.batches)[0]
     parts = {
         "draws": lambda: _draw(config.train.seed, batch.latents.shape),
         "finiteness check": _finite,
-        "exchange": lambda: requests.after_step(_RESULT),
+        "exchange": requests.gather,
     }
     alone = {name: _median_of(part, 300) for name, part in parts.items()}
     if not accelerator.is_main_process:
@@ -124,33 +116,30 @@ def _median_ratio(times: Sequence[float], others: Sequence[float]) -> str:
     return f"{statistics.median(ratios):.4f} ({low:.4f} to {high:.4f})"
 
 
-_RESULT = SimpleNamespace(step=1)
-
-
 def _row(name: str, seconds: float, base: float, *, share: bool = False) -> dict[str, str]:
     ratio = f"{100 * seconds / base:.2f} %" if share else f"{seconds / base:.4f}"
     return {"": name, "ms a step": f"{1000 * seconds:.3f}", "to the loop without": ratio}
 
 
-def _with_all(step: OptimizerStep, requests: Requests) -> Step:
+def _with_all(run: TrainingObjects, requests: Requests) -> Step:
     """The trainer's step, and what it is asked for after it."""
     real = {name: pkgutil.resolve_name(name) for name in _stand_ins()}
 
     def take(number: int) -> None:
         with _replaced(real):
-            step.take(number)
-            requests.after_step(_RESULT)
+            train_step(run, number)
+            requests.gather()
 
     return take
 
 
-def _without(step: OptimizerStep) -> Step:
+def _without(run: TrainingObjects) -> Step:
     """The step with constant noise and noise levels, a constant seed of the dropout, and no check."""
     stand_ins = _stand_ins()
 
     def take(number: int) -> None:
         with _replaced(stand_ins):
-            step.take(number)
+            train_step(run, number)
 
     return take
 

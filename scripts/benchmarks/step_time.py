@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,11 +21,13 @@ from peft import LoraConfig
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
 from diffsynth_lite.data import Batch
-from diffsynth_lite.training.builder import BuiltRun, build_optimizer, build_run, build_transformer
+from diffsynth_lite.training.builder import TrainingObjects, build_optimizer, build_run, build_transformer
 from diffsynth_lite.training.encoding import encode_run
 from diffsynth_lite.training.preflight import CheckedRun, check_run
+from diffsynth_lite.training.trainer import train_step
 
-Step = Callable[[int], None]
+Step = Callable[[int], object]
+"""Takes an optimizer step, counted from 1."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float
 def take_turns(steps: Mapping[str, Step], *, num_warmup: int, num_steps: int) -> dict[str, list[float]]:
     """Seconds of each measured step of several loops, which take turns; each turn begins with another one."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for step in range(num_warmup + num_steps):
+    for step in range(1, num_warmup + num_steps + 1):
         first = step % len(steps)
         for name, take in [*steps.items()][first:] + [*steps.items()][:first]:
             times[name].append(timed(take, step))
@@ -94,12 +97,12 @@ def trainer_step(arguments: argparse.Namespace, folder: Path) -> tuple[Subject, 
     """The trainer's step, and a second stream of the same batches for the bare loop."""
     accelerator, config, checked, (first, second) = equal_runs(arguments, folder, count=2)
     subject = Subject(config, checked.family.folder.path, checked.target_layers, accelerator.device)
-    return subject, first.step.take, second.step.batches
+    return subject, partial(train_step, first), second.batches
 
 
 def equal_runs(
     arguments: argparse.Namespace, folder: Path, *, count: int
-) -> tuple[Accelerator, Config, CheckedRun, list[BuiltRun]]:
+) -> tuple[Accelerator, Config, CheckedRun, list[TrainingObjects]]:
     """The same run several times, each with a model and a stream of batches of its own."""
     overrides = [*arguments.overrides, f"data.cache_dir={folder / 'cache'}", "validation.prompts=[]"]
     config = load_config(arguments.config, overrides).config

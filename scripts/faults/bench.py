@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pytest
 from accelerate.state import AcceleratorState
-from recorded_train import read_records, recorded_take
+from recorded_train import read_records, recorded_step
 from tiny_run import (
     REPOSITORY,
     TinyRun,
@@ -24,7 +24,7 @@ from tiny_run import (
 )
 
 from diffsynth_lite.pipelines import qwen_image, wan
-from diffsynth_lite.training.optimizer_step import OptimizerStep
+from diffsynth_lite.training import trainer
 
 Scale = Literal["ci", "quick", "full"]
 
@@ -116,7 +116,7 @@ def recorded(run: TinyRun, folder: Path, *settings: str) -> list[dict[str, Any]]
     """Train in this process; all samples of it, each with the digests of what it was trained on."""
     records = Path(f"{folder}.records")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OptimizerStep, "take", recorded_take(records))
+        patch.setattr(trainer, "train_step", recorded_step(records))
         code = train(run, folder, *settings)
     assert code == 0, code
     return read_records(records)

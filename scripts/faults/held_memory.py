@@ -13,12 +13,14 @@ from meters import CountingMeter
 from tiny_run import TinyRun
 
 from diffsynth_lite.core.gradient.backends import PlainBackend
+from diffsynth_lite.training import trainer
+from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.memory_advice import MemoryUse
-from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
+from diffsynth_lite.training.run_folder.progress import StepResult
 from faults.bench import train
 
-_MEASURED_STEP = 2
-"""From 0: the moments are there, and the engine knows what blocks share."""
+_MEASURED_STEP = 3
+"""The moments are there, and the engine knows what blocks share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,18 +40,18 @@ class Held:
 def held_by(run: TinyRun, folder: Path, *settings: str) -> Held:
     """Train a few steps, and count what the last of them held on its device."""
     found: list[Held] = []
-    take = OptimizerStep.take
+    train_step = trainer.train_step
 
-    def measured(self: OptimizerStep, step: int) -> StepResult:
+    def measured(built: TrainingObjects, step: int) -> StepResult:
         if step < _MEASURED_STEP:
-            return take(self, step)
-        parameters = list(self.model.parameters())
-        state = [value for entry in self.optimizer.state.values() for value in entry.values()]
+            return train_step(built, step)
+        parameters = list(built.model.parameters())
+        state = [value for entry in built.optimizer.state.values() for value in entry.values()]
         meter = CountingMeter()
         with pytest.MonkeyPatch.context() as patch, meter:
             patch.setattr(PlainBackend, "allocate_host", _not_counted(meter))
             meter.start()
-            result = take(self, step)
+            result = train_step(built, step)
         held = Held(
             weights=_num_bytes(tensor for tensor in parameters if not tensor.requires_grad),
             trained=_num_bytes(tensor for tensor in parameters if tensor.requires_grad) + _num_bytes(state),
@@ -59,8 +61,8 @@ def held_by(run: TinyRun, folder: Path, *settings: str) -> Held:
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OptimizerStep, "take", measured)
-        code = train(run, folder, f"train.steps={_MEASURED_STEP + 1}", *settings)
+        patch.setattr(trainer, "train_step", measured)
+        code = train(run, folder, f"train.steps={_MEASURED_STEP}", *settings)
     assert code == 0, code
     return found[0]
 

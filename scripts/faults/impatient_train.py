@@ -10,20 +10,22 @@ from pathlib import Path
 
 from diffsynth_lite.cli.train import main
 from diffsynth_lite.data import batches
-from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
+from diffsynth_lite.training import trainer
+from diffsynth_lite.training.builder import TrainingObjects
+from diffsynth_lite.training.run_folder.progress import StepResult
 
-_take = OptimizerStep.take
+_train_step = trainer.train_step
 
 
-def _take_after_the_file_hangs(self: OptimizerStep, step: int) -> StepResult:
+def _train_step_after_the_file_hangs(built: TrainingObjects, step: int) -> StepResult:
     if not FILE.is_fifo():
         FILE.unlink()
         os.mkfifo(FILE)
-    return _take(self, step)
+    return _train_step(built, step)
 
 
 if __name__ == "__main__":
     FILE = Path(sys.argv[1])
     batches.WORKER_TIMEOUT_S = float(sys.argv[2])
-    OptimizerStep.take = _take_after_the_file_hangs  # type: ignore[method-assign]
+    trainer.train_step = _train_step_after_the_file_hangs
     sys.exit(main(sys.argv[3:]))

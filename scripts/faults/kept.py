@@ -3,14 +3,14 @@
 import json
 import shutil
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 from tiny_run import TinyRun, differing
 
-from diffsynth_lite.training.optimizer_step import StepResult
-from diffsynth_lite.training.requests import Requests
+from diffsynth_lite.training.requests import Asked, Requests
 from faults.asked import check_best, with_held_out
 from faults.bench import Bench, Result, assert_same, forked, losses, stopped_after, train
 from faults.driver import waited
@@ -52,18 +52,18 @@ def kill_what_is_kept(bench: Bench) -> Result:
 
 
 def _killed_after(run: TinyRun, folder: Path, num_good_calls: int) -> Callable[[], int]:
-    """A start that is killed at the disk call after so many good ones, from the actions of a step on."""
+    """A start that is killed at the disk call after so many good ones, from what follows a step on."""
 
     def work() -> int:
-        after_step = Requests.after_step
+        gather, steps = Requests.gather, count(1)
         with pytest.MonkeyPatch.context() as patch:
 
-            def struck(self: Requests, result: StepResult) -> None:
-                if result.step == STRUCK_FROM:
+            def struck(self: Requests) -> Asked:
+                if next(steps) == STRUCK_FROM:
                     strike_in(patch, num_good_calls, kill)
-                after_step(self, result)
+                return gather(self)
 
-            patch.setattr(Requests, "after_step", struck)
+            patch.setattr(Requests, "gather", struck)
             return train(run, folder)
 
     return work

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from diffsynth_lite.cli.train import main
+from diffsynth_lite.training import trainer
+from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.checkpoint.saver import Saver
-from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
+from diffsynth_lite.training.run_folder.progress import StepResult
 
-_take = OptimizerStep.take
+_train_step = trainer.train_step
 _save = Saver.save
 _SELF = Path("/proc/self")
 
@@ -52,16 +54,16 @@ def _num_descriptors(process: Path) -> int:
     return len(list((process / "fd").iterdir()))
 
 
-def measured_take(file: Path, every: int) -> Any:
-    """`OptimizerStep.take` that measures before every so-many-th step."""
+def measured_step(file: Path, every: int) -> Any:
+    """`train_step` that measures before every so-many-th step."""
 
-    def take(self: OptimizerStep, step: int) -> StepResult:
-        if step % every == 0:
+    def train_step(built: TrainingObjects, step: int) -> StepResult:
+        if (step - 1) % every == 0:
             with file.open("a") as rows:
-                rows.write(json.dumps({"step": step, **held()}) + "\n")
-        return _take(self, step)
+                rows.write(json.dumps({"step": step - 1, **held()}) + "\n")
+        return _train_step(built, step)
 
-    return take
+    return train_step
 
 
 def noted_save(file: Path) -> Any:
@@ -77,5 +79,5 @@ def noted_save(file: Path) -> Any:
 
 if __name__ == "__main__":
     Saver.save = noted_save(Path(f"{sys.argv[1]}.saves"))  # type: ignore[method-assign]
-    OptimizerStep.take = measured_take(Path(sys.argv[1]), int(sys.argv[2]))  # type: ignore[method-assign]
+    trainer.train_step = measured_step(Path(sys.argv[1]), int(sys.argv[2]))
     sys.exit(main(sys.argv[3:]))

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from tiny_run import TinyRun
 
-from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
+from diffsynth_lite.training import trainer
+from diffsynth_lite.training.builder import TrainingObjects
+from diffsynth_lite.training.run_folder.progress import StepResult
 from faults.bench import PLAIN, Bench, Result, assert_same, launched, stopped_after, train
 from faults.stops import gone_within
 
@@ -50,17 +52,17 @@ def lose_a_worker(bench: Bench) -> Result:
 def _kill(run: TinyRun, folder: Path) -> float:
     """Seconds from the kill of the worker until the trainer has ended."""
     struck_at = []
-    take = OptimizerStep.take
+    train_step = trainer.train_step
 
-    def strike(self: OptimizerStep, step: int) -> StepResult:
-        if step == 6:
+    def strike(built: TrainingObjects, step: int) -> StepResult:
+        if step == 7:
             (worker,) = multiprocessing.active_children()
             worker.kill()
             struck_at.append(time.monotonic())
-        return take(self, step)
+        return train_step(built, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OptimizerStep, "take", strike)
+        patch.setattr(trainer, "train_step", strike)
         code = train(run, folder, "data.num_workers=1")
     assert code == 3, code
     return time.monotonic() - struck_at[0]

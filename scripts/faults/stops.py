@@ -14,9 +14,11 @@ import pytest
 from tiny_run import LAUNCH, TRAIN, TinyRun
 
 from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.training import trainer
+from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.checkpoint.manifest import read_checkpoint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
+from diffsynth_lite.training.run_folder.progress import StepResult
 from faults.bench import PLAIN, Bench, Result, assert_same, environment, forked, torchrun, train
 from faults.damage import wait_for_steps
 from faults.driver import waited
@@ -111,16 +113,16 @@ def gone_within(root: Path, seconds: float) -> None:
 Stage = Callable[[pytest.MonkeyPatch, Callable[[], None]], None]
 
 
-def _before(patch: pytest.MonkeyPatch, owner: type, name: str, act: Callable[[], None], *, call: int) -> None:
-    """Act before the so-manieth call of a method."""
-    method = getattr(owner, name)
+def _before(patch: pytest.MonkeyPatch, owner: Any, name: str, act: Callable[[], None], *, call: int) -> None:
+    """Act before the so-manieth call of a function."""
+    function = getattr(owner, name)
     calls = []
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         calls.append(name)
         if len(calls) == call:
             act()
-        return method(*args, **kwargs)
+        return function(*args, **kwargs)
 
     patch.setattr(owner, name, wrapped)
 
@@ -130,7 +132,7 @@ STAGES: dict[str, Stage] = {
     "caching media": lambda patch, act: _before(patch, QwenImage, "load_media_encoder", act, call=1),
     "loading the model": lambda patch, act: _before(patch, QwenImage, "load_transformer", act, call=1),
     "first previews": lambda patch, act: _before(patch, QwenImage, "sample", act, call=1),
-    "a step": lambda patch, act: _before(patch, OptimizerStep, "take", act, call=3),
+    "a step": lambda patch, act: _before(patch, trainer, "train_step", act, call=3),
     "saving": lambda patch, act: _before(patch, CheckpointStore, "save", act, call=1),
     "later previews": lambda patch, act: _before(patch, QwenImage, "sample", act, call=2),
 }
@@ -156,16 +158,16 @@ def signal_twice(run: TinyRun) -> None:
     assert train(run, whole) == 0
 
     def work() -> int:
-        take = OptimizerStep.take
+        train_step = trainer.train_step
 
-        def slow(self: OptimizerStep, step: int) -> StepResult:
-            if step == 2:
+        def slow(built: TrainingObjects, step: int) -> StepResult:
+            if step == 3:
                 (run.root / "slow").touch()
                 time.sleep(600)
-            return take(self, step)
+            return train_step(built, step)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(OptimizerStep, "take", slow)
+            patch.setattr(trainer, "train_step", slow)
             return train(run, folder)
 
     child = forked(work, run.root / "log")

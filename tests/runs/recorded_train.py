@@ -4,12 +4,12 @@ The first argument is the folder of the records, a file of JSON lines for each p
 of the training command.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +17,42 @@ import torch
 
 from diffsynth_lite.cli.train import main
 from diffsynth_lite.data import Batch
-from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
+from diffsynth_lite.training import trainer
+from diffsynth_lite.training.builder import TrainingObjects
+from diffsynth_lite.training.run_folder.progress import StepResult
+
+Loss = Callable[[torch.nn.Module, Batch], torch.Tensor]
 
 
-def recorded_take(folder: Path) -> Callable[[OptimizerStep, int], StepResult]:
-    """`OptimizerStep.take` that also writes the samples of each step down, in a file for each process."""
+def recorded_step(folder: Path) -> Callable[[TrainingObjects, int], StepResult]:
+    """`train_step` that also writes the samples of each step down, in a file for each process."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"process-{os.environ.get('RANK', '0')}.jsonl"
-    take = OptimizerStep.take
+    train_step = trainer.train_step
 
-    def take_recorded(self: OptimizerStep, step: int) -> StepResult:
-        def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    def train_step_recorded(built: TrainingObjects, step: int) -> StepResult:
+        loss = built.loss
+
+        def recorded_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
             with path.open("a") as file:
-                file.writelines(json.dumps(row | {"step": step}) + "\n" for row in _rows(batch))
-            return self.loss(model, batch)
+                file.writelines(json.dumps(row | {"step": step - 1}) + "\n" for row in _rows(batch))
+            return loss(model, batch)
 
-        return take(dataclasses.replace(self, loss=loss), step)
+        with replaced_loss(built, recorded_loss):
+            return train_step(built, step)
 
-    return take_recorded
+    return train_step_recorded
+
+
+@contextmanager
+def replaced_loss(built: TrainingObjects, loss: Loss) -> Iterator[None]:
+    """Scope in which a run has another loss."""
+    own = built.loss
+    built.loss = loss
+    try:
+        yield
+    finally:
+        built.loss = own
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
@@ -67,5 +85,5 @@ def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    OptimizerStep.take = recorded_take(Path(sys.argv[1]))  # type: ignore[method-assign]
+    trainer.train_step = recorded_step(Path(sys.argv[1]))
     sys.exit(main(sys.argv[2:]))

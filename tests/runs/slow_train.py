@@ -4,15 +4,17 @@ import dataclasses
 import sys
 
 from diffsynth_lite.cli.train import main
-from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
+from diffsynth_lite.training import trainer
+from diffsynth_lite.training.builder import TrainingObjects
+from diffsynth_lite.training.run_folder.progress import StepResult
 
-_take = OptimizerStep.take
+_train_step = trainer.train_step
 
 
-def _take_slowly(self: OptimizerStep, step: int) -> StepResult:
-    return dataclasses.replace(_take(self, step), seconds=47.0)
+def _train_step_slowly(built: TrainingObjects, step: int) -> StepResult:
+    return dataclasses.replace(_train_step(built, step), seconds=47.0)
 
 
 if __name__ == "__main__":
-    OptimizerStep.take = _take_slowly  # type: ignore[method-assign]
+    trainer.train_step = _train_step_slowly
     sys.exit(main())

@@ -11,7 +11,9 @@ from PIL import Image
 from tiny_run import TinyRun, checkpoint_tensors, differing
 
 from diffsynth_lite.pipelines.qwen_image import QwenImage
-from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
+from diffsynth_lite.training import trainer
+from diffsynth_lite.training.builder import TrainingObjects
+from diffsynth_lite.training.run_folder.progress import StepResult
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -81,13 +83,13 @@ def test_a_run_takes_repeatable_kernels_when_told_to(
     monkeypatch.setenv(WORKSPACE, "")
     monkeypatch.delenv(WORKSPACE)
     repeatable = []
-    take = OptimizerStep.take
+    train_step = trainer.train_step
 
-    def observed(self: OptimizerStep, step: int) -> StepResult:
+    def observed(built: TrainingObjects, step: int) -> StepResult:
         repeatable.append((torch.are_deterministic_algorithms_enabled(), os.environ.get(WORKSPACE)))
-        return take(self, step)
+        return train_step(built, step)
 
-    monkeypatch.setattr(OptimizerStep, "take", observed)
+    monkeypatch.setattr(trainer, "train_step", observed)
     assert tiny_run.train("train.steps=4") == 0
     assert tiny_run.train("train.deterministic=true") == 0
     assert repeatable == [(False, None)] * 4 + [(True, ":4096:8")] * 2
@@ -98,7 +100,7 @@ def test_what_has_no_repeatable_kernel_is_named_on_the_screen_and_in_the_status(
 ) -> None:
     monkeypatch.setenv(WORKSPACE, ":16:8")
     monkeypatch.setattr(
-        OptimizerStep, "take", lambda *_: torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+        trainer, "train_step", lambda *_: torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
     )
     assert tiny_run.train("train.deterministic=true") == 2
     status = tiny_run.status()

@@ -80,7 +80,7 @@ def test_records_are_not_kept_while_the_run_trains(
 
         return count
 
-    for name in ("encode_run", "train_steps"):
+    for name in ("encode_run", "train"):
         monkeypatch.setattr(run, name, counted(name))
     assert tiny_run.train("train.steps=1", "validation.prompts=[]") == 0
     assert num_alive == [5, 0]

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 from PIL import Image
-from recorded_train import read_records, recorded_take
+from recorded_train import read_records, recorded_step
 from tiny_run import REPOSITORY, TinyRun, checkpoint_tensors, differing, tiny_picture
 
-from diffsynth_lite.training.optimizer_step import OptimizerStep
+from diffsynth_lite.training import trainer
 
 SETTINGS = (
     *("data.width=null", "data.height=null", "data.resolutions=[32,48]", "data.crop=random"),
@@ -32,7 +32,7 @@ def test_a_token_budget_puts_more_of_the_small_ones_into_a_forward(
         tiny_picture(40, 36, 30 + place).save(tiny_run.root / "data" / f"small {place}.png")
         (tiny_run.root / "data" / f"small {place}.txt").write_text("a blue square")
     budget = (*sizes, "train.micro_batch_tokens=8", "lora.dropout=0")  # of 16 x 16 pixels
-    monkeypatch.setattr(OptimizerStep, "take", recorded_take(tiny_run.root / "records"))
+    monkeypatch.setattr(trainer, "train_step", recorded_step(tiny_run.root / "records"))
     parts = f"output.dir={tiny_run.root / 'parts'}"
     assert tiny_run.train(*budget) == 0
     whole = read_records(tiny_run.root / "records")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
-from recorded_train import read_records, recorded_take
+from recorded_train import read_records, recorded_step
 from tiny_run import TinyRun, garble_media, tiny_picture, write_config
 
 from diffsynth_lite.pipelines.qwen_image_edit import QwenImageEdit, tiny
-from diffsynth_lite.training.optimizer_step import OptimizerStep
+from diffsynth_lite.training import trainer
 
 PAIRS = ((80, 48), (48, 80), (80, 48), (64, 64))  # sizes of the inputs; the targets have others
 
@@ -107,7 +107,7 @@ def test_held_out_pairs_have_inputs_of_their_own(edit_run: TinyRun, caplog: pyte
 def test_inputs_of_several_shapes_train_in_batches_of_one_shape_each(
     edit_run: TinyRun, monkeypatch: pytest.MonkeyPatch, setting: str, last_size: int
 ) -> None:
-    monkeypatch.setattr(OptimizerStep, "take", recorded_take(edit_run.root / "records"))
+    monkeypatch.setattr(trainer, "train_step", recorded_step(edit_run.root / "records"))
     assert (
         edit_run.train(
             setting,

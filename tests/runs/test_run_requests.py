@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 from tiny_run import TinyRun, checkpoint_tensors, differing, dropping
 
 from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.training import trainer
+from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.checkpoint import saver
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
+from diffsynth_lite.training.run_folder.progress import StepResult
 from diffsynth_lite.training.yardstick import Yardstick
 
 LORA = "pytorch_lora_weights.safetensors"
@@ -70,13 +72,13 @@ def test_a_run_saves_samples_and_stops_when_asked_and_goes_on_as_if_it_had_not(
 
 def test_who_watches_a_run_sees_its_step(tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diffsynth_lite.training.run_folder.status._RENEWED_EVERY_S", 0.0)
-    take, seen = OptimizerStep.take, []
+    train_step, seen = trainer.train_step, []
 
-    def take_and_look(self: OptimizerStep, step: int) -> StepResult:
+    def look_and_train(built: TrainingObjects, step: int) -> StepResult:
         seen.append(tiny_run.status())
-        return take(self, step)
+        return train_step(built, step)
 
-    monkeypatch.setattr(OptimizerStep, "take", take_and_look)
+    monkeypatch.setattr(trainer, "train_step", look_and_train)
     assert tiny_run.train("validation.prompts=[]", "validation.loss_items=0") == 0
     assert [(status["state"], status["step"]) for status in seen] == [("running", step) for step in range(6)]
     assert all(status["samples_per_s"] > 0 for status in seen[1:])

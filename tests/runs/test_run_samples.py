@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_train import read_records, recorded_take
+from recorded_train import read_records, recorded_step
 from tiny_run import REPOSITORY, TinyRun, make_mixed_run
 
-from diffsynth_lite.training.optimizer_step import OptimizerStep
+from diffsynth_lite.training import trainer
 
 LOG_LINE = re.compile(r"\d\d:\d\d:\d\d ")
 SCRIPT = str(Path(__file__).with_name("recorded_train.py"))
@@ -32,7 +32,7 @@ def samples(run: TinyRun, name: str, *settings: str) -> list[dict[str, Any]]:
     """All samples of a run in this process."""
     folder = run.root / "records" / name
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(OptimizerStep, "take", recorded_take(folder))
+        patched.setattr(trainer, "train_step", recorded_step(folder))
         assert run.train(*settings, f"output.dir={run.root / name}") == 0
     return read_records(folder)
 

@@ -16,7 +16,9 @@ from PIL import Image
 
 from diffsynth_lite.cli.train import main
 from diffsynth_lite.data.video import write_video
-from diffsynth_lite.training.optimizer_step import OptimizerStep, StepResult
+from diffsynth_lite.training import trainer
+from diffsynth_lite.training.builder import TrainingObjects
+from diffsynth_lite.training.run_folder.progress import StepResult
 
 REPOSITORY = Path(__file__).parents[2]
 TRAIN = (sys.executable, "train.py")
@@ -129,15 +131,15 @@ def start(run: TinyRun, *arguments: str, command: tuple[str, ...] = TRAIN) -> su
 
 def dropping(run: TinyRun, monkeypatch: pytest.MonkeyPatch, **files: int) -> None:
     """Put each file into the run folder while its step is taken."""
-    take = OptimizerStep.take
+    train_step = trainer.train_step
 
-    def take_and_drop(self: OptimizerStep, step: int) -> StepResult:
+    def drop_and_train(built: TrainingObjects, step: int) -> StepResult:
         for name, at in files.items():
-            if step + 1 == at:
+            if step == at:
                 (run.folder / name).touch()
-        return take(self, step)
+        return train_step(built, step)
 
-    monkeypatch.setattr(OptimizerStep, "take", take_and_drop)
+    monkeypatch.setattr(trainer, "train_step", drop_and_train)
 
 
 def make_run(root: Path, model: Path) -> TinyRun:

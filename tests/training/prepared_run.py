@@ -10,7 +10,7 @@ from PIL import Image
 
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.pipelines.qwen_image import tiny
-from diffsynth_lite.training.builder import BuiltRun, build_optimizer, build_run, build_transformer
+from diffsynth_lite.training.builder import TrainingObjects, build_optimizer, build_run, build_transformer
 from diffsynth_lite.training.encoding import EncodedRun, encode_run
 from diffsynth_lite.training.preflight import CheckedRun, check_run
 
@@ -78,7 +78,7 @@ class Prepared:
     def config(self, changes: dict[str, str] | None = None) -> Config:
         return load_config_of(self.root, changes)
 
-    def build(self, changes: dict[str, str] | None = None, **objects: Any) -> BuiltRun:
+    def build(self, changes: dict[str, str] | None = None, **objects: Any) -> TrainingObjects:
         config = self.config(changes)
         given = {
             "checked": self.checked,

@@ -16,7 +16,7 @@ from diffsynth_lite.core.randomness import normal
 from diffsynth_lite.data import Batch
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.qwen_image import QwenImage
-from diffsynth_lite.training.builder import BuiltRun, build_optimizer
+from diffsynth_lite.training.builder import TrainingObjects, build_optimizer
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +34,12 @@ def linear_rates(*, base: float = 0.02, warmup: int = 2, total: int = 7) -> list
     ]
 
 
-def facts(built: BuiltRun) -> dict[str, Any]:
+def facts(built: TrainingObjects) -> dict[str, Any]:
     """What became of the settings, by the name of what they stand for."""
-    (group,) = built.step.optimizer.param_groups
+    (group,) = built.optimizer.param_groups
     objective = built.validation_loss.objective
     levels = objective.noise_levels
-    first = next(built.step.batches)
+    first = next(built.batches)
     request = built.previews.requests[0]
     return {
         "lr": group["lr"],
@@ -47,9 +47,9 @@ def facts(built: BuiltRun) -> dict[str, Any]:
         "beta2": group["betas"][1],
         "eps": group["eps"],
         "weight_decay": group["weight_decay"],
-        "rates": [built.step.learning_rate(step) for step in range(5)],
-        "max_grad_norm": built.step.max_grad_norm,
-        "train_seed": built.step.seed,
+        "rates": [built.learning_rate(step) for step in range(5)],
+        "max_grad_norm": built.max_grad_norm,
+        "train_seed": built.seed,
         "density": levels.density,
         "logit_mean": levels.logit_mean,
         "logit_std": levels.logit_std,
@@ -193,7 +193,7 @@ def _levels(prepared: Prepared, shift: str, **objects: Any) -> Any:
 
 def test_training_and_the_fixed_noise_loss_have_one_objective(prepared: Prepared) -> None:
     built = prepared.build()
-    assert built.step.loss.__self__ is built.validation_loss.objective
+    assert built.loss.__self__ is built.validation_loss.objective
     assert built.validation_loss.objective.family is prepared.checked.family
     assert built.validation_loss.items is prepared.encoded.validation_items
     assert len(built.validation_loss.items) == int(SETTINGS["validation.loss_items"])
@@ -204,8 +204,8 @@ def test_held_out_pictures_give_the_fixed_noise_loss_its_name(prepared: Prepared
     assert prepared.build({"validation.data": "elsewhere"}).validation_loss.name == "validation_loss"
 
 
-def _samples(built: BuiltRun, num_steps: int) -> list[Batch]:
-    return [batch for _ in range(num_steps) for batch in next(built.step.batches)]
+def _samples(built: TrainingObjects, num_steps: int) -> list[Batch]:
+    return [batch for _ in range(num_steps) for batch in next(built.batches)]
 
 
 def test_a_pass_shows_each_picture_as_often_as_it_is_repeated(prepared: Prepared) -> None:
@@ -270,7 +270,7 @@ def test_the_run_trains_the_model_and_the_optimizer_that_it_was_given(prepared: 
     accelerator = SimpleNamespace(device=CPU, num_processes=1, process_index=0, prepare=lambda _: wrapped)
     optimizer = build_optimizer(prepared.config(), prepared.transformer)
     built = prepared.build(accelerator=accelerator, optimizer=optimizer)
-    assert built.step.model is wrapped
+    assert built.model is wrapped
     assert built.transformer is prepared.transformer
-    assert built.step.optimizer is optimizer
-    assert built.step.accelerator is accelerator
+    assert built.optimizer is optimizer
+    assert built.accelerator is accelerator

@@ -2,27 +2,26 @@
 
 import logging
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 
 from diffsynth_lite.training.grace import StopGrace, StopTime
-from diffsynth_lite.training.optimizer_step import StepResult
 
 MIB = 2**20
 GRACE = StopGrace(seconds=30.0, setting="TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
 
 
 class Clock:
-    """A clock that only the actions of a test move."""
+    """A clock that only a test moves."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
-    def action(self, seconds: float) -> Callable[[int], None]:
-        def act(_step: int) -> None:
+    def pass_in(self, stop_time: StopTime, part: Literal["evaluation", "save"], seconds: float) -> None:
+        """Let an evaluation or a save take so long."""
+        with stop_time.timing(part):
             self.now += seconds
-
-        return act
 
 
 @pytest.fixture
@@ -40,10 +39,8 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 def take(stop_time: StopTime, *seconds: float) -> None:
-    for step, each in enumerate(seconds, start=1):
-        stop_time.after_step(
-            StepResult(step=step, loss=1.0, grad_norm=1.0, learning_rate=0.1, num_samples=1, seconds=each)
-        )
+    for each in seconds:
+        stop_time.after_step(each)
 
 
 def test_it_says_what_is_needed_and_what_to_set_as_soon_as_three_steps_tell(
@@ -52,9 +49,7 @@ def test_it_says_what_is_needed_and_what_to_set_as_soon_as_three_steps_tell(
     stop_time = StopTime(GRACE, save_bytes=600 * MIB)
     take(stop_time, 41.0, 41.0)
     assert warnings() == []
-    stop_time.after_step(
-        StepResult(step=3, loss=1.0, grad_norm=1.0, learning_rate=0.1, num_samples=1, seconds=41.0)
-    )
+    stop_time.after_step(41.0)
     assert warnings() == [
         "30 s grace < 47.0 s that a stop signal may wait for (step 41.0 s, save 6.0 s): the launcher would "
         "kill the run before it has saved. Set TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 where it is launched."
@@ -64,8 +59,8 @@ def test_it_says_what_is_needed_and_what_to_set_as_soon_as_three_steps_tell(
 def test_it_is_said_once(warnings: Callable[[], list[str]], clock: Clock) -> None:
     stop_time = StopTime(GRACE, save_bytes=0)
     take(stop_time, *[41.0] * 9)
-    stop_time.of_saves(clock.action(50.0))(9)
-    stop_time.of_evaluations(clock.action(50.0))(9)
+    clock.pass_in(stop_time, "save", 50.0)
+    clock.pass_in(stop_time, "evaluation", 50.0)
     assert len(warnings()) == 1
 
 
@@ -90,29 +85,34 @@ def test_a_measured_save_takes_the_place_of_the_estimate_and_the_longest_counts(
 ) -> None:
     stop_time = StopTime(GRACE, save_bytes=600 * MIB)
     take(stop_time, *[25.0] * 2)
-    stop_time.of_saves(clock.action(4.0))(2)  # faster than estimated
+    clock.pass_in(stop_time, "save", 4.0)  # faster than estimated
     take(stop_time, *[25.0] * 2)
-    stop_time.of_saves(clock.action(0.1))(4)  # was there already
+    clock.pass_in(stop_time, "save", 0.1)  # was there already
     assert warnings() == []
-    stop_time.of_saves(clock.action(5.5))(6)
+    clock.pass_in(stop_time, "save", 5.5)
     assert "30 s grace < 30.5 s that a stop signal may wait for (step 25.0 s, save 5.5 s)" in warnings()[0]
 
 
 def test_previews_are_waited_for_too(warnings: Callable[[], list[str]], clock: Clock) -> None:
     stop_time = StopTime(GRACE, save_bytes=0)
-    drawn = []
-    stop_time.of_evaluations(lambda step: (drawn.append(step), clock.action(29.0)(step))[0])(0)
-    assert drawn == [0]
+    clock.pass_in(stop_time, "evaluation", 29.0)
     take(stop_time, *[2.0] * 3)
     assert "(step 2.0 s, evaluation 29.0 s)" in warnings()[0]
 
 
-def test_an_action_that_fails_is_no_measure(clock: Clock) -> None:
-    def fail(_step: int) -> None:
-        raise ValueError("no space")
+def test_a_save_that_fails_is_no_measure(warnings: Callable[[], list[str]], clock: Clock) -> None:
+    stop_time = StopTime(GRACE, save_bytes=0)
+    take(stop_time, *[2.0] * 3)
+
+    def fail() -> None:
+        with stop_time.timing("save"):
+            clock.now += 60.0
+            raise ValueError("no space")
 
     with pytest.raises(ValueError, match="no space"):
-        StopTime(GRACE, save_bytes=0).of_saves(fail)(1)
+        fail()
+    take(stop_time, 2.0)
+    assert warnings() == []
 
 
 def test_a_launcher_that_cannot_wait_longer_is_not_given_a_setting(warnings: Callable[[], list[str]]) -> None:

@@ -5,12 +5,11 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from rich.console import Console
 from rich.progress import Progress, TaskID, TextColumn
-
-from diffsynth_lite.training.optimizer_step import StepResult
 
 if sys.platform != "win32":
     import resource
@@ -19,6 +18,27 @@ logger = logging.getLogger(__name__)
 
 _SMOOTHING = 0.9
 _GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Attributes:
+        step: number of optimizer steps done, this one included.
+        loss: mean over the samples of all devices.
+        grad_norm: before clipping.
+        learning_rate: used in this step.
+        num_samples: that it took, on all devices.
+        seconds: from asking for the data to the changed weights.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_samples: int
+    seconds: float
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -16,9 +16,8 @@ from diffsynth_lite.errors import EXIT_FINISHED, RunInterrupted, RunStoppedError
 from diffsynth_lite.training.checkpoint.resume import DifferentRunError
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.files import write_json_atomic
-from diffsynth_lite.training.optimizer_step import StepResult
 from diffsynth_lite.training.run_folder.folder import RunFolder, RunState
-from diffsynth_lite.training.run_folder.progress import Pace
+from diffsynth_lite.training.run_folder.progress import Pace, StepResult
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from diffsynth_lite.training.optimizer_step import StepResult
-from diffsynth_lite.training.run_folder.progress import Pace, ProgressLine
+from diffsynth_lite.training.run_folder.progress import Pace, ProgressLine, StepResult
 
 CPU = torch.device("cpu")
 

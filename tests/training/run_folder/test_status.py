@@ -10,9 +10,8 @@ import torch
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
 from diffsynth_lite.training.checkpoint.resume import DifferentRunError
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.optimizer_step import StepResult
 from diffsynth_lite.training.run_folder.folder import RunFolder
-from diffsynth_lite.training.run_folder.progress import Pace
+from diffsynth_lite.training.run_folder.progress import Pace, StepResult
 from diffsynth_lite.training.run_folder.status import LiveStatus, outcome_recorded, shortages_explained
 
 

@@ -1,19 +1,29 @@
-"""One optimizer step of SGD against gradients from autograd: what is summed, clipped, drawn and left."""
+"""One optimizer step of SGD against gradients from autograd, and what follows each step, in order."""
 
 import dataclasses
+import io
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from rich.console import Console
 
-from diffsynth_lite.config import load_config
+from diffsynth_lite.config import LoadedConfig, load_config
 from diffsynth_lite.data import Batch, Bucket
-from diffsynth_lite.training.builder import build_accelerator
-from diffsynth_lite.training.optimizer_step import OptimizerStep
+from diffsynth_lite.errors import RunStoppedError
+from diffsynth_lite.training import trainer
+from diffsynth_lite.training.builder import TrainingObjects, build_accelerator
+from diffsynth_lite.training.run_folder.folder import RunFolder
+from diffsynth_lite.training.run_folder.progress import StepResult
+from diffsynth_lite.training.run_setting import RunSetting
+from diffsynth_lite.training.startup import StartupClock
+from diffsynth_lite.training.trainer import train, train_step
 
 INPUTS, OUTPUTS = 5, 3
 LEARNING_RATE = 0.5
@@ -59,11 +69,12 @@ def squared_error(model: torch.nn.Module, given: Batch) -> torch.Tensor:
     return (model(given.latents) - given.noise).square().mean()
 
 
-def optimizer_step(model: torch.nn.Module, *steps: Sequence[Batch], **changes: Any) -> OptimizerStep:
+def objects(model: torch.nn.Module, *steps: Sequence[Batch], **changes: Any) -> TrainingObjects:
     """Steps of SGD with a constant learning rate and without clipping, unless changed."""
     accelerator = changes.pop("accelerator", None) or Accelerator(cpu=True)
     settings = {
         "accelerator": accelerator,
+        "transformer": model,
         "model": accelerator.prepare(model),
         "optimizer": torch.optim.SGD(model.parameters(), lr=123.0),  # the step has to replace it
         "loss": squared_error,
@@ -72,8 +83,15 @@ def optimizer_step(model: torch.nn.Module, *steps: Sequence[Batch], **changes: A
         "averaged": None,
         "seed": 0,
         "batches": iter(steps),
+        "validation_loss": None,
+        "previews": None,
     }
-    return OptimizerStep(**(settings | changes))
+    return TrainingObjects(**(settings | changes))
+
+
+def take(model: torch.nn.Module, micro_batches: Sequence[Batch], step: int = 1, **changes: Any) -> StepResult:
+    """One step on the given micro-batches."""
+    return train_step(objects(model, micro_batches, **changes), step)
 
 
 def flat(model: torch.nn.Module) -> torch.Tensor:
@@ -96,7 +114,7 @@ def test_micro_batches_make_the_update_of_one_large_batch(sizes: tuple[int, ...]
     model, whole = linear(), batch(range(12))
     before, expected = flat(model), gradient(model, whole)
     loss = squared_error(model, whole).item()
-    result = optimizer_step(model, batches(*sizes)).take(0)
+    result = take(model, batches(*sizes))
     assert close(before - flat(model), LEARNING_RATE * expected)
     assert result.loss == pytest.approx(loss, rel=1e-6)
     assert result.grad_norm == pytest.approx(expected.norm().item(), rel=1e-6)
@@ -104,7 +122,7 @@ def test_micro_batches_make_the_update_of_one_large_batch(sizes: tuple[int, ...]
 
 def test_equal_micro_batches_are_divided_by_their_number_bit_for_bit() -> None:
     taken, plain = linear(), linear()
-    optimizer_step(taken, batches(4, 4, 4)).take(0)
+    take(taken, batches(4, 4, 4))
     for given in batches(4, 4, 4):
         (squared_error(plain, given) / 3).backward()
     torch.optim.SGD(plain.parameters(), lr=LEARNING_RATE).step()
@@ -117,10 +135,8 @@ def test_each_sample_of_all_processes_weighs_the_same() -> None:
     gradients = []
     for rank in range(2):
         model = linear()
-        step = optimizer_step(model, micro_batches[rank::2])
-        step = dataclasses.replace(step, accelerator=TwoProcesses(step.accelerator))
         before = flat(model)
-        step.take(0)
+        take(model, micro_batches[rank::2], accelerator=TwoProcesses(Accelerator(cpu=True)))
         gradients.append((before - flat(model)) / LEARNING_RATE)
     assert close(sum(gradients) / 2, gradient(linear(), batch(range(12))))
 
@@ -142,7 +158,7 @@ def test_a_norm_above_the_limit_is_scaled_down_to_it(ratio: float) -> None:
     model = linear()
     before, expected = flat(model), gradient(model, batch(range(4)))
     norm = expected.norm().item()
-    result = optimizer_step(model, batches(2, 2), max_grad_norm=ratio * norm).take(0)
+    result = take(model, batches(2, 2), max_grad_norm=ratio * norm)
     # torch divides by the norm + 1e-6.
     assert torch.allclose(before - flat(model), LEARNING_RATE * ratio * expected, rtol=1e-4, atol=1e-7)
     assert result.grad_norm == pytest.approx(norm, rel=1e-6)  # before clipping
@@ -151,8 +167,8 @@ def test_a_norm_above_the_limit_is_scaled_down_to_it(ratio: float) -> None:
 def test_a_norm_below_the_limit_changes_nothing() -> None:
     clipped, free = linear(), linear()
     norm = gradient(clipped, batch(range(4))).norm().item()
-    result = optimizer_step(clipped, batches(2, 2), max_grad_norm=1.1 * norm).take(0)
-    optimizer_step(free, batches(2, 2)).take(0)
+    result = take(clipped, batches(2, 2), max_grad_norm=1.1 * norm)
+    take(free, batches(2, 2))
     assert torch.equal(flat(clipped), flat(free))
     assert result.grad_norm == pytest.approx(norm, rel=1e-6)
 
@@ -162,34 +178,34 @@ def test_the_norm_is_taken_over_the_parameters_of_all_groups_together() -> None:
     expected = gradient(model, batch(range(4)))
     groups = [{"params": [model.weight]}, {"params": [model.bias]}]
     before, limit = flat(model), 0.5 * expected.norm().item()
-    optimizer_step(model, batches(4), optimizer=torch.optim.SGD(groups, lr=9.0), max_grad_norm=limit).take(0)
+    take(model, batches(4), optimizer=torch.optim.SGD(groups, lr=9.0), max_grad_norm=limit)
     assert torch.allclose(before - flat(model), LEARNING_RATE * 0.5 * expected, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("step", [0, 1, 4])
-def test_the_learning_rate_is_that_of_the_step_counted_from_zero(step: int) -> None:
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_the_learning_rate_is_that_of_the_step(step: int) -> None:
     model = linear()
     before, expected = flat(model), gradient(model, batch(range(4)))
     rates = [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625]
-    result = optimizer_step(model, batches(4), learning_rate=rates.__getitem__).take(step)
-    assert close(before - flat(model), rates[step] * expected)
-    assert result.learning_rate == rates[step]
-    assert result.step == step + 1  # the number of steps done
+    result = take(model, batches(4), step, learning_rate=rates.__getitem__)
+    assert close(before - flat(model), rates[step - 1] * expected)
+    assert result.learning_rate == rates[step - 1]
+    assert result.step == step
 
 
 def test_gradients_do_not_reach_the_next_step() -> None:
     model = linear()
     first, second = batch(range(4)), batch(range(4, 8))
-    taken = optimizer_step(model, [first], [second])
-    taken.take(0)
+    built = objects(model, [first], [second])
+    train_step(built, 1)
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
     before, expected = flat(model), gradient(model, second)
-    taken.take(1)
+    train_step(built, 2)
     assert close(before - flat(model), LEARNING_RATE * expected)
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
 
 
-def drawn_in_a_step(micro_batches: Sequence[Batch], *, seed: int = 0, step: int = 0) -> list[torch.Tensor]:
+def drawn_in_a_step(micro_batches: Sequence[Batch], *, seed: int = 0, step: int = 1) -> list[torch.Tensor]:
     """The dropout mask of each micro-batch."""
     dropout, masks = torch.nn.Dropout(0.5), []
 
@@ -197,7 +213,7 @@ def drawn_in_a_step(micro_batches: Sequence[Batch], *, seed: int = 0, step: int 
         masks.append(dropout(torch.ones(64)))
         return squared_error(model, given)
 
-    optimizer_step(linear(), micro_batches, loss=loss, seed=seed).take(step)
+    take(linear(), micro_batches, step, loss=loss, seed=seed)
     return masks
 
 
@@ -226,13 +242,17 @@ def test_the_global_random_state_is_left_as_it_was() -> None:
         assert torch.equal(torch.get_rng_state(), before)
 
 
-def built_accelerator(folder: Path) -> Accelerator:
+def config_of(folder: Path, *overrides: str) -> LoadedConfig:
     file = folder / "run.yaml"
     file.write_text(
         "model: {family: qwen_image, path: model}\ndata: {path: pictures}\noutput: {dir: run}\n"
         'train: {mixed_precision: "no"}\n'
     )
-    return build_accelerator(load_config(file).config, folder / "trackers")
+    return load_config(file, overrides)
+
+
+def built_accelerator(folder: Path) -> Accelerator:
+    return build_accelerator(config_of(folder).config, folder / "trackers")
 
 
 def test_a_launchers_variable_does_not_scale_the_gradients(
@@ -241,5 +261,98 @@ def test_a_launchers_variable_does_not_scale_the_gradients(
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     model = linear()
     before, expected = flat(model), gradient(model, batch(range(4)))
-    optimizer_step(model, batches(2, 2), accelerator=built_accelerator(tmp_path)).take(0)
+    take(model, batches(2, 2), accelerator=built_accelerator(tmp_path))
     assert close(before - flat(model), LEARNING_RATE * expected)
+
+
+class Life:
+    """A run whose steps, evaluations and saves are only written down; ``asked``: files put at a step."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **asked: int) -> None:
+        self.done: list[tuple[str, int]] = []
+        self._folder, self._asked, self._saved = folder, asked, 0
+        self._stop = SimpleNamespace(asked=False, let_steps_finish=lambda: None)
+        self._saver = SimpleNamespace(num_bytes=0, repair_best=lambda: None, save=self._save)
+        monkeypatch.setattr(trainer, "train_step", lambda _built, step: self._step(step))
+        monkeypatch.setattr(
+            trainer, "evaluate", lambda _built, _saver, _metrics, step: self._note("evaluate", step)
+        )
+        monkeypatch.setattr(trainer, "report_memory", lambda *_: None)
+
+    def train(self, *settings: str, start_step: int = 0) -> int:
+        process = SimpleNamespace(
+            num_processes=1, is_main_process=True, device=torch.device("cpu"), log=lambda *_, **__: None
+        )
+        run = RunSetting(
+            loaded=config_of(self._folder, *settings),
+            accelerator=process,
+            folder=RunFolder(self._folder),
+            store=None,
+            checked=None,
+            console=Console(file=io.StringIO()),
+            clock=StartupClock(0.0),
+            grace=None,
+        )
+        return train(run, None, self._saver, self._stop, start_step)
+
+    def _note(self, what: str, step: int) -> None:
+        self.done.append((what, step))
+
+    def _step(self, step: int) -> StepResult:
+        self._note("step", step)
+        for name in (name for name, at in self._asked.items() if at == step):
+            (self._folder / name).touch()
+        return StepResult(step=step, loss=1.0, grad_norm=1.0, learning_rate=0.1, num_samples=1, seconds=1.0)
+
+    def _save(self, step: int) -> None:
+        if step != self._saved:  # As the real one.
+            self._note("save", step)
+        self._saved = step
+
+
+def test_what_is_due_and_what_is_asked_for_follow_a_step_once_the_evaluation_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(tmp_path, monkeypatch, SAVE=1, SAMPLE=1)
+    settings = ("train.steps=5", "output.checkpoint_every_steps=2", "validation.every_steps=null")
+    assert life.train(*settings) == 5
+    assert life.done == [
+        *[("evaluate", 0), ("step", 1), ("evaluate", 1), ("save", 1), ("step", 2), ("save", 2)],
+        *[("step", 3), ("step", 4), ("save", 4), ("step", 5), ("evaluate", 5), ("save", 5)],
+    ]
+
+
+def test_a_run_that_is_stopped_saves_where_it_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    life = Life(tmp_path, monkeypatch, STOP=4)
+    settings = ("train.steps=9", "output.checkpoint_every_steps=100", "validation.every_steps=4")
+    assert life.train(*settings, start_step=2) == 4
+    assert life.done == [("step", 3), ("step", 4), ("evaluate", 4), ("save", 4)]
+
+
+@pytest.mark.parametrize(("start_step", "saves"), [(5, [("save", 5)]), (7, [])])
+def test_a_run_without_a_step_left_saves_what_it_started_from_and_nothing_of_a_longer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_step: int, saves: list[tuple[str, int]]
+) -> None:
+    life = Life(tmp_path, monkeypatch)
+    assert life.train("train.steps=5", start_step=start_step) == 5
+    assert life.done == saves
+
+
+def test_steps_that_are_not_finite_are_skipped_until_too_many_follow_each_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bad = dataclasses.replace(batch(range(4)), latents=torch.full((4, INPUTS), float("nan")))
+    good = batch(range(4))
+    model = linear()
+    built = objects(model, *([bad] for _ in range(4)), [good], *([bad] for _ in range(5)))
+    before = flat(model)
+    for step in range(1, 5):
+        assert math.isnan(train_step(built, step).loss)
+    assert torch.equal(flat(model), before)
+    assert "Step 4 is skipped: loss nan" in caplog.text
+    train_step(built, 5)
+    assert not torch.equal(flat(model), before)
+    for step in range(6, 10):
+        train_step(built, step)
+    with pytest.raises(RunStoppedError, match=r"step 10: .* not finite in 5 steps in a row; last on 0.png"):
+        train_step(built, 10)

@@ -1,0 +1,223 @@
+"""The training loop: what one optimizer step does, and what follows it, in the order in which it happens.
+
+``train`` is the life of a run after everything is built, ``train_step`` the arithmetic of one step. Neither
+knows a model: the loss arrives as a function. Nor where batches come from: they are a function of the step
+alone, so that the step is all that a checkpoint has to remember of the data.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+
+import torch
+
+from diffsynth_lite.core.gradient import GradientEngine, IneffectiveSwitchError, gradient_engine
+from diffsynth_lite.core.randomness import random_state_scope, torch_seed
+from diffsynth_lite.data import Batch
+from diffsynth_lite.errors import RunStoppedError, UserError
+from diffsynth_lite.training.builder import TrainingObjects
+from diffsynth_lite.training.checkpoint.saver import Saver
+from diffsynth_lite.training.grace import StopTime
+from diffsynth_lite.training.memory_builder import build_engine, expected_block_calls
+from diffsynth_lite.training.patience import Patience
+from diffsynth_lite.training.processes import on_main_process
+from diffsynth_lite.training.requests import Requests
+from diffsynth_lite.training.run_folder.metrics import MetricsFile, MetricsLog
+from diffsynth_lite.training.run_folder.progress import StepResult
+from diffsynth_lite.training.run_folder.step_report import StepReport
+from diffsynth_lite.training.run_setting import RunSetting
+from diffsynth_lite.training.signals import StopRequest
+
+logger = logging.getLogger(__name__)
+
+_MAX_SKIPPED_IN_A_ROW = 5
+
+
+def train(run: RunSetting, built: TrainingObjects, saver: Saver, stop: StopRequest, start_step: int) -> int:
+    """Train until the last step or until somebody asks to stop, and save there.
+
+    Returns:
+        Optimizer steps done.
+
+    Raises:
+        RunStoppedError: too many steps in a row were not finite.
+        UserError: a memory switch that is on had no effect.
+    """
+    config, total_steps = run.config, run.config.train.steps
+    metrics = MetricsLog(MetricsFile(run.folder.metrics_file), run.accelerator)
+    watchdog = Patience(run.accelerator, timedelta(minutes=config.train.step_timeout_minutes))
+    shutdown = StopTime(run.grace if run.is_main else None, save_bytes=saver.num_bytes)
+    requests = Requests(run.folder.path, stop, run.accelerator, config.output.checkpoint_every_minutes)
+    engine = build_engine(config)
+    report = StepReport(
+        run.folder,
+        metrics,
+        device=run.accelerator.device,
+        is_main=run.is_main,
+        start_step=start_step,
+        total_steps=total_steps,
+        every_steps=config.logging.every_steps,
+    )
+
+    def evaluate_now(step: int) -> None:
+        with watchdog.lifted(), shutdown.timing("evaluation"):
+            evaluate(built, saver, metrics, step)
+
+    def save_now(step: int) -> None:
+        with watchdog.lifted(), shutdown.timing("save"):
+            saver.save(step)
+        requests.note_save()
+
+    saver.repair_best()
+    if start_step == 0:
+        with run.clock.stage("first previews"), shutdown.timing("evaluation"):
+            evaluate(built, saver, metrics, 0)
+    logger.info("Start-up took %s.", run.clock.describe())
+    stop.let_steps_finish()
+    step = min(start_step, total_steps)
+    with gradient_engine(engine), watchdog.with_steps(), report.shown(run.console):
+        for step in range(start_step + 1, total_steps + 1):
+            result = train_step(built, step)
+
+            if step == start_step + 1:
+                report_memory(run, engine, metrics, step)
+            report.after_step(result)
+            shutdown.after_step(result.seconds)
+
+            # What is due or asked for. Evaluation first: the checkpoint says whether it is the best so far.
+            asked = requests.gather()
+            if asked.evaluate or _is_due(step, config.validation.every_steps, total_steps):
+                evaluate_now(step)
+            if asked.save or _is_due(step, config.output.checkpoint_every_steps, total_steps):
+                save_now(step)
+            watchdog.renew()
+            if asked.stop:
+                break
+    if step < total_steps or step == start_step:  # A step that is saved already is not written again.
+        saver.save(step)
+    return step
+
+
+def train_step(built: TrainingObjects, step: int) -> StepResult:
+    """Take one optimizer step: gradients of its micro-batches, clipped, change the weights.
+
+    Where the loss or the norm of the gradients is not finite, the step is skipped: the weights and the
+    optimizer stay as they were, while the data and the learning rate go on.
+
+    Args:
+        built: the model, the loss, the data and the optimizer.
+        step: counted from 1.
+
+    Raises:
+        RunStoppedError: too many steps in a row were skipped.
+    """
+    started_at = time.perf_counter()
+    accelerator, optimizer = built.accelerator, built.optimizer
+    micro_batches = next(built.batches)
+    learning_rate = built.learning_rate(step - 1)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+    local_loss = torch.zeros((), device=accelerator.device)
+    for place, batch in enumerate(micro_batches):
+        is_last = place == len(micro_batches) - 1
+        # Devices exchange gradients once a step, with the last micro-batch.
+        with nullcontext() if is_last else accelerator.no_sync(built.model):
+            # Dropout has no generator argument: it draws from a seed that is set for this micro-batch.
+            dropout_seed = torch_seed(built.seed, "dropout", batch.positions[0])
+            with random_state_scope(accelerator.device, dropout_seed):
+                loss = built.loss(built.model, batch) / _num_parts(batch, accelerator.num_processes)
+            accelerator.backward(loss)
+        local_loss += loss.detach()
+    mean_loss = accelerator.reduce(local_loss, reduction="mean")
+    grad_norm = torch.nn.utils.clip_grad_norm_(built.trained_parameters, built.max_grad_norm)
+
+    # One transfer for both, as each waits for the device. Both are the same on all devices.
+    loss_value, norm_value = torch.stack([mean_loss, grad_norm]).tolist()
+    if math.isfinite(loss_value) and math.isfinite(norm_value):
+        optimizer.step()
+        if built.averaged is not None:
+            built.averaged.update()
+        built.num_skipped_in_a_row = 0
+    else:
+        _skip(built, step, loss_value, norm_value, micro_batches)
+    optimizer.zero_grad()
+    return StepResult(
+        step=step,
+        loss=loss_value,
+        grad_norm=norm_value,
+        learning_rate=learning_rate,
+        num_samples=micro_batches[0].step_samples,
+        seconds=time.perf_counter() - started_at,
+    )
+
+
+def evaluate(built: TrainingObjects, saver: Saver, metrics: MetricsLog, step: int) -> None:
+    """Measure the loss on fixed noise and draw the previews, on the main process while the others wait."""
+
+    def measure() -> float | None:
+        values = built.validation_loss.measure(built.transformer)
+        metrics.log(step, values)
+        for name, value in values.items():
+            logger.info("After step %d: %s %.4f.", step, name, value)
+        built.previews.draw(built.transformer, step)
+        return values.get(built.validation_loss.name)
+
+    averaged = built.averaged if saver.measures_average else None
+    with nullcontext() if averaged is None else averaged.applied():
+        loss = on_main_process(built.accelerator, measure)
+    saver.consider(step, math.nan if loss is None else loss)
+
+
+def report_memory(run: RunSetting, engine: GradientEngine, metrics: MetricsLog, step: int) -> None:
+    """Log what checkpointing and offload did in the first step.
+
+    Raises:
+        UserError: a switch that is on had no effect.
+    """
+    train, memory = run.config.train, run.config.memory
+    report = engine.report()
+    num_blocks, num_checkpointed = expected_block_calls(run.config, run.checked, run.accelerator)
+    try:
+        report.require_effect(
+            use_gradient_checkpointing=train.use_gradient_checkpointing,
+            use_gradient_checkpointing_offload=train.use_gradient_checkpointing_offload,
+            save_attention=memory.save_attention != "no",
+            expected_blocks=num_blocks,
+            expected_checkpointed=num_checkpointed,
+        )
+    except IneffectiveSwitchError as error:
+        section = "memory" if str(error).startswith("save_attention") else "train"
+        raise UserError(f"{section}.{error}") from error
+    for line in report.lines():
+        logger.info("%s", line)
+    metrics.log(step, report.metrics())
+
+
+def _num_parts(batch: Batch, num_processes: int) -> float:
+    """What the mean loss of a micro-batch is divided by, so that all samples of the step weigh the same.
+
+    The mean over devices divides by their number once more. Equal micro-batches give their number.
+    """
+    return batch.step_samples / (len(batch.positions) * num_processes)
+
+
+def _is_due(step: int, every_steps: int | None, total_steps: int) -> bool:
+    return step == total_steps or (every_steps is not None and step % every_steps == 0)
+
+
+def _skip(
+    built: TrainingObjects, step: int, loss: float, norm: float, micro_batches: Sequence[Batch]
+) -> None:
+    built.num_skipped_in_a_row += 1
+    names = ", ".join(name for batch in micro_batches for name in batch.names)
+    logger.warning("Step %d is skipped: loss %s, gradient norm %s, on %s.", step, loss, norm, names)
+    if built.num_skipped_in_a_row == _MAX_SKIPPED_IN_A_ROW:
+        raise RunStoppedError(
+            f"step {step}: loss and gradients were not finite in {_MAX_SKIPPED_IN_A_ROW} steps in a row; "
+            f"last on {names}. Checkpoints hold finite weights only. Look at these items, or start a new "
+            "run with a lower train.learning_rate or train.mixed_precision=no"
+        )
