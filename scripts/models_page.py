@@ -16,6 +16,8 @@ import yaml
 from diffsynth_lite.pipelines import ModelFamily, family_names, load_family
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 
+_REPOSITORY = Path(__file__).parents[1]
+
 RECORDS = {
     "image": "pictures",
     "video": "clips",
@@ -110,7 +112,7 @@ def _row(name: str, family: type[ModelFamily], recipes: Sequence[Recipe]) -> str
 
 
 def _section(name: str, family: type[ModelFamily], recipes: Sequence[Recipe]) -> str:
-    file = f"diffsynth_lite/pipelines/{name}.py"
+    file = Path(inspect.getfile(family)).relative_to(_REPOSITORY).as_posix()
     lines = [f"## {name}", "", "\n\n".join(_documentation(family)), "", "| | |", "|---|---|"]
     lines += [f"| {fact} | {text} |" for fact, text in facts(family).items()]
     lines += [f"| file | [`{file}`](../{file}) |", ""]

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from diffsynth_lite.pipelines import family_names
+
 REPOSITORY = Path(__file__).parents[1]
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
@@ -37,8 +39,7 @@ def test_the_readme_names_scripts_that_are_there() -> None:
 
 
 def test_the_readme_lists_every_family() -> None:
-    files = {path.stem for path in (REPOSITORY / "diffsynth_lite" / "pipelines").glob("*.py")} - {"__init__"}
     listed = re.findall(
         r"^\| \[`(\w+)`\]\(docs/models\.md#\1\)", (REPOSITORY / "README.md").read_text(), re.M
     )
-    assert sorted(listed) == sorted(files)
+    assert sorted(listed) == family_names()

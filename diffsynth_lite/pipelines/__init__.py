@@ -1,4 +1,4 @@
-"""One file a model family: each file here that is not a package is a family, found by its name."""
+"""Each file here, and each folder but ``base``, is a model family, found by its name."""
 
 from diffsynth_lite.pipelines.base.discovery import family_names, load_family, require_family
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, ModelFamily, PreviewRequest

@@ -17,8 +17,8 @@ from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest
 from diffsynth_lite.pipelines.flux import Flux, pack_pictures, unpack_picture
+from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
-from diffsynth_lite.testing.seeding import seeded
 from diffsynth_lite.testing.text_encoders import tiny_t5
 from diffsynth_lite.testing.tokenizers import t5_tokenizer
 

@@ -22,8 +22,8 @@ from diffsynth_lite.pipelines.base.latents import (
     encode_scaled_latents,
     scaled_latents_shape,
 )
+from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
-from diffsynth_lite.testing.seeding import seeded
 from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_t5
 from diffsynth_lite.testing.tokenizers import clip_tokenizer, t5_tokenizer
 

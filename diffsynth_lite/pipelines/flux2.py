@@ -32,8 +32,8 @@ from diffsynth_lite.pipelines.base.latents import (
     encode_patched_latents,
     scaled_latents_shape,
 )
+from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux2_vae
-from diffsynth_lite.testing.seeding import seeded
 from diffsynth_lite.testing.text_encoders import tiny_mistral3
 from diffsynth_lite.testing.tokenizers import mistral_tokenizer
 

@@ -19,8 +19,8 @@ from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_dc_vae
-from diffsynth_lite.testing.seeding import seeded
 from diffsynth_lite.testing.text_encoders import tiny_gemma2
 from diffsynth_lite.testing.tokenizers import gemma_tokenizer
 

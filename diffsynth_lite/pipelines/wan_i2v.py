@@ -13,7 +13,7 @@ import torch
 from diffusers import WanImageToVideoPipeline
 from PIL import ImageOps
 from PIL.Image import Image
-from transformers import CLIPImageProcessorPil, CLIPVisionModel
+from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, RecordKind
@@ -21,8 +21,7 @@ from diffsynth_lite.pipelines import wan
 from diffsynth_lite.pipelines.base.diffusers_family import assemble
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_latents
-from diffsynth_lite.testing.image_encoders import tiny_clip_processor, tiny_clip_vision
-from diffsynth_lite.testing.transformers import tiny_wan_transformer
+from diffsynth_lite.testing import seeded
 
 _MIN_FRAMES = 5
 
@@ -203,7 +202,7 @@ def tiny() -> WanImageToVideoPipeline:
     """
     parts = wan.tiny().components
     layout, image_encoder = parts["transformer"].config, tiny_clip_vision()
-    parts["transformer"] = tiny_wan_transformer(
+    parts["transformer"] = wan.tiny_wan_transformer(
         layout.text_dim,
         in_channels=2 * layout.in_channels + parts["vae"].config.scale_factor_temporal,
         image_dim=image_encoder.config.hidden_size,
@@ -212,3 +211,34 @@ def tiny() -> WanImageToVideoPipeline:
     return WanImageToVideoPipeline(
         **parts, image_encoder=image_encoder, image_processor=tiny_clip_processor()
     )
+
+
+_SIZE = 32
+
+
+def tiny_clip_vision(*, hidden_size: int = 16, seed: int = 0) -> CLIPVisionModel:
+    """A random CLIP picture encoder in eval mode with two layers: of the Wan 2.1 image-to-video pipelines.
+
+    It makes 5 tokens of a picture of 32 x 32 pixels; the released one makes 257 of 224 x 224.
+
+    Args:
+        hidden_size: width of the embeddings; a multiple of 2, the number of heads.
+        seed: of the weights; the global random state is left as it was.
+    """
+    config = CLIPVisionConfig(
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        projection_dim=hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=_SIZE,
+        patch_size=_SIZE // 2,
+    )
+    with seeded(seed):
+        return CLIPVisionModel(config).eval()
+
+
+def tiny_clip_processor() -> CLIPImageProcessorPil:
+    """What brings a picture to the size of :func:`tiny_clip_vision`: shorter side to 32, then cut."""
+    size = {"height": _SIZE, "width": _SIZE}
+    return CLIPImageProcessorPil(size={"shortest_edge": _SIZE}, crop_size=size)

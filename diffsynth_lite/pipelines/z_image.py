@@ -23,8 +23,8 @@ from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents, scaled_latents_shape
+from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
-from diffsynth_lite.testing.seeding import seeded
 from diffsynth_lite.testing.text_encoders import tiny_qwen3
 from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
 

@@ -12,7 +12,7 @@ from diffusers import (
     AutoencoderKLWan,
 )
 
-from diffsynth_lite.testing.seeding import seeded
+from diffsynth_lite.testing import seeded
 
 
 def tiny_qwen_vae(*, seed: int = 0) -> AutoencoderKLQwenImage:

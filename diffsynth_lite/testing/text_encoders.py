@@ -26,7 +26,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from diffsynth_lite.testing.seeding import seeded
+from diffsynth_lite.testing import seeded
 
 HEAD_DIM = 16
 

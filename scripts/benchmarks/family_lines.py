@@ -1,4 +1,4 @@
-"""How long the families' files are, and what two of them say alike.
+"""How long the families' files are, those of a folder taken together, and what two families say alike.
 
 Lines are lines of code: no blank lines, comments or docstrings. Alike are runs of at least six of them,
 imports left out, that are equal to the letter but for their indentation and stand in the same order in both.
@@ -53,7 +53,11 @@ def _is_left_out(node: ast.AST, with_imports: bool) -> bool:
 
 def main() -> None:
     """Print both tables, and each run once."""
-    sources = {path.stem: path.read_text() for path in sorted(FAMILIES.glob("[!_]*.py"))}
+    sources: dict[str, str] = {}
+    for path in sorted(FAMILIES.rglob("[!_]*.py")):
+        family = path.relative_to(FAMILIES).with_suffix("").parts[0]
+        if family != "base":
+            sources[family] = sources.get(family, "") + path.read_text()
     rows = [
         {
             "family": name,

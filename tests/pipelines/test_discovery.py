@@ -11,9 +11,12 @@ from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.pipelines.qwen_image_edit import QwenImageEdit
 
 
-def test_the_built_in_families_are_the_files_beside_their_base() -> None:
-    files = {path.stem for path in Path(pipelines.__path__[0]).glob("*.py")}
-    assert family_names() == sorted(files - {"__init__"})
+def test_the_built_in_families_are_the_files_and_folders_beside_their_base() -> None:
+    here = Path(pipelines.__path__[0])
+    folders = {path.parent.name for path in here.glob("*/__init__.py")}
+    files = {path.stem for path in here.glob("*.py")}
+    assert family_names() == sorted((files | folders) - {"__init__", "base"})
+    assert {"sdxl", "wan", "wan_i2v"} < set(family_names())
     assert load_family("qwen_image") is QwenImage
     assert load_family("qwen_image_edit") is QwenImageEdit
 
@@ -21,6 +24,17 @@ def test_the_built_in_families_are_the_files_beside_their_base() -> None:
 def test_a_family_kept_elsewhere_is_found_by_its_dotted_path() -> None:
     family = load_family("my_families.aura_flow")
     assert (family.__name__, family.__module__) == ("AuraFlow", "my_families.aura_flow")
+
+
+def test_a_family_may_be_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "more_families" / "mine"
+    package.mkdir(parents=True)
+    (package / "family.py").write_text(
+        "from diffsynth_lite.pipelines.qwen_image import QwenImage\nclass Mine(QwenImage): ...\n"
+    )
+    (package / "__init__.py").write_text("from more_families.mine.family import Mine\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_family("more_families.mine").__name__ == "Mine"
 
 
 def test_an_unknown_family_is_refused_with_the_close_one() -> None:

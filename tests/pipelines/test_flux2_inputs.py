@@ -12,7 +12,7 @@ from PIL import Image
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media
 from diffsynth_lite.pipelines.flux2 import Flux2, tiny
-from diffsynth_lite.testing.seeding import seeded
+from diffsynth_lite.testing import seeded
 
 WIDE, TALL = picture(110, 70, 20), picture(64, 100, 30)
 

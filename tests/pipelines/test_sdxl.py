@@ -20,8 +20,8 @@ from sdxl_folders import encoded_prompts, gradients, saved
 from diffsynth_lite.core.gradient import blocks_of, blocks_run_by
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import PipelineFolder, require_family
-from diffsynth_lite.pipelines.base.unet_blocks import unet_block_lists
 from diffsynth_lite.pipelines.sdxl import SDXL, model_fn_sdxl, tiny
+from diffsynth_lite.pipelines.sdxl.family import unet_block_lists
 
 FLAGS = [(False, False), (True, False), (False, True), (True, True)]
 # The layouts of SDXL and of models cut down from it, at a width for tests.

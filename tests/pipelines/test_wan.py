@@ -14,8 +14,7 @@ from wan_pipelines import ti2v
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import PipelineFolder
-from diffsynth_lite.pipelines.wan import Wan, model_fn_wan, tiny
-from diffsynth_lite.testing.transformers import tiny_wan_transformer
+from diffsynth_lite.pipelines.wan import Wan, model_fn_wan, tiny, tiny_wan_transformer
 
 FLAGS = [(False, False), (True, False), (False, True), (True, True)]
 
@@ -103,7 +102,7 @@ def test_prompts_that_ftfy_repaired_are_others_than_those_that_it_did_not(
 ) -> None:
     identities = set()
     for is_there in (True, False):
-        monkeypatch.setattr("diffsynth_lite.pipelines.wan.is_ftfy_available", partial(bool, is_there))
+        monkeypatch.setattr("diffsynth_lite.pipelines.wan.family.is_ftfy_available", partial(bool, is_there))
         identities.add(family.prompt_encoder_id(torch.float32))
     assert len(identities) == 2
 

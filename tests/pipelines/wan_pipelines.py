@@ -6,9 +6,8 @@ import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline
 
 from diffsynth_lite.pipelines import PipelineFolder, wan_i2v
-from diffsynth_lite.pipelines.wan import tiny
+from diffsynth_lite.pipelines.wan import tiny, tiny_wan_transformer
 from diffsynth_lite.testing.autoencoders import tiny_wan_vae
-from diffsynth_lite.testing.transformers import tiny_wan_transformer
 
 BOUNDARY = 0.875
 

@@ -11,8 +11,7 @@ from diffusers import WanPipeline
 from tiny_run import TinyRun, checkpoint_tensors, differing, start, tiny_picture, write_config
 
 from diffsynth_lite.data.video import write_video
-from diffsynth_lite.pipelines.wan import tiny
-from diffsynth_lite.testing.transformers import tiny_wan_transformer
+from diffsynth_lite.pipelines.wan import tiny, tiny_wan_transformer
 
 HIGH, LOW = "transformer", "transformer_2"
 STEPS = 6

@@ -1,4 +1,4 @@
-"""How a model family is found: by the name of its file, or by a dotted path for one kept elsewhere."""
+"""How a model family is found: by its name here, or by a dotted path for one kept elsewhere."""
 
 import difflib
 import importlib
@@ -13,15 +13,15 @@ from diffsynth_lite.pipelines.base.folder import PipelineFolder
 
 
 def family_names() -> list[str]:
-    """Names of the built-in families: the modules beside this package, sorted."""
-    return sorted(module.name for module in pkgutil.iter_modules(pipelines.__path__) if not module.ispkg)
+    """Names of the built-in families: the files and folders beside this folder, sorted."""
+    return sorted({module.name for module in pkgutil.iter_modules(pipelines.__path__)} - {"base"})
 
 
 def load_family(name: str) -> type[ModelFamily]:
-    """The family class that a file offers.
+    """The family class that a file or a folder offers.
 
     Args:
-        name: file name under ``pipelines/`` without its suffix, or the dotted path of a module elsewhere.
+        name: of a file or a folder under ``pipelines/``, or the dotted path of a module elsewhere.
 
     Raises:
         UserError: no such module, or it does not define exactly one family.
@@ -63,13 +63,13 @@ def _family_in(module: ModuleType) -> type[ModelFamily]:
         for value in vars(module).values()
         if inspect.isclass(value)
         and issubclass(value, ModelFamily)
-        and value.__module__ == module.__name__
+        and (value.__module__ == module.__name__ or value.__module__.startswith(f"{module.__name__}."))
         and not inspect.isabstract(value)
     ]
     if len(found) != 1:
         raise UserError(
             f"model.family: {module.__name__} defines {len(found)} concrete subclasses of ModelFamily; "
-            "a family's file defines exactly one"
+            "a family's file or folder offers exactly one"
         )
     return found[0]
 

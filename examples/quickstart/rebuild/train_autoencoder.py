@@ -18,7 +18,7 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage import (
 from PIL import Image
 from schedule import Progress, learning_rate
 
-from diffsynth_lite.testing.seeding import seeded
+from diffsynth_lite.testing import seeded
 
 PEAK_LEARNING_RATE = 2e-3
 NUM_WARMUP_STEPS = 50

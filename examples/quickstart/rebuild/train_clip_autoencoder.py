@@ -16,7 +16,7 @@ from PIL import Image
 from schedule import Progress, learning_rate
 from train_autoencoder import CROP, reconstruction_loss, to_pixels
 
-from diffsynth_lite.testing.seeding import seeded
+from diffsynth_lite.testing import seeded
 
 PEAK_LEARNING_RATE = 1e-3
 NUM_WARMUP_STEPS = 20

@@ -9,7 +9,7 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from train_autoencoder import encode
 from train_clip_autoencoder import clips_to_pixels, random_moving_scene
 
-from diffsynth_lite.testing.seeding import seeded
+from diffsynth_lite.testing import seeded
 
 BATCH_SIZE = 24
 EMPTY_CAPTION = ""

@@ -11,7 +11,7 @@ from caption_training import train_on_captions
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from train_autoencoder import encode, to_pixels
 
-from diffsynth_lite.testing.seeding import seeded
+from diffsynth_lite.testing import seeded
 
 BATCH_SIZE = 32
 EMPTY_CAPTION = " "  # what the pipeline is asked for as the negative prompt

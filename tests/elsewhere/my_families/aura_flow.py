@@ -21,7 +21,7 @@ from diffsynth_lite.core.gradient import blocks_through, gradient_checkpoint_for
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
-from diffsynth_lite.testing.seeding import seeded
+from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.text_encoders import tiny_umt5
 from diffsynth_lite.testing.tokenizers import t5_tokenizer
 

@@ -4,10 +4,10 @@ Layouts: b batch, c latent channels, h and w latent height and width; l tokens, 
 Sources: diffusers ``unet_2d_condition.py`` and ``pipeline_stable_diffusion_xl.py``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
@@ -22,24 +22,27 @@ from diffsynth_lite.core.gradient import (
     gradient_checkpoint_forward,
     unwrapped,
 )
+from diffsynth_lite.core.noise import DiffusionPath, PredictionType
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines.base.clip_prompts import clip_prompt_embeds, clip_prompt_encoder
-from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
-from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, described, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, LoraFile, PreviewRequest
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
-from diffsynth_lite.pipelines.base.joint_lora import read_joint_lora, save_joint_lora
 from diffsynth_lite.pipelines.base.latents import (
     decode_in_own_dtype,
     encode_scaled_latents,
     scaled_latents_shape,
 )
-from diffsynth_lite.pipelines.base.unet_blocks import unet_block_lists
+from diffsynth_lite.pipelines.sdxl.text_encoders import (
+    clip_prompt_embeds,
+    clip_prompt_encoder,
+    read_joint_lora,
+    save_joint_lora,
+)
+from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_sdxl_vae
 from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_clip_text_with_projection
 from diffsynth_lite.testing.tokenizers import clip_tokenizer
-from diffsynth_lite.testing.unets import tiny_sdxl_unet
 
 _TEXT_ENCODERS = {"text_encoder": CLIPTextModel, "text_encoder_2": CLIPTextModelWithProjection}
 _TOKENIZERS = ("tokenizer", "tokenizer_2")
@@ -87,7 +90,35 @@ def model_fn_sdxl(
     return predicted_bchw
 
 
-class SDXL(DiffusionFamily):
+def unet_block_lists(config: Any) -> Iterator[str]:
+    """Names of the modules and module lists that diffusers' checkpointing hook runs, in call order.
+
+    These are the ResNet blocks and the transformer blocks. The hook leaves out the ResNet block that opens
+    the middle, and the samplers between the levels.
+
+    Args:
+        config: the settings of a ``UNet2DConditionModel``, a mapping.
+    """
+    down_types, up_types = config["down_block_types"], config["up_block_types"]
+    layers = config.get("layers_per_block", 2)
+    num_layers = [layers] * len(down_types) if isinstance(layers, int) else list(layers)
+    for place, (block_type, number) in enumerate(zip(down_types, num_layers, strict=True)):
+        yield from _lists_of_level(f"down_blocks.{place}", block_type, number)
+    if config.get("mid_block_type", "UNetMidBlock2DCrossAttn") == "UNetMidBlock2DCrossAttn":
+        yield "mid_block.attentions.0.transformer_blocks"
+        yield "mid_block.resnets.1"
+    for place, (block_type, number) in enumerate(zip(up_types, reversed(num_layers), strict=True)):
+        yield from _lists_of_level(f"up_blocks.{place}", block_type, number + 1)
+
+
+def _lists_of_level(name: str, block_type: str, num_layers: int) -> Iterator[str]:
+    for place in range(num_layers):
+        yield f"{name}.resnets.{place}"
+        if block_type.startswith("CrossAttn"):
+            yield f"{name}.attentions.{place}.transformer_blocks"
+
+
+class SDXL(DiffusersFamily):
     """SDXL and models made from it: the UNet, and on request both text encoders with it.
 
     Denoising diffusion in 1000 timesteps; the folder's scheduler says whether the UNet predicts ``epsilon``
@@ -120,6 +151,23 @@ class SDXL(DiffusionFamily):
                 f"lora.components: [{', '.join(self.trained)}] is no choice here; use [unet], or "
                 f"[{', '.join(self.trainable)}]"
             )
+
+    def check_scheduler(self, scheduler: Any) -> None:
+        known = get_args(PredictionType)
+        if self._prediction_type not in known or not hasattr(scheduler, "alphas_cumprod"):
+            raise UserError(
+                f"model.path: {self.folder.path / 'scheduler'}: {described(scheduler)} is no sampler of "
+                f"denoising diffusion that predicts {' or '.join(known)}, which this family trains; get the "
+                "folder's own scheduler again, or check model.path and model.family"
+            )
+
+    @property
+    def _prediction_type(self) -> Any:
+        return self.scheduler_config.get("prediction_type", "epsilon")
+
+    @cached_property
+    def noise_path(self) -> DiffusionPath:
+        return DiffusionPath(self.load_scheduler().alphas_cumprod, self._prediction_type)
 
     @property
     def _trains_text(self) -> bool:
@@ -203,6 +251,16 @@ class SDXL(DiffusionFamily):
         """Those of its largest attention, on the second level."""
         return latents_shape[-2] * latents_shape[-1] // 4
 
+    def resolution_shift(self, latents_shape: Sequence[int]) -> float:
+        raise UserError(
+            "objective.shift: resolution is not defined for this family, whose timesteps have the same noise "
+            "at any size; use family, none or static"
+        )
+
+    def family_shift(self, latents_shape: Sequence[int]) -> float:
+        """None: a timestep has the same noise at any size."""
+        return 1.0
+
     def predict(
         self,
         transformer: torch.nn.Module,
@@ -269,10 +327,29 @@ class SDXL(DiffusionFamily):
 
 
 def tiny() -> StableDiffusionXLPipeline:
-    """A random, complete and small pipeline of the real classes, with the real sampler, built in a second."""
+    """A random, complete and small pipeline of the real classes, built offline in a second.
+
+    A UNet of two levels, of which the second has transformer blocks, as has the middle; the real sampler.
+    """
     tokenizer, tokenizer_2 = clip_tokenizer(), clip_tokenizer(pad_token="!")
     text_encoder = tiny_clip_text(tokenizer)
     text_encoder_2 = tiny_clip_text_with_projection(tokenizer_2, seed=1)
+    time_dim = 8
+    with seeded(0):
+        unet = UNet2DConditionModel(
+            block_out_channels=(8, 16),
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            layers_per_block=1,
+            transformer_layers_per_block=(1, 2),
+            attention_head_dim=(1, 2),
+            cross_attention_dim=text_encoder.config.hidden_size + text_encoder_2.config.hidden_size,
+            use_linear_projection=True,
+            norm_num_groups=4,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=time_dim,
+            projection_class_embeddings_input_dim=6 * time_dim + text_encoder_2.config.projection_dim,
+        ).eval()
     betas: dict[str, Any] = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
     return StableDiffusionXLPipeline(
         vae=tiny_sdxl_vae(),
@@ -280,10 +357,7 @@ def tiny() -> StableDiffusionXLPipeline:
         text_encoder_2=text_encoder_2,
         tokenizer=tokenizer,
         tokenizer_2=tokenizer_2,
-        unet=tiny_sdxl_unet(
-            text_dim=text_encoder.config.hidden_size + text_encoder_2.config.hidden_size,
-            pooled_dim=text_encoder_2.config.projection_dim,
-        ),
+        unet=unet,
         scheduler=EulerDiscreteScheduler(**betas, timestep_spacing="leading", steps_offset=1),
         add_watermarker=False,
     )

@@ -16,6 +16,7 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from diffusers.utils import is_ftfy_available
 from PIL.Image import Image
 from transformers import UMT5EncoderModel
@@ -23,19 +24,14 @@ from transformers import UMT5EncoderModel
 from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import assemble
-from diffsynth_lite.pipelines.base.experts import ExpertFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.first_frame import encode_clips, preview_start, with_first_frames
 from diffsynth_lite.pipelines.base.latents import encode_latents
-from diffsynth_lite.pipelines.base.wan_prompts import (
-    num_prompt_tokens,
-    wan_prompt_embeds,
-    wan_prompt_encoder,
-)
+from diffsynth_lite.pipelines.wan.experts import ExpertFamily
+from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_wan_vae
 from diffsynth_lite.testing.text_encoders import tiny_umt5
 from diffsynth_lite.testing.tokenizers import t5_tokenizer
-from diffsynth_lite.testing.transformers import tiny_wan_transformer
 
 _PATCH = 2
 _NUM_TIMESTEPS = 1000
@@ -140,11 +136,28 @@ class Wan(ExpertFamily):
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        text_encoder = self.load_component("text_encoder", dtype).to(device)
-        return wan_prompt_encoder(self.load_tokenizer(), text_encoder, max_tokens=self.max_prompt_tokens)
+        tokenizer, encoder = self.load_tokenizer(), self.load_component("text_encoder", dtype).to(device)
+        pipeline = assemble(WanPipeline, tokenizer=tokenizer, text_encoder=encoder)
+
+        @torch.no_grad()
+        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
+            texts = [prompt.text for prompt in prompts]
+            embeds_bld, _ = pipeline.encode_prompt(
+                texts,
+                do_classifier_free_guidance=False,
+                max_sequence_length=self.max_prompt_tokens,
+                device=device,
+            )
+            # Past its tokens a row is zero; 512 rows of a short caption would fill the cache with nothing.
+            return [
+                {"prompt_embeds": row[:length].cpu().clone()}
+                for row, length in zip(embeds_bld, _num_tokens(tokenizer, texts), strict=True)
+            ]
+
+        return encode
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
-        return num_prompt_tokens(self.load_tokenizer(), texts)
+        return _num_tokens(self.load_tokenizer(), texts)
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"wan/latents/1 {self.folder.fingerprint('vae')} {dtype}"
@@ -214,7 +227,12 @@ class Wan(ExpertFamily):
         return None
 
     def _prompt_embeds(self, conditioning: Sequence[Conditioning]) -> torch.Tensor:
-        return wan_prompt_embeds(conditioning, num_tokens=self.max_prompt_tokens)
+        """(B, 512, D): as in the pipeline, the model attends to the zeros behind a prompt too."""
+        rows = [sample["prompt_embeds"][: self.max_prompt_tokens] for sample in conditioning]
+        embeds_bld = rows[0].new_zeros(len(rows), self.max_prompt_tokens, rows[0].shape[-1])
+        for place, row in enumerate(rows):
+            embeds_bld[place, : len(row)] = row
+        return embeds_bld
 
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
@@ -274,3 +292,28 @@ def _input_dtype(transformer: torch.nn.Module) -> torch.dtype:
         for name, parameter in transformer.named_parameters()
         if name.endswith("patch_embedding.weight")
     )
+
+
+def tiny_wan_transformer(text_dim: int, *, seed: int = 0, **layout: int) -> WanTransformer3DModel:
+    """A random Wan transformer in eval mode: two blocks of 24 channels.
+
+    Args:
+        text_dim: channels of the text encoder.
+        seed: of the weights; the global random state is left as it was.
+        **layout: what a release has of its own, such as ``in_channels`` or ``image_dim``.
+    """
+    with seeded(seed):
+        return WanTransformer3DModel(
+            num_layers=2,
+            num_attention_heads=2,
+            attention_head_dim=12,
+            ffn_dim=32,
+            text_dim=text_dim,
+            rope_max_seq_len=32,
+            **layout,
+        ).eval()
+
+
+def _num_tokens(tokenizer: Any, texts: Sequence[str]) -> list[int]:
+    """Tokens of each text after the pipeline's cleaning, uncut."""
+    return [len(tokens) for tokens in tokenizer([prompt_clean(text) for text in texts])["input_ids"]]

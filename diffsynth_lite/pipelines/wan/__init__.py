@@ -1,0 +1,5 @@
+"""Wan, which makes clips from text: the family, and what it shares with ``wan_i2v`` beside this folder."""
+
+from diffsynth_lite.pipelines.wan.family import Wan, model_fn_wan, tiny, tiny_wan_transformer
+
+__all__ = ["Wan", "model_fn_wan", "tiny", "tiny_wan_transformer"]
