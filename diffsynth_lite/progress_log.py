@@ -10,7 +10,7 @@ _INTERVAL_S = 10.0
 _TENTH_INTERVAL_S = 1.0
 
 
-class PassPace:
+class ProgressLog:
     """A line in the log at each tenth of a pass, if that takes a second, and every ten seconds.
 
     Args:

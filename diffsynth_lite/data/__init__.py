@@ -5,21 +5,21 @@ from diffsynth_lite.data.buckets import Bucket, BucketRule, kept_ratio
 from diffsynth_lite.data.cache import Pruned, TensorCache, Verified, prune, verify
 from diffsynth_lite.data.captions import tag_variants
 from diffsynth_lite.data.encoding import (
+    Encodable,
     Encoder,
     LiveTensors,
-    Planned,
-    Share,
+    Shard,
     encode_missing,
     find_undecodable,
 )
 from diffsynth_lite.data.images import check_image, load_image
 from diffsynth_lite.data.item_table import ItemRow, ItemTable
-from diffsynth_lite.data.items import DataIdentity, PlannedItem, PlannedPrompt
+from diffsynth_lite.data.items import DataIdentity, PromptItem, TrainingItem
 from diffsynth_lite.data.media_index import FileMemory, FileState, MediaFacts, MediaIndex
 from diffsynth_lite.data.plan import (
     BadItemsError,
+    DatasetPlan,
     OnBadItem,
-    Plan,
     PlanRules,
     plan_items,
     refuse_other_kinds,
@@ -39,6 +39,8 @@ __all__ = [
     "Bucket",
     "BucketRule",
     "DataIdentity",
+    "DatasetPlan",
+    "Encodable",
     "Encoder",
     "EntryReader",
     "FileMemory",
@@ -50,17 +52,15 @@ __all__ = [
     "MediaFacts",
     "MediaIndex",
     "OnBadItem",
-    "Plan",
     "PlanRules",
-    "Planned",
-    "PlannedItem",
-    "PlannedPrompt",
+    "PromptItem",
     "Pruned",
     "Record",
     "SampleSchedule",
-    "Share",
+    "Shard",
     "Source",
     "TensorCache",
+    "TrainingItem",
     "Verified",
     "VideoFacts",
     "check_image",

@@ -5,6 +5,7 @@ no model. They get one thing at a time: in a batch, numbers may depend on what e
 the cache must depend on nothing but what its key names.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +16,15 @@ from torch import Tensor
 from diffsynth_lite.data.cache import TensorCache, is_present, remember_written, require_finite
 from diffsynth_lite.data.media_index import FileMemory, FileState
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.progress_log import PassPace
+from diffsynth_lite.progress_log import ProgressLog
 
 logger = logging.getLogger(__name__)
 
 Encode = Callable[[Sequence[Any]], list[dict[str, Tensor]]]
 
 
-class Planned(Protocol):
-    """What can be encoded: `PlannedItem` and `PlannedPrompt`."""
+class Encodable(Protocol):
+    """What can be encoded: `TrainingItem` and `PromptItem`."""
 
     @property
     def where(self) -> str: ...
@@ -57,7 +58,7 @@ class Encoder:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class Shard:
     """The part of one of ``num_processes`` processes.
 
     A key's owner depends on the key alone, so that processes which look at a changing cache at different
@@ -72,22 +73,22 @@ class Share:
 
 
 def encode_missing(
-    planned: Mapping[str, Planned],
+    items: Mapping[str, Encodable],
     encoder: Encoder,
     *,
     cache: TensorCache,
     memory: FileMemory,
-    share: Share,
+    shard: Shard,
     stop_at_bad: bool,
 ) -> dict[str, str]:
     """Encode what the cache does not hold. Killed at any time, it goes on where it was.
 
     Args:
-        planned: by key.
+        items: by key.
         encoder: loaded only when something is missing.
         cache: gets the tensors.
         memory: of the entries that were seen whole.
-        share: what this process is to do.
+        shard: what this process is to do.
         stop_at_bad: after the first bad one, only look for more of them, as nothing will be trained.
 
     Returns:
@@ -96,30 +97,30 @@ def encode_missing(
     Raises:
         UserError: the encoder gave NaN or infinity.
     """
-    missing = [key for key in planned if share.owns(key) and not is_present(cache, memory, key)]
-    missing.sort(key=lambda key: planned[key].group)
+    missing = [key for key in items if shard.owns(key) and not is_present(cache, memory, key)]
+    missing.sort(key=lambda key: items[key].group)
     bad: dict[str, str] = {}
     if not missing:
         return bad
     logger.info("encoding %d %s that the cache does not hold", len(missing), encoder.what)
     encode: Encode | None = None
-    pace = PassPace(f"encoded %d of %d {encoder.what}", len(missing))
+    progress = ProgressLog(f"encoded %d of %d {encoder.what}", len(missing))
     for key in missing:
         try:
-            loaded = planned[key].load()
+            loaded = items[key].load()
         except UserError as error:
             bad[key] = str(error)
         else:
             if not (bad and stop_at_bad):
                 encode = encode or encoder.load()
-                cache.write(key, _tensors(planned[key], loaded, encode))
+                cache.write(key, _tensors(items[key], loaded, encode))
                 remember_written(cache, memory, key)
-        pace.advance()
+        progress.advance()
     memory.flush()
     return bad
 
 
-def find_undecodable(planned: Mapping[str, Planned], *, memory: FileMemory, share: Share) -> dict[str, str]:
+def find_undecodable(items: Mapping[str, Encodable], *, memory: FileMemory, shard: Shard) -> dict[str, str]:
     """Decode media not decoded yet, for runs that do not cache; what is good is remembered.
 
     Returns:
@@ -128,21 +129,21 @@ def find_undecodable(planned: Mapping[str, Planned], *, memory: FileMemory, shar
     seen = FileState(0, 0)
     unknown = [
         key
-        for key, one in planned.items()
-        if one.has_media and share.owns(key) and memory.recall(f"decodes {key}", seen) is None
+        for key, item in items.items()
+        if item.has_media and shard.owns(key) and memory.recall(f"decodes {key}", seen) is None
     ]
     bad: dict[str, str] = {}
     if not unknown:
         return bad
     logger.info("decoding %d items that were not seen yet", len(unknown))
-    pace = PassPace("decoded %d of %d items", len(unknown))
+    progress = ProgressLog("decoded %d of %d items", len(unknown))
     for key in unknown:
         try:
-            planned[key].load()
+            items[key].load()
             memory.remember(f"decodes {key}", seen, "")
         except UserError as error:
             bad[key] = str(error)
-        pace.advance()
+        progress.advance()
     memory.flush()
     return bad
 
@@ -154,8 +155,8 @@ class LiveTensors:
         groups: what can be read, by key, with the encoder of it.
     """
 
-    def __init__(self, groups: Iterable[tuple[Mapping[str, Planned], Encoder]]) -> None:
-        self._groups = [(planned, encoder, _Loaded(encoder)) for planned, encoder in groups]
+    def __init__(self, groups: Iterable[tuple[Mapping[str, Encodable], Encoder]]) -> None:
+        self._groups = [(items, functools.cache(encoder.load)) for items, encoder in groups]
 
     def read(self, key: str) -> dict[str, Tensor] | None:
         """Tensors of ``key`` on the CPU, or None where it is not known.
@@ -163,32 +164,20 @@ class LiveTensors:
         Raises:
             UserError: a file has changed into a bad one, or the encoder gave NaN or infinity.
         """
-        for planned, _, loaded in self._groups:
-            if key in planned:
-                return _tensors(planned[key], planned[key].load(), loaded.encode)
+        for items, load_encoder in self._groups:
+            if key in items:
+                return _tensors(items[key], items[key].load(), load_encoder())
         return None
 
 
-class _Loaded:
-    """An encoder that is loaded when it is first used."""
-
-    def __init__(self, encoder: Encoder) -> None:
-        self._encoder = encoder
-        self._encode: Encode | None = None
-
-    def encode(self, loaded: Sequence[Any]) -> list[dict[str, Tensor]]:
-        self._encode = self._encode or self._encoder.load()
-        return self._encode(loaded)
-
-
-def _tensors(planned: Planned, loaded: Any, encode: Encode) -> dict[str, Tensor]:
+def _tensors(item: Encodable, loaded: Any, encode: Encode) -> dict[str, Tensor]:
     [encoded] = encode([loaded])
-    tensors = planned.complete(encoded, loaded)
+    tensors = item.complete(encoded, loaded)
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         require_finite(stored)
     except ValueError as error:
         raise UserError(
-            f"{planned.where}: the encoder gave numbers that are not finite ({error}); use bf16 or fp32"
+            f"{item.where}: the encoder gave numbers that are not finite ({error}); use bf16 or fp32"
         ) from error
     return stored

@@ -30,7 +30,7 @@ def decoder_id(*, has_clips: bool) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedItem:
+class TrainingItem:
     """One thing to train on: a record at one size, crop and clip.
 
     Attributes:
@@ -176,7 +176,7 @@ class PlannedItem:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedPrompt:
+class PromptItem:
     """A text to encode, with the pictures that the text encoder sees beside it.
 
     Attributes:
@@ -209,7 +209,7 @@ class PlannedPrompt:
         return bool(self.images)
 
     def key(self, cache: TensorCache, encoder_id: str) -> str:
-        """Key of the cache entry with its tensors; see `PlannedItem.key`."""
+        """Key of the cache entry with its tensors; see `TrainingItem.key`."""
         kind = "negative" if self.is_negative else "caption"
         if not self.images:
             return cache.key(kind=kind, text=self.text, encoder=encoder_id)
@@ -276,7 +276,7 @@ class DataIdentity:
     prompt_encoder: str
 
     @classmethod
-    def of(cls, items: Sequence[PlannedItem], *, media_encoder: str, prompt_encoder: str) -> "DataIdentity":
+    def of(cls, items: Sequence[TrainingItem], *, media_encoder: str, prompt_encoder: str) -> "DataIdentity":
         """Identity of items; no file is read for it.
 
         Args:

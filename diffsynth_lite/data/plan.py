@@ -13,13 +13,13 @@ from typing import Literal
 
 from diffsynth_lite.core.randomness import uniform
 from diffsynth_lite.data.buckets import Bucket, BucketRule, Size
-from diffsynth_lite.data.items import PlannedItem
+from diffsynth_lite.data.items import TrainingItem
 from diffsynth_lite.data.media_index import MediaFacts, MediaIndex
 from diffsynth_lite.data.records import Record
 from diffsynth_lite.data.video import ClipPlace, VideoFacts, clip_starts, max_frames
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.media import RecordKind
-from diffsynth_lite.progress_log import PassPace
+from diffsynth_lite.progress_log import ProgressLog
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class PlanRules:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class DatasetPlan:
     """What is to be trained on.
 
     Attributes:
@@ -71,13 +71,13 @@ class Plan:
         facts: of the target of each record that is not bad, by its name.
     """
 
-    items: Sequence[PlannedItem]
+    items: Sequence[TrainingItem]
     bad: Mapping[str, str]
     facts: Mapping[str, MediaFacts]
 
-    def without(self, bad: Mapping[str, str]) -> "Plan":
+    def without(self, bad: Mapping[str, str]) -> "DatasetPlan":
         """The plan where more records cannot be used: ``bad``, by name with the reason."""
-        return Plan(
+        return DatasetPlan(
             items=[item for item in self.items if item.record.name not in bad],
             bad={**bad, **self.bad},
             facts={name: facts for name, facts in self.facts.items() if name not in bad},
@@ -101,7 +101,7 @@ def refuse_other_kinds(records: Sequence[Record], kinds: Sequence[RecordKind]) -
         )
 
 
-def plan_items(records: Sequence[Record], *, index: MediaIndex, rules: PlanRules) -> Plan:
+def plan_items(records: Sequence[Record], *, index: MediaIndex, rules: PlanRules) -> DatasetPlan:
     """The items of all records; pictures are not decoded, and of clips only the first frame.
 
     Random crops and clips depend on the content of the target and their number alone, so that all runs with
@@ -112,10 +112,10 @@ def plan_items(records: Sequence[Record], *, index: MediaIndex, rules: PlanRules
         index: tells size and content of files.
         rules: what is taken of each record.
     """
-    items: list[PlannedItem] = []
+    items: list[TrainingItem] = []
     bad: dict[str, str] = {}
     facts: dict[str, MediaFacts] = {}
-    pace = PassPace(
+    progress = ProgressLog(
         "looked at %d of %d items", len(records)
     )  # the content of a new file is read for its hash
     for record in records:
@@ -128,8 +128,8 @@ def plan_items(records: Sequence[Record], *, index: MediaIndex, rules: PlanRules
             facts[record.name] = target
         except UserError as error:
             bad[record.name] = str(error)
-        pace.advance()
-    return Plan(items=items, bad=bad, facts=facts)
+        progress.advance()
+    return DatasetPlan(items=items, bad=bad, facts=facts)
 
 
 def _check_companions(record: Record, target: MediaFacts, index: MediaIndex) -> None:
@@ -171,7 +171,7 @@ def _items_of(
     content: tuple[str, ...],
     inputs: tuple[Size, ...],
     rules: PlanRules,
-) -> list[PlannedItem]:
+) -> list[TrainingItem]:
     num_crops = rules.crops_per_item if rules.crop == "random" else 1
     fps = (rules.fps or facts.fps) if isinstance(facts, VideoFacts) else None
     places = []
@@ -181,7 +181,7 @@ def _items_of(
             crops = range(number * num_crops, (number + 1) * num_crops)
             places += [(bucket, start_s, *_crop(content[0], crop, rules.crop)) for crop in crops]
     return [
-        PlannedItem(
+        TrainingItem(
             name=record.name if len(places) == 1 else f"{record.name}#{number}",
             record=record,
             content=content,

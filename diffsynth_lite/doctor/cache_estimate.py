@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diffsynth_lite.data import PlannedItem, PlannedPrompt, TensorCache
+from diffsynth_lite.data import PromptItem, TensorCache, TrainingItem
 from diffsynth_lite.doctor.examined import ExaminedData
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.dataset import DataSet, FamilyEncoders
@@ -56,7 +56,7 @@ def estimate_cache(data: ExaminedData, cache: TensorCache) -> CacheEstimate:
         has_unconditional=config.data.caption_dropout > 0,
     )
     token_bytes = _text_width(family) * text_dtype.itemsize
-    planned: dict[str, PlannedItem | PlannedPrompt] = {**entries.media, **entries.prompts}
+    planned: dict[str, TrainingItem | PromptItem] = {**entries.media, **entries.prompts}
     num_present = present_bytes = 0
     missing_bytes = 0.0
     for key, entry in planned.items():
@@ -64,7 +64,7 @@ def estimate_cache(data: ExaminedData, cache: TensorCache) -> CacheEstimate:
         if path.exists():
             num_present += 1
             present_bytes += path.stat().st_size
-        elif isinstance(entry, PlannedItem):
+        elif isinstance(entry, TrainingItem):
             missing_bytes += _FILE_BYTES + _LATENT_BYTES * _num_latents(entry, family)
         else:
             missing_bytes += _FILE_BYTES + token_bytes * _num_tokens(entry, data)
@@ -76,14 +76,14 @@ def estimate_cache(data: ExaminedData, cache: TensorCache) -> CacheEstimate:
     )
 
 
-def _num_latents(item: PlannedItem, family: ModelFamily) -> int:
+def _num_latents(item: TrainingItem, family: ModelFamily) -> int:
     bucket = item.bucket
     shape = family.latents_shape(bucket.width, bucket.height, bucket.num_frames)
     target = math.prod(shape) + family.num_condition_values(shape)
     return target + sum(math.prod(family.latents_shape(*size, 1)) for size in bucket.inputs)
 
 
-def _num_tokens(prompt: PlannedPrompt, data: ExaminedData) -> int:
+def _num_tokens(prompt: PromptItem, data: ExaminedData) -> int:
     family = data.family
     of_text = min(data.caption_tokens.get(prompt.text, 0), family.max_prompt_tokens)
     return of_text + len(prompt.images) * family.prompt_tokens_of_an_input

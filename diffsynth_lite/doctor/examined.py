@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.data import Plan, PlannedItem, Record, Source, VideoFacts, kept_ratio
+from diffsynth_lite.data import DatasetPlan, Record, Source, TrainingItem, VideoFacts, kept_ratio
 from diffsynth_lite.pipelines import ModelFamily
 
 MUCH_CROPPED = 0.3
@@ -38,12 +38,12 @@ class ExaminedData:
     sources: Sequence[Source]
     records: Sequence[Record]
     without_trigger: Sequence[str]
-    plan: Plan
+    plan: DatasetPlan
     dropped: Mapping[str, str]
     caption_tokens: Mapping[str, int]
 
     @cached_property
-    def items(self) -> Sequence[PlannedItem]:
+    def items(self) -> Sequence[TrainingItem]:
         """Those that can be used."""
         return [item for item in self.plan.items if item.record.name not in self.dropped]
 
@@ -109,6 +109,6 @@ class ExaminedData:
         return [found[name] for found in oddities if name in found]
 
 
-def _num_different_frames(item: PlannedItem, facts: VideoFacts) -> int:
+def _num_different_frames(item: TrainingItem, facts: VideoFacts) -> int:
     """Frames of the file that a clip is made of, about that many where their rate varies."""
     return len({int(time_s * facts.fps + _FRAME_TOLERANCE) for time_s in item.times()})

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL.Image import Image
 
-from diffsynth_lite.data import FileMemory, FileState, PlannedItem, TensorCache
+from diffsynth_lite.data import FileMemory, FileState, TensorCache, TrainingItem
 from diffsynth_lite.doctor.duplicates import Look, look_of
 from diffsynth_lite.doctor.findings import SheetEntry
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media
-from diffsynth_lite.progress_log import PassPace
+from diffsynth_lite.progress_log import ProgressLog
 from diffsynth_lite.training.grid import frame_strip
 
 _MAX_PICTURES = 3000
@@ -44,7 +44,7 @@ class Decoded:
 
 
 def decode(
-    items: Sequence[PlannedItem], *, cache: TensorCache, memory: FileMemory, sheet_size: int
+    items: Sequence[TrainingItem], *, cache: TensorCache, memory: FileMemory, sheet_size: int
 ) -> Decoded:
     """Decode items strictly, unless that was done before, and keep some for the contact sheet.
 
@@ -57,9 +57,9 @@ def decode(
     chosen = evenly(items, _affordable(items))
     decoded = Decoded(num_items=len(items), num_seen=len(chosen))
     on_sheet = {item.name for item in evenly(chosen, sheet_size)}
-    pace = PassPace("looked at %d of %d items", len(chosen))
+    progress = ProgressLog("looked at %d of %d items", len(chosen))
     for item in chosen:
-        pace.advance()
+        progress.advance()
         name = f"look {item.key(cache, _LOOK_ID)}"
         look = _parsed(memory.recall(name, _BY_CONTENT))
         if look is None or item.name in on_sheet:
@@ -76,14 +76,14 @@ def decode(
     return decoded
 
 
-def evenly(items: Sequence[PlannedItem], count: int) -> Sequence[PlannedItem]:
+def evenly(items: Sequence[TrainingItem], count: int) -> Sequence[TrainingItem]:
     """At most ``count`` items, spread over all of them."""
     if len(items) <= count:
         return items
     return [items[place * len(items) // count] for place in range(count)]
 
 
-def _affordable(items: Sequence[PlannedItem]) -> int:
+def _affordable(items: Sequence[TrainingItem]) -> int:
     num_frames = sum(item.bucket.num_frames for item in items)
     return min(_MAX_PICTURES, _MAX_FRAMES * len(items) // max(1, num_frames))
 
@@ -99,7 +99,7 @@ def _parsed(text: str | None) -> Look | None:
     return Look(bits=bits, thumbnail=np.frombuffer(bytes.fromhex(pixels), np.uint8).reshape(8, 8, 3))
 
 
-def _entry(item: PlannedItem, media: Media) -> SheetEntry:
+def _entry(item: TrainingItem, media: Media) -> SheetEntry:
     pictures: dict[str, Image] = {
         f"input {place}" if len(media.inputs) > 1 else "input": image
         for place, image in enumerate(media.inputs, start=1)

@@ -16,7 +16,7 @@ from diffsynth_lite.lora import add_adapter, load_adapter_tensors
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.training.averaging import AveragedWeights
 from diffsynth_lite.training.data_settings import data_sources, frame_counts_of, num_tokens_of
-from diffsynth_lite.training.encoding import EncodedRun
+from diffsynth_lite.training.encoding import TrainingData
 from diffsynth_lite.training.evaluation import FixedNoiseLoss
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 from diffsynth_lite.training.patience import LONG_WAIT
@@ -135,7 +135,7 @@ def build_average(config: Config, transformer: torch.nn.Module) -> AveragedWeigh
 def build_run(
     config: Config,
     checked: CheckedRun,
-    encoded: EncodedRun,
+    encoded: TrainingData,
     *,
     accelerator: Accelerator,
     transformer: torch.nn.Module,
@@ -212,7 +212,7 @@ def _build_shift(config: Config, family: ModelFamily) -> Callable[[Sequence[int]
 
 
 def _build_batches(
-    config: Config, family: ModelFamily, encoded: EncodedRun, accelerator: Accelerator, start_step: int
+    config: Config, family: ModelFamily, encoded: TrainingData, accelerator: Accelerator, start_step: int
 ) -> BatchStream:
     items = encoded.items
     schedule = SampleSchedule(
@@ -244,7 +244,7 @@ def _build_batches(
     )
 
 
-def _build_previews(config: Config, family: ModelFamily, encoded: EncodedRun, folder: Path) -> Previews:
+def _build_previews(config: Config, family: ModelFamily, encoded: TrainingData, folder: Path) -> Previews:
     width, height = preview_size(config, family)
     requests = [
         PreviewRequest(

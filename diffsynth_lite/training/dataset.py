@@ -13,22 +13,22 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.data import (
     BadItemsError,
     DataIdentity,
+    DatasetPlan,
     Encoder,
     FileMemory,
     ItemRow,
     ItemTable,
     MediaIndex,
     OnBadItem,
-    Plan,
-    PlannedItem,
-    PlannedPrompt,
+    PromptItem,
     Record,
     TensorCache,
+    TrainingItem,
     without_bad_items,
 )
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.progress_log import PassPace
+from diffsynth_lite.progress_log import ProgressLog
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.training.data_settings import (
     cache_folder,
@@ -113,7 +113,7 @@ class DataSet:
     def __init__(
         self,
         records: Sequence[Record],
-        plan: Plan,
+        plan: DatasetPlan,
         encoders: FamilyEncoders,
         cache: TensorCache,
         *,
@@ -122,8 +122,8 @@ class DataSet:
     ) -> None:
         self.records = records
         self.plan = plan
-        self.media: dict[str, PlannedItem] = {}
-        self.prompts: dict[str, PlannedPrompt] = {}
+        self.media: dict[str, TrainingItem] = {}
+        self.prompts: dict[str, PromptItem] = {}
         self._prompt_sees_images = prompt_sees_images
         self._encoders = encoders
         self._cache = cache
@@ -187,13 +187,13 @@ class DataSet:
             ),
         )
 
-    def add_prompt(self, prompt: PlannedPrompt) -> str:
+    def add_prompt(self, prompt: PromptItem) -> str:
         """Also encode ``prompt``; returns its key."""
         key = prompt.key(self._cache, self._encoders.prompts.identity)
         self.prompts.setdefault(key, prompt)
         return key
 
-    def _keys_of(self, item: PlannedItem, *, has_unconditional: bool) -> "_Keys":
+    def _keys_of(self, item: TrainingItem, *, has_unconditional: bool) -> "_Keys":
         media_key = item.key(self._cache, self._encoders.media.identity)
         self.media.setdefault(media_key, item)  # equal files are encoded once
         return _Keys(
@@ -202,14 +202,14 @@ class DataSet:
             unconditional=self._add_unconditional(item) if has_unconditional else None,
         )
 
-    def _add_unconditional(self, item: PlannedItem) -> str:
+    def _add_unconditional(self, item: TrainingItem) -> str:
         return self.add_prompt(replace(self._prompt("", item), is_negative=True))
 
-    def _prompt(self, text: str, item: PlannedItem) -> PlannedPrompt:
+    def _prompt(self, text: str, item: TrainingItem) -> PromptItem:
         inputs = item.record.inputs
         if not inputs or not self._prompt_sees_images:
-            return PlannedPrompt(text=text)
-        return PlannedPrompt(
+            return PromptItem(text=text)
+        return PromptItem(
             text=text,
             images=inputs,
             content=item.content[1 : 1 + len(inputs)],
@@ -322,7 +322,7 @@ def _looked_at(config: Config, records: list[Record], quarantine: Quarantine) ->
     if config.data.on_bad_item == "skip":
         return records  # The caching pass finds the bad ones and keeps the list of them.
     bad = {}
-    pace = PassPace("looked at the files of %d of %d items", len(records))
+    progress = ProgressLog("looked at the files of %d of %d items", len(records))
     with FileMemory(index_file(cache_folder(config))) as memory:
         index = MediaIndex(memory)
         for record in records:
@@ -330,7 +330,7 @@ def _looked_at(config: Config, records: list[Record], quarantine: Quarantine) ->
                 _look_at(record, index)
             except UserError as error:
                 bad[record.name] = str(error)
-            pace.advance()
+            progress.advance()
     with quarantine.named():
         return without_bad_items(
             records, bad, on_bad_item="error", max_bad_ratio=0.0, quarantine=quarantine.add

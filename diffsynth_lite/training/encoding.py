@@ -15,20 +15,20 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.data import (
     BadItemsError,
     DataIdentity,
+    DatasetPlan,
+    Encodable,
     Encoder,
     EntryReader,
     FileMemory,
     ItemTable,
     LiveTensors,
     MediaIndex,
-    Plan,
-    Planned,
-    PlannedItem,
-    PlannedPrompt,
     PlanRules,
+    PromptItem,
     Record,
-    Share,
+    Shard,
     TensorCache,
+    TrainingItem,
     encode_missing,
     find_undecodable,
     load_image,
@@ -64,12 +64,12 @@ class PlannedRun:
     prompt_keys: Sequence[tuple[str, str]]
 
     @property
-    def media(self) -> Mapping[str, PlannedItem]:
+    def media(self) -> Mapping[str, TrainingItem]:
         """Items by key."""
         return {**self.training.media, **self.held_out.media}
 
     @property
-    def prompts(self) -> Mapping[str, PlannedPrompt]:
+    def prompts(self) -> Mapping[str, PromptItem]:
         """Captions and prompts by key."""
         return {**self.training.prompts, **self.held_out.prompts}
 
@@ -97,7 +97,7 @@ def plan_run(config: Config, checked: CheckedRun, accelerator: Accelerator, memo
     index = MediaIndex(memory)
 
     def data_set(records: Sequence[Record], plan_rules: PlanRules, *, has_unconditional: bool) -> DataSet:
-        def plan() -> Plan:
+        def plan() -> DatasetPlan:
             planned = plan_items(records, index=index, rules=plan_rules)
             memory.flush()
             return planned
@@ -142,7 +142,7 @@ def _add_prompts(
 ) -> tuple[str, str]:
     """Also encode a preview prompt and its negative; returns their keys."""
     content = tuple(index.content(path) for path in images)
-    prompt = PlannedPrompt(text=text, images=images, content=content, background=config.data.background)
+    prompt = PromptItem(text=text, images=images, content=content, background=config.data.background)
     negative = replace(prompt, text=config.validation.negative_prompt, is_negative=True)
     return data.add_prompt(prompt), data.add_prompt(negative)
 
@@ -163,7 +163,7 @@ class EncodedPrompt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncodedRun:
+class TrainingData:
     """The encoded data of a run.
 
     Attributes:
@@ -186,7 +186,7 @@ class EncodedRun:
     prompts: Sequence[EncodedPrompt]
 
 
-def encode_run(config: Config, checked: CheckedRun, accelerator: Accelerator) -> EncodedRun:
+def encode_run(config: Config, checked: CheckedRun, accelerator: Accelerator) -> TrainingData:
     """Plan the data, and encode what the cache does not hold, each process its share.
 
     The encoders are freed on return, unless the run encodes while it trains.
@@ -205,7 +205,7 @@ def encode_run(config: Config, checked: CheckedRun, accelerator: Accelerator) ->
         training, held_out = _usable(config, _Encoding(planned, memory, accelerator))
     tensors = _reader(planned)
     measured = held_out if checked.validation_records else training
-    return EncodedRun(
+    return TrainingData(
         items=training.table,
         identity=training.identity,
         tensors=tensors,
@@ -257,7 +257,7 @@ class _Encoding:
         run, bad = self.planned, dict[str, str]()
         stop_at_bad = run.rules.on_bad_item == "error"
         is_hopeless = stop_at_bad and bool(run.training.plan.bad or run.held_out.plan.bad)
-        passes: Sequence[tuple[Encoder, Mapping[str, Planned]]] = (
+        passes: Sequence[tuple[Encoder, Mapping[str, Encodable]]] = (
             (run.encoders.media, run.media),
             (run.encoders.prompts, run.prompts),
         )
@@ -268,29 +268,29 @@ class _Encoding:
         return self._usable_items(bad, quarantine)
 
     def _encode_shared(
-        self, planned: Mapping[str, Planned], encoder: Encoder, *, only_look: bool
+        self, planned: Mapping[str, Encodable], encoder: Encoder, *, only_look: bool
     ) -> dict[str, str]:
         """Each process encodes its share, and then what it still misses: nothing in a shared folder."""
         processes = self.accelerator
-        share = Share(num_processes=processes.num_processes, process_index=processes.process_index)
+        shard = Shard(num_processes=processes.num_processes, process_index=processes.process_index)
 
-        def work(share: Share, planned: Mapping[str, Planned]) -> dict[str, str]:
+        def work(shard: Shard, planned: Mapping[str, Encodable]) -> dict[str, str]:
             if only_look or not self.planned.rules.use_cache:
-                return find_undecodable(planned, memory=self.memory, share=share)
+                return find_undecodable(planned, memory=self.memory, shard=shard)
             stop_at_bad = self.planned.rules.on_bad_item == "error"
             bad = encode_missing(
                 planned,
                 encoder,
                 cache=self.planned.cache,
                 memory=self.memory,
-                share=share,
+                shard=shard,
                 stop_at_bad=stop_at_bad,
             )
             free_memory()
             return bad
 
         bad: dict[str, str] = {}
-        for each in [share, Share()][: processes.num_processes]:
+        for each in [shard, Shard()][: processes.num_processes]:
             left = {key: one for key, one in planned.items() if key not in bad}
             for part in on_all_processes(processes, partial(work, each, left)):
                 bad |= part

@@ -5,12 +5,12 @@ from accelerate import Accelerator
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import GradientEngine
 from diffsynth_lite.training.data_settings import num_tokens_of
-from diffsynth_lite.training.encoding import EncodedRun
+from diffsynth_lite.training.encoding import TrainingData
 from diffsynth_lite.training.memory_advice import Workload
 from diffsynth_lite.training.preflight import CheckedRun, block_policy
 
 
-def build_workload(config: Config, checked: CheckedRun, encoded: EncodedRun) -> Workload:
+def build_workload(config: Config, checked: CheckedRun, encoded: TrainingData) -> Workload:
     """What a step holds, for the answer to a full device."""
     train, family = config.train, checked.family
     model = family.folder.component_config(family.trained[0])

@@ -29,7 +29,7 @@ from diffsynth_lite.training.checkpoint.resume import (
 )
 from diffsynth_lite.training.checkpoint.saver import Saver, restore
 from diffsynth_lite.training.checkpoint.store import Checkpoint, CheckpointStore
-from diffsynth_lite.training.encoding import EncodedRun, encode_run
+from diffsynth_lite.training.encoding import TrainingData, encode_run
 from diffsynth_lite.training.grace import StopGrace
 from diffsynth_lite.training.memory_advice import out_of_memory_explained
 from diffsynth_lite.training.memory_builder import build_workload
@@ -168,7 +168,7 @@ def _train(setting: RunSetting, contract: Contract, checkpoint: Checkpoint | Non
     return step
 
 
-def _yardstick(config: Config, encoded: EncodedRun) -> Yardstick:
+def _yardstick(config: Config, encoded: TrainingData) -> Yardstick:
     return Yardstick(
         data=encoded.validation_identity,
         num_items=len(encoded.validation_items),

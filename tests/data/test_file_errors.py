@@ -10,7 +10,7 @@ import pytest
 from clip_makers import write_clip
 from PIL import Image, ImageFile
 
-from diffsynth_lite.data.encoding import Share, find_undecodable
+from diffsynth_lite.data.encoding import Shard, find_undecodable
 from diffsynth_lite.data.images import check_image, load_image
 from diffsynth_lite.data.media_index import FileMemory, MediaIndex
 from diffsynth_lite.data.video import check_video, read_frames
@@ -98,4 +98,4 @@ def test_an_error_of_the_machine_ends_the_search_for_bad_items(tmp_path):
             raise MemoryError
 
     with FileMemory(tmp_path / "index.sqlite") as memory, pytest.raises(MemoryError):
-        find_undecodable({"0" * 64: Planned()}, memory=memory, share=Share())
+        find_undecodable({"0" * 64: Planned()}, memory=memory, shard=Shard())

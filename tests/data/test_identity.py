@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from diffsynth_lite.data.buckets import Bucket
-from diffsynth_lite.data.items import DataIdentity, PlannedItem
+from diffsynth_lite.data.items import DataIdentity, TrainingItem
 from diffsynth_lite.data.records import Record
 
 RECORD = Record(
     name="a.mp4", source=0, target=Path("a.mp4"), captions=("a circle", "round"), mask=Path("a.png")
 )
-ITEM = PlannedItem(
+ITEM = TrainingItem(
     name="a.mp4",
     record=RECORD,
     content=("c1", "c2"),
@@ -25,15 +25,15 @@ ITEM = PlannedItem(
 )
 
 
-def identity(*items: PlannedItem, media_encoder: str = "vae/1 x", prompt_encoder: str = "text/1 x"):
+def identity(*items: TrainingItem, media_encoder: str = "vae/1 x", prompt_encoder: str = "text/1 x"):
     return DataIdentity.of(items, media_encoder=media_encoder, prompt_encoder=prompt_encoder)
 
 
-def of_record(**changes) -> PlannedItem:
+def of_record(**changes) -> TrainingItem:
     return dataclasses.replace(ITEM, record=dataclasses.replace(RECORD, **changes))
 
 
-def of_bucket(**changes) -> PlannedItem:
+def of_bucket(**changes) -> TrainingItem:
     return dataclasses.replace(ITEM, bucket=dataclasses.replace(ITEM.bucket, **changes))
 
 
@@ -60,7 +60,7 @@ def of_bucket(**changes) -> PlannedItem:
         of_record(mask=None, inputs=(Path("a.png"),)),
     ],
 )
-def test_each_part_of_an_item_that_decides_a_number_is_in_it(other: PlannedItem) -> None:
+def test_each_part_of_an_item_that_decides_a_number_is_in_it(other: TrainingItem) -> None:
     assert identity(ITEM, other).items not in (identity(ITEM, ITEM).items, identity(other, ITEM).items)
 
 

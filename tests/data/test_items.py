@@ -5,7 +5,7 @@ import torch
 from PIL import Image
 
 from diffsynth_lite.data.cache import TensorCache
-from diffsynth_lite.data.items import PlannedItem, PlannedPrompt, latents_mask
+from diffsynth_lite.data.items import PromptItem, TrainingItem, latents_mask
 from diffsynth_lite.media import Media
 
 
@@ -14,7 +14,7 @@ def key(prompt, encoder="encoder"):
 
 
 def test_each_input_of_a_prompt_key_changes_it(tmp_path):
-    prompt = PlannedPrompt(text="a", images=(tmp_path / "a.png",), content=("c",))
+    prompt = PromptItem(text="a", images=(tmp_path / "a.png",), content=("c",))
     changes = (
         {"text": "b"},
         {"is_negative": True},
@@ -31,13 +31,13 @@ def test_each_input_of_a_prompt_key_changes_it(tmp_path):
 
 def test_a_prompt_is_loaded_with_its_pictures(write_image):
     path = write_image("a.png", size=(32, 16))
-    prompt = PlannedPrompt(text="a", images=(path,), content=("c",)).load()
+    prompt = PromptItem(text="a", images=(path,), content=("c",)).load()
     assert (prompt.text, [image.size for image in prompt.images]) == ("a", [(32, 16)])
     assert not prompt.is_negative
 
 
 def test_a_negative_prompt_is_loaded_as_one():
-    assert PlannedPrompt(text="blurred", is_negative=True).load().is_negative
+    assert PromptItem(text="blurred", is_negative=True).load().is_negative
 
 
 @pytest.mark.parametrize(("shape", "expected"), [((16, 1, 2), (1, 1, 2)), ((16, 5, 1, 2), (1, 1, 1, 2))])
@@ -55,7 +55,7 @@ def test_where_the_encoder_has_a_mask_too_only_what_both_count_is_counted():
     mask.paste(255, (0, 0, 4, 4))
     picture = Image.new("RGB", (8, 4))
     media = Media(frames=(picture,) * 3, mask=mask)
-    item = PlannedItem(**dict.fromkeys(field.name for field in dataclasses.fields(PlannedItem)))
+    item = TrainingItem(**dict.fromkeys(field.name for field in dataclasses.fields(TrainingItem)))
     latents = torch.zeros(16, 3, 1, 2)
     alone, both = (
         item.complete({"latents": latents, **masks}, media)["loss_mask"]

@@ -8,7 +8,7 @@ import pytest
 from messy_data import Workplace, add_pictures, advice_with, findings, scene
 from PIL import Image
 
-from diffsynth_lite.data.items import PlannedItem
+from diffsynth_lite.data.items import TrainingItem
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.doctor.examination import examine
 from diffsynth_lite.doctor.findings import Findings
@@ -206,13 +206,13 @@ def test_a_second_look_decodes_only_what_it_shows(
     config = workplace.config(f"data.path={path}")
     first = findings(config, 2)
     loaded: list[str] = []
-    load = PlannedItem.load
+    load = TrainingItem.load
 
-    def counting(item: PlannedItem) -> object:
+    def counting(item: TrainingItem) -> object:
         loaded.append(item.name)
         return load(item)
 
-    monkeypatch.setattr(PlannedItem, "load", counting)
+    monkeypatch.setattr(TrainingItem, "load", counting)
     second = findings(config, 2)
     assert loaded == names_on_sheet(second) == names_on_sheet(first)
     assert second.alike == first.alike == [["1.png", "again.jpg"]]

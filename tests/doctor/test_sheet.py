@@ -11,10 +11,10 @@ from diffsynth_lite.data import (
     BucketRule,
     FileMemory,
     MediaIndex,
-    PlannedItem,
     PlanRules,
     Record,
     TensorCache,
+    TrainingItem,
     plan_items,
 )
 from diffsynth_lite.doctor import sheet
@@ -30,7 +30,7 @@ def memory(workplace: Workplace) -> Iterator[FileMemory]:
         yield memory
 
 
-def planned(workplace: Workplace, memory: FileMemory, count: int, **companions: object) -> list[PlannedItem]:
+def planned(workplace: Workplace, memory: FileMemory, count: int, **companions: object) -> list[TrainingItem]:
     records = [
         Record(
             name=f"{number}.png",
@@ -44,7 +44,7 @@ def planned(workplace: Workplace, memory: FileMemory, count: int, **companions: 
     return list(plan_items(records, index=MediaIndex(memory), rules=RULES).items)
 
 
-def looked(workplace: Workplace, memory: FileMemory, items: list[PlannedItem], sheet_size: int) -> Decoded:
+def looked(workplace: Workplace, memory: FileMemory, items: list[TrainingItem], sheet_size: int) -> Decoded:
     return decode(items, cache=TensorCache(workplace.root), memory=memory, sheet_size=sheet_size)
 
 

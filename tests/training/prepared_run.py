@@ -11,7 +11,7 @@ from PIL import Image
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.pipelines.qwen_image import tiny
 from diffsynth_lite.training.builder import TrainingObjects, build_optimizer, build_run, build_transformer
-from diffsynth_lite.training.encoding import EncodedRun, encode_run
+from diffsynth_lite.training.encoding import TrainingData, encode_run
 from diffsynth_lite.training.preflight import CheckedRun, check_run
 
 NUM_PICTURES = 5
@@ -72,7 +72,7 @@ class Prepared:
 
     root: Path
     checked: CheckedRun
-    encoded: EncodedRun
+    encoded: TrainingData
     transformer: torch.nn.Module
 
     def config(self, changes: dict[str, str] | None = None) -> Config:

@@ -14,7 +14,7 @@ from prepared_run import CPU, PROCESS, Prepared, load_config_of, prepare
 from diffsynth_lite.data import Batch
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Prompt
-from diffsynth_lite.training.encoding import EncodedRun, encode_run
+from diffsynth_lite.training.encoding import TrainingData, encode_run
 from diffsynth_lite.training.preflight import check_run
 
 CHANGES = {
@@ -46,7 +46,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return prepared
 
 
-def encode(prepared: Prepared, process: Any = PROCESS, **changes: str) -> EncodedRun:
+def encode(prepared: Prepared, process: Any = PROCESS, **changes: str) -> TrainingData:
     config = load_config_of(prepared.root, CHANGES | changes)
     return encode_run(config, check_run(config, PROCESS), process)
 
@@ -57,7 +57,7 @@ def listed_as_bad(prepared: Prepared) -> list[str]:
     return [json.loads(row)["item"] for row in rows]
 
 
-def first_batches(prepared: Prepared, encoded: EncodedRun, **changes: str) -> list[Batch]:
+def first_batches(prepared: Prepared, encoded: TrainingData, **changes: str) -> list[Batch]:
     step = prepared.build(CHANGES | changes, encoded=encoded).step
     return [batch for batches in itertools.islice(step.batches, 6) for batch in batches]
 
