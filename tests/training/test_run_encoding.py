@@ -58,8 +58,8 @@ def listed_as_bad(prepared: Prepared) -> list[str]:
 
 
 def first_batches(prepared: Prepared, encoded: TrainingData, **changes: str) -> list[Batch]:
-    step = prepared.build(CHANGES | changes, encoded=encoded).step
-    return [batch for batches in itertools.islice(step.batches, 6) for batch in batches]
+    steps = prepared.build(CHANGES | changes, encoded=encoded).batches
+    return [batch for batches in itertools.islice(steps, 6) for batch in batches]
 
 
 def test_a_run_without_cache_has_the_same_batches_bit_for_bit_and_stores_nothing(prepared: Prepared) -> None:
