@@ -1,5 +1,6 @@
 """Settings that every test runs under: no network, one thread, no trackers that phone home."""
 
+import gc
 import os
 from collections.abc import Generator
 
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Look for no garbage in what is imported: that took most of a tiny run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -18,7 +18,7 @@ os.environ |= {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THR
 ROOT = Path(__file__).parents[2]
 # In place of this folder: its modules are those of the package `faults`.
 sys.path[:1] = [
-    *(str(ROOT / name) for name in ("scripts", "scripts/benchmarks")),
+    *(str(ROOT / name) for name in ("scripts", "scripts/benchmarks", "tests")),
     *(str(ROOT / "tests" / name) for name in ("config", "data", "runs", "training", "training/checkpoint")),
 ]
 

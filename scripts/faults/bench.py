@@ -154,13 +154,14 @@ def launched(
 
 def environment() -> dict[str, str]:
     """Variables of a training process: the CPU, no network, one thread, the package of this repository."""
-    places = [str(REPOSITORY), *(place for place in sys.path if Path(place).is_relative_to(REPOSITORY))]
+    folders = (REPOSITORY / "scripts", REPOSITORY / "tests")
+    ours = [place for place in sys.path if any(Path(place).is_relative_to(each) for each in folders)]
     return {
         **os.environ,
         "ACCELERATE_USE_CPU": "true",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(places),
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *ours]),
     }
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import LIMIT_S
 
 from diffsynth_lite.cli.train import main
 
@@ -20,7 +21,7 @@ FASTER = (
 
 
 def run_script(name: str, *arguments: str) -> None:
-    subprocess.run([sys.executable, EXAMPLE / name, *arguments], check=True, cwd=REPOSITORY, timeout=300)
+    subprocess.run([sys.executable, EXAMPLE / name, *arguments], check=True, cwd=REPOSITORY, timeout=LIMIT_S)
 
 
 @pytest.mark.slow

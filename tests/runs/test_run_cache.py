@@ -1,10 +1,10 @@
 """Whole runs and their cache: killed while it is filled, and used again without the media."""
 
-import time
 from pathlib import Path
 
 import pytest
-from tiny_run import TinyRun, checkpoint_tensors, differing, garble_media, start, tiny_picture
+from processes import wait_for
+from tiny_run import TinyRun, checkpoint_tensors, differing, forked, garble_media, tiny_picture
 
 NUM_PICTURES = 200
 
@@ -20,13 +20,9 @@ def test_a_caching_pass_that_was_killed_goes_on_where_it_was(
     for place in range(5, NUM_PICTURES):
         tiny_picture(64, 40, 10 + place).save(tiny_run.root / "data" / f"{place}.png")
         (tiny_run.root / "data" / f"{place}.txt").write_text("a red circle")
-    process = start(tiny_run, "train.steps=1")
-    deadline = time.monotonic() + 120
-    while len(entries(tiny_run)) < 5 and time.monotonic() < deadline:
-        assert process.poll() is None
-        time.sleep(0.002)
-    process.kill()
-    process.communicate()
+    program = forked(tiny_run, "train.steps=1")
+    wait_for(lambda: len(entries(tiny_run)) >= 5)
+    program.kill()
     kept = entries(tiny_run)
     assert 5 <= len(kept) < NUM_PICTURES
 

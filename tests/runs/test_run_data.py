@@ -1,13 +1,9 @@
 """Whole runs on pictures of several shapes: with the cache and without it, in one process and in two."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 from PIL import Image
 from recorded_train import read_records, recorded_step
-from tiny_run import REPOSITORY, TinyRun, checkpoint_tensors, differing, tiny_picture
+from tiny_run import TinyRun, checkpoint_tensors, differing, forked, tiny_picture
 
 from diffsynth_lite.training import trainer
 
@@ -79,25 +75,9 @@ def test_mixed_shapes_train_the_same_with_and_without_cache_and_in_two_processes
     assert not list(empty.rglob("*.safetensors"))
 
     two, shared = tiny_run.root / "two", tiny_run.root / "shared"
-    launch = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        "train.py",
-    )
-    subprocess.run(
-        [
-            *(*launch, "--config", str(tiny_run.config), *SETTINGS),
-            *(f"data.cache_dir={shared}", f"output.dir={two}", "train.micro_batch_size=1"),
-        ],
-        cwd=REPOSITORY,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
-        check=True,
-        timeout=240,
-    )
+    settings = (*SETTINGS, f"data.cache_dir={shared}", f"output.dir={two}", "train.micro_batch_size=1")
+    program = forked(tiny_run, *settings, num_processes=2)
+    assert program.wait() == 0, program.printed()
     names = sorted(path.name for path in (tiny_run.root / "cache").rglob("*.safetensors"))
     assert sorted(path.name for path in shared.rglob("*.safetensors")) == names
     ours = {path.name: path.read_bytes() for path in shared.rglob("*.safetensors")}

@@ -1,12 +1,15 @@
 """A run with a family that is kept outside of the package and given by the dotted path of its module."""
 
+import logging
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers import AuraFlowPipeline
 from my_families.aura_flow import tiny
+from processes import LIMIT_S
 from tiny_run import REPOSITORY, TinyRun, make_run, start
 
 FAMILY = "my_families.aura_flow"
@@ -25,19 +28,14 @@ def run(tmp_path: Path) -> TinyRun:
     return TinyRun(root=made.root, config=made.config, settings=SETTINGS)
 
 
-def outcome(run: TinyRun) -> tuple[int, str]:
-    process = start(run)
-    _, printed = process.communicate(timeout=300)
-    return process.returncode, printed
-
-
 def test_train_py_trains_a_family_from_a_folder_on_pythonpath(
     run: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = (str(ELSEWHERE), os.environ.get("PYTHONPATH", ""))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folder for folder in folders if folder))
-    code, printed = outcome(run)
-    assert (code, run.status()["state"]) == (0, "finished"), printed
+    process = start(run)
+    _, printed = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, run.status()["state"]) == (0, "finished"), printed
     assert [row["step"] for row in run.metrics() if "loss" in row] == [1, 2, 3]
     # Four blocks, and two micro-batches a step.
     assert next(row["blocks_recomputed"] for row in run.metrics() if "blocks_recomputed" in row) == 8
@@ -50,11 +48,14 @@ def test_train_py_trains_a_family_from_a_folder_on_pythonpath(
 
 
 def test_a_family_that_python_does_not_find_is_named_in_one_line(
-    run: TinyRun, monkeypatch: pytest.MonkeyPatch
+    run: TinyRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    code, printed = outcome(run)
-    assert code == 2
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if Path(place) != ELSEWHERE])
+    for name in (FAMILY, "my_families"):
+        monkeypatch.delitem(sys.modules, name)
+    logging.getLogger().handlers.clear()
+    assert run.train() == 2
+    printed = capsys.readouterr().err
     assert f"model.family: unknown family '{FAMILY}'" in printed
     assert "PYTHONPATH" in printed
     assert "Traceback" not in printed

@@ -1,23 +1,19 @@
 """Whole runs of a model of two experts: each step trains one of them, and leaves the other as it was."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import safetensors
 import torch
 from diffusers import WanPipeline
-from tiny_run import TinyRun, checkpoint_tensors, differing, start, tiny_picture, write_config
+from tiny_run import TinyRun, checkpoint_tensors, differing, forked, tiny_picture, write_config
 
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.pipelines.wan import tiny, tiny_wan_transformer
 
 HIGH, LOW = "transformer", "transformer_2"
 STEPS = 6
-TWO_PROCESSES = (
-    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py"),
-)
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +90,8 @@ def test_two_processes_agree_on_the_expert_and_leave_the_other_alone(expert_run:
     single, double = expert_run.root / "single", expert_run.root / "double"
     settings = ("lora.dropout=0", "validation.prompts=[]", "validation.loss_items=0")
     assert expert_run.train(f"output.dir={single}", *settings) == 0
-    process = start(expert_run, *settings, f"output.dir={double}", command=TWO_PROCESSES)
-    _, errors = process.communicate(timeout=180)
-    assert process.returncode == 0, errors
+    program = forked(expert_run, *settings, f"output.dir={double}", num_processes=2)
+    assert program.wait() == 0, program.printed()
     assert trained_experts(double) == trained_experts(single)
     first = checkpoint_tensors(double, 1)
     stated = {part for name in first for part in (HIGH, LOW) if name.startswith(f"optimizer/{part}.")}

@@ -1,11 +1,10 @@
 """Secrets in the environment, the yaml, the command line and in errors reach neither disk nor screen."""
 
-import sys
 from collections.abc import Iterator
 
 import pytest
 from leaking_train import make_leaky
-from tiny_run import TinyRun, start
+from tiny_run import TinyRun, forked
 
 from diffsynth_lite.redaction import Redactor
 
@@ -41,13 +40,13 @@ def leaks(run: TinyRun) -> Iterator[str]:
 
 
 def test_no_secret_reaches_the_disk_the_trackers_or_the_screen(leaky_run: TinyRun) -> None:
-    process = start(
+    program = forked(
         leaky_run,
         *("logging.trackers=[wandb, tensorboard]", "logging.wandb_mode=offline"),
-        command=(sys.executable, "tests/runs/leaking_train.py"),
+        script=("tests/runs/leaking_train.py",),
     )
-    _, printed = process.communicate(timeout=180)
-    assert process.returncode == 1, printed
+    assert program.wait() == 1, program.printed()
+    printed = program.printed()
     assert CANARY not in printed.lower()
     assert list(leaks(leaky_run)) == []
     for place in ("logging.project", "validation.prompts", "negative_prompt=not REDACTED (command line)"):

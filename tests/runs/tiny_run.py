@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from PIL import Image
+from processes import Program
 
 from diffsynth_lite.cli.train import main
 from diffsynth_lite.data.video import write_video
@@ -26,6 +28,7 @@ LAUNCH = (
     *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"),
     *("--mixed_precision", "no", "--dynamo_backend", "no", "train.py"),
 )
+LOG_LINE = re.compile(r"\d\d:\d\d:\d\d ")
 
 SIZES = ((80, 48), (96, 48), (48, 80), (64, 64), (50, 96))
 CLIPS = {  # name: width, height, frames, frames per second
@@ -118,7 +121,7 @@ class TinyRun:
 
 
 def start(run: TinyRun, *arguments: str, command: tuple[str, ...] = TRAIN) -> subprocess.Popen[str]:
-    """The training command in a process of its own, and of a process group of its own."""
+    """The command as a user types it, in a process group of its own; for what :func:`forked` leaves out."""
     return subprocess.Popen(
         [*command, *run.arguments, *arguments],
         cwd=REPOSITORY,
@@ -127,6 +130,23 @@ def start(run: TinyRun, *arguments: str, command: tuple[str, ...] = TRAIN) -> su
         text=True,
         start_new_session=True,
     )
+
+
+def forked(
+    run: TinyRun, *arguments: str, script: Sequence[str | Path] = ("train.py",), num_processes: int = 1
+) -> Program:
+    """The training command in forked processes.
+
+    Args:
+        run: what it trains.
+        arguments: further ones of the command.
+        script: that wraps the command, and the arguments of its own.
+        num_processes: which train together.
+    """
+    path, *first = script
+    log = run.root / f"printed {len(list(run.root.glob('printed *')))}"
+    command = [*map(str, first), *run.arguments, *arguments]
+    return Program(REPOSITORY / path, command, log, num_processes=num_processes)
 
 
 def dropping(run: TinyRun, monkeypatch: pytest.MonkeyPatch, **files: int) -> None:

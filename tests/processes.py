@@ -1,0 +1,130 @@
+"""Processes that tests start: forked from one that has imported the libraries, and with one limit of time."""
+
+import gc
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import torch.multiprocessing
+
+LIMIT_S = 1800.0
+"""How long a test waits for a process; only to end one that hangs. A busy machine may take a hundred times as
+long as an idle one."""
+
+FORKED = multiprocessing.get_context("forkserver")
+"""Starts processes in which the libraries are there: to import them takes 5 s of a processor."""
+FORKED.set_forkserver_preload(["diffsynth_lite.pipelines.qwen_image", "diffsynth_lite.training.run"])
+
+
+class Program:
+    """A Python program that runs in forked processes, each with a number as torchrun gives it.
+
+    Args:
+        script: path of the program.
+        arguments: of its command line.
+        log: file for what it prints.
+        num_processes: several find each other as those of one machine.
+        variables: of the environment, beside those of this process.
+    """
+
+    def __init__(
+        self,
+        script: Path,
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        num_processes: int = 1,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        self._log = log
+        log.touch()
+        shared = dict(os.environ) | dict(variables or {})
+        if num_processes > 1:
+            shared |= {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
+            shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        self._processes = []
+        for rank in range(num_processes):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_processes > 1 else {}
+            process = FORKED.Process(target=_run, args=(str(script), list(arguments), str(log), shared | own))
+            process.start()
+            self._processes.append(process)
+
+    @property
+    def pid(self) -> int:
+        """Of the first process, which is also the number of its process group."""
+        return self._processes[0].pid or 0
+
+    def printed(self) -> str:
+        """What all processes have printed until now."""
+        return self._log.read_text(errors="replace")
+
+    def read_until(self, text: str) -> None:
+        """Wait for a text; it is an error that a process ends before."""
+        wait_for(lambda: text in self.printed() or not self._processes[0].is_alive())
+        assert text in self.printed(), self.printed()
+
+    def wait(self) -> int:
+        """The exit code: of the first process that failed, else 0."""
+        end = time.monotonic() + LIMIT_S
+        for process in self._processes:
+            process.join(end - time.monotonic())
+        codes = [process.exitcode for process in self._processes]
+        if None in codes:
+            self.kill()
+            raise AssertionError(f"still running after {LIMIT_S} s:\n{self.printed()}")
+        return next((code for code in codes if code), 0)
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, f"not so after {LIMIT_S} s"
+        time.sleep(0.005)
+
+
+def on_ranks(work: Callable[..., None], *arguments: object, num_processes: int = 2) -> None:
+    """Call a function, with its rank first, in several forked processes; an error in one is raised here."""
+    torch.multiprocessing.start_processes(work, arguments, nprocs=num_processes, start_method="forkserver")
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def kill_children() -> None:
+    """End what a test that failed has left."""
+    for process in multiprocessing.active_children():
+        if isinstance(process, ForkServerProcess):
+            process.kill()
+            process.join()
+
+
+def _run(script: str, arguments: list[str], log: str, variables: dict[str, str]) -> None:
+    gc.freeze()  # a run looks for garbage a few times, among all that is imported
+    os.setsid()
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(Path(__file__).parents[1])
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
