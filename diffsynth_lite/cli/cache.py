@@ -93,8 +93,8 @@ def fill_cache(config: Config, accelerator: "Accelerator") -> int:
     Raises:
         UserError: what would stop the run.
     """
+    from diffsynth_lite.training.checks import check_run
     from diffsynth_lite.training.encoding import encode_run
-    from diffsynth_lite.training.preflight import check_run
 
     checked = check_run(config, accelerator)
     return len(encode_run(config, checked, accelerator).items)
@@ -107,9 +107,9 @@ def needed_keys(config: Config, accelerator: "Accelerator") -> set[str]:
         UserError: what would stop the run.
     """
     from diffsynth_lite.data import FileMemory
+    from diffsynth_lite.training.checks import check_run
     from diffsynth_lite.training.data_settings import cache_folder, index_file
     from diffsynth_lite.training.encoding import plan_run
-    from diffsynth_lite.training.preflight import check_run
 
     checked = check_run(config, accelerator)
     with FileMemory(index_file(cache_folder(config))) as memory:

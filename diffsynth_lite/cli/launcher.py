@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from diffsynth_lite.training.grace import StopGrace
+from diffsynth_lite.training.stopping import StopGrace
 
 _DEFAULT_S = 30.0
 """Of torch's elastic agent, which is torchrun and stands in `accelerate launch` with several processes."""

@@ -83,7 +83,7 @@ def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> N
 
     from diffsynth_lite.cli.launcher import grace_can_be_set, parent_command, stop_grace
     from diffsynth_lite.training.run import run_training
-    from diffsynth_lite.training.startup import StartupClock
+    from diffsynth_lite.training.run_context import StartupClock
 
     clock = StartupClock(started_at)
     clock.add("importing libraries", time.perf_counter() - importing_since)

@@ -29,6 +29,7 @@ from diffsynth_lite.doctor.sheet import Decoded, decode
 from diffsynth_lite.doctor.tables import bucket_table, number_table, pass_table, source_table
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.training.checks import bind_family, check_held_out
 from diffsynth_lite.training.data_settings import (
     cache_folder,
     check_records,
@@ -39,7 +40,6 @@ from diffsynth_lite.training.data_settings import (
     held_out_source,
     index_file,
 )
-from diffsynth_lite.training.preflight import bind_family, check_held_out
 
 _Value = TypeVar("_Value")
 

@@ -13,7 +13,7 @@ from diffsynth_lite.doctor.findings import SheetEntry
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media
 from diffsynth_lite.progress_log import ProgressLog
-from diffsynth_lite.training.grid import frame_strip
+from diffsynth_lite.training.previews import frame_strip
 
 _MAX_PICTURES = 3000
 _MAX_FRAMES = 30_000

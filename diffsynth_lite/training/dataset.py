@@ -36,8 +36,8 @@ from diffsynth_lite.training.data_settings import (
     read_training_records,
     read_validation_records,
 )
+from diffsynth_lite.training.distributed import main_process_first, on_main_process
 from diffsynth_lite.training.files import write_text_atomic
-from diffsynth_lite.training.processes import main_process_first, on_main_process
 from diffsynth_lite.training.run_folder.folder import RunFolder
 from diffsynth_lite.training.run_folder.status import shortages_explained
 

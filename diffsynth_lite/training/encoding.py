@@ -36,11 +36,11 @@ from diffsynth_lite.data import (
 )
 from diffsynth_lite.errors import RunStoppedError
 from diffsynth_lite.pipelines import Conditioning
+from diffsynth_lite.training.checks import CheckedRun
 from diffsynth_lite.training.data_settings import DataRules, cache_folder, data_rules, index_file
 from diffsynth_lite.training.dataset import DataSet, FamilyEncoders, Quarantine, UsableItems
+from diffsynth_lite.training.distributed import main_process_first, on_all_processes
 from diffsynth_lite.training.evaluation import ValidationItem
-from diffsynth_lite.training.preflight import CheckedRun
-from diffsynth_lite.training.processes import main_process_first, on_all_processes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,15 @@
-"""This file measures the model between steps, and leaves it as it found it."""
+"""This file measures the model's loss on fixed items and noise, and says when two such losses compare."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 
 from diffsynth_lite.core.randomness import normal
-from diffsynth_lite.data import Bucket
+from diffsynth_lite.data import Bucket, DataIdentity
 from diffsynth_lite.pipelines import Conditioning
 from diffsynth_lite.training.objective import DenoisingObjective
 
@@ -99,3 +100,37 @@ class FixedNoiseLoss:
         loss_mask = torch.stack(masks) if masks else None
         errors = self.objective.errors(transformer, latents, noise, sigma, conditioning, loss_mask)
         return float(errors.sum())
+
+
+_SETTINGS = {
+    "items": "validation.data and validation.loss_items",
+    "seed": "validation.seed",
+    "is_average": "validation.use_ema and train.ema_decay",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yardstick:
+    """What decides the loss on fixed noise besides the weights and what may never change in a run.
+
+    Attributes:
+        data: what the held-out items are, as many as ``validation.loss_items`` takes files.
+        num_items: how many of them are measured; fewer where a file gives several clips.
+        seed: of the noise.
+        is_average: whether it is the loss of the averaged weights.
+    """
+
+    data: DataIdentity
+    num_items: int
+    seed: int
+    is_average: bool
+
+    def document(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        items = {**asdict(self.data), "num_measured": self.num_items}
+        return {"items": items, "seed": self.seed, "is_average": self.is_average}
+
+    def differing(self, saved: Mapping[str, Any] | None) -> list[str]:
+        """Settings that make it another one than that of the document ``saved``; all of them without one."""
+        given = self.document()
+        return [name for key, name in _SETTINGS.items() if saved is None or saved.get(key) != given[key]]

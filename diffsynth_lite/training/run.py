@@ -2,26 +2,32 @@
 
 import logging
 import uuid
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
+from accelerate import Accelerator
 from diffusers.training_utils import free_memory
 from rich.console import Console
 
 from diffsynth_lite.config import Config, LoadedConfig
-from diffsynth_lite.errors import RunInterrupted
+from diffsynth_lite.errors import RunInterrupted, UserError
 from diffsynth_lite.training.builder import (
     build_accelerator,
     build_average,
     build_optimizer,
     build_run,
     build_transformer,
+    build_workload,
     lora_alpha,
 )
 from diffsynth_lite.training.checkpoint.lora_file import read_initial_lora
 from diffsynth_lite.training.checkpoint.resume import (
     Contract,
+    Lineage,
     agreed_start,
     data_contract,
     extended_lineage,
@@ -29,24 +35,23 @@ from diffsynth_lite.training.checkpoint.resume import (
 )
 from diffsynth_lite.training.checkpoint.saver import Saver, restore
 from diffsynth_lite.training.checkpoint.store import Checkpoint, CheckpointStore
+from diffsynth_lite.training.checks import check_run
+from diffsynth_lite.training.distributed import on_main_process
 from diffsynth_lite.training.encoding import TrainingData, encode_run
-from diffsynth_lite.training.grace import StopGrace
+from diffsynth_lite.training.evaluation import Yardstick
+from diffsynth_lite.training.files import write_json_atomic, write_text_atomic
 from diffsynth_lite.training.memory_advice import out_of_memory_explained
-from diffsynth_lite.training.memory_builder import build_workload
-from diffsynth_lite.training.opening import follow_run, write_opening
-from diffsynth_lite.training.preflight import check_run
-from diffsynth_lite.training.processes import on_main_process
-from diffsynth_lite.training.repeatable_kernels import repeatable_kernels
-from diffsynth_lite.training.requests import remove_old_requests
+from diffsynth_lite.training.run_context import RunSetting, StartupClock
 from diffsynth_lite.training.run_folder.folder import RunFolder
+from diffsynth_lite.training.run_folder.metrics import MetricsFile, start_trackers
 from diffsynth_lite.training.run_folder.status import outcome_recorded, shortages_explained
-from diffsynth_lite.training.run_setting import RunSetting
-from diffsynth_lite.training.signals import StopRequest
-from diffsynth_lite.training.startup import StartupClock
+from diffsynth_lite.training.stopping import StopGrace, StopRequest, remove_old_requests
 from diffsynth_lite.training.trainer import train
-from diffsynth_lite.training.yardstick import Yardstick
 
 logger = logging.getLogger(__name__)
+
+_NONE_THERE = "does not have a deterministic implementation"
+"""torch has no class for this error, only these words."""
 
 
 def run_training(
@@ -199,3 +204,85 @@ def _initial_lora(setting: RunSetting) -> dict[str, torch.Tensor] | None:
 
 def _results(folder: RunFolder) -> str:
     return f"LoRA: {folder.lora_folder}; previews: {folder.previews_folder}; metrics: {folder.metrics_file}"
+
+
+def write_opening(
+    folder: RunFolder, store: CheckpointStore, loaded: LoadedConfig, contract: Contract, lineage: Lineage
+) -> None:
+    """Write contract, lineage and config, and cut metrics and checkpoints back to the step of this start.
+
+    Args:
+        folder: of the run.
+        store: of its checkpoints.
+        loaded: the config and its texts.
+        contract: what makes the run this run.
+        lineage: its starts; the last one is this.
+    """
+    start_step = lineage[-1]["step"]
+    write_json_atomic(folder.contract_file, contract)
+    write_json_atomic(folder.lineage_file, lineage)
+    write_text_atomic(folder.config_file, loaded.source_text)
+    write_text_atomic(folder.resolved_file, loaded.resolved_yaml)
+    # A new start also drops what an earlier one logged before its first checkpoint.
+    MetricsFile(folder.metrics_file).cut_back_to(start_step or -1)
+    store.cut_back_to(start_step)
+
+
+def follow_run(loaded: LoadedConfig, accelerator: Accelerator, *, folder: Path, run_id: str) -> None:
+    """Start the trackers that the config names.
+
+    Args:
+        loaded: the config; its settings are shown unresolved, so that no environment variable's value is.
+        accelerator: was made with the trackers.
+        folder: where offline files go.
+        run_id: identifies the run across resumes.
+    """
+    settings = loaded.config.logging
+    start_trackers(
+        accelerator,
+        names=settings.trackers,
+        project=settings.project,
+        settings=yaml.safe_load(loaded.resolved_yaml),
+        folder=folder,
+        run_name=settings.run_name,
+        run_id=run_id,
+        wandb_mode=settings.wandb_mode,
+    )
+
+
+@contextmanager
+def repeatable_kernels() -> Iterator[None]:
+    """Scope in which torch takes kernels that sum in the same order each time.
+
+    Flash and memory-efficient attention then sum in order in the backward pass, and cuDNN's attention is left
+    out. On the CPU nothing changes that this package computes.
+
+    cuBLAS is repeatable where ``CUBLAS_WORKSPACE_CONFIG`` was ``:4096:8`` or ``:16:8`` when it was first
+    used; torch raises where it was not.
+
+    Raises:
+        UserError: something has no such kernel on this device.
+    """
+    empty_memory: Any = torch.utils.deterministic
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    filled = empty_memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    # It exposes reads of memory that nobody wrote by writing all of it, and parked blocks are gigabytes.
+    empty_memory.fill_uninitialized_memory = False
+    try:
+        yield
+    except RuntimeError as error:
+        what, found, _ = str(error).partition(_NONE_THERE)
+        if not found:
+            raise
+        raise UserError(
+            f"train.deterministic: true, but torch {torch.__version__} has no repeatable kernel for what "
+            f"this model needs on this device: {what.strip()}. Set it to false"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.backends.cudnn.benchmark = benchmark
+        empty_memory.fill_uninitialized_memory = filled

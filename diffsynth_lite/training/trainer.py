@@ -18,18 +18,14 @@ from diffsynth_lite.core.gradient import GradientEngine, IneffectiveSwitchError,
 from diffsynth_lite.core.randomness import random_state_scope, torch_seed
 from diffsynth_lite.data import Batch
 from diffsynth_lite.errors import RunStoppedError, UserError
-from diffsynth_lite.training.builder import TrainingObjects
+from diffsynth_lite.training.builder import TrainingObjects, build_engine, expected_block_calls
 from diffsynth_lite.training.checkpoint.saver import Saver
-from diffsynth_lite.training.grace import StopTime
-from diffsynth_lite.training.memory_builder import build_engine, expected_block_calls
-from diffsynth_lite.training.patience import Patience
-from diffsynth_lite.training.processes import on_main_process
-from diffsynth_lite.training.requests import Requests
+from diffsynth_lite.training.distributed import Patience, on_main_process
+from diffsynth_lite.training.run_context import RunSetting
 from diffsynth_lite.training.run_folder.metrics import MetricsFile, MetricsLog
 from diffsynth_lite.training.run_folder.progress import StepResult
 from diffsynth_lite.training.run_folder.step_report import StepReport
-from diffsynth_lite.training.run_setting import RunSetting
-from diffsynth_lite.training.signals import StopRequest
+from diffsynth_lite.training.stopping import Requests, StopRequest, StopTime
 
 logger = logging.getLogger(__name__)
 

@@ -40,8 +40,7 @@ from diffsynth_lite.lora.targets import find_target_layers
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.requests import Requests
-from diffsynth_lite.training.signals import StopRequest
+from diffsynth_lite.training.stopping import Requests, StopRequest
 from diffsynth_lite.training.trainer import train_step
 
 BATCHES = "diffsynth_lite.data.batches"

@@ -22,8 +22,8 @@ from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
 from diffsynth_lite.data import Batch
 from diffsynth_lite.training.builder import TrainingObjects, build_optimizer, build_run, build_transformer
+from diffsynth_lite.training.checks import CheckedRun, check_run
 from diffsynth_lite.training.encoding import encode_run
-from diffsynth_lite.training.preflight import CheckedRun, check_run
 from diffsynth_lite.training.trainer import train_step
 
 Step = Callable[[int], object]

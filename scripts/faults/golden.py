@@ -14,10 +14,10 @@ from tiny_run import REPOSITORY, TinyRun, tiny_picture
 
 from diffsynth_lite.lora import adapter_tensors, add_adapter
 from diffsynth_lite.pipelines.qwen_image import QwenImage, tiny
-from diffsynth_lite.training.averaging import AveragedWeights
 from diffsynth_lite.training.checkpoint.manifest import read_checkpoint
 from diffsynth_lite.training.checkpoint.optimizer_state import optimizer_tensors
 from diffsynth_lite.training.checkpoint.saver import restore
+from diffsynth_lite.training.ema import AveragedWeights
 from faults.bench import Bench, Result, losses, stopped_after, train
 
 GOLDEN = REPOSITORY / "tests" / "training" / "golden"

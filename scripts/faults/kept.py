@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 from tiny_run import TinyRun, differing
 
-from diffsynth_lite.training.requests import Asked, Requests
+from diffsynth_lite.training.stopping import Asked, Requests
 from faults.asked import check_best, with_held_out
 from faults.bench import Bench, Result, assert_same, forked, losses, stopped_after, train
 from faults.driver import waited

@@ -11,7 +11,7 @@ import pytest
 from tiny_run import TinyRun
 
 from diffsynth_lite.data.batches import BatchStream
-from diffsynth_lite.training.averaging import AveragedWeights
+from diffsynth_lite.training.ema import AveragedWeights
 from faults.bench import Bench, Result, assert_same, losses, recorded, stopped_after, train
 
 AVERAGED = ("train.ema_decay=0.6", "lora.dropout=0.1")

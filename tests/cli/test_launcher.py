@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from diffsynth_lite.cli.launcher import grace_can_be_set, parent_command, stop_grace
-from diffsynth_lite.training.grace import StopGrace
+from diffsynth_lite.training.stopping import StopGrace
 
 AGENT = {"TORCHELASTIC_RUN_ID": "none"}
 SETTING = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"

@@ -19,7 +19,7 @@ from tiny_run import TinyRun, checkpoint_tensors, differing, dropping
 from diffsynth_lite.core.gradient import blocks_in
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.composite import Composite
-from diffsynth_lite.training.grid import frame_strip
+from diffsynth_lite.training.previews import frame_strip
 
 NO_PREVIEWS = ("validation.prompts=[]", "validation.inputs=[]", "validation.last_frames=[]")
 

@@ -16,8 +16,8 @@ from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.checkpoint import saver
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
+from diffsynth_lite.training.evaluation import Yardstick
 from diffsynth_lite.training.run_folder.progress import StepResult
-from diffsynth_lite.training.yardstick import Yardstick
 
 LORA = "pytorch_lora_weights.safetensors"
 

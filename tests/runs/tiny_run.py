@@ -105,7 +105,7 @@ class TinyRun:
         answers = iter([*[False] * (steps - 1), True])
         with pytest.MonkeyPatch.context() as patch:
             answer = property(lambda _: next(answers))
-            patch.setattr("diffsynth_lite.training.signals.StopRequest.asked", answer)
+            patch.setattr("diffsynth_lite.training.stopping.StopRequest.asked", answer)
             return self.train(*arguments)
 
     def status(self) -> dict[str, Any]:

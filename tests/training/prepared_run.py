@@ -11,8 +11,8 @@ from PIL import Image
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.pipelines.qwen_image import tiny
 from diffsynth_lite.training.builder import TrainingObjects, build_optimizer, build_run, build_transformer
+from diffsynth_lite.training.checks import CheckedRun, check_run
 from diffsynth_lite.training.encoding import TrainingData, encode_run
-from diffsynth_lite.training.preflight import CheckedRun, check_run
 
 NUM_PICTURES = 5
 CPU = torch.device("cpu")

@@ -10,11 +10,11 @@ from prepared_run import CPU, Prepared, prepare
 
 from diffsynth_lite.training.builder import (
     build_accelerator,
+    build_engine,
     build_optimizer,
     build_transformer,
     lora_alpha,
 )
-from diffsynth_lite.training.memory_builder import build_engine
 
 
 @pytest.fixture(scope="module")

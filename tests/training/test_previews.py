@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 
 from diffsynth_lite.pipelines import PreviewRequest
-from diffsynth_lite.training.grid import frame_strip, preview_grid
-from diffsynth_lite.training.previews import Previews
+from diffsynth_lite.training.previews import Previews, frame_strip, preview_grid
 
 PROMPTS = ["red", "blue"]
 

@@ -19,10 +19,9 @@ from diffsynth_lite.data import Batch, Bucket
 from diffsynth_lite.errors import RunStoppedError
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects, build_accelerator
+from diffsynth_lite.training.run_context import RunSetting, StartupClock
 from diffsynth_lite.training.run_folder.folder import RunFolder
 from diffsynth_lite.training.run_folder.progress import StepResult
-from diffsynth_lite.training.run_setting import RunSetting
-from diffsynth_lite.training.startup import StartupClock
 from diffsynth_lite.training.trainer import train, train_step
 
 INPUTS, OUTPUTS = 5, 3

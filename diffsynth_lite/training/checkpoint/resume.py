@@ -21,7 +21,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.training.checkpoint.manifest import read_checkpoint
 from diffsynth_lite.training.checkpoint.store import Checkpoint, CheckpointStore
-from diffsynth_lite.training.processes import on_main_process
+from diffsynth_lite.training.distributed import on_main_process
 from diffsynth_lite.training.run_folder.folder import RunFolder
 
 logger = logging.getLogger(__name__)

@@ -12,16 +12,16 @@ from accelerate import Accelerator
 
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, by_peft_names, load_adapter_tensors
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.training.averaging import AveragedWeights
 from diffsynth_lite.training.checkpoint.lora_file import export_lora
 from diffsynth_lite.training.checkpoint.manifest import folder_name
 from diffsynth_lite.training.checkpoint.optimizer_state import load_optimizer, optimizer_tensors
 from diffsynth_lite.training.checkpoint.resume import Contract, Lineage
 from diffsynth_lite.training.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
+from diffsynth_lite.training.distributed import on_main_process
+from diffsynth_lite.training.ema import AveragedWeights
+from diffsynth_lite.training.evaluation import Yardstick
 from diffsynth_lite.training.files import set_aside
-from diffsynth_lite.training.processes import on_main_process
 from diffsynth_lite.training.run_folder.folder import RunFolder
-from diffsynth_lite.training.yardstick import Yardstick
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.training.averaging import AveragedWeights
+from diffsynth_lite.training.ema import AveragedWeights
 
 
 def model() -> nn.Sequential:

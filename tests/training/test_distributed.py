@@ -12,13 +12,13 @@ import torch.distributed
 import torch.multiprocessing
 from accelerate import Accelerator
 
-from diffsynth_lite.training.patience import Patience
+from diffsynth_lite.training.distributed import Patience
 
 SLOW = """
 import sys, time
 from datetime import timedelta
 from types import SimpleNamespace
-from diffsynth_lite.training.patience import Patience
+from diffsynth_lite.training.distributed import Patience
 
 patience = Patience(SimpleNamespace(num_processes=1), timedelta(seconds=float(sys.argv[1])))
 

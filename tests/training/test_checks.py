@@ -11,7 +11,7 @@ from prepared_run import PROCESS, load_config_of
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import flux2, ltx_video, qwen_image, qwen_image_edit, sdxl, wan_i2v
-from diffsynth_lite.training.preflight import check_run
+from diffsynth_lite.training.checks import check_run
 
 # For families that take multiples of 32 pixels.
 OF_32 = {"validation.width": "64", "validation.height": "32"}

@@ -1,5 +1,8 @@
-"""This file holds what every stage of a run needs."""
+"""This file holds what every stage of a run needs, and the clock of its start."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from accelerate import Accelerator
@@ -8,10 +11,42 @@ from rich.console import Console
 from diffsynth_lite.config import Config, LoadedConfig
 from diffsynth_lite.training.checkpoint.resume import Origin
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.grace import StopGrace
-from diffsynth_lite.training.preflight import CheckedRun
+from diffsynth_lite.training.checks import CheckedRun
 from diffsynth_lite.training.run_folder.folder import RunFolder
-from diffsynth_lite.training.startup import StartupClock
+from diffsynth_lite.training.stopping import StopGrace
+
+
+class StartupClock:
+    """Seconds spent in the named stages of a start.
+
+    Args:
+        started_at: ``time.perf_counter()`` at the start of the program.
+    """
+
+    def __init__(self, started_at: float) -> None:
+        self._started_at = started_at
+        self._stages: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Count the time inside the block to a stage."""
+        entered_at = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - entered_at)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count time that was measured elsewhere to a stage."""
+        self._stages[name] = self._stages.get(name, 0.0) + seconds
+
+    def describe(self) -> str:
+        """All stages so far as one line, and what lies between them."""
+        total = time.perf_counter() - self._started_at
+        stages = {**self._stages, "other": total - sum(self._stages.values())}
+        return (
+            f"{total:.1f} s (" + ", ".join(f"{name} {seconds:.1f}" for name, seconds in stages.items()) + ")"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,230 @@
+"""This file stops a run in good order: signals, request files, and the time that a launcher gives it."""
+
+import logging
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Literal, NamedTuple
+
+import torch
+from accelerate import Accelerator
+
+from diffsynth_lite.errors import RunInterrupted
+
+logger = logging.getLogger(__name__)
+
+_STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
+_SAME_EVENT_S = 2.0
+"""A terminal and a launcher may both send the same signal: that is one event."""
+
+REQUEST_FILES = ("STOP", "SAVE", "SAMPLE")
+"""Names that a person gives a file, of any content, in the run folder; it is removed when it is seen."""
+
+_SAVED_BYTES_PER_S = 100 * 2**20
+"""Of a save that was not measured yet; on a local disk it was 109 to 135 MiB/s, see docs/reliability.md."""
+_ADVISED_MULTIPLE_S = 30
+
+
+class StopRequest:
+    """What a stop signal does: before the first step it stops the run, from then on it is a question.
+
+    The same signal once more, later than the same event's echo, quits at once. Another one does not: a
+    launcher that Ctrl+C stopped takes seconds to die, and its death sends SIGTERM.
+    """
+
+    def __init__(self) -> None:
+        self._received_at: dict[int, float] = {}
+        self._steps_finish = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Catch SIGTERM, SIGINT and SIGUSR1 inside the block.
+
+        Raises:
+            RunInterrupted: at any place in the block before ``let_steps_finish``.
+        """
+        before = {number: signal.signal(number, self._receive) for number in _STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def let_steps_finish(self) -> None:
+        """From now on a signal only sets ``asked``."""
+        self._steps_finish = True
+
+    @property
+    def asked(self) -> bool:
+        """Whether this process was asked to stop."""
+        return bool(self._received_at)
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number in self._received_at and now - self._received_at[number] > _SAME_EVENT_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        is_first = not self._received_at
+        self._received_at.setdefault(number, now)
+        if not is_first:
+            return
+        name = signal.Signals(number).name
+        if not self._steps_finish:
+            raise RunInterrupted(f"{name} before the first step; the same command starts again, and faster")
+        logger.warning("%s: finishing this step, then saving. Once more quits at once.", name)
+
+
+def remove_old_requests(folder: Path) -> None:
+    """Remove the request files that were left from before this start."""
+    for name in REQUEST_FILES:
+        if _take(folder / name):
+            logger.warning("%s was there before this start; removed, as if it had not been.", folder / name)
+
+
+class Asked(NamedTuple):
+    """What was asked of a run since its last step."""
+
+    stop: bool
+    save: bool
+    evaluate: bool
+
+
+@dataclass
+class Requests:
+    """What signals, request files and the clock ask of a run; all processes get the same answers.
+
+    Attributes:
+        folder: where request files are put.
+        signals: ask to stop.
+        accelerator: its main process looks at the files and the clock.
+        save_every_minutes: longest time without a save; None saves by steps alone.
+    """
+
+    folder: Path
+    signals: StopRequest
+    accelerator: Accelerator
+    save_every_minutes: float | None
+    _saved_at: float = field(default_factory=lambda: time.monotonic())
+
+    def note_save(self) -> None:
+        """Start the time without a save anew."""
+        self._saved_at = time.monotonic()
+
+    def gather(self) -> Asked:
+        """What any process was asked for; call it on all. A request file is removed when it is seen."""
+        asked = [self.signals.asked, False, False]
+        if self.accelerator.is_main_process:
+            files = [_take(self.folder / name) for name in REQUEST_FILES]
+            for name in (name for name, is_there in zip(REQUEST_FILES, files, strict=True) if is_there):
+                logger.info("%s: found in the run folder.", name)
+            asked = [one or other for one, other in zip(asked, files, strict=True)]
+            asked[1] = asked[1] or self._is_time_to_save()
+        if self.accelerator.num_processes == 1:
+            return Asked(*asked)
+        counts = torch.tensor(asked, dtype=torch.float32, device=self.accelerator.device)
+        return Asked(*(count > 0 for count in self.accelerator.reduce(counts, reduction="sum").tolist()))
+
+    def _is_time_to_save(self) -> bool:
+        if self.save_every_minutes is None:
+            return False
+        return time.monotonic() - self._saved_at >= 60 * self.save_every_minutes
+
+
+def _take(path: Path) -> bool:
+    """Whether the file is there; it is not any more."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    except OSError as error:  # a folder of that name, or one that may not be written to: nobody's request
+        logger.warning("%s cannot be removed (%s), so it is no request.", path, error.strerror)
+        return False
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopGrace:
+    """How long a launcher waits for its processes.
+
+    Attributes:
+        seconds: from the stop signal that it sends to the one that kills.
+        setting: what changes that, an environment variable or an argument of the launcher; None where
+            nothing does.
+    """
+
+    seconds: float
+    setting: str | None
+
+
+class StopTime:
+    """How long a run needs from a stop signal to its checkpoint; warns once where that is more than it gets.
+
+    At worst the signal comes at the beginning of a step after which previews and losses are due. The first
+    step, which warms up, does not count, and of the others the longest but one does: a single one may be an
+    accident.
+
+    Args:
+        grace: of the launcher; None where it gives no limit that is known, and nothing is said.
+        save_bytes: that a save writes: tells its time until one is measured.
+    """
+
+    def __init__(self, grace: StopGrace | None, *, save_bytes: int) -> None:
+        self._grace = grace
+        self._steps_s: list[float] | None = None
+        self._evaluation_s = 0.0
+        self._estimated_save_s = save_bytes / _SAVED_BYTES_PER_S
+        self._saves_s: list[float] = []
+
+    def after_step(self, seconds: float) -> None:
+        """Take into account how long one more step took."""
+        if self._steps_s is None:
+            self._steps_s = []
+            return
+        self._steps_s = sorted([*self._steps_s, seconds])[-2:]
+        self._warn_once()
+
+    @contextmanager
+    def timing(self, part: Literal["evaluation", "save"]) -> Iterator[None]:
+        """Scope of an evaluation or of a save, whose time counts unless it fails."""
+        began_at = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began_at
+        if part == "save":
+            # The longest: a checkpoint that is there already takes no time.
+            self._saves_s = [max([seconds, *self._saves_s])]
+        else:
+            self._evaluation_s = seconds
+        self._warn_once()
+
+    def _warn_once(self) -> None:
+        if self._grace is None or self._steps_s is None or len(self._steps_s) < 2:
+            return
+        save_s = self._saves_s[0] if self._saves_s else self._estimated_save_s
+        parts = {"step": self._steps_s[0], "evaluation": self._evaluation_s, "save": save_s}
+        needed_s = sum(parts.values())
+        if needed_s <= self._grace.seconds:
+            return
+        logger.warning(
+            "%g s grace < %.1f s that a stop signal may wait for (%s): the launcher would kill the run "
+            "before it has saved. %s",
+            self._grace.seconds,
+            needed_s,
+            ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items() if seconds),
+            self._advice(needed_s, self._grace.setting),
+        )
+        self._grace = None
+
+    def _advice(self, needed_s: float, setting: str | None) -> str:
+        if setting is None:
+            return (
+                f"That of torch {torch.__version__} cannot wait longer, one of a newer torch can; otherwise "
+                "lower what stands here, or save more often (output.checkpoint_every_minutes)."
+            )
+        advised_s = math.ceil(2 * needed_s / _ADVISED_MULTIPLE_S) * _ADVISED_MULTIPLE_S
+        return f"Set {setting}={advised_s} where it is launched."

@@ -1,0 +1,251 @@
+"""Signals, request files, and the warning of a launcher that waits less than a stopped run needs."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+
+from diffsynth_lite.errors import RunInterrupted
+from diffsynth_lite.training.stopping import (
+    Asked,
+    Requests,
+    StopGrace,
+    StopRequest,
+    StopTime,
+    remove_old_requests,
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_asks_to_stop_and_its_echo_does_not_kill(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    stop = StopRequest()
+    with stop.listening():
+        stop.let_steps_finish()
+        assert not stop.asked
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        assert stop.asked
+    assert signal.getsignal(number) is before
+
+
+def test_before_the_first_step_a_signal_stops_the_run_where_it_is() -> None:
+    stop = StopRequest()
+    with pytest.raises(RunInterrupted, match="SIGTERM before the first step"), stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)  # the launcher's echo while the run cleans up
+    assert stop.asked
+
+
+SECOND_SIGNAL = """
+import os, signal
+from diffsynth_lite.training import stopping
+stopping._SAME_EVENT_S = 0.0
+stop = stopping.StopRequest()
+with stop.listening():
+    stop.let_steps_finish()
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+    print("still alive")
+"""
+
+
+def test_a_second_signal_quits_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", SECOND_SIGNAL], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGTERM
+    assert done.stdout == ""
+
+
+NOTHING = Asked(stop=False, save=False, evaluate=False)
+
+
+def requests_of(folder: Path, *, minutes: float | None = None, **process: Any) -> Requests:
+    """The requests of a run in ``folder``, whose signals ask for nothing yet."""
+    accelerator = SimpleNamespace(**({"num_processes": 1, "is_main_process": True} | process))
+    return Requests(folder, SimpleNamespace(asked=False), accelerator, minutes)
+
+
+@pytest.mark.parametrize(("name", "what"), [("SAVE", "save"), ("SAMPLE", "evaluate"), ("STOP", "stop")])
+def test_a_file_asks_once_and_is_gone(tmp_path: Path, name: str, what: str) -> None:
+    requests = requests_of(tmp_path)
+    assert requests.gather() == NOTHING
+    (tmp_path / name).write_text("please")
+    assert requests.gather() == NOTHING._replace(**{what: True})
+    assert requests.gather() == NOTHING
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_stops(tmp_path: Path) -> None:
+    requests = requests_of(tmp_path)
+    requests.signals.asked = True
+    assert requests.gather() == NOTHING._replace(stop=True)
+
+
+def test_files_from_before_the_start_ask_for_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "STOP").touch()
+    (tmp_path / "other").touch()
+    remove_old_requests(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    assert "STOP was there before this start" in caplog.text
+
+
+def test_a_folder_of_that_name_is_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "SAVE").mkdir()
+    assert requests_of(tmp_path).gather() == NOTHING
+    assert "so it is no request" in caplog.text
+
+
+@pytest.mark.parametrize(("planned", "saved_after"), [((), [3, 6]), ((2, 4, 6), [2, 4, 6])])
+def test_time_without_a_save_asks_for_one_and_a_planned_save_counts_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planned: Sequence[int], saved_after: list[int]
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("diffsynth_lite.training.stopping.time.monotonic", lambda: now[0])
+    requests = requests_of(tmp_path, minutes=2)
+    saves = []
+    for step in range(1, 8):
+        now[0] += 50
+        if requests.gather().save or step in planned:
+            saves.append(step)
+            requests.note_save()
+    assert saves == saved_after
+
+
+def test_any_process_that_is_asked_to_stop_stops_all_and_only_the_main_one_looks_at_files(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "SAVE").touch()
+    sent = []
+
+    def reduce(flags: Any, reduction: str) -> Any:
+        sent.append((flags.tolist(), reduction))
+        return flags + flags.new_tensor([1, 0, 1])  # what another process adds
+
+    requests = requests_of(tmp_path, num_processes=2, is_main_process=False, device="cpu", reduce=reduce)
+    assert requests.gather() == Asked(stop=True, save=False, evaluate=True)
+    assert sent == [([0, 0, 0], "sum")]
+    assert (tmp_path / "SAVE").exists()
+
+
+MIB = 2**20
+GRACE = StopGrace(seconds=30.0, setting="TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+
+
+class Clock:
+    """A clock that only a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def pass_in(self, stop_time: StopTime, part: Literal["evaluation", "save"], seconds: float) -> None:
+        """Let an evaluation or a save take so long."""
+        with stop_time.timing(part):
+            self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("diffsynth_lite.training.stopping.time.perf_counter", lambda: clock.now)
+    return clock
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """The warnings up to now."""
+    caplog.set_level(logging.WARNING)
+    return lambda: [record.message for record in caplog.records]
+
+
+def take(stop_time: StopTime, *seconds: float) -> None:
+    for each in seconds:
+        stop_time.after_step(each)
+
+
+def test_it_says_what_is_needed_and_what_to_set_as_soon_as_three_steps_tell(
+    warnings: Callable[[], list[str]],
+) -> None:
+    stop_time = StopTime(GRACE, save_bytes=600 * MIB)
+    take(stop_time, 41.0, 41.0)
+    assert warnings() == []
+    stop_time.after_step(41.0)
+    assert warnings() == [
+        "30 s grace < 47.0 s that a stop signal may wait for (step 41.0 s, save 6.0 s): the launcher would "
+        "kill the run before it has saved. Set TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 where it is launched."
+    ]
+
+
+def test_it_is_said_once(warnings: Callable[[], list[str]], clock: Clock) -> None:
+    stop_time = StopTime(GRACE, save_bytes=0)
+    take(stop_time, *[41.0] * 9)
+    clock.pass_in(stop_time, "save", 50.0)
+    clock.pass_in(stop_time, "evaluation", 50.0)
+    assert len(warnings()) == 1
+
+
+@pytest.mark.parametrize("grace", [None, StopGrace(seconds=47.0, setting="a")])
+def test_nothing_is_said_where_it_fits_or_no_limit_is_known(
+    warnings: Callable[[], list[str]], grace: StopGrace | None
+) -> None:
+    take(StopTime(grace, save_bytes=600 * MIB), *[41.0] * 9)
+    assert warnings() == []
+
+
+def test_neither_the_first_step_nor_a_single_slow_one_counts(warnings: Callable[[], list[str]]) -> None:
+    stop_time = StopTime(GRACE, save_bytes=0)
+    take(stop_time, 90.0, 1.0, 90.0, 1.0, 1.0)
+    assert warnings() == []
+    take(stop_time, 31.0)  # the largest bucket comes again
+    assert "(step 31.0 s)" in warnings()[0]
+
+
+def test_a_measured_save_takes_the_place_of_the_estimate_and_the_longest_counts(
+    warnings: Callable[[], list[str]], clock: Clock
+) -> None:
+    stop_time = StopTime(GRACE, save_bytes=600 * MIB)
+    take(stop_time, *[25.0] * 2)
+    clock.pass_in(stop_time, "save", 4.0)  # faster than estimated
+    take(stop_time, *[25.0] * 2)
+    clock.pass_in(stop_time, "save", 0.1)  # was there already
+    assert warnings() == []
+    clock.pass_in(stop_time, "save", 5.5)
+    assert "30 s grace < 30.5 s that a stop signal may wait for (step 25.0 s, save 5.5 s)" in warnings()[0]
+
+
+def test_previews_are_waited_for_too(warnings: Callable[[], list[str]], clock: Clock) -> None:
+    stop_time = StopTime(GRACE, save_bytes=0)
+    clock.pass_in(stop_time, "evaluation", 29.0)
+    take(stop_time, *[2.0] * 3)
+    assert "(step 2.0 s, evaluation 29.0 s)" in warnings()[0]
+
+
+def test_a_save_that_fails_is_no_measure(warnings: Callable[[], list[str]], clock: Clock) -> None:
+    stop_time = StopTime(GRACE, save_bytes=0)
+    take(stop_time, *[2.0] * 3)
+
+    def fail() -> None:
+        with stop_time.timing("save"):
+            clock.now += 60.0
+            raise ValueError("no space")
+
+    with pytest.raises(ValueError, match="no space"):
+        fail()
+    take(stop_time, 2.0)
+    assert warnings() == []
+
+
+def test_a_launcher_that_cannot_wait_longer_is_not_given_a_setting(warnings: Callable[[], list[str]]) -> None:
+    take(StopTime(StopGrace(seconds=30.0, setting=None), save_bytes=0), *[41.0] * 3)
+    (line,) = warnings()
+    assert "cannot wait longer" in line
+    assert "Set " not in line
