@@ -14,7 +14,7 @@ from transformers import T5EncoderModel
 from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
-from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
+from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest
 from diffsynth_lite.pipelines.flux import Flux, pack_pictures, unpack_picture
 from diffsynth_lite.testing import seeded
@@ -104,8 +104,7 @@ class Chroma(Flux):
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        encoder = self.load_component("text_encoder", dtype).to(device)
-        pipeline = assemble(self.pipeline, text_encoder=encoder, tokenizer=self.load_tokenizer())
+        pipeline = self.prompt_pipeline(dtype, device)
 
         @torch.no_grad()
         def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:

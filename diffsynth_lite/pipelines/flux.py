@@ -14,11 +14,10 @@ from PIL.Image import Image
 from transformers import CLIPTextModel, T5EncoderModel
 
 from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
-from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
-from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.media import Prompt
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
+from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import (
-    decode_in_own_dtype,
     encode_scaled_latents,
     scaled_latents_shape,
 )
@@ -167,9 +166,7 @@ class Flux(DiffusersFamily):
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        encoders = {name: self.load_component(name, dtype).to(device) for name in _TEXT_ENCODERS}
-        tokenizers = {name: self.load_tokenizer(name) for name in _TOKENIZERS}
-        pipeline = assemble(self.pipeline, **encoders, **tokenizers)
+        pipeline = self.prompt_pipeline(dtype, device)
 
         @torch.no_grad()
         def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
@@ -187,24 +184,8 @@ class Flux(DiffusersFamily):
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"flux/latents/1 {self.pipeline.__name__} {self.folder.fingerprint('vae')} {dtype}"
 
-    def load_media_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        vae = self.load_component("vae", dtype).to(device)
-        pipeline = assemble(self.pipeline, vae=vae)
-
-        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            pixels_bchw = pipeline.image_processor.preprocess([item.frames[0] for item in media])
-            return [
-                {"latents": latents} | self._encode_inputs(pipeline, item.inputs)
-                for latents, item in zip(encode_scaled_latents(vae, pixels_bchw), media, strict=True)
-            ]
-
-        return encode
-
-    def _encode_inputs(self, _pipeline: Any, _pictures: Sequence[Image]) -> EncodedMedia:
-        """What an edit sees of the pictures that it starts from."""
-        return {}
+    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
+        return encode_scaled_latents(vae, pixels_bchw)
 
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
         return scaled_latents_shape(self.folder.component_config("vae"), width, height)
@@ -243,21 +224,14 @@ class Flux(DiffusersFamily):
         """(B, 16, H_i, W_i), of the picture that an edit starts from."""
         return None
 
-    def sample(
-        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
-    ) -> list[list[Image]]:
-        pipeline = self.preview_pipeline(transformer, vae_dtype)
-        decode_in_own_dtype(pipeline.vae)
-        return [[self._draw(pipeline, request)] for request in requests]
-
-    def _draw(self, pipeline: Any, request: PreviewRequest) -> Image:
-        image: Image = pipeline(
+    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+        images: list[Image] = pipeline(
             **self._prompt_arguments(request, device_and_dtype(pipeline.transformer)),
             **self._input_arguments(pipeline, request),
             **request.call_arguments(),
             max_sequence_length=self.max_prompt_tokens,
-        ).images[0]
-        return image
+        ).images
+        return images
 
     def _prompt_arguments(self, request: PreviewRequest, like: dict[str, Any]) -> dict[str, Any]:
         """The prompt, and the scale: told to a model that knows one; others also run the negative prompt."""

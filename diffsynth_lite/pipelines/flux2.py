@@ -23,12 +23,11 @@ from transformers import Mistral3ForConditionalGeneration, Qwen3ForCausalLM
 
 from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import INPUT, stack_inputs
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import (
-    decode_in_own_dtype,
     encode_patched_latents,
     scaled_latents_shape,
 )
@@ -162,9 +161,8 @@ class Flux2(DiffusersFamily):
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        encoder = self.load_component("text_encoder", dtype).to(device)
-        # dev's is a processor for pictures too, which needs torchvision; texts it leaves to the tokenizer.
-        pipeline = assemble(self.pipeline, text_encoder=encoder, tokenizer=self.load_tokenizer())
+        # dev's own tokenizer is a processor for pictures too, which needs torchvision; texts do without.
+        pipeline = self.prompt_pipeline(dtype, device)
 
         @torch.no_grad()
         def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
@@ -188,24 +186,17 @@ class Flux2(DiffusersFamily):
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"flux2/latents/1 {self.folder.fingerprint('vae')} {dtype}"
 
-    def load_media_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        vae = self.load_component("vae", dtype).to(device)
-        processor = assemble(self.pipeline, vae=vae).image_processor
+    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
+        return encode_patched_latents(vae, pixels_bchw)
 
-        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            pixels_bchw = processor.preprocess([item.frames[0] for item in media])
-            encoded = [{"latents": latents} for latents in encode_patched_latents(vae, pixels_bchw)]
-            for tensors, item in zip(encoded, media, strict=True):
-                for place, picture in enumerate(item.inputs):
-                    width, height = self.input_size(*picture.size)
-                    fitted = processor._resize_if_exceeds_area(picture, _LARGEST_INPUT)
-                    pixels_bchw = processor.preprocess(fitted, height, width, resize_mode="crop")
-                    tensors[f"{INPUT}{place}"] = encode_patched_latents(vae, pixels_bchw)[0]
-            return encoded
-
-        return encode
+    def encode_inputs(self, pipeline: Any, pictures: Sequence[Image]) -> EncodedMedia:
+        processor, encoded = pipeline.image_processor, {}
+        for place, picture in enumerate(pictures):
+            width, height = self.input_size(*picture.size)
+            fitted = processor._resize_if_exceeds_area(picture, _LARGEST_INPUT)
+            pixels_bchw = processor.preprocess(fitted, height, width, resize_mode="crop")
+            encoded[f"{INPUT}{place}"] = encode_patched_latents(pipeline.vae, pixels_bchw)[0]
+        return encoded
 
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
         channels, *sides = scaled_latents_shape(self.folder.component_config("vae"), width, height)
@@ -249,20 +240,19 @@ class Flux2(DiffusersFamily):
         is_distilled = bool(self.folder.pipeline_config().get("is_distilled"))
         settings = {} if self._is_guided else {"is_distilled": is_distilled}
         pipeline = self.preview_pipeline(transformer, vae_dtype, **settings)
-        decode_in_own_dtype(pipeline.vae)
-        return [[self._draw(pipeline, request)] for request in requests]
+        return [self.draw(pipeline, request) for request in requests]
 
-    def _draw(self, pipeline: Any, request: PreviewRequest) -> Image:
+    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         like = device_and_dtype(pipeline.transformer)
         negative = {} if self._is_guided else {"negative_prompt_embeds": request.negative}
         prompts = {"prompt_embeds": request.conditioning} | negative
-        image: Image = pipeline(
+        images: list[Image] = pipeline(
             image=list(request.inputs) or None,
             **{name: row["prompt_embeds"][None].to(**like) for name, row in prompts.items()},
             guidance_scale=request.guidance_scale,
             **request.call_arguments(),
-        ).images[0]
-        return image
+        ).images
+        return images
 
 
 def tiny() -> Flux2Pipeline:

@@ -50,7 +50,7 @@ class FluxKontext(flux.Flux):
         )
         return width, height
 
-    def _encode_inputs(self, pipeline: Any, pictures: Sequence[Image]) -> EncodedMedia:
+    def encode_inputs(self, pipeline: Any, pictures: Sequence[Image]) -> EncodedMedia:
         picture, processor = _only(pictures), pipeline.image_processor
         width, height = self.input_size(*picture.size)
         pixels_bchw = processor.preprocess(processor.resize(picture, height, width), height, width)
@@ -62,7 +62,7 @@ class FluxKontext(flux.Flux):
 
     def _input_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
         # Encoded here: the pipeline would do it in the dtype of the embeddings, whatever the encoder's is.
-        input_latents = self._encode_inputs(pipeline, request.inputs)[f"{INPUT}0"]
+        input_latents = self.encode_inputs(pipeline, request.inputs)[f"{INPUT}0"]
         # Without an area of its own the pipeline brings each size to a megapixel.
         return {"image": input_latents[None], "max_area": request.width * request.height}
 

@@ -18,10 +18,10 @@ from PIL.Image import Image
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
-from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
-from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
 from diffsynth_lite.testing.text_encoders import tiny_qwen2_5_vl
@@ -121,8 +121,7 @@ class QwenImage(DiffusersFamily):
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        encoder = self.load_component("text_encoder", dtype).to(device)
-        pipeline = assemble(self.pipeline, text_encoder=encoder, tokenizer=self.load_tokenizer())
+        pipeline = self.prompt_pipeline(dtype, device)
 
         @torch.no_grad()
         def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
@@ -137,17 +136,8 @@ class QwenImage(DiffusersFamily):
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"qwen_image/latents/1 {self.folder.fingerprint('vae')} {dtype}"
 
-    def load_media_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        vae = self.load_component("vae", dtype).to(device)
-        pipeline = assemble(self.pipeline, vae=vae)
-
-        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            pixels_bchw = pipeline.image_processor.preprocess([item.frames[0] for item in media])
-            return [{"latents": latents} for latents in encode_latents(vae, pixels_bchw.unsqueeze(2))]
-
-        return encode
+    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
+        return encode_latents(vae, pixels_bchw.unsqueeze(2))
 
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
         config = self.folder.component_config("vae")
@@ -179,11 +169,24 @@ class QwenImage(DiffusersFamily):
             use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
         )
 
-    def sample(
-        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
-    ) -> list[list[Image]]:
-        pipeline = self.preview_pipeline(transformer, vae_dtype)
-        return [[draw(pipeline, request)] for request in requests]
+    def draw(self, pipeline: Any, request: PreviewRequest, **inputs: Any) -> list[Image]:
+        guided = request.guidance_scale > 1
+        images: list[Image] = pipeline(
+            **inputs,
+            **_prompt_arguments(request.conditioning, pipeline),
+            **(_prompt_arguments(request.negative, pipeline, "negative_") if guided else {}),
+            true_cfg_scale=request.guidance_scale,
+            **request.call_arguments(),
+            max_sequence_length=QwenImage.max_prompt_tokens,
+        ).images
+        return images
+
+
+def _prompt_arguments(conditioning: Conditioning, pipeline: Any, prefix: str = "") -> dict[str, torch.Tensor]:
+    like = device_and_dtype(pipeline.transformer)
+    embeds_bld = conditioning["prompt_embeds"][None].to(**like)
+    mask = torch.ones(embeds_bld.shape[:2], dtype=torch.long, device=like["device"])
+    return {f"{prefix}prompt_embeds": embeds_bld, f"{prefix}prompt_embeds_mask": mask}
 
 
 def tiny() -> QwenImagePipeline:
@@ -219,28 +222,3 @@ def tiny() -> QwenImagePipeline:
         tokenizer=tokenizer,
         transformer=transformer,
     )
-
-
-def draw(pipeline: Any, request: PreviewRequest, **inputs: Any) -> Image:
-    """One preview by any of the Qwen-Image pipelines; ``inputs`` are further arguments of its call."""
-    like = device_and_dtype(pipeline.transformer)
-
-    def embeds_and_mask(conditioning: Conditioning) -> tuple[torch.Tensor, torch.Tensor]:
-        embeds_bld = conditioning["prompt_embeds"][None].to(**like)
-        return embeds_bld, torch.ones(embeds_bld.shape[:2], dtype=torch.long, device=like["device"])
-
-    embeds, mask = embeds_and_mask(request.conditioning)
-    negative_embeds, negative_mask = (
-        embeds_and_mask(request.negative) if request.guidance_scale > 1 else (None, None)
-    )
-    image: Image = pipeline(
-        **inputs,
-        prompt_embeds=embeds,
-        prompt_embeds_mask=mask,
-        negative_prompt_embeds=negative_embeds,
-        negative_prompt_embeds_mask=negative_mask,
-        true_cfg_scale=request.guidance_scale,
-        **request.call_arguments(),
-        max_sequence_length=QwenImage.max_prompt_tokens,
-    ).images[0]
-    return image

@@ -16,7 +16,7 @@ from transformers import BatchFeature
 from transformers import Qwen2VLImageProcessorPil as PictureProcessor
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import qwen_image
 from diffsynth_lite.pipelines.base.batching import INPUT, pad_tokens, stack_inputs
 from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
@@ -100,21 +100,11 @@ class QwenImageEdit(qwen_image.QwenImage):
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"qwen_image_edit/latents/1 {self.pipeline.__name__} {self.folder.fingerprint('vae')} {dtype}"
 
-    def load_media_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        vae = self.load_component("vae", dtype).to(device)
-        pipeline = assemble(self.pipeline, vae=vae)
-
-        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            pixels_bchw = pipeline.image_processor.preprocess([item.frames[0] for item in media])
-            encoded = [{"latents": latents} for latents in encode_latents(vae, pixels_bchw.unsqueeze(2))]
-            for tensors, item in zip(encoded, media, strict=True):
-                for place, pixels in enumerate(self._seen_by_transformer(pipeline, item.inputs)):
-                    tensors[f"{INPUT}{place}"] = encode_latents(vae, pixels)[0]
-            return encoded
-
-        return encode
+    def encode_inputs(self, pipeline: Any, pictures: Sequence[Image]) -> EncodedMedia:
+        return {
+            f"{INPUT}{place}": encode_latents(pipeline.vae, pixels_bcfhw)[0]
+            for place, pixels_bcfhw in enumerate(self._seen_by_transformer(pipeline, pictures))
+        }
 
     def predict(
         self,
@@ -144,9 +134,7 @@ class QwenImageEdit(qwen_image.QwenImage):
     ) -> list[list[Image]]:
         # Not in ``vae_dtype``: the pipelines encode the input pictures in the dtype of the embeddings.
         pipeline = self.preview_pipeline(transformer, device_and_dtype(transformer)["dtype"])
-        return [
-            [qwen_image.draw(pipeline, request, image=self._given(request.inputs))] for request in requests
-        ]
+        return [self.draw(pipeline, request, image=self._given(request.inputs)) for request in requests]
 
     def _given(self, pictures: Sequence[Image]) -> Image | list[Image]:
         """The pictures as the pipeline wants them.

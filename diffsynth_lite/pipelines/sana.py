@@ -15,10 +15,10 @@ from PIL.Image import Image
 from transformers import Gemma2Model
 
 from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
-from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
-from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_dc_vae
 from diffsynth_lite.testing.text_encoders import tiny_gemma2
@@ -93,8 +93,7 @@ class Sana(DiffusersFamily):
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        encoder = self.load_component("text_encoder", dtype).to(device)
-        pipeline = assemble(self.pipeline, text_encoder=encoder, tokenizer=self.load_tokenizer())
+        pipeline = self.prompt_pipeline(dtype, device)
 
         @torch.no_grad()
         def encode_alike(texts: list[str], instruction: list[str] | None) -> list[torch.Tensor]:
@@ -124,20 +123,11 @@ class Sana(DiffusersFamily):
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"sana/latents/1 {self.folder.fingerprint('vae')} {dtype}"
 
-    def load_media_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        vae = self.load_component("vae", dtype).to(device)
-        pipeline = assemble(self.pipeline, vae=vae)
-
-        @torch.no_grad()
-        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            pixels_bchw = pipeline.image_processor.preprocess([item.frames[0] for item in media])
-            # One latent for a picture, not a distribution, and no mean to take off.
-            latents_bchw = vae.encode(pixels_bchw.to(device, dtype)).latent.float().cpu()
-            return [{"latents": latents} for latents in latents_bchw * vae.config.scaling_factor]
-
-        return encode
+    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
+        # One latent for a picture, not a distribution, and no mean to take off.
+        latents_bchw = vae.encode(pixels_bchw.to(vae.device, vae.dtype)).latent.float().cpu()
+        scaled_bchw: torch.Tensor = latents_bchw * vae.config.scaling_factor
+        return scaled_bchw
 
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
         config = self.folder.component_config("vae")
@@ -174,11 +164,27 @@ class Sana(DiffusersFamily):
             use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
         )
 
-    def sample(
-        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
-    ) -> list[list[Image]]:
-        pipeline = self.preview_pipeline(transformer, vae_dtype)
-        return [[_draw(pipeline, request)] for request in requests]
+    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+        device = device_and_dtype(pipeline.transformer)["device"]
+        is_guided = request.guidance_scale > 1
+        conditionings = (request.conditioning, request.negative) if is_guided else (request.conditioning,)
+        # Padded together: the pipeline wants both of one length.
+        embeds_bld, mask = pad_tokens(
+            [conditioning["prompt_embeds"] for conditioning in conditionings], device=device
+        )
+        mask = torch.ones(embeds_bld.shape[:2], dtype=torch.long, device=device) if mask is None else mask
+        images: list[Image] = pipeline(
+            prompt_embeds=embeds_bld[:1],
+            prompt_attention_mask=mask[:1],
+            negative_prompt=None,
+            negative_prompt_embeds=embeds_bld[1:] if is_guided else None,
+            negative_prompt_attention_mask=mask[1:] if is_guided else None,
+            guidance_scale=request.guidance_scale,
+            **request.call_arguments(),
+            # It would draw the nearest of a list of sizes, and scale and crop that.
+            use_resolution_binning=False,
+        ).images
+        return images
 
 
 def _instruction() -> list[str]:
@@ -187,29 +193,6 @@ def _instruction() -> list[str]:
         inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
     )
     return lines
-
-
-def _draw(pipeline: SanaPipeline, request: PreviewRequest) -> Image:
-    device = device_and_dtype(pipeline.transformer)["device"]
-    is_guided = request.guidance_scale > 1
-    conditionings = (request.conditioning, request.negative) if is_guided else (request.conditioning,)
-    # Padded together: the pipeline wants both of one length.
-    embeds_bld, mask = pad_tokens(
-        [conditioning["prompt_embeds"] for conditioning in conditionings], device=device
-    )
-    mask = torch.ones(embeds_bld.shape[:2], dtype=torch.long, device=device) if mask is None else mask
-    image: Image = pipeline(
-        prompt_embeds=embeds_bld[:1],
-        prompt_attention_mask=mask[:1],
-        negative_prompt=None,
-        negative_prompt_embeds=embeds_bld[1:] if is_guided else None,
-        negative_prompt_attention_mask=mask[1:] if is_guided else None,
-        guidance_scale=request.guidance_scale,
-        **request.call_arguments(),
-        # It would draw the nearest of a list of sizes, and scale and crop that.
-        use_resolution_binning=False,
-    ).images[0]
-    return image
 
 
 def tiny() -> SanaPipeline:

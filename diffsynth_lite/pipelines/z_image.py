@@ -19,9 +19,9 @@ from transformers import Qwen3Model
 
 from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
-from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.media import Prompt
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
+from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents, scaled_latents_shape
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
@@ -111,8 +111,7 @@ class ZImage(DiffusersFamily):
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        encoder = self.load_component("text_encoder", dtype).to(device)
-        pipeline = assemble(self.pipeline, text_encoder=encoder, tokenizer=self.load_tokenizer())
+        pipeline = self.prompt_pipeline(dtype, device)
 
         @torch.no_grad()
         def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
@@ -136,17 +135,8 @@ class ZImage(DiffusersFamily):
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"z_image/latents/1 {self.folder.fingerprint('vae')} {dtype}"
 
-    def load_media_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        vae = self.load_component("vae", dtype).to(device)
-        pipeline = assemble(self.pipeline, vae=vae)
-
-        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            pixels_bchw = pipeline.image_processor.preprocess([item.frames[0] for item in media])
-            return [{"latents": latents} for latents in encode_scaled_latents(vae, pixels_bchw)]
-
-        return encode
+    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
+        return encode_scaled_latents(vae, pixels_bchw)
 
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
         return scaled_latents_shape(self.folder.component_config("vae"), width, height)
@@ -174,22 +164,15 @@ class ZImage(DiffusersFamily):
             use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
         )
 
-    def sample(
-        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
-    ) -> list[list[Image]]:
-        pipeline = self.preview_pipeline(transformer, vae_dtype)
-        return [[_draw(pipeline, request)] for request in requests]
-
-
-def _draw(pipeline: Any, request: PreviewRequest) -> Image:
-    like = device_and_dtype(pipeline.transformer)
-    image: Image = pipeline(
-        prompt_embeds=[request.conditioning["prompt_embeds"].to(**like)],
-        negative_prompt_embeds=[request.negative["prompt_embeds"].to(**like)],
-        guidance_scale=request.guidance_scale if request.guidance_scale > 1 else 0.0,
-        **request.call_arguments(),
-    ).images[0]
-    return image
+    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+        like = device_and_dtype(pipeline.transformer)
+        images: list[Image] = pipeline(
+            prompt_embeds=[request.conditioning["prompt_embeds"].to(**like)],
+            negative_prompt_embeds=[request.negative["prompt_embeds"].to(**like)],
+            guidance_scale=request.guidance_scale if request.guidance_scale > 1 else 0.0,
+            **request.call_arguments(),
+        ).images
+        return images
 
 
 def tiny() -> ZImagePipeline:

@@ -11,14 +11,16 @@ from typing import Any, ClassVar
 import diffusers
 import torch
 from diffusers import SchedulerMixin
+from PIL.Image import Image
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel
 
 from diffsynth_lite.core.gradient import count_blocks
 from diffsynth_lite.core.noise import resolution_mu
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Media
 from diffsynth_lite.pipelines.base.composite import Composite, join_adapter, split_adapter
-from diffsynth_lite.pipelines.base.family import LoraFile, ModelFamily
+from diffsynth_lite.pipelines.base.family import EncodedMedia, LoraFile, ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
 
 
@@ -159,6 +161,65 @@ class DiffusersFamily(ModelFamily):
         loaded: Any = scheduler_class
         return loaded.from_config(self.scheduler_config)
 
+    def prompt_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """The folder's pipeline with its text encoders and tokenizers alone, for ``encode_prompt``."""
+        encoders = {
+            name: self.load_component(name, dtype).to(device)
+            for name in self.encoder_classes
+            if name.startswith("text_encoder")
+        }
+        tokenizers = {
+            name: self.load_tokenizer(name)
+            for name in self.components_without_weights
+            if name.startswith("tokenizer")
+        }
+        return assemble(self.pipeline, **encoders, **tokenizers)
+
+    def load_media_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
+        """For families of pictures: they write ``encode_pixels``, and to edit also ``encode_inputs``."""
+        pipeline = assemble(self.pipeline, vae=self.load_component("vae", dtype).to(device))
+
+        @torch.no_grad()
+        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
+            pixels_bchw = pipeline.image_processor.preprocess([item.frames[0] for item in media])
+            return [
+                {"latents": latents} | self.encode_inputs(pipeline, item.inputs)
+                for latents, item in zip(self.encode_pixels(pipeline.vae, pixels_bchw), media, strict=True)
+            ]
+
+        return encode
+
+    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
+        """Normalised latents of pictures, (B, ...) in fp32, on the CPU.
+
+        Args:
+            vae: the family's autoencoder.
+            pixels_bchw: (B, 3, H, W), in [-1, 1], on the CPU.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has neither encode_pixels nor load_media_encoder")
+
+    def encode_inputs(self, pipeline: Any, pictures: Sequence[Image]) -> EncodedMedia:
+        """What the transformer sees of the pictures that an edit starts from; nothing in other families.
+
+        Args:
+            pipeline: the folder's, with its autoencoder alone.
+            pictures: RGB, as they are given.
+        """
+        return {}
+
+    def sample(
+        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
+    ) -> list[list[Image]]:
+        """For families whose previews need no more than a ``preview_pipeline``: they write ``draw``."""
+        pipeline = self.preview_pipeline(transformer, vae_dtype)
+        return [self.draw(pipeline, request) for request in requests]
+
+    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+        """The frames of one preview, by what ``preview_pipeline`` gave."""
+        raise NotImplementedError(f"{type(self).__name__} has neither draw nor sample")
+
     def preview_pipeline(self, model: torch.nn.Module, vae_dtype: torch.dtype, **settings: Any) -> Any:
         """The folder's pipeline around a transformer or UNet, for previews: with its own sampler, and silent.
 
@@ -168,6 +229,7 @@ class DiffusersFamily(ModelFamily):
             settings: further arguments of the pipeline.
         """
         vae = self.load_component("vae", vae_dtype).to(device_and_dtype(model)["device"])
+        _decode_in_own_dtype(vae)
         parts = {self.trainable[0]: model, "vae": vae, "scheduler": self.load_scheduler()}
         pipeline = assemble(self.pipeline, **parts, **settings)
         pipeline.set_progress_bar_config(disable=True)
@@ -347,3 +409,10 @@ def described(scheduler: Any) -> str:
     """Class of a scheduler, with the settings that say what it samples."""
     settings = [f"{name} {scheduler.config[name]}" for name in _TELLING if name in scheduler.config]
     return " with ".join(filter(None, [type(scheduler).__name__, " and ".join(settings)]))
+
+
+def _decode_in_own_dtype(vae: Any) -> None:
+    """Let an autoencoder cast what it decodes: some pipelines hand it what the transformer returns."""
+    first = getattr(vae, "post_quant_conv", None) or vae.decoder
+    dtype = vae.dtype
+    first.register_forward_pre_hook(lambda _module, latents: (latents[0].to(dtype),))

@@ -64,16 +64,6 @@ def encode_patched_latents(vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
     return normalised_bchw
 
 
-def decode_in_own_dtype(vae: Any) -> None:
-    """Make an autoencoder decode in its own dtype: the pipelines hand it what the transformer returns.
-
-    Args:
-        vae: gets a hook.
-    """
-    first = vae.decoder if vae.post_quant_conv is None else vae.post_quant_conv
-    first.register_forward_pre_hook(lambda _module, latents: (latents[0].to(vae.dtype),))
-
-
 def scaled_latents_shape(vae_config: Mapping[str, Any], width: int, height: int) -> tuple[int, int, int]:
     """Shape of the latents that an ``AutoencoderKL`` of these settings makes of a picture in pixels."""
     scale = 2 ** (len(vae_config["block_out_channels"]) - 1)

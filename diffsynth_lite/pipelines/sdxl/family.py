@@ -29,7 +29,6 @@ from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, desc
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, LoraFile, PreviewRequest
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
 from diffsynth_lite.pipelines.base.latents import (
-    decode_in_own_dtype,
     encode_scaled_latents,
     scaled_latents_shape,
 )
@@ -299,7 +298,6 @@ class SDXL(DiffusersFamily):
     ) -> list[list[Image]]:
         unet = self.parts_of(transformer)["unet"]
         pipeline = self.preview_pipeline(unet, vae_dtype, add_watermarker=False)
-        decode_in_own_dtype(pipeline.vae)
         return [self._draw(pipeline, transformer, request) for request in requests]
 
     def _draw(self, pipeline: Any, transformer: torch.nn.Module, request: PreviewRequest) -> list[Image]:

@@ -18,9 +18,9 @@ from PIL.Image import Image
 from transformers import UMT5EncoderModel
 
 from diffsynth_lite.core.gradient import blocks_through, gradient_checkpoint_forward
-from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines import Conditioning, EncodedMedia, PreviewRequest
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
+from diffsynth_lite.media import Prompt
+from diffsynth_lite.pipelines import Conditioning, PreviewRequest
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.text_encoders import tiny_umt5
 from diffsynth_lite.testing.tokenizers import t5_tokenizer
@@ -66,8 +66,7 @@ class AuraFlow(DiffusersFamily):
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        encoder = self.load_component("text_encoder", dtype).to(device)
-        pipeline = assemble(self.pipeline, text_encoder=encoder, tokenizer=self.load_tokenizer())
+        pipeline = self.prompt_pipeline(dtype, device)
 
         @torch.no_grad()
         def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
@@ -85,19 +84,9 @@ class AuraFlow(DiffusersFamily):
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"aura_flow/latents/1 {self.folder.fingerprint('vae')} {dtype}"
 
-    def load_media_encoder(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        vae = self.load_component("vae", dtype).to(device)
-        processor = assemble(self.pipeline, vae=vae).image_processor
-
-        @torch.no_grad()
-        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            pixels_bchw = processor.preprocess([item.frames[0] for item in media]).to(device, dtype)
-            latents_bchw = vae.encode(pixels_bchw).latent_dist.mode().float().cpu()
-            return [{"latents": latents * vae.config.scaling_factor} for latents in latents_bchw]
-
-        return encode
+    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
+        latents_bchw = vae.encode(pixels_bchw.to(vae.device, vae.dtype)).latent_dist.mode().float().cpu()
+        return latents_bchw * vae.config.scaling_factor
 
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
         return self.folder.component_config("vae")["latent_channels"], height // 8, width // 8
@@ -125,13 +114,7 @@ class AuraFlow(DiffusersFamily):
             use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
         )
 
-    def sample(
-        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
-    ) -> list[list[Image]]:
-        pipeline = self.preview_pipeline(transformer, vae_dtype)
-        return [self._draw(pipeline, request) for request in requests]
-
-    def _draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         like = device_and_dtype(pipeline.transformer)
         prompts = {"prompt": request.conditioning, "negative_prompt": request.negative}
         arguments: dict[str, torch.Tensor] = {}
