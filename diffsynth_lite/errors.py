@@ -1,6 +1,9 @@
-"""The ways in which a run ends before its last step, the exit code of each, and words for their messages."""
+"""The ways in which a run ends before its last step, their exit codes, and how problems are told together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+_Result = TypeVar("_Result")
 
 
 class UserError(ValueError):
@@ -22,6 +25,27 @@ class RunInterrupted(BaseException):
 
     Like KeyboardInterrupt no ``Exception``: a preview may fail, but not swallow this.
     """
+
+
+class Problems(list[str]):
+    """Lines that say what is wrong, collected so that a user reads all of them at once."""
+
+    def attempt(self, work: Callable[[], _Result]) -> _Result | None:
+        """The result of ``work``; None where it raised a UserError, whose text then is a problem."""
+        try:
+            return work()
+        except UserError as error:
+            self.append(str(error))
+            return None
+
+    def require_none(self) -> None:
+        """Check that there is no problem.
+
+        Raises:
+            UserError: all of them, each once, a line each.
+        """
+        if self:
+            raise UserError("\n".join(dict.fromkeys(self)))
 
 
 EXIT_FINISHED = 0

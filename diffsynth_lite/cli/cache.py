@@ -142,13 +142,13 @@ def _verify(loaded: LoadedConfig) -> None:
 
 
 def _prune(loaded: Sequence[LoadedConfig], *, ask: bool) -> None:
+    from diffsynth_lite.core.units import format_bytes
     from diffsynth_lite.data import prune
-    from diffsynth_lite.doctor.machine import in_gib
 
     cache, accelerator = _cache_of(loaded[0].config), caching_accelerator(loaded[0].config)
     keep = set[str]().union(*(needed_keys(one.config, accelerator) for one in loaded))
     found = prune(cache, keep, dry_run=True)
-    what = f"{found.num_files} files, {in_gib(found.num_bytes)}, that {_none_of(loaded)}"
+    what = f"{found.num_files} files, {format_bytes(found.num_bytes)}, that {_none_of(loaded)}"
     if not found.num_files:
         logger.info("The cache holds nothing that the configs do not need.")
         return

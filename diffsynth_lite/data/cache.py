@@ -7,10 +7,8 @@ number of runs and processes can share one folder. It is a safetensors file: dat
 import hashlib
 import json
 import logging
-import os
 import re
 import time
-import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from diffsynth_lite.data.media_index import FileMemory, FileState
+from diffsynth_lite.files import is_unfinished, replacing, write_synced
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +29,6 @@ _SCHEMA = 1
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 _ENTRY = re.compile(r"([0-9a-f]{64})\.safetensors")
 _DAMAGED = re.compile(r"[0-9a-f]{64}\.damaged")
-_UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.tmp")
 _UNFINISHED_AGE_S = 24 * 3600
 """Younger ones may be in the hands of a process that writes."""
 
@@ -86,15 +84,8 @@ class TensorCache:
         require_finite(contiguous)
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.parent / f".{uuid.uuid4().hex}.tmp"
-        try:
-            with aside.open("xb") as file:
-                file.write(save(contiguous, metadata={"xxh3": _digest(key, contiguous)}))
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
+        with replacing(path) as temporary:
+            write_synced(temporary, save(contiguous, metadata={"xxh3": _digest(key, contiguous)}))
 
 
 def require_finite(tensors: Mapping[str, Tensor]) -> None:
@@ -214,8 +205,7 @@ def _is_kept(path: Path, keep: Collection[str]) -> bool:
         return entry[1] in keep or not entry[1].startswith(path.parent.name)
     if _DAMAGED.fullmatch(path.name):
         return False
-    is_unfinished = _UNFINISHED.fullmatch(path.name) is not None
-    return not (is_unfinished and time.time() - path.stat().st_mtime > _UNFINISHED_AGE_S)
+    return not (is_unfinished(path.name) and time.time() - path.stat().st_mtime > _UNFINISHED_AGE_S)
 
 
 def _keys(cache: TensorCache) -> Iterator[str]:

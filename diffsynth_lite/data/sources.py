@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,12 +12,11 @@ from diffsynth_lite.data.folder import Folder, PairFolders, companions_in_row, l
 from diffsynth_lite.data.images import IMAGE_SUFFIXES
 from diffsynth_lite.data.metadata import Table, read_table
 from diffsynth_lite.data.records import VIDEO_SUFFIXES, Companions, Record, Source, is_image, is_video
-from diffsynth_lite.errors import UserError, join_names
+from diffsynth_lite.errors import Problems, UserError, join_names
 
 logger = logging.getLogger(__name__)
 
 _Key = TypeVar("_Key")
-_Result = TypeVar("_Result")
 _METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _NOTHING = Companions()
 _SUFFIXES = ", ".join((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
@@ -42,8 +42,7 @@ class FoundRecords:
         Raises:
             UserError: the problems, a line each.
         """
-        if self.problems:
-            raise UserError("\n".join(self.problems))
+        Problems(self.problems).require_none()
         return list(self.records)
 
 
@@ -58,15 +57,13 @@ def find_records(sources: Sequence[Source], *, media_store: Path) -> FoundRecord
         media_store: folder for the pictures and clips that datasets hold as bytes.
     """
     records: list[Record] = []
-    problems: list[str] = []
+    problems = Problems()
     without_trigger: list[str] = []
     for index, source in enumerate(sources):
         # The place and not the folder's name: a run goes on when its folders have moved.
         reader = _Reader(source, index=index, prefix=f"{index}/" if len(sources) > 1 else "")
-        try:
-            records += reader.read_dataset(media_store) if source.dataset else reader.read_folder()
-        except UserError as error:
-            problems.append(str(error))
+        read = partial(reader.read_dataset, media_store) if source.dataset else reader.read_folder
+        records += problems.attempt(read) or []
         problems += reader.problems
         without_trigger += reader.without_trigger
     return FoundRecords(records=records, problems=problems, without_trigger=without_trigger)
@@ -202,12 +199,12 @@ class _Reader:
         """The record of a target, or one error with all that is wrong with it."""
         if not is_image(target.name) and not is_video(target.name):
             raise UserError(f"{target.name} is neither picture nor clip; {_SUFFIXES} are read")
-        problems: list[str] = []
-        texts = _attempt(captions, problems) or ()
+        problems = Problems()
+        texts = problems.attempt(captions) or ()
         paired = _NOTHING
         if self._source.pair_columns or self._source.pair_dirs:
-            paired = _attempt(companions, problems) or _NOTHING
-            _attempt(lambda: refuse_mixed_kinds(target.name, paired), problems)
+            paired = problems.attempt(companions) or _NOTHING
+            problems.attempt(lambda: refuse_mixed_kinds(target.name, paired))
         if problems:
             raise UserError(", and ".join(problems))
         if trigger := self._source.trigger:
@@ -245,14 +242,6 @@ class _Reader:
                 f"{where}: {len(problems)} of {len(keys)} items cannot be used: {join_names(problems)}"
             )
         return records
-
-
-def _attempt(read: Callable[[], _Result], problems: list[str]) -> _Result | None:
-    try:
-        return read()
-    except UserError as error:
-        problems.append(str(error))
-        return None
 
 
 def _row_label(table: Table) -> Callable[[int], str]:

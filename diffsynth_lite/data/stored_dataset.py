@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import os
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from diffsynth_lite.data.folder import is_regular_file
 from diffsynth_lite.data.metadata import Table, require_columns
 from diffsynth_lite.data.records import Source
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.files import replacing, write_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,8 @@ def _stored(source: Source, dataset: Dataset, media_store: Path) -> dict[str, li
             cells += [store.cell(value) for value in rows.column(column).to_pylist()]
     if not any(isinstance(leaf, UserError) for cells in stored.values() for leaf in _leaves(cells)):
         os.sync()  # Once for all files: what the note names must outlive a crash of the machine.
-        _write_whole(note, json.dumps(stored).encode())
+        note.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(note, json.dumps(stored).encode())
     return stored
 
 
@@ -196,7 +197,9 @@ class _MediaStore:
         digest = hashlib.sha256(content).hexdigest()
         path = self._folder / digest[:2] / f"{digest}{kinds[0]}"
         if not path.is_file() or path.stat().st_size != len(content):
-            _write_whole(path, content)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as temporary:
+                temporary.write_bytes(content)
         return str(path)
 
     def _named(self, path: str | None) -> str:
@@ -212,14 +215,3 @@ class _MediaStore:
         if not is_regular_file(file):
             raise UserError(f"{path!r}: no such file")
         return str(Path(path).absolute())
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Write a file in one atomic step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.parent / f".{uuid.uuid4().hex}.tmp"
-    try:
-        aside.write_bytes(content)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)

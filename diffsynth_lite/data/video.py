@@ -4,7 +4,6 @@ Times are in seconds from the frame that is shown first. A frame is shown from i
 next one, the last for as long as the file says: 25 frames at 25 fps cover the times from 0 to below 1.
 """
 
-import uuid
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from diffsynth_lite.data.video_decoding import (
     rgb_image,
 )
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.files import replacing
 
 _FFMPEG = {name: version[0] for name, version in av.library_versions.items()}
 DECODER_ID = f"v1 libavcodec {_FFMPEG['libavcodec']} libswscale {_FFMPEG['libswscale']}"
@@ -305,12 +305,8 @@ def write_video(path: Path, frames: Sequence[Image.Image], *, fps: float) -> Non
             f"{path}: frames of one size, width and height even, can be written; got {sorted(sizes)}"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.parent / f".{uuid.uuid4().hex}.tmp"
-    try:
-        _encode(aside, frames, Fraction(fps).limit_denominator(1001))
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with replacing(path) as temporary:
+        _encode(temporary, frames, Fraction(fps).limit_denominator(1001))
 
 
 def _encode(path: Path, frames: Sequence[Image.Image], rate: Fraction) -> None:

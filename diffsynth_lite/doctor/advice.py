@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
+from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.doctor.cache_estimate import CacheEstimate
 from diffsynth_lite.doctor.examined import MUCH_CROPPED, ExaminedData
 from diffsynth_lite.doctor.findings import BucketFindings, CaptionFindings, Findings, counted
-from diffsynth_lite.doctor.machine import in_gib
 
 _NAMED = 3
 
@@ -60,8 +60,9 @@ def _about_bad_items(data: ExaminedData) -> Iterator[str]:
 def _about_disk(estimate: CacheEstimate | None, free_bytes: int) -> Iterator[str]:
     if estimate and estimate.missing_bytes > free_bytes:
         yield (
-            f"The cache needs about {in_gib(estimate.missing_bytes)} more, and {in_gib(free_bytes)} are free "
-            "at data.cache_dir: name a folder on a larger disk, or set data.cache: false."
+            f"The cache needs about {format_bytes(estimate.missing_bytes)} more, and "
+            f"{format_bytes(free_bytes)} are free at data.cache_dir: name a folder on a larger disk, or set "
+            "data.cache: false."
         )
 
 

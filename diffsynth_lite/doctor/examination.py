@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,10 +25,11 @@ from diffsynth_lite.doctor.captions import examine_captions
 from diffsynth_lite.doctor.duplicates import equal_files, look_alikes
 from diffsynth_lite.doctor.examined import ExaminedData
 from diffsynth_lite.doctor.findings import Findings, counted
-from diffsynth_lite.doctor.machine import describe_machine, free_disk_bytes
+from diffsynth_lite.doctor.machine import describe_machine
 from diffsynth_lite.doctor.sheet import Decoded, decode
 from diffsynth_lite.doctor.tables import bucket_table, number_table, pass_table, source_table
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import Problems, UserError
+from diffsynth_lite.files import free_disk_bytes
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.checks import bind_family, check_held_out
 from diffsynth_lite.training.data_settings import (
@@ -65,21 +67,20 @@ class Examination:
         Raises:
             UserError: as the run would.
         """
-        problems = list(self.findings.problems)
+        problems = Problems(self.findings.problems)
         for data in self.data:
             settings = data.config.data
-            try:
-                without_bad_items(
+            problems.attempt(
+                partial(
+                    without_bad_items,
                     data.records,
                     data.dropped,
                     on_bad_item=settings.on_bad_item,
                     max_bad_ratio=settings.max_bad_ratio,
                     quarantine=lambda *_: None,
                 )
-            except UserError as error:
-                problems.append(str(error))
-        if problems:
-            raise UserError("\n".join(problems))
+            )
+        problems.require_none()
 
 
 def examine(config: Config, *, sheet_size: int) -> Examination:
@@ -96,7 +97,7 @@ def examine(config: Config, *, sheet_size: int) -> Examination:
     rules = data_rules(config, family)
     cache = TensorCache(cache_folder(config))
     found = find_training_records(config)
-    problems = list(found.problems)
+    problems = Problems(found.problems)
     held_out = _find_held_out(config, found.records, problems)
     with FileMemory(index_file(cache.folder)) as memory:
         look = _Look(config, family, cache, memory, sheet_size, problems)
@@ -112,7 +113,7 @@ def examine(config: Config, *, sheet_size: int) -> Examination:
 
 
 def _find_held_out(
-    config: Config, training: Sequence[Record], problems: list[str]
+    config: Config, training: Sequence[Record], problems: Problems
 ) -> tuple[FoundRecords, Sequence[Source]] | None:
     try:
         source = held_out_source(config)
@@ -136,7 +137,7 @@ class _Look:
     cache: TensorCache
     memory: FileMemory
     sheet_size: int
-    problems: list[str]
+    problems: Problems
 
     def at(
         self, found: FoundRecords, sources: Sequence[Source], rules: PlanRules
@@ -164,10 +165,7 @@ class _Look:
         return data, decoded
 
     def _usable_kinds(self, records: Sequence[Record]) -> Sequence[Record]:
-        try:
-            check_records(records, self.family)
-        except UserError as error:
-            self.problems.append(str(error))
+        self.problems.attempt(lambda: check_records(records, self.family))
         return [record for record in records if record.kind in self.family.record_kinds]
 
 

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import shutil
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +10,8 @@ import torch
 
 from diffsynth_lite import __version__
 from diffsynth_lite.core.gradient.host_pool import available_host_bytes
+from diffsynth_lite.core.units import format_bytes
+from diffsynth_lite.files import free_disk_bytes
 
 _PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "datasets", "av", "pillow")
 
@@ -29,30 +30,15 @@ def describe_machine(folders: Sequence[Path]) -> dict[str, str]:
         "CPU cores": str(os.cpu_count()),
     }
     if (free := available_host_bytes()) is not None:
-        facts["free memory"] = in_gib(free)
+        facts["free memory"] = format_bytes(free)
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        facts[f"GPU {index}"] = f"{torch.cuda.get_device_name(index)}, {in_gib(free)} of {in_gib(total)} free"
+        facts[f"GPU {index}"] = (
+            f"{torch.cuda.get_device_name(index)}, {format_bytes(free)} of {format_bytes(total)} free"
+        )
     if not torch.cuda.is_available():
         facts["GPU"] = "none that torch can use"
-    facts["free disk"] = ", ".join(f"{in_gib(free_disk_bytes(folder))} at {folder}" for folder in folders)
+    facts["free disk"] = ", ".join(
+        f"{format_bytes(free_disk_bytes(folder))} at {folder}" for folder in folders
+    )
     return facts
-
-
-def free_disk_bytes(folder: Path) -> int:
-    """Bytes that are free for a folder, which may not exist yet."""
-    return shutil.disk_usage(_existing(folder)).free
-
-
-def in_gib(num_bytes: float) -> str:
-    """A number of bytes in the unit that suits it."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes / 2**10:.1f} KiB"
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or its nearest parent that is there."""
-    folder = folder.expanduser().absolute()
-    return next(place for place in (folder, *folder.parents) if place.exists())

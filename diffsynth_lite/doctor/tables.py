@@ -4,11 +4,11 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from fractions import Fraction
 
+from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.data import VideoFacts, micro_batch_sizes
 from diffsynth_lite.doctor.cache_estimate import CacheEstimate
 from diffsynth_lite.doctor.examined import ExaminedData
 from diffsynth_lite.doctor.findings import BucketFindings, CaptionFindings, SourceFindings, Spread, counted
-from diffsynth_lite.doctor.machine import in_gib
 from diffsynth_lite.training.data_settings import num_tokens_of
 
 
@@ -94,10 +94,10 @@ def _cache_in_words(estimate: CacheEstimate) -> str:
     parts = []
     if estimate.num_missing:
         parts.append(
-            f"{counted(estimate.num_missing, 'entry')} to make, about {in_gib(estimate.missing_bytes)}"
+            f"{counted(estimate.num_missing, 'entry')} to make, about {format_bytes(estimate.missing_bytes)}"
         )
     if estimate.num_present:
-        parts.append(f"{estimate.num_present} there already, {in_gib(estimate.present_bytes)}")
+        parts.append(f"{estimate.num_present} there already, {format_bytes(estimate.present_bytes)}")
     return "; ".join(parts) or "nothing to keep"
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -14,7 +13,7 @@ from accelerate import Accelerator
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import BlockPolicy, Treatment, blocks_of
 from diffsynth_lite.data import BatchLayout, Record, load_image
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder
 from diffsynth_lite.training.data_settings import check_records, data_rules
@@ -22,8 +21,6 @@ from diffsynth_lite.training.dataset import read_data
 from diffsynth_lite.training.distributed import on_all_processes
 from diffsynth_lite.training.learning_rate import learning_rate_schedule
 from diffsynth_lite.training.run_folder.metrics import require_trackers
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,31 +49,6 @@ class CheckedRun:
         self.validation_records.clear()
 
 
-class _Checks:
-    """Runs checks one after the other and keeps what they complain of."""
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []
-
-    def attempt(self, check: Callable[[], _Result]) -> _Result | None:
-        """The check's result, or None when it complained."""
-        try:
-            return check()
-        except UserError as error:
-            self.problems.append(str(error))
-            return None
-
-    def require_all(self, accelerator: Accelerator) -> None:
-        """Check that nothing was complained of on any process.
-
-        Raises:
-            UserError: one line for each problem, the same on all processes.
-        """
-        found = on_all_processes(accelerator, lambda: self.problems)
-        if problems := list(dict.fromkeys(chain.from_iterable(found))):
-            raise UserError("\n".join(problems))
-
-
 def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
     """Check paths, data, sizes, targets and blocks; no weights are loaded.
 
@@ -87,22 +59,23 @@ def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
     Raises:
         UserError: one line for each problem found, on whatever process.
     """
-    checks = _Checks()
-    checks.attempt(lambda: _check_batch_size(config, accelerator.num_processes))
-    checks.attempt(lambda: build_learning_rate(config))
-    checks.attempt(lambda: _check_output_is_apart(config))
-    checks.attempt(lambda: require_trackers(config.logging.trackers))
+    problems = Problems()
+    problems.attempt(lambda: _check_batch_size(config, accelerator.num_processes))
+    problems.attempt(lambda: build_learning_rate(config))
+    problems.attempt(lambda: _check_output_is_apart(config))
+    problems.attempt(lambda: require_trackers(config.logging.trackers))
     data = read_data(config, accelerator)
-    checks.problems += data.problems
+    problems += data.problems
     family = None
-    if not checks.problems or Path(config.model.path).expanduser().is_dir():  # No download for nothing.
-        family = checks.attempt(lambda: bind_family(config))
+    if not problems or Path(config.model.path).expanduser().is_dir():  # No download for nothing.
+        family = problems.attempt(lambda: bind_family(config))
     if family is not None:
-        model = _check_model(checks, family, config)
+        model = _check_model(problems, family, config)
         for found in (data.training, data.validation):
-            checks.attempt(partial(check_records, found, family))
-    checks.attempt(lambda: check_held_out(data.training, data.validation))
-    checks.require_all(accelerator)
+            problems.attempt(partial(check_records, found, family))
+    problems.attempt(lambda: check_held_out(data.training, data.validation))
+    # The same on all processes, whichever found them.
+    Problems(chain.from_iterable(on_all_processes(accelerator, lambda: problems))).require_none()
     assert family is not None
     return CheckedRun(
         family=family,
@@ -182,15 +155,15 @@ class _CheckedModel:
     num_selected_blocks: int
 
 
-def _check_model(checks: _Checks, family: ModelFamily, config: Config) -> _CheckedModel:
-    checks.attempt(lambda: data_rules(config, family))
-    checks.attempt(lambda: check_previews(config, family))
-    checks.attempt(lambda: _check_weighting(config, family))
-    checks.attempt(lambda: _check_shift(config, family))
+def _check_model(problems: Problems, family: ModelFamily, config: Config) -> _CheckedModel:
+    problems.attempt(lambda: data_rules(config, family))
+    problems.attempt(lambda: check_previews(config, family))
+    problems.attempt(lambda: _check_weighting(config, family))
+    problems.attempt(lambda: _check_shift(config, family))
     transformer = family.empty_transformer()
-    blocks = checks.attempt(lambda: _find_blocks(family, transformer))
-    layers = checks.attempt(lambda: _find_targets(family, transformer, config)) if blocks else []
-    selected = checks.attempt(lambda: _select_blocks(config, len(blocks))) if blocks else []
+    blocks = problems.attempt(lambda: _find_blocks(family, transformer))
+    layers = problems.attempt(lambda: _find_targets(family, transformer, config)) if blocks else []
+    selected = problems.attempt(lambda: _select_blocks(config, len(blocks))) if blocks else []
     return _CheckedModel(
         target_layers=layers or [],
         num_blocks=len(blocks or []),

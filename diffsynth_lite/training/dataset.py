@@ -26,7 +26,8 @@ from diffsynth_lite.data import (
     TrainingItem,
     without_bad_items,
 )
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import Problems, UserError
+from diffsynth_lite.files import write_text
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.progress_log import ProgressLog
 from diffsynth_lite.redaction import redacted
@@ -37,7 +38,6 @@ from diffsynth_lite.training.data_settings import (
     read_validation_records,
 )
 from diffsynth_lite.training.distributed import main_process_first, on_main_process
-from diffsynth_lite.training.files import write_text_atomic
 from diffsynth_lite.training.run_folder.folder import RunFolder
 from diffsynth_lite.training.run_folder.status import shortages_explained
 
@@ -256,7 +256,7 @@ class Quarantine:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         rows = (json.dumps({"item": name, "reason": reason}) for name, reason in redacted(self.rows))
-        write_text_atomic(self._path, "".join(f"{row}\n" for row in rows))
+        write_text(self._path, "".join(f"{row}\n" for row in rows))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,20 +301,10 @@ def read_data(config: Config, accelerator: Accelerator) -> ReadData:
 
 
 def _read(config: Config, quarantine: Quarantine) -> ReadData:
-    problems: list[str] = []
-
-    def attempt(read: Callable[[Config], list[Record]]) -> list[Record]:
-        try:
-            return _looked_at(config, read(config), quarantine)
-        except UserError as error:
-            problems.append(str(error))
-            return []
-
-    return ReadData(
-        training=attempt(read_training_records),
-        validation=attempt(read_validation_records),
-        problems=problems,
-    )
+    problems = Problems()
+    training = problems.attempt(lambda: _looked_at(config, read_training_records(config), quarantine))
+    validation = problems.attempt(lambda: _looked_at(config, read_validation_records(config), quarantine))
+    return ReadData(training=training or [], validation=validation or [], problems=problems)
 
 
 def _looked_at(config: Config, records: list[Record], quarantine: Quarantine) -> list[Record]:

@@ -34,7 +34,7 @@ from diffsynth_lite.data import (
     load_image,
     plan_items,
 )
-from diffsynth_lite.errors import RunStoppedError
+from diffsynth_lite.errors import Problems, RunStoppedError
 from diffsynth_lite.pipelines import Conditioning
 from diffsynth_lite.training.checks import CheckedRun
 from diffsynth_lite.training.data_settings import DataRules, cache_folder, data_rules, index_file
@@ -302,21 +302,18 @@ class _Encoding:
         self, bad: Mapping[str, str], quarantine: Callable[[Record, str], None]
     ) -> tuple[UsableItems, UsableItems]:
         """Those of both data sets, or one error about both."""
-        problems: list[str] = []
+        problems = Problems()
 
-        def usable(data: DataSet) -> UsableItems | None:
-            try:
-                return data.usable_items(
-                    bad,
-                    on_bad_item=self.planned.rules.on_bad_item,
-                    max_bad_ratio=self.planned.rules.max_bad_ratio,
-                    quarantine=quarantine,
-                )
-            except BadItemsError as error:
-                problems.append(str(error))
-                return None
+        def usable(data: DataSet) -> UsableItems:
+            return data.usable_items(
+                bad,
+                on_bad_item=self.planned.rules.on_bad_item,
+                max_bad_ratio=self.planned.rules.max_bad_ratio,
+                quarantine=quarantine,
+            )
 
-        training, held_out = usable(self.planned.training), usable(self.planned.held_out)
+        training = problems.attempt(lambda: usable(self.planned.training))
+        held_out = problems.attempt(lambda: usable(self.planned.held_out))
         if training is None or held_out is None:
             raise BadItemsError("\n".join(problems))
         return training, held_out

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.errors import RunStoppedError
 
 _ACTIVATIONS_PER_INPUT = 20
@@ -98,7 +99,9 @@ def levers(workload: Workload, use: MemoryUse) -> list[str]:
         found.append((use.weights // 2, "model.dtype: bfloat16"))
     known = sorted((lever for lever in found if lever[0]), key=lambda lever: -(lever[0] or 0))
     unknown = [lever for lever in found if lever[0] is None]
-    return [f"{text} ({_size(saved)} less)" if saved else text for saved, text in (*known, *unknown)]
+    return [
+        f"{text} (about {format_bytes(saved)} less)" if saved else text for saved, text in (*known, *unknown)
+    ]
 
 
 def _of_blocks(workload: Workload) -> Iterator[tuple[int | None, str]]:
@@ -130,12 +133,7 @@ def _num_bytes(tensors: list[torch.Tensor] | list[torch.nn.Parameter]) -> int:
 
 
 def _in_words(use: MemoryUse) -> str:
-    parts = [f"{_size(use.weights)} of frozen weights", f"{_size(use.trained)} of the LoRA and its optimizer"]
+    parts = [(use.weights, "of frozen weights"), (use.trained, "of the LoRA and its optimizer")]
     if use.activations is not None:
-        parts.append(f"{_size(use.activations)} of activations and the rest, at the peak")
-    return ", ".join(parts)
-
-
-def _size(num_bytes: int) -> str:
-    unit, size = ("GiB", 2**30) if num_bytes >= 2**27 else ("MiB", 2**20)
-    return f"about {num_bytes / size:.2g} {unit}"
+        parts.append((use.activations, "of activations and the rest, at the peak"))
+    return ", ".join(f"about {format_bytes(num_bytes)} {what}" for num_bytes, what in parts)

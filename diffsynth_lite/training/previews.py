@@ -18,6 +18,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from diffsynth_lite.core.randomness import random_state_scope
 from diffsynth_lite.data.video import write_video
+from diffsynth_lite.files import replacing
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.training.evaluation import evaluation_mode
@@ -98,9 +99,8 @@ class Previews:
         steps = _spread([drawn for drawn in self._drawn_steps() if drawn <= step], _MAX_COLUMNS)
         rows = [[_open(self._file(drawn, place)) for drawn in steps] for place in range(len(self.prompts))]
         path = self.folder / "grid.png"
-        aside = path.with_suffix(".tmp.png")
-        preview_grid(rows, redacted(self.prompts), steps).save(aside)
-        aside.replace(path)
+        with replacing(path) as temporary:
+            preview_grid(rows, redacted(self.prompts), steps).save(temporary, "PNG")
         return path
 
     def _file(self, step: int, place: int) -> Path:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from diffsynth_lite.config import Config, LoadedConfig
 from diffsynth_lite.errors import RunInterrupted, UserError
+from diffsynth_lite.files import write_json, write_text
 from diffsynth_lite.training.builder import (
     build_accelerator,
     build_average,
@@ -39,7 +40,6 @@ from diffsynth_lite.training.checks import check_run
 from diffsynth_lite.training.distributed import on_main_process
 from diffsynth_lite.training.encoding import TrainingData, encode_run
 from diffsynth_lite.training.evaluation import Yardstick
-from diffsynth_lite.training.files import write_json_atomic, write_text_atomic
 from diffsynth_lite.training.memory_advice import out_of_memory_explained
 from diffsynth_lite.training.run_context import RunSetting, StartupClock
 from diffsynth_lite.training.run_folder.folder import RunFolder
@@ -219,10 +219,10 @@ def write_opening(
         lineage: its starts; the last one is this.
     """
     start_step = lineage[-1]["step"]
-    write_json_atomic(folder.contract_file, contract)
-    write_json_atomic(folder.lineage_file, lineage)
-    write_text_atomic(folder.config_file, loaded.source_text)
-    write_text_atomic(folder.resolved_file, loaded.resolved_yaml)
+    write_json(folder.contract_file, contract)
+    write_json(folder.lineage_file, lineage)
+    write_text(folder.config_file, loaded.source_text)
+    write_text(folder.resolved_file, loaded.resolved_yaml)
     # A new start also drops what an earlier one logged before its first checkpoint.
     MetricsFile(folder.metrics_file).cut_back_to(start_step or -1)
     store.cut_back_to(start_step)

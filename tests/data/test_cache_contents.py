@@ -93,8 +93,8 @@ def test_prune_deletes_what_is_not_kept_and_nothing_that_is_not_an_entry(cache):
     keep = set(KEYS[:2])
     damaged = cache.path(KEYS[0]).with_name(f"{KEYS[0]}.damaged")
     damaged.write_bytes(b"12345")
-    old = cache.folder / "00" / f".{'a' * 32}.tmp"
-    young = cache.folder / "00" / f".{'b' * 32}.tmp"
+    old = cache.folder / "00" / f".tmp-{KEYS[0]}.safetensors-{'a' * 8}"
+    young = cache.folder / "00" / f".tmp-{KEYS[0]}.safetensors-{'b' * 8}"
     for path in (old, young):
         path.write_bytes(b"123")
     os.utime(old, (time.time() - 90_000,) * 2)

@@ -67,5 +67,5 @@ def test_a_full_device_ends_the_run_with_the_settings_that_would_help(
     assert "model.dtype: bfloat16 (about" in caplog.text
     assert "offload" not in caplog.text  # of two blocks, both would be on the device
     assert "train.micro_batch_size: 1" in caplog.text
-    assert "MiB of frozen weights" in caplog.text
+    assert "KiB of frozen weights" in caplog.text
     assert tiny_run.status()["state"] == "stopped"

@@ -49,20 +49,20 @@ def test_what_is_on_already_is_not_advised() -> None:
 
 def test_without_checkpointing_that_is_what_helps_most() -> None:
     first, *others = texts(num_checkpointed=0)
-    assert first == "--use_gradient_checkpointing (about 55 GiB less)"
+    assert first == "--use_gradient_checkpointing (about 55.3 GiB less)"
     assert not any("offload" in text for text in others)
 
 
 def test_blocks_that_a_policy_keeps_and_weights_in_float32_are_counted() -> None:
     found = texts(num_checkpointed=50, in_float32=True)
     assert "memory.policy: all (about 8.4 GiB less)" in found
-    assert found[0] == "model.dtype: bfloat16 (about 20 GiB less)"
+    assert found[0] == "model.dtype: bfloat16 (about 19.5 GiB less)"
 
 
 def test_what_would_save_nothing_is_not_advised() -> None:
     few = {"num_blocks": 2, "num_checkpointed": 2}
     assert not any("offload" in text for text in texts(**few))
-    assert any("offload (about 48 MiB less)" in text for text in texts(**few, blocks_on_device=1))
+    assert any("offload (about 48.0 MiB less)" in text for text in texts(**few, blocks_on_device=1))
     # The one block that is kept would be recomputed on the device.
     assert not any("memory.policy" in text for text in texts(num_blocks=2, num_checkpointed=1))
 
@@ -92,7 +92,9 @@ def test_the_error_says_what_the_memory_was_used_for() -> None:
     # 4 MiB of weights; 1 MiB trained, with its gradient, two moments and a step count of 4 bytes.
     assert (use.weights, use.trained, use.peak) == (4 * MIB, 4 * MIB + 4, None)
     with (
-        pytest.raises(RunStoppedError, match=r"Tried to allocate 2 GiB.*4 MiB of frozen weights.*helps most"),
+        pytest.raises(
+            RunStoppedError, match=r"Tried to allocate 2 GiB.*4\.0 MiB of frozen weights.*helps most"
+        ),
         out_of_memory_explained(WORKLOAD, model, optimizer),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")

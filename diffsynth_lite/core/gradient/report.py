@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from diffsynth_lite.core.gradient.frames import LeaveReason
+from diffsynth_lite.core.units import format_bytes
 
 
 class IneffectiveSwitchError(ValueError):
@@ -81,20 +82,20 @@ class GradientReport:
         rows = [("blocks", f"{blocks}, {self.blocks_recomputed} recomputed")]
         if self.tensors_parked:
             late = f", {self.late_prefetches} fetched late" if self.late_prefetches else ""
-            rows.append(("parked", f"{self.tensors_parked} tensors, {_size(self.bytes_parked)}{late}"))
+            rows.append(("parked", f"{self.tensors_parked} tensors, {format_bytes(self.bytes_parked)}{late}"))
         if self.tensors_shared:
-            rows.append(("shared", f"{self.tensors_shared} tensors, {_size(self.bytes_shared)}"))
+            rows.append(("shared", f"{self.tensors_shared} tensors, {format_bytes(self.bytes_shared)}"))
         rows += [("left on device", _left_in_words(reason, left)) for reason, left in self.left.items()]
         if self.attention_saved or self.attention_not_saved:
             rows.append(("attention", self._attention_in_words()))
         if self.dead_ops_skipped:
             rows.append(("not recomputed", f"{self.dead_ops_skipped} matrix products"))
         if self.host_bytes:
-            cap = f" of {_size(self.host_bytes_cap)}" if self.host_bytes_cap else ""
-            rows.append(("host memory", f"{_size(self.host_bytes)}{cap}"))
+            cap = f" of {format_bytes(self.host_bytes_cap)}" if self.host_bytes_cap else ""
+            rows.append(("host memory", f"{format_bytes(self.host_bytes)}{cap}"))
         if self.device_bytes_peak:
-            after_forward = f"{_size(self.device_bytes_after_forward)} after forward"
-            rows.append(("device memory", f"{after_forward}, {_size(self.device_bytes_peak)} peak"))
+            after_forward = f"{format_bytes(self.device_bytes_after_forward)} after forward"
+            rows.append(("device memory", f"{after_forward}, {format_bytes(self.device_bytes_peak)} peak"))
         return [f"{name:<15} {value}" for name, value in rows]
 
     def require_effect(
@@ -196,21 +197,13 @@ class GradientReport:
         )
 
     def _attention_in_words(self) -> str:
-        kept, parked = _size(self.attention_bytes_kept), _size(self.attention_bytes_parked)
+        kept, parked = format_bytes(self.attention_bytes_kept), format_bytes(self.attention_bytes_parked)
         not_saved = f", {self.attention_not_saved} not saved" if self.attention_not_saved else ""
         return f"{self.attention_saved} outputs saved, {kept} on device, {parked} parked{not_saved}"
 
 
 def _left_in_words(reason: LeaveReason, left: LeftTensors) -> str:
-    return f"{left.num_tensors} tensors, {_size(left.num_bytes)} ({reason})"
-
-
-def _size(num_bytes: int) -> str:
-    """``num_bytes`` with a binary unit, such as ``1.5 GiB``."""
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if num_bytes >= 1024**power:
-            return f"{num_bytes / 1024**power:.1f} {unit}"
-    return f"{num_bytes} bytes"
+    return f"{left.num_tensors} tensors, {format_bytes(left.num_bytes)} ({reason})"
 
 
 class Counters:

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.files import sync
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.redaction import redacted
 
@@ -22,7 +23,7 @@ def export_lora(
 
     Args:
         family: decides the format.
-        folder: where the files go; a reader sees an old file or a new one, never a part.
+        folder: where the files go; a reader sees the old file or the new one, also after a power cut.
         tensors: the adapter by peft's names.
         settings: peft's settings, alpha included; the file holds them with secrets masked.
 
@@ -42,7 +43,10 @@ def export_lora(
         for file in written:
             # safetensors writes files that only their owner may read.
             file.chmod(folder.stat().st_mode & 0o666)
-        return [file.replace(folder / file.name) for file in written]
+            sync(file)
+        replaced = [file.replace(folder / file.name) for file in written]
+        sync(folder)
+        return replaced
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

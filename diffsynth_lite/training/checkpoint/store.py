@@ -8,7 +8,6 @@ the newest checkpoint that ``save`` returned for loadable.
 import json
 import logging
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.errors import RunStoppedError
+from diffsynth_lite.files import free_disk_bytes, is_unfinished, set_aside, sync, temporary_path, write_synced
 from diffsynth_lite.training.checkpoint.manifest import (
     MANIFEST_NAME,
     Checkpoint,
@@ -30,13 +31,10 @@ from diffsynth_lite.training.checkpoint.manifest import (
     require_file_name,
     step_of,
 )
-from diffsynth_lite.training.files import TEMPORARY_PREFIX, set_aside, sync_folder, write_durably
 
 __all__ = ["Checkpoint", "CheckpointError", "CheckpointStore"]
 
 logger = logging.getLogger(__name__)
-
-_TRASH_PREFIX = ".trash-"
 
 
 class CheckpointStore:
@@ -93,8 +91,8 @@ class CheckpointStore:
         except OSError as error:
             raise RunStoppedError(
                 f"checkpoint {path} could not be written ({error.strerror}): it needs about "
-                f"{_num_bytes(tensors)} bytes, {_free_bytes(self.folder)} are free there; "
-                "the checkpoints before it are intact"
+                f"{format_bytes(_num_bytes(tensors))}, {format_bytes(free_disk_bytes(self.folder))} are free "
+                "there; the checkpoints before it are intact"
             ) from error
         self._rotate()
         return path
@@ -145,7 +143,7 @@ class CheckpointStore:
     def clean(self) -> None:
         """Remove what killed writers left; only for the process that holds the run folder's lock."""
         for entry in self._entries():
-            if entry.name.startswith((f"{TEMPORARY_PREFIX}step-", f"{_TRASH_PREFIX}step-")):
+            if is_unfinished(entry.name):
                 _remove(entry)
 
     def _write(
@@ -153,18 +151,18 @@ class CheckpointStore:
     ) -> None:
         if not self.folder.exists():
             self.folder.mkdir(parents=True)
-            sync_folder(self.folder.parent)
-        temporary = self.folder / f"{TEMPORARY_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}"
+            sync(self.folder.parent)
+        temporary = temporary_path(path)
         temporary.mkdir()
         try:
             files = {}
             for name, content in _contents(tensors, documents):
-                write_durably(temporary / name, content)
+                write_synced(temporary / name, content)
                 files[name] = ListedFile.of(content)
-            write_durably(temporary / MANIFEST_NAME, Manifest(step=step, files=files).encode())
-            sync_folder(temporary)
+            write_synced(temporary / MANIFEST_NAME, Manifest(step=step, files=files).encode())
+            sync(temporary)
             temporary.rename(path)
-            sync_folder(self.folder)
+            sync(self.folder)
         except BaseException:
             # Whatever this cannot remove, clean() will.
             shutil.rmtree(temporary, ignore_errors=True)
@@ -188,13 +186,13 @@ class CheckpointStore:
             if step == self.pinned or (self.keep_every and step % self.keep_every == 0):
                 continue
             path = self.folder / folder_name(step)
-            trash = self.folder / f"{_TRASH_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}"
+            removed = temporary_path(path)
             try:
-                path.rename(trash)
+                path.rename(removed)
             except OSError as error:
                 logger.warning("Old checkpoint %s cannot be removed: %s", path, error)
                 continue
-            _remove(trash)
+            _remove(removed)
 
     def _entries(self) -> list[Path]:
         return list(self.folder.iterdir()) if self.folder.is_dir() else []
@@ -239,8 +237,3 @@ def _remove(path: Path) -> None:
 
 def _num_bytes(tensors: Mapping[str, Mapping[str, Tensor]]) -> int:
     return sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
-
-
-def _free_bytes(folder: Path) -> int:
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return shutil.disk_usage(existing).free

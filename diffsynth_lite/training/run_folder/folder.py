@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.training.files import TEMPORARY_PREFIX, write_json_atomic
+from diffsynth_lite.files import is_unfinished, write_json
 
 if sys.platform != "win32":
     import fcntl
@@ -24,7 +23,6 @@ RunState = Literal["running", "finished", "interrupted", "stopped", "failed"]
 
 _LOCK_NAME = ".lock"
 _QUARANTINE_NAME = "quarantine.jsonl"
-_UNFINISHED_NAME = re.compile(re.escape(TEMPORARY_PREFIX) + r"[a-z]+\.(json|jsonl|yaml)-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ class RunFolder:
         )
         found = {place.stem: place.name for place in places if place.exists()}
         status = {"state": state, "exit_code": exit_code, "step": step, "message": message}
-        write_json_atomic(self.status_file, {**status, **(progress or {}), "found_at": found})
+        write_json(self.status_file, {**status, **(progress or {}), "found_at": found})
 
     def read_status(self) -> dict[str, Any] | None:
         """Content of ``status.json``, None before a run has been started.
@@ -195,10 +193,10 @@ class RunFolder:
     def _remove_unfinished(self) -> None:
         """Remove the files that killed writers left; nobody else writes while the lock is held."""
         for entry in self.path.iterdir():
-            if _UNFINISHED_NAME.fullmatch(entry.name) and entry.is_file():
+            if is_unfinished(entry.name) and entry.is_file():
                 entry.unlink(missing_ok=True)
 
 
 def _is_ours(name: str) -> bool:
     """Whether a name is one that a trainer can have left which ended before its first status."""
-    return name in (_LOCK_NAME, _QUARANTINE_NAME) or name.startswith(TEMPORARY_PREFIX)
+    return name in (_LOCK_NAME, _QUARANTINE_NAME) or is_unfinished(name)

@@ -11,8 +11,8 @@ from typing import Any
 from accelerate import Accelerator
 
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.files import write_text
 from diffsynth_lite.redaction import redacted
-from diffsynth_lite.training.files import write_text_atomic
 
 
 class MetricsFile:
@@ -62,7 +62,7 @@ class MetricsFile:
         """
         if self.path.exists():
             kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
-            write_text_atomic(self.path, "".join(kept))
+            write_text(self.path, "".join(kept))
 
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:
         try:

@@ -13,9 +13,9 @@ import torch
 from diffsynth_lite.core.gradient import HostBytesError
 from diffsynth_lite.data import is_lost_worker
 from diffsynth_lite.errors import EXIT_FINISHED, RunInterrupted, RunStoppedError, UserError, exit_code
+from diffsynth_lite.files import write_json
 from diffsynth_lite.training.checkpoint.resume import DifferentRunError
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.files import write_json_atomic
 from diffsynth_lite.training.run_folder.folder import RunFolder, RunState
 from diffsynth_lite.training.run_folder.progress import Pace, StepResult
 
@@ -44,7 +44,7 @@ def outcome_recorded(
         yield
     except DifferentRunError:
         if before is not None:
-            write_json_atomic(folder.status_file, before)
+            write_json(folder.status_file, before)
         raise
     except BaseException as error:
         with _best_effort(folder):

@@ -110,6 +110,6 @@ def test_a_real_write_that_does_not_fit_names_path_needed_and_free_bytes(tmp_pat
         f"diffsynth_lite.errors.RunStoppedError: checkpoint {tmp_path / 'step-00000002'}"
     )
     assert re.search(
-        r"needs about 20000 bytes, \d+ are free there; the checkpoints before it are intact", message
+        r"needs about 19.5 KiB, \d+\.\d GiB are free there; the checkpoints before it are intact", message
     )
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]

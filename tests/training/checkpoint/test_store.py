@@ -207,7 +207,7 @@ def test_files_and_folders_of_others_are_left_alone(store: CheckpointStore, tmp_
 
 def test_leftovers_of_killed_writers_are_cleaned_on_request_only(store: CheckpointStore) -> None:
     save(store, 1)
-    for name in (".tmp-step-00000002-0123abcd", ".trash-step-00000000-0123abcd"):
+    for name in (".tmp-step-00000002-0123abcd", ".tmp-step-00000000-4567cdef"):
         shutil.copytree(store.folder / "step-00000001", store.folder / name)
     assert_holds(store.latest(), 1)
     assert len(names(store.folder)) == 3
@@ -262,7 +262,7 @@ def test_a_failed_removal_of_an_old_checkpoint_is_only_a_warning(
     assert store.steps() == [2, 3]
     assert_holds(store.latest(), 3)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert ".trash-step-00000001" in caplog.text
+    assert ".tmp-step-00000001" in caplog.text
 
 
 def test_a_missing_tensors_file_is_named(store: CheckpointStore) -> None:

@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 
 from diffsynth_lite.config import Config, load_config
+from diffsynth_lite.files import write_json
 from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training.checkpoint.lora_file import export_lora
 from diffsynth_lite.training.checkpoint.resume import require_same, settings_contract
 from diffsynth_lite.training.dataset import Quarantine
-from diffsynth_lite.training.files import write_json_atomic
 from diffsynth_lite.training.previews import Previews
 from diffsynth_lite.training.run_folder.metrics import start_trackers
 
@@ -41,7 +41,7 @@ def test_the_contract_is_masked_and_still_agrees_with_itself(config: Config) -> 
 
 
 def test_a_json_file_is_masked(tmp_path: Path) -> None:
-    write_json_atomic(tmp_path / "a.json", {"message": [f"with {TOKEN}"], "step": 12})
+    write_json(tmp_path / "a.json", {"message": [f"with {TOKEN}"], "step": 12})
     assert json.loads((tmp_path / "a.json").read_text()) == {"message": ["with REDACTED"], "step": 12}
 
 

@@ -101,7 +101,7 @@ def test_a_status_that_cannot_be_written_stops_no_run_and_is_warned_of_once(
     pace, status_of_run = live(tmp_path, [0.0, 10.0, 20.0])
     with recorded(tmp_path):
         with monkeypatch.context() as patch:
-            patch.setattr("diffsynth_lite.training.run_folder.folder.write_json_atomic", full)
+            patch.setattr("diffsynth_lite.training.run_folder.folder.write_json", full)
             steps(pace, status_of_run, 4, 5)
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         steps(pace, status_of_run, 6)

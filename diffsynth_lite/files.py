@@ -1,0 +1,118 @@
+"""Files that appear whole or not at all: how this project writes whatever is read again.
+
+There are two promises. *Whole*: a reader, or the next start after a kill, finds the old file or the new one,
+never a part (``replacing``). *Durable*: that also holds after a power cut, and the new file is on the disk
+when the call returns, because the file and then its folder are synced (``write_bytes``, ``write_text``,
+``write_json``).
+
+Durable is what a run cannot make again: checkpoints, the exported LoRA, status, contract. The content of a
+cache entry is synced too, for it is dear, but not its folder: an entry that has no name is made again. The
+files copied out of a dataset are synced once for all of them. Previews are only whole.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from diffsynth_lite.redaction import redacted
+
+_UNFINISHED_NAME = re.compile(r"\.tmp-.+-[0-9a-f]{8}", re.DOTALL)
+
+
+def temporary_path(path: Path) -> Path:
+    """A new name beside ``path``, to write to before the rename; see :func:`is_unfinished`."""
+    return path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether a file or folder is one that a killed writer left: nothing reads it, and it may be removed."""
+    return _UNFINISHED_NAME.fullmatch(name) is not None
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary path to write a file to; it replaces ``path`` when the block ends without an error."""
+    temporary = temporary_path(path)
+    try:
+        yield temporary
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file, or replace it, durably.
+
+    Raises:
+        OSError: it could not be written; the old file is as it was.
+    """
+    with replacing(path) as temporary:
+        write_synced(temporary, content)
+    sync(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file, or replace it, durably; line breaks stay as they are.
+
+    Raises:
+        OSError: it could not be written; the old file is as it was.
+    """
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a json file for people to read, or replace it, durably and with secrets masked.
+
+    Raises:
+        OSError: it could not be written; the old file is as it was.
+        ValueError: ``value`` holds a number that json has no way to write (NaN, infinity).
+    """
+    write_text(path, json.dumps(redacted(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a new file and wait until its content is on the disk; its name is once the folder is synced too.
+
+    Raises:
+        OSError: the file exists, or could not be written in full; what was written of it remains.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        unwritten = memoryview(content)
+        while unwritten:
+            unwritten = unwritten[os.write(descriptor, unwritten) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync(path: Path) -> None:
+    """Wait until the content of a file, or the names in a folder, new and renamed, are on the disk."""
+    if sys.platform == "win32":
+        return  # Nothing opened for reading can be synced there.
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def set_aside(path: Path, reason: str) -> Path:
+    """Rename a file or folder to ``.<reason>-<name>-<n>``, n from 1 on; returns the new path."""
+    aside = (path.with_name(f".{reason}-{path.name}-{number}") for number in count(1))
+    return path.rename(next(free for free in aside if not free.exists()))
+
+
+def free_disk_bytes(folder: Path) -> int:
+    """Bytes that are free for a folder, which may not exist yet."""
+    folder = folder.expanduser().absolute()
+    return shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.exists())).free
