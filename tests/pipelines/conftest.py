@@ -1,4 +1,4 @@
-"""A tiny pipeline of each family on disk, built once for the tests of a file."""
+"""A tiny pipeline of each family on disk, built once for the tests of all files."""
 
 from collections.abc import Iterator
 
@@ -24,8 +24,20 @@ def _small_inputs() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def samples() -> dict[str, Sample]:
+    """Those that were built so far, by the family's name."""
+    return {}
+
+
 @pytest.fixture(scope="module")
 def sample(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, _small_inputs: None
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    samples: dict[str, Sample],
+    _small_inputs: None,
 ) -> Sample:
-    return build_sample(request.param, tmp_path_factory.mktemp(request.param))
+    name = request.param
+    if name not in samples:
+        samples[name] = build_sample(name, tmp_path_factory.mktemp(name))
+    return samples[name]

@@ -40,11 +40,7 @@ def klein(*, is_distilled: bool = False) -> Flux2KleinPipeline:
     return Flux2KleinPipeline(**parts, is_distilled=is_distilled)
 
 
-def distilled_klein() -> Flux2KleinPipeline:
-    return klein(is_distilled=True)
-
-
-LAYOUTS = {"dev": tiny, "klein": klein, "distilled": distilled_klein}
+LAYOUTS = {"dev": tiny, "klein": klein}
 
 
 def saved(pipeline: Flux2Pipeline | Flux2KleinPipeline, folder: Path) -> Flux2:

@@ -19,51 +19,30 @@ from diffsynth_lite.core.gradient import (
 FLAGS = [(False, False), (True, False), (False, True), (True, True)]
 
 
-@pytest.mark.parametrize("flags", FLAGS[1:])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_the_flags_change_neither_the_velocity_nor_any_gradient(
-    sample: Sample, flags: tuple[bool, bool], dropout: float
-) -> None:
-    transformer = adapted_transformer(sample, dropout=dropout)
-    velocity, gradients = velocity_and_gradients(sample, transformer, (False, False))
-    other_velocity, other_gradients = velocity_and_gradients(sample, transformer, flags)
-    assert torch.equal(velocity, other_velocity)
-    assert gradients.keys() == other_gradients.keys()
-    for name, gradient in gradients.items():
-        assert torch.equal(gradient, other_gradients[name]), name
+@pytest.fixture(scope="module")
+def transformer(sample: Sample) -> torch.nn.Module:
+    """The family's transformer with a LoRA, without dropout."""
+    return adapted_transformer(sample)
 
 
-def test_dropout_masks_follow_the_seed(sample: Sample) -> None:
+def test_the_flags_change_neither_the_velocity_nor_any_gradient_also_with_dropout(sample: Sample) -> None:
     transformer = adapted_transformer(sample, dropout=0.3)
-    first, _ = velocity_and_gradients(sample, transformer, (True, False), seed=3)
-    second, _ = velocity_and_gradients(sample, transformer, (True, False), seed=4)
-    assert not torch.equal(first, second)
-
-
-@pytest.mark.parametrize("flags", FLAGS[1:])
-def test_every_declared_block_is_recomputed_and_parked(sample: Sample, flags: tuple[bool, bool]) -> None:
-    transformer = adapted_transformer(sample)
-    engine = GradientEngine()
-    # A UNet has blocks before the first layer with a LoRA, which then need no gradient.
-    learned = replace(sample, latents=sample.latents.clone().requires_grad_(True))
-    with gradient_engine(engine):
-        velocity_and_gradients(learned, transformer, flags)
-    report = engine.report()
-    num_blocks = len(blocks_of(transformer, sample.family.block_lists))
-    assert report.blocks_run == report.blocks_recomputed == num_blocks > 0
-    tokens = sample.family.num_tokens(sample.latents.shape[1:]) * len(sample.latents)
-    if not flags[1]:
-        assert report.bytes_parked == 0
-        return
-    # At the least each block's image tokens are parked, with one fp32 number a token.
-    assert report.bytes_parked > num_blocks * tokens * 4
+    velocity, gradients = velocity_and_gradients(sample, transformer, (False, False))
+    for flags in FLAGS[1:]:
+        other_velocity, other_gradients = velocity_and_gradients(sample, transformer, flags)
+        assert torch.equal(velocity, other_velocity), flags
+        assert gradients.keys() == other_gradients.keys()
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, other_gradients[name]), (flags, name)
+    # The masks of dropout follow the seed.
+    other_velocity, _ = velocity_and_gradients(sample, transformer, (True, False), seed=4)
+    assert not torch.equal(velocity, other_velocity)
 
 
 @pytest.mark.parametrize("flags", FLAGS)
-def test_every_block_is_called_by_gradient_checkpoint_forward(
-    sample: Sample, monkeypatch: pytest.MonkeyPatch, flags: tuple[bool, bool]
+def test_every_declared_block_is_called_through_the_engine_and_is_recomputed_and_parked(
+    sample: Sample, transformer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, flags: tuple[bool, bool]
 ) -> None:
-    transformer = adapted_transformer(sample)
     calls: list[tuple[Any, ...]] = []
 
     def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,9 +51,19 @@ def test_every_block_is_called_by_gradient_checkpoint_forward(
         return gradient_checkpoint_forward(model, *args, **kwargs)
 
     monkeypatch.setattr(module_of_model_fn(sample), gradient_checkpoint_forward.__name__, watched)
-    velocity_and_gradients(sample, transformer, flags)
+    engine = GradientEngine()
+    # A UNet has blocks before the first layer with a LoRA, which then need no gradient.
+    learned = replace(sample, latents=sample.latents.clone().requires_grad_(True))
+    with gradient_engine(engine):
+        velocity_and_gradients(learned, transformer, flags)
     blocks = blocks_of(transformer, sample.family.block_lists)
     assert calls == [(block, *flags) for block in blocks]
+    report = engine.report()
+    assert report.blocks_run == len(blocks) > 0
+    assert report.blocks_recomputed == (len(blocks) if any(flags) else 0)
+    tokens = sample.family.num_tokens(sample.latents.shape[1:]) * len(sample.latents)
+    # At the least each block's image tokens are parked, with one fp32 number a token.
+    assert report.bytes_parked > len(blocks) * tokens * 4 if flags[1] else report.bytes_parked == 0
 
 
 def module_of_model_fn(sample: Sample) -> ModuleType:
@@ -92,8 +81,8 @@ def is_idle(gradient: torch.Tensor | None) -> bool:
     return gradient is None or not gradient.any()
 
 
-def test_every_adapter_gets_a_gradient(sample: Sample) -> None:
-    _, gradients = velocity_and_gradients(sample, adapted_transformer(sample), (False, False))
+def test_every_adapter_gets_a_gradient(sample: Sample, transformer: torch.nn.Module) -> None:
+    _, gradients = velocity_and_gradients(sample, transformer, (False, False))
     # As long as lora_B is zero, so is the gradient of lora_A.
     learning = {name: gradient for name, gradient in gradients.items() if ".lora_B." in name}
     assert learning

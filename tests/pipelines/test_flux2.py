@@ -222,8 +222,7 @@ def test_the_shift_falls_once_where_the_pipelines_formula_does(dev: Flux2) -> No
     assert round(dev.family_shift((128, 1, 4301)), 1) == 3.3
 
 
-@pytest.mark.parametrize("scale", [1.0, 3.5])
-def test_a_preview_is_what_the_pipeline_draws_from_the_text(family: Flux2, scale: float) -> None:
+def calls_of_a_preview_as_the_pipeline_draws_it(family: Flux2, scale: float) -> int:
     settings = {"guidance_scale": scale}
     is_klein = family.pipeline is Flux2KleinPipeline
     negative = {"negative_prompt_embeds": encoded_prompts(family, "blurred")[0]["prompt_embeds"][None]}
@@ -238,8 +237,19 @@ def test_a_preview_is_what_the_pipeline_draws_from_the_text(family: Flux2, scale
         ),
     )
     assert drawn == [expected.tobytes()]
-    is_base = is_klein and not family.folder.pipeline_config()["is_distilled"]
-    assert len(calls) == (4 if is_base and scale > 1 else 2)
+    return len(calls)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.5])
+def test_a_preview_is_what_the_pipeline_draws_from_the_text(family: Flux2, scale: float) -> None:
+    is_klein = family.pipeline is Flux2KleinPipeline
+    calls = calls_of_a_preview_as_the_pipeline_draws_it(family, scale)
+    assert calls == (4 if is_klein and scale > 1 else 2)
+
+
+def test_a_preview_of_a_distilled_klein_knows_no_guidance_as_in_the_pipeline(tmp_path: Path) -> None:
+    distilled = saved(klein(is_distilled=True), tmp_path)
+    assert calls_of_a_preview_as_the_pipeline_draws_it(distilled, 3.5) == 2
 
 
 @pytest.mark.parametrize("vae_dtype", [torch.float32, torch.bfloat16])

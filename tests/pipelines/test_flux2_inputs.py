@@ -17,7 +17,7 @@ from diffsynth_lite.testing import seeded
 WIDE, TALL = picture(110, 70, 20), picture(64, 100, 30)
 
 
-@pytest.fixture(scope="module", params=["dev", "klein"])
+@pytest.fixture(scope="module", params=LAYOUTS)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Flux2:
     return saved(LAYOUTS[request.param](), tmp_path_factory.mktemp(request.param))
 

@@ -17,6 +17,7 @@ from family_sample import (
     build_sample,
     velocity_and_gradients,
 )
+from processes import on_ranks
 from sdxl_folders import encoded_prompts, request_of
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -224,7 +225,7 @@ def train_on_a_rank(rank: int, folder: Path, sample: Sample) -> None:
 
 
 def test_two_processes_synchronise_the_gradients_of_all_three(sample: Sample, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(train_on_a_rank, (tmp_path, sample), nprocs=2)
+    on_ranks(train_on_a_rank, tmp_path, sample)
     for rank in range(2):
         saved = torch.load(tmp_path / f"rank{rank}.pt")
         for gradients in saved["synchronised"]:
