@@ -108,7 +108,7 @@ def main_process_first(
     return results[0], told
 
 
-class Patience:
+class Watchdog:
     """How long processes wait for one another in a step.
 
     In a step that takes longer each process writes the stacks of its threads to the standard error, and then

@@ -20,7 +20,7 @@ from diffsynth_lite.data import Batch
 from diffsynth_lite.errors import RunStoppedError, UserError
 from diffsynth_lite.training.builder import TrainingObjects, build_engine, expected_block_calls
 from diffsynth_lite.training.checkpoint.saver import Saver
-from diffsynth_lite.training.distributed import Patience, on_main_process
+from diffsynth_lite.training.distributed import Watchdog, on_main_process
 from diffsynth_lite.training.run_context import RunSetting
 from diffsynth_lite.training.run_folder.metrics import MetricsFile, MetricsLog
 from diffsynth_lite.training.run_folder.progress import StepResult
@@ -44,7 +44,7 @@ def train(run: RunSetting, built: TrainingObjects, saver: Saver, stop: StopReque
     """
     config, total_steps = run.config, run.config.train.steps
     metrics = MetricsLog(MetricsFile(run.folder.metrics_file), run.accelerator)
-    watchdog = Patience(run.accelerator, timedelta(minutes=config.train.step_timeout_minutes))
+    watchdog = Watchdog(run.accelerator, timedelta(minutes=config.train.step_timeout_minutes))
     shutdown = StopTime(run.grace if run.is_main else None, save_bytes=saver.num_bytes)
     requests = Requests(run.folder.path, stop, run.accelerator, config.output.checkpoint_every_minutes)
     engine = build_engine(config)
@@ -59,11 +59,11 @@ def train(run: RunSetting, built: TrainingObjects, saver: Saver, stop: StopReque
     )
 
     def evaluate_now(step: int) -> None:
-        with watchdog.lifted(), shutdown.timing("evaluation"):
+        with watchdog.paused(), shutdown.timing("evaluation"):
             evaluate(built, saver, metrics, step)
 
     def save_now(step: int) -> None:
-        with watchdog.lifted(), shutdown.timing("save"):
+        with watchdog.paused(), shutdown.timing("save"):
             saver.save(step)
         requests.note_save()
 
@@ -74,7 +74,7 @@ def train(run: RunSetting, built: TrainingObjects, saver: Saver, stop: StopReque
     logger.info("Start-up took %s.", run.clock.describe())
     stop.let_steps_finish()
     step = min(start_step, total_steps)
-    with gradient_engine(engine), watchdog.with_steps(), report.shown(run.console):
+    with gradient_engine(engine), watchdog.watching(), report.shown(run.console):
         for step in range(start_step + 1, total_steps + 1):
             result = train_step(built, step)
 
@@ -89,7 +89,7 @@ def train(run: RunSetting, built: TrainingObjects, saver: Saver, stop: StopReque
                 evaluate_now(step)
             if asked.save or _is_due(step, config.output.checkpoint_every_steps, total_steps):
                 save_now(step)
-            watchdog.renew()
+            watchdog.reset()
             if asked.stop:
                 break
     if step < total_steps or step == start_step:  # A step that is saved already is not written again.

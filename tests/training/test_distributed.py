@@ -12,21 +12,21 @@ import torch.distributed
 import torch.multiprocessing
 from accelerate import Accelerator
 
-from diffsynth_lite.training.distributed import Patience
+from diffsynth_lite.training.distributed import Watchdog
 
 SLOW = """
 import sys, time
 from datetime import timedelta
 from types import SimpleNamespace
-from diffsynth_lite.training.distributed import Patience
+from diffsynth_lite.training.distributed import Watchdog
 
-patience = Patience(SimpleNamespace(num_processes=1), timedelta(seconds=float(sys.argv[1])))
+watchdog = Watchdog(SimpleNamespace(num_processes=1), timedelta(seconds=float(sys.argv[1])))
 
 def hang_in_a_step():
     time.sleep(1.0)
 
-with patience.with_steps():
-    with patience.lifted():
+with watchdog.watching():
+    with watchdog.paused():
         time.sleep(1.0)
     if sys.argv[2] == "hang":
         hang_in_a_step()
@@ -55,10 +55,10 @@ def wait_for_one_that_hangs(rank: int, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     accelerator = Accelerator(cpu=True)
-    patience = Patience(accelerator, timedelta(seconds=2))
-    with patience.with_steps():
+    watchdog = Watchdog(accelerator, timedelta(seconds=2))
+    with watchdog.watching():
         accelerator.reduce(torch.ones(1))
-        with patience.lifted():
+        with watchdog.paused():
             time.sleep(3 * rank)  # longer than a step may take
             accelerator.reduce(torch.ones(1))
         if rank == 1:
