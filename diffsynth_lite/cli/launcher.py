@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from diffsynth_lite.training.stopping import StopGrace
+from diffsynth_lite.training.stopping import GracePeriod
 
 _DEFAULT_S = 30.0
 """Of torch's elastic agent, which is torchrun and stands in `accelerate launch` with several processes."""
@@ -15,9 +15,9 @@ _VARIABLES = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
 """The first one stands for the argument, as torchrun has one for each of them."""
 
 
-def stop_grace(
+def grace_period(
     environment: Mapping[str, str], launcher: Sequence[str], *, can_be_set: bool
-) -> StopGrace | None:
+) -> GracePeriod | None:
     """What the elastic agent that started this process gives it; None where it was started in another way.
 
     Args:
@@ -28,14 +28,14 @@ def stop_grace(
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
     if not can_be_set:
-        return StopGrace(seconds=_DEFAULT_S, setting=None)
+        return GracePeriod(seconds=_DEFAULT_S, setting=None)
     given = _argument(launcher)
     if given is not None:
         return _grace(given, _ARGUMENTS[0])
     for name in _VARIABLES:
         if name in environment:
             return _grace(environment[name], name)
-    return StopGrace(seconds=_DEFAULT_S, setting=_VARIABLES[-1])
+    return GracePeriod(seconds=_DEFAULT_S, setting=_VARIABLES[-1])
 
 
 def grace_can_be_set() -> bool:
@@ -66,5 +66,5 @@ def _argument(command: Sequence[str]) -> str | None:
     return found
 
 
-def _grace(text: str, setting: str) -> StopGrace | None:
-    return StopGrace(seconds=float(text), setting=setting) if text.strip().isdecimal() else None
+def _grace(text: str, setting: str) -> GracePeriod | None:
+    return GracePeriod(seconds=float(text), setting=setting) if text.strip().isdecimal() else None

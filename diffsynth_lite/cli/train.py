@@ -81,7 +81,7 @@ def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> N
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
-    from diffsynth_lite.cli.launcher import grace_can_be_set, parent_command, stop_grace
+    from diffsynth_lite.cli.launcher import grace_can_be_set, parent_command, grace_period
     from diffsynth_lite.training.run import run_training
     from diffsynth_lite.training.run_context import StartupClock
 
@@ -90,7 +90,7 @@ def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> N
     if not console.is_terminal:
         diffusers_logging.disable_progress_bar()
         transformers_logging.disable_progress_bar()
-    grace = stop_grace(os.environ, parent_command(), can_be_set=grace_can_be_set())
+    grace = grace_period(os.environ, parent_command(), can_be_set=grace_can_be_set())
     run_training(loaded, console=console, clock=clock, grace=grace)
 
 

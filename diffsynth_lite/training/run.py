@@ -45,7 +45,7 @@ from diffsynth_lite.training.run_context import RunSetting, StartupClock
 from diffsynth_lite.training.run_folder.folder import RunFolder
 from diffsynth_lite.training.run_folder.metrics import MetricsFile, start_trackers
 from diffsynth_lite.training.run_folder.status import outcome_recorded, shortages_explained
-from diffsynth_lite.training.stopping import StopGrace, StopRequest, remove_old_requests
+from diffsynth_lite.training.stopping import GracePeriod, StopRequest, remove_old_requests
 from diffsynth_lite.training.trainer import train
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ _NONE_THERE = "does not have a deterministic implementation"
 
 
 def run_training(
-    loaded: LoadedConfig, *, console: Console, clock: StartupClock, grace: StopGrace | None = None
+    loaded: LoadedConfig, *, console: Console, clock: StartupClock, grace: GracePeriod | None = None
 ) -> None:
     """Train a LoRA: check, encode, load, train, save.
 

@@ -13,7 +13,7 @@ from diffsynth_lite.training.checkpoint.resume import Origin
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.checks import CheckedRun
 from diffsynth_lite.training.run_folder.folder import RunFolder
-from diffsynth_lite.training.stopping import StopGrace
+from diffsynth_lite.training.stopping import GracePeriod
 
 
 class StartupClock:
@@ -71,7 +71,7 @@ class RunSetting:
     checked: CheckedRun
     console: Console
     clock: StartupClock
-    grace: StopGrace | None
+    grace: GracePeriod | None
 
     @property
     def origin(self) -> Origin:

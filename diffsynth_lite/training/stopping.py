@@ -149,7 +149,7 @@ def _take(path: Path) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopGrace:
+class GracePeriod:
     """How long a launcher waits for its processes.
 
     Attributes:
@@ -162,7 +162,7 @@ class StopGrace:
     setting: str | None
 
 
-class StopTime:
+class ShutdownBudget:
     """How long a run needs from a stop signal to its checkpoint; warns once where that is more than it gets.
 
     At worst the signal comes at the beginning of a step after which previews and losses are due. The first
@@ -174,7 +174,7 @@ class StopTime:
         save_bytes: that a save writes: tells its time until one is measured.
     """
 
-    def __init__(self, grace: StopGrace | None, *, save_bytes: int) -> None:
+    def __init__(self, grace: GracePeriod | None, *, save_bytes: int) -> None:
         self._grace = grace
         self._steps_s: list[float] | None = None
         self._evaluation_s = 0.0

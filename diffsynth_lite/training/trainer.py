@@ -25,7 +25,7 @@ from diffsynth_lite.training.run_context import RunSetting
 from diffsynth_lite.training.run_folder.metrics import MetricsFile, MetricsLog
 from diffsynth_lite.training.run_folder.progress import StepResult
 from diffsynth_lite.training.run_folder.step_report import StepReport
-from diffsynth_lite.training.stopping import Requests, StopRequest, StopTime
+from diffsynth_lite.training.stopping import Requests, StopRequest, ShutdownBudget
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def train(run: RunSetting, built: TrainingObjects, saver: Saver, stop: StopReque
     config, total_steps = run.config, run.config.train.steps
     metrics = MetricsLog(MetricsFile(run.folder.metrics_file), run.accelerator)
     watchdog = Watchdog(run.accelerator, timedelta(minutes=config.train.step_timeout_minutes))
-    shutdown = StopTime(run.grace if run.is_main else None, save_bytes=saver.num_bytes)
+    shutdown = ShutdownBudget(run.grace if run.is_main else None, save_bytes=saver.num_bytes)
     requests = Requests(run.folder.path, stop, run.accelerator, config.output.checkpoint_every_minutes)
     engine = build_engine(config)
     report = StepReport(

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from diffsynth_lite.cli.launcher import grace_can_be_set, parent_command, stop_grace
-from diffsynth_lite.training.stopping import StopGrace
+from diffsynth_lite.cli.launcher import grace_can_be_set, parent_command, grace_period
+from diffsynth_lite.training.stopping import GracePeriod
 
 AGENT = {"TORCHELASTIC_RUN_ID": "none"}
 SETTING = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -14,7 +14,7 @@ TORCHRUN = ["python", "torchrun", "--nproc_per_node", "2"]
 
 
 def test_without_an_agent_nothing_is_known() -> None:
-    assert stop_grace({SETTING: "5"}, [*TORCHRUN, "--shutdown-timeout=5"], can_be_set=True) is None
+    assert grace_period({SETTING: "5"}, [*TORCHRUN, "--shutdown-timeout=5"], can_be_set=True) is None
 
 
 @pytest.mark.parametrize(
@@ -34,20 +34,20 @@ def test_the_argument_counts_before_the_variables_and_these_before_the_default(
     environment: dict[str, str], arguments: list[str], seconds: float, setting: str
 ) -> None:
     command = [*TORCHRUN, *arguments, "train.py", "--config", "a.yaml"]
-    found = stop_grace(AGENT | environment, command, can_be_set=True)
-    assert found == StopGrace(seconds=seconds, setting=setting)
+    found = grace_period(AGENT | environment, command, can_be_set=True)
+    assert found == GracePeriod(seconds=seconds, setting=setting)
 
 
 @pytest.mark.parametrize("arguments", [["--shutdown-timeout"], ["--shutdown-timeout="]])
 def test_what_is_no_number_is_not_guessed_at(arguments: list[str]) -> None:
-    assert stop_grace(AGENT, arguments, can_be_set=True) is None
-    assert stop_grace(AGENT | {SETTING: "a minute"}, [], can_be_set=True) is None
+    assert grace_period(AGENT, arguments, can_be_set=True) is None
+    assert grace_period(AGENT | {SETTING: "a minute"}, [], can_be_set=True) is None
 
 
 def test_an_agent_that_looks_at_no_setting_waits_as_it_always_did() -> None:
     command = [*TORCHRUN, "--shutdown-timeout=600"]
-    found = stop_grace(AGENT | {SETTING: "600"}, command, can_be_set=False)
-    assert found == StopGrace(seconds=30, setting=None)
+    found = grace_period(AGENT | {SETTING: "600"}, command, can_be_set=False)
+    assert found == GracePeriod(seconds=30, setting=None)
 
 
 def test_this_torch_says_whether_its_agent_does() -> None:
