@@ -110,7 +110,7 @@ _SETTINGS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Yardstick:
+class ValidationProtocol:
     """What decides the loss on fixed noise besides the weights and what may never change in a run.
 
     Attributes:
@@ -130,7 +130,7 @@ class Yardstick:
         items = {**asdict(self.data), "num_measured": self.num_items}
         return {"items": items, "seed": self.seed, "is_average": self.is_average}
 
-    def differing(self, saved: Mapping[str, Any] | None) -> list[str]:
+    def changed_settings(self, saved: Mapping[str, Any] | None) -> list[str]:
         """Settings that make it another one than that of the document ``saved``; all of them without one."""
         given = self.document()
         return [name for key, name in _SETTINGS.items() if saved is None or saved.get(key) != given[key]]

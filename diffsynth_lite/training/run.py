@@ -39,7 +39,7 @@ from diffsynth_lite.training.checkpoint.store import Checkpoint, CheckpointStore
 from diffsynth_lite.training.checks import check_run
 from diffsynth_lite.training.distributed import on_main_process
 from diffsynth_lite.training.encoding import TrainingData, encode_run
-from diffsynth_lite.training.evaluation import Yardstick
+from diffsynth_lite.training.evaluation import ValidationProtocol
 from diffsynth_lite.training.memory_advice import out_of_memory_explained
 from diffsynth_lite.training.run_context import RunSetting, StartupClock
 from diffsynth_lite.training.run_folder.folder import RunFolder
@@ -157,7 +157,7 @@ def _train(setting: RunSetting, contract: Contract, checkpoint: Checkpoint | Non
         lineage=lineage,
         resolved_yaml=setting.loaded.resolved_yaml,
         keeps_best=setting.config.output.keep_best and setting.config.validation.data is not None,
-        yardstick=_yardstick(setting.config, encoded),
+        protocol=_validation_protocol(setting.config, encoded),
         best=checkpoint.documents["state"].get("best") if checkpoint else None,
     )
     try:
@@ -173,8 +173,8 @@ def _train(setting: RunSetting, contract: Contract, checkpoint: Checkpoint | Non
     return step
 
 
-def _yardstick(config: Config, encoded: TrainingData) -> Yardstick:
-    return Yardstick(
+def _validation_protocol(config: Config, encoded: TrainingData) -> ValidationProtocol:
+    return ValidationProtocol(
         data=encoded.validation_identity,
         num_items=len(encoded.validation_items),
         seed=config.validation.seed,

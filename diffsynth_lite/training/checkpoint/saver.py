@@ -20,7 +20,7 @@ from diffsynth_lite.training.checkpoint.resume import Contract, Lineage
 from diffsynth_lite.training.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
 from diffsynth_lite.training.distributed import on_main_process
 from diffsynth_lite.training.ema import AveragedWeights
-from diffsynth_lite.training.evaluation import Yardstick
+from diffsynth_lite.training.evaluation import ValidationProtocol
 from diffsynth_lite.training.run_folder.folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Saver:
         lineage: each start of the run up to now.
         resolved_yaml: the run's settings, kept beside each checkpoint.
         keeps_best: whether the checkpoint with the lowest loss on held-out data is kept.
-        yardstick: what that loss is measured by.
+        protocol: what that loss is measured by.
         best: step and loss of that checkpoint, and what the loss was measured by; None before the first, and
             where it was measured by something else.
     """
@@ -60,12 +60,12 @@ class Saver:
     lineage: Lineage
     resolved_yaml: str
     keeps_best: bool
-    yardstick: Yardstick
+    protocol: ValidationProtocol
     best: dict[str, Any] | None
     _saved_step: int | None = None
 
     def __post_init__(self) -> None:
-        changed = self.yardstick.differing(self.best.get("measured_by")) if self.best else []
+        changed = self.protocol.changed_settings(self.best.get("measured_by")) if self.best else []
         if self.best and self.keeps_best and changed:
             logger.warning(
                 "The loss of the best checkpoint (step %d, loss %.4f) cannot be compared with those from "
@@ -80,7 +80,7 @@ class Saver:
     @property
     def measures_average(self) -> bool:
         """Whether the loss on held-out data is the average's."""
-        return self.yardstick.is_average
+        return self.protocol.is_average
 
     @property
     def num_bytes(self) -> int:
@@ -144,7 +144,7 @@ class Saver:
         is_trained = step > 0
         if not is_trained or not math.isfinite(loss) or (self.best and self.best["loss"] <= loss):
             return
-        self.best = {"step": step, "loss": loss, "measured_by": self.yardstick.document()}
+        self.best = {"step": step, "loss": loss, "measured_by": self.protocol.document()}
         self.store.pinned = step
         self._write(step)
         self._export(self.folder.best_lora_folder, average=self.measures_average)
