@@ -41,7 +41,7 @@ from diffsynth_lite.training.distributed import on_main_process
 from diffsynth_lite.training.encoding import TrainingData, encode_run
 from diffsynth_lite.training.evaluation import ValidationProtocol
 from diffsynth_lite.training.memory_advice import out_of_memory_explained
-from diffsynth_lite.training.run_context import RunSetting, StartupClock
+from diffsynth_lite.training.run_context import RunContext, StartupClock
 from diffsynth_lite.training.run_folder.folder import RunFolder
 from diffsynth_lite.training.run_folder.metrics import MetricsFile, start_trackers
 from diffsynth_lite.training.run_folder.status import outcome_recorded, shortages_explained
@@ -77,7 +77,7 @@ def run_training(
     accelerator = build_accelerator(config, folder.path / "trackers")
     with clock.stage("checks"):
         checked = check_run(config, accelerator)
-    setting = RunSetting(
+    setting = RunContext(
         loaded=loaded,
         accelerator=accelerator,
         folder=folder,
@@ -105,12 +105,12 @@ def run_training(
         recorded = outcome_recorded(
             folder, setting.store, start_step=start_step, total_steps=config.train.steps
         )
-        kernels = repeatable_kernels() if config.train.deterministic else nullcontext()
+        kernels = deterministic_kernels() if config.train.deterministic else nullcontext()
         with recorded if setting.is_main else nullcontext(), shortages_explained(), kernels:
             _conclude(setting, _train(setting, contract, checkpoint, stop))
 
 
-def _train(setting: RunSetting, contract: Contract, checkpoint: Checkpoint | None, stop: StopRequest) -> int:
+def _train(setting: RunContext, contract: Contract, checkpoint: Checkpoint | None, stop: StopRequest) -> int:
     """Encode, load, train, save; returns the optimizer steps done."""
     start_step = checkpoint.step if checkpoint else 0
     initial = _initial_lora(setting) if checkpoint is None else None
@@ -182,14 +182,14 @@ def _validation_protocol(config: Config, encoded: TrainingData) -> ValidationPro
     )
 
 
-def _conclude(setting: RunSetting, step: int) -> None:
+def _conclude(setting: RunContext, step: int) -> None:
     steps = setting.config.train.steps
     if step < steps:
         raise RunInterrupted(f"stopped after step {step} of {steps}, saved; the same command continues it")
     logger.info("Finished after %d steps. %s", step, _results(setting.folder))
 
 
-def _initial_lora(setting: RunSetting) -> dict[str, torch.Tensor] | None:
+def _initial_lora(setting: RunContext) -> dict[str, torch.Tensor] | None:
     lora = setting.config.lora
     if lora.init_from is None:
         return None
@@ -251,7 +251,7 @@ def follow_run(loaded: LoadedConfig, accelerator: Accelerator, *, folder: Path, 
 
 
 @contextmanager
-def repeatable_kernels() -> Iterator[None]:
+def deterministic_kernels() -> Iterator[None]:
     """Scope in which torch takes kernels that sum in the same order each time.
 
     Flash and memory-efficient attention then sum in order in the backward pass, and cuDNN's attention is left

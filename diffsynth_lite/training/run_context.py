@@ -50,7 +50,7 @@ class StartupClock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSetting:
+class RunContext:
     """What every stage of a run needs: settings, processes, places.
 
     Attributes:

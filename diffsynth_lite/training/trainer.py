@@ -21,7 +21,7 @@ from diffsynth_lite.errors import RunStoppedError, UserError
 from diffsynth_lite.training.builder import TrainingObjects, build_engine, expected_block_calls
 from diffsynth_lite.training.checkpoint.saver import Saver
 from diffsynth_lite.training.distributed import Watchdog, on_main_process
-from diffsynth_lite.training.run_context import RunSetting
+from diffsynth_lite.training.run_context import RunContext
 from diffsynth_lite.training.run_folder.metrics import MetricsFile, MetricsLog
 from diffsynth_lite.training.run_folder.progress import StepResult
 from diffsynth_lite.training.run_folder.step_report import StepReport
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _MAX_SKIPPED_IN_A_ROW = 5
 
 
-def train(run: RunSetting, built: TrainingObjects, saver: Saver, stop: StopRequest, start_step: int) -> int:
+def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopRequest, start_step: int) -> int:
     """Train until the last step or until somebody asks to stop, and save there.
 
     Returns:
@@ -168,7 +168,7 @@ def evaluate(built: TrainingObjects, saver: Saver, metrics: MetricsLog, step: in
     saver.consider(step, math.nan if loss is None else loss)
 
 
-def report_memory(run: RunSetting, engine: GradientEngine, metrics: MetricsLog, step: int) -> None:
+def report_memory(run: RunContext, engine: GradientEngine, metrics: MetricsLog, step: int) -> None:
     """Log what checkpointing and offload did in the first step.
 
     Raises:

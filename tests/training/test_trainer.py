@@ -19,7 +19,7 @@ from diffsynth_lite.data import Batch, Bucket
 from diffsynth_lite.errors import RunStoppedError
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects, build_accelerator
-from diffsynth_lite.training.run_context import RunSetting, StartupClock
+from diffsynth_lite.training.run_context import RunContext, StartupClock
 from diffsynth_lite.training.run_folder.folder import RunFolder
 from diffsynth_lite.training.run_folder.progress import StepResult
 from diffsynth_lite.training.trainer import train, train_step
@@ -282,7 +282,7 @@ class Life:
         process = SimpleNamespace(
             num_processes=1, is_main_process=True, device=torch.device("cpu"), log=lambda *_, **__: None
         )
-        run = RunSetting(
+        run = RunContext(
             loaded=config_of(self._folder, *settings),
             accelerator=process,
             folder=RunFolder(self._folder),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.training.run import repeatable_kernels
+from diffsynth_lite.training.run import deterministic_kernels
 
 
 def switches() -> tuple[bool, bool, bool, bool]:
@@ -23,10 +23,10 @@ def test_the_switches_of_torch_are_as_before_afterwards(warn_only: bool) -> None
     torch.backends.cudnn.benchmark = True
     try:
         set_by_someone = switches()
-        with repeatable_kernels():
+        with deterministic_kernels():
             assert switches() == (True, False, False, False)
         assert switches() == set_by_someone
-        with pytest.raises(ZeroDivisionError), repeatable_kernels():
+        with pytest.raises(ZeroDivisionError), deterministic_kernels():
             raise ZeroDivisionError
         assert switches() == set_by_someone
     finally:
@@ -40,10 +40,10 @@ def without_repeatable_kernel() -> None:
 
 def test_an_operation_without_a_repeatable_kernel_ends_the_run_by_name() -> None:
     without_repeatable_kernel()
-    with pytest.raises(UserError, match=r"train\.deterministic.*put_.*Set it to false"), repeatable_kernels():
+    with pytest.raises(UserError, match=r"train\.deterministic.*put_.*Set it to false"), deterministic_kernels():
         without_repeatable_kernel()
 
 
 def test_other_errors_stay_what_they_are() -> None:
-    with pytest.raises(RuntimeError, match=r"^a shape$"), repeatable_kernels():
+    with pytest.raises(RuntimeError, match=r"^a shape$"), deterministic_kernels():
         raise RuntimeError("a shape")
