@@ -81,7 +81,7 @@ def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> N
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
-    from diffsynth_lite.cli.launcher import grace_can_be_set, parent_command, grace_period
+    from diffsynth_lite.cli.launcher import grace_can_be_set, grace_period, parent_command
     from diffsynth_lite.training.run import run_training
     from diffsynth_lite.training.run_context import StartupClock
 

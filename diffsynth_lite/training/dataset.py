@@ -288,15 +288,15 @@ def read_data(config: Config, accelerator: Accelerator) -> ReadData:
         UserError: the list of bad items cannot be written.
     """
     quarantine = Quarantine(config)
-    own, told = main_process_first(
+    own, gathered = main_process_first(
         accelerator, lambda: _read(config, quarantine), lambda data: (data.problems, quarantine.rows)
     )
-    for _, rows in told:
+    for _, rows in gathered:
         quarantine.add_rows(rows)
     if quarantine.rows:
         with shortages_explained():
             on_main_process(accelerator, quarantine.write)
-    problems = list(dict.fromkeys(problem for found, _ in told for problem in found))
+    problems = list(dict.fromkeys(problem for found, _ in gathered for problem in found))
     return ReadData(training=own.training, validation=own.validation, problems=problems)
 
 

@@ -22,10 +22,11 @@ LONG_WAIT = timedelta(hours=6)
 """For what one process does while the others wait: its part of the cache, previews, a checkpoint."""
 _DUMP_AT = 0.8
 """Part of the limit after which every process writes down where it is: before the limit ends them."""
-_RENEWED_AFTER = 0.05
+_RESET_AFTER = 0.05
+"""Part of the limit: a reset that follows the last one sooner is left out, as each starts a thread."""
 
 _Result = TypeVar("_Result")
-_Told = TypeVar("_Told")
+_Gathered = TypeVar("_Gathered")
 
 
 def on_main_process(accelerator: Accelerator, work: Callable[[], _Result]) -> _Result | None:
@@ -35,21 +36,19 @@ def on_main_process(accelerator: Accelerator, work: Callable[[], _Result]) -> _R
         The result on the main process, None on the others.
 
     Raises:
-        UserError: what the main process raised; on the others with the same text.
-        RunStoppedError: likewise; also on the others when the main process failed in any other way.
+        UserError: the main process raised it; on the others with the same text.
+        RunStoppedError: the same; on the others also when the main process failed in any other way.
     """
     if accelerator.num_processes == 1:
         return work()
     if not accelerator.is_main_process:
         kind, message = broadcast_object_list([None])[0]
-        if kind is not None:
-            raise UserError(message) if kind == "UserError" else RunStoppedError(message)
+        _raise_as(kind, message)
         return None
     try:
         result = work()
     except BaseException as error:
-        kind = "UserError" if isinstance(error, UserError) else "other"
-        broadcast_object_list([(kind, str(error) or type(error).__name__)])
+        broadcast_object_list([_described(error)])
         raise
     broadcast_object_list([(None, "")])
     return result
@@ -62,72 +61,81 @@ def on_all_processes(accelerator: Accelerator, work: Callable[[], _Result]) -> l
         The results of all processes, the same list on each.
 
     Raises:
-        UserError: what any process raised; on the others with the same text.
-        RunStoppedError: likewise; also on the others when a process failed in any other way.
+        UserError: some process raised it; on the others with the same text.
+        RunStoppedError: the same; on the others also when a process failed in any other way.
     """
     if accelerator.num_processes == 1:
         return [work()]
     try:
         result = work()
     except BaseException as error:
-        kind = "UserError" if isinstance(error, UserError) else "other"
-        gather_object([(kind, str(error) or type(error).__name__, None)])
+        gather_object([(*_described(error), None)])
         raise
     outcomes = gather_object([(None, "", result)])
     for kind, message, _ in outcomes:
-        if kind is not None:
-            raise UserError(message) if kind == "UserError" else RunStoppedError(message)
+        _raise_as(kind, message)
     return [result for _, _, result in outcomes]
 
 
 def main_process_first(
-    accelerator: Accelerator, work: Callable[[], _Result], tell: Callable[[_Result], _Told]
-) -> tuple[_Result, list[_Told]]:
-    """Do something on the main process and then on the others, which find done what it has left on the disk.
+    accelerator: Accelerator, work: Callable[[], _Result], gather: Callable[[_Result], _Gathered]
+) -> tuple[_Result, list[_Gathered]]:
+    """Do something on the main process and then on the others, which find its files on the disk.
 
     Args:
-        accelerator: tells processes.
+        accelerator: knows the processes.
         work: to do.
-        tell: what all processes are to know of a process's result.
+        gather: gives the part of a process's result that all of them get.
 
     Returns:
-        The result of this process, and what is told of those of all, the same list on each.
+        The result of this process, and the gathered parts of all, the same list on each.
 
     Raises:
-        UserError: what any process raised; on the others with the same text.
-        RunStoppedError: likewise; also on the others when a process failed in any other way.
+        UserError: some process raised it; on the others with the same text.
+        RunStoppedError: the same; on the others also when a process failed in any other way.
     """
     results = on_main_process(accelerator, lambda: [work()]) or []
 
-    def finish() -> _Told:
+    def finish() -> _Gathered:
         if not results:
             results.append(work())
-        return tell(results[0])
+        return gather(results[0])
 
-    told = on_all_processes(accelerator, finish)
-    return results[0], told
+    gathered = on_all_processes(accelerator, finish)
+    return results[0], gathered
+
+
+def _described(error: BaseException) -> tuple[str, str]:
+    """The kind of an error and its text, for the other processes."""
+    return "UserError" if isinstance(error, UserError) else "other", str(error) or type(error).__name__
+
+
+def _raise_as(kind: str | None, message: str) -> None:
+    """Raise the error that another process described, if it had one."""
+    if kind is not None:
+        raise UserError(message) if kind == "UserError" else RunStoppedError(message)
 
 
 class Watchdog:
-    """How long processes wait for one another in a step.
+    """Finds a process that hangs in a step, and says where it hangs.
 
-    In a step that takes longer each process writes the stacks of its threads to the standard error, and then
-    torch gives up waiting: the run ends with an error instead of hanging for ever. A single process waits for
-    nobody, and only writes its stacks.
+    In a step that takes longer than the limit, each process first writes the stacks of its threads to the
+    standard error; then torch gives up waiting, so that the run ends with an error instead of hanging for
+    ever. A single process waits for nobody and only writes its stacks.
 
     Args:
-        accelerator: of the run.
+        accelerator: knows how many processes there are.
         limit: of one optimizer step.
     """
 
     def __init__(self, accelerator: Accelerator, limit: timedelta) -> None:
         self._accelerator = accelerator
         self._limit = limit
-        self._renewed_at = -math.inf
+        self._reset_at = -math.inf
 
     @contextmanager
-    def with_steps(self) -> Iterator[None]:
-        """Scope of the training loop; ``renew`` begins each step's time."""
+    def watching(self) -> Iterator[None]:
+        """Scope of the training loop; ``reset`` begins each step's time."""
         self._set_timeout(self._limit)
         self._begin()
         try:
@@ -137,8 +145,8 @@ class Watchdog:
             self._set_timeout(LONG_WAIT)
 
     @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Scope in the loop of what may take as long as it takes."""
+    def paused(self) -> Iterator[None]:
+        """Scope of what may take longer than a step: a save, an evaluation."""
         faulthandler.cancel_dump_traceback_later()
         self._set_timeout(LONG_WAIT)
         try:
@@ -147,17 +155,17 @@ class Watchdog:
             self._set_timeout(self._limit)
             self._begin()
 
-    def renew(self) -> None:
-        """Begin a step's time anew, as exactly as a twentieth of it: each time starts a thread."""
+    def reset(self) -> None:
+        """Begin the time of the next step."""
         now, limit_s = time.monotonic(), self._limit.total_seconds()
-        if now - self._renewed_at < _RENEWED_AFTER * limit_s or sys.__stderr__ is None:
+        if now - self._reset_at < _RESET_AFTER * limit_s or sys.__stderr__ is None:
             return
-        self._renewed_at = now
+        self._reset_at = now
         faulthandler.dump_traceback_later(_DUMP_AT * limit_s, file=sys.__stderr__)
 
     def _begin(self) -> None:
-        self._renewed_at = -math.inf
-        self.renew()
+        self._reset_at = -math.inf
+        self.reset()
 
     def _set_timeout(self, limit: timedelta) -> None:
         if self._accelerator.num_processes == 1:

@@ -13,6 +13,12 @@ from diffsynth_lite.data import Bucket, DataIdentity
 from diffsynth_lite.pipelines import Conditioning
 from diffsynth_lite.training.objective import DenoisingObjective
 
+_PROTOCOL_SETTINGS = {
+    "items": "validation.data and validation.loss_items",
+    "seed": "validation.seed",
+    "is_average": "validation.use_ema and train.ema_decay",
+}
+
 
 @contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
@@ -102,19 +108,14 @@ class FixedNoiseLoss:
         return float(errors.sum())
 
 
-_SETTINGS = {
-    "items": "validation.data and validation.loss_items",
-    "seed": "validation.seed",
-    "is_average": "validation.use_ema and train.ema_decay",
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class ValidationProtocol:
-    """What decides the loss on fixed noise besides the weights and what may never change in a run.
+    """How the validation loss is measured: two losses compare only where this is the same.
+
+    What may never change in a run is left out.
 
     Attributes:
-        data: what the held-out items are, as many as ``validation.loss_items`` takes files.
+        data: the held-out items, as many as ``validation.loss_items`` takes files.
         num_items: how many of them are measured; fewer where a file gives several clips.
         seed: of the noise.
         is_average: whether it is the loss of the averaged weights.
@@ -126,11 +127,13 @@ class ValidationProtocol:
     is_average: bool
 
     def document(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """The protocol as a checkpoint keeps it."""
         items = {**asdict(self.data), "num_measured": self.num_items}
         return {"items": items, "seed": self.seed, "is_average": self.is_average}
 
     def changed_settings(self, saved: Mapping[str, Any] | None) -> list[str]:
-        """Settings that make it another one than that of the document ``saved``; all of them without one."""
+        """The settings in which it differs from the document ``saved``; all of them where there is none."""
         given = self.document()
-        return [name for key, name in _SETTINGS.items() if saved is None or saved.get(key) != given[key]]
+        return [
+            name for key, name in _PROTOCOL_SETTINGS.items() if saved is None or saved.get(key) != given[key]
+        ]

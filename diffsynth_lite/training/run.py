@@ -1,4 +1,4 @@
-"""This file runs a training from a loaded config to the exported LoRA."""
+"""This file is the life of a run: check, encode, load, train, save, conclude."""
 
 import logging
 import uuid
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import yaml
-from accelerate import Accelerator
 from diffusers.training_utils import free_memory
 from rich.console import Console
 
@@ -57,13 +56,13 @@ _NONE_THERE = "does not have a deterministic implementation"
 def run_training(
     loaded: LoadedConfig, *, console: Console, clock: StartupClock, grace: GracePeriod | None = None
 ) -> None:
-    """Train a LoRA: check, encode, load, train, save.
+    """Train a LoRA from a loaded config to the exported file.
 
     Args:
         loaded: the config and its texts.
         console: where the progress line goes.
         clock: counts the start-up time.
-        grace: that the launcher gives a stopped run, where it is known.
+        grace: how long the launcher waits for a run that it stops, where that is known.
 
     Raises:
         UserError: something the user can fix; before weights load wherever that is possible.
@@ -77,7 +76,7 @@ def run_training(
     accelerator = build_accelerator(config, folder.path / "trackers")
     with clock.stage("checks"):
         checked = check_run(config, accelerator)
-    setting = RunContext(
+    run = RunContext(
         loaded=loaded,
         accelerator=accelerator,
         folder=folder,
@@ -96,81 +95,119 @@ def run_training(
         on_main_process(accelerator, lambda: held.enter_context(folder.lock()))
         on_main_process(accelerator, lambda: remove_old_requests(folder.path))
         contract = settings_contract(config, model_fingerprint=checked.family.fingerprint())
-        checkpoint = agreed_start(accelerator, setting.origin, contract)
+        checkpoint = agreed_start(accelerator, run.origin, contract)
         status = folder.read_status() or {}
         if checkpoint and checkpoint.step >= config.train.steps and status.get("state") == "finished":
             logger.info("This run is finished (step %d). %s", checkpoint.step, _results(folder))
             return
         start_step = checkpoint.step if checkpoint else 0
-        recorded = outcome_recorded(
-            folder, setting.store, start_step=start_step, total_steps=config.train.steps
-        )
+        recorded = outcome_recorded(folder, run.store, start_step=start_step, total_steps=config.train.steps)
         kernels = deterministic_kernels() if config.train.deterministic else nullcontext()
-        with recorded if setting.is_main else nullcontext(), shortages_explained(), kernels:
-            _conclude(setting, _train(setting, contract, checkpoint, stop))
+        with recorded if run.is_main else nullcontext(), shortages_explained(), kernels:
+            _conclude(run, _train(run, contract, checkpoint, stop))
 
 
-def _train(setting: RunContext, contract: Contract, checkpoint: Checkpoint | None, stop: StopRequest) -> int:
+def _train(run: RunContext, contract: Contract, checkpoint: Checkpoint | None, stop: StopRequest) -> int:
     """Encode, load, train, save; returns the optimizer steps done."""
     start_step = checkpoint.step if checkpoint else 0
-    initial = _initial_lora(setting) if checkpoint is None else None
-    with setting.clock.stage("encoding"):
-        encoded = encode_run(setting.config, setting.checked, setting.accelerator)
+    initial = _initial_lora(run) if checkpoint is None else None
+    with run.clock.stage("encoding"):
+        encoded = encode_run(run.config, run.checked, run.accelerator)
         # From here on only tensors are needed.
-        setting.checked.drop_records()
+        run.checked.drop_records()
         free_memory()
-    contract |= data_contract(encoded.identity, micro_batch_size=setting.config.train.micro_batch_size)
-    changes = setting.origin.changes(contract, checkpoint)
-    lineage = extended_lineage(checkpoint, changes, setting.accelerator)
+    contract |= data_contract(encoded.identity, micro_batch_size=run.config.train.micro_batch_size)
+    changes = run.origin.changes(contract, checkpoint)
+    lineage = extended_lineage(checkpoint, changes, run.accelerator)
     run_id = checkpoint.documents["state"]["run_id"] if checkpoint else uuid.uuid4().hex[:12]
-    if setting.is_main:
-        write_opening(setting.folder, setting.store, setting.loaded, contract, lineage)
-    follow_run(setting.loaded, setting.accelerator, folder=setting.folder.path / "trackers", run_id=run_id)
-    with setting.clock.stage("model"):
+    if run.is_main:
+        _start_run_folder(run, contract, lineage)
+    _start_trackers(run, run_id)
+    with run.clock.stage("model"):
         logger.info("Loading the transformer.")
-        transformer = build_transformer(setting.config, setting.checked, setting.accelerator.device, initial)
-        optimizer = build_optimizer(setting.config, transformer)
-        averaged = build_average(setting.config, transformer)
+        transformer = build_transformer(run.config, run.checked, run.accelerator.device, initial)
+        optimizer = build_optimizer(run.config, transformer)
+        averaged = build_average(run.config, transformer)
         if checkpoint is not None:
             restore(checkpoint, transformer, optimizer, averaged)
         built = build_run(
-            setting.config,
-            setting.checked,
+            run.config,
+            run.checked,
             encoded,
-            accelerator=setting.accelerator,
+            accelerator=run.accelerator,
             transformer=transformer,
             optimizer=optimizer,
             averaged=averaged,
             start_step=start_step,
-            preview_folder=setting.folder.previews_folder,
+            preview_folder=run.folder.previews_folder,
         )
     saver = Saver(
-        folder=setting.folder,
-        store=setting.store,
-        family=setting.checked.family,
+        folder=run.folder,
+        store=run.store,
+        family=run.checked.family,
         transformer=transformer,
         optimizer=optimizer,
         averaged=averaged,
-        accelerator=setting.accelerator,
+        accelerator=run.accelerator,
         contract=contract,
         run_id=run_id,
         lineage=lineage,
-        resolved_yaml=setting.loaded.resolved_yaml,
-        keeps_best=setting.config.output.keep_best and setting.config.validation.data is not None,
-        protocol=_validation_protocol(setting.config, encoded),
+        resolved_yaml=run.loaded.resolved_yaml,
+        keeps_best=run.config.output.keep_best and run.config.validation.data is not None,
+        protocol=_validation_protocol(run.config, encoded),
         best=checkpoint.documents["state"].get("best") if checkpoint else None,
     )
     try:
-        workload = build_workload(setting.config, setting.checked, encoded)
+        workload = build_workload(run.config, run.checked, encoded)
         with out_of_memory_explained(workload, transformer, optimizer):
-            step = train(setting, built, saver, stop, start_step)
+            step = train(run, built, saver, stop, start_step)
     finally:
         # The wrapped model goes before its process group: as the group's last owner it deadlocked in torch's
         # destructor, in 1 of 7 runs on two gloo processes.
         del built
-        setting.accelerator.free_memory()
-        setting.accelerator.end_training()
+        run.accelerator.free_memory()
+        run.accelerator.end_training()
     return step
+
+
+def _initial_lora(run: RunContext) -> dict[str, torch.Tensor] | None:
+    lora = run.config.lora
+    if lora.init_from is None:
+        return None
+    return read_initial_lora(
+        run.checked.family,
+        lora.init_from,
+        layers=run.checked.target_layers,
+        rank=lora.rank,
+        alpha=lora_alpha(run.config),
+    )
+
+
+def _start_run_folder(run: RunContext, contract: Contract, lineage: Lineage) -> None:
+    """Write contract, lineage and config, and cut metrics and checkpoints back to the step of this start."""
+    folder, start_step = run.folder, lineage[-1]["step"]
+    write_json_atomic(folder.contract_file, contract)
+    write_json_atomic(folder.lineage_file, lineage)
+    write_text_atomic(folder.config_file, run.loaded.source_text)
+    write_text_atomic(folder.resolved_file, run.loaded.resolved_yaml)
+    # A new start also drops what an earlier one logged before its first checkpoint.
+    MetricsFile(folder.metrics_file).cut_back_to(start_step or -1)
+    run.store.cut_back_to(start_step)
+
+
+def _start_trackers(run: RunContext, run_id: str) -> None:
+    settings = run.config.logging
+    start_trackers(
+        run.accelerator,
+        names=settings.trackers,
+        project=settings.project,
+        # Unresolved: no tracker gets the value of an environment variable.
+        settings=yaml.safe_load(run.loaded.resolved_yaml),
+        folder=run.folder.path / "trackers",
+        run_name=settings.run_name,
+        run_id=run_id,
+        wandb_mode=settings.wandb_mode,
+    )
 
 
 def _validation_protocol(config: Config, encoded: TrainingData) -> ValidationProtocol:
@@ -182,72 +219,15 @@ def _validation_protocol(config: Config, encoded: TrainingData) -> ValidationPro
     )
 
 
-def _conclude(setting: RunContext, step: int) -> None:
-    steps = setting.config.train.steps
+def _conclude(run: RunContext, step: int) -> None:
+    steps = run.config.train.steps
     if step < steps:
         raise RunInterrupted(f"stopped after step {step} of {steps}, saved; the same command continues it")
-    logger.info("Finished after %d steps. %s", step, _results(setting.folder))
-
-
-def _initial_lora(setting: RunContext) -> dict[str, torch.Tensor] | None:
-    lora = setting.config.lora
-    if lora.init_from is None:
-        return None
-    return read_initial_lora(
-        setting.checked.family,
-        lora.init_from,
-        layers=setting.checked.target_layers,
-        rank=lora.rank,
-        alpha=lora_alpha(setting.config),
-    )
+    logger.info("Finished after %d steps. %s", step, _results(run.folder))
 
 
 def _results(folder: RunFolder) -> str:
     return f"LoRA: {folder.lora_folder}; previews: {folder.previews_folder}; metrics: {folder.metrics_file}"
-
-
-def write_opening(
-    folder: RunFolder, store: CheckpointStore, loaded: LoadedConfig, contract: Contract, lineage: Lineage
-) -> None:
-    """Write contract, lineage and config, and cut metrics and checkpoints back to the step of this start.
-
-    Args:
-        folder: of the run.
-        store: of its checkpoints.
-        loaded: the config and its texts.
-        contract: what makes the run this run.
-        lineage: its starts; the last one is this.
-    """
-    start_step = lineage[-1]["step"]
-    write_json(folder.contract_file, contract)
-    write_json(folder.lineage_file, lineage)
-    write_text(folder.config_file, loaded.source_text)
-    write_text(folder.resolved_file, loaded.resolved_yaml)
-    # A new start also drops what an earlier one logged before its first checkpoint.
-    MetricsFile(folder.metrics_file).cut_back_to(start_step or -1)
-    store.cut_back_to(start_step)
-
-
-def follow_run(loaded: LoadedConfig, accelerator: Accelerator, *, folder: Path, run_id: str) -> None:
-    """Start the trackers that the config names.
-
-    Args:
-        loaded: the config; its settings are shown unresolved, so that no environment variable's value is.
-        accelerator: was made with the trackers.
-        folder: where offline files go.
-        run_id: identifies the run across resumes.
-    """
-    settings = loaded.config.logging
-    start_trackers(
-        accelerator,
-        names=settings.trackers,
-        project=settings.project,
-        settings=yaml.safe_load(loaded.resolved_yaml),
-        folder=folder,
-        run_name=settings.run_name,
-        run_id=run_id,
-        wandb_mode=settings.wandb_mode,
-    )
 
 
 @contextmanager

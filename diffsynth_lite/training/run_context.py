@@ -55,13 +55,13 @@ class RunContext:
 
     Attributes:
         loaded: the config and its texts.
-        accelerator: of the run.
-        folder: of the run.
+        accelerator: device and processes.
+        folder: where the run writes.
         store: its checkpoints.
         checked: the base model and the data, as far as they are known before weights load.
         console: where the progress line goes.
         clock: counts the start-up time.
-        grace: that the launcher gives a stopped run; None where it is not known.
+        grace: how long the launcher waits for a run that it stops; None where that is not known.
     """
 
     loaded: LoadedConfig

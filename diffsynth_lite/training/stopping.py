@@ -1,4 +1,4 @@
-"""This file stops a run in good order: signals, request files, and the time that a launcher gives it."""
+"""This file decides when a run stops or saves early: signals, request files, a launcher's grace period."""
 
 import logging
 import math
@@ -27,12 +27,12 @@ REQUEST_FILES = ("STOP", "SAVE", "SAMPLE")
 """Names that a person gives a file, of any content, in the run folder; it is removed when it is seen."""
 
 _SAVED_BYTES_PER_S = 100 * 2**20
-"""Of a save that was not measured yet; on a local disk it was 109 to 135 MiB/s, see docs/reliability.md."""
+"""Assumed until a save is measured; on a local disk it was 109 to 135 MiB/s, see docs/reliability.md."""
 _ADVISED_MULTIPLE_S = 30
 
 
 class StopRequest:
-    """What a stop signal does: before the first step it stops the run, from then on it is a question.
+    """Catches stop signals: before the first step one ends the run, from then on it only sets ``asked``.
 
     The same signal once more, later than the same event's echo, quits at once. Another one does not: a
     launcher that Ctrl+C stopped takes seconds to die, and its death sends SIGTERM.
@@ -110,10 +110,13 @@ class Requests:
     signals: StopRequest
     accelerator: Accelerator
     save_every_minutes: float | None
-    _saved_at: float = field(default_factory=lambda: time.monotonic())
+    _saved_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.note_save()
 
     def note_save(self) -> None:
-        """Start the time without a save anew."""
+        """Begin the time without a save anew."""
         self._saved_at = time.monotonic()
 
     def gather(self) -> Asked:
@@ -150,12 +153,12 @@ def _take(path: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class GracePeriod:
-    """How long a launcher waits for its processes.
+    """How long a launcher waits for a run that it stops.
 
     Attributes:
-        seconds: from the stop signal that it sends to the one that kills.
-        setting: what changes that, an environment variable or an argument of the launcher; None where
-            nothing does.
+        seconds: between its stop signal and the one that kills.
+        setting: the environment variable or argument of the launcher that changes that; None where nothing
+            does.
     """
 
     seconds: float
@@ -163,31 +166,30 @@ class GracePeriod:
 
 
 class ShutdownBudget:
-    """How long a run needs from a stop signal to its checkpoint; warns once where that is more than it gets.
+    """Warns once where a launcher kills a run before it can have saved: adds up what the run needs until then.
 
-    At worst the signal comes at the beginning of a step after which previews and losses are due. The first
-    step, which warms up, does not count, and of the others the longest but one does: a single one may be an
-    accident.
+    At worst the signal comes at the start of a step that an evaluation and a save follow. The first step,
+    which warms up, is left out. Of the others the second longest counts: one slow step may be an accident.
 
     Args:
-        grace: of the launcher; None where it gives no limit that is known, and nothing is said.
-        save_bytes: that a save writes: tells its time until one is measured.
+        grace: how long the launcher waits; None where that is not known, and then there is no warning.
+        save_bytes: what a save writes, from which its time is estimated until one is measured.
     """
 
     def __init__(self, grace: GracePeriod | None, *, save_bytes: int) -> None:
         self._grace = grace
-        self._steps_s: list[float] | None = None
-        self._evaluation_s = 0.0
         self._estimated_save_s = save_bytes / _SAVED_BYTES_PER_S
-        self._saves_s: list[float] = []
+        self._longest_save_s: float | None = None
+        self._evaluation_s = 0.0
+        self._is_warm = False
+        self._two_longest_s: list[float] = []
 
     def after_step(self, seconds: float) -> None:
         """Take into account how long one more step took."""
-        if self._steps_s is None:
-            self._steps_s = []
-            return
-        self._steps_s = sorted([*self._steps_s, seconds])[-2:]
-        self._warn_once()
+        if self._is_warm:
+            self._two_longest_s = sorted([*self._two_longest_s, seconds])[-2:]
+            self._warn_once()
+        self._is_warm = True
 
     @contextmanager
     def timing(self, part: Literal["evaluation", "save"]) -> Iterator[None]:
@@ -197,16 +199,16 @@ class ShutdownBudget:
         seconds = time.perf_counter() - began_at
         if part == "save":
             # The longest: a checkpoint that is there already takes no time.
-            self._saves_s = [max([seconds, *self._saves_s])]
+            self._longest_save_s = max(seconds, self._longest_save_s or 0.0)
         else:
             self._evaluation_s = seconds
         self._warn_once()
 
     def _warn_once(self) -> None:
-        if self._grace is None or self._steps_s is None or len(self._steps_s) < 2:
+        if self._grace is None or len(self._two_longest_s) < 2:
             return
-        save_s = self._saves_s[0] if self._saves_s else self._estimated_save_s
-        parts = {"step": self._steps_s[0], "evaluation": self._evaluation_s, "save": save_s}
+        save_s = self._estimated_save_s if self._longest_save_s is None else self._longest_save_s
+        parts = {"step": self._two_longest_s[0], "evaluation": self._evaluation_s, "save": save_s}
         needed_s = sum(parts.values())
         if needed_s <= self._grace.seconds:
             return

@@ -25,7 +25,7 @@ from diffsynth_lite.training.run_context import RunContext
 from diffsynth_lite.training.run_folder.metrics import MetricsFile, MetricsLog
 from diffsynth_lite.training.run_folder.progress import StepResult
 from diffsynth_lite.training.run_folder.step_report import StepReport
-from diffsynth_lite.training.stopping import Requests, StopRequest, ShutdownBudget
+from diffsynth_lite.training.stopping import Requests, ShutdownBudget, StopRequest
 
 logger = logging.getLogger(__name__)
 

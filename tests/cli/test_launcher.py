@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from diffsynth_lite.cli.launcher import grace_can_be_set, parent_command, grace_period
+from diffsynth_lite.cli.launcher import grace_can_be_set, grace_period, parent_command
 from diffsynth_lite.training.stopping import GracePeriod
 
 AGENT = {"TORCHELASTIC_RUN_ID": "none"}

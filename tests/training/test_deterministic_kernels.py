@@ -40,7 +40,10 @@ def without_repeatable_kernel() -> None:
 
 def test_an_operation_without_a_repeatable_kernel_ends_the_run_by_name() -> None:
     without_repeatable_kernel()
-    with pytest.raises(UserError, match=r"train\.deterministic.*put_.*Set it to false"), deterministic_kernels():
+    with (
+        pytest.raises(UserError, match=r"train\.deterministic.*put_.*Set it to false"),
+        deterministic_kernels(),
+    ):
         without_repeatable_kernel()
 
 

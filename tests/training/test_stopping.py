@@ -15,10 +15,10 @@ import pytest
 from diffsynth_lite.errors import RunInterrupted
 from diffsynth_lite.training.stopping import (
     Asked,
-    Requests,
     GracePeriod,
-    StopRequest,
+    Requests,
     ShutdownBudget,
+    StopRequest,
     remove_old_requests,
 )
 
