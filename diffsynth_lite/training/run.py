@@ -186,10 +186,10 @@ def _initial_lora(run: RunContext) -> dict[str, torch.Tensor] | None:
 def _start_run_folder(run: RunContext, contract: Contract, lineage: Lineage) -> None:
     """Write contract, lineage and config, and cut metrics and checkpoints back to the step of this start."""
     folder, start_step = run.folder, lineage[-1]["step"]
-    write_json_atomic(folder.contract_file, contract)
-    write_json_atomic(folder.lineage_file, lineage)
-    write_text_atomic(folder.config_file, run.loaded.source_text)
-    write_text_atomic(folder.resolved_file, run.loaded.resolved_yaml)
+    write_json(folder.contract_file, contract)
+    write_json(folder.lineage_file, lineage)
+    write_text(folder.config_file, run.loaded.source_text)
+    write_text(folder.resolved_file, run.loaded.resolved_yaml)
     # A new start also drops what an earlier one logged before its first checkpoint.
     MetricsFile(folder.metrics_file).cut_back_to(start_step or -1)
     run.store.cut_back_to(start_step)

@@ -166,7 +166,7 @@ class GracePeriod:
 
 
 class ShutdownBudget:
-    """Warns once where a launcher kills a run before it can have saved: adds up what the run needs until then.
+    """Warns once where a launcher kills a run before it can have saved: adds up what the run needs for it.
 
     At worst the signal comes at the start of a step that an evaluation and a save follow. The first step,
     which warms up, is left out. Of the others the second longest counts: one slow step may be an accident.
