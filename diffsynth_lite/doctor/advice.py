@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from diffsynth_lite.core.units import format_bytes
-from diffsynth_lite.doctor.cache_estimate import CacheEstimate
-from diffsynth_lite.doctor.examined import MUCH_CROPPED, ExaminedData
+from diffsynth_lite.doctor.examined import MUCH_CROPPED, CacheEstimate, ExaminedData
 from diffsynth_lite.doctor.findings import BucketFindings, CaptionFindings, Findings, counted
 
 _NAMED = 3

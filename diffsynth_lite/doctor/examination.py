@@ -20,14 +20,17 @@ from diffsynth_lite.data import (
     without_bad_items,
 )
 from diffsynth_lite.doctor.advice import advise, advise_on_held_out
-from diffsynth_lite.doctor.cache_estimate import estimate_cache
-from diffsynth_lite.doctor.captions import examine_captions
-from diffsynth_lite.doctor.duplicates import equal_files, look_alikes
-from diffsynth_lite.doctor.examined import ExaminedData
+from diffsynth_lite.doctor.examined import ExaminedData, estimate_cache
 from diffsynth_lite.doctor.findings import Findings, counted
-from diffsynth_lite.doctor.machine import describe_machine
-from diffsynth_lite.doctor.sheet import Decoded, decode
-from diffsynth_lite.doctor.tables import bucket_table, number_table, pass_table, source_table
+from diffsynth_lite.doctor.pictures import Decoded, decode, equal_files, near_duplicates
+from diffsynth_lite.doctor.tables import (
+    bucket_table,
+    caption_table,
+    machine_table,
+    number_table,
+    pass_table,
+    source_table,
+)
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.files import free_disk_bytes
 from diffsynth_lite.pipelines import ModelFamily
@@ -100,9 +103,9 @@ def examine(config: Config, *, sheet_size: int) -> Examination:
     problems = Problems(found.problems)
     held_out = _find_held_out(config, found.records, problems)
     with FileMemory(index_file(cache.folder)) as memory:
-        look = _Look(config, family, cache, memory, sheet_size, problems)
-        data, decoded = look.at(found, data_sources(config), rules.plan)
-        apart = None if held_out is None else look.at(*held_out, rules.held_out_plan)
+        examiner = _Examiner(config, family, cache, memory, sheet_size, problems)
+        data, decoded = examiner.examine(found, data_sources(config), rules.plan)
+        apart = None if held_out is None else examiner.examine(*held_out, rules.held_out_plan)
     findings = _training_findings(data, decoded, problems, cache)
     if apart is None:
         return Examination(findings=findings, data=[data])
@@ -129,8 +132,8 @@ def _find_held_out(
 
 
 @dataclass(frozen=True)
-class _Look:
-    """Looks at records as a run would use them; what is wrong with all of them joins ``problems``."""
+class _Examiner:
+    """Plans and decodes records as a run would; what is wrong with all of them joins ``problems``."""
 
     config: Config
     family: ModelFamily
@@ -139,7 +142,7 @@ class _Look:
     sheet_size: int
     problems: Problems
 
-    def at(
+    def examine(
         self, found: FoundRecords, sources: Sequence[Source], rules: PlanRules
     ) -> tuple[ExaminedData, Decoded]:
         """The records planned by the rules, and decoded."""
@@ -171,7 +174,7 @@ class _Look:
 
 def _findings(data: ExaminedData, decoded: Decoded) -> Findings:
     """What training and held-out data are looked at for alike."""
-    captions = examine_captions(data)
+    captions = caption_table(data)
     contents = _contents(data)
     equal = equal_files(contents)
     return Findings(
@@ -181,7 +184,7 @@ def _findings(data: ExaminedData, decoded: Decoded) -> Findings:
         captions=captions,
         dropped=data.dropped,
         equal=equal,
-        alike=_beyond(equal, look_alikes(decoded.looks)),
+        alike=_beyond(equal, near_duplicates(decoded.hashes)),
         sheet=[dataclasses.replace(entry, remarks=data.remarks(entry.name)) for entry in decoded.entries],
         num_items=len(data.items),
     )
@@ -195,7 +198,7 @@ def _training_findings(
     facts = {"trained on": counted(len(data.items), "item"), **found.facts}
     return dataclasses.replace(
         found,
-        machine=describe_machine([Path(config.output.dir), cache.folder]),
+        machine=machine_table([Path(config.output.dir), cache.folder]),
         problems=problems,
         facts=facts | pass_table(data, found.buckets, estimate),
         advice=advise(data, found, estimate=estimate, free_bytes=free_disk_bytes(cache.folder)),
@@ -207,7 +210,7 @@ def _held_out_findings(
 ) -> Findings:
     found = _findings(data, decoded)
     trained = equal_files(_contents(data) | _marked(_contents(training)))
-    like_trained = _beyond(trained, look_alikes(decoded.looks | _marked(training_decoded.looks)))
+    like_trained = _beyond(trained, near_duplicates(decoded.hashes | _marked(training_decoded.hashes)))
     measured = min(data.config.validation.loss_items, len(data.items))
     facts = {"measured on": f"{measured} of {counted(len(data.items), 'item')}", **found.facts}
     found = dataclasses.replace(

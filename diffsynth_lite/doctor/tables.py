@@ -1,15 +1,54 @@
-"""This file counts the data of a run: what its sources hold, its buckets, and numbers about it."""
+"""This file counts what a run has: the machine, its sources, buckets and captions, and numbers about them."""
 
+import os
+import platform
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from fractions import Fraction
+from importlib.metadata import version
+from pathlib import Path
 
+import torch
+
+from diffsynth_lite import __version__
+from diffsynth_lite.core.gradient.host_pool import available_host_bytes
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.data import VideoFacts, micro_batch_sizes
-from diffsynth_lite.doctor.cache_estimate import CacheEstimate
-from diffsynth_lite.doctor.examined import ExaminedData
+from diffsynth_lite.doctor.examined import CacheEstimate, ExaminedData
 from diffsynth_lite.doctor.findings import BucketFindings, CaptionFindings, SourceFindings, Spread, counted
+from diffsynth_lite.files import free_disk_bytes
 from diffsynth_lite.training.data_settings import num_tokens_of
+
+_MAX_SHARED = 20
+_PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "datasets", "av", "pillow")
+
+
+def machine_table(folders: Sequence[Path]) -> dict[str, str]:
+    """Facts of this machine by name, in words.
+
+    Args:
+        folders: places that a run writes to; each may not exist yet.
+    """
+    facts = {
+        "diffsynth_lite": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(terse=True),
+        "packages": ", ".join(f"{name} {version(name)}" for name in _PACKAGES),
+        "CPU cores": str(os.cpu_count()),
+    }
+    if (free := available_host_bytes()) is not None:
+        facts["free memory"] = format_bytes(free)
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        facts[f"GPU {index}"] = (
+            f"{torch.cuda.get_device_name(index)}, {format_bytes(free)} of {format_bytes(total)} free"
+        )
+    if not torch.cuda.is_available():
+        facts["GPU"] = "none that torch can use"
+    facts["free disk"] = ", ".join(
+        f"{format_bytes(free_disk_bytes(folder))} at {folder}" for folder in folders
+    )
+    return facts
 
 
 def source_table(data: ExaminedData) -> list[SourceFindings]:
@@ -111,3 +150,20 @@ def _sizes(data: ExaminedData) -> dict[str, str]:
         "frames per second": [round(clip.fps, 3) for clip in clips],
     }
     return {name: str(Spread.of(numbers)) for name, numbers in spreads.items() if numbers}
+
+
+def caption_table(data: ExaminedData) -> CaptionFindings:
+    """Findings about all captions of the records, with the tags in all their orders."""
+    limit, lengths = data.family.max_prompt_tokens, data.caption_tokens
+    owners = Counter(caption for record in data.records for caption in set(record.captions))
+    return CaptionFindings(
+        tokens=Spread.of([lengths[caption] for record in data.records for caption in record.captions]),
+        limit=limit,
+        too_long=[
+            record.name
+            for record in data.records
+            if any(lengths[caption] > limit for caption in record.captions)
+        ],
+        without_trigger=data.without_trigger,
+        same=[(caption, count) for caption, count in owners.most_common(_MAX_SHARED) if count > 1],
+    )

@@ -5,7 +5,7 @@ import io
 import numpy as np
 from PIL import Image, ImageEnhance
 
-from diffsynth_lite.doctor.duplicates import equal_files, look_alikes, look_of
+from diffsynth_lite.doctor.pictures import equal_files, near_duplicates, perceptual_hash
 
 
 def scene(seed: int) -> Image.Image:
@@ -29,26 +29,26 @@ def test_copies_that_were_scaled_compressed_or_brightened_are_alike() -> None:
         "jpeg": as_jpeg(original),
         "brighter": ImageEnhance.Brightness(original).enhance(1.02),
     }
-    looks = {name: look_of(picture) for name, picture in pictures.items()}
-    assert look_alikes(looks) == [["original", "smaller", "jpeg", "brighter"]]
+    looks = {name: perceptual_hash(picture) for name, picture in pictures.items()}
+    assert near_duplicates(looks) == [["original", "smaller", "jpeg", "brighter"]]
 
 
 def test_of_two_hundred_scenes_no_two_are_alike() -> None:
-    assert look_alikes({str(seed): look_of(scene(seed)) for seed in range(200)}) == []
+    assert near_duplicates({str(seed): perceptual_hash(scene(seed)) for seed in range(200)}) == []
 
 
 def test_drawings_that_differ_only_in_colour_are_not_alike() -> None:
     shapes = {colour: Image.new("RGB", (64, 64), "black") for colour in ("red", "blue", "maroon")}
     for colour, picture in shapes.items():
         picture.paste(Image.new("RGB", (32, 32), colour), (16, 16))
-    looks = {colour: look_of(picture) for colour, picture in shapes.items()}
+    looks = {colour: perceptual_hash(picture) for colour, picture in shapes.items()}
     assert looks["red"].bits == looks["maroon"].bits
-    assert look_alikes(looks) == []
+    assert near_duplicates(looks) == []
 
 
 def test_many_copies_of_one_picture_are_one_group() -> None:
-    look = look_of(scene(3))
-    assert look_alikes({str(number): look for number in range(1000)}) == [[str(n) for n in range(1000)]]
+    look = perceptual_hash(scene(3))
+    assert near_duplicates({str(number): look for number in range(1000)}) == [[str(n) for n in range(1000)]]
 
 
 def test_equal_files_are_grouped_by_their_content() -> None:

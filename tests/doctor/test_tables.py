@@ -7,12 +7,12 @@ import diffusers
 import torch
 
 from diffsynth_lite.core.units import format_bytes
-from diffsynth_lite.doctor.machine import describe_machine
+from diffsynth_lite.doctor.tables import machine_table
 
 
 def test_versions_memory_devices_and_disk_are_told(tmp_path: Path) -> None:
     missing = tmp_path / "not" / "there"
-    facts = describe_machine([missing])
+    facts = machine_table([missing])
     assert f"torch {torch.__version__}" in facts["packages"]
     assert f"diffusers {diffusers.__version__}" in facts["packages"]
     assert facts["free memory"].endswith("GiB")

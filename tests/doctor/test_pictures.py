@@ -17,9 +17,8 @@ from diffsynth_lite.data import (
     TrainingItem,
     plan_items,
 )
-from diffsynth_lite.doctor import sheet
-from diffsynth_lite.doctor.duplicates import look_of
-from diffsynth_lite.doctor.sheet import Decoded, decode, evenly
+from diffsynth_lite.doctor import pictures
+from diffsynth_lite.doctor.pictures import Decoded, decode, evenly_spaced, perceptual_hash
 
 RULES = PlanRules(buckets=BucketRule(divisor=16, step=16, resolutions=(64,)))
 
@@ -65,7 +64,7 @@ def test_all_are_looked_at_and_the_sheet_is_spread_over_them(
 ) -> None:
     decoded = looked(workplace, memory, planned(workplace, memory, 6), 3)
     assert [entry.name for entry in decoded.entries] == ["0.png", "2.png", "4.png"]
-    assert decoded.looks.keys() == {f"{number}.png" for number in range(6)}
+    assert decoded.hashes.keys() == {f"{number}.png" for number in range(6)}
     assert (decoded.num_seen, decoded.num_items) == (6, 6)
     assert looked(workplace, memory, [], 3).entries == []
 
@@ -75,22 +74,22 @@ def test_a_remembered_look_is_the_look(workplace: Workplace, memory: FileMemory)
     looked(workplace, memory, items, 0)
     again = looked(workplace, memory, items, 0)
     for item in items:
-        look = look_of(item.load().frames[0])
-        assert again.looks[item.record.name].bits == look.bits
-        assert np.array_equal(again.looks[item.record.name].thumbnail, look.thumbnail)
+        look = perceptual_hash(item.load().frames[0])
+        assert again.hashes[item.record.name].bits == look.bits
+        assert np.array_equal(again.hashes[item.record.name].thumbnail, look.thumbnail)
 
 
 def test_of_too_many_only_some_are_decoded_evenly_spread(
     workplace: Workplace, memory: FileMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     items = planned(workplace, memory, 6)
-    monkeypatch.setattr(sheet, "_MAX_PICTURES", 2)
+    monkeypatch.setattr(pictures, "_MAX_PICTURES", 2)
     decoded = looked(workplace, memory, items, 6)
-    assert list(decoded.looks) == ["0.png", "3.png"]
+    assert list(decoded.hashes) == ["0.png", "3.png"]
     assert (decoded.num_seen, decoded.num_items) == (2, 6)
-    monkeypatch.setattr(sheet, "_MAX_PICTURES", 9)
-    monkeypatch.setattr(sheet, "_MAX_FRAMES", 3)
-    assert list(looked(workplace, memory, items, 6).looks) == ["0.png", "2.png", "4.png"]
+    monkeypatch.setattr(pictures, "_MAX_PICTURES", 9)
+    monkeypatch.setattr(pictures, "_MAX_FRAMES", 3)
+    assert list(looked(workplace, memory, items, 6).hashes) == ["0.png", "2.png", "4.png"]
 
 
 def test_what_cannot_be_decoded_is_named_each_time(workplace: Workplace, memory: FileMemory) -> None:
@@ -104,6 +103,6 @@ def test_what_cannot_be_decoded_is_named_each_time(workplace: Workplace, memory:
 
 
 def test_evenly_keeps_the_order_and_never_repeats() -> None:
-    assert evenly("abcdefghij", 4) == ["a", "c", "f", "h"]
-    assert evenly("abc", 5) == "abc"
-    assert evenly("abc", 0) == []
+    assert evenly_spaced("abcdefghij", 4) == ["a", "c", "f", "h"]
+    assert evenly_spaced("abc", 5) == "abc"
+    assert evenly_spaced("abc", 0) == []
