@@ -17,8 +17,7 @@ class Media:
     Attributes:
         frames: RGB, all of one size; one for a picture.
         inputs: RGB pictures that an edit starts from, each of a size of its own.
-        first_frame: RGB of the frames' size; None where the item names none.
-        last_frame: likewise.
+        first_frame: RGB of the frames' size; None where the item names none, as with ``last_frame``.
         mask: mode "L" of the frames' size: 255 counts in the loss, 0 does not. None: all counts.
         fps: frames per second of a clip; None for a picture.
     """

@@ -23,6 +23,7 @@ from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
 from diffsynth_lite.testing.text_encoders import tiny_qwen2_5_vl
 from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
@@ -195,9 +196,8 @@ def tiny() -> QwenImagePipeline:
     Two blocks of 48 channels; 16 latent channels at 1/8 size with the real model's statistics.
     """
     tokenizer = qwen2_tokenizer()
-    text_encoder = tiny_qwen2_5_vl(tokenizer, hidden_size=16, num_layers=2)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    text_encoder = tiny_qwen2_5_vl(tokenizer)
+    with seeded(0):
         transformer = QwenImageTransformer2DModel(
             num_layers=2,
             attention_head_dim=16,

@@ -1,4 +1,7 @@
-"""Small random autoencoders of the real classes, with the real compression and latent statistics."""
+"""Small random autoencoders of the real classes, in eval mode, with the real compression and statistics.
+
+``seed`` is that of the weights, and leaves the global random state as it was.
+"""
 
 from typing import Any
 
@@ -16,24 +19,20 @@ from diffsynth_lite.testing import seeded
 
 
 def tiny_qwen_vae(*, seed: int = 0) -> AutoencoderKLQwenImage:
-    """A random Qwen-Image VAE in eval mode: 16 channels, 8 x 8 pixels (and 4 frames) to a latent.
+    """A random Qwen-Image VAE: 16 channels, 8 x 8 pixels (and 4 frames) to a latent.
 
     Everything that the pipelines read is as in the released model: ``z_dim``, ``latents_mean``,
     ``latents_std`` and ``temperal_downsample`` (diffusers' spelling) are the class's defaults.
-
-    Args:
-        seed: of the weights; the global random state is left as it was.
     """
     with seeded(seed):
         return AutoencoderKLQwenImage(base_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1).eval()
 
 
 def tiny_wan_vae(*, residual: bool = False, seed: int = 0) -> AutoencoderKLWan:
-    """A random Wan VAE in eval mode: 16 channels, 8 x 8 pixels and 4 frames to a latent.
+    """A random Wan VAE: 16 channels, 8 x 8 pixels and 4 frames to a latent.
 
     Args:
         residual: the layout of Wan 2.2 TI2V-5B instead: 48 channels, 16 x 16 pixels to a latent.
-        seed: of the weights; the global random state is left as it was.
     """
     layout: dict[str, Any] = {}
     if residual:
@@ -52,11 +51,7 @@ def tiny_wan_vae(*, residual: bool = False, seed: int = 0) -> AutoencoderKLWan:
 
 
 def tiny_flux_vae(*, seed: int = 0) -> AutoencoderKL:
-    """A random VAE of FLUX.1 in eval mode: 16 channels, 8 x 8 pixels to a latent, the real shift and scale.
-
-    Args:
-        seed: of the weights; the global random state is left as it was.
-    """
+    """A random VAE of FLUX.1: 16 channels, 8 x 8 pixels to a latent, the real shift and scale."""
     return _tiny_kl(
         seed,
         latent_channels=16,
@@ -68,11 +63,7 @@ def tiny_flux_vae(*, seed: int = 0) -> AutoencoderKL:
 
 
 def tiny_sdxl_vae(*, seed: int = 0) -> AutoencoderKL:
-    """A random VAE of SDXL in eval mode: 4 channels, 8 x 8 pixels to a latent, the real scale, not for fp16.
-
-    Args:
-        seed: of the weights; the global random state is left as it was.
-    """
+    """A random VAE of SDXL: 4 channels, 8 x 8 pixels to a latent, the real scale, not for fp16."""
     return _tiny_kl(seed, latent_channels=4, scaling_factor=0.13025, force_upcast=True)
 
 
@@ -89,12 +80,9 @@ def _tiny_kl(seed: int, **settings: Any) -> AutoencoderKL:
 
 
 def tiny_flux2_vae(*, seed: int = 0) -> AutoencoderKLFlux2:
-    """A random VAE of FLUX.2 in eval mode: 32 channels, 8 x 8 pixels to a latent.
+    """A random VAE of FLUX.2: 32 channels, 8 x 8 pixels to a latent.
 
     Its statistics are no released model's, but are not those of the class either, which change nothing.
-
-    Args:
-        seed: of the weights; the global random state is left as it was.
     """
     with seeded(seed):
         vae = AutoencoderKLFlux2(block_out_channels=(4, 4, 4, 4), norm_num_groups=2, layers_per_block=1)
@@ -104,12 +92,9 @@ def tiny_flux2_vae(*, seed: int = 0) -> AutoencoderKLFlux2:
 
 
 def tiny_ltx_vae(*, seed: int = 0) -> AutoencoderKLLTXVideo:
-    """A random LTX-Video VAE in eval mode: 128 channels, 32 x 32 pixels and 8 frames to a latent.
+    """A random LTX-Video VAE: 128 channels, 32 x 32 pixels and 8 frames to a latent.
 
     Its statistics are no released model's, but are not those of the class either, which change nothing.
-
-    Args:
-        seed: of the weights; the global random state is left as it was.
     """
     with seeded(seed):
         vae = AutoencoderKLLTXVideo(
@@ -124,11 +109,7 @@ def tiny_ltx_vae(*, seed: int = 0) -> AutoencoderKLLTXVideo:
 
 
 def tiny_dc_vae(*, seed: int = 0) -> AutoencoderDC:
-    """A random VAE of Sana in eval mode: 32 channels, 32 x 32 pixels to a latent, the real scale.
-
-    Args:
-        seed: of the weights; the global random state is left as it was.
-    """
+    """A random VAE of Sana: 32 channels, 32 x 32 pixels to a latent, the real scale."""
     widths = (4, 4, 4, 4, 8, 32)
     layers = (1, 1, 1, 1, 1, 1)
     block_types = ("ResBlock",) * 4 + ("EfficientViTBlock",) * 2

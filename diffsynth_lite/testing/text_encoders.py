@@ -1,4 +1,8 @@
-"""Small random text encoders of the real classes, fitting a given tokenizer."""
+"""Small random text encoders of the real classes, in eval mode.
+
+``tokenizer`` gives the size of the vocabulary and the ids of the special tokens; ``seed`` is that of the
+weights, and leaves the global random state as it was.
+"""
 
 from typing import Any
 
@@ -28,27 +32,25 @@ from transformers import (
 
 from diffsynth_lite.testing import seeded
 
-HEAD_DIM = 16
+_DECODER_WIDTH = 16  # that of one head
+_ENCODER_WIDTH = 32
 
 
 def tiny_qwen2_5_vl(
-    tokenizer: Qwen2Tokenizer, *, hidden_size: int = 16, num_layers: int = 2, seed: int = 0
+    tokenizer: Qwen2Tokenizer, *, hidden_size: int = _DECODER_WIDTH, seed: int = 0
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """A random Qwen2.5-VL in eval mode: the text encoder of the Qwen-Image pipelines.
+    """A random Qwen2.5-VL with two layers and two of vision: the text encoder of the Qwen-Image pipelines.
 
     Args:
-        tokenizer: gives the vocabulary size and the ids of the special tokens.
         hidden_size: width of the embeddings; a multiple of 16, the width of a head.
-        num_layers: decoder layers of the language model; the vision tower always has 2 blocks of width 16.
-        seed: of the weights; the global random state is left as it was.
     """
-    num_heads = hidden_size // HEAD_DIM
+    num_heads = hidden_size // _DECODER_WIDTH
     token_id = tokenizer.convert_tokens_to_ids
     text_config = {
         "vocab_size": len(tokenizer),
         "hidden_size": hidden_size,
         "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": num_layers,
+        "num_hidden_layers": 2,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_heads,
         "max_position_embeddings": tokenizer.model_max_length,
@@ -78,43 +80,25 @@ def tiny_qwen2_5_vl(
         return Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
-def tiny_qwen3(tokenizer: Qwen2Tokenizer, *, hidden_size: int = 16, seed: int = 0) -> Qwen3Model:
-    """A random Qwen3 in eval mode with two layers: the text encoder of the Z-Image pipelines.
-
-    Args:
-        tokenizer: gives the vocabulary size and the ids of the special tokens.
-        hidden_size: width of the embeddings; a multiple of 16, the width of a head.
-        seed: of the weights; the global random state is left as it was.
-    """
+def tiny_qwen3(tokenizer: Qwen2Tokenizer, *, seed: int = 0) -> Qwen3Model:
+    """A random Qwen3 with two layers: the text encoder of the Z-Image pipelines."""
     with seeded(seed):
-        return Qwen3Model(Qwen3Config(**_decoder_layout(tokenizer, hidden_size, num_layers=2))).eval()
+        return Qwen3Model(Qwen3Config(**_decoder_layout(tokenizer, num_layers=2))).eval()
 
 
-def tiny_qwen3_lm(tokenizer: Qwen2Tokenizer, *, hidden_size: int = 16, seed: int = 0) -> Qwen3ForCausalLM:
-    """A random Qwen3 with its head, in eval mode: the text encoder of the FLUX.2 klein pipelines.
+def tiny_qwen3_lm(tokenizer: Qwen2Tokenizer, *, seed: int = 0) -> Qwen3ForCausalLM:
+    """A random Qwen3 with its head,: the text encoder of the FLUX.2 klein pipelines.
 
     It has 27 layers, because the pipelines take the embeddings behind layers 9, 18 and 27.
-
-    Args:
-        tokenizer: gives the vocabulary size and the ids of the special tokens.
-        hidden_size: width of the embeddings; a multiple of 16, the width of a head.
-        seed: of the weights; the global random state is left as it was.
     """
     with seeded(seed):
-        return Qwen3ForCausalLM(Qwen3Config(**_decoder_layout(tokenizer, hidden_size, num_layers=27))).eval()
+        return Qwen3ForCausalLM(Qwen3Config(**_decoder_layout(tokenizer, num_layers=27))).eval()
 
 
-def tiny_mistral3(
-    tokenizer: PreTrainedTokenizerFast, *, hidden_size: int = 16, seed: int = 0
-) -> Mistral3ForConditionalGeneration:
-    """A random Mistral 3 in eval mode: the text encoder of the FLUX.2 pipelines.
+def tiny_mistral3(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> Mistral3ForConditionalGeneration:
+    """A random Mistral 3: the text encoder of the FLUX.2 pipelines.
 
     It has 30 layers, because the pipelines take the embeddings behind layers 10, 20 and 30.
-
-    Args:
-        tokenizer: gives the vocabulary size and the ids of the special tokens.
-        hidden_size: width of the embeddings; a multiple of 16, the width of a head.
-        seed: of the weights; the global random state is left as it was.
     """
     vision_config = {
         "model_type": "pixtral",
@@ -126,7 +110,7 @@ def tiny_mistral3(
         "patch_size": 14,
     }
     config = Mistral3Config(
-        text_config={"model_type": "mistral", **_decoder_layout(tokenizer, hidden_size, num_layers=30)},
+        text_config={"model_type": "mistral", **_decoder_layout(tokenizer, num_layers=30)},
         vision_config=vision_config,
         image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
     )
@@ -134,62 +118,42 @@ def tiny_mistral3(
         return Mistral3ForConditionalGeneration(config).eval()
 
 
-def tiny_umt5(tokenizer: T5Tokenizer, *, hidden_size: int = 32, seed: int = 0) -> UMT5EncoderModel:
-    """A random UMT5 encoder in eval mode with two layers: the text encoder of the Wan pipelines.
+def tiny_umt5(
+    tokenizer: T5Tokenizer, *, hidden_size: int = _ENCODER_WIDTH, seed: int = 0
+) -> UMT5EncoderModel:
+    """A random UMT5 encoder with two layers: the text encoder of the Wan pipelines.
 
     Args:
-        tokenizer: gives the vocabulary size.
         hidden_size: width of the embeddings; a multiple of 4, the number of heads.
-        seed: of the weights; the global random state is left as it was.
     """
     with seeded(seed):
         return UMT5EncoderModel(UMT5Config(**_t5_layout(tokenizer, hidden_size))).eval()
 
 
-def tiny_t5(tokenizer: T5Tokenizer, *, hidden_size: int = 32, seed: int = 0) -> T5EncoderModel:
-    """A random T5 encoder in eval mode with two layers: of the LTX-Video pipelines, and one of FLUX.1's two.
-
-    Args:
-        tokenizer: gives the vocabulary size.
-        hidden_size: width of the embeddings; a multiple of 4, the number of heads.
-        seed: of the weights; the global random state is left as it was.
-    """
+def tiny_t5(tokenizer: T5Tokenizer, *, seed: int = 0) -> T5EncoderModel:
+    """A random T5 encoder with two layers: of the LTX-Video pipelines, and one of FLUX.1's two."""
     with seeded(seed):
-        return T5EncoderModel(T5Config(**_t5_layout(tokenizer, hidden_size))).eval()
+        return T5EncoderModel(T5Config(**_t5_layout(tokenizer, _ENCODER_WIDTH))).eval()
 
 
-def tiny_clip_text(tokenizer: CLIPTokenizer, *, hidden_size: int = 32, seed: int = 0) -> CLIPTextModel:
-    """A random CLIP text encoder in eval mode with two layers: the other one of the FLUX.1 pipelines.
-
-    Args:
-        tokenizer: gives the vocabulary size, the special tokens and the longest text.
-        hidden_size: width of the embeddings; a multiple of 4, the number of heads.
-        seed: of the weights; the global random state is left as it was.
-    """
+def tiny_clip_text(tokenizer: CLIPTokenizer, *, seed: int = 0) -> CLIPTextModel:
+    """A random CLIP text encoder with two layers: the other one of the FLUX.1 pipelines."""
     with seeded(seed):
-        return CLIPTextModel(_clip_text_config(tokenizer, hidden_size)).eval()
+        return CLIPTextModel(_clip_text_config(tokenizer)).eval()
 
 
-def tiny_clip_text_with_projection(
-    tokenizer: CLIPTokenizer, *, hidden_size: int = 32, seed: int = 0
-) -> CLIPTextModelWithProjection:
-    """A random CLIP text encoder as ``tiny_clip_text``, with a projection: the second of the SDXL pipelines.
-
-    Args:
-        tokenizer: likewise.
-        hidden_size: likewise; the projection is as wide.
-        seed: likewise.
-    """
+def tiny_clip_text_with_projection(tokenizer: CLIPTokenizer, *, seed: int = 0) -> CLIPTextModelWithProjection:
+    """As ``tiny_clip_text``, with a projection: the second text encoder of the SDXL pipelines."""
     with seeded(seed):
-        return CLIPTextModelWithProjection(_clip_text_config(tokenizer, hidden_size)).eval()
+        return CLIPTextModelWithProjection(_clip_text_config(tokenizer)).eval()
 
 
-def _clip_text_config(tokenizer: CLIPTokenizer, hidden_size: int) -> CLIPTextConfig:
+def _clip_text_config(tokenizer: CLIPTokenizer) -> CLIPTextConfig:
     return CLIPTextConfig(
         vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        projection_dim=hidden_size,
+        hidden_size=_ENCODER_WIDTH,
+        intermediate_size=2 * _ENCODER_WIDTH,
+        projection_dim=_ENCODER_WIDTH,
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=tokenizer.model_max_length,
@@ -199,23 +163,17 @@ def _clip_text_config(tokenizer: CLIPTokenizer, hidden_size: int) -> CLIPTextCon
     )
 
 
-def tiny_gemma2(tokenizer: GemmaTokenizer, *, hidden_size: int = 16, seed: int = 0) -> Gemma2Model:
-    """A random Gemma 2 in eval mode with two layers: the text encoder of the Sana pipelines.
-
-    Args:
-        tokenizer: gives the vocabulary size and the special tokens.
-        hidden_size: width of the embeddings; a multiple of 4, the number of heads.
-        seed: of the weights; the global random state is left as it was.
-    """
+def tiny_gemma2(tokenizer: GemmaTokenizer, *, seed: int = 0) -> Gemma2Model:
+    """A random Gemma 2 with two layers: the text encoder of the Sana pipelines."""
     config = Gemma2Config(
         vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
+        hidden_size=_DECODER_WIDTH,
+        intermediate_size=2 * _DECODER_WIDTH,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=hidden_size // 4,
-        query_pre_attn_scalar=hidden_size // 4,
+        head_dim=_DECODER_WIDTH // 4,
+        query_pre_attn_scalar=_DECODER_WIDTH // 4,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -237,16 +195,15 @@ def _t5_layout(tokenizer: T5Tokenizer, hidden_size: int) -> dict[str, Any]:
     }
 
 
-def _decoder_layout(tokenizer: Any, hidden_size: int, *, num_layers: int) -> dict[str, Any]:
-    num_heads = hidden_size // HEAD_DIM
+def _decoder_layout(tokenizer: Any, *, num_layers: int) -> dict[str, Any]:
     return {
         "vocab_size": len(tokenizer),
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
+        "hidden_size": _DECODER_WIDTH,
+        "intermediate_size": 2 * _DECODER_WIDTH,
         "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_heads,
-        "head_dim": HEAD_DIM,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": _DECODER_WIDTH,
         "max_position_embeddings": tokenizer.model_max_length,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,

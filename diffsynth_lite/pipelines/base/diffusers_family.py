@@ -97,7 +97,6 @@ class DiffusersFamily(ModelFamily):
 
         Args:
             name: folder of the component.
-            dtype: of the weights.
 
         Raises:
             UserError: a weight file is damaged, or the files do not hold what the component's config needs.
@@ -359,7 +358,6 @@ def require_class(folder: PipelineFolder, component: str, wanted: Any) -> None:
     model, whose weights do as well.
 
     Args:
-        folder: of the pipeline.
         component: name of its folder.
         wanted: the class, of diffusers or transformers.
 

@@ -31,12 +31,11 @@ class PreviewRequest:
     """One preview: a picture or a clip.
 
     Attributes:
-        conditioning: of the prompt.
-        negative: of the negative prompt, for classifier-free guidance.
+        conditioning: what the prompt encoder made of the prompt.
+        negative: what it made of the negative prompt, for classifier-free guidance.
         inputs: RGB pictures to edit, or the one to start a clip from and, where there is one, the one to lead
             it to; most families have none.
-        width: pixels, a multiple of the family's ``size_divisor``.
-        height: pixels, likewise.
+        width: pixels, a multiple of the family's ``size_divisor``, as is ``height``.
         num_frames: of a clip, as ``check_frames`` wants it; 1 is a picture.
         num_inference_steps: denoising steps.
         guidance_scale: told to a model that knows one; classifier-free guidance for others, off at 1 or less.
@@ -93,7 +92,6 @@ class ModelFamily(ABC):
         """Bind the family to a folder.
 
         Args:
-            folder: of the pipeline.
             trained: which of ``trainable`` get a LoRA; None takes ``trained_by_default``.
 
         Raises:
@@ -242,7 +240,7 @@ class ModelFamily(ABC):
         """The model that is trained, on the CPU in ``dtype``, frozen; several come as one ``Composite``."""
 
     def parts_of(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-        """The components, by name, that ``load_transformer`` or ``empty_transformer`` made ``model`` of."""
+        """The components, by name, of what ``load_transformer`` or ``empty_transformer`` gave."""
         if len(self.trained) == 1:
             return {self.trained[0]: model}
         return {name: model.get_submodule(name) for name in self.trained}

@@ -120,7 +120,7 @@ def caption_words() -> list[str]:
 
 def word_codes(tokenizer: Qwen2Tokenizer) -> PreTrainedModel:
     """A random text encoder that stays as it is: a fixed code for each word is all that the captions need."""
-    text_encoder = tiny_qwen2_5_vl(tokenizer, hidden_size=TEXT_WIDTH, num_layers=2, seed=MODEL_SEED)
+    text_encoder = tiny_qwen2_5_vl(tokenizer, hidden_size=TEXT_WIDTH, seed=MODEL_SEED)
     with torch.no_grad():
         # From a standard deviation of 0.02 to 1, so that the words, not the layers' biases, decide.
         text_encoder.get_input_embeddings().weight.mul_(50.0)
