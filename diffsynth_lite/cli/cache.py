@@ -95,9 +95,18 @@ def fill_cache(config: Config, accelerator: "Accelerator") -> int:
     """
     from diffsynth_lite.training.checks import check_run
     from diffsynth_lite.training.encoding import encode_run
+    from diffsynth_lite.training.run_folder.status import shortages_explained
 
-    checked = check_run(config, accelerator)
-    return len(encode_run(config, checked, accelerator).items)
+    with shortages_explained():
+        checked = check_run(config, accelerator)
+        encoded = encode_run(
+            config,
+            checked.family,
+            accelerator,
+            records=checked.records,
+            held_out=checked.validation_records,
+        )
+    return len(encoded.items)
 
 
 def needed_keys(config: Config, accelerator: "Accelerator") -> set[str]:
@@ -109,12 +118,20 @@ def needed_keys(config: Config, accelerator: "Accelerator") -> set[str]:
     from diffsynth_lite.data import FileMemory
     from diffsynth_lite.training.checks import check_run
     from diffsynth_lite.training.data_settings import cache_folder, index_file
-    from diffsynth_lite.training.encoding import plan_run
+    from diffsynth_lite.training.encoding import plan_encoding
+    from diffsynth_lite.training.run_folder.status import shortages_explained
 
-    checked = check_run(config, accelerator)
-    with FileMemory(index_file(cache_folder(config))) as memory:
-        planned = plan_run(config, checked, accelerator, memory)
-    return set(planned.media) | set(planned.prompts)
+    with FileMemory(index_file(cache_folder(config))) as memory, shortages_explained():
+        checked = check_run(config, accelerator)
+        job = plan_encoding(
+            config,
+            checked.family,
+            accelerator,
+            records=checked.records,
+            held_out=checked.validation_records,
+            memory=memory,
+        )
+    return {*job.media, *job.prompts}
 
 
 def _fill(loaded: Sequence[LoadedConfig]) -> None:

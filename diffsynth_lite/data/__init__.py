@@ -22,8 +22,8 @@ from diffsynth_lite.data.plan import (
     OnBadItem,
     PlanRules,
     plan_items,
+    refuse_bad_items,
     refuse_other_kinds,
-    without_bad_items,
 )
 from diffsynth_lite.data.records import Record, Source
 from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule, micro_batch_sizes
@@ -73,8 +73,8 @@ __all__ = [
     "micro_batch_sizes",
     "plan_items",
     "prune",
+    "refuse_bad_items",
     "refuse_other_kinds",
     "tag_variants",
     "verify",
-    "without_bad_items",
 ]

@@ -116,7 +116,7 @@ class BatchStream:
         self._items = items
         self._schedule = schedule
         self._layout = layout
-        self._micro_batches = partial(_MicroBatches, entries, items.buckets, seed, caption_dropout)
+        self._micro_batches = partial(_MicroBatches, entries, seed, caption_dropout)
         self._num_workers = num_workers
         self._start_step = start_step
         self._warn_of_few_items()
@@ -167,7 +167,7 @@ class BatchStream:
             step_samples = sum(block.size for block in blocks)
             for block in blocks[layout.process_index :: layout.num_processes]:
                 rows = tuple(self._items.row(index) for index in self._schedule.items(block))
-                yield _Request(block.bucket, block.position, rows, step_samples, step)
+                yield _Request(block.position, rows, step_samples, step)
             step += 1
 
     def _warn_of_few_items(self) -> None:
@@ -192,7 +192,6 @@ class BatchStream:
 class _Request:
     """A micro-batch to be read: what a worker is sent."""
 
-    bucket: int
     position: int
     rows: tuple[ItemRow, ...]
     step_samples: int
@@ -205,13 +204,11 @@ class _MicroBatches(Dataset[Batch | RunStoppedError]):
     def __init__(
         self,
         entries: EntryReader,
-        buckets: Sequence[Bucket],
         seed: int,
         caption_dropout: float,
         watch: WorkerWatch,
     ) -> None:
         self._entries = entries
-        self._buckets = buckets
         self._seed = seed
         self._caption_dropout = caption_dropout
         self._watch = watch
@@ -238,7 +235,7 @@ class _MicroBatches(Dataset[Batch | RunStoppedError]):
             captions.append(caption)
         latents = torch.stack([entry["latents"] for entry in media])
         return Batch(
-            bucket=self._buckets[request.bucket],
+            bucket=request.rows[0].bucket,
             positions=positions,
             names=[row.name for row in request.rows],
             latents=latents,

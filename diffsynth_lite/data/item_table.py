@@ -1,10 +1,10 @@
-"""This file holds the planned items of a run, a million of them in some hundred megabytes.
+"""This file holds the encoded items of a run, a million of them in some hundred megabytes.
 
 Keys are stored as the 32 bytes of their 64 hexadecimal digits; variable lengths by the end of each.
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,23 +17,28 @@ _KEY_BYTES = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ItemRow:
-    """One item, and where the cache holds its tensors.
+    """One item, and where its tensors are: what remains of a `TrainingItem` for the training.
 
     Attributes:
         name: unique in the run, for messages.
-        bucket: index of its bucket.
+        bucket: size in pixels and frames that it is trained at.
         source: index of its source.
-        media_key: entry of its latents, 64 hexadecimal digits.
+        media_key: cache entry of its latents, 64 hexadecimal digits.
         caption_keys: entry of each of its captions, at least one.
         unconditional_key: entry that stands for no caption; None where captions are never dropped.
     """
 
     name: str
-    bucket: int
+    bucket: Bucket
     source: int
     media_key: str
     caption_keys: tuple[str, ...]
     unconditional_key: str | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All entries of the item."""
+        return (self.media_key, *self.caption_keys, *filter(None, [self.unconditional_key]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,9 +46,9 @@ class ItemTable:
     """Items in order, in a few arrays; :meth:`build` makes one.
 
     Attributes:
-        buckets: what ``bucket`` of a row means.
+        buckets: of all items, in ascending order.
         has_unconditional: whether the items have an unconditional key; it is kept after their captions.
-        bucket_index: (N,).
+        bucket_index: (N,), place of each item's bucket in ``buckets``.
         source_index: (N,).
     """
 
@@ -58,28 +63,31 @@ class ItemTable:
     _caption_ends: npt.NDArray[np.int64]
 
     @classmethod
-    def build(cls, rows: Iterable[ItemRow], buckets: Iterable[Bucket]) -> "ItemTable":
+    def build(cls, rows: Iterable[ItemRow]) -> "ItemTable":
         """Table of ``rows``, which are read once and not kept."""
         bucket_index, source_index = array("H"), array("H")
         names, media_keys, caption_keys = bytearray(), bytearray(), bytearray()
         name_ends, caption_ends = array("q"), array("q")
+        places: dict[Bucket, int] = {}  # in the order of their first rows
         unconditional: set[bool] = set()
         for row in rows:
             assert row.caption_keys, row.name
-            bucket_index.append(row.bucket)
+            bucket_index.append(places.setdefault(row.bucket, len(places)))
             source_index.append(row.source)
             names += row.name.encode()
             name_ends.append(len(names))
             media_keys += _key_bytes(row.media_key)
             unconditional.add(row.unconditional_key is not None)
-            for key in (*row.caption_keys, *filter(None, [row.unconditional_key])):
+            for key in row.keys[1:]:
                 caption_keys += _key_bytes(key)
             caption_ends.append(len(caption_keys) // _KEY_BYTES)
         assert len(unconditional) < 2, "all items have an unconditional key, or none"
+        buckets = sorted(places)
+        rank = np.array([buckets.index(bucket) for bucket in places], np.uint16)
         return cls(
             buckets=tuple(buckets),
             has_unconditional=unconditional == {True},
-            bucket_index=np.array(bucket_index, np.uint16),
+            bucket_index=rank[np.array(bucket_index, np.uint16)],
             source_index=np.array(source_index, np.uint16),
             _names=bytes(names),
             _name_ends=np.array(name_ends, np.int64),
@@ -90,6 +98,9 @@ class ItemTable:
 
     def __len__(self) -> int:
         return len(self.bucket_index)
+
+    def __iter__(self) -> Iterator[ItemRow]:
+        return map(self.row, range(len(self)))
 
     def row(self, index: int) -> ItemRow:
         """The item at ``index``, in [0, N).
@@ -104,7 +115,7 @@ class ItemTable:
         captions_end = end - self.has_unconditional
         return ItemRow(
             name=self._names[name_start:name_end].decode(),
-            bucket=int(self.bucket_index[index]),
+            bucket=self.buckets[self.bucket_index[index]],
             source=int(self.source_index[index]),
             media_key=_key(self._media_keys, index),
             caption_keys=tuple(_key(self._caption_keys, place) for place in range(first, captions_end)),

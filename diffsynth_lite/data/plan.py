@@ -63,21 +63,24 @@ class PlanRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetPlan:
-    """What is to be trained on.
+    """What of a data set is to be trained on.
 
     Attributes:
-        items: in the order of their records.
+        records: all that were planned.
+        items: of the records that are not bad, in their order.
         bad: name of a record to the reason why it cannot be used.
         facts: of the target of each record that is not bad, by its name.
     """
 
+    records: Sequence[Record]
     items: Sequence[TrainingItem]
     bad: Mapping[str, str]
     facts: Mapping[str, MediaFacts]
 
     def without(self, bad: Mapping[str, str]) -> "DatasetPlan":
         """The plan where more records cannot be used: ``bad``, by name with the reason."""
-        return DatasetPlan(
+        return dataclasses.replace(
+            self,
             items=[item for item in self.items if item.record.name not in bad],
             bad={**bad, **self.bad},
             facts={name: facts for name, facts in self.facts.items() if name not in bad},
@@ -129,7 +132,7 @@ def plan_items(records: Sequence[Record], *, index: MediaIndex, rules: PlanRules
         except UserError as error:
             bad[record.name] = str(error)
         progress.advance()
-    return DatasetPlan(items=items, bad=bad, facts=facts)
+    return DatasetPlan(records=records, items=items, bad=bad, facts=facts)
 
 
 def _check_companions(record: Record, target: MediaFacts, index: MediaIndex) -> None:
@@ -225,39 +228,32 @@ class BadItemsError(UserError):
     """Items that cannot be used stop the run; the message names the first of them."""
 
 
-def without_bad_items(
+def refuse_bad_items(
     records: Sequence[Record],
     bad: Mapping[str, str],
     *,
     on_bad_item: OnBadItem,
     max_bad_ratio: float,
-    quarantine: Callable[[Record, str], None],
-) -> list[Record]:
-    """Records that are not in ``bad``.
+) -> None:
+    """Stop the run for items that cannot be used, or warn that they are left out.
 
     Args:
         records: all records.
         bad: name of a record to the reason why it cannot be used.
         on_bad_item: "error" refuses any bad item, "skip" leaves them out.
         max_bad_ratio: more bad items than this part of all, in [0, 1], are not skipped.
-        quarantine: is told each record that cannot be used, and why, also where that is an error.
 
     Raises:
         BadItemsError: there are bad items and none is to be skipped, or too many are bad.
     """
     if not bad:
-        return list(records)
-    for record in records:
-        if record.name in bad:
-            quarantine(record, bad[record.name])
+        return
     reasons = [f"{name}: {bad[name]}" for name in (record.name for record in records) if name in bad]
     summary = f"{len(reasons)} of {len(records)} items cannot be used: {join_names(reasons)}"
     if on_bad_item == "error":
         raise BadItemsError(f"{summary}. Repair or remove them, or leave them out with data.on_bad_item=skip")
-    left = [record for record in records if record.name not in bad]
-    if len(reasons) > max_bad_ratio * len(records) or not left:
+    if len(reasons) > max_bad_ratio * len(records) or len(reasons) == len(records):
         raise BadItemsError(
             f"{summary}. Too many to skip: data.max_bad_ratio is {max_bad_ratio}, and one must be good"
         )
     logger.warning("%s. They are left out", summary)
-    return left

@@ -17,7 +17,7 @@ from diffsynth_lite.data import (
     Source,
     TensorCache,
     plan_items,
-    without_bad_items,
+    refuse_bad_items,
 )
 from diffsynth_lite.doctor.advice import advise, advise_on_held_out
 from diffsynth_lite.doctor.examined import ExaminedData, estimate_cache
@@ -38,12 +38,13 @@ from diffsynth_lite.training.checks import bind_family, check_held_out
 from diffsynth_lite.training.data_settings import (
     cache_folder,
     check_records,
-    data_rules,
     data_sources,
     find_held_out_records,
     find_training_records,
+    held_out_rules,
     held_out_source,
     index_file,
+    plan_rules,
 )
 
 _Value = TypeVar("_Value")
@@ -75,12 +76,11 @@ class Examination:
             settings = data.config.data
             problems.attempt(
                 partial(
-                    without_bad_items,
+                    refuse_bad_items,
                     data.records,
                     data.dropped,
                     on_bad_item=settings.on_bad_item,
                     max_bad_ratio=settings.max_bad_ratio,
-                    quarantine=lambda *_: None,
                 )
             )
         problems.require_none()
@@ -97,15 +97,15 @@ def examine(config: Config, *, sheet_size: int) -> Examination:
         UserError: what is wrong with the settings or the model's folder.
     """
     family = bind_family(config, with_weights=False)
-    rules = data_rules(config, family)
+    rules = plan_rules(config, family)
     cache = TensorCache(cache_folder(config))
     found = find_training_records(config)
     problems = Problems(found.problems)
     held_out = _find_held_out(config, found.records, problems)
     with FileMemory(index_file(cache.folder)) as memory:
         examiner = _Examiner(config, family, cache, memory, sheet_size, problems)
-        data, decoded = examiner.examine(found, data_sources(config), rules.plan)
-        apart = None if held_out is None else examiner.examine(*held_out, rules.held_out_plan)
+        data, decoded = examiner.examine(found, data_sources(config), rules)
+        apart = None if held_out is None else examiner.examine(*held_out, held_out_rules(rules))
     findings = _training_findings(data, decoded, problems, cache)
     if apart is None:
         return Examination(findings=findings, data=[data])

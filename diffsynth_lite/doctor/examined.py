@@ -20,7 +20,7 @@ from diffsynth_lite.data import (
     kept_ratio,
 )
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.training.dataset import DataSet, FamilyEncoders
+from diffsynth_lite.training.encoding import new_job
 
 MUCH_CROPPED = 0.3
 """Part of an item's area whose loss is worth a remark."""
@@ -157,36 +157,26 @@ def estimate_cache(data: ExaminedData, cache: TensorCache) -> CacheEstimate:
     """
     config, family = data.config, data.family
     text_dtype: torch.dtype = getattr(torch, config.model.text_encoder_dtype)
-    entries = DataSet(
-        data.records,
-        dataclasses.replace(data.plan, items=data.items),
-        FamilyEncoders.of(
-            family,
-            text_dtype=text_dtype,
-            vae_dtype=getattr(torch, config.model.vae_dtype),
-            device=torch.device("cpu"),
-        ),
-        cache,
-        prompt_sees_images=family.prompt_sees_images,
-        has_unconditional=config.data.caption_dropout > 0,
-    )
+    job = new_job(config, family, torch.device("cpu"))
+    plan = dataclasses.replace(data.plan, items=data.items)
+    job.add_dataset(plan, has_unconditional=config.data.caption_dropout > 0)
     token_bytes = _text_width(family) * text_dtype.itemsize
-    planned: dict[str, TrainingItem | PromptItem] = {**entries.media, **entries.prompts}
+    items: dict[str, TrainingItem | PromptItem] = {**job.media, **job.prompts}
     num_present = present_bytes = 0
     missing_bytes = 0.0
-    for key, entry in planned.items():
+    for key, item in items.items():
         path = cache.path(key)
         if path.exists():
             num_present += 1
             present_bytes += path.stat().st_size
-        elif isinstance(entry, TrainingItem):
-            missing_bytes += _FILE_BYTES + _LATENT_BYTES * _num_latents(entry, family)
+        elif isinstance(item, TrainingItem):
+            missing_bytes += _FILE_BYTES + _LATENT_BYTES * _num_latents(item, family)
         else:
-            missing_bytes += _FILE_BYTES + token_bytes * _num_tokens(entry, data)
+            missing_bytes += _FILE_BYTES + token_bytes * _num_tokens(item, data)
     return CacheEstimate(
         num_present=num_present,
         present_bytes=present_bytes,
-        num_missing=len(planned) - num_present,
+        num_missing=len(items) - num_present,
         missing_bytes=missing_bytes,
     )
 

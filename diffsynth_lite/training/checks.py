@@ -16,8 +16,8 @@ from diffsynth_lite.data import BatchLayout, Record, load_image
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder
-from diffsynth_lite.training.data_settings import check_records, data_rules
-from diffsynth_lite.training.dataset import read_data
+from diffsynth_lite.training.data_settings import check_records, plan_rules
+from diffsynth_lite.training.dataset import read_records
 from diffsynth_lite.training.distributed import on_all_processes
 from diffsynth_lite.training.learning_rate import learning_rate_schedule
 from diffsynth_lite.training.run_folder.metrics import require_trackers
@@ -64,23 +64,22 @@ def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
     problems.attempt(lambda: build_learning_rate(config))
     problems.attempt(lambda: _check_output_is_apart(config))
     problems.attempt(lambda: require_trackers(config.logging.trackers))
-    data = read_data(config, accelerator)
-    problems += data.problems
+    records, held_out = read_records(config, accelerator, problems)
     family = None
     if not problems or Path(config.model.path).expanduser().is_dir():  # No download for nothing.
         family = problems.attempt(lambda: bind_family(config))
     if family is not None:
         model = _check_model(problems, family, config)
-        for found in (data.training, data.validation):
+        for found in (records, held_out):
             problems.attempt(partial(check_records, found, family))
-    problems.attempt(lambda: check_held_out(data.training, data.validation))
+    problems.attempt(lambda: check_held_out(records, held_out))
     # The same on all processes, whichever found them.
     Problems(chain.from_iterable(on_all_processes(accelerator, lambda: problems))).require_none()
     assert family is not None
     return CheckedRun(
         family=family,
-        records=data.training,
-        validation_records=data.validation,
+        records=records,
+        validation_records=held_out,
         target_layers=model.target_layers,
         num_blocks=model.num_blocks,
         num_selected_blocks=model.num_selected_blocks,
@@ -156,7 +155,7 @@ class _CheckedModel:
 
 
 def _check_model(problems: Problems, family: ModelFamily, config: Config) -> _CheckedModel:
-    problems.attempt(lambda: data_rules(config, family))
+    problems.attempt(lambda: plan_rules(config, family))
     problems.attempt(lambda: check_previews(config, family))
     problems.attempt(lambda: _check_weighting(config, family))
     problems.attempt(lambda: _check_shift(config, family))

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import ImageColor
@@ -12,7 +11,6 @@ from diffsynth_lite.data import (
     Bucket,
     BucketRule,
     FoundRecords,
-    OnBadItem,
     PlanRules,
     Record,
     Source,
@@ -27,34 +25,8 @@ _STEPS_OF_A_RESOLUTION = 16
 """Steps between buckets that an edge has, unless the user says otherwise: 64 pixels at 1024."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataRules:
-    """How the data of a run are taken, kept, and refused.
-
-    Attributes:
-        plan: what is taken of each training record.
-        use_cache: encode ahead into the cache; otherwise while the training goes on.
-        has_unconditional: items are also trained with the empty caption.
-        on_bad_item: see `without_bad_items`.
-        max_bad_ratio: likewise.
-    """
-
-    plan: PlanRules
-    use_cache: bool
-    has_unconditional: bool
-    on_bad_item: OnBadItem
-    max_bad_ratio: float
-
-    @property
-    def held_out_plan(self) -> PlanRules:
-        """What is taken of each validation record: its middle, once."""
-        return dataclasses.replace(
-            self.plan, crop="center", crops_per_item=1, clip="center", clips_per_video=1
-        )
-
-
-def data_rules(config: Config, family: ModelFamily) -> DataRules:
-    """The rules of a run's config; what it leaves open is the family's.
+def plan_rules(config: Config, family: ModelFamily) -> PlanRules:
+    """What is taken of each training record; what the config leaves open is the family's.
 
     Raises:
         UserError: settings that the family cannot do.
@@ -72,23 +44,22 @@ def data_rules(config: Config, family: ModelFamily) -> DataRules:
             "data.crop: random crops the result of an edit and not the pictures that it starts from, so that "
             "the two would no longer fit; set data.crop: center"
         )
-    return DataRules(
-        plan=PlanRules(
-            buckets=_bucket_rule(config, family, frame_counts),
-            crop=data.crop,
-            crops_per_item=data.crops_per_item,
-            clip=data.clip,
-            clips_per_video=data.clips_per_video,
-            fps=data.fps or family.default_fps,
-            background=data.background,
-            input_size=family.input_size,
-            max_inputs=family.max_inputs,
-        ),
-        use_cache=data.cache,
-        has_unconditional=data.caption_dropout > 0,
-        on_bad_item=data.on_bad_item,
-        max_bad_ratio=data.max_bad_ratio,
+    return PlanRules(
+        buckets=_bucket_rule(config, family, frame_counts),
+        crop=data.crop,
+        crops_per_item=data.crops_per_item,
+        clip=data.clip,
+        clips_per_video=data.clips_per_video,
+        fps=data.fps or family.default_fps,
+        background=data.background,
+        input_size=family.input_size,
+        max_inputs=family.max_inputs,
     )
+
+
+def held_out_rules(rules: PlanRules) -> PlanRules:
+    """What is taken of each held-out record: its middle, once."""
+    return dataclasses.replace(rules, crop="center", crops_per_item=1, clip="center", clips_per_video=1)
 
 
 def frame_counts_of(config: Config, family: ModelFamily) -> tuple[int, ...]:

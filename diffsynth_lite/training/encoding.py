@@ -1,7 +1,9 @@
-"""This file encodes all that the text encoder and the VAE are needed for, before the transformer loads."""
+"""This file encodes what a run needs of the VAE and the text encoder, before the transformer loads.
 
-from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+What is to be encoded is an `EncodingJob`; what the training then reads is its `TrainingData`.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,10 +22,10 @@ from diffsynth_lite.data import (
     Encoder,
     EntryReader,
     FileMemory,
+    ItemRow,
     ItemTable,
     LiveTensors,
     MediaIndex,
-    PlanRules,
     PromptItem,
     Record,
     Shard,
@@ -32,119 +34,17 @@ from diffsynth_lite.data import (
     encode_missing,
     find_undecodable,
     load_image,
-    plan_items,
+    refuse_bad_items,
 )
 from diffsynth_lite.errors import Problems, RunStoppedError
-from diffsynth_lite.pipelines import Conditioning
-from diffsynth_lite.training.checks import CheckedRun
-from diffsynth_lite.training.data_settings import DataRules, cache_folder, data_rules, index_file
-from diffsynth_lite.training.dataset import DataSet, FamilyEncoders, Quarantine, UsableItems
-from diffsynth_lite.training.distributed import main_process_first, on_all_processes
+from diffsynth_lite.pipelines import Conditioning, ModelFamily
+from diffsynth_lite.training.data_settings import cache_folder, held_out_rules, index_file, plan_rules
+from diffsynth_lite.training.dataset import Quarantine, plan_dataset
+from diffsynth_lite.training.distributed import on_all_processes
 from diffsynth_lite.training.evaluation import ValidationItem
 
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedRun:
-    """All that a run encodes, by the keys of its tensors.
-
-    Attributes:
-        rules: how the data are taken.
-        encoders: of the family.
-        cache: of the run.
-        training: what is trained on, and the prompts of the previews.
-        held_out: what the validation loss is measured on; empty where it is training items.
-        prompt_keys: key of each preview prompt, and of its negative.
-    """
-
-    rules: DataRules
-    encoders: FamilyEncoders
-    cache: TensorCache
-    training: DataSet
-    held_out: DataSet
-    prompt_keys: Sequence[tuple[str, str]]
-
-    @property
-    def media(self) -> Mapping[str, TrainingItem]:
-        """Items by key."""
-        return {**self.training.media, **self.held_out.media}
-
-    @property
-    def prompts(self) -> Mapping[str, PromptItem]:
-        """Captions and prompts by key."""
-        return {**self.training.prompts, **self.held_out.prompts}
-
-
-def plan_run(config: Config, checked: CheckedRun, accelerator: Accelerator, memory: FileMemory) -> PlannedRun:
-    """Plan a run; no pixel is decoded but first frames of clips that are new.
-
-    Args:
-        config: of the run.
-        checked: the run's records and family.
-        accelerator: tells processes and device.
-        memory: of the files.
-
-    Raises:
-        UserError: settings that the family cannot do.
-    """
-    family, validation = checked.family, config.validation
-    rules, cache = data_rules(config, family), TensorCache(cache_folder(config))
-    encoders = FamilyEncoders.of(
-        family,
-        text_dtype=getattr(torch, config.model.text_encoder_dtype),
-        vae_dtype=getattr(torch, config.model.vae_dtype),
-        device=accelerator.device,
-    )
-    index = MediaIndex(memory)
-
-    def data_set(records: Sequence[Record], plan_rules: PlanRules, *, has_unconditional: bool) -> DataSet:
-        def plan() -> DatasetPlan:
-            planned = plan_items(records, index=index, rules=plan_rules)
-            memory.flush()
-            return planned
-
-        planned, bad = main_process_first(accelerator, plan, lambda planned: planned.bad)
-        return DataSet(
-            records,
-            planned.without(dict(ChainMap(*map(dict, bad)))),
-            encoders,
-            cache,
-            prompt_sees_images=family.prompt_sees_images,
-            has_unconditional=has_unconditional,
-        )
-
-    training = data_set(checked.records, rules.plan, has_unconditional=rules.has_unconditional)
-    held_out = data_set(
-        checked.validation_records[: validation.loss_items], rules.held_out_plan, has_unconditional=False
-    )
-    seen = family.prompt_sees_images
-    return PlannedRun(
-        rules=rules,
-        encoders=encoders,
-        cache=cache,
-        training=training,
-        held_out=held_out,
-        prompt_keys=[
-            _add_prompts(config, training, text, preview_files(config, place) if seen else (), index)
-            for place, text in enumerate(validation.prompts)
-        ],
-    )
-
-
-def preview_files(config: Config, place: int) -> tuple[Path, ...]:
-    """Files of the picture that the preview at ``place`` starts from, and of the one that it leads to."""
-    validation = config.validation
-    files = (*validation.inputs[place : place + 1], *validation.last_frames[place : place + 1])
-    return tuple(Path(file).expanduser() for file in files)
-
-
-def _add_prompts(
-    config: Config, data: DataSet, text: str, images: tuple[Path, ...], index: MediaIndex
-) -> tuple[str, str]:
-    """Also encode a preview prompt and its negative; returns their keys."""
-    content = tuple(index.content(path) for path in images)
-    prompt = PromptItem(text=text, images=images, content=content, background=config.data.background)
-    negative = replace(prompt, text=config.validation.negative_prompt, is_negative=True)
-    return data.add_prompt(prompt), data.add_prompt(negative)
+_Usable = tuple[ItemTable, DataIdentity]
+"""The items of a data set of which nothing is bad, and what they are wherever their tensors may be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,144 +86,283 @@ class TrainingData:
     prompts: Sequence[EncodedPrompt]
 
 
-def encode_run(config: Config, checked: CheckedRun, accelerator: Accelerator) -> TrainingData:
-    """Plan the data, and encode what the cache does not hold, each process its share.
+class EncodingJob:
+    """What a run encodes: media and prompts, each once, by the key of its tensors.
+
+    Args:
+        family: its encoders are loaded when they are first needed.
+        cache: makes the keys.
+        text_dtype: of the text encoder.
+        vae_dtype: of the VAE.
+        device: of both.
+
+    Attributes:
+        media: items by key.
+        prompts: captions and the prompts of previews by key.
+        datasets: plan and items of each data set, the bad ones that only decoding shows among them.
+        preview_keys: of the prompt and the negative prompt of each preview.
+    """
+
+    def __init__(
+        self,
+        family: ModelFamily,
+        cache: TensorCache,
+        *,
+        text_dtype: torch.dtype,
+        vae_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.cache = cache
+        self.media: dict[str, TrainingItem] = {}
+        self.prompts: dict[str, PromptItem] = {}
+        self.datasets: list[tuple[DatasetPlan, ItemTable]] = []
+        self.preview_keys: list[tuple[str, str]] = []
+        self._prompt_sees_images = family.prompt_sees_images
+        self._media_encoder = Encoder(
+            what="items",
+            identity=family.media_encoder_id(vae_dtype),
+            load=lambda: family.load_media_encoder(vae_dtype, device),
+        )
+        self._prompt_encoder = Encoder(
+            what="captions",
+            identity=family.prompt_encoder_id(text_dtype),
+            load=lambda: family.load_prompt_encoder(text_dtype, device),
+        )
+
+    @property
+    def passes(self) -> tuple[tuple[Mapping[str, Encodable], Encoder], ...]:
+        """What each encoder encodes, in the order in which they are loaded."""
+        return (self.media, self._media_encoder), (self.prompts, self._prompt_encoder)
+
+    def add_dataset(self, plan: DatasetPlan, *, has_unconditional: bool) -> None:
+        """Also encode the items of a plan and their captions.
+
+        Args:
+            plan: of a data set.
+            has_unconditional: items are also trained without their caption.
+        """
+        rows = (self._row(item, has_unconditional=has_unconditional) for item in plan.items)
+        self.datasets.append((plan, ItemTable.build(rows)))
+
+    def add_preview(self, prompt: PromptItem, *, negative: str) -> None:
+        """Also encode the prompt of a preview and its negative, which sees the same images."""
+        steered_from = replace(prompt, text=negative, is_negative=True)
+        self.preview_keys.append((self._add_prompt(prompt), self._add_prompt(steered_from)))
+
+    def usable(self, plan: DatasetPlan, table: ItemTable) -> _Usable:
+        """What of a data set is trained on, where the items of ``plan`` are some of those in ``table``."""
+        if len(plan.items) < len(table):
+            names = {item.name for item in plan.items}
+            table = ItemTable.build(row for row in table if row.name in names)
+        identity = DataIdentity.of(
+            plan.items,
+            media_encoder=self._media_encoder.identity,
+            prompt_encoder=self._prompt_encoder.identity,
+        )
+        return table, identity
+
+    def _row(self, item: TrainingItem, *, has_unconditional: bool) -> ItemRow:
+        media_key = item.key(self.cache, self._media_encoder.identity)
+        self.media.setdefault(media_key, item)  # equal files are encoded once
+        no_caption = replace(self._prompt(item, ""), is_negative=True)
+        return ItemRow(
+            name=item.name,
+            bucket=item.bucket,
+            source=item.record.source,
+            media_key=media_key,
+            caption_keys=tuple(self._add_prompt(self._prompt(item, text)) for text in item.record.captions),
+            unconditional_key=self._add_prompt(no_caption) if has_unconditional else None,
+        )
+
+    def _prompt(self, item: TrainingItem, text: str) -> PromptItem:
+        inputs = item.record.inputs
+        if not inputs or not self._prompt_sees_images:
+            return PromptItem(text=text)
+        content = item.content[1 : 1 + len(inputs)]
+        return PromptItem(text=text, images=inputs, content=content, background=item.background)
+
+    def _add_prompt(self, prompt: PromptItem) -> str:
+        key = prompt.key(self.cache, self._prompt_encoder.identity)
+        self.prompts.setdefault(key, prompt)
+        return key
+
+
+def new_job(config: Config, family: ModelFamily, device: torch.device) -> EncodingJob:
+    """A job of a run with nothing in it yet."""
+    return EncodingJob(
+        family,
+        TensorCache(cache_folder(config)),
+        text_dtype=getattr(torch, config.model.text_encoder_dtype),
+        vae_dtype=getattr(torch, config.model.vae_dtype),
+        device=device,
+    )
+
+
+def plan_encoding(
+    config: Config,
+    family: ModelFamily,
+    accelerator: Accelerator,
+    *,
+    records: Sequence[Record],
+    held_out: Sequence[Record],
+    memory: FileMemory,
+) -> EncodingJob:
+    """All that a run encodes: its data, what is held out, and the prompts of its previews.
+
+    No pixel is decoded but the first frames of clips that are new.
+
+    Raises:
+        UserError: settings that the family cannot do.
+    """
+    rules, job = plan_rules(config, family), new_job(config, family, accelerator.device)
+    data, validation = config.data, config.validation
+    training = plan_dataset(records, rules, memory, accelerator)
+    job.add_dataset(training, has_unconditional=data.caption_dropout > 0)
+    measured = held_out[: validation.loss_items]
+    job.add_dataset(
+        plan_dataset(measured, held_out_rules(rules), memory, accelerator), has_unconditional=False
+    )
+    index = MediaIndex(memory)
+    for place, text in enumerate(validation.prompts):
+        images = _preview_files(config, place) if family.prompt_sees_images else ()
+        content = tuple(index.content(path) for path in images)
+        prompt = PromptItem(text=text, images=images, content=content, background=data.background)
+        job.add_preview(prompt, negative=validation.negative_prompt)
+    return job
+
+
+def encode_run(
+    config: Config,
+    family: ModelFamily,
+    accelerator: Accelerator,
+    *,
+    records: Sequence[Record],
+    held_out: Sequence[Record],
+) -> TrainingData:
+    """Plan the data of a run, and encode what the cache does not hold, each process its share.
 
     The encoders are freed on return, unless the run encodes while it trains.
 
     Args:
         config: of the run.
-        checked: the run's records and family.
-        accelerator: tells processes and device.
+        family: bound to its folder.
+        accelerator: device and processes.
+        records: what is trained on.
+        held_out: what the validation loss is measured on; training items where there are none.
 
     Raises:
         UserError: bad items, all of them listed in the run's ``quarantine.jsonl``; the same on all processes.
     """
-    validation = config.validation
     with FileMemory(index_file(cache_folder(config))) as memory:
-        planned = plan_run(config, checked, accelerator, memory)
-        training, held_out = _usable(config, _Encoding(planned, memory, accelerator))
-    tensors = _reader(planned)
-    measured = held_out if checked.validation_records else training
+        job = plan_encoding(config, family, accelerator, records=records, held_out=held_out, memory=memory)
+        training, measured = _encode(config, job, memory, accelerator)
+    items, identity = training
+    validation_items, validation_identity = measured if held_out else training
+    tensors = job.cache if config.data.cache else LiveTensors(job.passes)
+    num_measured = min(config.validation.loss_items, len(validation_items))
     return TrainingData(
-        items=training.table,
-        identity=training.identity,
+        items=items,
+        identity=identity,
         tensors=tensors,
-        is_live=not planned.rules.use_cache,
+        is_live=not config.data.cache,
         validation_items=[
-            _validation_item(tensors, measured.table, place)
-            for place in range(min(validation.loss_items, len(measured.table)))
+            _validation_item(tensors, validation_items.row(place)) for place in range(num_measured)
         ],
-        validation_identity=measured.identity,
+        validation_identity=validation_identity,
         prompts=[
             EncodedPrompt(
                 conditioning=_require(tensors, prompt_key),
                 negative=_require(tensors, negative_key),
                 inputs=tuple(
                     load_image(path, background=config.data.background)
-                    for path in preview_files(config, place)
+                    for path in _preview_files(config, place)
                 ),
             )
-            for place, (prompt_key, negative_key) in enumerate(planned.prompt_keys)
+            for place, (prompt_key, negative_key) in enumerate(job.preview_keys)
         ],
     )
 
 
-def _usable(config: Config, encoding: "_Encoding") -> tuple[UsableItems, UsableItems]:
-    """As `_Encoding.encode`; the main process writes the list of what cannot be used."""
+def _encode(config: Config, job: EncodingJob, memory: FileMemory, accelerator: Accelerator) -> list[_Usable]:
+    """Encode media, then prompts; the usable items of each data set.
+
+    What is bad is the same for all processes, and the main process lists it.
+    """
     quarantine = Quarantine(config)
     try:
         with quarantine.named():
-            return encoding.encode(quarantine.add)
+            bad = _encode_passes(config, job, memory, accelerator)
+            return _usable_datasets(config, job, bad, quarantine)
     finally:
-        if encoding.accelerator.is_main_process:
+        if accelerator.is_main_process:
             quarantine.write()
 
 
-@dataclass(frozen=True)
-class _Encoding:
-    """What encodes the data of a planned run."""
+def _encode_passes(
+    config: Config, job: EncodingJob, memory: FileMemory, accelerator: Accelerator
+) -> dict[str, str]:
+    """Key to the reason, of what cannot be used; agreed on before the next encoder loads."""
+    stop_at_bad = config.data.on_bad_item == "error"
+    is_hopeless = stop_at_bad and any(plan.bad for plan, _ in job.datasets)
+    processes = accelerator.num_processes
+    own = Shard(num_processes=processes, process_index=accelerator.process_index)
 
-    planned: PlannedRun
-    memory: FileMemory
-    accelerator: Accelerator
-
-    def encode(self, quarantine: Callable[[Record, str], None]) -> tuple[UsableItems, UsableItems]:
-        """Encode media, then prompts; what is bad is agreed on before the next encoder loads.
-
-        Returns:
-            The usable items of the training data, and of those held out.
-        """
-        run, bad = self.planned, dict[str, str]()
-        stop_at_bad = run.rules.on_bad_item == "error"
-        is_hopeless = stop_at_bad and bool(run.training.plan.bad or run.held_out.plan.bad)
-        passes: Sequence[tuple[Encoder, Mapping[str, Encodable]]] = (
-            (run.encoders.media, run.media),
-            (run.encoders.prompts, run.prompts),
+    def work(items: Mapping[str, Encodable], encoder: Encoder, shard: Shard) -> dict[str, str]:
+        if is_hopeless or not config.data.cache:
+            return find_undecodable(items, memory=memory, shard=shard)
+        found = encode_missing(
+            items, encoder, cache=job.cache, memory=memory, shard=shard, stop_at_bad=stop_at_bad
         )
-        for encoder, planned in passes:
-            bad |= self._encode_shared(planned, encoder, only_look=is_hopeless)
-            if is_hopeless or (stop_at_bad and bad):
-                self._usable_items(bad, quarantine)
-        return self._usable_items(bad, quarantine)
+        free_memory()
+        return found
 
-    def _encode_shared(
-        self, planned: Mapping[str, Encodable], encoder: Encoder, *, only_look: bool
-    ) -> dict[str, str]:
-        """Each process encodes its share, and then what it still misses: nothing in a shared folder."""
-        processes = self.accelerator
-        shard = Shard(num_processes=processes.num_processes, process_index=processes.process_index)
-
-        def work(shard: Shard, planned: Mapping[str, Encodable]) -> dict[str, str]:
-            if only_look or not self.planned.rules.use_cache:
-                return find_undecodable(planned, memory=self.memory, shard=shard)
-            stop_at_bad = self.planned.rules.on_bad_item == "error"
-            bad = encode_missing(
-                planned,
-                encoder,
-                cache=self.planned.cache,
-                memory=self.memory,
-                shard=shard,
-                stop_at_bad=stop_at_bad,
-            )
-            free_memory()
+    bad: dict[str, str] = {}
+    for items, encoder in job.passes:
+        # Each process its share, and then what it still misses: nothing where the folder is shared.
+        for shard in [own, Shard()][:processes]:
+            left = {key: item for key, item in items.items() if key not in bad}
+            for found in on_all_processes(accelerator, partial(work, left, encoder, shard)):
+                bad |= found
+            if bad and stop_at_bad:
+                return bad
+        if is_hopeless:
             return bad
-
-        bad: dict[str, str] = {}
-        for each in [shard, Shard()][: processes.num_processes]:
-            left = {key: one for key, one in planned.items() if key not in bad}
-            for part in on_all_processes(processes, partial(work, each, left)):
-                bad |= part
-            if bad and self.planned.rules.on_bad_item == "error":
-                break
-        return bad
-
-    def _usable_items(
-        self, bad: Mapping[str, str], quarantine: Callable[[Record, str], None]
-    ) -> tuple[UsableItems, UsableItems]:
-        """Those of both data sets, or one error about both."""
-        problems = Problems()
-
-        def usable(data: DataSet) -> UsableItems:
-            return data.usable_items(
-                bad,
-                on_bad_item=self.planned.rules.on_bad_item,
-                max_bad_ratio=self.planned.rules.max_bad_ratio,
-                quarantine=quarantine,
-            )
-
-        training = problems.attempt(lambda: usable(self.planned.training))
-        held_out = problems.attempt(lambda: usable(self.planned.held_out))
-        if training is None or held_out is None:
-            raise BadItemsError("\n".join(problems))
-        return training, held_out
+    return bad
 
 
-def _reader(planned: PlannedRun) -> EntryReader:
-    """Where the tensors of a run are read."""
-    if planned.rules.use_cache:
-        return planned.cache
-    return LiveTensors([(planned.media, planned.encoders.media), (planned.prompts, planned.encoders.prompts)])
+def _usable_datasets(
+    config: Config, job: EncodingJob, bad_keys: Mapping[str, str], quarantine: Quarantine
+) -> list[_Usable]:
+    """What of each data set is trained on or measured, or one error about all of them."""
+    data, problems = config.data, Problems()
+
+    def usable(plan: DatasetPlan, table: ItemTable) -> _Usable:
+        bad = _bad_records(plan, table, bad_keys)
+        quarantine.add(plan.records, bad)
+        refuse_bad_items(plan.records, bad, on_bad_item=data.on_bad_item, max_bad_ratio=data.max_bad_ratio)
+        return job.usable(plan.without(bad), table)
+
+    found = [problems.attempt(partial(usable, plan, table)) for plan, table in job.datasets]
+    if problems:
+        raise BadItemsError("\n".join(problems))
+    return [each for each in found if each is not None]
+
+
+def _bad_records(plan: DatasetPlan, table: ItemTable, bad_keys: Mapping[str, str]) -> dict[str, str]:
+    """Name to the reason, of the records that the plan or one of their keys says to be bad."""
+    bad = dict(plan.bad)
+    if bad_keys:
+        for item, row in zip(plan.items, table, strict=True):
+            if reasons := [bad_keys[key] for key in row.keys if key in bad_keys]:
+                bad.setdefault(item.record.name, reasons[0])
+    return bad
+
+
+def _preview_files(config: Config, place: int) -> tuple[Path, ...]:
+    """Files of the picture that the preview at ``place`` starts from, and of the one that it leads to."""
+    validation = config.validation
+    files = (*validation.inputs[place : place + 1], *validation.last_frames[place : place + 1])
+    return tuple(Path(file).expanduser() for file in files)
 
 
 def _require(tensors: EntryReader, key: str) -> dict[str, torch.Tensor]:
@@ -337,12 +376,11 @@ def _require(tensors: EntryReader, key: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def _validation_item(tensors: EntryReader, items: ItemTable, place: int) -> ValidationItem:
-    row = items.row(place)
+def _validation_item(tensors: EntryReader, row: ItemRow) -> ValidationItem:
     media = _require(tensors, row.media_key)
     extra = {name: tensor for name, tensor in media.items() if name not in ("latents", "loss_mask")}
     return ValidationItem(
-        bucket=items.buckets[row.bucket],
+        bucket=row.bucket,
         latents=media["latents"],
         conditioning=_require(tensors, row.caption_keys[0]) | extra,
         loss_mask=media.get("loss_mask"),

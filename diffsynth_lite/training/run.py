@@ -74,7 +74,7 @@ def run_training(
         torch.set_num_threads(config.train.cpu_threads)
     folder = RunFolder(Path(config.output.dir).expanduser())
     accelerator = build_accelerator(config, folder.path / "trackers")
-    with clock.stage("checks"):
+    with clock.stage("checks"), shortages_explained():
         checked = check_run(config, accelerator)
     run = RunContext(
         loaded=loaded,
@@ -112,10 +112,7 @@ def _train(run: RunContext, contract: Contract, checkpoint: Checkpoint | None, s
     start_step = checkpoint.step if checkpoint else 0
     initial = _initial_lora(run) if checkpoint is None else None
     with run.clock.stage("encoding"):
-        encoded = encode_run(run.config, run.checked, run.accelerator)
-        # From here on only tensors are needed.
-        run.checked.drop_records()
-        free_memory()
+        encoded = _encode(run)
     contract |= data_contract(encoded.identity, micro_batch_size=run.config.train.micro_batch_size)
     changes = run.origin.changes(contract, checkpoint)
     lineage = extended_lineage(checkpoint, changes, run.accelerator)
@@ -168,6 +165,21 @@ def _train(run: RunContext, contract: Contract, checkpoint: Checkpoint | None, s
         run.accelerator.free_memory()
         run.accelerator.end_training()
     return step
+
+
+def _encode(run: RunContext) -> TrainingData:
+    """Encode the data; from then on only tensors are needed, and the records are dropped."""
+    checked = run.checked
+    encoded = encode_run(
+        run.config,
+        checked.family,
+        run.accelerator,
+        records=checked.records,
+        held_out=checked.validation_records,
+    )
+    checked.drop_records()
+    free_memory()
+    return encoded
 
 
 def _initial_lora(run: RunContext) -> dict[str, torch.Tensor] | None:

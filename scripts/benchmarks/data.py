@@ -34,6 +34,7 @@ from diffsynth_lite.data.batches import EntryReader
 
 MICRO_BATCH_SIZE = 4
 NUM_BUCKETS = 8
+BUCKETS = [Bucket(width=512 + 64 * index, height=512) for index in range(NUM_BUCKETS)]
 
 
 def main() -> None:
@@ -78,7 +79,7 @@ def synthetic_rows(count: int) -> Iterator[ItemRow]:
         media, caption = (hashlib.sha256(f"{kind}{index}".encode()).hexdigest() for kind in "mc")
         yield ItemRow(
             name=f"pictures/{index:08}.png",
-            bucket=index % NUM_BUCKETS,
+            bucket=BUCKETS[index % NUM_BUCKETS],
             source=index // NUM_BUCKETS % 2,
             media_key=media,
             caption_keys=(caption,),
@@ -106,8 +107,7 @@ def batch_stream(table: ItemTable, entries: EntryReader, *, num_workers: int) ->
 def print_cost(num_rows: int, num_batches: int) -> None:
     """One row of the first table."""
     started_at = time.perf_counter()
-    buckets = [Bucket(width=512 + 64 * index, height=512) for index in range(NUM_BUCKETS)]
-    table = ItemTable.build(synthetic_rows(num_rows), buckets)
+    table = ItemTable.build(synthetic_rows(num_rows))
     built_at = time.perf_counter()
     steps = iter(batch_stream(table, NoReading({"latents": torch.zeros(4, 2, 2)}), num_workers=0))
     next(steps)
@@ -156,12 +156,13 @@ def print_speed(folder: Path, arguments: argparse.Namespace) -> None:
 def written_items(cache: TensorCache, count: int, side: int) -> ItemTable:
     """Items in the cache of the size of Qwen-Image's, all of one bucket."""
     generator = torch.Generator().manual_seed(0)
-    rows = [dataclasses.replace(row, bucket=0) for row in synthetic_rows(count)]
+    bucket = Bucket(width=8 * side, height=8 * side)
+    rows = [dataclasses.replace(row, bucket=bucket) for row in synthetic_rows(count)]
     for row in rows:
         cache.write(row.media_key, {"latents": torch.randn(16, 1, side, side, generator=generator)})
         embeds = torch.randn(256, 3584, generator=generator).bfloat16()
         cache.write(row.caption_keys[0], {"prompt_embeds": embeds})
-    return ItemTable.build(rows, [Bucket(width=8 * side, height=8 * side)])
+    return ItemTable.build(rows)
 
 
 def samples_per_second(table: ItemTable, cache: TensorCache, *, num_workers: int, num_batches: int) -> float:

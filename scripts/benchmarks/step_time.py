@@ -108,7 +108,9 @@ def equal_runs(
     config = load_config(arguments.config, overrides).config
     accelerator = Accelerator(mixed_precision=config.train.mixed_precision)
     checked = check_run(config, accelerator)
-    encoded = encode_run(config, checked, accelerator)
+    encoded = encode_run(
+        config, checked.family, accelerator, records=checked.records, held_out=checked.validation_records
+    )
     runs = [
         build_run(
             config,

@@ -1,58 +1,37 @@
+"""Items that cannot be used stop the run, or are left out as far as that is allowed."""
+
 import logging
 
 import pytest
 
-from diffsynth_lite.data.plan import BadItemsError, without_bad_items
+from diffsynth_lite.data.plan import BadItemsError, refuse_bad_items
 from diffsynth_lite.errors import UserError
 
 
-class Quarantine(dict):
-    def __call__(self, record, reason):
-        self[record.name] = reason
-
-
-def test_without_bad_items_all_records_pass(make_records):
-    records, quarantine = make_records(3), Quarantine()
-    assert (
-        without_bad_items(records, {}, on_bad_item="error", max_bad_ratio=0.5, quarantine=quarantine)
-        == records
-    )
-    assert not quarantine
+def test_without_bad_items_nothing_is_refused(make_records, caplog):
+    refuse_bad_items(make_records(3), {}, on_bad_item="error", max_bad_ratio=0.5)
+    assert not caplog.text
 
 
 def test_error_lists_every_bad_item_and_the_way_out(make_records):
     bad = {"0.png": "damaged", "2.png": "animated"}
     with pytest.raises(UserError, match=r"2 of 3 .*0\.png: damaged; 2\.png: animated.*on_bad_item=skip"):
-        without_bad_items(
-            make_records(3), bad, on_bad_item="error", max_bad_ratio=1.0, quarantine=Quarantine()
-        )
+        refuse_bad_items(make_records(3), bad, on_bad_item="error", max_bad_ratio=1.0)
 
 
-def test_skip_leaves_bad_items_out_and_hands_them_to_the_quarantine(make_records, caplog):
-    quarantine = Quarantine()
+def test_skip_warns_of_the_items_that_are_left_out(make_records, caplog):
+    bad = {"1.png": "why", "2.png": "why not"}
     with caplog.at_level(logging.WARNING):
-        left = without_bad_items(
-            make_records(4),
-            {"1.png": "why", "2.png": "why not"},
-            on_bad_item="skip",
-            max_bad_ratio=0.5,
-            quarantine=quarantine,
-        )
-    assert [record.name for record in left] == ["0.png", "3.png"]
-    assert quarantine == {"1.png": "why", "2.png": "why not"}
+        refuse_bad_items(make_records(4), bad, on_bad_item="skip", max_bad_ratio=0.5)
     assert "2 of 4" in caplog.text
+    assert "1.png: why; 2.png: why not" in caplog.text
 
 
-def test_what_is_refused_is_handed_to_the_quarantine_to_the_last_item(make_records):
-    quarantine = Quarantine()
+def test_those_past_the_twentieth_are_counted(make_records):
     bad = {f"{index}.png": "damaged" for index in range(25)}
     for on_bad_item in ("error", "skip"):
         with pytest.raises(BadItemsError, match="and 5 more"):
-            without_bad_items(
-                make_records(26), bad, on_bad_item=on_bad_item, max_bad_ratio=0.1, quarantine=quarantine
-            )
-        assert quarantine == bad
-        quarantine.clear()
+            refuse_bad_items(make_records(26), bad, on_bad_item=on_bad_item, max_bad_ratio=0.1)
 
 
 @pytest.mark.parametrize(("num_bad", "max_bad_ratio"), [(1, 0.25), (2, 0.5), (3, 0.7), (3, 1.0)])
@@ -61,13 +40,9 @@ def test_skip_refuses_a_data_set_of_which_too_much_is_bad_or_nothing_is_good(
 ):
     bad = {f"{index}.png": "damaged" for index in range(num_bad)}
     with pytest.raises(UserError, match=rf"Too many to skip: data.max_bad_ratio is {max_bad_ratio}"):
-        without_bad_items(
-            make_records(3), bad, on_bad_item="skip", max_bad_ratio=max_bad_ratio, quarantine=Quarantine()
-        )
+        refuse_bad_items(make_records(3), bad, on_bad_item="skip", max_bad_ratio=max_bad_ratio)
 
 
-def test_as_many_bad_items_as_the_limit_says_are_skipped(make_records):
-    left = without_bad_items(
-        make_records(4), {"1.png": "x"}, on_bad_item="skip", max_bad_ratio=0.25, quarantine=Quarantine()
-    )
-    assert len(left) == 3
+def test_as_many_bad_items_as_the_limit_says_are_skipped(make_records, caplog):
+    refuse_bad_items(make_records(4), {"1.png": "x"}, on_bad_item="skip", max_bad_ratio=0.25)
+    assert "1 of 4" in caplog.text

@@ -31,8 +31,9 @@ def stream_of_many_tensors(folder: Path, *, num_workers: int = 2) -> BatchStream
     media, caption = "0" * 64, CAPTION
     cache.write(media, {"latents": torch.zeros(2, 3, 3)})
     cache.write(caption, {str(place): torch.ones(1000) for place in range(100)})
-    rows = [ItemRow(name="a", bucket=0, source=0, media_key=media, caption_keys=(caption,))]
-    items = ItemTable.build(rows, [Bucket(width=24, height=24)])
+    bucket = Bucket(width=24, height=24)
+    row = ItemRow(name="a", bucket=bucket, source=0, media_key=media, caption_keys=(caption,))
+    items = ItemTable.build([row])
     return BatchStream(
         items,
         cache,

@@ -19,6 +19,8 @@ from diffsynth_lite.data.item_table import ItemRow, ItemTable
 from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule
 from diffsynth_lite.errors import RunStoppedError
 
+SMALL = Bucket(width=24, height=24)
+
 
 @pytest.fixture
 def cache(tmp_path):
@@ -38,14 +40,14 @@ def rows(cache):
         cache.write(media, {"latents": torch.full((2, 3, 3), float(index), dtype=torch.bfloat16)})
         cache.write(caption, {"embeds": torch.full((index + 1, 4), float(index))})
         rows.append(
-            ItemRow(name=f"{index}.png", bucket=0, source=0, media_key=media, caption_keys=(caption,))
+            ItemRow(name=f"{index}.png", bucket=SMALL, source=0, media_key=media, caption_keys=(caption,))
         )
     return rows
 
 
 @pytest.fixture
 def items(rows):
-    return ItemTable.build(rows, [Bucket(width=24, height=24)])
+    return ItemTable.build(rows)
 
 
 def schedule_of(items, sizes):
@@ -205,7 +207,7 @@ def test_entries_are_kept_in_memory_only_while_there_is_room(items, cache, monke
 
 def test_a_data_set_smaller_than_a_step_works_and_warns(rows, items, cache, caplog):
     with caplog.at_level(logging.WARNING):
-        [step] = first_steps(1, ItemTable.build(rows[:3], items.buckets), cache)
+        [step] = first_steps(1, ItemTable.build(rows[:3]), cache)
     seen = Counter(name for batch in step for name in batch.names)
     assert sorted(seen.values()) == [2, 3, 3]
     assert "more than the 3 items" in caplog.text
@@ -216,8 +218,8 @@ def mixed(cache, rows):
     """Two buckets: three items of one and four of the other, whose latents are wider."""
     for index in range(3, 7):
         cache.write(key(index, "a"), {"latents": torch.full((2, 3, 5), float(index))})
-    rows = [dataclasses.replace(row, bucket=int(index > 2)) for index, row in enumerate(rows)]
-    return ItemTable.build(rows, [Bucket(width=24, height=24), Bucket(width=40, height=24)])
+    wide = Bucket(width=40, height=24)
+    return ItemTable.build([*rows[:3], *(dataclasses.replace(row, bucket=wide) for row in rows[3:])])
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
@@ -256,7 +258,7 @@ def test_captions_take_turns_by_chance_and_some_are_dropped(cache, rows):
     variants = dataclasses.replace(
         row, caption_keys=tuple(key(index, "b") for index in range(3)), unconditional_key=key(6, "b")
     )
-    items = ItemTable.build([variants], [Bucket(width=24, height=24)])
+    items = ItemTable.build([variants])
     batches = first_batches(100, items, cache, caption_dropout=0.25, global_batch_size=2)
     for batch in batches:
         for position, given in zip(batch.positions, batch.conditioning, strict=True):
@@ -275,7 +277,7 @@ def test_what_a_media_entry_holds_besides_latents_and_mask_conditions(cache, row
         cache.write(
             row.media_key, {"latents": torch.zeros(2, 3, 3), **extra} | ({} if index else {"loss_mask": mask})
         )
-    items = ItemTable.build(rows[:2], [Bucket(width=24, height=24)])
+    items = ItemTable.build(rows[:2])
     for batch in first_batches(2, items, cache):
         indices = [int(name[0]) for name in batch.names]
         assert [set(given) for given in batch.conditioning] == [{"embeds", "input_latents"}] * 2

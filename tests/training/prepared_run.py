@@ -115,6 +115,8 @@ def prepare(root: Path) -> Prepared:
     return Prepared(
         root=root,
         checked=checked,
-        encoded=encode_run(config, checked, PROCESS),
+        encoded=encode_run(
+            config, checked.family, PROCESS, records=checked.records, held_out=checked.validation_records
+        ),
         transformer=build_transformer(config, checked, CPU),
     )

@@ -48,7 +48,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 
 def encode(prepared: Prepared, process: Any = PROCESS, **changes: str) -> TrainingData:
     config = load_config_of(prepared.root, CHANGES | changes)
-    return encode_run(config, check_run(config, PROCESS), process)
+    checked = check_run(config, PROCESS)
+    return encode_run(
+        config, checked.family, process, records=checked.records, held_out=checked.validation_records
+    )
 
 
 def listed_as_bad(prepared: Prepared) -> list[str]:
