@@ -72,7 +72,7 @@ def plans(bench: Bench) -> dict[str, TinyRun]:
 
 def resume_at_every_step(bench: Bench) -> Result:
     """R1."""
-    steps = bench.pick(5, 8, 25)
+    steps = bench.pick(4, 8, 25)
     names = bench.pick(("pictures", "clips, 2 micro-batches"), None, None)
     num_points = 0
     for name, run in plans(bench).items():

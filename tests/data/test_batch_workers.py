@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from processes import LIMIT_S, wait_for
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from diffsynth_lite.data import (
     BatchLayout,
@@ -20,6 +22,7 @@ from diffsynth_lite.data import (
     SampleSchedule,
     TensorCache,
 )
+from diffsynth_lite.data.batches import WORKER_TIMEOUT_S
 from diffsynth_lite.data.workers import WorkerWatch
 
 CAPTION = "1" * 64
@@ -46,23 +49,44 @@ def stream_of_many_tensors(folder: Path, *, num_workers: int = 2) -> BatchStream
 
 
 def test_workers_of_a_dropped_stream_hand_over_what_they_have_begun_and_end_in_peace(tmp_path: Path) -> None:
-    for num_steps in (1, 2):
+    for num_steps, num_workers in ((1, 2), (2, 1)):
         known = set(multiprocessing.active_children())
-        steps = iter(stream_of_many_tensors(tmp_path))
+        steps = iter(stream_of_many_tensors(tmp_path, num_workers=num_workers))
         for _ in range(num_steps):
             next(steps)
         workers = set(multiprocessing.active_children()) - known
-        assert len(workers) == 2
+        assert len(workers) == num_workers
         del steps
-        assert [worker.exitcode for worker in workers] == [0, 0]
+        for worker in workers:
+            worker.join(LIMIT_S)  # torch waits 5 s
+        assert [worker.exitcode for worker in workers] == [0] * num_workers
+
+
+def begin_to_count_when_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a worker any time to start, which takes long on a busy machine; then 10 s."""
+    watches = []
+
+    def watch(*, num_workers: int, limit_s: float) -> WorkerWatch:
+        assert limit_s == WORKER_TIMEOUT_S
+        watches.append(WorkerWatch(num_workers=num_workers, limit_s=2.5))
+        return watches[0]
+
+    try_to_get = _MultiProcessingDataLoaderIter._try_get_data
+
+    def wait_and_try(iterator: _MultiProcessingDataLoaderIter, timeout: float) -> object:
+        assert timeout == WORKER_TIMEOUT_S
+        wait_for(lambda: bool(watches[0].being_read()))
+        return try_to_get(iterator, 10.0)
+
+    monkeypatch.setattr("diffsynth_lite.data.batches.WorkerWatch", watch)
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_try_get_data", wait_and_try)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs named pipes")
 def test_a_worker_that_hangs_says_where_and_in_reading_what_and_is_killed_when_its_time_is_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # A worker that starts on busy cores has to get as far as the read.
-    monkeypatch.setattr("diffsynth_lite.data.batches.WORKER_TIMEOUT_S", 30.0)
+    begin_to_count_when_it_reads(monkeypatch)
     stream = stream_of_many_tensors(tmp_path, num_workers=1)
     entry = TensorCache(tmp_path).path(CAPTION)
     entry.unlink()
@@ -79,7 +103,7 @@ def test_a_worker_that_hangs_says_where_and_in_reading_what_and_is_killed_when_i
     ):
         next(iter(stream))
     for worker in started:
-        worker.join(5)
+        worker.join(LIMIT_S)
     assert [worker.is_alive() for worker in started] == [False]
     stack = capfd.readouterr().err
     assert "Timeout (" in stack

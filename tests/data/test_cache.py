@@ -1,10 +1,10 @@
 import hashlib
 import logging
-import multiprocessing
 import os
 
 import pytest
 import torch
+from processes import FORKED
 
 from diffsynth_lite.data.cache import TensorCache
 from diffsynth_lite.data.media_index import file_fingerprint
@@ -168,7 +168,7 @@ def _write_until_killed(folder):
 
 
 def test_two_writers_one_of_them_killed_leave_a_whole_entry(cache):
-    other = multiprocessing.get_context("spawn").Process(target=_write_until_killed, args=(cache.folder,))
+    other = FORKED.Process(target=_write_until_killed, args=(cache.folder,))
     other.start()
     while not file_of(cache, "ab").exists():
         other.join(0.01)

@@ -1,12 +1,12 @@
 import dataclasses
 import logging
-import multiprocessing
 import os
 import signal
 
 import numpy as np
 import pytest
 import torch
+from processes import FORKED
 
 from diffsynth_lite.data.buckets import BucketRule
 from diffsynth_lite.data.cache import TensorCache
@@ -272,9 +272,7 @@ def _encode_until_killed(records, folder, num_before_kill):
 
 def test_after_a_kill_only_the_rest_is_encoded(cache, make_records):
     records = make_records(6)
-    process = multiprocessing.get_context("spawn").Process(
-        target=_encode_until_killed, args=(records, cache.folder, 4)
-    )
+    process = FORKED.Process(target=_encode_until_killed, args=(records, cache.folder, 4))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL

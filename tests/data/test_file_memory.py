@@ -1,9 +1,9 @@
 import logging
-import multiprocessing
 import os
 import sqlite3
 
 import pytest
+from processes import FORKED
 
 from diffsynth_lite.data.media_index import FileMemory, FileState
 
@@ -99,8 +99,7 @@ def _remember_many(path, start):
 
 
 def test_processes_that_write_at_once_lose_nothing(path):
-    context = multiprocessing.get_context("spawn")
-    other = context.Process(target=_remember_many, args=(path, 0))
+    other = FORKED.Process(target=_remember_many, args=(path, 0))
     other.start()
     _remember_many(path, 300)
     other.join()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from processes import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -79,7 +80,7 @@ def train_on_a_rank(rank: int, folder: Path) -> None:
 
 
 def test_gradients_under_ddp_do_not_depend_on_the_flags(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(train_on_a_rank, (tmp_path,), nprocs=NUM_PROCESSES)
+    on_ranks(train_on_a_rank, tmp_path, num_processes=NUM_PROCESSES)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(NUM_PROCESSES))
     assert equal(first["mean"], first["plain"])
     assert equal(first["plain"], second["plain"])

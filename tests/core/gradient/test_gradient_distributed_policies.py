@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lazy_backend import LazyBackend
+from processes import on_ranks
 from test_gradient_ddp import NUM_PROCESSES, Stack, equal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -139,7 +140,7 @@ def train_on_a_rank(rank: int, folder: Path) -> None:
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process found, by wrapper."""
     folder = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(train_on_a_rank, (folder,), nprocs=NUM_PROCESSES)
+    on_ranks(train_on_a_rank, folder, num_processes=NUM_PROCESSES)
     return [torch.load(folder / f"{rank}.pt") for rank in range(NUM_PROCESSES)]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lazy_backend import LazyBackend
+from processes import on_ranks
 from test_gradient_ddp import NUM_PROCESSES, Stack, equal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -61,7 +62,7 @@ def train_on_a_rank(rank: int, folder: Path) -> None:
 
 
 def test_gradients_of_a_sharded_model_do_not_depend_on_parking(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(train_on_a_rank, (tmp_path,), nprocs=NUM_PROCESSES)
+    on_ranks(train_on_a_rank, tmp_path, num_processes=NUM_PROCESSES)
     for rank in range(NUM_PROCESSES):
         found = torch.load(tmp_path / f"{rank}.pt")
         assert [equal(gradients, found["plain"]) for gradients in found["parked"]] == [True, True]
