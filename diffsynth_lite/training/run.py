@@ -26,12 +26,12 @@ from diffsynth_lite.training.builder import (
 )
 from diffsynth_lite.training.checkpoint.lora_file import read_initial_lora
 from diffsynth_lite.training.checkpoint.resume import (
-    Contract,
     Lineage,
-    agreed_start,
-    data_contract,
+    RunFingerprint,
+    data_fingerprint,
     extended_lineage,
-    settings_contract,
+    resolve_checkpoint,
+    settings_fingerprint,
 )
 from diffsynth_lite.training.checkpoint.saver import Saver, restore
 from diffsynth_lite.training.checkpoint.store import Checkpoint, CheckpointStore
@@ -94,8 +94,8 @@ def run_training(
     with ExitStack() as held, stop.listening():
         on_main_process(accelerator, lambda: held.enter_context(folder.lock()))
         on_main_process(accelerator, lambda: remove_old_requests(folder.path))
-        contract = settings_contract(config, model_fingerprint=checked.family.fingerprint())
-        checkpoint = agreed_start(accelerator, run.origin, contract)
+        fingerprint = settings_fingerprint(config, model_fingerprint=checked.family.fingerprint())
+        checkpoint = resolve_checkpoint(accelerator, run.resume_policy, fingerprint)
         status = folder.read_status() or {}
         if checkpoint and checkpoint.step >= config.train.steps and status.get("state") == "finished":
             logger.info("This run is finished (step %d). %s", checkpoint.step, _results(folder))
@@ -104,21 +104,23 @@ def run_training(
         recorded = outcome_recorded(folder, run.store, start_step=start_step, total_steps=config.train.steps)
         kernels = deterministic_kernels() if config.train.deterministic else nullcontext()
         with recorded if run.is_main else nullcontext(), shortages_explained(), kernels:
-            _conclude(run, _train(run, contract, checkpoint, stop))
+            _conclude(run, _train(run, fingerprint, checkpoint, stop))
 
 
-def _train(run: RunContext, contract: Contract, checkpoint: Checkpoint | None, stop: StopRequest) -> int:
+def _train(
+    run: RunContext, fingerprint: RunFingerprint, checkpoint: Checkpoint | None, stop: StopRequest
+) -> int:
     """Encode, load, train, save; returns the optimizer steps done."""
     start_step = checkpoint.step if checkpoint else 0
     initial = _initial_lora(run) if checkpoint is None else None
     with run.clock.stage("encoding"):
         encoded = _encode(run)
-    contract |= data_contract(encoded.identity, micro_batch_size=run.config.train.micro_batch_size)
-    changes = run.origin.changes(contract, checkpoint)
+    fingerprint |= data_fingerprint(encoded.identity, micro_batch_size=run.config.train.micro_batch_size)
+    changes = run.resume_policy.changed_settings(fingerprint, checkpoint)
     lineage = extended_lineage(checkpoint, changes, run.accelerator)
     run_id = checkpoint.documents["state"]["run_id"] if checkpoint else uuid.uuid4().hex[:12]
     if run.is_main:
-        _start_run_folder(run, contract, lineage)
+        _start_run_folder(run, fingerprint, lineage)
     _start_trackers(run, run_id)
     with run.clock.stage("model"):
         logger.info("Loading the transformer.")
@@ -146,7 +148,7 @@ def _train(run: RunContext, contract: Contract, checkpoint: Checkpoint | None, s
         optimizer=optimizer,
         averaged=averaged,
         accelerator=run.accelerator,
-        contract=contract,
+        fingerprint=fingerprint,
         run_id=run_id,
         lineage=lineage,
         resolved_yaml=run.loaded.resolved_yaml,
@@ -195,10 +197,10 @@ def _initial_lora(run: RunContext) -> dict[str, torch.Tensor] | None:
     )
 
 
-def _start_run_folder(run: RunContext, contract: Contract, lineage: Lineage) -> None:
-    """Write contract, lineage and config, and cut metrics and checkpoints back to the step of this start."""
+def _start_run_folder(run: RunContext, fingerprint: RunFingerprint, lineage: Lineage) -> None:
+    """Write fingerprint, lineage and config, and cut metrics and checkpoints back to this start's step."""
     folder, start_step = run.folder, lineage[-1]["step"]
-    write_json(folder.contract_file, contract)
+    write_json(folder.fingerprint_file, fingerprint)
     write_json(folder.lineage_file, lineage)
     write_text(folder.config_file, run.loaded.source_text)
     write_text(folder.resolved_file, run.loaded.resolved_yaml)

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from diffsynth_lite.config import Config, LoadedConfig
-from diffsynth_lite.training.checkpoint.resume import Origin
+from diffsynth_lite.training.checkpoint.resume import ResumePolicy
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.checks import CheckedRun
 from diffsynth_lite.training.run_folder.folder import RunFolder
@@ -74,10 +74,10 @@ class RunContext:
     grace: GracePeriod | None
 
     @property
-    def origin(self) -> Origin:
-        """Where the run comes from."""
+    def resume_policy(self) -> ResumePolicy:
+        """What the run may continue from."""
         resume = self.config.resume
-        return Origin(source=resume.source, allow=resume.allow, folder=self.folder, store=self.store)
+        return ResumePolicy(source=resume.source, allow=resume.allow, folder=self.folder, store=self.store)
 
     @property
     def config(self) -> Config:

@@ -23,8 +23,7 @@ from diffsynth_lite.training.checkpoint.saver import Saver
 from diffsynth_lite.training.distributed import Watchdog, on_main_process
 from diffsynth_lite.training.run_context import RunContext
 from diffsynth_lite.training.run_folder.metrics import MetricsFile, MetricsLog
-from diffsynth_lite.training.run_folder.progress import StepResult
-from diffsynth_lite.training.run_folder.step_report import StepReport
+from diffsynth_lite.training.run_folder.progress import StepReport, StepResult
 from diffsynth_lite.training.stopping import Requests, ShutdownBudget, StopRequest
 
 logger = logging.getLogger(__name__)
@@ -165,7 +164,7 @@ def evaluate(built: TrainingObjects, saver: Saver, metrics: MetricsLog, step: in
     averaged = built.averaged if saver.measures_average else None
     with nullcontext() if averaged is None else averaged.applied():
         loss = on_main_process(built.accelerator, measure)
-    saver.consider(step, math.nan if loss is None else loss)
+    saver.update_best(step, math.nan if loss is None else loss)
 
 
 def report_memory(run: RunContext, engine: GradientEngine, metrics: MetricsLog, step: int) -> None:

@@ -68,7 +68,7 @@ def continue_golden(schema: Path, root: Path) -> float:
     assert _restored(root, source) == expected["tensors"]
     with _in(root):
         # The same libraries make the same data. Others may write other bytes into the PNG files and those of
-        # the tiny pipeline, and the contract also names the version of Pillow that decodes the pictures.
+        # the tiny pipeline, and the fingerprint also names the version of Pillow that decodes the pictures.
         allowed = "resume.allow=[data]"
         assert train(_run(root), root / "run", "--resume", str(source), allowed) == 0
         found = [row["loss"] for row in losses(_run(root), root / "run")]

@@ -1,4 +1,4 @@
-"""Each setting changed alone: the contract's verdict is the one that the documents give."""
+"""Each setting changed alone: the verdict of the fingerprint is the one that the documents give."""
 
 import dataclasses
 from pathlib import Path
@@ -9,19 +9,19 @@ from faults.settings import BASE, TABLES, Change, Verdict
 from tiny_run import write_config
 
 from diffsynth_lite.config import AllowedChange, load_config, section_types
+from diffsynth_lite.training.checkpoint.manifest import DifferentRunError
 from diffsynth_lite.training.checkpoint.resume import (
-    Contract,
-    DifferentRunError,
+    RunFingerprint,
     require_same,
-    settings_contract,
+    settings_fingerprint,
 )
 
 CASES = [(verdict, key, change) for verdict, table in TABLES.items() for key, change in table.items()]
 
 
-def contract(root: Path, change: Change) -> Contract:
+def fingerprint(root: Path, change: Change) -> RunFingerprint:
     config = load_config(root / "tiny.yaml", [*BASE, *change]).config
-    return settings_contract(config, model_fingerprint="weights")
+    return settings_fingerprint(config, model_fingerprint="weights")
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def saved(root: Path) -> Contract:
-    return contract(root, ())
+def saved(root: Path) -> RunFingerprint:
+    return fingerprint(root, ())
 
 
 def test_every_setting_is_tried_once() -> None:
@@ -47,9 +47,9 @@ def test_every_setting_is_tried_once() -> None:
 
 @pytest.mark.parametrize(("verdict", "key", "change"), CASES, ids=[key for _, key, _ in CASES])
 def test_a_change_of_one_setting_is_refused_or_allowed_by_name_or_free(
-    verdict: Verdict, key: str, change: Change, root: Path, saved: Contract
+    verdict: Verdict, key: str, change: Change, root: Path, saved: RunFingerprint
 ) -> None:
-    changed = contract(root, change)
+    changed = fingerprint(root, change)
     if verdict == "free":
         assert changed == saved
         return

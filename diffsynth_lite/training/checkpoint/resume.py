@@ -1,4 +1,8 @@
-"""This file decides what a run continues from, refuses to resume it as another run, and keeps its history."""
+"""What a run continues from, which settings must then be as they were, and the history of its starts.
+
+The settings and data that decide a run's numbers are its fingerprint. The run folder and each checkpoint hold
+it as ``contract.json``: the format keeps its first name.
+"""
 
 import dataclasses
 import json
@@ -19,8 +23,8 @@ from diffsynth_lite.config import AllowedChange, Config, section_types
 from diffsynth_lite.data import DataIdentity
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import redacted
-from diffsynth_lite.training.checkpoint.manifest import read_checkpoint
-from diffsynth_lite.training.checkpoint.store import Checkpoint, CheckpointStore
+from diffsynth_lite.training.checkpoint.manifest import Checkpoint, DifferentRunError, read_checkpoint
+from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.distributed import on_main_process
 from diffsynth_lite.training.run_folder.folder import RunFolder
 
@@ -44,12 +48,17 @@ _FIXED_FIELDS = {
 }
 _FIXED_FIELDS_OF_SOURCES = ("repeats", "weight", "trigger")
 """Lists of a value for each source. What else a source says is where its items are; what they are is in
-:func:`data_contract`."""
+:func:`data_fingerprint`."""
 _CONDITIONAL = ("train.steps", "train.micro_batch_size")
-"""Part of the contract where other settings make them matter."""
+"""Part of the fingerprint where other settings make them matter."""
 _MAX_NAMED = 5
+_PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 
-Contract = dict[str, Any]
+RunFingerprint = dict[str, Any]
+"""What decides a run's numbers, by dotted key."""
+
+Lineage = list[dict[str, Any]]
+"""The starts of a run, the first one first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,69 +80,58 @@ class Change:
         return f"{self.key} was {self.old!r}, is {self.new!r}"
 
 
-class DifferentRunError(UserError):
-    """A checkpoint belongs to a run with other settings or other data."""
-
-
-def settings_contract(config: Config, *, model_fingerprint: str) -> Contract:
+def settings_fingerprint(config: Config, *, model_fingerprint: str) -> RunFingerprint:
     """The settings that decide the numbers of a run, by dotted key, with secrets masked.
 
     Everything else may change between the parts of a run: the checkpointing and offload flags, workers,
     previews, trackers, intervals, paths. ``train.steps`` may change where the learning rate does not depend
     on it, and ``train.micro_batch_size`` where there is neither dropout nor a token budget, and one bucket;
-    see :func:`data_contract`.
-
-    Args:
-        config: of the run.
-        model_fingerprint: of the base model's weights.
+    see :func:`data_fingerprint`.
     """
     values = dataclasses.asdict(config)
-    contract: Contract = {"model.weights": model_fingerprint}
+    fingerprint: RunFingerprint = {"model.weights": model_fingerprint}
     for section in _FIXED_SECTIONS:
-        contract |= {f"{section}.{name}": value for name, value in values[section].items()}
+        fingerprint |= {f"{section}.{name}": value for name, value in values[section].items()}
     for section, names in _FIXED_FIELDS.items():
-        contract |= {f"{section}.{name}": values[section][name] for name in names}
-    contract = {key: value for key, value in contract.items() if key not in _FREE_FIELDS}
+        fingerprint |= {f"{section}.{name}": values[section][name] for name in names}
+    fingerprint = {key: value for key, value in fingerprint.items() if key not in _FREE_FIELDS}
     sources = config.data.sources_by_key.values()
-    contract |= {
+    fingerprint |= {
         f"data.{name}": [getattr(source, name) for source in sources] for name in _FIXED_FIELDS_OF_SOURCES
     }
     # Each micro-batch has dropout masks of its own; with a token budget their number in a step depends on it.
     if config.lora.dropout > 0 or config.train.micro_batch_tokens is not None:
-        contract["train.micro_batch_size"] = config.train.micro_batch_size
+        fingerprint["train.micro_batch_size"] = config.train.micro_batch_size
     if config.train.lr_scheduler != "constant":
-        contract["train.steps"] = config.train.steps
-    return redacted(contract)
+        fingerprint["train.steps"] = config.train.steps
+    return redacted(fingerprint)
 
 
-def data_contract(identity: DataIdentity, *, micro_batch_size: int) -> Contract:
+def data_fingerprint(identity: DataIdentity, *, micro_batch_size: int) -> RunFingerprint:
     """What decides the samples of a run: its items in order, and what makes tensors of them.
 
-    Args:
-        identity: of the items that are trained on.
-        micro_batch_size: part of the contract where there are several buckets: the samples of one are drawn
-            that many in a row.
+    With several buckets also the micro-batch size: the samples of one bucket are drawn that many in a row.
     """
-    contract: Contract = {
+    fingerprint: RunFingerprint = {
         "data.items": identity.items,
         "data.decoder": identity.decoder,
         "data.media_encoder": identity.media_encoder,
         "data.prompt_encoder": identity.prompt_encoder,
     }
     if identity.num_buckets > 1:
-        contract["train.micro_batch_size"] = micro_batch_size
-    return contract
+        fingerprint["train.micro_batch_size"] = micro_batch_size
+    return fingerprint
 
 
 def require_same(
-    contract: Contract, saved: Mapping[str, Any], *, where: str, allow: Sequence[str] = ()
+    fingerprint: RunFingerprint, saved: Mapping[str, Any], *, where: str, allow: Sequence[str] = ()
 ) -> list[Change]:
     """Check that a run is continued with the settings that it was started with.
 
     Args:
-        contract: the settings of now; only its keys are compared.
-        saved: the contract in the checkpoint. A setting that is not in it did not matter then, or did not
-            exist: it counts as left at its default.
+        fingerprint: of this start; only its keys are compared.
+        saved: of the earlier start. A setting that is not in it did not matter then, or did not exist: it
+            counts as left at its default.
         where: the checkpoint, for the message.
         allow: settings that may differ, or ``data`` for all of the data; see ``resume.allow``.
 
@@ -145,7 +143,7 @@ def require_same(
     """
     changes = [
         Change(key=key, old=old, new=value)
-        for key, value in contract.items()
+        for key, value in fingerprint.items()
         if (old := saved.get(key, value if key in _CONDITIONAL else _default(key))) != value
     ]
     refused = [change for change in changes if change.permission not in allow]
@@ -183,15 +181,13 @@ def _checkpoint_folder(source: str) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class ResumePolicy:
     """What a run may continue from.
 
     Attributes:
         source: ``auto`` continues the newest checkpoint if there is one, ``must`` insists on one, ``none``
             insists on a new run, and anything else is the folder of a checkpoint.
-        allow: settings that may differ from the run's; see ``require_same``.
-        folder: of the run.
-        store: the run's checkpoints.
+        allow: settings that may differ; see ``require_same``.
     """
 
     source: str
@@ -199,7 +195,7 @@ class Origin:
     folder: RunFolder
     store: CheckpointStore
 
-    def find(self) -> Checkpoint | None:
+    def find_checkpoint(self) -> Checkpoint | None:
         """The checkpoint to continue from, or None to start a new run.
 
         Raises:
@@ -222,62 +218,54 @@ class Origin:
             )
         return checkpoint
 
-    def changes(self, contract: Contract, checkpoint: Checkpoint | None) -> list[Change]:
-        """What differs, as far as it is allowed to, from the checkpoint, or from a run without one.
+    def changed_settings(self, fingerprint: RunFingerprint, checkpoint: Checkpoint | None) -> list[Change]:
+        """What is allowed to differ and does, from the checkpoint, or from a run that has none yet.
 
         Raises:
             DifferentRunError: something else differs.
         """
         if checkpoint is not None:
             saved, where = checkpoint.documents["contract"], checkpoint.path
-        elif self.folder.contract_file.is_file():
-            saved, where = json.loads(self.folder.contract_file.read_bytes()), self.folder.path
+        elif self.folder.fingerprint_file.is_file():
+            saved, where = json.loads(self.folder.fingerprint_file.read_bytes()), self.folder.path
         else:
             return []
-        return require_same(contract, saved, where=str(where), allow=self.allow)
+        return require_same(fingerprint, saved, where=str(where), allow=self.allow)
 
 
-def agreed_start(accelerator: Accelerator, origin: Origin, contract: Contract) -> Checkpoint | None:
-    """The checkpoint to continue from, the same on all processes; its settings are the run's.
+def resolve_checkpoint(
+    accelerator: Accelerator, policy: ResumePolicy, fingerprint: RunFingerprint
+) -> Checkpoint | None:
+    """The checkpoint to continue from, the same on all processes, or None to start a new run.
+
+    Leftovers of killed writers are removed from the store.
 
     Raises:
-        UserError: see ``Origin.find``.
-        DifferentRunError: the run has other settings.
+        UserError: see ``ResumePolicy.find_checkpoint``.
+        DifferentRunError: the run was started with other settings.
     """
 
     def find() -> Path | None:
-        origin.store.clean()
-        checkpoint = origin.find()
+        policy.store.clean()
+        checkpoint = policy.find_checkpoint()
         if checkpoint is None:
-            origin.changes(contract, None)
+            policy.changed_settings(fingerprint, None)
         return checkpoint.path if checkpoint else None
 
     found = [on_main_process(accelerator, find)]
     path = broadcast_object_list(found)[0]
     if path is None:
         return None
-    checkpoint = origin.store.read(path)
-    origin.changes(contract, checkpoint)
+    checkpoint = policy.store.read(path)
+    policy.changed_settings(fingerprint, checkpoint)
     logger.info("Continuing from %s.", path)
     return checkpoint
-
-
-Lineage = list[dict[str, Any]]
-"""One entry for each start, the first one first."""
-
-_PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 
 
 def extended_lineage(
     checkpoint: Checkpoint | None, changes: Sequence[Change], accelerator: Accelerator
 ) -> Lineage:
-    """The history in a checkpoint, and this start; warns of what was changed.
-
-    Args:
-        checkpoint: that the run continues from; None starts one.
-        changes: settings that differ from the checkpoint's.
-        accelerator: tells the processes and the device.
-    """
+    """The history in the checkpoint that this start continues, and this start; warns of each change."""
     entry = {
         "step": checkpoint.step if checkpoint else 0,
         "continues": checkpoint.path.name if checkpoint else None,

@@ -16,7 +16,7 @@ from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.checkpoint.lora_file import export_lora
 from diffsynth_lite.training.checkpoint.manifest import folder_name
 from diffsynth_lite.training.checkpoint.optimizer_state import load_optimizer, optimizer_tensors
-from diffsynth_lite.training.checkpoint.resume import Contract, Lineage
+from diffsynth_lite.training.checkpoint.resume import Lineage, RunFingerprint
 from diffsynth_lite.training.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
 from diffsynth_lite.training.distributed import on_main_process
 from diffsynth_lite.training.ema import AveragedWeights
@@ -38,7 +38,7 @@ class Saver:
         optimizer: over the adapter.
         averaged: the adapter's moving average; None where none is kept.
         accelerator: the main process writes, the others wait.
-        contract: what a resumed run must agree with.
+        fingerprint: what a resumed run must agree with.
         run_id: identifies the run across resumes.
         lineage: each start of the run up to now.
         resolved_yaml: the run's settings, kept beside each checkpoint.
@@ -55,7 +55,7 @@ class Saver:
     optimizer: torch.optim.Optimizer
     averaged: AveragedWeights | None
     accelerator: Accelerator
-    contract: Contract
+    fingerprint: RunFingerprint
     run_id: str
     lineage: Lineage
     resolved_yaml: str
@@ -96,7 +96,7 @@ class Saver:
         """
         on_main_process(self.accelerator, lambda: self._write(step))
 
-    def consider(self, step: int, loss: float) -> None:
+    def update_best(self, step: int, loss: float) -> None:
         """Keep the checkpoint of ``step``, and its LoRA apart, if none had a lower loss; on all processes.
 
         Args:
@@ -104,7 +104,7 @@ class Saver:
             loss: on held-out data; on the other processes than the main one it may be anything.
         """
         if self.keeps_best:
-            on_main_process(self.accelerator, lambda: self._consider(step, loss))
+            on_main_process(self.accelerator, lambda: self._update_best(step, loss))
 
     def repair_best(self) -> None:
         """Make the LoRA apart that of the best checkpoint again; at a start, on all processes.
@@ -140,7 +140,7 @@ class Saver:
             self.best = self.store.pinned = None
             return None
 
-    def _consider(self, step: int, loss: float) -> None:
+    def _update_best(self, step: int, loss: float) -> None:
         is_trained = step > 0
         if not is_trained or not math.isfinite(loss) or (self.best and self.best["loss"] <= loss):
             return
@@ -166,7 +166,7 @@ class Saver:
             documents={
                 "optimizer": groups,
                 "state": state,
-                "contract": self.contract,
+                "contract": self.fingerprint,
                 "config": self.resolved_yaml,
             },
         )

@@ -42,8 +42,8 @@ class RunFolder:
         return self.path / "resolved.yaml"
 
     @property
-    def contract_file(self) -> Path:
-        """What makes the run this run, for a start before the first checkpoint."""
+    def fingerprint_file(self) -> Path:
+        """The run's fingerprint, which a start compares with its own before there is a checkpoint."""
         return self.path / "contract.json"
 
     @property

@@ -1,15 +1,19 @@
-"""This file shows how a run goes: one line in a terminal, one log line now and then elsewhere."""
+"""What people see of each step: a progress line or log lines, ``status.json``, and rows of metrics."""
 
 import logging
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 from rich.console import Console
 from rich.progress import Progress, TaskID, TextColumn
+
+from diffsynth_lite.training.run_folder.folder import RunFolder
+from diffsynth_lite.training.run_folder.metrics import MetricsLog
 
 if sys.platform != "win32":
     import resource
@@ -17,6 +21,7 @@ if sys.platform != "win32":
 logger = logging.getLogger(__name__)
 
 _SMOOTHING = 0.9
+_RENEWED_EVERY_S = 5.0
 _GIB = 2**30
 
 
@@ -51,7 +56,7 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * bytes_per_unit / _GIB
 
 
-class Pace:
+class Throughput:
     """Smoothed speed and loss of a run."""
 
     def __init__(self, *, total_steps: int) -> None:
@@ -88,9 +93,15 @@ class ProgressLine:
     """The progress line: live in a terminal, a log line every few steps otherwise."""
 
     def __init__(
-        self, pace: Pace, *, start_step: int, total_steps: int, every_steps: int, device: torch.device
+        self,
+        throughput: Throughput,
+        *,
+        start_step: int,
+        total_steps: int,
+        every_steps: int,
+        device: torch.device,
     ) -> None:
-        self._pace = pace
+        self._throughput = throughput
         self._start_step = start_step
         self._total_steps = total_steps
         self._every_steps = every_steps
@@ -110,13 +121,112 @@ class ProgressLine:
 
     def update(self, result: StepResult) -> None:
         """Show one more step."""
-        self._pace.update(result)
-        line = f"step {result.step}/{self._total_steps} {self._pace.describe(result, self._device)}"
+        self._throughput.update(result)
+        line = f"step {result.step}/{self._total_steps} {self._throughput.describe(result, self._device)}"
         if self._live is not None:
             progress, task = self._live
             progress.update(task, completed=result.step, description=line)
         elif result.step % self._every_steps == 0 or result.step == self._total_steps:
             logger.info("%s", line)
+
+
+@dataclass(kw_only=True)
+class LiveStatus:
+    """Keeps the status of a run that goes on up to date: after its first step, then at most every 5 seconds.
+
+    Attributes:
+        throughput: has taken in each step before this does.
+        clock: seconds, from any beginning on.
+    """
+
+    folder: RunFolder
+    throughput: Throughput
+    total_steps: int
+    clock: Callable[[], float] = time.monotonic
+    _renewed_at: float = -math.inf
+    _failed: bool = False
+
+    def after_step(self, result: StepResult) -> None:
+        """Write which step the run has reached, unless that was done just now.
+
+        A disk that is full gets one warning: the next checkpoint will end the run.
+        """
+        now = self.clock()
+        if now - self._renewed_at < _RENEWED_EVERY_S:
+            return
+        self._renewed_at = now
+        progress = {
+            "total_steps": self.total_steps,
+            "samples_per_s": round(self.throughput.samples_per_s, 4),
+            "seconds_left": round(self.throughput.seconds_left(result)),
+            "time": round(time.time(), 3),
+        }
+        try:
+            self.folder.write_status(
+                "running", exit_code=None, step=result.step, message="training", progress=progress
+            )
+        except OSError as error:
+            if not self._failed:
+                logger.warning("%s could not be written: %s", self.folder.status_file, error)
+            self._failed = True
+
+
+class StepReport:
+    """Shows each step that a run takes.
+
+    Args:
+        folder: of ``status.json``.
+        metrics: gets a row of the first step and of every so many.
+        device: whose peak memory is shown.
+        is_main: the other processes show nothing in a terminal, and write nothing.
+        start_step: steps done before.
+        total_steps: steps of the whole run.
+        every_steps: interval of rows, and of log lines where there is no terminal.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        metrics: MetricsLog,
+        *,
+        device: torch.device,
+        is_main: bool,
+        start_step: int,
+        total_steps: int,
+        every_steps: int,
+    ) -> None:
+        self._metrics = metrics
+        self._device = device
+        self._is_main = is_main
+        self._every_steps = every_steps
+        self._throughput = Throughput(total_steps=total_steps)
+        self._line = ProgressLine(
+            self._throughput,
+            start_step=start_step,
+            total_steps=total_steps,
+            every_steps=every_steps,
+            device=device,
+        )
+        self._status = LiveStatus(folder=folder, throughput=self._throughput, total_steps=total_steps)
+
+    def shown(self, console: Console) -> AbstractContextManager[None]:
+        """Scope of the progress line, which is live where the console is a terminal."""
+        return self._line.shown(console, live=self._is_main and console.is_terminal)
+
+    def after_step(self, result: StepResult) -> None:
+        """Show one more step."""
+        self._line.update(result)
+        if self._is_main:
+            self._status.after_step(result)
+        if result.step == 1 or result.step % self._every_steps == 0:
+            values = {
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "learning_rate": result.learning_rate,
+                "samples_per_s": self._throughput.samples_per_s,
+                "peak_memory_gib": peak_memory_gib(self._device),
+            }
+            self._metrics.log(result.step, values)
 
 
 def _smooth(before: float | None, value: float) -> float:

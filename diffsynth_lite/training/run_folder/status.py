@@ -2,11 +2,8 @@
 
 import errno
 import logging
-import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -14,14 +11,11 @@ from diffsynth_lite.core.gradient import HostBytesError
 from diffsynth_lite.data import is_lost_worker
 from diffsynth_lite.errors import EXIT_FINISHED, RunInterrupted, RunStoppedError, UserError, exit_code
 from diffsynth_lite.files import write_json
-from diffsynth_lite.training.checkpoint.resume import DifferentRunError
+from diffsynth_lite.training.checkpoint.manifest import DifferentRunError
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.run_folder.folder import RunFolder, RunState
-from diffsynth_lite.training.run_folder.progress import Pace, StepResult
 
 logger = logging.getLogger(__name__)
-
-_RENEWED_EVERY_S = 5.0
 
 
 @contextmanager
@@ -30,13 +24,8 @@ def outcome_recorded(
 ) -> Iterator[None]:
     """Scope of a run: ``status.json`` says that it is running, and afterwards how it ended.
 
-    A run that turns out to be a different one leaves the status as it was.
-
-    Args:
-        folder: of the run.
-        store: its checkpoints, which tell the last step saved when the run ends early.
-        start_step: optimizer steps done at the start.
-        total_steps: optimizer steps of the whole run.
+    Of a run that ends early it names the step of the newest checkpoint in ``store``. A run that turns out
+    to be a different one leaves the status as it was.
     """
     before = folder.read_status()
     folder.write_status("running", exit_code=None, step=start_step, message="started")
@@ -65,50 +54,6 @@ def _best_effort(folder: RunFolder) -> Iterator[None]:
         yield
     except OSError as error:
         logger.warning("%s could not be written: %s", folder.status_file, error)
-
-
-@dataclass(kw_only=True)
-class LiveStatus:
-    """Keeps the status of a run that goes on up to date: after its first step, then at most every 5 seconds.
-
-    Attributes:
-        folder: of the run.
-        pace: of the run, which knows each step before this does.
-        total_steps: optimizer steps of the whole run.
-        clock: seconds, from any beginning on.
-    """
-
-    folder: RunFolder
-    pace: Pace
-    total_steps: int
-    clock: Callable[[], float] = time.monotonic
-    _renewed_at: float = -math.inf
-    _failed: bool = False
-
-    def after_step(self, result: StepResult) -> None:
-        """Write where the run is, unless that was done just now.
-
-        What the disk does not take is left out, with one warning: a checkpoint that it does not take ends
-        the run soon enough.
-        """
-        now = self.clock()
-        if now - self._renewed_at < _RENEWED_EVERY_S:
-            return
-        self._renewed_at = now
-        progress = {
-            "total_steps": self.total_steps,
-            "samples_per_s": round(self.pace.samples_per_s, 4),
-            "seconds_left": round(self.pace.seconds_left(result)),
-            "time": round(time.time(), 3),
-        }
-        try:
-            self.folder.write_status(
-                "running", exit_code=None, step=result.step, message="training", progress=progress
-            )
-        except OSError as error:
-            if not self._failed:
-                logger.warning("%s could not be written: %s", self.folder.status_file, error)
-            self._failed = True
 
 
 @contextmanager

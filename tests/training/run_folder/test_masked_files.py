@@ -15,7 +15,7 @@ from diffsynth_lite.files import write_json
 from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training.checkpoint.lora_file import export_lora
-from diffsynth_lite.training.checkpoint.resume import require_same, settings_contract
+from diffsynth_lite.training.checkpoint.resume import require_same, settings_fingerprint
 from diffsynth_lite.training.dataset import Quarantine
 from diffsynth_lite.training.previews import Previews
 from diffsynth_lite.training.run_folder.metrics import start_trackers
@@ -34,10 +34,10 @@ def config(tmp_path: Path) -> Config:
 
 
 def test_the_contract_is_masked_and_still_agrees_with_itself(config: Config) -> None:
-    contract = settings_contract(config, model_fingerprint="f")
-    assert contract["data.trigger"] == ["REDACTED"]
-    saved = json.loads(json.dumps(contract))
-    assert require_same(settings_contract(config, model_fingerprint="f"), saved, where="here") == []
+    fingerprint = settings_fingerprint(config, model_fingerprint="f")
+    assert fingerprint["data.trigger"] == ["REDACTED"]
+    saved = json.loads(json.dumps(fingerprint))
+    assert require_same(settings_fingerprint(config, model_fingerprint="f"), saved, where="here") == []
 
 
 def test_a_json_file_is_masked(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from diffsynth_lite.training.run_folder.progress import Pace, ProgressLine, StepResult
+from diffsynth_lite.training.run_folder.progress import ProgressLine, StepResult, Throughput
 
 CPU = torch.device("cpu")
 
@@ -22,31 +22,33 @@ def result(step: int, *, loss: float = 0.5, seconds: float = 2.0, num_samples: i
 
 
 def line(total_steps: int = 100, every_steps: int = 10) -> ProgressLine:
-    pace = Pace(total_steps=total_steps)
-    return ProgressLine(pace, start_step=0, total_steps=total_steps, every_steps=every_steps, device=CPU)
+    throughput = Throughput(total_steps=total_steps)
+    return ProgressLine(
+        throughput, start_step=0, total_steps=total_steps, every_steps=every_steps, device=CPU
+    )
 
 
 def test_it_tells_loss_rate_speed_time_left_and_memory() -> None:
-    pace = Pace(total_steps=2000)
-    pace.update(result(10))
-    text = pace.describe(result(10), CPU)
+    throughput = Throughput(total_steps=2000)
+    throughput.update(result(10))
+    text = throughput.describe(result(10), CPU)
     assert text.startswith("loss 0.5000 lr 1.00e-04 2 samples/s left 1:06:20 peak ")
     assert text.endswith(" GiB")
 
 
 def test_speed_and_loss_are_smoothed() -> None:
-    pace = Pace(total_steps=10)
-    pace.update(result(1, loss=1.0, seconds=1.0))
-    pace.update(result(2, loss=0.0, seconds=2.0))
-    assert pace.describe(result(2), CPU).startswith("loss 0.9000")
-    assert pace.samples_per_s == pytest.approx(4 / 1.1)
+    throughput = Throughput(total_steps=10)
+    throughput.update(result(1, loss=1.0, seconds=1.0))
+    throughput.update(result(2, loss=0.0, seconds=2.0))
+    assert throughput.describe(result(2), CPU).startswith("loss 0.9000")
+    assert throughput.samples_per_s == pytest.approx(4 / 1.1)
 
 
 def test_steps_of_different_sizes_count_by_their_samples() -> None:
-    pace = Pace(total_steps=10)
+    throughput = Throughput(total_steps=10)
     for num_samples in (2, 12):
-        pace.update(result(1, seconds=1.0, num_samples=num_samples))
-    assert pace.samples_per_s == pytest.approx(3.0)
+        throughput.update(result(1, seconds=1.0, num_samples=num_samples))
+    assert throughput.samples_per_s == pytest.approx(3.0)
 
 
 def test_without_a_terminal_a_line_is_logged_now_and_then_and_at_the_end(

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
-from diffsynth_lite.training.checkpoint.resume import DifferentRunError
+from diffsynth_lite.training.checkpoint.manifest import DifferentRunError
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.run_folder.folder import RunFolder
-from diffsynth_lite.training.run_folder.progress import Pace, StepResult
-from diffsynth_lite.training.run_folder.status import LiveStatus, outcome_recorded, shortages_explained
+from diffsynth_lite.training.run_folder.progress import LiveStatus, StepResult, Throughput
+from diffsynth_lite.training.run_folder.status import outcome_recorded, shortages_explained
 
 
 def status(folder: Path) -> dict:
@@ -62,31 +62,33 @@ def test_a_different_run_leaves_the_status_as_it_was(tmp_path: Path) -> None:
     assert status(tmp_path) == before
 
 
-def live(folder: Path, seconds: list[float]) -> tuple[Pace, LiveStatus]:
-    """A pace, and a status whose clock shows one of these numbers each time."""
-    pace, times = Pace(total_steps=9), iter(seconds)
-    return pace, LiveStatus(folder=RunFolder(folder), pace=pace, total_steps=9, clock=lambda: next(times))
+def live(folder: Path, seconds: list[float]) -> tuple[Throughput, LiveStatus]:
+    """A throughput, and a status whose clock shows one of these numbers each time."""
+    throughput, times = Throughput(total_steps=9), iter(seconds)
+    return throughput, LiveStatus(
+        folder=RunFolder(folder), throughput=throughput, total_steps=9, clock=lambda: next(times)
+    )
 
 
-def steps(pace: Pace, status_of_run: LiveStatus, *numbers: int) -> None:
+def steps(throughput: Throughput, status_of_run: LiveStatus, *numbers: int) -> None:
     for number in numbers:
         result = StepResult(
             step=number, loss=1.0, grad_norm=1.0, learning_rate=1e-4, num_samples=4, seconds=2.0
         )
-        pace.update(result)
+        throughput.update(result)
         status_of_run.after_step(result)
 
 
 def test_it_tells_step_and_speed_while_the_run_goes_on_and_not_after_every_step(tmp_path: Path) -> None:
-    pace, status_of_run = live(tmp_path, [100.0, 102.0, 104.9, 105.0])
+    throughput, status_of_run = live(tmp_path, [100.0, 102.0, 104.9, 105.0])
     with recorded(tmp_path):
-        steps(pace, status_of_run, 4)
+        steps(throughput, status_of_run, 4)
         written = status(tmp_path)
         assert (written["state"], written["exit_code"], written["step"]) == ("running", None, 4)
         assert (written["total_steps"], written["samples_per_s"], written["seconds_left"]) == (9, 2.0, 10)
-        steps(pace, status_of_run, 5, 6)
+        steps(throughput, status_of_run, 5, 6)
         assert status(tmp_path) == written
-        steps(pace, status_of_run, 7)
+        steps(throughput, status_of_run, 7)
         assert (status(tmp_path)["step"], status(tmp_path)["seconds_left"]) == (7, 4)
         assert status(tmp_path)["time"] >= written["time"]
     assert "samples_per_s" not in status(tmp_path)
@@ -98,13 +100,13 @@ def test_a_status_that_cannot_be_written_stops_no_run_and_is_warned_of_once(
     def full(*_args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    pace, status_of_run = live(tmp_path, [0.0, 10.0, 20.0])
+    throughput, status_of_run = live(tmp_path, [0.0, 10.0, 20.0])
     with recorded(tmp_path):
         with monkeypatch.context() as patch:
             patch.setattr("diffsynth_lite.training.run_folder.folder.write_json", full)
-            steps(pace, status_of_run, 4, 5)
+            steps(throughput, status_of_run, 4, 5)
         assert [record.levelname for record in caplog.records] == ["WARNING"]
-        steps(pace, status_of_run, 6)
+        steps(throughput, status_of_run, 6)
         assert status(tmp_path)["step"] == 6
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from diffsynth_lite.config import AllowedChange, Config, load_config
 from diffsynth_lite.data import DataIdentity
+from diffsynth_lite.training.checkpoint.manifest import DifferentRunError
 from diffsynth_lite.training.checkpoint.resume import (
-    DifferentRunError,
-    data_contract,
+    data_fingerprint,
     require_same,
-    settings_contract,
+    settings_fingerprint,
 )
 
 
@@ -20,8 +20,8 @@ def config(*overrides: str) -> Config:
     return load_config("quickstart.yaml", overrides).config
 
 
-def contract(*overrides: str) -> dict:
-    return settings_contract(config(*overrides), model_fingerprint="weights")
+def fingerprint(*overrides: str) -> dict:
+    return settings_fingerprint(config(*overrides), model_fingerprint="weights")
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def contract(*overrides: str) -> dict:
     ],
 )
 def test_settings_that_do_not_decide_the_numbers_may_change(override: str) -> None:
-    assert contract(override) == contract()
+    assert fingerprint(override) == fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,13 @@ def test_settings_that_do_not_decide_the_numbers_may_change(override: str) -> No
 def test_settings_that_decide_the_numbers_are_named_with_both_values(override: str) -> None:
     key = override.partition("=")[0]
     with pytest.raises(DifferentRunError, match=rf"{key} was .*, is .*another output\.dir"):
-        require_same(contract(override), contract(), where="runs/a")
+        require_same(fingerprint(override), fingerprint(), where="runs/a")
 
 
 def test_the_number_of_steps_is_part_of_a_schedule_that_depends_on_it() -> None:
     cosine = "train.lr_scheduler=cosine"
     with pytest.raises(DifferentRunError, match=r"train\.steps was 300, is 600"):
-        require_same(contract(cosine, "train.steps=600"), contract(cosine), where="runs/a")
+        require_same(fingerprint(cosine, "train.steps=600"), fingerprint(cosine), where="runs/a")
 
 
 FREE = {
@@ -89,7 +89,7 @@ FREE = {
         *("cpu_threads", "deterministic", "step_timeout_minutes"),
     },
 }
-"""Settings that never decide the numbers of a run; what is read from where is in the contract of the data."""
+"""Settings that never decide the numbers of a run; what is read from where is in the data's fingerprint."""
 
 CONDITIONAL = {"train": {"steps", "micro_batch_size"}}
 """Settings that decide them where others make them matter."""
@@ -98,7 +98,7 @@ CONDITIONAL = {"train": {"steps", "micro_batch_size"}}
 @pytest.mark.parametrize("section", FREE)
 def test_every_setting_is_either_in_the_contract_or_known_to_be_free_to_change(section: str) -> None:
     settings = {field.name for field in dataclasses.fields(getattr(config(), section))}
-    fixed = {key.partition(".")[2] for key in contract() if key.startswith(f"{section}.")} - {"weights"}
+    fixed = {key.partition(".")[2] for key in fingerprint() if key.startswith(f"{section}.")} - {"weights"}
     free, conditional = FREE[section], CONDITIONAL.get(section, set())
     assert settings == fixed | free | conditional
     assert len(settings) == len(fixed) + len(free) + len(conditional)
@@ -108,22 +108,22 @@ def test_a_source_is_in_the_contract_with_what_decides_how_often_it_is_seen(tmp_
     two = "data.sources=[{path: a, repeats: 2}, {path: b, weight: 0.5, trigger: ohwx}]"
     path = tmp_path / "recipe.yaml"
     path.write_text("model: {family: a, path: b}\ndata: {}\noutput: {dir: runs/one}\n")
-    found = settings_contract(load_config(path, [two]).config, model_fingerprint="weights")
+    found = settings_fingerprint(load_config(path, [two]).config, model_fingerprint="weights")
     assert (found["data.repeats"], found["data.weight"]) == ([2, 1], [1.0, 0.5])
     assert found["data.trigger"] == [None, "ohwx"]
     moved = load_config(path, [two.replace("path: a", "path: c, metadata: d.csv")]).config
-    assert settings_contract(moved, model_fingerprint="weights") == found
+    assert settings_fingerprint(moved, model_fingerprint="weights") == found
 
 
 def test_the_micro_batch_is_part_of_a_token_budget() -> None:
     budget = "train.micro_batch_tokens=4096"
     with pytest.raises(DifferentRunError, match=r"train\.micro_batch_size was 8, is 4"):
-        require_same(contract(budget, "train.micro_batch_size=4"), contract(budget), where="runs/a")
+        require_same(fingerprint(budget, "train.micro_batch_size=4"), fingerprint(budget), where="runs/a")
 
 
 def test_every_section_is_either_in_the_contract_or_free_to_change() -> None:
     sections = {field.name for field in dataclasses.fields(Config)}
-    fixed = {key.partition(".")[0] for key in contract()}
+    fixed = {key.partition(".")[0] for key in fingerprint()}
     assert fixed == {"model", "lora", "data", "objective", "train"}
     assert sections - fixed == {"memory", "validation", "logging", "output", "resume"}
 
@@ -131,7 +131,7 @@ def test_every_section_is_either_in_the_contract_or_free_to_change() -> None:
 def data(*, num_buckets: int = 1, micro_batch_size: int = 2, **changes: str) -> dict:
     values = {"items": "2 items, 5e", "decoder": "v1", "media_encoder": "vae 1", "prompt_encoder": "text 1"}
     identity = DataIdentity(num_buckets=num_buckets, **(values | changes))
-    return data_contract(identity, micro_batch_size=micro_batch_size)
+    return data_fingerprint(identity, micro_batch_size=micro_batch_size)
 
 
 @pytest.mark.parametrize("part", ["items", "decoder", "media_encoder", "prompt_encoder"])
@@ -152,7 +152,7 @@ def test_the_micro_batch_decides_the_order_of_several_buckets_and_not_of_one() -
 
 def test_what_may_change_when_it_is_named_is_in_the_contract_or_becomes_so() -> None:
     conditional = {f"train.{name}" for name in CONDITIONAL["train"]}
-    assert set(get_args(AllowedChange)) - {"data"} <= contract().keys() | conditional
+    assert set(get_args(AllowedChange)) - {"data"} <= fingerprint().keys() | conditional
 
 
 @pytest.mark.parametrize(
@@ -167,32 +167,34 @@ def test_a_change_that_is_allowed_by_name_is_returned_with_both_values(
     override: str, permission: str
 ) -> None:
     with pytest.raises(DifferentRunError, match=rf"set resume\.allow: \[{permission}\]"):
-        require_same(contract(override), contract(), where="runs/a")
+        require_same(fingerprint(override), fingerprint(), where="runs/a")
     with pytest.raises(DifferentRunError, match=rf"set resume\.allow: \[train\.steps, {permission}\]"):
-        require_same(contract(override), contract(), where="runs/a", allow=["train.steps"])
-    (change,) = require_same(contract(override), contract(), where="runs/a", allow=[permission])
+        require_same(fingerprint(override), fingerprint(), where="runs/a", allow=["train.steps"])
+    (change,) = require_same(fingerprint(override), fingerprint(), where="runs/a", allow=[permission])
     key = override.partition("=")[0]
-    assert (change.key, change.old, change.new) == (key, contract()[key], contract(override)[key])
+    assert (change.key, change.old, change.new) == (key, fingerprint()[key], fingerprint(override)[key])
 
 
 @pytest.mark.parametrize("override", ["train.seed=1", "lora.rank=4", "model.dtype=bfloat16"])
 def test_what_makes_another_run_offers_no_permission(override: str) -> None:
     everything = get_args(AllowedChange)
     with pytest.raises(DifferentRunError) as caught:
-        require_same(contract(override, "train.learning_rate=1e-3"), contract(), where="a", allow=everything)
+        require_same(
+            fingerprint(override, "train.learning_rate=1e-3"), fingerprint(), where="a", allow=everything
+        )
     assert "resume.allow" not in str(caught.value)
     assert "train.learning_rate" not in str(caught.value)
 
 
 def test_a_setting_that_an_older_run_did_not_know_counts_as_left_at_its_default() -> None:
-    older = {key: value for key, value in contract().items() if key != "objective.min_snr_gamma"}
-    assert require_same(contract(), older, where="runs/a") == []
-    newer = contract("objective.loss_weighting=min_snr", "objective.min_snr_gamma=3")
+    older = {key: value for key, value in fingerprint().items() if key != "objective.min_snr_gamma"}
+    assert require_same(fingerprint(), older, where="runs/a") == []
+    newer = fingerprint("objective.loss_weighting=min_snr", "objective.min_snr_gamma=3")
     with pytest.raises(DifferentRunError, match=r"min_snr_gamma was 5\.0, is 3\.0"):
         require_same(newer, older, where="runs/a")
 
 
 def test_a_schedule_that_begins_to_matter_is_allowed_with_what_makes_it_matter() -> None:
-    cosine = contract("train.lr_scheduler=cosine", "train.steps=600")
-    changes = require_same(cosine, contract(), where="runs/a", allow=["train.lr_scheduler"])
+    cosine = fingerprint("train.lr_scheduler=cosine", "train.steps=600")
+    changes = require_same(cosine, fingerprint(), where="runs/a", allow=["train.lr_scheduler"])
     assert [change.key for change in changes] == ["train.lr_scheduler"]
