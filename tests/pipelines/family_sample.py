@@ -30,6 +30,7 @@ OTHER_NAMES = {
     "cap_feats": "encoder_hidden_states",
 }
 SIGMA = torch.tensor([0.1, 0.5, 0.9])
+FLAGS = [(False, False), (True, False), (False, True), (True, True)]
 SMALL_AREA = 64 * 64
 SMALL_SIZES = [(32, 96), (48, 80), (64, 64), (80, 48), (96, 32)]
 
@@ -185,3 +186,40 @@ def velocity_and_gradients(
     velocity.square().mean().backward()
     gradients = {name: value.grad for name, value in transformer.named_parameters() if value.requires_grad}
     return velocity.detach(), gradients
+
+
+def gradients(model: torch.nn.Module, predicted: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    """Those of the mean square of what the model predicts, by the names of its parameters."""
+    model.zero_grad()
+    predicted.square().mean().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_equal_under_all_flags(
+    model: torch.nn.Module,
+    reference: torch.Tensor,
+    model_fn: Callable[..., torch.Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> dict[str, torch.Tensor | None]:
+    """A ``model_fn`` gives what the model's own forward gave, and its gradients, bit for bit; returns these.
+
+    Args:
+        model: the first argument of ``model_fn``.
+        reference: what its own forward gave, with its graph.
+        model_fn: called with the other arguments and each pair of flags.
+    """
+    expected = gradients(model, reference)
+    for flags in FLAGS:
+        predicted = model_fn(
+            model,
+            *args,
+            use_gradient_checkpointing=flags[0],
+            use_gradient_checkpointing_offload=flags[1],
+            **kwargs,
+        )
+        assert torch.equal(predicted, reference), flags
+        for name, gradient in gradients(model, predicted).items():
+            pair = gradient, expected[name]
+            assert pair == (None, None) or torch.equal(*pair), (flags, name)
+    return expected

@@ -48,8 +48,9 @@ def saved(pipeline: Flux2Pipeline | Flux2KleinPipeline, folder: Path) -> Flux2:
     return Flux2(PipelineFolder(path=folder))
 
 
+@cache
 def reference(family: Flux2) -> Any:
-    """The family's pipeline, read from its folder as the family reads it."""
+    """The family's pipeline, read once from its folder as the family reads it."""
     pipeline = family.pipeline.from_pretrained(family.folder.path)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

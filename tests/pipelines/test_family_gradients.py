@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_sample import Sample, adapted_transformer, velocity_and_gradients
+from family_sample import FLAGS, Sample, adapted_transformer, velocity_and_gradients
 
 from diffsynth_lite.core.gradient import (
     GradientEngine,
@@ -15,8 +15,6 @@ from diffsynth_lite.core.gradient import (
     gradient_checkpoint_forward,
     gradient_engine,
 )
-
-FLAGS = [(False, False), (True, False), (False, True), (True, True)]
 
 
 @pytest.fixture(scope="module")

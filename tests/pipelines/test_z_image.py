@@ -10,7 +10,7 @@ from accelerate.utils import convert_outputs_to_fp32
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImageImg2ImgPipeline, ZImagePipeline
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.pipelines.z_image.pipeline_z_image import calculate_shift, get_default_z_image_sigmas
-from family_sample import CPU, PROMPTS, build_media
+from family_sample import CPU, PROMPTS, assert_equal_under_all_flags, build_media
 from transformers import Qwen3ForCausalLM
 
 from diffsynth_lite.core.gradient import blocks_of
@@ -59,27 +59,23 @@ def gradients(transformer: torch.nn.Module, predicted: torch.Tensor) -> dict[str
     return {name: parameter.grad for name, parameter in transformer.named_parameters()}
 
 
-@pytest.mark.parametrize("flags", FLAGS)
-def test_model_fn_equals_the_transformers_own_forward(flags: tuple[bool, bool]) -> None:
+def test_model_fn_equals_the_transformers_own_forward() -> None:
     """Its other optional inputs are those of Omni, of a ControlNet and of a LoRA's scale."""
     transformer = tiny().transformer
     latents, timestep, prompts = batch_of_three()
     reference = torch.cat(
         transformer([picture[:, None] for picture in latents], timestep, prompts, return_dict=False)[0], dim=1
     )
-    expected = gradients(transformer, reference)
-    predicted = model_fn_z_image(
+    expected = assert_equal_under_all_flags(
         transformer,
+        reference.transpose(0, 1),
+        model_fn_z_image,
         latents,
         timestep,
         prompts,
-        use_gradient_checkpointing=flags[0],
-        use_gradient_checkpointing_offload=flags[1],
     )
-    assert torch.equal(predicted, reference.transpose(0, 1))
-    for name, gradient in gradients(transformer, predicted).items():
-        assert gradient is not None, name
-        assert torch.equal(gradient, expected[name]), name
+    # No layer of the last block is dead.
+    assert all(gradient is not None for gradient in expected.values())
 
 
 @pytest.mark.parametrize("flags", [(False, False), (True, True)])
