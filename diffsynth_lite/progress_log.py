@@ -1,4 +1,4 @@
-"""This file reports how far a long pass over the data is, and when it will end."""
+"""This file logs how far a long pass over the data is, and when it will end."""
 
 import logging
 import time
@@ -11,10 +11,10 @@ _TENTH_INTERVAL_S = 1.0
 
 
 class ProgressLog:
-    """A line in the log at each tenth of a pass, if that takes a second, and every ten seconds.
+    """Writes a line to the log at each tenth of a pass, if a tenth takes a second, and every ten seconds.
 
     Args:
-        text: of the line, with a %d for what is done and one for all there is.
+        text: the line, with a %d for the steps that are done and one for all.
         total: steps of the pass.
         clock: seconds from any start.
     """

@@ -20,7 +20,7 @@ from diffsynth_lite.core.randomness import normal, uniform
 from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.data.item_table import ItemRow, ItemTable
 from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule
-from diffsynth_lite.data.workers import WorkerWatch, outlive_stop_signals, patient_iteration
+from diffsynth_lite.data.workers import WorkerWatch, ignore_stop_signals, watched_batches
 from diffsynth_lite.errors import RunStoppedError, join_names
 
 logger = logging.getLogger(__name__)
@@ -47,9 +47,9 @@ class Batch:
     """The samples of one forward pass, on the CPU.
 
     Attributes:
-        bucket: size and frames of all of them.
+        bucket: size in pixels and frames, the same for all of them.
         positions: number of each sample in the run, consecutive.
-        names: of the items, for messages.
+        names: names of their items, for messages.
         latents: (B, ...), in the encoder's precision.
         noise: (B, ...), float32.
         uniform: (B,), float32, in [0, 1), which the timestep density turns into noise levels.
@@ -130,7 +130,7 @@ class BatchStream:
         """
         requests = self._requests()
         watch = WorkerWatch(num_workers=self._num_workers, limit_s=WORKER_TIMEOUT_S)
-        batches = patient_iteration(self._loader(requests, watch), watch)
+        batches = watched_batches(self._loader(requests, watch), watch)
         try:
             while True:
                 yield [_or_raise(next(batches)) for _ in range(self._layout.num_micro_steps)]
@@ -153,7 +153,7 @@ class BatchStream:
             num_workers=self._num_workers,
             # Forked workers can deadlock on a lock that a thread of this process held, and know its CUDA.
             multiprocessing_context="spawn" if self._num_workers else None,
-            worker_init_fn=outlive_stop_signals,
+            worker_init_fn=ignore_stop_signals,
             timeout=WORKER_TIMEOUT_S if self._num_workers else 0,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # else the loader draws a number from torch's global generator
@@ -199,7 +199,7 @@ class _Request:
 
 
 class _MicroBatches(Dataset[Batch | RunStoppedError]):
-    """Request to batch; an error is returned, because torch adds the traceback to one raised here."""
+    """Makes a batch of each request; returns errors, because torch adds a traceback to those raised here."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class _MicroBatches(Dataset[Batch | RunStoppedError]):
         )
 
     def _caption_key(self, row: ItemRow, position: int) -> str:
-        """One of the item's captions, or that of no caption."""
+        """Key of the caption that is drawn for a sample, or of the empty one that stands for none."""
         dropout, variants = self._caption_dropout, row.caption_keys
         if row.unconditional_key and uniform(self._seed, "caption-dropout", position) < dropout:
             return row.unconditional_key

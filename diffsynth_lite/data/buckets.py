@@ -20,9 +20,9 @@ class Bucket:
     """What all items of one batch have in common.
 
     Attributes:
-        width: that its items are trained at, in pixels.
-        height: likewise.
-        num_frames: of its items, 1 for pictures.
+        width: in pixels.
+        height: in pixels.
+        num_frames: frames of a clip; 1 for pictures.
         inputs: width and height that their input pictures are encoded at, in the order of the pictures.
     """
 
@@ -111,8 +111,8 @@ class BucketRule:
 
         Args:
             resolution_index: which of ``resolutions``, in [0, num_resolutions).
-            width: of the item, upright, in pixels.
-            height: likewise.
+            width: of the upright item, in pixels.
+            height: of the upright item, in pixels.
             num_frames: frames that the clip has at the wanted rate; None for a picture, which is always
                 allowed and has one.
 

@@ -166,8 +166,8 @@ def verify(cache: TensorCache, progress: Callable[[int, int], None]) -> Verified
     """Read all entries; damaged ones are set aside, and made again by the next run that needs them.
 
     Args:
-        cache: to check.
-        progress: is told after each entry how many are read, and how many there are.
+        cache: all of its entries are read.
+        progress: called after each entry with the number of those read, and of all.
     """
     keys = list(_keys(cache))
     damaged = []
@@ -185,7 +185,7 @@ def prune(cache: TensorCache, keep: Collection[str], *, dry_run: bool) -> Pruned
     Nothing else in the folder is touched.
 
     Args:
-        cache: to prune.
+        cache: entries are deleted from it.
         keep: keys of the entries that stay; a set, when they are many.
         dry_run: only count.
     """

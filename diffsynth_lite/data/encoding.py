@@ -7,7 +7,7 @@ the cache must depend on nothing but what its key names.
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,7 +47,7 @@ class Encoder:
     """One of the encoders of a model family.
 
     Attributes:
-        what: it encodes, in the plural, for messages.
+        what: what it encodes, in the plural, for messages.
         identity: name of all that decides its tensors besides what is encoded.
         load: gives the function that encodes; the weights live as long as it does.
     """
@@ -59,7 +59,7 @@ class Encoder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """The part of one of ``num_processes`` processes.
+    """The keys that one of ``num_processes`` processes encodes.
 
     A key's owner depends on the key alone, so that processes which look at a changing cache at different
     times still leave nothing out.
@@ -69,6 +69,7 @@ class Shard:
     process_index: int = 0
 
     def owns(self, key: str) -> bool:
+        """Whether a key is one of them."""
         return int(key[:8], 16) % self.num_processes == self.process_index
 
 
@@ -84,11 +85,11 @@ def encode_missing(
     """Encode what the cache does not hold. Killed at any time, it goes on where it was.
 
     Args:
-        items: by key.
+        items: key to what is encoded under it.
         encoder: loaded only when something is missing.
-        cache: gets the tensors.
-        memory: of the entries that were seen whole.
-        shard: what this process is to do.
+        cache: the tensors are written to it.
+        memory: knows the entries that were read and are whole.
+        shard: the keys that this process encodes.
         stop_at_bad: after the first bad one, only look for more of them, as nothing will be trained.
 
     Returns:
@@ -104,24 +105,17 @@ def encode_missing(
         return bad
     logger.info("encoding %d %s that the cache does not hold", len(missing), encoder.what)
     encode: Encode | None = None
-    progress = ProgressLog(f"encoded %d of %d {encoder.what}", len(missing))
-    for key in missing:
-        try:
-            loaded = items[key].load()
-        except UserError as error:
-            bad[key] = str(error)
-        else:
-            if not (bad and stop_at_bad):
-                encode = encode or encoder.load()
-                cache.write(key, _tensors(items[key], loaded, encode))
-                remember_written(cache, memory, key)
-        progress.advance()
+    for key, loaded in _load_each(items, missing, bad, f"encoded %d of %d {encoder.what}"):
+        if not (bad and stop_at_bad):
+            encode = encode or encoder.load()
+            cache.write(key, _tensors(items[key], loaded, encode))
+            remember_written(cache, memory, key)
     memory.flush()
     return bad
 
 
 def find_undecodable(items: Mapping[str, Encodable], *, memory: FileMemory, shard: Shard) -> dict[str, str]:
-    """Decode media not decoded yet, for runs that do not cache; what is good is remembered.
+    """Decode what was never decoded, for runs that do not cache; what is good is remembered.
 
     Returns:
         Key to the reason, of what cannot be used.
@@ -136,23 +130,32 @@ def find_undecodable(items: Mapping[str, Encodable], *, memory: FileMemory, shar
     if not unknown:
         return bad
     logger.info("decoding %d items that were not seen yet", len(unknown))
-    progress = ProgressLog("decoded %d of %d items", len(unknown))
-    for key in unknown:
-        try:
-            items[key].load()
-            memory.remember(f"decodes {key}", seen, "")
-        except UserError as error:
-            bad[key] = str(error)
-        progress.advance()
+    for key, _ in _load_each(items, unknown, bad, "decoded %d of %d items"):
+        memory.remember(f"decodes {key}", seen, "")
     memory.flush()
     return bad
+
+
+def _load_each(
+    items: Mapping[str, Encodable], keys: Sequence[str], bad: dict[str, str], text: str
+) -> Iterator[tuple[str, Any]]:
+    """Each key with what is decoded of it; those that cannot be used go to ``bad``, with the reason."""
+    progress = ProgressLog(text, len(keys))
+    for key in keys:
+        try:
+            loaded = items[key].load()
+        except UserError as error:
+            bad[key] = str(error)
+        else:
+            yield key, loaded
+        progress.advance()
 
 
 class LiveTensors:
     """Tensors by key like those of a cache, but made when they are read; the encoders stay loaded.
 
     Args:
-        groups: what can be read, by key, with the encoder of it.
+        groups: what can be read, by key, each with its encoder.
     """
 
     def __init__(self, groups: Iterable[tuple[Mapping[str, Encodable], Encoder]]) -> None:

@@ -22,8 +22,8 @@ class Folder:
     """The files below a folder.
 
     Attributes:
-        path: of the folder.
-        files: relative name with forward slashes, in order, to the reason why the file cannot be used, or "".
+        path: absolute, or relative to the working folder.
+        files: relative name with forward slashes to the reason why the file cannot be used, or ""; sorted.
         allow_outside: whether files outside may be asked for.
     """
 
@@ -32,7 +32,7 @@ class Folder:
     allow_outside: bool
 
     def use(self, name: str) -> Path:
-        """Path of a file of the folder.
+        """Path of a file in ``files``.
 
         Raises:
             UserError: it cannot be used.
@@ -99,7 +99,7 @@ def list_folder(path: Path, *, allow_outside: bool) -> Folder:
 def _walk(
     path: Path, read: list[str], linked: list[str], *, follow: bool
 ) -> Iterator[tuple[str, "os.DirEntry[str]"]]:
-    """Name and entry of each file; ``read`` gathers the places walked, ``linked`` the links left out."""
+    """Yield name and entry of each file; folders walked join ``read``, links left out join ``linked``."""
     folders = [("", str(path))]
     while folders:
         prefix, folder = folders.pop()
@@ -121,7 +121,7 @@ def _is_folder(entry: "os.DirEntry[str]") -> bool:
 
 
 def _is_new(link: str, read: list[str], *, follow: bool) -> bool:
-    """Whether a linked folder is to be read; it is then one of those that are."""
+    """Whether a linked folder is to be read; if so, it is added to those that are."""
     place = os.path.realpath(link)
     if not follow or any(_is_within(place, other) for other in read):
         return False
@@ -216,9 +216,9 @@ def companions_in_row(
     """Files that a row names beside its target.
 
     Args:
-        source: names the columns. Each must name a picture; of several input columns some may be empty.
-        cell: content of the row in a column.
-        find: name and path of a file.
+        source: its columns must name pictures; of several input columns some may be empty.
+        cell: column to its content in the row.
+        find: content of a cell to name and path of the file.
 
     Raises:
         UserError: a file is missing or no picture.
@@ -227,7 +227,7 @@ def companions_in_row(
     def picture(column: str | None) -> Path | None:
         return _picture(column, cell(column), find) if column else None
 
-    wanted = [(column, each) for column in source.input_columns for each in _listed(cell(column))]
+    wanted = [(column, each) for column in source.input_columns for each in _as_list(cell(column))]
     if source.input_columns and not wanted:
         raise UserError(f"no input in {' and '.join(map(repr, source.input_columns))}")
     return Companions(
@@ -238,7 +238,7 @@ def companions_in_row(
     )
 
 
-def _listed(cell: object) -> list[object]:
+def _as_list(cell: object) -> list[object]:
     if isinstance(cell, list):
         return cell
     return [] if cell is None or cell == "" else [cell]

@@ -51,7 +51,7 @@ def load_image(path: Path, *, background: str) -> Image.Image:
     """Decode an image strictly: as it is shown, as RGB with 8 bits a channel.
 
     Args:
-        path: the file.
+        path: PNG, JPEG, WebP or BMP.
         background: colour that shows through where the image is transparent: a name or "#rrggbb".
 
     Raises:
@@ -83,10 +83,10 @@ def cover(image: Image.Image, width: int, height: int, *, x: float = 0.5, y: flo
 
     Args:
         image: RGB picture or "L" mask.
-        width: of the result.
-        height: likewise.
+        width: of the result, in pixels.
+        height: of the result, in pixels.
         x: in [0, 1], where the crop stands in the surplus width: 0 at the left, 0.5 in the middle.
-        y: in [0, 1], likewise from the top.
+        y: in [0, 1], where it stands in the surplus height: 0 at the top.
     """
     return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS, centering=(x, y))
 
@@ -95,7 +95,7 @@ def _upright(path: Path, background: tuple[int, ...]) -> Image.Image:
     with _opened(path) as image:
         image.verify()  # the checksums of a PNG, which decoding passes over; it spends the opened image
     with _opened(path) as image:
-        _exif(image)  # kept by the image, so that its size is the one that `check_image` tells
+        _exif(image)  # kept by the image, so that its size is the one of `check_image`
         return _over(ImageOps.exif_transpose(_with_8_bits(image)), background)
 
 

@@ -1,4 +1,7 @@
-"""This file says what is encoded: an item's media and a prompt, each with all that its tensors depend on."""
+"""This file says what is trained on and encoded: items and prompts, with all that their tensors depend on.
+
+The identity of a run's data is what its items hold, and not where a cache keeps their tensors.
+"""
 
 import hashlib
 import json
@@ -35,11 +38,11 @@ class TrainingItem:
 
     Attributes:
         name: unique in the run.
-        record: that it is taken of.
+        record: the files and captions.
         content: sha256 of each of the record's files.
         bucket: its size in pixels and frames, and those of its inputs.
-        crop_x: where the surplus is cut, in [0, 1]: 0 keeps the left end.
-        crop_y: likewise: 0 keeps the upper end.
+        crop_x: where the surplus width is cut, in [0, 1]: 0 keeps the left end.
+        crop_y: where the surplus height is cut, in [0, 1]: 0 keeps the upper end.
         clip_start_s: time of the first frame in the file; None for a picture.
         fps: frames per second of the clip; None for a picture.
         background: colour that transparent pictures are laid over.
@@ -62,7 +65,7 @@ class TrainingItem:
 
     @property
     def group(self) -> Bucket:
-        """Items of one group are encoded one after the other, at the same sizes."""
+        """What items are sorted by for encoding, so that the same sizes follow each other."""
         return self.bucket
 
     @property
@@ -76,7 +79,7 @@ class TrainingItem:
         return self.fps is not None
 
     def identity(self) -> list[object]:
-        """What is trained on, as json can hold it: the content of each file, the captions, what is taken."""
+        """All that decides what is learned of it, for json: content of files, captions, size, crop, times."""
         bucket, record = self.bucket, self.record
         return [
             *(record.source, record.kind, record.captions, list(self._contents())),
@@ -88,7 +91,7 @@ class TrainingItem:
         """Key of the cache entry with its tensors.
 
         Args:
-            cache: that the entry is for.
+            cache: makes the key.
             encoder_id: name of all that decides the tensors besides the media: weights, precision.
         """
         return cache.key(
@@ -126,9 +129,9 @@ class TrainingItem:
         )
 
     def complete(self, tensors: Mapping[str, Tensor], media: Media) -> dict[str, Tensor]:
-        """What the cache keeps: the encoder's tensors, and the mask at the size of the latents.
+        """The entry of the cache: the encoder's tensors, and the mask at the size of the latents.
 
-        Where the encoder has a mask of its own, only what both count is counted.
+        Where the encoder has a mask of its own, the two are multiplied.
         """
         if media.mask is None:
             return dict(tensors)
@@ -136,7 +139,7 @@ class TrainingItem:
         return {**tensors, "loss_mask": mask * tensors.get("loss_mask", 1)}
 
     def _contents(self) -> Iterator[str]:
-        """Each file's content with its part in the record: a picture can be an input or a mask."""
+        """Each file's content after its role in the record, as in "mask:<sha256>"."""
         record = self.record
         parts = ["target", *("input" for _ in record.inputs)]
         parts += [
@@ -180,10 +183,10 @@ class PromptItem:
     """A text to encode, with the pictures that the text encoder sees beside it.
 
     Attributes:
-        text: of the prompt.
+        text: a caption, or the prompt of a preview.
         is_negative: whether guidance steers away from it; see `Prompt`.
         images: files of the pictures.
-        content: sha256 of each of them.
+        content: sha256 of each of ``images``.
         background: colour that transparent pictures are laid over.
     """
 
@@ -200,7 +203,7 @@ class PromptItem:
 
     @property
     def group(self) -> int:
-        """Prompts of like length are encoded one after the other."""
+        """What prompts are sorted by for encoding, so that like lengths follow each other."""
         return len(self.text)
 
     @property
@@ -232,7 +235,7 @@ class PromptItem:
         return Prompt(text=self.text, images=images, is_negative=self.is_negative)
 
     def complete(self, tensors: Mapping[str, Tensor], prompt: Prompt) -> dict[str, Tensor]:
-        """What the cache keeps: the encoder's tensors."""
+        """The entry of the cache: the encoder's tensors as they are."""
         return dict(tensors)
 
 
@@ -258,15 +261,15 @@ def latents_mask(mask: Image, latents_shape: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataIdentity:
-    """What two runs on the same data, taken in the same way, have in common.
+    """What is equal for two runs if and only if they train on the same data, taken in the same way.
 
     Attributes:
         items: how many there are, and a hash of what each holds and how it is cropped, cut and paired, in
             order. Their names and places are not in it: no number depends on them.
-        num_buckets: that they fall into.
-        decoder: what makes pixels of their files.
-        media_encoder: what makes latents of these.
-        prompt_encoder: what makes embeddings of captions.
+        num_buckets: different buckets of the items.
+        decoder: name of what makes pixels of files.
+        media_encoder: name of what makes latents of pixels.
+        prompt_encoder: name of what makes embeddings of captions.
     """
 
     items: str
@@ -280,9 +283,9 @@ class DataIdentity:
         """Identity of items; no file is read for it.
 
         Args:
-            items: planned, in order.
+            items: in the order in which they are trained on.
             media_encoder: name of all that decides latents besides the media.
-            prompt_encoder: likewise for captions.
+            prompt_encoder: name of all that decides embeddings besides the captions.
         """
         digest = hashlib.blake2b(digest_size=16)
         for item in items:

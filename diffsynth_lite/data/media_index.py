@@ -1,4 +1,4 @@
-"""This file tells size and content of media files, and reads a file for that only when it has changed.
+"""This file knows size and content of media files, and reads a file for that only when it has changed.
 
 What is remembered is a convenience: an index that is lost, damaged or locked costs time, because the files
 are read again, and is never an error.
@@ -68,7 +68,7 @@ class FileMemory:
     share and so fails on network file systems. Use it as a context manager, or `flush` it.
 
     Args:
-        path: of the SQLite file; its folder is made.
+        path: the SQLite file; its folder is made.
     """
 
     def __init__(self, path: Path) -> None:
@@ -185,7 +185,8 @@ class MediaIndex:
 
         Raises:
             UserError: the file cannot be used.
-            OSError: the machine failed to read it; a MemoryError likewise.
+            OSError: the machine failed to read it.
+            MemoryError: there was too little to read it.
         """
 
         def read() -> str:

@@ -63,13 +63,13 @@ class PlanRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetPlan:
-    """What of a data set is to be trained on.
+    """What of a data set is trained on.
 
     Attributes:
-        records: all that were planned.
-        items: of the records that are not bad, in their order.
+        records: all of the data set, the bad ones too.
+        items: one or more for each record that is not bad, in the order of the records.
         bad: name of a record to the reason why it cannot be used.
-        facts: of the target of each record that is not bad, by its name.
+        facts: name of a record that is not bad to size and length of its target.
     """
 
     records: Sequence[Record]
@@ -111,8 +111,8 @@ def plan_items(records: Sequence[Record], *, index: MediaIndex, rules: PlanRules
     the same settings share their cache entries.
 
     Args:
-        records: of the data set.
-        index: tells size and content of files.
+        records: the pictures and clips, with what belongs to them.
+        index: knows size and content of files.
         rules: what is taken of each record.
     """
     items: list[TrainingItem] = []
@@ -142,7 +142,7 @@ def _check_companions(record: Record, target: MediaFacts, index: MediaIndex) -> 
 
 
 def _check_aspect(path: Path, facts: MediaFacts, target: MediaFacts) -> None:
-    """It is cropped as the target is, which only means the same part where the shape is the same."""
+    """Refuse a file of another shape: it is cropped as the target is, so it would show another part."""
     difference = (facts.width * target.height) / (facts.height * target.width) - 1
     if abs(difference) > _MAX_ASPECT_DIFFERENCE:
         raise UserError(
@@ -202,7 +202,7 @@ def _items_of(
 def _clips(
     facts: MediaFacts, content: str, rules: PlanRules, resolution: int
 ) -> tuple[Bucket, Sequence[float | None]]:
-    """Where a target belongs, and the starts of its clips; a picture has one without a start."""
+    """Bucket of a target, and the start of each of its clips; one None for a picture."""
     if not isinstance(facts, VideoFacts):
         return rules.buckets.bucket(resolution, facts.width, facts.height, None), [None]
     fps = rules.fps or facts.fps

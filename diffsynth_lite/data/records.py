@@ -13,13 +13,13 @@ VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Companions:
-    """The files that belong to a target.
+    """The files that belong to a target; None where there is none of a kind.
 
     Attributes:
         inputs: pictures that an edit starts from, in their order.
-        first_frame: picture that a clip starts with; None where none is named.
-        last_frame: picture that a clip ends with; likewise.
-        mask: picture of what counts in the loss; likewise.
+        first_frame: picture that a clip starts with.
+        last_frame: picture that a clip ends with.
+        mask: picture whose white part counts in the loss.
     """
 
     inputs: tuple[Path, ...] = ()
@@ -77,10 +77,11 @@ class Source:
         first_frame_column: with the picture that a clip starts with.
         last_frame_column: with the picture that a clip ends with.
         mask_column: with the picture of what counts in the loss.
-        input_dirs: folders instead of columns, which hold files of the targets' names; the suffix may differ.
-        first_frame_dir: likewise.
-        last_frame_dir: likewise.
-        mask_dir: likewise.
+        input_dirs: in place of ``input_columns``, folders with a file of each target's name; the suffix may
+            differ.
+        first_frame_dir: such a folder in place of ``first_frame_column``.
+        last_frame_dir: such a folder in place of ``last_frame_column``.
+        mask_dir: such a folder in place of ``mask_column``.
         repeats: how often each item occurs in a pass, >= 1.
         weight: factor on ``repeats``, > 0.
         trigger: word or words that each caption must hold; None for none.
@@ -112,7 +113,7 @@ class Source:
 
     @property
     def passes(self) -> Fraction:
-        """How often each item occurs in a pass, exactly as it is written."""
+        """How often each item occurs in a pass: ``repeats`` x ``weight`` without rounding."""
         return self.repeats * Fraction(str(self.weight))
 
     def __post_init__(self) -> None:
@@ -139,7 +140,7 @@ class Source:
 
     @property
     def where(self) -> str:
-        """The source in an error message."""
+        """The source, for messages."""
         return str(self.path) if self.path is not None else f"dataset {self.dataset!r}"
 
     @property

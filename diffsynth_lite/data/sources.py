@@ -27,11 +27,13 @@ class FoundRecords:
     """What could be read of some sources.
 
     Attributes:
+        sources: those that were read.
         records: one source after the other.
         problems: a line for each source that cannot be used as it is, with all that is wrong in it.
         without_trigger: names of the records with a caption that got its trigger only now.
     """
 
+    sources: Sequence[Source]
     records: Sequence[Record]
     problems: Sequence[str]
     without_trigger: Sequence[str]
@@ -66,16 +68,16 @@ def find_records(sources: Sequence[Source], *, media_store: Path) -> FoundRecord
         records += problems.attempt(read) or []
         problems += reader.problems
         without_trigger += reader.without_trigger
-    return FoundRecords(records=records, problems=problems, without_trigger=without_trigger)
+    return FoundRecords(sources=sources, records=records, problems=problems, without_trigger=without_trigger)
 
 
 class _Reader:
     """Reads one source.
 
     Args:
-        source: to read.
-        index: among the sources.
-        prefix: of the records' names.
+        source: a folder or a dataset.
+        index: place among the sources of the run.
+        prefix: put ahead of the records' names.
 
     Attributes:
         problems: what was wrong with single items.

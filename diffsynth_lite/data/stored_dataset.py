@@ -169,7 +169,7 @@ class _MediaStore:
     """Files named by their content.
 
     Args:
-        folder: of the files.
+        folder: holds the files, in folders by the first two digits of their hash.
         roots: folders in which a dataset may name files.
         allow_outside: whether it may name files elsewhere.
     """

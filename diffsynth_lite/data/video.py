@@ -55,7 +55,7 @@ class VideoFacts:
 
     Attributes:
         width: of a frame as it is shown, in pixels.
-        height: likewise.
+        height: of a frame as it is shown, in pixels.
         num_frames: frames that are shown.
         duration_s: from the start of the first frame to the end of the last.
         fps: frames per second; the mean of a clip whose rate varies.
@@ -113,7 +113,7 @@ def read_frames(
     below it.
 
     Args:
-        path: the clip.
+        path: MP4, MOV, Matroska, WebM or AVI.
         times_s: in seconds from the first frame, in [0, duration), in any order.
         each: what becomes of an upright RGB frame, such as a crop, before the next one is made: a clip
             of a few KiB can have gigabytes of pixels.
@@ -167,10 +167,10 @@ def clip_starts(
     """Times at which the clips taken of a file begin.
 
     Args:
-        duration_s: of the file.
-        clip_s: of a clip, at most ``duration_s``.
-        fps: of the file. Starts are multiples of 1 / fps, so that the frames of a clip at the file's own rate
-            are neighbours whatever the file's rounding of times.
+        duration_s: length of the file.
+        clip_s: length of a clip, at most ``duration_s``.
+        fps: rate of the file. Starts are multiples of 1 / fps, so that the frames of a clip at the file's own
+            rate are neighbours whatever the file's rounding of times.
         where: "start", "center", "random", or "uniform": from the start to the end at equal distances.
         count: how many clips; "start" and "center" know only one.
         draw: number of a clip to a number in [0, 1), for "random".

@@ -132,7 +132,7 @@ def frames_from(path: Path, pts: int, *, first_pts: int) -> Generator[VideoFrame
     """Decode frames in the order of their times, from a keyframe at or before ``pts`` to the end.
 
     Args:
-        path: the clip.
+        path: MP4, MOV, Matroska, WebM or AVI.
         pts: time of a frame that is wanted, in the stream's units.
         first_pts: time of the frame shown first.
 

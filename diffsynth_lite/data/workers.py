@@ -1,4 +1,4 @@
-"""This file watches the processes that read ahead, and ends them: not before their trainer, nor after it."""
+"""This file watches the worker processes that read ahead, and ends them when their trainer ends."""
 
 import faulthandler
 import multiprocessing
@@ -28,8 +28,8 @@ class WorkerWatch:
     where the worker is inside a call that never returns. In the trainer itself nothing is watched.
 
     Args:
-        num_workers: that read.
-        limit_s: the trainer waits so long for a batch, from now on for the first one.
+        num_workers: processes that read.
+        limit_s: how long the trainer waits for a batch; for the first one, from now on.
     """
 
     def __init__(self, *, num_workers: int, limit_s: float) -> None:
@@ -41,7 +41,7 @@ class WorkerWatch:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Scope of one batch; its time begins with the first read in it: what is in memory is not timed."""
+        """Scope of one batch; its time begins with its first read, so that what is in memory is not timed."""
         try:
             yield
         finally:
@@ -81,8 +81,8 @@ class WorkerWatch:
             faulthandler.dump_traceback_later(dump_after_s, file=sys.__stderr__)
 
 
-def outlive_stop_signals(worker_id: int) -> None:
-    """Stop signals reach a whole process group, and the main process needs its workers to finish its step.
+def ignore_stop_signals(worker_id: int) -> None:
+    """Let a worker outlive the signals that stop a run, which reach all processes: its step is finished.
 
     SIGTERM is also how a stuck worker is ended at exit, so it starts a countdown that ends the worker.
     """
@@ -93,14 +93,14 @@ def outlive_stop_signals(worker_id: int) -> None:
         signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_SECONDS_AFTER_SIGTERM))
 
 
-def patient_iteration(loader: Iterable[_Batch], watch: WorkerWatch) -> Iterator[_Batch]:
-    """What a loader yields; once torch gives up on its workers, none of them is left.
+def watched_batches(loader: Iterable[_Batch], watch: WorkerWatch) -> Iterator[_Batch]:
+    """Yield what a loader yields; once torch gives up on its workers, kill those that are left.
 
     One that hangs in a read does not hear SIGTERM, and the trainer would wait for it at its own exit.
 
     Args:
-        loader: of the batches.
-        watch: of its workers.
+        loader: yields batches, from the workers that ``watch`` watches.
+        watch: knows what they are reading.
 
     Raises:
         RuntimeError: torch's, with what was being read; a worker died, or gave nothing for the loader's

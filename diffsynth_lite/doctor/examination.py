@@ -14,7 +14,6 @@ from diffsynth_lite.data import (
     MediaIndex,
     PlanRules,
     Record,
-    Source,
     TensorCache,
     plan_items,
     refuse_bad_items,
@@ -38,11 +37,9 @@ from diffsynth_lite.training.checks import bind_family, check_held_out
 from diffsynth_lite.training.data_settings import (
     cache_folder,
     check_records,
-    data_sources,
     find_held_out_records,
     find_training_records,
     held_out_rules,
-    held_out_source,
     index_file,
     plan_rules,
 )
@@ -104,8 +101,8 @@ def examine(config: Config, *, sheet_size: int) -> Examination:
     held_out = _find_held_out(config, found.records, problems)
     with FileMemory(index_file(cache.folder)) as memory:
         examiner = _Examiner(config, family, cache, memory, sheet_size, problems)
-        data, decoded = examiner.examine(found, data_sources(config), rules)
-        apart = None if held_out is None else examiner.examine(*held_out, held_out_rules(rules))
+        data, decoded = examiner.examine(found, rules)
+        apart = examiner.examine(held_out, held_out_rules(rules)) if held_out else None
     findings = _training_findings(data, decoded, problems, cache)
     if apart is None:
         return Examination(findings=findings, data=[data])
@@ -115,20 +112,15 @@ def examine(config: Config, *, sheet_size: int) -> Examination:
     )
 
 
-def _find_held_out(
-    config: Config, training: Sequence[Record], problems: Problems
-) -> tuple[FoundRecords, Sequence[Source]] | None:
+def _find_held_out(config: Config, training: Sequence[Record], problems: Problems) -> FoundRecords | None:
     try:
-        source = held_out_source(config)
-        if source is None:
-            return None
-        found = find_held_out_records(config, source)
-        problems += found.problems
-        check_held_out(training, found.records)
+        if found := find_held_out_records(config):
+            problems += found.problems
+            check_held_out(training, found.records)
     except UserError as error:
         problems.append(str(error))
         return None
-    return found, [source]
+    return found
 
 
 @dataclass(frozen=True)
@@ -142,9 +134,7 @@ class _Examiner:
     sheet_size: int
     problems: Problems
 
-    def examine(
-        self, found: FoundRecords, sources: Sequence[Source], rules: PlanRules
-    ) -> tuple[ExaminedData, Decoded]:
+    def examine(self, found: FoundRecords, rules: PlanRules) -> tuple[ExaminedData, Decoded]:
         """The records planned by the rules, and decoded."""
         records = self._usable_kinds(found.records)
         plan = plan_items(records, index=MediaIndex(self.memory), rules=rules)
@@ -154,7 +144,7 @@ class _Examiner:
         data = ExaminedData(
             config=self.config,
             family=self.family,
-            sources=sources,
+            sources=found.sources,
             records=records,
             without_trigger=found.without_trigger,
             plan=plan,

@@ -93,55 +93,36 @@ def data_sources(config: Config) -> list[Source]:
     return [_source(settings) for settings in config.data.sources_by_key.values()]
 
 
-def read_training_records(config: Config) -> list[Record]:
+def find_training_records(config: Config) -> FoundRecords:
     """The records of all sources, with their captions in all the orders that are trained on.
 
-    Raises:
-        UserError: naming the key, and all that is wrong with its files.
+    What is wrong with them names the key and the files.
     """
-    return find_training_records(config).require_all()
-
-
-def find_training_records(config: Config) -> FoundRecords:
-    """As `read_training_records`, with the problems beside the records that have none."""
     key = "data.sources" if config.data.sources else "data.dataset" if config.data.dataset else "data.path"
     found = _find(key, data_sources(config), config)
     records = [dataclasses.replace(record, captions=_captions(record, config)) for record in found.records]
     return dataclasses.replace(found, records=records)
 
 
-def read_validation_records(config: Config) -> list[Record]:
-    """The records held out; none where there is no folder for them.
-
-    Raises:
-        UserError: as `read_training_records`; also where inputs or masks would be those of the training data.
-    """
-    source = held_out_source(config)
-    return [] if source is None else find_held_out_records(config, source).require_all()
-
-
-def find_held_out_records(config: Config, source: Source) -> FoundRecords:
-    """As `read_validation_records`, of `held_out_source`, with the problems beside the records without."""
-    return _find("validation.data", [source], config)
-
-
-def held_out_source(config: Config) -> Source | None:
-    """Where the held-out items are, read as the first source is and once a pass; None where there are none.
+def find_held_out_records(config: Config) -> FoundRecords | None:
+    """The records of the held-out items, read as the first source is and once a pass; None without any.
 
     Raises:
         UserError: their inputs or masks would be those of the training data.
     """
     if config.validation.data is None:
         return None
+    return _find("validation.data", [_held_out_source(config, config.validation.data)], config)
+
+
+def _held_out_source(config: Config, path: str) -> Source:
     first = next(iter(config.data.sources_by_key.values()))
     source = _source(
-        dataclasses.replace(
-            first, path=config.validation.data, dataset=None, metadata=None, repeats=1, weight=1.0
-        )
+        dataclasses.replace(first, path=path, dataset=None, metadata=None, repeats=1, weight=1.0)
     )
 
     def moved(place: Path | None) -> Path | None:
-        return place and _moved(place, first, Path(config.validation.data or "").expanduser())
+        return place and _moved(place, first, Path(path).expanduser())
 
     return dataclasses.replace(
         source,

@@ -13,6 +13,7 @@ from diffsynth_lite.data import (
     BadItemsError,
     DatasetPlan,
     FileMemory,
+    FoundRecords,
     MediaIndex,
     PlanRules,
     Record,
@@ -25,9 +26,9 @@ from diffsynth_lite.progress_log import ProgressLog
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.training.data_settings import (
     cache_folder,
+    find_held_out_records,
+    find_training_records,
     index_file,
-    read_training_records,
-    read_validation_records,
 )
 from diffsynth_lite.training.distributed import main_process_first, on_all_processes, on_main_process
 from diffsynth_lite.training.run_folder.folder import RunFolder
@@ -42,22 +43,23 @@ def read_records(
     items are listed in the run's ``quarantine.jsonl``.
 
     Args:
-        config: of the run.
-        accelerator: for what all processes agree on.
-        problems: gets what is wrong with records, which are then not returned.
+        config: names the data.
+        accelerator: tells the processes apart.
+        problems: what is wrong with either is added; its records are then empty.
     """
     quarantine = Quarantine(config)
 
-    def read(find: Callable[[Config], list[Record]]) -> list[Record]:
-        def look() -> list[Record]:
-            records = find(config)
-            _check_headers(config, records, quarantine)
-            return records
+    def read(find: Callable[[Config], FoundRecords | None]) -> list[Record]:
+        found = find(config)
+        records = found.require_all() if found else []
+        _check_headers(config, records, quarantine)
+        return records
 
-        return main_process_first(accelerator, look, len)[0]
+    def read_in_turn(find: Callable[[Config], FoundRecords | None]) -> list[Record]:
+        return main_process_first(accelerator, lambda: read(find), len)[0]
 
-    training = problems.attempt(lambda: read(read_training_records)) or []
-    held_out = problems.attempt(lambda: read(read_validation_records)) or []
+    training = problems.attempt(lambda: read_in_turn(find_training_records)) or []
+    held_out = problems.attempt(lambda: read_in_turn(find_held_out_records)) or []
     for rows in on_all_processes(accelerator, lambda: quarantine.rows):
         quarantine.add_rows(rows)
     if quarantine.rows:

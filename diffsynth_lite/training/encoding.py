@@ -52,9 +52,9 @@ class EncodedPrompt:
     """A preview prompt.
 
     Attributes:
-        conditioning: of the prompt.
-        negative: of the negative prompt.
-        inputs: the picture that it starts from, and the one that it leads to, where there are any.
+        conditioning: tensors of the prompt.
+        negative: tensors of the negative prompt.
+        inputs: the picture that the preview starts from, and the one that it leads to, where there are any.
     """
 
     conditioning: Conditioning
@@ -67,14 +67,14 @@ class TrainingData:
     """The encoded data of a run.
 
     Attributes:
-        items: what is trained on, in order.
-        identity: of these items, whatever the cache is like.
-        tensors: where the tensors of the items are.
-        is_live: they are encoded when they are read, in the process that holds the encoders.
-        validation_items: what the fixed-noise loss is measured on: the first ones of what is held out, or of
-            the items where nothing is.
-        validation_identity: of all that they are the first ones of.
-        prompts: the preview prompts.
+        items: what is trained on, in order, with the keys of its tensors.
+        identity: what these items hold, wherever their tensors are.
+        tensors: reads the tensors of a key.
+        is_live: tensors are encoded when they are read, in the process that holds the encoders.
+        validation_items: what the fixed-noise loss is measured on: the first held-out items, or the first of
+            ``items`` where nothing is held out.
+        validation_identity: what the whole data set holds that they are the first ones of.
+        prompts: what previews are made of.
     """
 
     items: ItemTable
@@ -92,15 +92,12 @@ class EncodingJob:
     Args:
         family: its encoders are loaded when they are first needed.
         cache: makes the keys.
-        text_dtype: of the text encoder.
-        vae_dtype: of the VAE.
-        device: of both.
 
     Attributes:
-        media: items by key.
-        prompts: captions and the prompts of previews by key.
-        datasets: plan and items of each data set, the bad ones that only decoding shows among them.
-        preview_keys: of the prompt and the negative prompt of each preview.
+        media: key to the item whose files are encoded.
+        prompts: key to a caption or the prompt of a preview.
+        datasets: plan of each data set, and a row for each of its items.
+        preview_keys: key of each preview's prompt, and of its negative prompt.
     """
 
     def __init__(
@@ -135,12 +132,7 @@ class EncodingJob:
         return (self.media, self._media_encoder), (self.prompts, self._prompt_encoder)
 
     def add_dataset(self, plan: DatasetPlan, *, has_unconditional: bool) -> None:
-        """Also encode the items of a plan and their captions.
-
-        Args:
-            plan: of a data set.
-            has_unconditional: items are also trained without their caption.
-        """
+        """Also encode the items of a plan and their captions, and the empty one if it is asked for."""
         rows = (self._row(item, has_unconditional=has_unconditional) for item in plan.items)
         self.datasets.append((plan, ItemTable.build(rows)))
 
@@ -188,7 +180,7 @@ class EncodingJob:
 
 
 def new_job(config: Config, family: ModelFamily, device: torch.device) -> EncodingJob:
-    """A job of a run with nothing in it yet."""
+    """A job for the config's encoders and cache, with nothing in it yet."""
     return EncodingJob(
         family,
         TensorCache(cache_folder(config)),
@@ -244,11 +236,11 @@ def encode_run(
     The encoders are freed on return, unless the run encodes while it trains.
 
     Args:
-        config: of the run.
+        config: its data, validation and precisions are read.
         family: bound to its folder.
         accelerator: device and processes.
         records: what is trained on.
-        held_out: what the validation loss is measured on; training items where there are none.
+        held_out: what the validation loss is measured on; training items where it is empty.
 
     Raises:
         UserError: bad items, all of them listed in the run's ``quarantine.jsonl``; the same on all processes.
