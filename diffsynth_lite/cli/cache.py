@@ -95,7 +95,7 @@ def fill_cache(config: Config, accelerator: "Accelerator") -> int:
     """
     from diffsynth_lite.training.checks import check_run
     from diffsynth_lite.training.encoding import encode_run
-    from diffsynth_lite.training.run_folder.status import shortages_explained
+    from diffsynth_lite.training.shortages import shortages_explained
 
     with shortages_explained():
         checked = check_run(config, accelerator)
@@ -119,7 +119,7 @@ def needed_keys(config: Config, accelerator: "Accelerator") -> set[str]:
     from diffsynth_lite.training.checks import check_run
     from diffsynth_lite.training.data_settings import cache_folder, index_file
     from diffsynth_lite.training.encoding import plan_encoding
-    from diffsynth_lite.training.run_folder.status import shortages_explained
+    from diffsynth_lite.training.shortages import shortages_explained
 
     with FileMemory(index_file(cache_folder(config))) as memory, shortages_explained():
         checked = check_run(config, accelerator)

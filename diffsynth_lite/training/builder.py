@@ -21,9 +21,9 @@ from diffsynth_lite.training.distributed import LONG_WAIT
 from diffsynth_lite.training.ema import AveragedWeights
 from diffsynth_lite.training.encoding import TrainingData
 from diffsynth_lite.training.evaluation import FixedNoiseLoss
-from diffsynth_lite.training.memory_advice import Workload
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 from diffsynth_lite.training.previews import Previews
+from diffsynth_lite.training.shortages import Workload
 
 _SUPPORTED_DISTRIBUTION = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
@@ -302,10 +302,3 @@ def build_engine(config: Config) -> GradientEngine:
         policy=block_policy(config),
         skip_dead_ops=memory.skip_dead_ops,
     )
-
-
-def expected_block_calls(config: Config, checked: CheckedRun, accelerator: Accelerator) -> tuple[int, int]:
-    """Calls of blocks that one step makes on a device, and how many of them the policy checkpoints."""
-    train = config.train
-    num_micro_steps = train.global_batch_size // (train.micro_batch_size * accelerator.num_processes)
-    return checked.num_blocks * num_micro_steps, checked.num_selected_blocks * num_micro_steps

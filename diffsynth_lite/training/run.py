@@ -39,11 +39,11 @@ from diffsynth_lite.training.checks import check_run
 from diffsynth_lite.training.distributed import on_main_process
 from diffsynth_lite.training.encoding import TrainingData, encode_run
 from diffsynth_lite.training.evaluation import ValidationProtocol
-from diffsynth_lite.training.memory_advice import out_of_memory_explained
 from diffsynth_lite.training.run_context import RunContext, StartupClock
 from diffsynth_lite.training.run_folder.folder import RunFolder
 from diffsynth_lite.training.run_folder.metrics import MetricsFile, start_trackers
-from diffsynth_lite.training.run_folder.status import outcome_recorded, shortages_explained
+from diffsynth_lite.training.run_folder.status import outcome_recorded
+from diffsynth_lite.training.shortages import out_of_memory_explained, shortages_explained
 from diffsynth_lite.training.stopping import GracePeriod, StopRequest, remove_old_requests
 from diffsynth_lite.training.trainer import train
 

@@ -18,7 +18,7 @@ from diffsynth_lite.core.gradient import GradientEngine, IneffectiveSwitchError,
 from diffsynth_lite.core.randomness import random_state_scope, torch_seed
 from diffsynth_lite.data import Batch
 from diffsynth_lite.errors import RunStoppedError, UserError
-from diffsynth_lite.training.builder import TrainingObjects, build_engine, expected_block_calls
+from diffsynth_lite.training.builder import TrainingObjects, build_engine
 from diffsynth_lite.training.checkpoint.saver import Saver
 from diffsynth_lite.training.distributed import Watchdog, on_main_process
 from diffsynth_lite.training.run_context import RunContext
@@ -175,14 +175,14 @@ def report_memory(run: RunContext, engine: GradientEngine, metrics: MetricsLog, 
     """
     train, memory = run.config.train, run.config.memory
     report = engine.report()
-    num_blocks, num_checkpointed = expected_block_calls(run.config, run.checked, run.accelerator)
+    num_micro_batches = train.global_batch_size // (train.micro_batch_size * run.accelerator.num_processes)
     try:
         report.require_effect(
             use_gradient_checkpointing=train.use_gradient_checkpointing,
             use_gradient_checkpointing_offload=train.use_gradient_checkpointing_offload,
             save_attention=memory.save_attention != "no",
-            expected_blocks=num_blocks,
-            expected_checkpointed=num_checkpointed,
+            expected_blocks=run.checked.num_blocks * num_micro_batches,
+            expected_checkpointed=run.checked.num_selected_blocks * num_micro_batches,
         )
     except IneffectiveSwitchError as error:
         section = "memory" if str(error).startswith("save_attention") else "train"

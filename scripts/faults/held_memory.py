@@ -15,8 +15,8 @@ from tiny_run import TinyRun
 from diffsynth_lite.core.gradient.backends import PlainBackend
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects
-from diffsynth_lite.training.memory_advice import MemoryUse
 from diffsynth_lite.training.run_folder.progress import StepResult
+from diffsynth_lite.training.shortages import MemoryUse
 from faults.bench import train
 
 _MEASURED_STEP = 3

@@ -71,7 +71,7 @@ def test_a_run_saves_samples_and_stops_when_asked_and_goes_on_as_if_it_had_not(
 
 
 def test_who_watches_a_run_sees_its_step(tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diffsynth_lite.training.run_folder.progress._RENEWED_EVERY_S", 0.0)
+    monkeypatch.setattr("diffsynth_lite.training.run_folder.progress._STATUS_EVERY_S", 0.0)
     train_step, seen = trainer.train_step, []
 
     def look_and_train(built: TrainingObjects, step: int) -> StepResult:

@@ -1,11 +1,11 @@
-"""What people see of each step: a progress line or log lines, ``status.json``, and rows of metrics."""
+"""This file shows each step of a run: in the progress line, in ``status.json`` and in a row of metrics."""
 
 import logging
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ if sys.platform != "win32":
 logger = logging.getLogger(__name__)
 
 _SMOOTHING = 0.9
-_RENEWED_EVERY_S = 5.0
+_STATUS_EVERY_S = 5.0
 _GIB = 2**30
 
 
@@ -89,99 +89,18 @@ class Throughput:
         )
 
 
-class ProgressLine:
-    """The progress line: live in a terminal, a log line every few steps otherwise."""
-
-    def __init__(
-        self,
-        throughput: Throughput,
-        *,
-        start_step: int,
-        total_steps: int,
-        every_steps: int,
-        device: torch.device,
-    ) -> None:
-        self._throughput = throughput
-        self._start_step = start_step
-        self._total_steps = total_steps
-        self._every_steps = every_steps
-        self._device = device
-        self._live: tuple[Progress, TaskID] | None = None
-
-    @contextmanager
-    def shown(self, console: Console, *, live: bool) -> Iterator[None]:
-        """Show the line inside the block, live where the console is a terminal."""
-        if not live:
-            yield
-            return
-        with Progress(TextColumn("{task.description}"), console=console) as progress:
-            task = progress.add_task("first step", total=self._total_steps, completed=self._start_step)
-            self._live = (progress, task)
-            yield
-
-    def update(self, result: StepResult) -> None:
-        """Show one more step."""
-        self._throughput.update(result)
-        line = f"step {result.step}/{self._total_steps} {self._throughput.describe(result, self._device)}"
-        if self._live is not None:
-            progress, task = self._live
-            progress.update(task, completed=result.step, description=line)
-        elif result.step % self._every_steps == 0 or result.step == self._total_steps:
-            logger.info("%s", line)
-
-
-@dataclass(kw_only=True)
-class LiveStatus:
-    """Keeps the status of a run that goes on up to date: after its first step, then at most every 5 seconds.
-
-    Attributes:
-        throughput: has taken in each step before this does.
-        clock: seconds, from any beginning on.
-    """
-
-    folder: RunFolder
-    throughput: Throughput
-    total_steps: int
-    clock: Callable[[], float] = time.monotonic
-    _renewed_at: float = -math.inf
-    _failed: bool = False
-
-    def after_step(self, result: StepResult) -> None:
-        """Write which step the run has reached, unless that was done just now.
-
-        A disk that is full gets one warning: the next checkpoint will end the run.
-        """
-        now = self.clock()
-        if now - self._renewed_at < _RENEWED_EVERY_S:
-            return
-        self._renewed_at = now
-        progress = {
-            "total_steps": self.total_steps,
-            "samples_per_s": round(self.throughput.samples_per_s, 4),
-            "seconds_left": round(self.throughput.seconds_left(result)),
-            "time": round(time.time(), 3),
-        }
-        try:
-            self.folder.write_status(
-                "running", exit_code=None, step=result.step, message="training", progress=progress
-            )
-        except OSError as error:
-            if not self._failed:
-                logger.warning("%s could not be written: %s", self.folder.status_file, error)
-            self._failed = True
-
-
 class StepReport:
-    """Shows each step that a run takes.
+    """Shows each step that a run takes: people in a terminal, in a log file and in the run folder.
 
     Args:
-        folder: of ``status.json``.
-        metrics: gets a row of the first step and of every so many.
+        folder: its status is written after the first step, then at most every 5 seconds.
+        metrics: get a row for the first step and for every so many.
         device: whose peak memory is shown.
-        is_main: the other processes show nothing in a terminal, and write nothing.
-        start_step: steps done before.
-        total_steps: steps of the whole run.
-        every_steps: interval of rows, and of log lines where there is no terminal.
+        is_main: the other processes show nothing in a terminal and write nothing.
+        start_step: optimizer steps done before.
+        total_steps: optimizer steps of the whole run.
+        every_steps: interval of rows, and of log lines where no terminal shows a live line.
+        clock: seconds, from any beginning on.
     """
 
     def __init__(
@@ -194,30 +113,38 @@ class StepReport:
         start_step: int,
         total_steps: int,
         every_steps: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._folder = folder
         self._metrics = metrics
         self._device = device
         self._is_main = is_main
+        self._start_step = start_step
+        self._total_steps = total_steps
         self._every_steps = every_steps
+        self._clock = clock
         self._throughput = Throughput(total_steps=total_steps)
-        self._line = ProgressLine(
-            self._throughput,
-            start_step=start_step,
-            total_steps=total_steps,
-            every_steps=every_steps,
-            device=device,
-        )
-        self._status = LiveStatus(folder=folder, throughput=self._throughput, total_steps=total_steps)
+        self._live: tuple[Progress, TaskID] | None = None
+        self._status_written_at = -math.inf
+        self._status_failed = False
 
-    def shown(self, console: Console) -> AbstractContextManager[None]:
+    @contextmanager
+    def shown(self, console: Console) -> Iterator[None]:
         """Scope of the progress line, which is live where the console is a terminal."""
-        return self._line.shown(console, live=self._is_main and console.is_terminal)
+        if not self._is_main or not console.is_terminal:
+            yield
+            return
+        with Progress(TextColumn("{task.description}"), console=console) as progress:
+            task = progress.add_task("first step", total=self._total_steps, completed=self._start_step)
+            self._live = (progress, task)
+            yield
 
     def after_step(self, result: StepResult) -> None:
         """Show one more step."""
-        self._line.update(result)
+        self._throughput.update(result)
+        self._show_line(result)
         if self._is_main:
-            self._status.after_step(result)
+            self._write_status(result)
         if result.step == 1 or result.step % self._every_steps == 0:
             values = {
                 "loss": result.loss,
@@ -227,6 +154,39 @@ class StepReport:
                 "peak_memory_gib": peak_memory_gib(self._device),
             }
             self._metrics.log(result.step, values)
+
+    def _show_line(self, result: StepResult) -> None:
+        line = f"step {result.step}/{self._total_steps} {self._throughput.describe(result, self._device)}"
+        if self._live is not None:
+            progress, task = self._live
+            progress.update(task, completed=result.step, description=line)
+        elif result.step % self._every_steps == 0 or result.step == self._total_steps:
+            logger.info("%s", line)
+
+    def _write_status(self, result: StepResult) -> None:
+        """Write where the run is, unless that was done just now.
+
+        What the disk does not take is left out, with one warning: a checkpoint that it does not take ends
+        the run soon enough.
+        """
+        now = self._clock()
+        if now - self._status_written_at < _STATUS_EVERY_S:
+            return
+        self._status_written_at = now
+        progress = {
+            "total_steps": self._total_steps,
+            "samples_per_s": round(self._throughput.samples_per_s, 4),
+            "seconds_left": round(self._throughput.seconds_left(result)),
+            "time": round(time.time(), 3),
+        }
+        try:
+            self._folder.write_status(
+                "running", exit_code=None, step=result.step, message="training", progress=progress
+            )
+        except OSError as error:
+            if not self._status_failed:
+                logger.warning("%s could not be written: %s", self._folder.status_file, error)
+            self._status_failed = True
 
 
 def _smooth(before: float | None, value: float) -> float:

@@ -1,16 +1,21 @@
-"""The progress line: what it says, live and in a log file."""
+"""What is shown of each step: the progress line, the status in the run folder, rows of metrics."""
 
+import errno
 import io
+import json
 import logging
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
-from diffsynth_lite.training.run_folder.progress import ProgressLine, StepResult, Throughput
+from diffsynth_lite.training.run_folder.folder import RunFolder
+from diffsynth_lite.training.run_folder.progress import StepReport, StepResult, Throughput
 
 CPU = torch.device("cpu")
 
@@ -21,11 +26,24 @@ def result(step: int, *, loss: float = 0.5, seconds: float = 2.0, num_samples: i
     )
 
 
-def line(total_steps: int = 100, every_steps: int = 10) -> ProgressLine:
-    throughput = Throughput(total_steps=total_steps)
-    return ProgressLine(
-        throughput, start_step=0, total_steps=total_steps, every_steps=every_steps, device=CPU
-    )
+class Rows:
+    """Metrics that are kept in a list."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        assert set(values) == {"loss", "grad_norm", "learning_rate", "samples_per_s", "peak_memory_gib"}
+        self.steps.append(step)
+
+
+def report(folder: Path, *, total_steps: int = 9, **changes: Any) -> StepReport:
+    settings = {"device": CPU, "is_main": True, "start_step": 0, "every_steps": 10} | changes
+    return StepReport(RunFolder(folder), Rows(), total_steps=total_steps, **settings)
+
+
+def status(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "status.json").read_text())
 
 
 def test_it_tells_loss_rate_speed_time_left_and_memory() -> None:
@@ -52,24 +70,72 @@ def test_steps_of_different_sizes_count_by_their_samples() -> None:
 
 
 def test_without_a_terminal_a_line_is_logged_now_and_then_and_at_the_end(
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shown = line(total_steps=25)
-    with caplog.at_level(logging.INFO), shown.shown(Console(file=io.StringIO()), live=False):
+    shown = report(tmp_path, total_steps=25)
+    with caplog.at_level(logging.INFO), shown.shown(Console(file=io.StringIO())):
         for step in range(1, 26):
-            shown.update(result(step))
+            shown.after_step(result(step))
     assert [message.split()[1] for message in caplog.messages] == ["10/25", "20/25", "25/25"]
 
 
-def test_in_a_terminal_there_is_one_live_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_in_a_terminal_there_is_one_live_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=160)
-    shown = line(total_steps=3)
-    with caplog.at_level(logging.INFO), shown.shown(console, live=True):
+    shown = report(tmp_path, total_steps=3)
+    with caplog.at_level(logging.INFO), shown.shown(console):
         for step in range(1, 4):
-            shown.update(result(step))
+            shown.after_step(result(step))
     assert "3/3" in console.file.getvalue()
     assert "loss 0.5000" in console.file.getvalue()
     assert caplog.messages == []
+
+
+def test_a_process_that_is_not_the_main_one_shows_no_live_line_and_writes_no_status(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=160)
+    shown = report(tmp_path, is_main=False)
+    with shown.shown(console):
+        shown.after_step(result(1))
+    assert console.file.getvalue() == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_first_step_and_every_so_many_have_a_row_of_metrics(tmp_path: Path) -> None:
+    shown = report(tmp_path, total_steps=25)
+    for step in range(1, 26):
+        shown.after_step(result(step))
+    assert shown._metrics.steps == [1, 10, 20]
+
+
+def test_the_status_tells_step_and_speed_but_not_after_every_step(tmp_path: Path) -> None:
+    times = iter([100.0, 102.0, 104.9, 105.0])
+    shown = report(tmp_path, clock=lambda: next(times))
+    shown.after_step(result(4))
+    written = status(tmp_path)
+    assert (written["state"], written["exit_code"], written["step"]) == ("running", None, 4)
+    assert (written["total_steps"], written["samples_per_s"], written["seconds_left"]) == (9, 2.0, 10)
+    shown.after_step(result(5))
+    shown.after_step(result(6))
+    assert status(tmp_path) == written
+    shown.after_step(result(7))
+    assert (status(tmp_path)["step"], status(tmp_path)["seconds_left"]) == (7, 4)
+    assert status(tmp_path)["time"] >= written["time"]
+
+
+def test_a_status_that_cannot_be_written_stops_no_run_and_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    times = iter([0.0, 10.0, 20.0])
+    shown = report(tmp_path, clock=lambda: next(times))
+    with monkeypatch.context() as patch:
+        patch.setattr("diffsynth_lite.training.run_folder.folder.write_json", full)
+        shown.after_step(result(4))
+        shown.after_step(result(5))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    shown.after_step(result(6))
+    assert status(tmp_path)["step"] == 6
 
 
 def test_the_processs_peak_memory_grows_with_what_it_holds() -> None:

@@ -1,16 +1,18 @@
 """A full device is answered with what it held, and with the settings that would help most."""
 
 import dataclasses
+import errno
 
 import pytest
 import torch
 
-from diffsynth_lite.errors import RunStoppedError
-from diffsynth_lite.training.memory_advice import (
+from diffsynth_lite.errors import RunStoppedError, UserError
+from diffsynth_lite.training.shortages import (
     MemoryUse,
     Workload,
     levers,
     out_of_memory_explained,
+    shortages_explained,
 )
 
 MIB = 2**20
@@ -98,3 +100,32 @@ def test_the_error_says_what_the_memory_was_used_for() -> None:
         out_of_memory_explained(WORKLOAD, model, optimizer),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+
+
+def test_a_full_disk_and_a_full_device_are_explained() -> None:
+    with pytest.raises(RunStoppedError, match="no space left on the disk"), shortages_explained():
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(RunStoppedError, match=r"before training.*vae_dtype"), shortages_explained():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+    with pytest.raises(RunStoppedError, match=r"before training.*vae_dtype"), shortages_explained():
+        raise torch.OutOfMemoryError
+    with pytest.raises(UserError, match="cache/ab: Read-only file system"), shortages_explained():
+        raise OSError(errno.EROFS, "Read-only file system", "cache/ab")
+    with pytest.raises(TimeoutError), shortages_explained():
+        raise TimeoutError(errno.ETIMEDOUT, "timed out")
+
+
+def test_a_lost_data_worker_is_explained_and_a_bug_in_one_is_not() -> None:
+    for message in (
+        "DataLoader timed out after 300 seconds",
+        "DataLoader worker (pid 7) is killed by signal: Killed.",
+    ):
+        with (
+            pytest.raises(RunStoppedError, match=r"a data worker died or hangs \(DataLoader"),
+            shortages_explained(),
+        ):
+            raise RuntimeError(message)
+    with pytest.raises(RuntimeError, match="Caught KeyError"), shortages_explained():
+        raise RuntimeError("Caught KeyError in DataLoader worker process 0.")
+    with pytest.raises(RunStoppedError, match="not finite"), shortages_explained():
+        raise RunStoppedError("not finite")
