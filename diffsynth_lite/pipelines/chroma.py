@@ -63,6 +63,7 @@ def model_fn_chroma(
         gradient_checkpoint_forward,
         *switches,
         policy=policy,
+        unused_matmuls=Chroma.unused_matmuls,
         by_hook=False,  # with it, diffusers 0.42 calls the single-stream blocks without the mask
     ):
         velocity_bld = transformer(

@@ -67,7 +67,14 @@ def model_fn_flux(
     pictures = [latents_bchw] if input_latents_bchw is None else [latents_bchw, input_latents_bchw]
     tokens_bld, positions = pack_pictures(pictures)
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with blocks_through(transformer, Flux.block_lists, gradient_checkpoint_forward, *switches, policy=policy):
+    with blocks_through(
+        transformer,
+        Flux.block_lists,
+        gradient_checkpoint_forward,
+        *switches,
+        policy=policy,
+        unused_matmuls=Flux.unused_matmuls,
+    ):
         velocity_bld = transformer(
             hidden_states=tokens_bld,
             timestep=timestep,
@@ -143,6 +150,7 @@ class Flux(DiffusersFamily):
     }
     components_without_weights: ClassVar[tuple[str, ...]] = ("scheduler", *_TOKENIZERS)
     block_lists = ("transformer_blocks", "single_transformer_blocks")
+    unused_matmuls = ("ff.net.2", "ff_context.net.2", "proj_out")
     size_divisor = 16
     max_prompt_tokens = 512
     # CLIP, which gives one vector for the whole text, reads the first 77 tokens of its own.

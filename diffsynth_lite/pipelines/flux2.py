@@ -80,7 +80,12 @@ def model_fn_flux2(
         positions = torch.cat([positions, of_inputs], dim=1)
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
     with blocks_through(
-        transformer, Flux2.block_lists, gradient_checkpoint_forward, *switches, policy=policy
+        transformer,
+        Flux2.block_lists,
+        gradient_checkpoint_forward,
+        *switches,
+        policy=policy,
+        unused_matmuls=Flux2.unused_matmuls,
     ):
         velocity_bld = transformer(
             hidden_states=torch.cat([Flux2Pipeline._pack_latents(picture) for picture in pictures], dim=1),
@@ -120,6 +125,7 @@ class Flux2(DiffusersFamily):
     transformer_class = Flux2Transformer2DModel
     record_kinds = ("image", "edit")
     block_lists = ("transformer_blocks", "single_transformer_blocks")
+    unused_matmuls = ("ff.linear_out", "ff_context.linear_out", "attn.to_out")
     size_divisor = 16
     max_prompt_tokens = 512
     # All of both kinds of blocks; ``to_out`` alone is that of the single-stream blocks.

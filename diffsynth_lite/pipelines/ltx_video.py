@@ -68,7 +68,12 @@ def model_fn_ltx_video(
     num_frames, height, width = latents_bcfhw.shape[2:]
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
     with blocks_through(
-        transformer, LTXVideo.block_lists, gradient_checkpoint_forward, *switches, policy=policy
+        transformer,
+        LTXVideo.block_lists,
+        gradient_checkpoint_forward,
+        *switches,
+        policy=policy,
+        unused_matmuls=LTXVideo.unused_matmuls,
     ):
         velocity_bld = transformer(
             hidden_states=LTXPipeline._pack_latents(latents_bcfhw),
@@ -105,6 +110,7 @@ class LTXVideo(DiffusersFamily):
         "vae": AutoencoderKLLTXVideo,
     }
     block_lists = ("transformer_blocks",)
+    unused_matmuls = ("ff.net.2",)
     record_kinds = ("video", "image", "image_to_video")
     size_divisor = _SPATIAL
     frame_step = _TEMPORAL

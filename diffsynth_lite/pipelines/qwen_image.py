@@ -66,7 +66,12 @@ def model_fn_qwen_image(
     picture_shapes = [(1, picture.shape[-2] // _PATCH, picture.shape[-1] // _PATCH) for picture in pictures]
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
     with blocks_through(
-        transformer, QwenImage.block_lists, gradient_checkpoint_forward, *switches, policy=policy
+        transformer,
+        QwenImage.block_lists,
+        gradient_checkpoint_forward,
+        *switches,
+        policy=policy,
+        unused_matmuls=QwenImage.unused_matmuls,
     ):
         velocity_bld = transformer(
             hidden_states=tokens_bld,
@@ -104,6 +109,7 @@ class QwenImage(DiffusersFamily):
         "vae": AutoencoderKLQwenImage,
     }
     block_lists = ("transformer_blocks",)
+    unused_matmuls = ("img_mlp.net.2", "txt_mlp.net.2")
     size_divisor = 16
     max_prompt_tokens = 512
     default_target_modules = (

@@ -54,7 +54,14 @@ def model_fn_sana(
         (B, 32, H, W), the predicted velocity ``noise - latents``.
     """
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with blocks_through(transformer, Sana.block_lists, gradient_checkpoint_forward, *switches, policy=policy):
+    with blocks_through(
+        transformer,
+        Sana.block_lists,
+        gradient_checkpoint_forward,
+        *switches,
+        policy=policy,
+        unused_matmuls=Sana.unused_matmuls,
+    ):
         velocity_bchw: torch.Tensor = transformer(
             hidden_states=latents_bchw,
             timestep=timestep,
@@ -81,6 +88,7 @@ class Sana(DiffusersFamily):
     transformer_class = SanaTransformer2DModel
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": Gemma2Model, "vae": AutoencoderDC}
     block_lists = ("transformer_blocks",)
+    unused_matmuls = ("ff.conv_point",)
     size_divisor = 32
     max_prompt_tokens = 300
     default_target_modules = ("to_q", "to_k", "to_v", "to_out.0")

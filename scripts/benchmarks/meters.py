@@ -13,7 +13,7 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 from subjects import Subject
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trained_model import TrainedModel
@@ -170,7 +170,8 @@ class CountingMeter(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    # A product that waits in a recompute is of a class of its own, and has no memory yet.
+    return [leaf for leaf in tree_leaves(tree) if type(leaf) in (Tensor, nn.Parameter)]
 
 
 class Method(Protocol):
@@ -218,7 +219,10 @@ class EngineMethod:
     def loss(self, subject: Subject) -> Tensor:
         policy = self._policy if isinstance(self._policy, BlockPolicy) else self._policy(subject.num_blocks)
         with gradient_engine(self.engine):
-            return subject.loss(block_runner(subject.num_blocks, True, True, policy=policy))
+            run = block_runner(
+                subject.num_blocks, True, True, policy=policy, unused_matmuls=subject.unused_matmuls
+            )
+            return subject.loss(run)
 
     def host_bytes(self) -> int:
         return self.engine.host_pool.num_bytes_lent

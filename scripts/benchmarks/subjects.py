@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from trained_model import TrainedModel
 
 from diffsynth_lite.core.gradient import blocks_of, blocks_run_by
+from diffsynth_lite.pipelines.ltx_video import LTXVideo
+from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.pipelines.wan import Wan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,7 @@ class Kind:
         build: makes the model.
         inputs: makes what its forward gets, for a batch of one.
         block_list: name of its list of blocks.
+        unused_matmuls: layers of a block whose products a recompute may not need.
         full: the size of the published model.
         small: a size for a CPU.
     """
@@ -48,6 +52,7 @@ class Kind:
     build: Callable[[Size], nn.Module]
     inputs: Callable[[Size], dict[str, Any]]
     block_list: str
+    unused_matmuls: tuple[str, ...]
     full: Size
     small: Size
 
@@ -110,6 +115,7 @@ KINDS = {
         _ltx,
         _ltx_inputs,
         "transformer_blocks",
+        LTXVideo.unused_matmuls,
         full=Size(num_blocks=28, num_heads=32, height=512, width=768, num_frames=81),
         small=Size(num_blocks=8, num_heads=4, height=256, width=384, num_frames=41),
     ),
@@ -117,6 +123,7 @@ KINDS = {
         _wan,
         _wan_inputs,
         "blocks",
+        Wan.unused_matmuls,
         full=Size(num_blocks=40, num_heads=40, height=480, width=832, num_frames=81),
         small=Size(num_blocks=8, num_heads=2, height=128, width=224, num_frames=33),
     ),
@@ -124,6 +131,7 @@ KINDS = {
         _qwen,
         _qwen_inputs,
         "transformer_blocks",
+        QwenImage.unused_matmuls,
         full=Size(num_blocks=60, num_heads=24, height=1024, width=1024, num_frames=1),
         small=Size(num_blocks=8, num_heads=2, height=256, width=256, num_frames=1),
     ),
@@ -157,7 +165,7 @@ class Subject(TrainedModel):
             model = kind.build(size)
             inputs = kind.inputs(size)
         super().__init__(model, device, dtype, lora, adapter_dtype)
-        self._block_list = kind.block_list
+        self._block_list, self.unused_matmuls = kind.block_list, kind.unused_matmuls
         self._blocks = blocks_of(self.model, [kind.block_list])
         self._inputs = {
             name: value.to(dtype) if isinstance(value, Tensor) and value.ndim > 1 else value

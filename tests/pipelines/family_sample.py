@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,12 +146,16 @@ def ones_like(output: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[
     return list(map(torch.ones_like, output)) if isinstance(output, list) else torch.ones_like(output)
 
 
-def adapted_transformer(sample: Sample, *, dropout: float = 0.0) -> torch.nn.Module:
-    """The family's transformer with a LoRA whose update is not zero."""
+def adapted_transformer(
+    sample: Sample, *, dropout: float = 0.0, targets: Sequence[str] = ()
+) -> torch.nn.Module:
+    """The family's transformer with a LoRA whose update is not zero, on its default targets or others."""
     family = sample.family
     transformer = family.load_transformer(torch.float32).train()
     layers = find_target_layers(
-        transformer, family.default_target_modules, unused_modules=family.unused_modules(transformer)
+        transformer,
+        targets or family.default_target_modules,
+        unused_modules=family.unused_modules(transformer),
     )
     add_adapter(transformer, layers, rank=4, alpha=8, dropout=dropout, seed=1)
     generator = torch.Generator().manual_seed(2)

@@ -15,6 +15,7 @@ from diffsynth_lite.core.gradient import (
     gradient_checkpoint_forward,
     gradient_engine,
 )
+from diffsynth_lite.pipelines import family_names
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,40 @@ def test_the_flags_change_neither_the_velocity_nor_any_gradient_also_with_dropou
     # The masks of dropout follow the seed.
     other_velocity, _ = velocity_and_gradients(sample, transformer, (True, False), seed=4)
     assert not torch.equal(velocity, other_velocity)
+
+
+def targets_of(sample: Sample, name: str) -> tuple[str, ...]:
+    """Targets of which the first lets the recompute leave out most, and the last nothing."""
+    if name == "queries":
+        return ("to_q",)
+    if name == "default":
+        return tuple(sample.family.default_target_modules)
+    modules = sample.family.load_transformer(torch.float32).named_modules()
+    return tuple(name for name, module in modules if isinstance(module, torch.nn.Linear))
+
+
+SKIPPED = {
+    "queries": {*family_names()} - {"z_image"},
+    "default": {*family_names()} - {"z_image", "qwen_image", "qwen_image_edit"},
+    "everything": {"sdxl"},
+}
+"""Families whose recompute leaves products out; a UNet's residual blocks have no gates."""
+
+
+@pytest.mark.parametrize("targets", SKIPPED)
+def test_what_the_recompute_leaves_out_changes_no_gradient(sample: Sample, targets: str) -> None:
+    transformer = adapted_transformer(sample, targets=targets_of(sample, targets))
+    _, expected = velocity_and_gradients(sample, transformer, (False, False))
+    engine = GradientEngine()
+    # What was needed in the first step runs at once in the second.
+    for _ in range(2):
+        engine.start_report()
+        with gradient_engine(engine):
+            _, gradients = velocity_and_gradients(sample, transformer, (True, False))
+        for name, gradient in expected.items():
+            assert gradient is gradients[name] is None or torch.equal(gradient, gradients[name]), name
+        if sample.name in family_names():
+            assert (engine.report().dead_ops_skipped > 0) == (sample.name in SKIPPED[targets])
 
 
 @pytest.mark.parametrize("flags", FLAGS)

@@ -147,9 +147,9 @@ class MemorySettings(Settings):
     device (`keep`), or in the memory of the host (`park`). It pays most where images are large."""
 
     skip_dead_ops: bool = True
-    """Leave out of the second run of a block the matrix products on which no gradient depends: in LoRA
-    training the last one of each feed-forward part, if the block's modulation has no LoRA. To find them, one
-    block of each kind and input size is run a third time, once."""
+    """Leave out of the second run of a block the matrix products whose results no gradient needs: in LoRA
+    training the last one of a feed-forward part or block, where the model family names it and the block's
+    modulation has no LoRA."""
 
     def conflicts(self) -> Iterator[Problem]:
         for key, is_set, policies in (

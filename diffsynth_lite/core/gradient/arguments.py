@@ -25,12 +25,8 @@ class _Place:
     def __init__(self, index: int) -> None:
         self.index = index
 
-    def __repr__(self) -> str:
-        return f"tensor {self.index}"
 
-
-_PLAIN = (bool, int, float, str, torch.dtype, torch.device, _Place)
-_LEAVES = frozenset([*_PLAIN, type(None), Tensor])
+_LEAVES = frozenset([bool, int, float, str, type(None), torch.dtype, torch.device, Tensor, _Place])
 
 
 def take_tensors(tree: Any) -> tuple[list[Tensor], Any]:
@@ -66,23 +62,6 @@ def put_tensors(template: Any, tensors: Sequence[Tensor]) -> Any:
         tensors: as many as were taken out, in the same order.
     """
     return _replace_leaves(template, lambda leaf: tensors[leaf.index] if isinstance(leaf, _Place) else leaf)
-
-
-def describe_template(template: Any) -> str | None:
-    """All that a template says, as text, or None where it holds more than numbers, texts and the like.
-
-    Args:
-        template: from ``take_tensors``.
-    """
-    is_plain = True
-
-    def check(leaf: Any) -> Any:
-        nonlocal is_plain
-        is_plain = is_plain and (leaf is None or isinstance(leaf, _PLAIN))
-        return leaf
-
-    _replace_leaves(template, check)
-    return repr(template) if is_plain else None
 
 
 def _replace_leaves(tree: Any, replacement: Callable[[Any], Any]) -> Any:

@@ -1,12 +1,17 @@
-"""This file saves what attention computes in a block's forward, so that the recompute does not run it."""
+"""This file saves what attention computes in a block's forward, so that the recompute does not run it.
+
+A mode for functions costs a block about a microsecond a call. A mode for every operator under them, as
+torch's own selective checkpointing uses, costs ten times that, so it is entered around attention only.
+"""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from diffsynth_lite.core.gradient.call_sites import Handler, Operators
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _SDPA = torch.nn.functional.scaled_dot_product_attention
 
@@ -30,47 +35,62 @@ class SavedAttention:
         self._save, self._count = save, count
         self._calls: list[list[Restore] | None] = []
 
-    def recorder(self) -> dict[Any, Handler]:
-        """Handlers for the forward pass: each call is run, and its outputs saved."""
+    def recording(self) -> AbstractContextManager[Any]:
+        """Scope of the forward pass: each call of attention is run, and its outputs saved."""
         self._calls.clear()
 
-        def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def record(*args: Any, **kwargs: Any) -> Any:
             kernel = _Record(self._save)
             if _drops_weights(*args, **kwargs):
-                value = func(*args, **kwargs)
+                value = _SDPA(*args, **kwargs)
             else:
                 with kernel:
-                    value = func(*args, **kwargs)
+                    value = _SDPA(*args, **kwargs)
             self._calls.append(kernel.outputs)
             self._count(**{"attention_not_saved" if kernel.outputs is None else "attention_saved": 1})
             return value
 
-        return {_SDPA: record}
+        return _AttentionCalls(record)
 
-    def replayer(self) -> dict[Any, Handler]:
-        """Handlers for one recompute: of a call whose outputs are saved, only autograd's part is run."""
+    def replaying(self) -> AbstractContextManager[Any]:
+        """Scope of one recompute: of a call whose outputs are saved, only autograd's part is run."""
         calls = iter(self._calls)
 
-        def replay(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def replay(*args: Any, **kwargs: Any) -> Any:
             outputs = next(calls)
             if outputs is None:
-                return func(*args, **kwargs)
+                return _SDPA(*args, **kwargs)
             with _Replay(outputs):
-                return func(*args, **kwargs)
+                return _SDPA(*args, **kwargs)
 
-        return {_SDPA: replay}
+        return _AttentionCalls(replay)
 
 
-class _Record(Operators):
+class _AttentionCalls(TorchFunctionMode):
+    """Scope in which ``run`` is called in place of scaled dot product attention."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return (self._run if func is _SDPA else func)(*args, **(kwargs or {}))
+
+
+class _Record(TorchDispatchMode):
     """Scope that saves the outputs of the attention kernel run in it."""
 
     def __init__(self, save: Callable[[Tensor], Restore]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._save = save
         self.outputs: list[Restore] | None = None
 
-    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        outputs = func(*args, **kwargs)
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        outputs = func(*args, **(kwargs or {}))
         if _is_kernel(func):
             self.outputs = [self._saved(output) for output in outputs]
         return outputs
@@ -82,16 +102,18 @@ class _Record(Operators):
         return self._save(output.detach())
 
 
-class _Replay(Operators):
+class _Replay(TorchDispatchMode):
     """Scope in which the attention kernel is not run: its saved outputs are returned."""
 
     def __init__(self, outputs: list[Restore]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._outputs = outputs
 
-    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if not _is_kernel(func):
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
         return tuple(restore() for restore in self._outputs)
 
 

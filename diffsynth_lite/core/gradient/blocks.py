@@ -48,7 +48,7 @@ def blocks_run_by(
         raise ValueError(f"blocks holds modules that {type(model).__name__} does not have")
     else:
         changes = {block: {"forward": functools.partial(numbered, block.forward)} for block in blocks}
-    with _changed(changes):
+    with changed_attributes(changes):
         yield
 
 
@@ -117,6 +117,47 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+def find_submodule(module: nn.Module, name: str) -> nn.Module | None:
+    """The part of ``module`` with a dotted name, or None."""
+    found: nn.Module | None = module
+    for part in name.split("."):
+        found = found and found._modules.get(part)
+    return found
+
+
+def module_of(block: Callable[..., Any]) -> nn.Module | None:
+    """The module that ``block`` is, or whose bound method it is; None for any other callable."""
+    owner = getattr(block, "__self__", block)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` or a part of it is compiled: its calls are not seen, and modes would break it up."""
+    # torch.compile wraps a module, module.compile() sets the other. To name the wrapper's class would import
+    # the compiler, which takes seconds.
+    if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+        return True
+    return any(is_compiled(child) for child in module._modules.values() if child is not None)
+
+
+@contextmanager
+def changed_attributes(changes: Mapping[nn.Module, Mapping[str, Any]]) -> Iterator[None]:
+    """Scope in which modules have other attributes; afterwards each is as before, also if it was not set."""
+    before = {
+        module: {name: vars(module)[name] for name in attributes if name in vars(module)}
+        for module, attributes in changes.items()
+    }
+    try:
+        for module, attributes in changes.items():
+            vars(module).update(attributes)
+        yield
+    finally:
+        for module, attributes in changes.items():
+            for name in attributes:
+                del vars(module)[name]
+            vars(module).update(before[module])
+
+
 def _hooked(model: nn.Module) -> list[nn.Module]:
     """The modules of ``model`` that ask diffusers' gradient checkpointing hook before they call a block."""
     modules = []
@@ -138,21 +179,3 @@ def _hooked(model: nn.Module) -> list[nn.Module]:
             "attribute gradient_checkpointing"
         )
     return modules
-
-
-@contextmanager
-def _changed(changes: Mapping[nn.Module, Mapping[str, Any]]) -> Iterator[None]:
-    """Scope in which modules have other attributes; afterwards each is as before, also if it was not set."""
-    before = {
-        module: {name: vars(module)[name] for name in attributes if name in vars(module)}
-        for module, attributes in changes.items()
-    }
-    try:
-        for module, attributes in changes.items():
-            vars(module).update(attributes)
-        yield
-    finally:
-        for module, attributes in changes.items():
-            for name in attributes:
-                del vars(module)[name]
-            vars(module).update(before[module])

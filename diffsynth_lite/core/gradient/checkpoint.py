@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,14 +12,38 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from diffsynth_lite.core.gradient.arguments import put_tensors, take_tensors
-from diffsynth_lite.core.gradient.blocks import blocks_in, blocks_run_by
+from diffsynth_lite.core.gradient.attention import SavedAttention
+from diffsynth_lite.core.gradient.blocks import (
+    blocks_in,
+    blocks_run_by,
+    find_submodule,
+    is_compiled,
+    module_of,
+    unwrapped,
+)
 from diffsynth_lite.core.gradient.engine import GradientEngine
 from diffsynth_lite.core.gradient.frames import changed_in_place
 from diffsynth_lite.core.gradient.policies import BlockPolicy, Treatment
-from diffsynth_lite.core.gradient.savings import Savings
+from diffsynth_lite.core.gradient.unused_matmuls import products_deferred
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCall:
+    """What is decided about one call of a block before the block is known.
+
+    Attributes:
+        engine: that the call works through.
+        treatment: of the block.
+        unused_matmuls: names of layers in the block whose matrix products the recompute may not need.
+    """
+
+    engine: GradientEngine
+    treatment: Treatment
+    unused_matmuls: Sequence[str] = ()
+
 
 _engine: ContextVar[GradientEngine | None] = ContextVar("gradient_engine", default=None)
-_block: ContextVar[tuple[GradientEngine, Treatment] | None] = ContextVar("block_at_hand", default=None)
+_block_call: ContextVar[BlockCall | None] = ContextVar("block_call", default=None)
 
 
 @contextmanager
@@ -31,40 +57,9 @@ def gradient_engine(engine: GradientEngine) -> Iterator[None]:
 
 
 def current_engine() -> GradientEngine:
-    """The engine of the innermost ``gradient_engine`` scope; outside of any, a new one for one block call.
-
-    A new one skips no dead operations, because it forgets them: finding them takes longer than running them.
-    """
+    """The engine of the innermost ``gradient_engine`` scope; outside of any, a new one for one block call."""
     # No other call would ever make room for its tensors.
-    return _engine.get() or GradientEngine(resident_blocks=0, prefetched_blocks=0, skip_dead_ops=False)
-
-
-class BlockAtHand:
-    """Scope of one block call, whose engine and treatment are known: it is entered for every block."""
-
-    __slots__ = ("_token", "_value")
-
-    def __init__(self, engine: GradientEngine, treatment: Treatment) -> None:
-        self._value = engine, treatment
-
-    def __enter__(self) -> None:
-        self._token = _block.set(self._value)
-
-    def __exit__(self, *_error: object) -> None:
-        _block.reset(self._token)
-
-
-def take_engine_and_treatment() -> tuple[GradientEngine, Treatment]:
-    """Those of the ``BlockAtHand`` scope, once; for other calls, the engine's for a selected block.
-
-    A block that has blocks of its own runs them alike in forward, inside the scope, and in its recompute.
-    """
-    at_hand = _block.get()
-    if at_hand is not None:
-        _block.set(None)
-        return at_hand
-    engine = current_engine()
-    return engine, engine.policy.selected
+    return _engine.get() or GradientEngine(resident_blocks=0, prefetched_blocks=0)
 
 
 def gradient_checkpoint_forward(
@@ -86,8 +81,7 @@ def gradient_checkpoint_forward(
 
     Args:
         model: a block. It runs twice with equal arguments: containers that hold tensors reach it as copies,
-            others must not be changed by it. Where the engine skips dead operations, a block of a new kind
-            runs a third time, to find them.
+            others must not be changed by it.
         use_gradient_checkpointing: recompute the block in backward.
         use_gradient_checkpointing_offload: recompute it, and park its input tensors in host memory between
             forward and backward, through the engine of the ``gradient_engine`` scope.
@@ -97,46 +91,47 @@ def gradient_checkpoint_forward(
     Raises:
         RuntimeError: in backward, when an input was changed in place after the call.
     """
-    # Kept by the closures below: a ContextVar that is set here is not set on autograd's worker threads.
-    engine, treatment = take_engine_and_treatment()
-    permitted = treatment.under(use_gradient_checkpointing, use_gradient_checkpointing_offload)
-    return _run_block(engine, permitted, model, args, kwargs)
+    call = _take_block_call()
+    permitted = call.treatment.under(use_gradient_checkpointing, use_gradient_checkpointing_offload)
+    call.engine.count(blocks_run=1)
+    if not permitted.recompute or not torch.is_grad_enabled():
+        return model(*args, **kwargs)
+    return _checkpointed(replace(call, treatment=permitted), model, args, kwargs)
 
 
-def _run_block(
-    engine: GradientEngine,
-    treatment: Treatment,
-    block: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+def _take_block_call() -> BlockCall:
+    """That of ``block_runner``, once; for other calls, one of the engine in scope, for a selected block.
+
+    A block that has blocks of its own runs them alike in forward, where this is set, and in its recompute.
+    """
+    call = _block_call.get()
+    if call is not None:
+        _block_call.set(None)
+        return call
+    engine = current_engine()
+    return BlockCall(engine, engine.policy.selected)
+
+
+def _checkpointed(
+    block_call: BlockCall, block: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    engine.count(blocks_run=1)
-    if not treatment.recompute or not torch.is_grad_enabled():
-        return block(*args, **kwargs)
-
+    # Kept by the closure below: a ContextVar that is set here is not set on autograd's worker threads.
+    engine, treatment = block_call.engine, block_call.treatment
     engine.count(blocks_checkpointed=1)
     tensors, template = take_tensors((args, kwargs))
-    savings = Savings(engine, treatment, block)
+    savings = _RecomputeSavings(block_call, block)
     has_run = False
 
     def run(*inputs: Tensor | _Left) -> Any:
         nonlocal has_run
-        given = _unwrapped(inputs)
-
-        def call() -> Any:
-            run_args, run_kwargs = put_tensors(template, given)
-            return block(*run_args, **run_kwargs)
-
-        scope: AbstractContextManager[Any] = nullcontext()
         if has_run:
             engine.recomputing()
-            scope = savings.recompute(call, given, template)
-        else:
-            scope = savings.forward()
+        scope = savings.recompute() if has_run else savings.forward()
         has_run = True
+        run_args, run_kwargs = put_tensors(template, _unwrapped(inputs))
         # On autograd's worker threads no scope is around the blocks that this one may have.
         with gradient_engine(engine), scope:
-            return call()
+            return block(*run_args, **run_kwargs)
 
     with engine.frame() as parking:
         if treatment.checkpoint is not None:
@@ -146,6 +141,41 @@ def _run_block(
         inputs = [tensor if engine.parks(tensor) else _Left(tensor, tensor._version) for tensor in tensors]
         with parking.of_saved_tensors():
             return checkpoint(run, *inputs, use_reentrant=False)
+
+
+class _RecomputeSavings:
+    """What one block call spares its recomputes: saved attention, and matrix products that nobody needs.
+
+    Compiled blocks are left alone: their calls are not seen, and the compiler fuses and drops them itself.
+    """
+
+    def __init__(self, call: BlockCall, block: Callable[..., Any]) -> None:
+        engine, treatment, module = call.engine, call.treatment, module_of(block)
+        self._engine = engine
+        self._attention: SavedAttention | None = None
+        self._layers: list[nn.Module] = []
+        if module is not None and is_compiled(module):
+            return
+        if treatment.save_attention != "no":
+            save = partial(engine.save_attention, park=treatment.save_attention == "park")
+            self._attention = SavedAttention(save, engine.count)
+        if module is not None and engine.skip_dead_ops and treatment.checkpoint is None:
+            found = (find_submodule(module, name) for name in call.unused_matmuls)
+            self._layers = [layer for layer in found if layer is not None]
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Scope of the forward pass."""
+        return self._attention.recording() if self._attention else nullcontext()
+
+    @contextmanager
+    def recompute(self) -> Iterator[None]:
+        """Scope of one recompute."""
+        attention = self._attention.replaying() if self._attention else nullcontext()
+        with attention, products_deferred(self._layers, self._engine.needed_matmuls, self._count):
+            yield
+
+    def _count(self, products: int) -> None:
+        self._engine.count(dead_ops_skipped=products)
 
 
 class _Left(NamedTuple):
@@ -176,6 +206,7 @@ def blocks_through(
     use_gradient_checkpointing_offload: bool,
     *,
     policy: BlockPolicy | None = None,
+    unused_matmuls: Sequence[str] = (),
     by_hook: bool = True,
 ) -> Iterator[None]:
     """Scope in which the forward pass of ``model`` runs each of its blocks through ``forward``.
@@ -190,18 +221,25 @@ def blocks_through(
         use_gradient_checkpointing: handed on.
         use_gradient_checkpointing_offload: handed on.
         policy: which blocks the two switches are for; None is the policy of the ``gradient_engine`` scope.
+        unused_matmuls: names of layers in the blocks, such as ``"ff.net.2"``, whose results often are needed
+            by no gradient. Their matrix products wait in the recompute until something reads the result.
         by_hook: through diffusers' own hook for gradient checkpointing. Without, for classes that have none
             or whose hook drops arguments, by their ``forward``.
 
     Raises:
-        ValueError: as ``blocks_run_by`` and ``block_runner`` do.
+        ValueError: no block has a layer of ``unused_matmuls``; and as ``blocks_run_by`` and ``block_runner``
+            do.
     """
     blocks = blocks_in(model, block_lists)
+    for name in unused_matmuls:
+        if not any(find_submodule(unwrapped(block), name) for block in blocks):
+            raise ValueError(f"unused_matmuls: no block of {type(unwrapped(model)).__name__} has {name!r}")
     run = block_runner(
         len(blocks),
         use_gradient_checkpointing,
         use_gradient_checkpointing_offload,
         policy=policy,
+        unused_matmuls=unused_matmuls,
         forward=forward,
     )
     with blocks_run_by(model, run, blocks=None if by_hook else blocks):
@@ -214,6 +252,7 @@ def block_runner(
     use_gradient_checkpointing_offload: bool,
     *,
     policy: BlockPolicy | None = None,
+    unused_matmuls: Sequence[str] = (),
     forward: Callable[..., Any] = gradient_checkpoint_forward,
 ) -> Callable[..., Any]:
     """A ``run`` for ``blocks_run_by``: ``gradient_checkpoint_forward`` with a policy for the single blocks.
@@ -224,6 +263,7 @@ def block_runner(
             recomputes.
         use_gradient_checkpointing_offload: the same, for the blocks that it parks.
         policy: None is that of the ``gradient_engine`` scope.
+        unused_matmuls: as in ``blocks_through``; names that a block does not have are passed over.
         forward: what is called with each block.
 
     Returns:
@@ -239,9 +279,12 @@ def block_runner(
     chosen.selection(num_blocks)
 
     def run(index: int, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with BlockAtHand(engine, chosen.treatment(index, num_blocks)):
+        token = _block_call.set(BlockCall(engine, chosen.treatment(index, num_blocks), unused_matmuls))
+        try:
             return forward(
                 block, use_gradient_checkpointing, use_gradient_checkpointing_offload, *args, **kwargs
             )
+        finally:
+            _block_call.reset(token)
 
     return run

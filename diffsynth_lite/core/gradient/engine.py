@@ -5,10 +5,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from diffsynth_lite.core.gradient.backends import Backend, backend_for
@@ -24,7 +24,6 @@ from diffsynth_lite.core.gradient.frames import (
     reason_to_leave,
 )
 from diffsynth_lite.core.gradient.host_pool import HostBytesError, HostPool, default_host_bytes
-from diffsynth_lite.core.gradient.known_dead_calls import KnownDeadCalls
 from diffsynth_lite.core.gradient.policies import BlockPolicy
 from diffsynth_lite.core.gradient.report import Counters, GradientReport
 
@@ -45,7 +44,8 @@ class GradientEngine:
         backend: makes the copies. None: the one that suits each tensor's device.
         policy: what happens to the single blocks, as far as the switches of their calls permit it. None:
             every block as its switches say.
-        skip_dead_ops: leave out of the recompute the matrix products on which no gradient depends.
+        skip_dead_ops: leave out of the recompute the matrix products whose results no gradient needs, in the
+            layers that the model family names.
 
     Raises:
         ValueError: a number is negative.
@@ -73,7 +73,7 @@ class GradientEngine:
                 raise ValueError(f"{name} is {value}; it must be 0 or more")
         self.policy = policy or BlockPolicy()
         self.skip_dead_ops = skip_dead_ops
-        self.dead_calls = KnownDeadCalls()
+        self.needed_matmuls: WeakSet[nn.Module] = WeakSet()
         self._min_bytes, self._host_bytes = min_bytes, host_bytes
         self._prefetched_blocks = prefetched_blocks
         # The autograd graph owns frames and parked tensors: what it drops is gone, whatever the reason.

@@ -64,7 +64,7 @@ class GradientReport:
     attention_bytes_parked: int = 0
     """Bytes of these outputs that were copied to host memory; ``bytes_parked`` has them too."""
     dead_ops_skipped: int = 0
-    """Matrix products that recomputes left out, because no gradient depends on them."""
+    """Matrix products that recomputes left out, because no gradient needs their results."""
     left: Mapping[LeaveReason, LeftTensors] = field(default_factory=dict)
     """Tensors that the offload left on the device, by reason."""
 

@@ -78,6 +78,8 @@ class ModelFamily(ABC):
         frame_step: frame counts must be k * ``frame_step`` + 1; None where there are only pictures.
         max_prompt_tokens: longer prompts are cut, as by the pipeline's own default.
         dead_in_last_block: endings of names in the last block whose output nobody uses.
+        unused_matmuls: names of layers in the blocks whose results no gradient needs as long as the gate that
+            they are multiplied with does not train; the recompute then leaves their products out.
         prompt_sees_images: whether the text encoder also sees the input pictures of an edit.
     """
 
@@ -86,6 +88,7 @@ class ModelFamily(ABC):
     frame_step: ClassVar[int | None] = None
     max_prompt_tokens: ClassVar[int]
     dead_in_last_block: ClassVar[tuple[str, ...]] = ()
+    unused_matmuls: ClassVar[tuple[str, ...]] = ()
     prompt_sees_images: ClassVar[bool] = False
 
     def __init__(self, folder: PipelineFolder, *, trained: Sequence[str] | None = None) -> None:

@@ -78,7 +78,14 @@ def model_fn_sdxl(
     """
     block_lists = tuple(unet_block_lists(unwrapped(unet).config))
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with blocks_through(unet, block_lists, gradient_checkpoint_forward, *switches, policy=policy):
+    with blocks_through(
+        unet,
+        block_lists,
+        gradient_checkpoint_forward,
+        *switches,
+        policy=policy,
+        unused_matmuls=SDXL.unused_matmuls,
+    ):
         predicted_bchw: torch.Tensor = unet(
             latents_bchw,
             timestep,
@@ -141,6 +148,7 @@ class SDXL(DiffusersFamily):
     encoder_classes: ClassVar[Mapping[str, Any]] = {**_TEXT_ENCODERS, "vae": AutoencoderKL}
     components_without_weights: ClassVar[tuple[str, ...]] = ("scheduler", *_TOKENIZERS)
     max_prompt_tokens = 77
+    unused_matmuls = ("conv2",)
     trainable = ("unet", *_TEXT_ENCODERS)
 
     def __init__(self, folder: PipelineFolder, *, trained: Sequence[str] | None = None) -> None:

@@ -65,7 +65,14 @@ def model_fn_wan(
         (B, C, F, H, W), the predicted velocity ``noise - latents``.
     """
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with blocks_through(transformer, Wan.block_lists, gradient_checkpoint_forward, *switches, policy=policy):
+    with blocks_through(
+        transformer,
+        Wan.block_lists,
+        gradient_checkpoint_forward,
+        *switches,
+        policy=policy,
+        unused_matmuls=Wan.unused_matmuls,
+    ):
         velocity_bcfhw: torch.Tensor = transformer(
             hidden_states=latents_bcfhw,
             timestep=timestep,
@@ -90,6 +97,7 @@ class Wan(ExpertFamily):
     pipelines = (WanPipeline,)
     transformer_class = WanTransformer3DModel
     block_lists = ("blocks",)
+    unused_matmuls = ("ffn.net.2",)
     frame_step = 4
     max_prompt_tokens = 512
 

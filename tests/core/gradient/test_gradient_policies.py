@@ -73,8 +73,9 @@ def policy_step(
         if is_chroma(case)
         else None
     )
+    last_products = ("img_mlp.net.2", "ff.net.2", "ffn.net.2", "conv2")
     with gradient_engine(engine):
-        run = block_runner(len(case.block_names), *flags)
+        run = block_runner(len(case.block_names), *flags, unused_matmuls=last_products)
         step = training_step(case, blocks_run_by(case.model, run, blocks=blocks), **kwargs)
     return step, engine.report()
 
