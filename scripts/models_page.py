@@ -72,7 +72,8 @@ def read_recipes(configs: Path) -> list[Recipe]:
     """The recipes of a folder, by the names of their files."""
     recipes = []
     for path in sorted(configs.glob("*.yaml")):
-        text = path.read_text(encoding="utf-8")
+        # The first line is for editors.
+        _, _, text = path.read_text(encoding="utf-8").partition("\n")
         model = yaml.safe_load(text)["model"]
         comment = " ".join(line.removeprefix("#").strip() for line in text.split("\n#\n")[0].splitlines())
         recipes.append(

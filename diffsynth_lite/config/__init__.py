@@ -1,11 +1,10 @@
 """The yaml of a run as typed, checked settings; imports no torch, so a wrong config is refused at once."""
 
+from diffsynth_lite.config.data import DataSettings, SourceSettings
 from diffsynth_lite.config.loader import LoadedConfig, dump_config, load_config
 from diffsynth_lite.config.lookup import find_config_file
+from diffsynth_lite.config.run import AllowedChange
 from diffsynth_lite.config.schema import Config, section_types
-from diffsynth_lite.config.sections.data import DataSettings
-from diffsynth_lite.config.sections.run import AllowedChange
-from diffsynth_lite.config.sections.source import SourceSettings
 
 __all__ = [
     "AllowedChange",

@@ -1,15 +1,22 @@
-"""Reads yaml as texts with line numbers, and refuses every part of yaml that a config has no use for."""
+"""Reads yaml as nodes with lines, refusing what a config has no use for, and writes settings as yaml.
+
+In a node a value is still the text that somebody typed, whatever type its setting has.
+"""
 
 import re
+from typing import Any
 
 import yaml
 
-from diffsynth_lite.config.written import Block, Entry, Scalar, Written
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.redaction import redacted
+
+NULLS = frozenset(["", "~", "null", "Null", "NULL"])
+"""What stands for no value, unless it is in quotes."""
 
 # A config nests five deep; a little more is let through so that the message can name the key.
 _DEEPEST = 8
-
+_LONGEST_SHOWN = 60
 _NO_CHARACTER = re.compile(r"\\U(?!000|0010)")
 
 
@@ -26,8 +33,8 @@ class YamlError(UserError):
         self.line = line
 
 
-def read_yaml(text: str) -> Written:
-    """The one document in a text, as written; an empty text is an empty scalar.
+def read_yaml(text: str) -> yaml.Node:
+    """The one document in a text; of an empty text a scalar that is.
 
     Raises:
         YamlError: a syntax error, a second document, an anchor, alias or tag, nesting too deep, or a key
@@ -49,29 +56,82 @@ def read_yaml(text: str) -> Written:
         match = _NO_CHARACTER.search(text)
         line = text.count("\n", 0, match.start()) + 1 if match else 1
         raise YamlError("an escape \\U stands for no character; the last one is \\U0010FFFF", line) from None
-    return Scalar("") if node is None else _written(node)
+    if node is None:
+        return scalar("")
+    _require_plain_keys(node)
+    return node
+
+
+def scalar(text: str, *, quoted: bool = False) -> yaml.ScalarNode:
+    """A value as if it had been read; ``quoted`` says that it is text, whatever it looks like."""
+    return yaml.ScalarNode("", text, style='"' if quoted else None)
+
+
+def is_nothing(node: yaml.Node) -> bool:
+    """Whether nothing was written, not even a pair of quotes."""
+    return isinstance(node, yaml.ScalarNode) and node.style is None and node.value == ""
+
+
+def line_of(node: yaml.Node) -> int:
+    """The line that a node starts on, counted from 1."""
+    line: int = node.start_mark.line + 1
+    return line
+
+
+def shown(node: yaml.Node) -> str:
+    """What was written, in one short line for a message."""
+    if isinstance(node, yaml.MappingNode):
+        return "a 'key: value' block"
+    if isinstance(node, yaml.SequenceNode):
+        return shortened(f"[{', '.join(map(shown, node.value))}]")
+    if node.style is not None:
+        return f'"{shortened(node.value)}"'
+    return f"'{shortened(node.value)}'" if node.value else "nothing"
+
+
+def shortened(text: str) -> str:
+    """A text on one line, of bounded length, with secrets masked: half of one would not be known as such."""
+    text = redacted(text)
+    line = text if text.isprintable() else repr(text)[1:-1]
+    return line if len(line) <= _LONGEST_SHOWN else f"{line[:_LONGEST_SHOWN]}..."
+
+
+def write_yaml(values: dict[str, Any]) -> str:
+    """Values as yaml, from which :func:`read_yaml` reads the same texts."""
+    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text
 
 
 def _refuse_what_a_config_never_needs(text: str) -> None:
     """Looks at the events before a tree is built, so that no text can make that expensive."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        line = event.start_mark.line + 1
         if getattr(event, "anchor", None):
             raise YamlError(
                 f"'{event.anchor}' is a yaml anchor or alias (& or *), which a config does not have; "
                 "write the value out, refer to another setting as ${section.key}, or put text in quotes",
-                line,
+                line_of(event),
             )
         if getattr(event, "tag", None):
             raise YamlError(
                 f"'{event.tag}' is a yaml tag, which a config does not have; write the plain value, "
                 "or put text that starts with ! in quotes",
-                line,
+                line_of(event),
             )
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > _DEEPEST:
-            raise YamlError("nested too deeply; a config has sections, and settings in them", line)
+            raise YamlError("nested too deeply; a config has sections, and settings in them", line_of(event))
+
+
+def _require_plain_keys(node: yaml.Node) -> None:
+    if isinstance(node, yaml.SequenceNode):
+        for entry in node.value:
+            _require_plain_keys(entry)
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise YamlError("a key must be plain text, as in 'steps: 1000'", line_of(key))
+            _require_plain_keys(value)
 
 
 def _syntax_message(problem: str) -> str:
@@ -83,16 +143,15 @@ def _syntax_message(problem: str) -> str:
     return f"not valid yaml: {problem}; {hint}"
 
 
-def _written(node: yaml.Node) -> Written:
-    if isinstance(node, yaml.ScalarNode):
-        return Scalar(node.value, quoted=node.style is not None)
-    if isinstance(node, yaml.SequenceNode):
-        return [_written(item) for item in node.value]
-    return Block(tuple(_entry(key, value) for key, value in node.value), node.start_mark.line + 1)
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
+    """Quotes a text that is the word None: written plain, it is refused as a null that was meant."""
 
 
-def _entry(key: yaml.Node, value: yaml.Node) -> Entry:
-    line = key.start_mark.line + 1
-    if not isinstance(key, yaml.ScalarNode):
-        raise YamlError("a key must be plain text, as in 'steps: 1000'", line)
-    return Entry(key.value, _written(value), line)
+def _represent_text(dumper: Any, text: str) -> Any:
+    # Between single quotes these line breaks of Unicode would be read back as spaces.
+    style = '"' if any(character in text for character in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_implicit_resolver("!none", re.compile("^None$"), ["N"])
+_Dumper.add_representer(str, _represent_text)

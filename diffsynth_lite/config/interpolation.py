@@ -1,13 +1,12 @@
-"""The ``${...}`` of a config: an environment variable or another setting, and nothing else."""
+"""The ``${...}`` of a config: an environment variable or another setting, resolved by OmegaConf."""
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
+import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from diffsynth_lite.config.written import Scalar, Written
+from diffsynth_lite.config.document import scalar
 from diffsynth_lite.errors import UserError
 
 _REFERENCE = re.compile(r"\$\{(oc\.env:[A-Za-z_][A-Za-z0-9_]*(?:,[^${}]+)?|[a-z_]+\.[a-z_]+)\}")
@@ -25,24 +24,28 @@ def check_reference(text: str) -> None:
     Raises:
         UserError: names the forms it does have.
     """
-    if "${" in _REFERENCE.sub("", text) or "\\${" in text:
-        forms = "${oc.env:NAME}, ${oc.env:NAME,default} or ${section.key}"
+    forms = "${oc.env:NAME}, ${oc.env:NAME,default} or ${section.key}"
+    is_known = "${" not in _REFERENCE.sub("", text) and "\\${" not in text
+    try:
+        OmegaConf.create([text if is_known else ""])
+    except OmegaConfBaseException:  # a default with a bracket or quote that is not closed
+        is_known = False
+    if not is_known:
         raise UserError(f"got '{text}'; a reference must be {forms}")
 
 
-def resolve(values: Mapping[str, Mapping[str, Any]], name: str, reference: str | list[str]) -> Written:
+def resolve(settings: DictConfig, name: str, reference: str | list[str]) -> yaml.Node:
     """What the references in a setting come to, as if that had been typed in their place.
 
     Args:
-        values: all settings, unresolved, by section and key.
+        settings: all settings, unresolved, by section and key.
         name: the setting, as ``section.key`` or ``section.key[0].key``.
-        reference: its value in ``values``.
+        reference: its value in ``settings``.
 
     Raises:
         UserError: a variable that is not set, a setting that does not exist, has no value or holds sections,
             a circle. The message does not show the value of a variable, which may be a secret.
     """
-    settings = OmegaConf.create(dict(values))
     try:
         value = OmegaConf.select(settings, name)
         entries = list(value) if isinstance(value, ListConfig) else None
@@ -60,8 +63,8 @@ def resolve(values: Mapping[str, Mapping[str, Any]], name: str, reference: str |
             "the value it stands for has a '${' of its own, which cannot be told from a reference"
         )
     if entries is not None:
-        return [Scalar(str(entry), quoted=True) for entry in entries]
-    return Scalar("null" if value is None else str(value))
+        return yaml.SequenceNode("", [scalar(str(entry), quoted=True) for entry in entries])
+    return scalar("null" if value is None else str(value))
 
 
 def _refuse_null_in_text(settings: DictConfig, value: str | list[str]) -> None:
@@ -69,9 +72,6 @@ def _refuse_null_in_text(settings: DictConfig, value: str | list[str]) -> None:
     for text in [value] if isinstance(value, str) else value:
         for match in _REFERENCE.finditer(text):
             is_part = match[0] != text or value is not text
-            if (
-                is_part
-                and not match[1].startswith("oc.env:")
-                and OmegaConf.select(settings, match[1]) is None
-            ):
+            is_setting = not match[1].startswith("oc.env:")
+            if is_part and is_setting and OmegaConf.select(settings, match[1]) is None:
                 raise UserError(f"'{text}' needs {match[1]}, which is null; set it")

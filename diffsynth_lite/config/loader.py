@@ -1,22 +1,15 @@
 """Loads a config: yaml file, command line and defaults become one checked object."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from diffsynth_lite.config.assignment import Where, assign_block, without_repeats
-from diffsynth_lite.config.document import YamlError, read_yaml
-from diffsynth_lite.config.draft import Draft
+from diffsynth_lite.config.builder import ConfigBuilder
+from diffsynth_lite.config.document import write_yaml
 from diffsynth_lite.config.lookup import find_config_file
-from diffsynth_lite.config.overrides import assign_override
 from diffsynth_lite.config.schema import Config
 from diffsynth_lite.config.settings import Problem
-from diffsynth_lite.config.spelling import unknown_section
-from diffsynth_lite.config.written import Block, Entry, Scalar, shown
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import MASK, redacted
 
@@ -59,31 +52,25 @@ def load_config(
     """
     found = find_config_file(path)
     text = _read_text(found)
-    draft = Draft(f"{found}:1")
-    _assign_file(draft, text, found)
-    for override in overrides:
-        assign_override(draft, override)
-    for name, value in (flags or {}).items():
-        if value is not None:
-            assign_override(draft, f"{name}={value}")
-    unresolved = draft.values()
-    draft.resolve()
-    config = draft.build()
-    if config is None:
-        raise UserError("\n".join(draft.problems))
+    builder = ConfigBuilder(found)
+    builder.add_file(text)
+    given_flags = [f"{name}={value}" for name, value in (flags or {}).items() if value is not None]
+    for override in [*overrides, *given_flags]:
+        builder.add_override(override)
+    config, unresolved = builder.build()
     remarks = (*config.without_effect(), *_secrets_in(unresolved))
     return LoadedConfig(
         config=config,
         path=found,
         source_text=redacted(text),
-        resolved_yaml=_to_yaml(redacted(unresolved)),
-        warnings=tuple(map(draft.located, remarks)),
+        resolved_yaml=write_yaml(redacted(unresolved)),
+        warnings=tuple(map(builder.located, remarks)),
     )
 
 
 def dump_config(config: Config) -> str:
     """A config as yaml that :func:`load_config` reads as an equal config."""
-    return _to_yaml(asdict(config))
+    return write_yaml(config.model_dump())
 
 
 def _secrets_in(unresolved: dict[str, dict[str, Any]]) -> Iterator[Problem]:
@@ -95,25 +82,6 @@ def _secrets_in(unresolved: dict[str, dict[str, Any]]) -> Iterator[Problem]:
         for key, value in values.items():
             if redacted(value) != value:
                 yield Problem((f"{section}.{key}",), message)
-
-
-class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
-    """Quotes a text that is the word None: written plain, it is refused as a null that was meant."""
-
-
-def _represent_text(dumper: Any, text: str) -> Any:
-    # Between single quotes these line breaks of Unicode would be read back as spaces.
-    style = '"' if any(character in text for character in "\x85\u2028\u2029") else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_implicit_resolver("!none", re.compile("^None$"), ["N"])
-_Dumper.add_representer(str, _represent_text)
-
-
-def _to_yaml(values: dict[str, Any]) -> str:
-    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    return text
 
 
 def _read_text(path: Path) -> str:
@@ -128,37 +96,3 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path}:{line}: is not UTF-8 text; save it as UTF-8") from None
-
-
-def _assign_file(draft: Draft, text: str, path: Path) -> None:
-    try:
-        root = read_yaml(text)
-    except YamlError as error:
-        raise UserError(f"{path}:{error.line}: {error}") from None
-    if root == Scalar(""):
-        raise UserError(f"{path}:1: is empty; start from a copy of configs/qwen_lora.yaml")
-    if not isinstance(root, Block):
-        raise UserError(
-            f"{path}:1: must be sections with settings, such as 'train:' and below it '  steps: 1000'"
-        )
-
-    def where(line: int) -> str:
-        return f"{path}:{line}"
-
-    for section in without_repeats(draft, root, where, prefix=""):
-        _assign_section(draft, section, where)
-
-
-def _assign_section(draft: Draft, section: Entry, where: Where) -> None:
-    place = where(section.line)
-    if section.key not in draft.types:
-        draft.report(f"{place} {section.key}", unknown_section(section.key, draft.types))
-        return
-    draft.open_section(section.key, place)
-    if section.value == Scalar(""):
-        return
-    if not isinstance(section.value, Block):
-        message = "must hold 'key: value' lines, indented below it; is there a space after each colon?"
-        draft.report(f"{place} {section.key}", f"got {shown(section.value)}; {message}")
-        return
-    assign_block(draft, section.key, section.value, where)

@@ -2,20 +2,13 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import get_type_hints
 
-from diffsynth_lite.config.sections.data import DataSettings
-from diffsynth_lite.config.sections.model import LoraSettings, ModelSettings
-from diffsynth_lite.config.sections.objective import ObjectiveSettings
-from diffsynth_lite.config.sections.run import (
-    LoggingSettings,
-    OutputSettings,
-    ResumeSettings,
-    ValidationSettings,
-)
-from diffsynth_lite.config.sections.train import MemorySettings, TrainSettings
-from diffsynth_lite.config.settings import InvalidSettingsError, Problem, Settings
+from diffsynth_lite.config.data import DataSettings
+from diffsynth_lite.config.model import LoraSettings, ModelSettings, ObjectiveSettings
+from diffsynth_lite.config.run import LoggingSettings, OutputSettings, ResumeSettings, ValidationSettings
+from diffsynth_lite.config.settings import Problem, Settings
+from diffsynth_lite.config.train import MemorySettings, TrainSettings
 
 # Settings of a part of the run that can be off; then they do nothing.
 _OFFLOAD_SETTINGS = (
@@ -46,29 +39,19 @@ _TRACKER_SETTINGS = ("logging.project", "logging.run_name")
 _WANDB_SETTINGS = ("logging.wandb_mode",)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """A checked config.
-
-    Raises:
-        InvalidSettingsError: sections that contradict each other.
-    """
+class Config(Settings):
+    """A checked config, section by section."""
 
     model: ModelSettings
-    lora: LoraSettings = field(default_factory=LoraSettings)
+    lora: LoraSettings = LoraSettings()
     data: DataSettings
-    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
-    train: TrainSettings = field(default_factory=TrainSettings)
-    memory: MemorySettings = field(default_factory=MemorySettings)
-    validation: ValidationSettings = field(default_factory=ValidationSettings)
-    logging: LoggingSettings = field(default_factory=LoggingSettings)
+    objective: ObjectiveSettings = ObjectiveSettings()
+    train: TrainSettings = TrainSettings()
+    memory: MemorySettings = MemorySettings()
+    validation: ValidationSettings = ValidationSettings()
+    logging: LoggingSettings = LoggingSettings()
     output: OutputSettings
-    resume: ResumeSettings = field(default_factory=ResumeSettings)
-
-    def __post_init__(self) -> None:
-        problems = list(self._conflicts())
-        if problems:
-            raise InvalidSettingsError(problems)
+    resume: ResumeSettings = ResumeSettings()
 
     def without_effect(self) -> Iterator[Problem]:
         """The settings that were changed but do nothing, because what they belong to is off."""
@@ -99,7 +82,7 @@ class Config:
                 if not getattr(self, section).is_default(key):
                     yield Problem((name,), f"has no effect {reason}")
 
-    def _conflicts(self) -> Iterator[Problem]:
+    def conflicts(self) -> Iterator[Problem]:
         if not self.train.use_gradient_checkpointing:
             yield from self._checkpointing_conflicts()
         if self.model.dtype == "float16" and self.train.mixed_precision == "no":
@@ -132,7 +115,8 @@ class Config:
 
 def section_types() -> dict[str, type[Settings]]:
     """The class of every section, by its name in the yaml."""
-    return get_type_hints(Config)
+    hints = get_type_hints(Config)
+    return {name: hints[name] for name in Config.model_fields}
 
 
 def _is_same_folder(one: str | None, other: str | None) -> bool:

@@ -1,10 +1,26 @@
-"""The base of every section of the config: frozen settings that check themselves when they are made."""
+"""What the sections of the config are built on: their base class, and the types that they share."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
+from typing import Annotated, Any, Self, TypeAlias, TypeVar
 
-from diffsynth_lite.config.field_type import field_types
-from diffsynth_lite.errors import UserError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+_Entry = TypeVar("_Entry")
+
+
+def _require_distinct(entries: list[_Entry]) -> list[_Entry]:
+    if len(set(entries)) < len(entries):
+        raise ValueError("has an entry twice; give each once")
+    return entries
+
+
+NonEmptyStr: TypeAlias = Annotated[str, Field(pattern=r"\S")]
+"""Text with something in it that is not white space."""
+Distinct: TypeAlias = Annotated[
+    list[_Entry], AfterValidator(_require_distinct), Field(json_schema_extra={"uniqueItems": True})
+]
+"""A list in which nothing stands twice."""
 
 
 @dataclass(frozen=True)
@@ -20,40 +36,59 @@ class Problem:
     message: str
 
 
-class InvalidSettingsError(UserError):
-    """Settings that do not fit, all of them, one line each."""
+class ConflictError(ValueError):
+    """Settings that contradict each other: all the contradictions of one section."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("\n".join(f"{problem.keys[0]}: {problem.message}" for problem in problems))
         self.problems = tuple(problems)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """One section of the config.
+class Settings(BaseModel):
+    """One section of the config: frozen, and checked when it is made. The text under a setting documents it.
 
     Raises:
-        InvalidSettingsError: values outside their ranges, or values that contradict each other.
+        pydantic.ValidationError: values of a wrong type or outside their range, unknown settings, or settings
+            that contradict each other.
     """
 
-    def __post_init__(self) -> None:
-        problems = list(self._objections()) or list(self.conflicts())
-        if problems:
-            raise InvalidSettingsError(problems)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """The values that the optional settings have when nobody sets them."""
+        return {
+            key: field.get_default(call_default_factory=True)
+            for key, field in cls.model_fields.items()
+            if not field.is_required()
+        }
 
     def conflicts(self) -> Iterator[Problem]:
-        """What is wrong between settings of this section whose values are each within their ranges."""
+        """What is wrong between settings of this section whose values are each right."""
         yield from ()
 
     def is_default(self, key: str) -> bool:
-        """Whether an optional setting has the value it has when nobody sets it."""
-        (field,) = (field for field in fields(self) if field.name == key)
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        return bool(default == getattr(self, key))
+        """Whether an optional setting has the value that it has when nobody sets it."""
+        return bool(getattr(self, key) == self.defaults()[key])
 
-    def _objections(self) -> Iterator[Problem]:
-        for key, field_type in field_types(type(self)).items():
-            value = getattr(self, key)
-            objection = field_type.objection(value)
-            if objection:
-                yield Problem((key,), f"got {value!r}; {objection}")
+    @field_validator("*", mode="before")
+    @classmethod
+    def _require_storable(cls, value: Any) -> Any:
+        """Text must survive being written to a file as yaml, used in a path, and read again."""
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and not _is_storable(text):
+                raise ValueError("must not contain '${', a zero byte or half a character, nor be '???'")
+        return value
+
+    @model_validator(mode="after")
+    def _refuse_conflicts(self) -> Self:
+        if problems := list(self.conflicts()):
+            raise ConflictError(problems)
+        return self
+
+
+def _is_storable(text: str) -> bool:
+    is_unicode = not any("\ud800" <= character <= "\udfff" for character in text)
+    return is_unicode and "\0" not in text and "${" not in text and text != "???"

@@ -117,9 +117,8 @@ def find_held_out_records(config: Config) -> FoundRecords | None:
 
 def _held_out_source(config: Config, path: str) -> Source:
     first = next(iter(config.data.sources_by_key.values()))
-    source = _source(
-        dataclasses.replace(first, path=path, dataset=None, metadata=None, repeats=1, weight=1.0)
-    )
+    held_out = {"path": path, "dataset": None, "metadata": None, "repeats": 1, "weight": 1.0}
+    source = _source(first.model_copy(update=held_out))
 
     def moved(place: Path | None) -> Path | None:
         return place and _moved(place, first, Path(path).expanduser())

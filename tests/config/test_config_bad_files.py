@@ -19,7 +19,7 @@ WRONG_VALUES = [
     ("train", "steps", "'10'", "without quotes"),
     ("train", "steps", "null", "a whole number"),
     ("train", "steps", "", "got nothing"),
-    ("train", "steps", "???", "a value that is missing"),
+    ("train", "steps", "???", "nor be '???'"),
     ("train", "steps", "[10]", "a whole number"),
     ("train", "steps", "{a: 1}", "a whole number"),
     ("train", "steps", "9" * 19, "a whole number"),
@@ -58,7 +58,7 @@ WRONG_VALUES = [
     ("lora", "alpha", "0", "above 0"),
     ("lora", "dropout", "1", "below 1"),
     ("lora", "target_modules", "to_q", "a list of texts"),
-    ("lora", "target_modules", "[]", "not empty"),
+    ("lora", "target_modules", "[]", "at least one"),
     ("lora", "target_modules", "[to_q, '']", "not empty"),
     ("lora", "target_modules", "[[to_q]]", "a list of texts"),
     ("lora", "target_modules", "[to_q, null]", "a list of texts"),
@@ -112,7 +112,7 @@ WRONG_REFERENCES = [
     ("logging", "project", "${train}", "must be ${oc.env:NAME}"),
     ("logging", "project", "${", "must be ${oc.env:NAME}"),
     ("logging", "project", "\\${data.path}", "must be ${oc.env:NAME}"),
-    ("logging", "project", "${oc.env:A,a[b}", "got '${oc.env:A,a[b}'"),
+    ("logging", "project", "${oc.env:A,a[b}", "must be ${oc.env:NAME}"),
     ("logging", "project", "${logging.project}", "Recursive"),
     ("logging", "project", "${logging.nothing}", "not found"),
     ("logging", "project", "a-${logging.run_name}", "logging.run_name, which is null"),
@@ -183,7 +183,7 @@ def test_a_wrong_file_is_reported_at_its_line(write, text, place, reason):
     assert line.startswith(f"{path}{place}")
 
 
-def test_every_problem_is_reported_at_once_in_the_order_of_the_file(write):
+def test_every_problem_is_reported_at_once_what_was_written_in_its_order_and_then_what_is_missing(write):
     path = write("""\
 modle:
   family: x
@@ -206,11 +206,11 @@ output: {}
         f"{path}:7 train.steps",
         f"{path}:8 train.learning_rat",
         f"{path}:9 train.warmup_steps",
+        f"{path}:11 objective.shift",
         "train.seed=a (command line)",
         "rank=3 (command line)",
         f"{path}:1 model.family",
         f"{path}:1 model.path",
-        f"{path}:11 objective.shift",
         f"{path}:12 output.dir",
     ]
 

@@ -1,6 +1,7 @@
 """The section data: one source or a list of them, the ways to give sizes, and what is wrong with either."""
 
 import pytest
+from pydantic import ValidationError
 
 from diffsynth_lite.config import DataSettings, SourceSettings, dump_config, load_config
 from diffsynth_lite.errors import UserError
@@ -107,11 +108,11 @@ WRONG_SOURCES = {
     ),
     "columns and folders": (
         ["path: a", "mask_dir: b", "mask_column: c", "input_columns: [d]", "input_dirs: [e]"],
-        [":6 data.input_dirs: input_columns says", ":3 data.mask_dir: mask_column says the same; keep one"],
+        [":3 data.mask_dir: mask_column says the same; keep one", ":6 data.input_dirs: input_columns says"],
     ),
     "a column twice": (
         ["path: a", "caption_columns: [b, b]"],
-        [":3 data.caption_columns: got ['b', 'b']; must"],
+        [":3 data.caption_columns: got ['b', 'b']; has an entry twice"],
     ),
     "an old name": (
         ["path: a", "image_column: b", "caption_column: c"],
@@ -151,7 +152,7 @@ WRONG_SOURCES = {
     ),
     "a colour that is none": (
         ["path: a", "background: '#fff'"],
-        [':3 data.background: got "#fff"; must be text, such as white or "#c0c0c0"'],
+        [':3 data.background: got "#fff"; must be text, such as "white" or "#c0c0c0"'],
     ),
 }
 
@@ -283,7 +284,7 @@ def test_previews_lead_to_one_last_frame_for_each_prompt_and_start_from_a_pictur
 
 
 def test_data_made_in_python_are_checked_too():
-    with pytest.raises(UserError, match=r"data\.sources"):
+    with pytest.raises(ValidationError, match=r"data\.sources"):
         DataSettings()
-    with pytest.raises(UserError, match="is required; name the folder"):
+    with pytest.raises(ValidationError, match="is required; name the folder"):
         SourceSettings()

@@ -1,17 +1,16 @@
 """Any config, written as yaml and read again, is the same config."""
 
-import math
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffsynth_lite.config import Config, DataSettings, SourceSettings, dump_config, load_config
-from diffsynth_lite.config.field_type import FieldType, Form, NoEmptyEntry, NotEmpty, Range, field_types
+from diffsynth_lite.config.messages import Schema, section_of_entries, without_null
 from diffsynth_lite.config.schema import section_types
 from diffsynth_lite.config.settings import Settings
 from diffsynth_lite.errors import UserError
@@ -24,47 +23,48 @@ TEXTS = st.one_of(
 ).filter(lambda text: "${" not in text and text != "???")
 
 
-def values_of(field_type: FieldType) -> st.SearchStrategy:
-    """Every value that a setting may have, taken alone."""
-    if field_type.is_list_of_sections:
-        return st.lists(sections_of("source", field_type.base), max_size=2)
-    if field_type.choices:
-        values = st.sampled_from(field_type.choices)
-    elif field_type.base is bool:
+def values_of(setting: Schema) -> st.SearchStrategy:
+    """Every value that a setting may have, taken alone, by its JSON schema."""
+    schema = without_null(setting)
+    if section_of_entries(setting):
+        return st.lists(sections_of("source", SourceSettings), max_size=2)
+    if "enum" in schema:
+        values = st.sampled_from(schema["enum"])
+    elif "items" in schema:
+        values = st.lists(
+            values_of(schema["items"]), min_size=schema.get("minItems", 0), max_size=3, unique=True
+        )
+    elif schema["type"] == "boolean":
         values = st.booleans()
-    elif field_type.base is str:
-        values = texts(field_type)
+    elif schema["type"] == "string":
+        values = texts(schema.get("pattern"))
     else:
-        values = numbers(field_type)
-    if field_type.is_list:
-        values = st.lists(values, min_size=NotEmpty() in field_type.rules, max_size=3, unique=True)
-    return st.none() | values if field_type.optional else values
+        values = numbers(schema)
+    return values if schema is setting else st.none() | values
 
 
 def sections_of(name: str, section: type[Settings]) -> st.SearchStrategy:
     """Every section of a kind whose settings fit together."""
-    drawn = st.fixed_dictionaries({key: values_of(kind) for key, kind in field_types(section).items()})
+    settings = section.model_json_schema()["properties"]
+    drawn = st.fixed_dictionaries({key: values_of(setting) for key, setting in settings.items()})
     return drawn.map(lambda values: section(**consistent(name, values)))
 
 
-def texts(field_type: FieldType) -> st.SearchStrategy:
+def texts(pattern: str | None) -> st.SearchStrategy:
     """The texts that a setting may have, or an entry of its list."""
-    for rule in field_type.rules:
-        if isinstance(rule, Form):
-            return st.from_regex(rule.pattern, fullmatch=True)
-    return TEXTS.filter(str.strip) if {NotEmpty(), NoEmptyEntry()} & set(field_type.rules) else TEXTS
+    if pattern is None or pattern == r"\S":
+        return TEXTS.filter(str.strip) if pattern else TEXTS
+    return st.from_regex(pattern, fullmatch=True).filter(lambda text: not text.endswith("\n"))
 
 
-def numbers(field_type: FieldType) -> st.SearchStrategy:
+def numbers(schema: Schema) -> st.SearchStrategy:
     """The numbers within the range of a setting."""
-    bounds = next((rule for rule in field_type.rules if isinstance(rule, Range)), Range())
-    if field_type.base is int:
-        return st.integers(int(bounds.at_least), int(min(bounds.at_most, 10**18 - 1)))
+    least, above = schema.get("minimum", -1e9), schema.get("exclusiveMinimum", -1e9)
+    most, below = schema.get("maximum", 1e9), schema.get("exclusiveMaximum", 1e9)
+    if schema["type"] == "integer":
+        return st.integers(int(max(least, above + 1)), int(min(most, 10**18 - 1)))
     return st.floats(
-        max(bounds.at_least, bounds.above, -1e9),
-        min(bounds.at_most, bounds.below, 1e9),
-        exclude_min=math.isfinite(bounds.above),
-        exclude_max=math.isfinite(bounds.below),
+        max(least, above), min(most, below), exclude_min=above >= least, exclude_max=below <= most
     )
 
 
@@ -88,7 +88,7 @@ def one_for_each_prompt(values: dict) -> dict:
 def consistent(name: str, values: dict) -> dict:
     """Drawn values with the settings that depend on others made to fit these."""
     if name == "data":
-        values |= defaults(field_types(SourceSettings)) if values["sources"] else consistent("source", values)
+        values |= defaults(SourceSettings.model_fields) if values["sources"] else consistent("source", values)
         is_fixed = None not in (values["width"], values["height"])
         values |= {} if is_fixed else {"width": None, "height": None}
         values |= defaults(["sizes"]) if is_fixed else {}
@@ -129,16 +129,19 @@ def consistent(name: str, values: dict) -> dict:
 
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
-    sections = {}
-    for name, section in section_types().items():
-        sections[name] = draw(sections_of(name, section))
-    sections["output"] = replace(sections["output"], dir=f"runs/{sections['output'].dir}")
+    sections = {name: draw(sections_of(name, section)) for name, section in section_types().items()}
+    changed(sections, "output", dir=f"runs/{sections['output'].dir}")
     if sections["memory"].policy != "all" or sections["memory"].save_attention != "no":
-        sections["train"] = replace(sections["train"], use_gradient_checkpointing=True)
+        changed(sections, "train", use_gradient_checkpointing=True)
     if sections["model"].dtype == "float16":
-        sections["train"] = replace(sections["train"], mixed_precision="bf16")
-    sections["validation"] = replace(sections["validation"], data=draw(st.sampled_from([None, "other"])))
+        changed(sections, "train", mixed_precision="bf16")
+    changed(sections, "validation", data=draw(st.sampled_from([None, "other"])))
     return Config(**sections)
+
+
+def changed(sections: dict[str, Settings], name: str, **settings: Any) -> None:
+    """Changes settings of one of the sections."""
+    sections[name] = type(sections[name])(**{**dict(sections[name]), **settings})
 
 
 def assert_survives_yaml(config: Config) -> None:

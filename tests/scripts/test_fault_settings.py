@@ -1,6 +1,5 @@
 """Each setting changed alone: the verdict of the fingerprint is the one that the documents give."""
 
-import dataclasses
 from pathlib import Path
 from typing import get_args
 
@@ -39,9 +38,7 @@ def saved(root: Path) -> RunFingerprint:
 
 def test_every_setting_is_tried_once() -> None:
     sections = {name: kind for name, kind in section_types().items() if name != "resume"}
-    settings = [
-        f"{name}.{field.name}" for name, kind in sections.items() for field in dataclasses.fields(kind)
-    ]
+    settings = [f"{name}.{key}" for name, section in sections.items() for key in section.model_fields]
     assert sorted(key for _, key, _ in CASES) == sorted(settings)
 
 

@@ -4,7 +4,6 @@ The settings and data that decide a run's numbers are its fingerprint. The run f
 it as ``contract.json``: the format keeps its first name.
 """
 
-import dataclasses
 import json
 import logging
 import platform
@@ -88,7 +87,7 @@ def settings_fingerprint(config: Config, *, model_fingerprint: str) -> RunFinger
     on it, and ``train.micro_batch_size`` where there is neither dropout nor a token budget, and one bucket;
     see :func:`data_fingerprint`.
     """
-    values = dataclasses.asdict(config)
+    values = config.model_dump()
     fingerprint: RunFingerprint = {"model.weights": model_fingerprint}
     for section in _FIXED_SECTIONS:
         fingerprint |= {f"{section}.{name}": value for name, value in values[section].items()}
@@ -162,10 +161,7 @@ def require_same(
 def _default(key: str) -> Any:
     """The default of a setting, by its dotted key; None for one without, and for what is no setting."""
     section, _, name = key.partition(".")
-    settings = {field.name: field for field in dataclasses.fields(section_types()[section])}.get(name)
-    if settings is None or settings.default is dataclasses.MISSING:
-        return None
-    return settings.default
+    return section_types()[section].defaults().get(name)
 
 
 def _checkpoint_folder(source: str) -> Path:

@@ -1,96 +1,188 @@
-"""The section ``data``: what the LoRA learns from."""
+"""The section ``data``: what the LoRA learns from, and where each source of it is."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
-from diffsynth_lite.config.field_type import Distinct, Form, NotEmpty, Range
-from diffsynth_lite.config.sections.source import SourceSettings
-from diffsynth_lite.config.settings import Problem
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-_SIZE = Form("[1-9][0-9]{0,4}x[1-9][0-9]{0,4}", "each as in 1024x768")
-_COLOUR = Form("[A-Za-z]+|#[0-9A-Fa-f]{6}", 'such as white or "#c0c0c0"')
+from diffsynth_lite.config.settings import Distinct, NonEmptyStr, Problem, Settings
+
+_Size: TypeAlias = Annotated[str, Field(pattern="^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$", examples=["1024x768"])]
+_Colour: TypeAlias = Annotated[
+    str, Field(pattern="^([A-Za-z]+|#[0-9A-Fa-f]{6})$", examples=["white", "#c0c0c0"])
+]
 # What shapes buckets that are computed; where sizes are given they do nothing.
 _BUCKET_SETTINGS = ("bucket_step", "max_aspect_ratio")
+_ROLES = ("first_frame", "last_frame", "mask")
+# What goes with a folder, and what with a dataset; of the other one it would do nothing.
+_OF_A_FOLDER = ("metadata", "input_dirs", *(f"{role}_dir" for role in _ROLES))
+_OF_A_DATASET = ("split", "revision")
 
 
-@dataclass(frozen=True, kw_only=True)
+class SourceSettings(Settings):
+    """One source: a folder, or a dataset. These settings stand directly under `data`, or, for several
+    sources, in each entry of `data.sources`; either way `path` or `dataset` must be given."""
+
+    path: NonEmptyStr | None = None
+    """Folder of the pictures or clips; subfolders are read too."""
+
+    dataset: NonEmptyStr | None = None
+    """Instead of a folder: hub id or local path of a dataset that the `datasets` library loads."""
+
+    split: NonEmptyStr = "train"
+    """Part of the dataset to take, such as `train`, or `train[:100]` where it is not one that was saved to
+    disk."""
+
+    revision: NonEmptyStr | None = None
+    """Branch, tag or commit of a dataset on the hub; null is its main branch. Set a commit to be sure that a
+    later run gets the same data."""
+
+    metadata: NonEmptyStr | None = None
+    """The file that names media and captions: a `.jsonl`, `.csv` or `.parquet` inside the folder, or a path
+    to one. Null takes `metadata.jsonl`, `metadata.csv` or `metadata.parquet` when the folder has one, and
+    otherwise the `.txt` file beside each picture or clip."""
+
+    media_column: NonEmptyStr = "file_name"
+    """Column of the metadata file or dataset with the picture or clip to learn; a path is relative to the
+    folder."""
+
+    caption_columns: Distinct[NonEmptyStr] = Field(default=["text"], min_length=1)
+    """Columns with captions. Where an item has several, each time that it is seen one of them is drawn."""
+
+    input_columns: Distinct[NonEmptyStr] = Field(default=[])
+    """Columns with the pictures that an edit starts from, for families that edit."""
+
+    first_frame_column: NonEmptyStr | None = None
+    """Column with the picture that a clip starts from, for image-to-video families."""
+
+    last_frame_column: NonEmptyStr | None = None
+    """Column with the picture that a clip ends with, for families that take one."""
+
+    mask_column: NonEmptyStr | None = None
+    """Column with a picture of what counts in the loss: white does, black does not."""
+
+    input_dirs: Distinct[NonEmptyStr] = Field(default=[])
+    """Instead of `input_columns`: folders in which the pictures that an edit starts from have the names of
+    what they become; their suffixes may differ."""
+
+    first_frame_dir: NonEmptyStr | None = None
+    """Instead of `first_frame_column`: a folder in which these pictures have the names of their clips."""
+
+    last_frame_dir: NonEmptyStr | None = None
+    """Instead of `last_frame_column`: a folder in which these pictures have the names of their clips."""
+
+    mask_dir: NonEmptyStr | None = None
+    """Instead of `mask_column`: a folder in which masks have the names of their pictures or clips."""
+
+    repeats: PositiveInt = 1
+    """How often each item occurs in one pass over the data."""
+
+    weight: PositiveFloat = 1.0
+    """Multiplies `repeats`, to balance sources finely: with 0.5 half of the items occur in each pass, and all
+    of them in every two."""
+
+    trigger: NonEmptyStr | None = None
+    """Word or words that every caption shall hold, such as `ohwx dog`; a caption without them gets them in
+    front, with a comma."""
+
+    allow_outside: bool = False
+    """Follow absolute paths, `..` and links that lead out of the folder. Off, they are refused: turn it on
+    only for data that you trust."""
+
+    def conflicts(self) -> Iterator[Problem]:
+        if self.path is None and self.dataset is None:
+            yield Problem(("path", "dataset"), "is required; name the folder of the data, or a dataset")
+        if self.path is not None and self.dataset is not None:
+            message = (
+                "a source is either a folder (path) or a dataset; keep one, or list both in data.sources"
+            )
+            yield Problem(("dataset", "path"), message)
+        foreign, owner = (_OF_A_DATASET, "dataset") if self.dataset is None else (_OF_A_FOLDER, "path")
+        for key in foreign:
+            if not self.is_default(key):
+                yield Problem((key,), f"has no effect without {owner}; remove it")
+        for columns, folders in (
+            ("input_columns", "input_dirs"),
+            *((f"{role}_column", f"{role}_dir") for role in _ROLES),
+        ):
+            if getattr(self, columns) and getattr(self, folders):
+                yield Problem((folders, columns), f"{columns} says the same; keep one of them")
+
+
 class DataSettings(SourceSettings):
     """What the LoRA learns from: pictures or clips with their captions, how they are cut to size, and where
     they are kept in encoded form."""
 
-    sources: list[SourceSettings] = field(default_factory=list)
+    sources: list[SourceSettings] = Field(default=[])
     """Several sources, learned together: a list with the settings of a source (below) in each entry, as in
     `[{path: photos}, {path: drawings, repeats: 2}]`. With it, none of these stands directly under `data`."""
 
-    width: Annotated[int | None, Range(at_least=1)] = None
+    width: PositiveInt | None = None
     """Width in pixels where all items get one size, given with `height`. Each is resized until it covers
     width x height, then cropped; a smaller one counts as bad, unless `upscale` is on. Families want multiples
     of a number of their own, such as 16."""
 
-    height: Annotated[int | None, Range(at_least=1)] = None
+    height: PositiveInt | None = None
     """Height in pixels; see `width`."""
 
-    resolutions: Annotated[list[int], NotEmpty(), Distinct(), Range(at_least=1)] = field(
-        default_factory=lambda: [1024]
-    )
+    resolutions: Distinct[PositiveInt] = Field(default=[1024], min_length=1)
     """How many pixels a picture or frame has, as the edge in pixels of a square of as many. Each item keeps
     about its own shape, in a bucket of items of one size. With several, each item is learned at each of
     them."""
 
-    sizes: Annotated[list[str], Distinct(), _SIZE] = field(default_factory=list)
+    sizes: Distinct[_Size] = Field(default=[])
     """Instead of `resolutions`: the sizes to use, such as `[1024x1024, 1216x832]`, width first, in pixels.
     Each item gets, of those that it fills, the one whose shape is nearest, or a larger one of nearly that
     shape."""
 
-    bucket_step: Annotated[int | None, Range(at_least=1)] = None
+    bucket_step: PositiveInt | None = None
     """Pixels between the sizes of buckets, a multiple of what the family needs. Larger makes fewer buckets
     and crops more; null chooses."""
 
-    max_aspect_ratio: Annotated[float, Range(at_least=1)] = 2.0
+    max_aspect_ratio: float = Field(default=2.0, ge=1)
     """Longest shape of a bucket, the long edge over the short one; what is longer is cropped to it."""
 
     upscale: bool = False
     """Enlarge items that are smaller than their bucket, or than `width` x `height`. Off, they are learned at
     a smaller size, or count as bad where there is none."""
 
-    frame_counts: Annotated[list[int] | None, NotEmpty(), Distinct(), Range(at_least=1)] = None
+    frame_counts: Distinct[PositiveInt] | None = Field(default=None, min_length=1)
     """Lengths of clips in frames; each clip gets the longest that it has enough frames for. Null takes the
     family's own."""
 
-    fps: Annotated[float | None, Range(above=0)] = None
+    fps: PositiveFloat | None = None
     """Frames per second that clips are read at, by their time stamps. Null takes the family's own."""
 
     clip: Literal["start", "center", "random", "uniform"] = "start"
     """Which part of a longer clip is learned: its start, its middle, parts drawn at random (the same ones in
     each run), or parts spread evenly."""
 
-    clips_per_video: Annotated[int, Range(at_least=1)] = 1
+    clips_per_video: PositiveInt = 1
     """Parts taken from each video, with `clip` random or uniform."""
 
     crop: Literal["center", "random"] = "center"
     """What is kept of an item that does not have the shape of its bucket: its middle, or a part drawn at
     random (the same one in each run)."""
 
-    crops_per_item: Annotated[int, Range(at_least=1)] = 1
+    crops_per_item: PositiveInt = 1
     """Crops made of each item, with `crop` random. Each is an item of its own, so a pass and the cache grow
     as many times."""
 
-    background: Annotated[str, _COLOUR] = "white"
+    background: _Colour = "white"
     """Colour behind pictures with transparency: a name, or red, green and blue in hexadecimal, in quotes."""
 
-    caption_dropout: Annotated[float, Range(at_least=0, below=1)] = 0.0
+    caption_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the samples that are learned with an empty caption. About 0.1 keeps guidance working in long
     trainings."""
 
-    tag_shuffles: Annotated[int, Range(at_least=0)] = 0
+    tag_shuffles: NonNegativeInt = 0
     """For captions that are lists of tags: how many other orders of its tags each caption is learned in,
     beside the one written. Each is encoded, so the cache grows as many times."""
 
-    tag_separator: Annotated[str, NotEmpty()] = ","
+    tag_separator: NonEmptyStr = ","
     """What stands between tags."""
 
-    keep_tags: Annotated[int, Range(at_least=0)] = 0
+    keep_tags: NonNegativeInt = 0
     """Tags at the start of a caption that stay where they are, such as a trigger."""
 
     cache: bool = True
@@ -98,7 +190,7 @@ class DataSettings(SourceSettings):
     anew whenever they are needed: much slower, and the encoders stay in memory, but next to no space is
     taken on the disk. The result is the same."""
 
-    cache_dir: Annotated[str, NotEmpty()] = ".diffsynth_cache"
+    cache_dir: NonEmptyStr = ".diffsynth_cache"
     """Folder for encoded media and captions, and for what is known of the files. It is shared by all runs,
     and can be deleted at any time: what is missing is encoded again."""
 
@@ -106,10 +198,10 @@ class DataSettings(SourceSettings):
     """What an item that cannot be used does: stop the run before training, or be left out. All of them are
     listed in the run's `quarantine.jsonl` either way. A missing caption is an error in any case."""
 
-    max_bad_ratio: Annotated[float, Range(at_least=0, at_most=1)] = 0.1
+    max_bad_ratio: float = Field(default=0.1, ge=0, le=1)
     """Share of the items that `on_bad_item: skip` leaves out at most; with more the run stops."""
 
-    num_workers: Annotated[int, Range(at_least=0, at_most=64)] = 2
+    num_workers: int = Field(default=2, ge=0, le=64)
     """Processes per device that read the cache ahead and draw the noise; 0 does it in the main process. More
     help where reading files is what training waits for. The result does not depend on it."""
 
@@ -118,7 +210,7 @@ class DataSettings(SourceSettings):
         """Each source by the place of its settings in the yaml: ``data`` alone, or ``data.sources[0]`` on."""
         if self.sources:
             return {f"data.sources[{place}]": source for place, source in enumerate(self.sources)}
-        own = {setting.name: getattr(self, setting.name) for setting in fields(SourceSettings)}
+        own = {key: getattr(self, key) for key in SourceSettings.model_fields}
         return {"data": SourceSettings(**own)}
 
     @property
@@ -146,7 +238,7 @@ class DataSettings(SourceSettings):
             yield Problem(("clips_per_video", "clip"), message)
 
     def _source_conflicts(self) -> Iterator[Problem]:
-        own = [setting.name for setting in fields(SourceSettings) if not self.is_default(setting.name)]
+        own = [key for key in SourceSettings.model_fields if not self.is_default(key)]
         if self.sources:
             for key in own:
                 yield Problem((key,), "cannot stand beside data.sources; move it into the entries it is for")

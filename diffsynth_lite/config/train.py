@@ -1,66 +1,65 @@
 """The sections ``train`` and ``memory``: how the LoRA is trained, and what is saved in memory."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
-from diffsynth_lite.config.field_type import Range
-from diffsynth_lite.config.settings import Problem, Settings
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from diffsynth_lite.config.settings import Distinct, Problem, Settings
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainSettings(Settings):
     """The optimization (AdamW). A step is always an optimizer step, however many micro-batches it takes."""
 
-    steps: Annotated[int, Range(at_least=1)] = 1000
+    steps: PositiveInt = 1000
     """Optimizer steps of the whole run. Samples seen = steps x `global_batch_size`."""
 
-    seed: Annotated[int, Range(at_least=0)] = 0
+    seed: NonNegativeInt = 0
     """Decides the LoRA's first weights, the order of the data, noise, noise levels and dropout. The same
     seed and config is the same run, on any number of devices and after any resume."""
 
-    global_batch_size: Annotated[int, Range(at_least=1)] = 1
+    global_batch_size: PositiveInt = 1
     """Samples per optimizer step, over all devices together. Must be a multiple of `micro_batch_size` x
     devices; what does not fit at once is accumulated."""
 
-    micro_batch_size: Annotated[int, Range(at_least=1)] = 1
+    micro_batch_size: PositiveInt = 1
     """Samples per device in one forward. Raise it while memory allows: steps get faster. Where all items have
     one size the result is the same but for rounding (with LoRA dropout: but for other dropout masks); where
     there are several buckets, the samples come in another order."""
 
-    micro_batch_tokens: Annotated[int | None, Range(at_least=1)] = None
+    micro_batch_tokens: PositiveInt | None = None
     """Most tokens in one forward, for data of several sizes: of small pictures or short clips as many samples
     go through at once as fit, of large ones fewer, but at least one. A token is a position that the
     transformer sees, in most families 16 x 16 pixels of a picture; those of input pictures count too. A step
     then has `global_batch_size` / `micro_batch_size` forwards of as many samples as each holds. Null puts
     `micro_batch_size` in each."""
 
-    learning_rate: Annotated[float, Range(above=0)] = 1e-4
+    learning_rate: PositiveFloat = 1e-4
     """Highest learning rate, after the warm-up. Lower it when previews fall apart, raise it when nothing is
     learned."""
 
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"] = "constant"
     """How the learning rate goes from its highest value, after the warm-up, to the last step."""
 
-    warmup_steps: Annotated[int, Range(at_least=0)] = 0
+    warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises to its highest value."""
 
-    adam_beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW: how slowly the average of gradients moves."""
 
-    adam_beta2: Annotated[float, Range(at_least=0, below=1)] = 0.999
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     """AdamW: how slowly the average of squared gradients moves."""
 
-    adam_epsilon: Annotated[float, Range(above=0)] = 1e-8
+    adam_epsilon: PositiveFloat = 1e-8
     """AdamW: added to the denominator of the update."""
 
-    weight_decay: Annotated[float, Range(at_least=0)] = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """AdamW: pulls LoRA weights towards 0, by this share of the learning rate at each step."""
 
-    max_grad_norm: Annotated[float | None, Range(above=0)] = 1.0
+    max_grad_norm: PositiveFloat | None = 1.0
     """Gradients with a larger norm, over all LoRA weights, are scaled down to it; null never does."""
 
-    ema_decay: Annotated[float | None, Range(above=0, below=1)] = None
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
     """Also keep a moving average of the LoRA's weights, of which each step leaves this part: 0.99 averages
     over some 100 steps, 0.999 over 1000. It smooths out what single steps did, most so at a high learning
     rate, and is written to `lora_ema/`. In the first steps it decays faster: (1 + n) / (10 + n) after step n.
@@ -83,12 +82,12 @@ class TrainSettings(Settings):
     bit for bit, and so are those with other checkpointing and offload; set it in all parts of a run. Slower
     there, mostly in attention. The CPU is repeatable without."""
 
-    step_timeout_minutes: Annotated[float, Range(above=0)] = 60.0
+    step_timeout_minutes: PositiveFloat = 60.0
     """Longest that one optimizer step may take. After most of that time each process writes where it is to
     the standard error; then processes that wait for another one give up, and the run ends with an error
     rather than hang. Caching, previews and checkpoints do not count."""
 
-    cpu_threads: Annotated[int | None, Range(at_least=1)] = None
+    cpu_threads: PositiveInt | None = None
     """Threads that torch may use on the CPU; null leaves it to torch. Very small models are fastest with
     1."""
 
@@ -110,25 +109,24 @@ class TrainSettings(Settings):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
 class MemorySettings(Settings):
     """Details of `train.use_gradient_checkpointing` and `train.use_gradient_checkpointing_offload`. None of
     them changes the result, so all may change between the parts of a run."""
 
-    min_bytes: Annotated[int | None, Range(at_least=0)] = None
+    min_bytes: NonNegativeInt | None = None
     """Size in bytes of the smallest tensor that the offload moves: small ones cost more time than they save
     memory. Null is 65536 on accelerators, and 0 on the CPU."""
 
-    host_gib: Annotated[float | None, Range(above=0)] = None
+    host_gib: PositiveFloat | None = None
     """Most host memory in GiB that the offload takes for each device. What does not fit stays on the device;
     it must be enough for one block. Null is half of the memory that is available when training starts,
     divided by the devices."""
 
-    resident_blocks: Annotated[int, Range(at_least=0)] = 1
+    resident_blocks: NonNegativeInt = 1
     """Blocks whose inputs are still on the device: those that ran last. 0 saves the memory of one more, but
     computation may have to wait for the copies."""
 
-    prefetched_blocks: Annotated[int, Range(at_least=0)] = 1
+    prefetched_blocks: NonNegativeInt = 1
     """Blocks whose inputs are fetched ahead in the backward pass. With 0 it waits for every one of them."""
 
     policy: Literal["all", "every_n", "skip", "only", "first_k", "last_k"] = "all"
@@ -136,10 +134,10 @@ class MemorySettings(Settings):
     `every_n`: blocks 0, n, 2n and so on; `first_k` and `last_k`: n blocks at one end; `only` those listed;
     `skip`: all but those listed. Where some memory is left, `first_k` makes the best use of it."""
 
-    policy_n: Annotated[int | None, Range(at_least=1)] = None
+    policy_n: PositiveInt | None = None
     """The n of `every_n`, `first_k` and `last_k`, which need it."""
 
-    policy_blocks: Annotated[list[int], Range(at_least=0)] = field(default_factory=list)
+    policy_blocks: Distinct[NonNegativeInt] = Field(default=[])
     """The blocks of `skip` and `only`, which need them: their places in the model, from 0."""
 
     save_attention: Literal["no", "keep", "park"] = "no"
@@ -160,5 +158,3 @@ class MemorySettings(Settings):
                 yield Problem(("policy", key), f"{self.policy} needs memory.{key}")
             elif is_set and self.policy not in policies:
                 yield Problem((key, "policy"), f"has no effect with memory.policy {self.policy}")
-        if len(set(self.policy_blocks)) < len(self.policy_blocks):
-            yield Problem(("policy_blocks",), f"{self.policy_blocks} names a block twice; name each once")

@@ -1,11 +1,11 @@
 """The sections ``validation``, ``logging``, ``output`` and ``resume``: what a run shows and writes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from diffsynth_lite.config.field_type import NoEmptyEntry, NotEmpty, Range
-from diffsynth_lite.config.settings import Problem, Settings
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from diffsynth_lite.config.settings import Distinct, NonEmptyStr, Problem, Settings
 
 AllowedChange: TypeAlias = Literal[
     "data",
@@ -23,55 +23,54 @@ AllowedChange: TypeAlias = Literal[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
 class ValidationSettings(Settings):
     """What is sampled and measured before training, every so many steps, and at the end."""
 
-    prompts: list[str] = field(default_factory=list)
+    prompts: list[str] = Field(default=[])
     """Prompts sampled as previews; none turns previews off. Include some that the model knew before, to see
     that it keeps them."""
 
-    inputs: Annotated[list[str], NoEmptyEntry()] = field(default_factory=list)
+    inputs: list[NonEmptyStr] = Field(default=[])
     """Files of pictures that previews start from, one for each prompt: for families that edit, or that make
     clips from a picture."""
 
-    last_frames: Annotated[list[str], NoEmptyEntry()] = field(default_factory=list)
+    last_frames: list[NonEmptyStr] = Field(default=[])
     """Files of pictures that previews lead to, one for each prompt, beside `inputs`: for Wan 2.1 FLF2V, which
     leads back to the picture that it starts from where there are none, and Wan 2.2 I2V-A14B."""
 
     negative_prompt: str = " "
     """What previews are steered away from when `guidance_scale` is above 1."""
 
-    every_steps: Annotated[int | None, Range(at_least=1)] = None
+    every_steps: PositiveInt | None = None
     """Optimizer steps between previews; null makes them only before training and at the end."""
 
-    num_inference_steps: Annotated[int, Range(at_least=1)] = 30
+    num_inference_steps: PositiveInt = 30
     """Denoising steps of a preview. Fewer is faster and coarser."""
 
-    guidance_scale: Annotated[float, Range(at_least=0)] = 4.0
+    guidance_scale: NonNegativeFloat = 4.0
     """How strongly previews follow their prompt. Above 1 each denoising step runs the model twice, unless the
     model knows the scale itself, as FLUX.1 dev does."""
 
-    seed: Annotated[int, Range(at_least=0)] = 0
+    seed: NonNegativeInt = 0
     """Decides the noise that previews and the validation loss start from, the same each time, so that only
     the training makes a difference."""
 
-    width: Annotated[int | None, Range(at_least=1)] = None
+    width: PositiveInt | None = None
     """Width of previews in pixels; null is `data.width`, or the first of `data.sizes` or
     `data.resolutions`."""
 
-    height: Annotated[int | None, Range(at_least=1)] = None
+    height: PositiveInt | None = None
     """Height of previews in pixels; null is that of the data; see `width`."""
 
-    num_frames: Annotated[int | None, Range(at_least=1)] = None
+    num_frames: PositiveInt | None = None
     """Frames of a preview, for families that make clips; null takes the longest of the data."""
 
-    data: Annotated[str | None, NotEmpty()] = None
+    data: NonEmptyStr | None = None
     """Folder of items with captions, kept out of training, for the fixed-noise loss; it is read as the first
     source of the data is: folders of inputs or masks inside that one have the same place in this one. Null
     measures on training items, and names the metric `train_fixed_noise_loss`."""
 
-    loss_items: Annotated[int, Range(at_least=0)] = 16
+    loss_items: NonNegativeInt = 16
     """Items in the fixed-noise loss; 0 turns it off."""
 
     use_ema: bool = True
@@ -89,47 +88,41 @@ class ValidationSettings(Settings):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
 class LoggingSettings(Settings):
     """Where numbers go. They are always written to `metrics.jsonl` in the run folder."""
 
-    every_steps: Annotated[int, Range(at_least=1)] = 10
+    every_steps: PositiveInt = 10
     """Optimizer steps between two logged rows."""
 
-    trackers: list[Literal["wandb", "tensorboard"]] = field(default_factory=list)
+    trackers: Distinct[Literal["wandb", "tensorboard"]] = Field(default=[])
     """Services that get the numbers as well. They take their credentials from the environment."""
 
-    project: Annotated[str, NotEmpty()] = "diffsynth_lite"
+    project: NonEmptyStr = "diffsynth_lite"
     """Project that the trackers file the run under."""
 
-    run_name: Annotated[str | None, NotEmpty()] = None
+    run_name: NonEmptyStr | None = None
     """Name that the trackers give the run; null lets them choose."""
 
     wandb_mode: Literal["online", "offline"] = "online"
     """`offline` needs no account: wandb writes to a folder, which `wandb sync` can upload later."""
 
-    def conflicts(self) -> Iterator[Problem]:
-        if len(set(self.trackers)) < len(self.trackers):
-            yield Problem(("trackers",), f"{self.trackers} names a tracker twice; once is enough")
 
-
-@dataclass(frozen=True, kw_only=True)
 class OutputSettings(Settings):
     """The run folder, which holds everything that a run writes, except the cache."""
 
-    dir: Annotated[str, NotEmpty()]
+    dir: NonEmptyStr
     """The run folder. A run that is already there is continued, as `resume.source` says."""
 
-    checkpoint_every_steps: Annotated[int, Range(at_least=1)] = 250
+    checkpoint_every_steps: PositiveInt = 250
     """Optimizer steps between checkpoints. The end of a run is always saved."""
 
-    checkpoint_every_minutes: Annotated[float | None, Range(above=0)] = None
+    checkpoint_every_minutes: PositiveFloat | None = None
     """Also save after so many minutes without a checkpoint; null saves by steps alone."""
 
-    keep_checkpoints: Annotated[int, Range(at_least=1)] = 2
+    keep_checkpoints: PositiveInt = 2
     """Newest checkpoints to keep. 2, so that the one before is still there should the last be damaged."""
 
-    keep_every_steps: Annotated[int | None, Range(at_least=1)] = None
+    keep_every_steps: PositiveInt | None = None
     """Keep the checkpoints of every so many steps for good, a multiple of `checkpoint_every_steps`; null
     keeps none besides the newest."""
 
@@ -146,16 +139,15 @@ class OutputSettings(Settings):
             yield Problem(("keep_every_steps", "checkpoint_every_steps"), message)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ResumeSettings(Settings):
     """Whether a run continues an earlier one."""
 
-    source: Annotated[str, NotEmpty()] = "auto"
+    source: NonEmptyStr = "auto"
     """`auto` continues the newest checkpoint in the run folder if there is one, `must` insists on one,
     `none` starts anew and wants an empty run folder, and anything else is the path of a checkpoint
     folder."""
 
-    allow: list[AllowedChange] = field(default_factory=list)
+    allow: list[AllowedChange] = Field(default=[])
     """What may differ from the run that is continued, and would otherwise be an error. `data` is the whole
     data set with its sizes, crops and weights: the order of samples then changes from here on. What was
     changed is kept in `lineage.json`. A base model, an adapter's shape or a seed never changes: that is

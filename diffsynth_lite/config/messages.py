@@ -1,0 +1,145 @@
+"""Words for messages: what a setting must be, by its JSON schema, and what an unknown key was meant to be."""
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any, TypeAlias
+
+import yaml
+
+from diffsynth_lite.config.document import NULLS
+
+Schema: TypeAlias = dict[str, Any]
+"""The JSON schema of one setting, as pydantic makes it."""
+
+_KINDS = {"boolean": "true or false", "integer": "a whole number", "number": "a number", "string": "text"}
+_LISTED_KINDS = {"integer": ("whole numbers", "[1, 2]"), "string": ("texts", "[a, b]")}
+_BOUNDS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "above",
+    "maximum": "at most",
+    "exclusiveMaximum": "below",
+}
+_PLANNED = frozenset(["memory.budget"])
+_AUTO_IS_PLANNED = frozenset(
+    ["train.use_gradient_checkpointing", "train.use_gradient_checkpointing_offload", "memory.policy"]
+)
+_RENAMED = {"image_column": "'media_column'", "caption_column": "'caption_columns', a list"}
+
+
+def without_null(schema: Schema) -> Schema:
+    """The schema of the values of a setting other than null."""
+    return next((option for option in schema.get("anyOf", ()) if option != {"type": "null"}), schema)
+
+
+def section_of_entries(schema: Schema) -> str | None:
+    """The model of the sections that a setting lists; None where it lists none."""
+    reference: str = without_null(schema).get("items", {}).get("$ref", "")
+    return reference.rpartition("/")[2] or None
+
+
+def in_words(schema: Schema) -> str:
+    """What a setting must be, such as "a whole number, at least 1, or null"."""
+    value = without_null(schema)
+    entry = value.get("items")
+    if entry is None:
+        choices = value.get("enum")
+        words = [f"one of {', '.join(choices)}" if choices else _KINDS[value["type"]], *_limits(value)]
+    elif section_of_entries(schema):
+        words = ["a list of sections, written [{path: a}, {path: b}]"]
+    else:
+        many, example = _LISTED_KINDS[entry["type"]]
+        words = [f"a list of {', '.join(entry.get('enum', [many]))}, written {example}", *_limits(value)]
+        words += [f"each {limit}" for limit in _limits(entry)]
+    return ", ".join([*words, *(["or null"] if value is not schema else [])])
+
+
+def _limits(schema: Schema) -> Iterator[str]:
+    if "minItems" in schema:
+        yield "at least one"
+    if schema.get("uniqueItems"):
+        yield "each once"
+    if schema.get("pattern") == r"\S":
+        yield "not empty"
+    if "examples" in schema:
+        yield f"such as {' or '.join(map(json.dumps, schema['examples']))}"
+    bounds = dict(schema)
+    if schema.get("type") == "integer" and "exclusiveMinimum" in schema:
+        bounds["minimum"] = bounds.pop("exclusiveMinimum") + 1
+    if limits := [f"{word} {bounds[key]:g}" for key, word in _BOUNDS.items() if key in bounds]:
+        yield " and ".join(limits)
+
+
+def expectation(name: str, node: yaml.Node, schema: Schema) -> str:
+    """What the setting ``name`` must be instead of what was written, with a hint at what led to that."""
+    words = f"must be {in_words(schema)}"
+    if section_of_entries(schema):
+        return words
+    parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    if any(isinstance(part, yaml.MappingNode) for part in parts):
+        return f"{words}; text with ': ' needs quotes"
+    if not isinstance(node, yaml.ScalarNode):
+        return words
+    kind = without_null(schema)["type"]
+    if node.value == "auto" and name in _AUTO_IS_PLANNED:
+        return f"auto is planned, not available yet; {words}"
+    if node.style is not None and kind not in ("string", "array"):
+        return f"{words}, without quotes"
+    if node.value in NULLS and node.style is None and kind == "string":
+        return f"{words}; put it in quotes to mean the text itself"
+    return words
+
+
+def unknown_section(name: str, sections: Mapping[str, Collection[str]]) -> str:
+    """A message for a top-level name that is no section.
+
+    Args:
+        name: what was written.
+        sections: the keys of every section, by its name.
+    """
+    key = name.rpartition(".")[2]
+    homes = _homes(key, sections)
+    if homes:
+        return f"'{key}' belongs under {' or '.join(homes)}, as {homes[0]}.{key}"
+    if close := get_close_matches(name, sections, n=1):
+        return f"unknown section; did you mean '{close[0]}'?"
+    if elsewhere := _close_elsewhere(key, sections):
+        return f"unknown section; did you mean '{elsewhere}'?"
+    return f"unknown section; there are {', '.join(sections)}"
+
+
+def unknown_key(section: str, key: str, own: Collection[str], sections: Mapping[str, Collection[str]]) -> str:
+    """A message for a key that its section does not have.
+
+    Args:
+        section: its name, which may be that of an entry of a list, such as ``data.sources[0]``.
+        key: what was written.
+        own: the keys that it has.
+        sections: the keys of every section, by its name.
+    """
+    if f"{section}.{key}" in _PLANNED:
+        return "planned, not available yet; remove it"
+    if section == "data" and key in _RENAMED:
+        return f"is now called {_RENAMED[key]}"
+    of_list = key.partition("[")[0]
+    if of_list != key and of_list in own:
+        return f"an entry cannot be set alone; set the whole list, as {section}.{of_list}=[...]"
+    meant = get_close_matches(key, own, n=1)
+    if homes := _homes(key, sections):
+        other = f", or did you mean '{meant[0]}'" if meant else ""
+        return f"'{key}' belongs under {' or '.join(homes)}{other}"
+    if meant:
+        return f"unknown key; did you mean '{meant[0]}'?"
+    if elsewhere := _close_elsewhere(key, sections):
+        return f"unknown key; did you mean '{elsewhere}'?"
+    return f"unknown key; {section} has {', '.join(own)}"
+
+
+def _homes(key: str, sections: Mapping[str, Collection[str]]) -> list[str]:
+    return [section for section, keys in sections.items() if key in keys]
+
+
+def _close_elsewhere(key: str, sections: Mapping[str, Collection[str]]) -> str | None:
+    """The setting of any section that is spelled much like a key."""
+    close = get_close_matches(key, {known for keys in sections.values() for known in keys}, n=1)
+    return f"{_homes(close[0], sections)[0]}.{close[0]}" if close else None

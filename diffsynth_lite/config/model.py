@@ -1,0 +1,136 @@
+"""The sections ``model``, ``lora`` and ``objective``: what is trained, and on which noise levels."""
+
+from collections.abc import Iterator
+from typing import Literal, TypeAlias
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from diffsynth_lite.config.settings import NonEmptyStr, Problem, Settings
+
+Precision: TypeAlias = Literal["bfloat16", "float16", "float32"]
+# The density that each setting belongs to; with another one it would do nothing.
+_DENSITY_OF = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
+
+
+class ModelSettings(Settings):
+    """The pretrained pipeline that the LoRA is trained on. All of its weights stay frozen."""
+
+    family: NonEmptyStr
+    """Which code runs the model: the name of a file under `diffsynth_lite/pipelines/`, such as `qwen_image`,
+    or the dotted path of a module of your own, such as `my_package.my_family`."""
+
+    path: NonEmptyStr
+    """The pipeline: a local folder in the diffusers layout (it holds `model_index.json`), or a hub id such
+    as `Qwen/Qwen-Image`. A local folder of that name is preferred."""
+
+    revision: NonEmptyStr | None = None
+    """Branch, tag or commit of a hub id; null is its main branch. Set a commit to be sure that a later run
+    gets the same weights."""
+
+    variant: NonEmptyStr | None = None
+    """Which weight files to load where a pipeline has several, such as `fp16`; null loads the plain ones.
+    All components of the pipeline must have it."""
+
+    dtype: Precision = "bfloat16"
+    """How the frozen transformer is kept in memory: 2 bytes a parameter, or 4 for `float32`. LoRA weights
+    are float32 whatever this says."""
+
+    text_encoder_dtype: Precision = "bfloat16"
+    """How the text encoder is kept while prompts are encoded; it is freed before training starts."""
+
+    vae_dtype: Precision = "float32"
+    """How the VAE is kept while images are encoded and previews decoded. VAEs are small and lose detail in
+    16 bits: change this only when a large picture does not fit."""
+
+
+class LoraSettings(Settings):
+    """The low-rank matrices that are trained (Hu et al. 2021, arXiv:2106.09685)."""
+
+    rank: PositiveInt = 32
+    """Rank of the matrices. More learns finer detail and makes a larger file; 8 to 64 is usual."""
+
+    alpha: PositiveFloat | None = None
+    """Scale: the LoRA's output is multiplied by alpha / rank. Null means the rank itself, a factor of 1."""
+
+    init_from: NonEmptyStr | None = None
+    """A LoRA that a new run starts from: its file, or its folder, in diffusers' format. Its layers, rank and
+    alpha must be this run's. Its optimizer starts anew: to continue a run of yours, start it again with its
+    `output.dir`. Null starts from a LoRA that changes nothing."""
+
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the LoRA's inputs set to zero at each training step. A little, such as 0.05, works against
+    learning a small set of images by heart."""
+
+    components: list[NonEmptyStr] | None = Field(default=None, min_length=1)
+    """Folders of the pipeline that get a LoRA; null takes what the family trains by default. For most models
+    that is `transformer`, and the only choice. Wan 2.2 14B has two, `transformer` for high noise and
+    `transformer_2` for low, trained together or each in a run of its own; SDXL adds `text_encoder` and
+    `text_encoder_2` to its `unet`."""
+
+    target_modules: list[NonEmptyStr] | None = Field(default=None, min_length=1)
+    """Names, or endings of names, of the linear layers that get a LoRA, such as `[to_q, to_k, to_v]`; null
+    takes the family's own list. An entry that matches no layer is an error."""
+
+
+class ObjectiveSettings(Settings):
+    """The model sees an image mixed with noise, at a noise level sigma between 0 (clean) and 1 (noise alone),
+    and learns to predict what takes one to the other. With SDXL sigma is the timestep, as a part of all."""
+
+    timestep_density: Literal["uniform", "logit_normal", "mode", "cosmap"] = "uniform"
+    """How noise levels are drawn, before the shift: all alike, or with more weight on some, as in Stable
+    Diffusion 3 (Esser et al. 2024, arXiv:2403.03206, section 3.1)."""
+
+    logit_mean: float = 0.0
+    """Centre of `logit_normal`: 0 favours sigma 0.5, above 0 more noise, below 0 less."""
+
+    logit_std: PositiveFloat = 1.0
+    """Width of `logit_normal`: less than 1 stays closer to the centre."""
+
+    mode_scale: float = Field(default=1.29, ge=-1, le=1.75)
+    """Strength of `mode`: above 0 favours the middle, below 0 both ends, 0 is uniform."""
+
+    shift: Literal["family", "none", "static", "resolution"] = "family"
+    """How drawn noise levels are moved towards more noise, which larger images need: as the model family was
+    trained, not at all, by `shift_value`, or by the number of image tokens."""
+
+    shift_value: PositiveFloat | None = None
+    """The static shift s: sigma becomes s * sigma / (1 + (s - 1) * sigma). Above 1 trains more at high
+    noise; 3 is common."""
+
+    sigma_min: float = Field(default=0.0, ge=0, lt=1)
+    """Lowest noise level trained on, after the shift. Raise it to learn composition rather than texture."""
+
+    sigma_max: float = Field(default=1.0, gt=0, le=1)
+    """Highest noise level trained on, after the shift. Lower it to learn texture rather than composition."""
+
+    loss_weighting: Literal["none", "sigma_sqrt", "cosmap", "bell", "min_snr"] = "none"
+    """How much a noise level counts in the loss: all alike, 1 / sigma^2 (diffusers calls this `sigma_sqrt`),
+    the cosine map of the same paper, most in the middle (`bell`), or by the ratio of signal to noise, cut off
+    (`min_snr`; Hang et al. 2023, arXiv:2303.09556). SDXL has `none` and `min_snr`."""
+
+    min_snr_gamma: PositiveFloat = 5.0
+    """Where `min_snr` cuts the ratio of signal to noise off; 5 is the paper's."""
+
+    def conflicts(self) -> Iterator[Problem]:
+        for key, density in _DENSITY_OF.items():
+            if self.timestep_density != density and not self.is_default(key):
+                yield _without_effect(key, "timestep_density", self.timestep_density, density)
+        if self.loss_weighting != "min_snr" and not self.is_default("min_snr_gamma"):
+            yield _without_effect("min_snr_gamma", "loss_weighting", self.loss_weighting, "min_snr")
+        if self.shift != "static" and self.shift_value is not None:
+            yield _without_effect("shift_value", "shift", self.shift, "static")
+        if self.shift == "static" and self.shift_value is None:
+            message = "objective.shift static needs objective.shift_value, such as 3.0"
+            yield Problem(("shift", "shift_value"), message)
+        if self.sigma_min >= self.sigma_max:
+            message = (
+                f"objective.sigma_min {self.sigma_min} must be less than objective.sigma_max {self.sigma_max}"
+            )
+            yield Problem(("sigma_min", "sigma_max"), message)
+
+
+def _without_effect(key: str, owner: str, value: str, wanted: str) -> Problem:
+    message = (
+        f"objective.{key} has no effect with objective.{owner} {value}; remove it, or set {owner}: {wanted}"
+    )
+    return Problem((key, owner), message)

@@ -1,1 +1,0 @@
-"""The sections of the config, one class each; the text under a setting is its documentation."""
