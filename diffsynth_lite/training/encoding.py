@@ -90,8 +90,9 @@ class EncodingJob:
     """What a run encodes: media and prompts, each once, by the key of its tensors.
 
     Args:
+        config: names the cache and the precision of the encoders.
         family: its encoders are loaded when they are first needed.
-        cache: makes the keys.
+        device: for the encoders.
 
     Attributes:
         media: key to the item whose files are encoded.
@@ -100,16 +101,10 @@ class EncodingJob:
         preview_keys: key of each preview's prompt, and of its negative prompt.
     """
 
-    def __init__(
-        self,
-        family: ModelFamily,
-        cache: TensorCache,
-        *,
-        text_dtype: torch.dtype,
-        vae_dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.cache = cache
+    def __init__(self, config: Config, family: ModelFamily, device: torch.device) -> None:
+        text_dtype = getattr(torch, config.model.text_encoder_dtype)
+        vae_dtype = getattr(torch, config.model.vae_dtype)
+        self.cache = TensorCache(cache_folder(config))
         self.media: dict[str, TrainingItem] = {}
         self.prompts: dict[str, PromptItem] = {}
         self.datasets: list[tuple[DatasetPlan, ItemTable]] = []
@@ -156,38 +151,32 @@ class EncodingJob:
     def _row(self, item: TrainingItem, *, has_unconditional: bool) -> ItemRow:
         media_key = item.key(self.cache, self._media_encoder.identity)
         self.media.setdefault(media_key, item)  # equal files are encoded once
-        no_caption = replace(self._prompt(item, ""), is_negative=True)
         return ItemRow(
             name=item.name,
             bucket=item.bucket,
             source=item.record.source,
             media_key=media_key,
-            caption_keys=tuple(self._add_prompt(self._prompt(item, text)) for text in item.record.captions),
-            unconditional_key=self._add_prompt(no_caption) if has_unconditional else None,
+            caption_keys=tuple(self._add_caption(item, text) for text in item.record.captions),
+            unconditional_key=self._add_caption(item, "", is_negative=True) if has_unconditional else None,
         )
 
-    def _prompt(self, item: TrainingItem, text: str) -> PromptItem:
+    def _add_caption(self, item: TrainingItem, text: str, *, is_negative: bool = False) -> str:
         inputs = item.record.inputs
         if not inputs or not self._prompt_sees_images:
-            return PromptItem(text=text)
-        content = item.content[1 : 1 + len(inputs)]
-        return PromptItem(text=text, images=inputs, content=content, background=item.background)
+            return self._add_prompt(PromptItem(text=text, is_negative=is_negative))
+        prompt = PromptItem(
+            text=text,
+            is_negative=is_negative,
+            images=inputs,
+            content=item.content[1 : 1 + len(inputs)],
+            background=item.background,
+        )
+        return self._add_prompt(prompt)
 
     def _add_prompt(self, prompt: PromptItem) -> str:
         key = prompt.key(self.cache, self._prompt_encoder.identity)
         self.prompts.setdefault(key, prompt)
         return key
-
-
-def new_job(config: Config, family: ModelFamily, device: torch.device) -> EncodingJob:
-    """A job for the config's encoders and cache, with nothing in it yet."""
-    return EncodingJob(
-        family,
-        TensorCache(cache_folder(config)),
-        text_dtype=getattr(torch, config.model.text_encoder_dtype),
-        vae_dtype=getattr(torch, config.model.vae_dtype),
-        device=device,
-    )
 
 
 def plan_encoding(
@@ -206,7 +195,7 @@ def plan_encoding(
     Raises:
         UserError: settings that the family cannot do.
     """
-    rules, job = plan_rules(config, family), new_job(config, family, accelerator.device)
+    rules, job = plan_rules(config, family), EncodingJob(config, family, accelerator.device)
     data, validation = config.data, config.validation
     training = plan_dataset(records, rules, memory, accelerator)
     job.add_dataset(training, has_unconditional=data.caption_dropout > 0)
