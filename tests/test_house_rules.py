@@ -5,6 +5,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,10 @@ import diffsynth_lite
 
 ROOT = Path(__file__).parents[1]
 MAX_FILE_LINES = 450
+MAX_FOLDER_FILES = 20
+MAX_TRAINER_LINES = 250
+"""All of a step, and all that follows it, is to be read in one go."""
+MAX_TRAINING_FLOORS = 6
 MAX_BODY_LINES = 60
 MAX_NESTING = 3
 
@@ -116,6 +121,54 @@ def test_there_is_something_to_check() -> None:
 def test_no_file_is_longer_than_a_reader_s_patience() -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in PRODUCT + TESTS}
     assert {path: length for path, length in lengths.items() if length > MAX_FILE_LINES} == {}
+
+
+def test_no_folder_holds_more_files_than_a_reader_can_tell_apart() -> None:
+    sizes = Counter(path.parent for path in files("diffsynth_lite/**/*.py") if path.name != "__init__.py")
+    assert {folder: size for folder, size in sizes.items() if size > MAX_FOLDER_FILES} == {}
+
+
+def test_the_training_loop_is_read_in_one_go() -> None:
+    trainer = ROOT / "diffsynth_lite/training/trainer.py"
+    assert len(trainer.read_text(encoding="utf-8").splitlines()) <= MAX_TRAINER_LINES
+
+
+def imports_of(path: Path) -> set[str]:
+    """Names of modules that a file imports, each with the longer name that it is if the name is a module."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def floors(imports: dict[str, set[str]]) -> dict[str, int]:
+    """The height of each module: 1 where it imports none of the others, else one more than the highest."""
+    heights: dict[str, int] = {}
+    while len(heights) < len(imports):
+        above = {
+            name: below & imports.keys() - {name} for name, below in imports.items() if name not in heights
+        }
+        ready = {name for name, below in above.items() if below <= heights.keys()}
+        assert ready, f"these import each other: {sorted(above)}"
+        heights |= {name: 1 + max((heights[each] for each in above[name]), default=0) for name in ready}
+    return heights
+
+
+def test_training_has_few_floors_of_imports() -> None:
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): imports_of(path)
+        for path in files("diffsynth_lite/training/**/*.py")
+        if path.name != "__init__.py"
+    }
+    heights = floors(modules)
+    assert {name: height for name, height in heights.items() if height > MAX_TRAINING_FLOORS} == {}
+
+
+def test_floors_are_counted_by_the_longest_way_down() -> None:
+    assert floors({"a": {"b", "c", "os"}, "b": {"c"}, "c": set()}) == {"a": 3, "b": 2, "c": 1}
+    with pytest.raises(AssertionError, match="import each other"):
+        floors({"a": {"b"}, "b": {"a"}})
 
 
 @pytest.mark.parametrize("rule", [long_bodies, deep_nesting], ids=lambda rule: rule.__name__)
