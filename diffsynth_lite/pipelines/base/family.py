@@ -74,7 +74,7 @@ class ModelFamily(ABC):
 
     Attributes:
         pipeline_classes: class names of which ``model_index.json`` must give one.
-        components_without_weights: other folders that they need.
+        components_without_weights: other folders that training and previews need.
         frame_step: frame counts must be k * ``frame_step`` + 1; None where there are only pictures.
         max_prompt_tokens: longer prompts are cut, as by the pipeline's own default.
         dead_in_last_block: endings of names in the last block whose output nobody uses.
@@ -126,7 +126,7 @@ class ModelFamily(ABC):
 
     @property
     def record_kinds(self) -> tuple[RecordKind, ...]:
-        """What its data sets are made of; many families give it as a plain attribute."""
+        """Kinds of items that it trains on; many families give it as a plain attribute."""
         return ("image",)
 
     @property
@@ -141,12 +141,12 @@ class ModelFamily(ABC):
 
     @property
     def noise_path(self) -> NoisePath:
-        """The way from data to noise that the model is trained on."""
+        """How data become noise: flow matching, unless the model is trained on another path."""
         return FlowMatchingPath()
 
     @property
     def noise_ranges(self) -> tuple[tuple[float, float], ...]:
-        """Parts [low, high) of the noise levels that are trained, each by an expert of its own."""
+        """Ranges [low, high) of noise levels; more than one where each is trained by an expert of its own."""
         return ((0.0, 1.0),)
 
     @property
@@ -189,7 +189,7 @@ class ModelFamily(ABC):
 
     @property
     def needs_inputs(self) -> bool:
-        """Whether it makes nothing from a prompt alone."""
+        """Whether the model needs a picture to start from, beside a prompt."""
         return not {"image", "video"} & set(self.record_kinds)
 
     def check_folder(self, *, with_weights: bool = True) -> None:
@@ -211,20 +211,36 @@ class ModelFamily(ABC):
         return self.folder.fingerprints(*self.components, "scheduler")
 
     def check_size(self, width: int, height: int, *, keys: str) -> None:
-        """Check that a picture size suits the family.
+        """Check that both sides of a picture are multiples of ``size_divisor``.
 
         Raises:
             UserError: naming ``keys`` and the nearest size that would do.
         """
-        require_divisible(width, height, self.size_divisor, keys=keys)
+        divisor = self.size_divisor
+        if width % divisor or height % divisor:
+            fit = [max(divisor, round(side / divisor) * divisor) for side in (width, height)]
+            raise UserError(
+                f"{keys}: {width}x{height} is not divisible by {divisor}; "
+                f"the nearest size is {fit[0]}x{fit[1]}"
+            )
 
     def check_frames(self, num_frames: int, *, key: str) -> None:
-        """Check that a number of frames suits the family.
+        """Check that a number of frames is k * ``frame_step`` + 1, or 1 where that is None.
 
         Raises:
             UserError: naming ``key`` and the nearest numbers that would do.
         """
-        require_frames(num_frames, self.frame_step, key=key)
+        if self.frame_step is None:
+            if num_frames != 1:
+                raise UserError(f"{key}: {num_frames} frames; this family makes pictures, of 1 frame")
+            return
+        steps, rest = divmod(num_frames - 1, self.frame_step)
+        if num_frames < 1 or rest:
+            fit = [max(0, steps + extra) * self.frame_step + 1 for extra in (0, 1)]
+            raise UserError(
+                f"{key}: {num_frames} frames; this family needs {self.frame_step} k + 1, such as "
+                f"{' or '.join(map(str, fit))}"
+            )
 
     def check_vae_dtype(self, dtype: torch.dtype) -> None:
         """Check that ``model.vae_dtype`` suits the folder's autoencoder.
@@ -315,7 +331,6 @@ class ModelFamily(ABC):
             transformer: what ``load_transformer`` gave, plain or wrapped by DDP.
             noisy_latents: (B, ...) as the media encoder gives them, in fp32.
             sigma: (B,), noise level in [0, 1], in fp32.
-            conditioning: of the B samples.
             use_gradient_checkpointing: recompute each block in backward instead of keeping its activations.
             use_gradient_checkpointing_offload: also park each block's inputs in host memory.
 
@@ -342,35 +357,3 @@ class ModelFamily(ABC):
     @abstractmethod
     def read_lora(self, place: Path) -> LoraFile:
         """Read an adapter, from its folder or its one file, through the family's diffusers pipeline."""
-
-
-def require_divisible(width: int, height: int, divisor: int, *, keys: str) -> None:
-    """Check that both sides of a picture are multiples of ``divisor``.
-
-    Raises:
-        UserError: naming ``keys`` and the nearest size that would do.
-    """
-    if width % divisor or height % divisor:
-        fit = [max(divisor, round(side / divisor) * divisor) for side in (width, height)]
-        raise UserError(
-            f"{keys}: {width}x{height} is not divisible by {divisor}; the nearest size is {fit[0]}x{fit[1]}"
-        )
-
-
-def require_frames(num_frames: int, frame_step: int | None, *, key: str) -> None:
-    """Check that a number of frames is k * ``frame_step`` + 1, or 1 where that is None.
-
-    Raises:
-        UserError: naming ``key`` and the nearest numbers that would do.
-    """
-    if frame_step is None:
-        if num_frames != 1:
-            raise UserError(f"{key}: {num_frames} frames; this family makes pictures, of 1 frame")
-        return
-    steps, rest = divmod(num_frames - 1, frame_step)
-    if num_frames < 1 or rest:
-        fit = [max(0, steps + extra) * frame_step + 1 for extra in (0, 1)]
-        raise UserError(
-            f"{key}: {num_frames} frames; this family needs {frame_step} k + 1, such as "
-            f"{' or '.join(map(str, fit))}"
-        )

@@ -75,7 +75,6 @@ def with_first_frames(
     Args:
         latents_bcfhw: (B, C, F, H, W), noisy.
         timestep: (B,).
-        conditioning: of the B samples.
         patch_size: side of the square of latents that is one token.
 
     Returns:

@@ -28,9 +28,7 @@ def clip_prompt_encoder(
     """A function from prompts to their embeddings, or to their tokens where the encoders are trained.
 
     Args:
-        tokenizers: of both encoders.
         encoders: the ``CLIPTextModel`` and the ``CLIPTextModelWithProjection``; empty for tokens alone.
-        device: of the encoders.
         zeros_for_empty: an empty prompt that guidance steers away from has zeros for embeddings.
     """
 
