@@ -15,9 +15,7 @@ def advise(
     """What to change in the training data, the most important first.
 
     Args:
-        data: that are trained on.
-        found: in them.
-        estimate: of the cache; None where nothing is cached.
+        estimate: None where nothing is cached.
         free_bytes: free disk for the cache.
     """
     return [
@@ -32,12 +30,7 @@ def advise(
 
 
 def advise_on_held_out(data: ExaminedData, found: Findings) -> list[str]:
-    """What to change in the held-out data, the most important first.
-
-    Args:
-        data: that are held out.
-        found: in them.
-    """
+    """What to change in the held-out data, the most important first."""
     return [
         *_about_bad_items(data),
         *_about_leaks(found.trained, "are equal to"),

@@ -87,7 +87,6 @@ def examine(config: Config, *, sheet_size: int) -> Examination:
     """Read, plan and decode the data of a run. Of the disk only the index in the cache's folder changes.
 
     Args:
-        config: of the run.
         sheet_size: items on the contact sheet, and on that of the held-out data.
 
     Raises:

@@ -40,7 +40,6 @@ class ExaminedData:
     """What a run would train on, or measure its loss on.
 
     Attributes:
-        config: of the run.
         family: bound to its folder, without weights.
         sources: where the records are from.
         records: that could be read.
@@ -149,11 +148,9 @@ class CacheEstimate:
 
 
 def estimate_cache(data: ExaminedData, cache: TensorCache) -> CacheEstimate:
-    """What the items of a run and their captions take; without previews, which are few.
+    """What the items of a run and their captions take in the cache, of which no entry is read.
 
-    Args:
-        data: of the run.
-        cache: of the run; only looked into, not read.
+    Previews, which are few, are not counted.
     """
     config, family = data.config, data.family
     text_dtype: torch.dtype = getattr(torch, config.model.text_encoder_dtype)

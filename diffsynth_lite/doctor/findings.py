@@ -138,7 +138,7 @@ class Findings:
         equal: groups of names with equal files.
         alike: groups of names that look alike, beyond the equal ones.
         trained: of held-out data, groups of their names with those of training items that are equal.
-        like_trained: likewise that look alike.
+        like_trained: the same for items that look alike.
         advice: what to change, the most important first.
         sheet: items as the model sees them.
         num_items: items planned; the sheet may show fewer.

@@ -49,9 +49,7 @@ def write_page(path: Path, findings: Findings, *, title: str, lead: str) -> None
     """Write the page; what is in captions and file names is shown as text, never run, with secrets masked.
 
     Args:
-        path: of the page, which is replaced.
-        findings: what it shows.
-        title: its heading.
+        title: the heading.
         lead: the line below it.
     """
     environment = Environment(

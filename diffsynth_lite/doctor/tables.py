@@ -95,12 +95,7 @@ def bucket_table(data: ExaminedData) -> list[BucketFindings]:
 
 
 def number_table(data: ExaminedData, captions: CaptionFindings) -> dict[str, str]:
-    """Numbers in words by name: sizes, durations, captions.
-
-    Args:
-        data: of the run.
-        captions: of the data.
-    """
+    """Numbers in words by name: sizes, durations, captions."""
     table = _sizes(data)
     if captions.tokens:
         table["caption tokens"] = f"{captions.tokens}; the model sees {captions.limit}"
@@ -113,9 +108,7 @@ def pass_table(
     """Numbers in words by name: length of a pass over the training data, the cache.
 
     Args:
-        data: that are trained on.
-        buckets: the bucket table.
-        estimate: of the cache; None where nothing is cached.
+        estimate: None where nothing is cached.
     """
     table = {}
     if batches := sum(row.batches_per_pass for row in buckets):

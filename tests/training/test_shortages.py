@@ -1,4 +1,4 @@
-"""A full device is answered with what it held, and with the settings that would help most."""
+"""What runs short is named with what would help."""
 
 import dataclasses
 import errno

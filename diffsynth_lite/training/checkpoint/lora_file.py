@@ -22,7 +22,6 @@ def export_lora(
     """Write an adapter in its family's format, read it back, compare, and only then replace the last one.
 
     Args:
-        family: decides the format.
         folder: where the files go; a reader sees the old file or the new one, also after a power cut.
         tensors: the adapter by peft's names.
         settings: peft's settings, alpha included; the file holds them with secrets masked.
@@ -77,14 +76,12 @@ def read_initial_lora(
     """The tensors of a LoRA in the format that the family's diffusers pipeline loads.
 
     Args:
-        family: reads it.
         location: the file, or the folder with the family's file names in it.
-        layers: full names of the layers that this run trains.
-        rank: of this run's LoRA.
-        alpha: of this run's LoRA.
+        layers: full names of the layers that this run trains. The LoRA must be on these, with this rank and
+            this alpha.
 
     Returns:
-        By peft's names.
+        Tensors by peft's names.
 
     Raises:
         UserError: it is missing or damaged, or has other layers, another rank or another alpha.

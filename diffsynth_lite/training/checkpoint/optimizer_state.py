@@ -58,8 +58,7 @@ def load_optimizer(
     Args:
         optimizer: of the same class, over the same parameters in any order and grouping.
         named_parameters: at least every parameter of the optimizer.
-        tensors: as returned by ``optimizer_tensors``.
-        document: as returned by ``optimizer_tensors``.
+        tensors: from ``optimizer_tensors``, with its document.
 
     Raises:
         CheckpointError: class, names, shapes or tensors do not fit; the optimizer is unchanged.

@@ -1,4 +1,4 @@
-"""This file saves a run so that it can go on, and puts it back."""
+"""This file saves a run as a checkpoint and a LoRA, keeps the best of them, and restores a run."""
 
 import logging
 import math
@@ -31,8 +31,6 @@ class Saver:
     """Writes checkpoints of a run, and the LoRA for inference with each.
 
     Attributes:
-        folder: of the run.
-        store: of its checkpoints.
         family: decides the LoRA's format.
         transformer: with its adapter, not wrapped.
         optimizer: over the adapter.
@@ -40,7 +38,6 @@ class Saver:
         accelerator: the main process writes, the others wait.
         fingerprint: what a resumed run must agree with.
         run_id: identifies the run across resumes.
-        lineage: each start of the run up to now.
         resolved_yaml: the run's settings, kept beside each checkpoint.
         keeps_best: whether the checkpoint with the lowest loss on held-out data is kept.
         protocol: what that loss is measured by.

@@ -1,4 +1,4 @@
-"""The checkpoint store of a run: folders that appear whole, and are dropped only after a newer one has.
+"""The checkpoints of a run on disk: each folder appears whole, and is dropped only after a newer one has.
 
 Writing: aside in a ``.tmp-`` folder, every file synced, the manifest last, the folder synced, renamed to its
 name, the parent synced. Then the oldest go. A process killed, or a machine switched off, at any moment leaves
@@ -71,7 +71,6 @@ class CheckpointStore:
         """Write a checkpoint, then drop the oldest ones; a complete one of the same step is left as it is.
 
         Args:
-            step: optimizer steps taken.
             tensors: file name without suffix to named tensors, on any device.
             documents: file name without suffix to anything that json can hold.
 

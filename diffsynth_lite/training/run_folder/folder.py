@@ -1,4 +1,4 @@
-"""The output folder of a run: where things are, how the run stands, and that one trainer at a time writes."""
+"""The output folder of a run: its paths, ``status.json``, and the lock that keeps a second trainer out."""
 
 import json
 import logging
@@ -128,11 +128,9 @@ class RunFolder:
         """Replace ``status.json``; the first call, under the lock, makes this the folder of a run.
 
         Args:
-            state: of the run.
-            exit_code: of the trainer, None while it runs.
-            step: optimizer steps taken.
+            exit_code: None while the trainer runs.
             message: one line for a person.
-            progress: numbers by name, of a run that goes on.
+            progress: numbers by name, while the trainer runs.
         """
         places = (
             *(self.checkpoints_folder, self.lora_folder, self.ema_lora_folder, self.best_lora_folder),

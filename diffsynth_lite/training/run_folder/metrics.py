@@ -32,7 +32,6 @@ class MetricsFile:
         finite stands in the file as one that was logged and has no number.
 
         Args:
-            step: optimizer steps taken.
             values: by metric name; ``step`` and ``time`` are ours.
         """
         row: dict[str, float | None] = {"step": step, "time": round(time.time(), 3)}
@@ -107,13 +106,9 @@ def start_trackers(
 
     Args:
         accelerator: was made with ``log_with=names``.
-        names: of the trackers.
-        project: groups runs.
-        settings: shown beside the run.
         folder: where offline files go.
-        run_name: shown for the run; None lets the tracker choose.
+        run_name: None lets the tracker choose.
         run_id: identifies the run across resumes.
-        wandb_mode: online or offline.
     """
     if not names:
         return
@@ -141,7 +136,7 @@ def start_trackers(
 
 
 class MetricsLog:
-    """Where numbers of the run go."""
+    """Writes numbers to ``metrics.jsonl`` and to the trackers."""
 
     def __init__(self, file: MetricsFile, accelerator: Accelerator) -> None:
         self._file = file
