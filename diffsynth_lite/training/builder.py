@@ -40,9 +40,9 @@ class TrainingObjects:
         loss: of a micro-batch, a scalar; knows the model, which the loop does not.
         learning_rate: of the 0-based optimizer step.
         max_grad_norm: gradients are scaled down to it; infinity never clips.
-        averaged: takes the weights in after each step that is not skipped; None averages nothing.
+        averaged: the moving average of the adapter; None where none is kept.
         seed: of the dropout masks.
-        batches: the micro-batches of each optimizer step, in order.
+        batches: the micro-batches of this process for each optimizer step, in order.
         validation_loss: the loss on fixed noise.
         previews: draws the prompts.
         num_skipped_in_a_row: steps up to now that were skipped as not finite.
@@ -69,7 +69,7 @@ class TrainingObjects:
 
 
 def build_accelerator(config: Config, tracker_folder: Path) -> Accelerator:
-    """The device, the processes and the mixed precision of the run.
+    """Accelerate's view of the machine: device, processes, mixed precision, trackers.
 
     Raises:
         UserError: the launcher asks for a kind of distribution that is not supported.
@@ -128,7 +128,7 @@ def build_optimizer(config: Config, transformer: torch.nn.Module) -> torch.optim
 
 
 def build_average(config: Config, transformer: torch.nn.Module) -> AveragedWeights | None:
-    """The moving average of the adapter, which starts at its present values; None where none is kept."""
+    """The moving average of the adapter, which starts at its present values; None where it is not wanted."""
     decay = config.train.ema_decay
     return None if decay is None else AveragedWeights(transformer, decay=decay)
 
@@ -145,7 +145,7 @@ def build_run(
     start_step: int,
     preview_folder: Path,
 ) -> TrainingObjects:
-    """Wire the objective, the data and the evaluation around a transformer and its optimizer."""
+    """Put the objective, the batches and the evaluation around a transformer and its optimizer."""
     objective = _build_objective(config, checked.family, accelerator.device)
     # Each step trains one expert; the others' parameters must not be waited for.
     accelerator.ddp_handler = DistributedDataParallelKwargs(
@@ -273,7 +273,7 @@ def _build_previews(config: Config, family: ModelFamily, encoded: TrainingData, 
 
 
 def build_workload(config: Config, checked: CheckedRun, encoded: TrainingData) -> Workload:
-    """What a step holds, for the answer to a full device."""
+    """What a step holds in memory, for the advice when the device is full."""
     train, family = config.train, checked.family
     model = family.folder.component_config(family.trained[0])
     heads, head_width = (model.get(name) for name in ("num_attention_heads", "attention_head_dim"))

@@ -25,10 +25,10 @@ from diffsynth_lite.training.run_folder.metrics import require_trackers
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedRun:
-    """What the checks found, for the builder.
+    """What the checks found of the base model and the data.
 
     Attributes:
-        family: bound to its folder.
+        family: the model family, bound to the folder of the base model.
         records: training images and captions.
         validation_records: held-out ones; empty when the training items are measured instead.
         target_layers: full names of the layers that get a LoRA.
@@ -51,10 +51,6 @@ class CheckedRun:
 
 def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
     """Check paths, data, sizes, targets and blocks; no weights are loaded.
-
-    Args:
-        config: of the run.
-        accelerator: tells processes.
 
     Raises:
         UserError: one line for each problem found, on whatever process.
@@ -125,12 +121,12 @@ def _check_output_is_apart(config: Config) -> None:
 
 
 def bind_family(config: Config, *, with_weights: bool = True) -> ModelFamily:
-    """The family, bound to its folder.
+    """The model family that the config names, bound to the folder of the base model.
 
     Args:
-        config: of the run.
-        with_weights: the weights must be there; those of a model of the hub are downloaded. Without, its
-            small files are enough.
+        config: gives family, folder and trained components.
+        with_weights: whether the weights must be there; those of a model of the hub are downloaded. Otherwise
+            its small files are enough.
 
     Raises:
         UserError: no such family or folder, or a folder of another family.
@@ -209,7 +205,7 @@ def build_learning_rate(config: Config) -> Callable[[int], float]:
 
 
 def block_policy(config: Config) -> BlockPolicy:
-    """What happens to the single blocks, as far as the two gradient switches permit it."""
+    """Which blocks are checkpointed, and what they keep, where the two gradient switches are on."""
     memory = config.memory
     return BlockPolicy(
         select=memory.policy,
@@ -242,7 +238,7 @@ def _check_shift(config: Config, family: ModelFamily) -> None:
 
 
 def check_previews(config: Config, family: ModelFamily) -> None:
-    """Check sizes and frames, and that the pictures are there, whole, and looked at by the family.
+    """Check sizes and frames of the previews, and that their pictures are there, whole, and of use.
 
     Raises:
         UserError: naming the key, and what would do.
@@ -281,7 +277,7 @@ def _check_pictures_have_effect(config: Config, family: ModelFamily) -> None:
 
 
 def preview_size(config: Config, family: ModelFamily) -> tuple[int, int]:
-    """Width and height of the previews in pixels: unless given, the data's, as the family can do them."""
+    """Width and height of the previews in pixels: unless given, the data's, rounded down to what fits."""
     divisor = family.size_divisor
     width, height = (max(divisor, side // divisor * divisor) for side in config.data.first_size)
     return config.validation.width or width, config.validation.height or height

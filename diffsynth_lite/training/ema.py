@@ -1,4 +1,4 @@
-"""This file keeps a moving average of the adapter's weights beside the weights that are trained."""
+"""This file keeps the exponential moving average (EMA) of the adapter's weights while they are trained."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,8 +13,8 @@ from diffsynth_lite.training.checkpoint.manifest import CheckpointError
 class AveragedWeights:
     """The exponential moving average of a model's trained parameters, by diffusers' ``EMAModel``.
 
-    After n updates the decay is (n - 1 + 1) / (n - 1 + 10), at most ``decay``: the average follows the first
-    steps closely. After 100 updates 0.9999 is still 0.917.
+    The decay of update n is n / (n + 9), at most ``decay``, so that the average follows the first steps
+    closely: with ``decay`` 0.9999 it is 0.917 at update 100.
 
     Args:
         model: with its adapter, not wrapped.

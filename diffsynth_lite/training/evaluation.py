@@ -34,13 +34,13 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationItem:
-    """One item of the fixed-noise loss.
+    """An item on which the fixed-noise loss is measured.
 
     Attributes:
         bucket: sizes of the item and of its inputs.
         latents: (...), fp32.
-        conditioning: what they are conditioned on.
-        loss_mask: (1, ...) at the size of the latents; None where all counts.
+        conditioning: encoded caption and inputs.
+        loss_mask: (1, ...) at the size of the latents; None where every pixel counts.
     """
 
     bucket: Bucket
@@ -50,7 +50,7 @@ class ValidationItem:
 
     @property
     def form(self) -> tuple[Bucket, torch.Size | None]:
-        """Items of one form fit into one batch."""
+        """What items of one batch have in common."""
         return self.bucket, None if self.loss_mask is None else self.loss_mask.shape
 
 

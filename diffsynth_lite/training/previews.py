@@ -1,4 +1,4 @@
-"""This file draws previews while a LoRA trains: files by prompt and step, and one grid of all of them.
+"""This file draws previews while a LoRA trains: a file for each prompt and step, and one grid of all.
 
 A clip is kept as an MP4, and beside it as a strip of some of its frames, which is what the grid shows.
 """
@@ -45,7 +45,7 @@ class Previews:
         family: draws through its own diffusers pipeline.
         folder: where the files go.
         prompts: as given, for the grid's labels.
-        negative_prompt: of all of them.
+        negative_prompt: one for all prompts.
         requests: one a prompt.
         fps: frames per second of clips; None where there are only pictures.
         vae_dtype: of the decoder, which is loaded for the preview and freed again.

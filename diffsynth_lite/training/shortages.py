@@ -22,18 +22,18 @@ _NUM_LEVERS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A step in the terms of the settings that decide what it holds.
+    """What decides how much memory a step takes.
 
     Attributes:
         tokens: of one sample of the largest bucket.
         width: values of a token between blocks; None where the model does not say.
         micro_batch_size: samples in a forward.
-        num_blocks: of the model.
-        num_checkpointed: those of them that are checkpointed; 0 with checkpointing off.
+        num_blocks: blocks of the model.
+        num_checkpointed: how many of them are checkpointed; 0 with checkpointing off.
         offloads: whether the inputs of these are parked in host memory.
         blocks_on_device: whose inputs are on the device at once where they are parked.
-        has_token_budget: whether that decides how many samples go through at once.
-        in_float32: whether the frozen weights are.
+        has_token_budget: whether a token budget decides how many samples go through at once.
+        in_float32: whether the frozen weights are in fp32.
     """
 
     tokens: int

@@ -62,7 +62,7 @@ class StopRequest:
 
     @property
     def asked(self) -> bool:
-        """Whether this process was asked to stop."""
+        """Whether this process has received a stop signal."""
         return bool(self._received_at)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
@@ -140,7 +140,7 @@ class Requests:
 
 
 def _take(path: Path) -> bool:
-    """Whether the file is there; it is not any more."""
+    """Remove the file; whether it was there."""
     try:
         path.unlink()
     except FileNotFoundError:
