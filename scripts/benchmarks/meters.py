@@ -4,7 +4,7 @@ import statistics
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,6 @@ from rich.table import Table
 from subjects import Subject
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from trained_model import TrainedModel
 
 from diffsynth_lite.core.gradient import (
@@ -161,7 +160,7 @@ class CountingMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for tensor in _tensors((args, kwargs)):
+        for tensor in _tensors((args, list((kwargs or {}).values()))):
             self._live.add(tensor, is_counted=False)  # from outside
         value = func(*args, **(kwargs or {}))
         for tensor in _tensors(value):
@@ -169,9 +168,14 @@ class CountingMeter(TorchDispatchMode):
         return value
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """The tensors among the arguments or results of an operator; torch's pytree takes far longer."""
     # A product that waits in a recompute is of a class of its own, and has no memory yet.
-    return [leaf for leaf in tree_leaves(tree) if type(leaf) in (Tensor, nn.Parameter)]
+    if type(values) in (Tensor, nn.Parameter):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)
 
 
 class Method(Protocol):

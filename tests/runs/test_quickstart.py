@@ -1,12 +1,10 @@
 """The main jobs on the embedded mini models really teach what they say."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from processes import LIMIT_S
+from processes import Program
 
 from diffsynth_lite.cli.train import main
 
@@ -20,8 +18,9 @@ FASTER = (
 )
 
 
-def run_script(name: str, *arguments: str) -> None:
-    subprocess.run([sys.executable, EXAMPLE / name, *arguments], check=True, cwd=REPOSITORY, timeout=LIMIT_S)
+def run_script(name: str, *arguments: str, log: Path) -> None:
+    program = Program((EXAMPLE / name).resolve(), arguments, log)
+    assert program.wait() == 0, program.printed()
 
 
 @pytest.mark.slow
@@ -30,11 +29,12 @@ def test_the_quickstart_teaches_the_new_colours_and_keeps_the_known_ones(
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     data, run, score = (str(tmp_path / name) for name in ("data", "run", "score"))
-    run_script("make_data.py", "--output", data)
+    run_script("make_data.py", "--output", data, log=tmp_path / "made")
     settings = [f"data.path={data}", f"output.dir={run}", f"data.cache_dir={tmp_path / 'cache'}"]
     assert main(["--config", "quickstart.yaml", *settings, *FASTER]) == 0
     model = str(EXAMPLE / "mini_qwen_image")
-    run_script("score.py", "--model", model, "--lora", f"{run}/lora", "--data", data, "--output", score)
+    arguments = ("--model", model, "--lora", f"{run}/lora", "--data", data, "--output", score)
+    run_script("score.py", *arguments, log=tmp_path / "scored")
     record = json.loads((tmp_path / "score" / "score.json").read_text())
     assert record["num_unseen_new_prompts"] == 16
     assert record["new"]["before"]["accuracy"] <= 0.25
@@ -49,11 +49,12 @@ def test_the_video_quickstart_teaches_the_new_motion_and_keeps_the_known_ones(
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     data, run, score = (str(tmp_path / name) for name in ("data", "run", "score"))
-    run_script("make_clips.py", "--output", data)
+    run_script("make_clips.py", "--output", data, log=tmp_path / "made")
     settings = [f"data.path={data}", f"output.dir={run}", f"data.cache_dir={tmp_path / 'cache'}"]
     assert main(["--config", "video_quickstart.yaml", *settings, *FASTER]) == 0
     model = str(EXAMPLE / "mini_wan")
-    run_script("score_clips.py", "--model", model, "--lora", f"{run}/lora", "--data", data, "--output", score)
+    arguments = ("--model", model, "--lora", f"{run}/lora", "--data", data, "--output", score)
+    run_script("../../tests/runs/score_quickly.py", "score_clips.py", *arguments, log=tmp_path / "scored")
     record = json.loads((tmp_path / "score" / "score.json").read_text())
     assert record["num_unseen_new_prompts"] == 8
     assert record["new"]["before"]["accuracy"] <= 0.25
