@@ -101,7 +101,7 @@ def facts(family: type[ModelFamily]) -> dict[str, str]:
         "shift of the noise levels": _docstring_of(family, "family_shift", above=ModelFamily)
         or BY_THE_FOLDER,
         "LoRA on, by default": _said(family, "default_target_modules", _names),
-        "left out in the last block": _said(family, "dead_in_last_block", _names),
+        "left out in the last block": _said(family, "unused_in_last_block", _names),
         "LoRA file": _docstring_of(family, "save_lora", above=DiffusersFamily) or _lora_file(family),
     }
     return {name: text for name, text in said.items() if text}

@@ -82,7 +82,7 @@ class Chroma(Flux):
     """Chroma1 Base and HD, from text.
 
     19 dual-stream and 38 single-stream blocks as in FLUX.1, T5 prompts, 16 channels at 1/8 size. It knows no
-    guidance scale: previews are guided by the negative prompt. No layer of the last block is dead.
+    guidance scale: previews are guided by the negative prompt. No layer of the last block is unused.
     Chroma1-Radiance, which has no autoencoder, is not covered.
 
     The model sees the tokens of its prompt and one of the padding behind them, as in its own training. The

@@ -133,7 +133,7 @@ class Flux(DiffusersFamily):
     """FLUX.1 dev and schnell, from text.
 
     19 dual-stream and 38 single-stream blocks, T5 and CLIP prompts, 16 channels at 1/8 size. No layer of the
-    last block is dead: the single-stream blocks use the same weights for text and picture.
+    last block is unused: the single-stream blocks use the same weights for text and picture.
 
     dev knows a guidance scale, which it is told beside the noise level. Training tells it 1, which asks for
     no guidance, because the target is that of the data alone; previews tell it

@@ -118,7 +118,7 @@ class Flux2(DiffusersFamily):
     A distilled klein (4 steps) is best trained through its base model, whose LoRA it takes. The klein models
     with a cache of their inputs (KV) see these in another way and are refused.
 
-    No layer of the last block is dead: the single-stream blocks use the same weights for text and picture.
+    No layer of the last block is unused: the single-stream blocks use the same weights for text and picture.
     """
 
     pipelines: ClassVar[tuple[Any, ...]] = (Flux2Pipeline, Flux2KleinPipeline)

@@ -117,7 +117,7 @@ class QwenImage(DiffusersFamily):
         *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
         *("img_mod.1", "img_mlp.net.2", "txt_mod.1", "txt_mlp.net.2"),
     )
-    dead_in_last_block = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+    unused_in_last_block = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
         parts = self.folder.fingerprints("text_encoder", "tokenizer")

@@ -75,7 +75,7 @@ class ZImage(DiffusersFamily):
     34 single-stream blocks, Qwen3 prompts, the autoencoder of FLUX.1: 16 channels at 1/8 size.
 
     Two blocks refine the picture alone, two the prompt alone, and 30 see both. Captions of any lengths may
-    stand in one batch. No layer of the last block is dead: text and picture share its weights.
+    stand in one batch. No layer of the last block is unused: text and picture share its weights.
 
     Turbo, distilled to 8 steps without guidance, has the same layout. Training knows nothing of the
     distillation and undoes it: with a LoRA trained on Turbo, 8 steps give blurred pictures while 30 with

@@ -237,11 +237,11 @@ def test_a_bf16_model_draws_with_an_autoencoder_in_fp32(family: Chroma, is_mixed
     assert drawn.size == (64, 32)
 
 
-def test_no_layer_of_the_last_block_is_dead(family: Chroma, transformer: ChromaTransformer2DModel) -> None:
+def test_no_layer_of_the_last_block_is_unused(family: Chroma, transformer: ChromaTransformer2DModel) -> None:
     latents, _, _ = drawn_inputs()
     velocity = family.predict(transformer, latents[:1], torch.ones(1), encoded_prompts(family, "a ring"))
     found = gradients(transformer, velocity)
-    assert family.dead_in_last_block == ()
+    assert family.unused_in_last_block == ()
     assert [name for name, gradient in found.items() if gradient is None] == []
 
 

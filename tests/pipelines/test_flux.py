@@ -114,7 +114,7 @@ def test_model_fn_equals_the_transformers_own_forward(is_guided: bool, edits: bo
         guidance,
         input_latents_bchw=inputs,
     )
-    # No layer of the last block is dead.
+    # No layer of the last block is unused.
     assert all(gradient is not None for gradient in expected.values())
 
 
@@ -251,13 +251,13 @@ def test_a_bf16_model_draws_with_an_autoencoder_of_any_dtype(
     assert drawn.size == (64, 32)
 
 
-def test_no_layer_of_the_last_block_is_dead(family: Flux) -> None:
+def test_no_layer_of_the_last_block_is_unused(family: Flux) -> None:
     transformer = family.load_transformer(torch.float32).requires_grad_(True)
     velocity = family.predict(
         transformer, torch.ones(1, 16, 4, 8), torch.ones(1), encoded_prompts(family, "a ring")
     )
     found = gradients(transformer, velocity)
-    assert family.dead_in_last_block == ()
+    assert family.unused_in_last_block == ()
     assert [name for name, gradient in found.items() if gradient is None] == []
 
 

@@ -90,7 +90,7 @@ def test_model_fn_equals_the_transformers_own_forward(
         guidance,
         input_latents_bchw=inputs,
     )
-    # No layer of the last block is dead.
+    # No layer of the last block is unused.
     assert all(gradient is not None for gradient in expected.values())
 
 
@@ -110,12 +110,12 @@ def test_the_blocks_run_in_the_order_in_which_they_are_declared(dev: Flux2) -> N
     assert all(block is other for block, other in zip(run, declared, strict=True))
 
 
-def test_no_layer_of_the_last_block_is_dead(family: Flux2) -> None:
+def test_no_layer_of_the_last_block_is_unused(family: Flux2) -> None:
     transformer = family.load_transformer(torch.float32).requires_grad_(True)
     velocity = family.predict(
         transformer, torch.ones(1, 128, 2, 4), torch.ones(1), encoded_prompts(family, PROMPT)
     )
-    assert family.dead_in_last_block == ()
+    assert family.unused_in_last_block == ()
     assert [name for name, gradient in gradients(transformer, velocity).items() if gradient is None] == []
 
 

@@ -90,7 +90,7 @@ def test_model_fn_equals_the_transformers_own_forward(layout: str, is_padded: bo
         embeds,
         mask,
     )
-    # No layer of the last block is dead.
+    # No layer of the last block is unused.
     assert all(gradient is not None for gradient in expected.values())
 
 

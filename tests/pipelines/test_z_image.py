@@ -74,7 +74,7 @@ def test_model_fn_equals_the_transformers_own_forward() -> None:
         timestep,
         prompts,
     )
-    # No layer of the last block is dead.
+    # No layer of the last block is unused.
     assert all(gradient is not None for gradient in expected.values())
 
 
@@ -232,12 +232,12 @@ def test_a_bf16_model_trains_and_draws_with_an_autoencoder_of_any_dtype(
     assert velocity.dtype == (torch.float32 if is_mixed else torch.bfloat16)
 
 
-def test_no_layer_of_the_last_block_is_dead(family: ZImage) -> None:
+def test_no_layer_of_the_last_block_is_unused(family: ZImage) -> None:
     transformer = family.load_transformer(torch.float32).requires_grad_(True)
     velocity = family.predict(
         transformer, torch.ones(1, 16, 4, 8), torch.ones(1), encoded_prompts(family, "a ring")
     )
-    assert family.dead_in_last_block == ()
+    assert family.unused_in_last_block == ()
     assert [name for name, found in gradients(transformer, velocity).items() if found is None] == []
 
 

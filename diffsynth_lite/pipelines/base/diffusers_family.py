@@ -278,14 +278,14 @@ class DiffusersFamily(ModelFamily):
         return model
 
     def unused_modules(self, model: torch.nn.Module) -> list[str]:
-        if not self.dead_in_last_block:
+        if not self.unused_in_last_block:
             return []
         names = []
         for component, part in self.parts_of(model).items():
             *_, last_list = self.block_lists
             last_block = f"{last_list}.{count_blocks(part, [last_list]) - 1}"
             prefix = last_block if part is model else f"{component}.{last_block}"
-            names += [f"{prefix}.{ending}" for ending in self.dead_in_last_block]
+            names += [f"{prefix}.{ending}" for ending in self.unused_in_last_block]
         return names
 
     def lora_file_name(self, component: str) -> str:

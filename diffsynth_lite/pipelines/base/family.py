@@ -77,7 +77,7 @@ class ModelFamily(ABC):
         components_without_weights: other folders that training and previews need.
         frame_step: frame counts must be k * ``frame_step`` + 1; None where there are only pictures.
         max_prompt_tokens: longer prompts are cut, as by the pipeline's own default.
-        dead_in_last_block: endings of names in the last block whose output nobody uses.
+        unused_in_last_block: endings of names in the last block whose output nobody uses.
         unused_matmuls: names of layers in the blocks whose results no gradient needs as long as the gate that
             they are multiplied with does not train; the recompute then leaves their products out.
         prompt_sees_images: whether the text encoder also sees the input pictures of an edit.
@@ -87,7 +87,7 @@ class ModelFamily(ABC):
     components_without_weights: ClassVar[tuple[str, ...]] = ("scheduler", "tokenizer")
     frame_step: ClassVar[int | None] = None
     max_prompt_tokens: ClassVar[int]
-    dead_in_last_block: ClassVar[tuple[str, ...]] = ()
+    unused_in_last_block: ClassVar[tuple[str, ...]] = ()
     unused_matmuls: ClassVar[tuple[str, ...]] = ()
     prompt_sees_images: ClassVar[bool] = False
 
