@@ -11,7 +11,12 @@ import torch
 from diffusers import AutoencoderKL, ChromaPipeline, ChromaTransformer2DModel, FlowMatchEulerDiscreteScheduler
 from transformers import T5EncoderModel
 
-from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
+from diffsynth_lite.core.gradient import (
+    BlockPolicy,
+    blocks_through,
+    gradient_checkpoint_forward,
+    gradient_flags,
+)
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
@@ -126,9 +131,6 @@ class Chroma(Flux):
         noisy_latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
-        *,
-        use_gradient_checkpointing: bool = False,
-        use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
         like = device_and_dtype(transformer)
         embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning], **like)
@@ -138,8 +140,7 @@ class Chroma(Flux):
             sigma,
             embeds_bld,
             mask,
-            use_gradient_checkpointing=use_gradient_checkpointing,
-            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+            **gradient_flags(),
         )
 
     def _prompt_arguments(self, request: PreviewRequest, like: dict[str, Any]) -> dict[str, Any]:

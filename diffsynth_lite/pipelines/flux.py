@@ -13,7 +13,12 @@ from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeli
 from PIL.Image import Image
 from transformers import CLIPTextModel, T5EncoderModel
 
-from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
+from diffsynth_lite.core.gradient import (
+    BlockPolicy,
+    blocks_through,
+    gradient_checkpoint_forward,
+    gradient_flags,
+)
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest
@@ -207,9 +212,6 @@ class Flux(DiffusersFamily):
         noisy_latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
-        *,
-        use_gradient_checkpointing: bool = False,
-        use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
         like = device_and_dtype(transformer)
         embeds, pooled = (torch.stack([sample[name] for sample in conditioning]) for name in _EMBEDS)
@@ -224,8 +226,7 @@ class Flux(DiffusersFamily):
             pooled.to(**like),
             guidance,
             input_latents_bchw=None if input_latents is None else input_latents.to(**like),
-            use_gradient_checkpointing=use_gradient_checkpointing,
-            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+            **gradient_flags(),
         )
 
     def _input_latents(self, _conditioning: Sequence[Conditioning]) -> torch.Tensor | None:

@@ -21,7 +21,12 @@ from diffusers.pipelines.flux2.pipeline_flux2 import SYSTEM_MESSAGE, compute_emp
 from PIL.Image import Image
 from transformers import Mistral3ForConditionalGeneration, Qwen3ForCausalLM
 
-from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
+from diffsynth_lite.core.gradient import (
+    BlockPolicy,
+    blocks_through,
+    gradient_checkpoint_forward,
+    gradient_flags,
+)
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import INPUT, stack_inputs
@@ -221,9 +226,6 @@ class Flux2(DiffusersFamily):
         noisy_latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
-        *,
-        use_gradient_checkpointing: bool = False,
-        use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
         like = device_and_dtype(transformer)
         embeds = torch.stack([sample["prompt_embeds"] for sample in conditioning])
@@ -236,8 +238,7 @@ class Flux2(DiffusersFamily):
             embeds.to(**like),
             guidance,
             input_latents_bchw=[latents.to(**like) for latents in stack_inputs(conditioning)],
-            use_gradient_checkpointing=use_gradient_checkpointing,
-            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+            **gradient_flags(),
         )
 
     def sample(

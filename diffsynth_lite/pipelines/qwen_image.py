@@ -17,7 +17,12 @@ from diffusers import (
 from PIL.Image import Image
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
+from diffsynth_lite.core.gradient import (
+    BlockPolicy,
+    blocks_through,
+    gradient_checkpoint_forward,
+    gradient_flags,
+)
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
@@ -160,9 +165,6 @@ class QwenImage(DiffusersFamily):
         noisy_latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
-        *,
-        use_gradient_checkpointing: bool = False,
-        use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
         like = device_and_dtype(transformer)
         embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning], **like)
@@ -172,8 +174,7 @@ class QwenImage(DiffusersFamily):
             sigma,
             embeds_bld,
             mask,
-            use_gradient_checkpointing=use_gradient_checkpointing,
-            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+            **gradient_flags(),
         )
 
     def draw(self, pipeline: Any, request: PreviewRequest, **inputs: Any) -> list[Image]:

@@ -15,6 +15,7 @@ from PIL.Image import Image
 from transformers import BatchFeature
 from transformers import Qwen2VLImageProcessorPil as PictureProcessor
 
+from diffsynth_lite.core.gradient import gradient_flags
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import qwen_image
@@ -112,9 +113,6 @@ class QwenImageEdit(qwen_image.QwenImage):
         noisy_latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
-        *,
-        use_gradient_checkpointing: bool = False,
-        use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
         like = device_and_dtype(transformer)
         embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning], **like)
@@ -125,8 +123,7 @@ class QwenImageEdit(qwen_image.QwenImage):
             embeds_bld,
             mask,
             input_latents_bcfhw=[latents.to(**like) for latents in stack_inputs(conditioning)],
-            use_gradient_checkpointing=use_gradient_checkpointing,
-            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+            **gradient_flags(),
         )
 
     def sample(

@@ -14,7 +14,12 @@ from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, 
 from PIL.Image import Image
 from transformers import Gemma2Model
 
-from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
+from diffsynth_lite.core.gradient import (
+    BlockPolicy,
+    blocks_through,
+    gradient_checkpoint_forward,
+    gradient_flags,
+)
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
@@ -156,9 +161,6 @@ class Sana(DiffusersFamily):
         noisy_latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
-        *,
-        use_gradient_checkpointing: bool = False,
-        use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
         like = device_and_dtype(transformer)
         embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning], **like)
@@ -168,8 +170,7 @@ class Sana(DiffusersFamily):
             sigma * _NUM_TIMESTEPS * self._timestep_scale,
             embeds_bld,
             mask,
-            use_gradient_checkpointing=use_gradient_checkpointing,
-            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+            **gradient_flags(),
         )
 
     def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:

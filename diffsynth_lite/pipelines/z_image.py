@@ -17,7 +17,12 @@ from diffusers import (
 from PIL.Image import Image
 from transformers import Qwen3Model
 
-from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
+from diffsynth_lite.core.gradient import (
+    BlockPolicy,
+    blocks_through,
+    gradient_checkpoint_forward,
+    gradient_flags,
+)
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
@@ -150,9 +155,6 @@ class ZImage(DiffusersFamily):
         noisy_latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
-        *,
-        use_gradient_checkpointing: bool = False,
-        use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
         like = device_and_dtype(transformer)
         return -model_fn_z_image(
@@ -160,8 +162,7 @@ class ZImage(DiffusersFamily):
             noisy_latents.to(**like),
             1 - sigma,
             [sample["prompt_embeds"].to(**like) for sample in conditioning],
-            use_gradient_checkpointing=use_gradient_checkpointing,
-            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+            **gradient_flags(),
         )
 
     def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:

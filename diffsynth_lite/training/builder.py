@@ -196,8 +196,6 @@ def _build_objective(config: Config, family: ModelFamily, device: torch.device) 
         weighting=objective.loss_weighting,
         min_snr_gamma=objective.min_snr_gamma,
         device=device,
-        use_gradient_checkpointing=config.train.use_gradient_checkpointing,
-        use_gradient_checkpointing_offload=config.train.use_gradient_checkpointing_offload,
     )
 
 
@@ -301,4 +299,6 @@ def build_engine(config: Config) -> GradientEngine:
         prefetched_blocks=memory.prefetched_blocks,
         policy=block_policy(config),
         skip_dead_ops=memory.skip_dead_ops,
+        use_gradient_checkpointing=config.train.use_gradient_checkpointing,
+        use_gradient_checkpointing_offload=config.train.use_gradient_checkpointing_offload,
     )

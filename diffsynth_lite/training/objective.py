@@ -138,8 +138,6 @@ class DenoisingObjective:
         weighting: loss weight by noise level; see :func:`diffsynth_lite.core.noise.loss_weight`.
         min_snr_gamma: of the weighting ``min_snr``.
         device: of the transformer.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also park each block's inputs in host memory.
     """
 
     family: ModelFamily
@@ -147,8 +145,6 @@ class DenoisingObjective:
     weighting: LossWeighting
     min_snr_gamma: float
     device: torch.device
-    use_gradient_checkpointing: bool
-    use_gradient_checkpointing_offload: bool
 
     def loss(self, transformer: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Mean weighted squared error of the estimate over a micro-batch, a scalar in fp32."""
@@ -196,8 +192,6 @@ class DenoisingObjective:
             path.add_noise(latents, noise, sigma),
             sigma,
             conditioning,
-            use_gradient_checkpointing=self.use_gradient_checkpointing,
-            use_gradient_checkpointing_offload=self.use_gradient_checkpointing_offload,
         )
         squared = (predicted.float() - path.target(latents, noise, sigma)).square()
         if loss_mask is None:

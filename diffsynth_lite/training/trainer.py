@@ -178,8 +178,7 @@ def report_memory(run: RunContext, engine: GradientEngine, metrics: MetricsLog, 
     num_micro_batches = train.global_batch_size // (train.micro_batch_size * run.accelerator.num_processes)
     try:
         report.require_effect(
-            use_gradient_checkpointing=train.use_gradient_checkpointing,
-            use_gradient_checkpointing_offload=train.use_gradient_checkpointing_offload,
+            **engine.flags,
             save_attention=memory.save_attention != "no",
             expected_blocks=run.checked.num_blocks * num_micro_batches,
             expected_checkpointed=run.checked.num_selected_blocks * num_micro_batches,

@@ -88,15 +88,13 @@ class FamilySubject(TrainedModel):
         self.left_out = tuple(left_out)
 
     def loss(self) -> Tensor:
-        """A forward pass through the family, with both gradient switches on."""
+        """A forward pass through the family, by the switches of the engine in scope."""
         with self.attention():
             velocity = self._family.predict(
                 self.model,
                 self._noisy,
                 self._sigma,
                 [self._conditioning],
-                use_gradient_checkpointing=True,
-                use_gradient_checkpointing_offload=True,
             )
         return velocity.float().square().mean()
 

@@ -218,6 +218,8 @@ class EngineMethod:
             backend=None if device.type == "cuda" else HostBackend(device, meter),
             policy=policy if isinstance(policy, BlockPolicy) else None,
             skip_dead_ops=skip_dead_ops,
+            use_gradient_checkpointing=True,
+            use_gradient_checkpointing_offload=True,
         )
 
     def loss(self, subject: Subject) -> Tensor:

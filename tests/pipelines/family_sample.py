@@ -3,7 +3,7 @@
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
 
+from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
 from diffsynth_lite.core.noise import DiffusionPath
 from diffsynth_lite.lora import add_adapter, find_target_layers
 from diffsynth_lite.media import Media, Prompt
@@ -173,20 +174,22 @@ def noise_levels(sample: Sample, scheduler: Any) -> torch.Tensor:
     return levels
 
 
+def engine_with(flags: tuple[bool, bool]) -> GradientEngine:
+    """A gradient engine with these two switches."""
+    return GradientEngine(use_gradient_checkpointing=flags[0], use_gradient_checkpointing_offload=flags[1])
+
+
 def velocity_and_gradients(
-    sample: Sample, transformer: torch.nn.Module, flags: tuple[bool, bool] = (False, False), seed: int = 3
+    sample: Sample, transformer: torch.nn.Module, engine: GradientEngine | None = None, seed: int = 3
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-    """What a family predicts, and the gradients of its mean square by name, after seeding dropout."""
+    """What a family predicts, and the gradients of its mean square by name, after seeding dropout.
+
+    Without an engine every block keeps its activations.
+    """
     torch.manual_seed(seed)
     transformer.zero_grad()
-    velocity = sample.family.predict(
-        transformer,
-        sample.latents,
-        SIGMA,
-        sample.conditioning,
-        use_gradient_checkpointing=flags[0],
-        use_gradient_checkpointing_offload=flags[1],
-    )
+    with gradient_engine(engine) if engine else nullcontext():
+        velocity = sample.family.predict(transformer, sample.latents, SIGMA, sample.conditioning)
     velocity.square().mean().backward()
     gradients = {name: value.grad for name, value in transformer.named_parameters() if value.requires_grad}
     return velocity.detach(), gradients

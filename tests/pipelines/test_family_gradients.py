@@ -7,14 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from family_sample import FLAGS, Sample, adapted_transformer, velocity_and_gradients
+from family_sample import FLAGS, Sample, adapted_transformer, engine_with, velocity_and_gradients
 
-from diffsynth_lite.core.gradient import (
-    GradientEngine,
-    blocks_of,
-    gradient_checkpoint_forward,
-    gradient_engine,
-)
+from diffsynth_lite.core.gradient import blocks_of, gradient_checkpoint_forward
 from diffsynth_lite.pipelines import family_names
 
 
@@ -26,15 +21,15 @@ def transformer(sample: Sample) -> torch.nn.Module:
 
 def test_the_flags_change_neither_the_velocity_nor_any_gradient_also_with_dropout(sample: Sample) -> None:
     transformer = adapted_transformer(sample, dropout=0.3)
-    velocity, gradients = velocity_and_gradients(sample, transformer, (False, False))
+    velocity, gradients = velocity_and_gradients(sample, transformer)
     for flags in FLAGS[1:]:
-        other_velocity, other_gradients = velocity_and_gradients(sample, transformer, flags)
+        other_velocity, other_gradients = velocity_and_gradients(sample, transformer, engine_with(flags))
         assert torch.equal(velocity, other_velocity), flags
         assert gradients.keys() == other_gradients.keys()
         for name, gradient in gradients.items():
             assert torch.equal(gradient, other_gradients[name]), (flags, name)
     # The masks of dropout follow the seed.
-    other_velocity, _ = velocity_and_gradients(sample, transformer, (True, False), seed=4)
+    other_velocity, _ = velocity_and_gradients(sample, transformer, engine_with((True, False)), seed=4)
     assert not torch.equal(velocity, other_velocity)
 
 
@@ -59,13 +54,12 @@ SKIPPED = {
 @pytest.mark.parametrize("targets", SKIPPED)
 def test_what_the_recompute_leaves_out_changes_no_gradient(sample: Sample, targets: str) -> None:
     transformer = adapted_transformer(sample, targets=targets_of(sample, targets))
-    _, expected = velocity_and_gradients(sample, transformer, (False, False))
-    engine = GradientEngine()
+    _, expected = velocity_and_gradients(sample, transformer)
+    engine = engine_with((True, False))
     # What was needed in the first step runs at once in the second.
     for _ in range(2):
         engine.start_report()
-        with gradient_engine(engine):
-            _, gradients = velocity_and_gradients(sample, transformer, (True, False))
+        _, gradients = velocity_and_gradients(sample, transformer, engine)
         for name, gradient in expected.items():
             assert gradient is gradients[name] is None or torch.equal(gradient, gradients[name]), name
         if sample.name in family_names():
@@ -84,11 +78,10 @@ def test_every_declared_block_is_called_through_the_engine_and_is_recomputed_and
         return gradient_checkpoint_forward(model, *args, **kwargs)
 
     monkeypatch.setattr(module_of_model_fn(sample), gradient_checkpoint_forward.__name__, watched)
-    engine = GradientEngine()
+    engine = engine_with(flags)
     # A UNet has blocks before the first layer with a LoRA, which then need no gradient.
     learned = replace(sample, latents=sample.latents.clone().requires_grad_(True))
-    with gradient_engine(engine):
-        velocity_and_gradients(learned, transformer, flags)
+    velocity_and_gradients(learned, transformer, engine)
     blocks = blocks_of(transformer, sample.family.block_lists)
     assert calls == [(block, *flags) for block in blocks]
     report = engine.report()
@@ -115,7 +108,7 @@ def is_idle(gradient: torch.Tensor | None) -> bool:
 
 
 def test_every_adapter_gets_a_gradient(sample: Sample, transformer: torch.nn.Module) -> None:
-    _, gradients = velocity_and_gradients(sample, transformer, (False, False))
+    _, gradients = velocity_and_gradients(sample, transformer)
     # As long as lora_B is zero, so is the gradient of lora_A.
     learning = {name: gradient for name, gradient in gradients.items() if ".lora_B." in name}
     assert learning
@@ -131,6 +124,6 @@ def test_layers_dropped_in_the_last_block_would_get_no_gradient(sample: Sample) 
         transformer.get_submodule(name).requires_grad_(True)
     used = blocks_of(transformer, family.block_lists)[0]
     used.requires_grad_(True)
-    _, gradients = velocity_and_gradients(sample, transformer, (False, False))
+    _, gradients = velocity_and_gradients(sample, transformer)
     for name in dead:
         assert is_idle(gradients[f"{name}.weight"]), name

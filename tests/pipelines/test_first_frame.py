@@ -93,8 +93,6 @@ def test_noise_on_a_first_frame_reaches_neither_the_model_nor_the_loss(started: 
         weighting="none",
         min_snr_gamma=5.0,
         device=CPU,
-        use_gradient_checkpointing=False,
-        use_gradient_checkpointing_offload=False,
     )
     loss_mask = torch.ones_like(started.latents[:, :1])
     loss_mask[1:, :, 0] = 0

@@ -16,6 +16,7 @@ from family_sample import (
     Sample,
     adapted_transformer,
     build_sample,
+    engine_with,
     velocity_and_gradients,
 )
 from processes import on_ranks
@@ -51,7 +52,7 @@ def sample(unet_alone: Sample) -> Sample:
 def gradients_of_a_step(
     sample: Sample, model: torch.nn.Module, flags: tuple[bool, bool] = (False, False)
 ) -> dict[str, Tensor | None]:
-    return velocity_and_gradients(sample, model, flags)[1]
+    return velocity_and_gradients(sample, model, engine_with(flags))[1]
 
 
 def test_prompts_are_only_made_into_tokens(sample: Sample, tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from diffusers.training_utils import free_memory
-from family_sample import CPU, PROMPTS
+from family_sample import CPU, PROMPTS, engine_with
 from wan_pipelines import BOUNDARY, two_experts
 
-from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
+from diffsynth_lite.core.gradient import gradient_engine
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter, find_target_layers
 from diffsynth_lite.media import Prompt
@@ -102,23 +102,17 @@ def test_the_flags_change_nothing_and_only_the_blocks_of_the_expert_that_is_used
 ) -> None:
     model = adapted(family)
 
-    def run(flags: tuple[bool, bool], places: list[int]) -> list[torch.Tensor | None]:
+    def run(places: list[int]) -> list[torch.Tensor | None]:
         model.zero_grad()
-        velocity = family.predict(
-            model,
-            latents[places],
-            SIGMA[places],
-            [conditioning[place] for place in places],
-            use_gradient_checkpointing=flags[0],
-            use_gradient_checkpointing_offload=flags[1],
-        )
+        chosen = [conditioning[place] for place in places]
+        velocity = family.predict(model, latents[places], SIGMA[places], chosen)
         velocity.square().mean().backward()
         return [velocity.detach(), *(value.grad for value in model.parameters() if value.requires_grad)]
 
     for places, used in ((HIGH, "transformer."), (LOW, "transformer_2.")):
-        expected, engine = run((False, False), places), GradientEngine()
+        expected, engine = run(places), engine_with(flags)
         with gradient_engine(engine):
-            found = run(flags, places)
+            found = run(places)
         names = [name for name, value in model.named_parameters() if value.requires_grad]
         for name, first, second in zip(names, expected[1:], found[1:], strict=True):
             assert (first is not None) == name.startswith(used), name

@@ -12,11 +12,12 @@ import torch
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from prepared_run import CPU, NUM_PICTURES, SETTINGS, Prepared, prepare
 
+from diffsynth_lite.core.gradient import GradientEngine
 from diffsynth_lite.core.randomness import normal
 from diffsynth_lite.data import Batch
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.qwen_image import QwenImage
-from diffsynth_lite.training.builder import TrainingObjects, build_optimizer
+from diffsynth_lite.training.builder import TrainingObjects, build_engine, build_optimizer
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def linear_rates(*, base: float = 0.02, warmup: int = 2, total: int = 7) -> list
     ]
 
 
-def facts(built: TrainingObjects) -> dict[str, Any]:
+def facts(built: TrainingObjects, engine: GradientEngine) -> dict[str, Any]:
     """What became of the settings, by the name of what they stand for."""
     (group,) = built.optimizer.param_groups
     objective = built.validation_loss.objective
@@ -58,8 +59,8 @@ def facts(built: TrainingObjects) -> dict[str, Any]:
         "sigma_min": levels.sigma_min,
         "sigma_max": levels.sigma_max,
         "weighting": objective.weighting,
-        "checkpointing": objective.use_gradient_checkpointing,
-        "offload": objective.use_gradient_checkpointing_offload,
+        "checkpointing": engine.flags["use_gradient_checkpointing"],
+        "offload": engine.flags["use_gradient_checkpointing_offload"],
         "micro_batches": [len(batch.positions) for batch in first],
         "loss_name": built.validation_loss.name,
         "loss_seed": built.validation_loss.seed,
@@ -166,7 +167,7 @@ CHANGES: list[tuple[dict[str, str], dict[str, Any]]] = [
 def test_a_setting_changes_what_it_stands_for_and_nothing_else(
     prepared: Prepared, changes: dict[str, str], expected: dict[str, Any]
 ) -> None:
-    assert facts(prepared.build(changes)) == EXPECTED | expected
+    assert facts(prepared.build(changes), build_engine(prepared.config(changes))) == EXPECTED | expected
 
 
 def test_the_shift_of_the_resolution_is_that_of_the_diffusers_pipeline(prepared: Prepared) -> None:

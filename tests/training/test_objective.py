@@ -49,8 +49,6 @@ def objective(predict: Any, **changes: Any) -> DenoisingObjective:
         "weighting": "none",
         "min_snr_gamma": 5.0,
         "device": torch.device("cpu"),
-        "use_gradient_checkpointing": False,
-        "use_gradient_checkpointing_offload": False,
     }
     return DenoisingObjective(**(settings | changes))
 
@@ -115,20 +113,6 @@ def test_levels_stay_in_the_range_asked_for() -> None:
         assert sigma.min() >= 0.875
         assert sigma.max() <= 0.95
         assert sigma.max() - sigma.min() > 0.05
-
-
-@pytest.mark.parametrize("flags", [(True, False), (False, True)])
-def test_the_flags_reach_the_family(flags: tuple[bool, bool]) -> None:
-    seen = {}
-
-    def predict(_transformer: Any, noisy: torch.Tensor, *_args: Any, **kwargs: Any) -> torch.Tensor:
-        seen.update(kwargs)
-        return noisy
-
-    objective(predict, use_gradient_checkpointing=flags[0], use_gradient_checkpointing_offload=flags[1]).loss(
-        torch.nn.Identity(), batch()
-    )
-    assert (seen["use_gradient_checkpointing"], seen["use_gradient_checkpointing_offload"]) == flags
 
 
 def zeros(_transformer: Any, noisy: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:

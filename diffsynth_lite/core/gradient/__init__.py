@@ -6,6 +6,7 @@ from diffsynth_lite.core.gradient.checkpoint import (
     blocks_through,
     gradient_checkpoint_forward,
     gradient_engine,
+    gradient_flags,
 )
 from diffsynth_lite.core.gradient.engine import GradientEngine
 from diffsynth_lite.core.gradient.host_pool import HostBytesError
@@ -40,5 +41,6 @@ __all__ = [
     "count_blocks",
     "gradient_checkpoint_forward",
     "gradient_engine",
+    "gradient_flags",
     "unwrapped",
 ]

@@ -21,7 +21,7 @@ from diffsynth_lite.core.gradient.blocks import (
     module_of,
     unwrapped,
 )
-from diffsynth_lite.core.gradient.engine import GradientEngine
+from diffsynth_lite.core.gradient.engine import GradientEngine, GradientFlags
 from diffsynth_lite.core.gradient.frames import changed_in_place
 from diffsynth_lite.core.gradient.policies import BlockPolicy, Treatment
 from diffsynth_lite.core.gradient.unused_matmuls import products_deferred
@@ -54,6 +54,13 @@ def gradient_engine(engine: GradientEngine) -> Iterator[None]:
         yield
     finally:
         _engine.reset(token)
+
+
+def gradient_flags() -> GradientFlags:
+    """The two switches of the engine in scope; both off outside of any scope."""
+    engine = _engine.get()
+    off = GradientFlags(use_gradient_checkpointing=False, use_gradient_checkpointing_offload=False)
+    return engine.flags if engine else off
 
 
 def current_engine() -> GradientEngine:

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TypedDict
 from weakref import WeakSet, ref
 
 import torch
@@ -28,6 +29,13 @@ from diffsynth_lite.core.gradient.policies import BlockPolicy
 from diffsynth_lite.core.gradient.report import Counters, GradientReport
 
 
+class GradientFlags(TypedDict):
+    """The two switches, as every ``model_fn`` takes them."""
+
+    use_gradient_checkpointing: bool
+    use_gradient_checkpointing_offload: bool
+
+
 class GradientEngine:
     """Parks tensors for the block calls made under it, and counts what happens in them.
 
@@ -46,6 +54,9 @@ class GradientEngine:
             every block as its switches say.
         skip_dead_ops: leave out of the recompute the matrix products whose results no gradient needs, in the
             layers that the model family names.
+        use_gradient_checkpointing: recompute the blocks of a model family's ``predict``. A block called with
+            switches of its own follows these.
+        use_gradient_checkpointing_offload: also park their inputs.
 
     Raises:
         ValueError: a number is negative.
@@ -61,6 +72,8 @@ class GradientEngine:
         *,
         policy: BlockPolicy | None = None,
         skip_dead_ops: bool = True,
+        use_gradient_checkpointing: bool = False,
+        use_gradient_checkpointing_offload: bool = False,
     ) -> None:
         values = {
             "min_bytes": min_bytes,
@@ -73,6 +86,10 @@ class GradientEngine:
                 raise ValueError(f"{name} is {value}; it must be 0 or more")
         self.policy = policy or BlockPolicy()
         self.skip_dead_ops = skip_dead_ops
+        self.flags = GradientFlags(
+            use_gradient_checkpointing=use_gradient_checkpointing,
+            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+        )
         self.needed_matmuls: WeakSet[nn.Module] = WeakSet()
         self._min_bytes, self._host_bytes = min_bytes, host_bytes
         self._prefetched_blocks = prefetched_blocks

@@ -319,20 +319,16 @@ class ModelFamily(ABC):
         noisy_latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
-        *,
-        use_gradient_checkpointing: bool = False,
-        use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
         """The model's estimate of the target of ``noise_path``, whatever the model's own convention is.
 
-        On the flow-matching path that is ``noise - latents``.
+        On the flow-matching path that is ``noise - latents``. Blocks are run as the gradient engine in scope
+        says (``gradient_flags``).
 
         Args:
             transformer: what ``load_transformer`` gave, plain or wrapped by DDP.
             noisy_latents: (B, ...) as the media encoder gives them, in fp32.
             sigma: (B,), noise level in [0, 1], in fp32.
-            use_gradient_checkpointing: recompute each block in backward instead of keeping its activations.
-            use_gradient_checkpointing_offload: also park each block's inputs in host memory.
 
         Returns:
             Tensor of the shape of ``noisy_latents``.

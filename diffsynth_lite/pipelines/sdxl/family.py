@@ -20,6 +20,7 @@ from diffsynth_lite.core.gradient import (
     blocks_through,
     count_blocks,
     gradient_checkpoint_forward,
+    gradient_flags,
     unwrapped,
 )
 from diffsynth_lite.core.noise import DiffusionPath, PredictionType
@@ -274,9 +275,6 @@ class SDXL(DiffusersFamily):
         noisy_latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
-        *,
-        use_gradient_checkpointing: bool = False,
-        use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
         like = device_and_dtype(transformer)
 
@@ -287,8 +285,7 @@ class SDXL(DiffusersFamily):
                 self.noise_path.timestep(sigma),
                 *self._prompt_embeds(model, conditioning),
                 torch.stack([sample["time_ids"] for sample in conditioning]).to(like["device"]),
-                use_gradient_checkpointing=use_gradient_checkpointing,
-                use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+                **gradient_flags(),
             )
 
         predicted: torch.Tensor = transformer(run) if self._trains_text else run(transformer)

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -61,24 +61,16 @@ class ExpertFamily(DiffusersFamily):
         noisy_latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
-        *,
-        use_gradient_checkpointing: bool = False,
-        use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
-        estimate = partial(
-            self._estimate,
-            use_gradient_checkpointing=use_gradient_checkpointing,
-            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
-        )
         if len(self.trained) == 1:
-            return estimate(transformer, noisy_latents, sigma, conditioning)
+            return self._estimate(transformer, noisy_latents, sigma, conditioning)
         boundary = self.boundary
         assert boundary is not None, "several transformers are trained only where there are two experts"
 
         def run(experts: Composite) -> torch.Tensor:
             def of_expert(name: str, places: Sequence[int]) -> torch.Tensor:
                 chosen = [conditioning[place] for place in places]
-                return estimate(
+                return self._estimate(
                     experts.get_submodule(name), noisy_latents[list(places)], sigma[list(places)], chosen
                 )
 
@@ -94,9 +86,6 @@ class ExpertFamily(DiffusersFamily):
         noisy_latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
-        *,
-        use_gradient_checkpointing: bool,
-        use_gradient_checkpointing_offload: bool,
     ) -> torch.Tensor:
         """What ``predict`` gives, by one transformer, which is that for all these noise levels."""
 

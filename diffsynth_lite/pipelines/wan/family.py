@@ -21,7 +21,12 @@ from diffusers.utils import is_ftfy_available
 from PIL.Image import Image
 from transformers import UMT5EncoderModel
 
-from diffsynth_lite.core.gradient import BlockPolicy, blocks_through, gradient_checkpoint_forward
+from diffsynth_lite.core.gradient import (
+    BlockPolicy,
+    blocks_through,
+    gradient_checkpoint_forward,
+    gradient_flags,
+)
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import assemble
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
@@ -207,9 +212,6 @@ class Wan(ExpertFamily):
         noisy_latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
-        *,
-        use_gradient_checkpointing: bool,
-        use_gradient_checkpointing_offload: bool,
     ) -> torch.Tensor:
         dtype = _input_dtype(transformer)
         latents_bcfhw, timestep = self._model_input(noisy_latents, sigma * _NUM_TIMESTEPS, conditioning)
@@ -220,8 +222,7 @@ class Wan(ExpertFamily):
             timestep,
             self._prompt_embeds(conditioning).to(noisy_latents.device, dtype),
             None if image_embeds_bld is None else image_embeds_bld.to(noisy_latents.device, dtype),
-            use_gradient_checkpointing=use_gradient_checkpointing,
-            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+            **gradient_flags(),
         )
 
     def _model_input(

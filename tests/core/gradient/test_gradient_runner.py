@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradient_models import chroma, qwen_image, qwen_image_with_lora, training_step
+from gradient_models import ALL_FLAGS, chroma, qwen_image, qwen_image_with_lora, training_step
 from torch import Tensor, nn
 
 from diffsynth_lite.core.gradient import (
@@ -19,6 +19,7 @@ from diffsynth_lite.core.gradient import (
     blocks_through,
     gradient_checkpoint_forward,
     gradient_engine,
+    gradient_flags,
 )
 
 LISTS = ("transformer_blocks",)
@@ -118,3 +119,12 @@ def test_a_block_of_a_block_is_selected_whatever_the_treatment_of_the_outer_one(
     assert engine.report().blocks_checkpointed == 4
     expected = torch.autograd.grad((2 * (2 * x.sin()).sin()).sum(), x)
     assert torch.equal(x.grad, expected[0])
+
+
+@pytest.mark.parametrize("flags", ALL_FLAGS)
+def test_the_flags_are_those_of_the_engine_in_scope(flags: tuple[bool, bool]) -> None:
+    off = {"use_gradient_checkpointing": False, "use_gradient_checkpointing_offload": False}
+    on = dict(zip(off, flags, strict=True))
+    with gradient_engine(GradientEngine(**on)):
+        assert gradient_flags() == on
+    assert gradient_flags() == off

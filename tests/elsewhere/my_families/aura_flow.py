@@ -17,7 +17,7 @@ from diffusers import (
 from PIL.Image import Image
 from transformers import UMT5EncoderModel
 
-from diffsynth_lite.core.gradient import blocks_through, gradient_checkpoint_forward
+from diffsynth_lite.core.gradient import blocks_through, gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import Conditioning, PreviewRequest
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
@@ -100,9 +100,6 @@ class AuraFlow(DiffusersFamily):
         noisy_latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
-        *,
-        use_gradient_checkpointing: bool = False,
-        use_gradient_checkpointing_offload: bool = False,
     ) -> torch.Tensor:
         like = device_and_dtype(transformer)
         return model_fn_aura_flow(
@@ -110,8 +107,7 @@ class AuraFlow(DiffusersFamily):
             noisy_latents.to(**like),
             sigma,
             torch.stack([sample["prompt_embeds"] for sample in conditioning]).to(**like),
-            use_gradient_checkpointing=use_gradient_checkpointing,
-            use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
+            **gradient_flags(),
         )
 
     def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
