@@ -1,6 +1,5 @@
 """Builds a config: merges file and command line, has OmegaConf resolve references and pydantic judge."""
 
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from diffsynth_lite.config.document import (
-    NULLS,
     YamlError,
     is_nothing,
     line_of,
@@ -24,7 +22,6 @@ from diffsynth_lite.config.document import (
     shortened,
     shown,
 )
-from diffsynth_lite.config.interpolation import check_reference, has_reference, resolve
 from diffsynth_lite.config.messages import (
     Schema,
     expectation,
@@ -36,18 +33,12 @@ from diffsynth_lite.config.messages import (
 )
 from diffsynth_lite.config.schema import Config, section_types
 from diffsynth_lite.config.settings import ConflictError, Problem
+from diffsynth_lite.config.values import REFUSED, has_reference, read_value, resolve
 from diffsynth_lite.errors import UserError
 
-# YAML 1.1's words for true and false, as people know them from other yaml files.
-_SWITCHES = dict.fromkeys(["true", "yes", "on"], True) | dict.fromkeys(["false", "no", "off"], False)
-# At most 18 digits, to fit in 64 bits. No leading zero: 010 is 8 to some readers of yaml, 10 to others.
-_WHOLE_NUMBER = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
-_NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _FORM = "write section.key=value, such as train.steps=10"
 # Problems are listed by the line of the file, then by the argument of the command line, then what is missing.
 _FIRST_ARGUMENT, _MISSING = 1 << 30, 1 << 31
-_REFUSED: dict[str, Any] = {}
-"""Takes the place of a value that is known to be wrong: pydantic refuses it for a setting of any type."""
 
 _Path: TypeAlias = tuple[str | int, ...]
 """The keys that lead to a setting, such as ``("data", "sources", 0, "path")``."""
@@ -240,10 +231,10 @@ class ConfigBuilder:
         if model := section_of_entries(given.schema):
             return self._list_of_sections(path, self._models[model]["properties"], place_of)
         try:
-            value = _read_value(given.node, given.schema)
+            value = read_value(given.node, given.schema)
         except UserError as error:
             given.failure = str(error)
-            return _REFUSED
+            return REFUSED
         given.reference = value if has_reference(value) else None
         return value
 
@@ -251,7 +242,7 @@ class ConfigBuilder:
         node = self._given[path].node
         is_list = isinstance(node, yaml.SequenceNode)
         if not is_list or not all(isinstance(block, yaml.MappingNode) for block in node.value):
-            return _REFUSED
+            return REFUSED
         sections: list[dict[str, Any]] = []
         for block in node.value:
             section = (*path, len(sections))
@@ -269,10 +260,10 @@ class ConfigBuilder:
             {name: model.defaults() | self._values[name] for name, model in section_types().items()}
         )
         for path, given in referring.items():
-            value: Any = _REFUSED
+            value: Any = REFUSED
             try:
                 given.node = resolve(settings, _name(path), given.reference)
-                value = _read_value(given.node, given.schema)
+                value = read_value(given.node, given.schema)
             except UserError as error:
                 given.failure = f"{given.reference}: {error}"
             _holder(self._values, path)[path[-1]] = value
@@ -324,41 +315,6 @@ def _node_of_argument(value: str, schema: Schema) -> yaml.Node:
     if "items" in without_null(schema) and value.startswith("["):
         return read_yaml(value)
     return scalar(value, quoted=value == "")
-
-
-def _read_value(node: yaml.Node, schema: Schema) -> Any:
-    """What was written as a value of the setting's type, or, for pydantic to refuse, nearest to it.
-
-    Text with a reference (``${oc.env:NAME}``, ``${section.key}``) stays text.
-
-    Raises:
-        UserError: a ``${...}`` of another form, or Python's None in place of null.
-    """
-    if isinstance(node, yaml.MappingNode):
-        return _REFUSED
-    if isinstance(node, yaml.SequenceNode):
-        entry = without_null(schema).get("items", schema)
-        return [_read_value(part, entry) for part in node.value]
-    if has_reference(node.value):
-        check_reference(node.value)
-        return node.value
-    return _plain_value(node.value, schema) if node.style is None else node.value
-
-
-def _plain_value(text: str, schema: Schema) -> object:
-    """Text without quotes by the type of its setting: ``yes`` is text in a text, true in a switch."""
-    kind = without_null(schema)["type"]
-    if text in NULLS:
-        return None
-    if text == "None" and "anyOf" in schema:
-        raise UserError("got 'None'; write null for no value, or put the word in quotes")
-    if kind == "boolean" and text in (text.lower(), text.capitalize(), text.upper()):
-        return _SWITCHES.get(text.lower(), text)
-    if kind == "integer" and _WHOLE_NUMBER.fullmatch(text):
-        return int(text)
-    if kind == "number" and _NUMBER.fullmatch(text) and math.isfinite(float(text)):
-        return float(text)
-    return text
 
 
 def _name(path: _Path) -> str:

@@ -1,13 +1,13 @@
-"""Loads a config: yaml file, command line and defaults become one checked object."""
+"""Finds and loads a config: yaml file, command line and defaults become one checked object."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from diffsynth_lite.config.builder import ConfigBuilder
 from diffsynth_lite.config.document import write_yaml
-from diffsynth_lite.config.lookup import find_config_file
 from diffsynth_lite.config.schema import Config
 from diffsynth_lite.config.settings import Problem
 from diffsynth_lite.errors import UserError
@@ -68,9 +68,47 @@ def load_config(
     )
 
 
+def find_config_file(name: str | Path) -> Path:
+    """The file of that name: as given, or in the recipes that come with this package for a bare file name.
+
+    Raises:
+        UserError: there is no such file; the message says where it was looked for and what is there.
+    """
+    given = Path(name)
+    try:
+        exists = given.exists()
+    except OSError as error:
+        raise UserError(f"--config {name}: cannot be read: {error.strerror}") from None
+    if given.is_dir():
+        raise UserError(f"--config {name}: is a folder; name a yaml file")
+    if exists:
+        return given
+    if given.name != str(name):
+        raise UserError(
+            f"--config {name}: there is no such file; check the path (working folder: {Path.cwd()})"
+        )
+    recipes = _recipe_folder()
+    if (recipes / given).is_file():
+        return recipes / given
+    known = sorted(path.name for path in recipes.glob("*.yaml"))
+    close = get_close_matches(given.name, known, n=1)
+    hint = f"did you mean '{close[0]}'? " if close else ""
+    raise UserError(
+        f"--config {name}: not found in {Path.cwd()} nor in {recipes}; "
+        f"{hint}There: {', '.join(known) or 'no yaml file'}"
+    )
+
+
 def dump_config(config: Config) -> str:
     """A config as yaml that :func:`load_config` reads as an equal config."""
     return write_yaml(config.model_dump())
+
+
+def _recipe_folder() -> Path:
+    """The folder ``configs`` of an installed wheel, or of the repository around a checkout."""
+    package = Path(__file__).parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
 
 
 def _secrets_in(unresolved: dict[str, dict[str, Any]]) -> Iterator[Problem]:

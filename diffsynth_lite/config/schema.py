@@ -10,34 +10,6 @@ from diffsynth_lite.config.run import LoggingSettings, OutputSettings, ResumeSet
 from diffsynth_lite.config.settings import Problem, Settings
 from diffsynth_lite.config.train import MemorySettings, TrainSettings
 
-# Settings of a part of the run that can be off; then they do nothing.
-_OFFLOAD_SETTINGS = (
-    "memory.min_bytes",
-    "memory.host_gib",
-    "memory.resident_blocks",
-    "memory.prefetched_blocks",
-)
-_LOADER_SETTINGS = ("data.num_workers",)
-_CHECKPOINTING_SETTINGS = ("memory.skip_dead_ops",)
-_TAG_SETTINGS = ("data.tag_separator", "data.keep_tags")
-_SKIP_SETTINGS = ("data.max_bad_ratio",)
-_PREVIEW_SETTINGS = (
-    "validation.inputs",
-    "validation.last_frames",
-    "validation.num_frames",
-    "validation.negative_prompt",
-    "validation.num_inference_steps",
-    "validation.guidance_scale",
-    "validation.width",
-    "validation.height",
-)
-_LOSS_SETTINGS = ("validation.data",)
-_VALIDATION_SETTINGS = ("validation.every_steps",)
-_BEST_SETTINGS = ("output.keep_best",)
-_EMA_SETTINGS = ("validation.use_ema",)
-_TRACKER_SETTINGS = ("logging.project", "logging.run_name")
-_WANDB_SETTINGS = ("logging.wandb_mode",)
-
 
 class Config(Settings):
     """A checked config, section by section."""
@@ -55,32 +27,31 @@ class Config(Settings):
 
     def without_effect(self) -> Iterator[Problem]:
         """The settings that were changed but do nothing, because what they belong to is off."""
-        previews, trackers = bool(self.validation.prompts), self.logging.trackers
-        loss = self.validation.loss_items > 0
-        parks = self.train.use_gradient_checkpointing_offload or self.memory.save_attention == "park"
-        groups = [
-            (parks, _OFFLOAD_SETTINGS, "while the offload is off"),
-            (self.data.cache, _LOADER_SETTINGS, "while data.cache is off: the main process encodes"),
-            (
-                self.train.use_gradient_checkpointing,
-                _CHECKPOINTING_SETTINGS,
-                "while train.use_gradient_checkpointing is off",
-            ),
-            (self.data.tag_shuffles > 0, _TAG_SETTINGS, "while data.tag_shuffles is 0"),
-            (self.data.on_bad_item == "skip", _SKIP_SETTINGS, "while data.on_bad_item is error"),
-            (previews, _PREVIEW_SETTINGS, "without validation.prompts"),
-            (loss, _LOSS_SETTINGS, "while validation.loss_items is 0"),
-            (previews or loss, _VALIDATION_SETTINGS, "without validation.prompts and validation.loss_items"),
-            (loss and bool(self.validation.data), _BEST_SETTINGS, "without a loss on validation.data"),
-            (self.train.ema_decay is not None, _EMA_SETTINGS, "without train.ema_decay"),
-            (bool(trackers), _TRACKER_SETTINGS, "without logging.trackers"),
-            ("wandb" in trackers, _WANDB_SETTINGS, "without wandb in logging.trackers"),
+        train, data, validation, trackers = self.train, self.data, self.validation, self.logging.trackers
+        offload = train.use_gradient_checkpointing_offload or self.memory.save_attention == "park"
+        previews, loss = bool(validation.prompts), validation.loss_items > 0
+        checkpointing = train.use_gradient_checkpointing
+        of_previews = "num_frames negative_prompt num_inference_steps guidance_scale width height"
+        parts = [
+            (offload, "memory", "min_bytes host_gib", "while the offload is off"),
+            (offload, "memory", "resident_blocks prefetched_blocks", "while the offload is off"),
+            (data.cache, "data", "num_workers", "while data.cache is off: the main process encodes"),
+            (checkpointing, "memory", "skip_dead_ops", "while train.use_gradient_checkpointing is off"),
+            (data.tag_shuffles > 0, "data", "tag_separator keep_tags", "while data.tag_shuffles is 0"),
+            (data.on_bad_item == "skip", "data", "max_bad_ratio", "while data.on_bad_item is error"),
+            (previews, "validation", "inputs last_frames", "without validation.prompts"),
+            (previews, "validation", of_previews, "without validation.prompts"),
+            (loss, "validation", "data", "while validation.loss_items is 0"),
+            (previews or loss, "validation", "every_steps", "without validation.prompts and loss_items"),
+            (loss and bool(validation.data), "output", "keep_best", "without a loss on validation.data"),
+            (train.ema_decay is not None, "validation", "use_ema", "without train.ema_decay"),
+            (bool(trackers), "logging", "project run_name", "without logging.trackers"),
+            ("wandb" in trackers, "logging", "wandb_mode", "without wandb in logging.trackers"),
         ]
-        for is_used, names, reason in groups:
-            for name in names if not is_used else ():
-                section, key = name.split(".")
+        for is_on, section, keys, reason in parts:
+            for key in keys.split() if not is_on else ():
                 if not getattr(self, section).is_default(key):
-                    yield Problem((name,), f"has no effect {reason}")
+                    yield Problem((f"{section}.{key}",), f"has no effect {reason}")
 
     def conflicts(self) -> Iterator[Problem]:
         if not self.train.use_gradient_checkpointing:
