@@ -60,9 +60,7 @@ class Settings(BaseModel):
     def defaults(cls) -> dict[str, Any]:
         """The values that the optional settings have when nobody sets them."""
         return {
-            key: field.get_default()
-            for key, field in cls.model_fields.items()
-            if not field.is_required()
+            key: field.get_default() for key, field in cls.model_fields.items() if not field.is_required()
         }
 
     def conflicts(self) -> Iterator[Problem]:
