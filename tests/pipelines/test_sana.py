@@ -1,5 +1,6 @@
 """Sana against diffusers' own transformer, autoencoder and pipeline."""
 
+import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest, require_family
 from diffsynth_lite.pipelines.sana import Sana, model_fn_sana, tiny
 
+INSTRUCTION = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+LONG = "circle " * 400
 # What the released transformers differ in, apart from their size.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1.0": {},
@@ -278,3 +281,70 @@ def test_a_folder_of_sana_sprint_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_size_that_the_autoencoder_cannot_divide_is_refused_with_the_nearest(family: Sana) -> None:
     with pytest.raises(UserError, match="1000x1024 is not divisible by 32; the nearest size is 992x1024"):
         family.check_size(1000, 1024, keys="data.width, data.height")
+
+
+def encoded(family: Sana, *prompts: Prompt) -> list[torch.Tensor]:
+    encode = family.load_prompt_encoder(torch.float32, CPU)
+    return [conditioning["prompt_embeds"] for conditioning in encode(prompts)]
+
+
+@pytest.mark.parametrize("is_negative", [False, True])
+@pytest.mark.parametrize("text", [*PROMPTS, "", "  An UPPER case Ring\n", LONG])
+def test_a_prompt_is_encoded_as_by_the_pipeline(
+    pipeline: SanaPipeline, family: Sana, text: str, is_negative: bool
+) -> None:
+    with torch.no_grad():
+        embeds, mask, negative_embeds, negative_mask = pipeline.encode_prompt(
+            text, negative_prompt=text, device=CPU, complex_human_instruction=INSTRUCTION
+        )
+    if is_negative:
+        embeds, mask = negative_embeds, negative_mask
+    (row,) = encoded(family, Prompt(text=text, is_negative=is_negative))
+    assert embeds.shape == (1, 300, 16)
+    assert len(row) == mask.sum() > 0
+    assert torch.equal(row, embeds[0][mask[0].bool()])
+
+
+def test_prompts_and_negative_ones_of_one_batch_keep_their_order(
+    pipeline: SanaPipeline, family: Sana
+) -> None:
+    prompts = [
+        Prompt(text=text, is_negative=is_negative) for text in PROMPTS for is_negative in (True, False)
+    ]
+    with torch.no_grad():
+        embeds, mask, negative_embeds, negative_mask = pipeline.encode_prompt(
+            list(PROMPTS), negative_prompt=list(PROMPTS), device=CPU, complex_human_instruction=INSTRUCTION
+        )
+    expected = [
+        row[kept.bool()]
+        for place in range(len(PROMPTS))
+        for row, kept in ((negative_embeds[place], negative_mask[place]), (embeds[place], mask[place]))
+    ]
+    rows = encoded(family, *prompts)
+    assert len(rows) == len(expected) == 6
+    for row, other in zip(rows, expected, strict=True):
+        assert torch.equal(row, other)
+    assert len({tuple(row.flatten().tolist()) for row in rows}) == 6
+
+
+def test_the_length_of_a_prompt_is_without_the_instruction_and_in_lower_case(
+    pipeline: SanaPipeline, family: Sana
+) -> None:
+    text = "  An UPPER case Ring "
+    lengths = family.prompt_lengths([text, text.lower().strip(), LONG, ""])
+    assert lengths[0] == lengths[1] == len(pipeline.tokenizer("an upper case ring").input_ids)
+    assert lengths[2] > family.max_prompt_tokens
+    assert lengths[3] == 1  # the beginning of the text
+
+
+def test_the_instruction_is_part_of_the_identity_of_the_prompt_encoder(
+    family: Sana, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = family.prompt_encoder_id(torch.float32)
+    assert all(line in before for line in INSTRUCTION)
+
+    def another_call(self: SanaPipeline, complex_human_instruction: tuple[str, ...] = ("Draw",)) -> None:
+        """The call of a diffusers with another instruction."""
+
+    monkeypatch.setattr(SanaPipeline, "__call__", another_call)
+    assert family.prompt_encoder_id(torch.float32) != before
