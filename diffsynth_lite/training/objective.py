@@ -22,7 +22,7 @@ _BISECTIONS = 52
 _SMALLEST_SPAN = 1e-6
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class NoiseLevels:
     """The distribution of noise levels that the model is trained on.
 
@@ -46,7 +46,7 @@ class NoiseLevels:
     sigma_min: float
     sigma_max: float
     ranges: Sequence[tuple[float, float]] = ((0.0, 1.0),)
-    _spans: dict[tuple[int, ...], list[tuple[float, float]]] = field(default_factory=dict)
+    _spans: dict[tuple[int, ...], list[tuple[float, float]]] = field(init=False, default_factory=dict)
 
     def sigma(
         self, uniform: torch.Tensor, latents_shape: Sequence[int], *, step_uniform: float = 0.0

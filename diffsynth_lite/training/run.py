@@ -264,7 +264,7 @@ def deterministic_kernels() -> Iterator[None]:
     filled = empty_memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    # It exposes reads of memory that nobody wrote by writing all of it, and parked blocks are gigabytes.
+    # It exposes reads of memory that nobody wrote by writing all of it, and offloaded blocks are gigabytes.
     empty_memory.fill_uninitialized_memory = False
     try:
         yield

@@ -30,8 +30,8 @@ class Workload:
         micro_batch_size: samples in a forward.
         num_blocks: blocks of the model.
         num_checkpointed: how many of them are checkpointed; 0 with checkpointing off.
-        offloads: whether the inputs of these are parked in host memory.
-        blocks_on_device: whose inputs are on the device at once where they are parked.
+        offloads: whether the inputs of these are offloaded to host memory.
+        blocks_on_device: how many have their inputs on the device at once, with offload on.
         has_token_budget: whether a token budget decides how many samples go through at once.
         in_float32: whether the frozen weights are in fp32.
     """
@@ -115,8 +115,8 @@ def shortages_explained() -> Iterator[None]:
     except HostBytesError as error:
         raise UserError(
             f"memory.host_gib: {error.host_bytes / 1024**3:.3g} GiB do not hold the "
-            f"{error.block_bytes / 1024**3:.3g} GiB that one block parks; raise it, or lower "
-            "train.micro_batch_size, or park nothing"
+            f"{error.block_bytes / 1024**3:.3g} GiB that one block offloads; raise it, or lower "
+            "train.micro_batch_size, or turn offload off"
         ) from error
     except RuntimeError as error:
         # Raised at any place: a signal tells torch that a worker has died.
@@ -162,9 +162,9 @@ def _of_blocks(workload: Workload) -> Iterator[tuple[int | None, str]]:
         switch = "memory.policy: all" if workload.num_checkpointed else "--use_gradient_checkpointing"
         # What one block keeps is on the device while it is recomputed.
         yield (block_input and block_input * _ACTIVATIONS_PER_INPUT * (kept - 1)), switch
-    parked = workload.num_checkpointed - workload.blocks_on_device
-    if parked > 0 and not workload.offloads:
-        yield (block_input and block_input * parked), "--use_gradient_checkpointing_offload"
+    offloaded = workload.num_checkpointed - workload.blocks_on_device
+    if offloaded > 0 and not workload.offloads:
+        yield (block_input and block_input * offloaded), "--use_gradient_checkpointing_offload"
 
 
 def _of_batches(workload: Workload, use: MemoryUse) -> Iterator[tuple[int | None, str]]:

@@ -72,7 +72,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
             evaluate(built, saver, metrics, 0)
     logger.info("Start-up took %s.", run.clock.describe())
     stop.let_steps_finish()
-    step = min(start_step, total_steps)
+    step = min(start_step, total_steps)  # train.steps may have been lowered since the checkpoint.
     with gradient_engine(engine), watchdog.watching(), report.shown(run.console):
         for step in range(start_step + 1, total_steps + 1):
             result = train_step(built, step)
@@ -91,7 +91,8 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
             watchdog.reset()
             if asked.stop:
                 break
-    if step < total_steps or step == start_step:  # A step that is saved already is not written again.
+    # Stopped, or no step was left to take; a step that is saved already is not written again.
+    if step < total_steps or step == start_step:
         saver.save(step)
     return step
 
