@@ -1,6 +1,8 @@
 """The tiny pipeline that all runs share, and a fresh accelerate state for each test."""
 
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,30 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiny_run(tmp_path: Path, tiny_model: Path) -> TinyRun:
     return make_run(tmp_path, tiny_model)
+
+
+@pytest.fixture
+def quiet_run(tiny_run: TinyRun) -> TinyRun:
+    """Without what only looks at the training: previews and losses on fixed noise."""
+    return replace(tiny_run, settings=("validation.prompts=[]", "validation.loss_items=0"))
+
+
+@pytest.fixture(scope="session")
+def _two_steps(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> TinyRun:
+    settings = ("validation.prompts=[]", "validation.loss_items=0")
+    run = replace(make_run(tmp_path_factory.mktemp("two steps"), tiny_model), settings=settings)
+    assert run.train("train.steps=2") == 0
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return run
+
+
+@pytest.fixture
+def begun_run(tmp_path: Path, _two_steps: TinyRun) -> TinyRun:
+    """A quiet run, of which two steps are done, with data and cache of its own."""
+    root = shutil.copytree(_two_steps.root, tmp_path, dirs_exist_ok=True)
+    config = root / _two_steps.config.name
+    config.write_text(config.read_text().replace(str(_two_steps.root), str(root)))
+    return replace(_two_steps, root=root, config=config)
 
 
 @pytest.fixture(autouse=True)

@@ -111,12 +111,12 @@ def test_what_has_no_repeatable_kernel_is_named_on_the_screen_and_in_the_status(
     assert "CUBLAS_WORKSPACE_CONFIG is ':4096:2' in the environment" in caplog.messages[-1]
 
 
-def test_a_run_that_forgets_the_optimizer_would_be_another_run(tiny_run: TinyRun, monkeypatch) -> None:
-    whole, parts = tiny_run.root / "whole", tiny_run.root / "parts"
-    assert tiny_run.train(f"output.dir={whole}") == 0
-    assert tiny_run.train(f"output.dir={parts}", "train.steps=4") == 0
+def test_a_run_that_forgets_the_optimizer_would_be_another_run(quiet_run: TinyRun, monkeypatch) -> None:
+    whole, parts = quiet_run.root / "whole", quiet_run.root / "parts"
+    assert quiet_run.train(f"output.dir={whole}") == 0
+    assert quiet_run.train(f"output.dir={parts}", "train.steps=4") == 0
     monkeypatch.setattr("diffsynth_lite.training.checkpoint.saver.load_optimizer", lambda *_args: None)
-    assert tiny_run.train(f"output.dir={parts}") == 0
+    assert quiet_run.train(f"output.dir={parts}") == 0
     assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(parts, 6)) != []
 
 
@@ -131,12 +131,12 @@ def test_a_finished_run_says_where_its_results_are_and_changes_nothing(
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_a_run_folder_that_was_moved_resumes(tiny_run: TinyRun) -> None:
-    assert tiny_run.train("train.steps=4") == 0
-    moved = tiny_run.root / "elsewhere" / "moved"
+def test_a_run_folder_that_was_moved_resumes(quiet_run: TinyRun) -> None:
+    assert quiet_run.train("train.steps=4") == 0
+    moved = quiet_run.root / "elsewhere" / "moved"
     moved.parent.mkdir()
-    shutil.move(tiny_run.folder, moved)
-    assert tiny_run.train(f"output.dir={moved}") == 0
+    shutil.move(quiet_run.folder, moved)
+    assert quiet_run.train(f"output.dir={moved}") == 0
     assert (moved / "checkpoints" / "step-00000006").is_dir()
 
 
@@ -154,23 +154,21 @@ def test_a_run_folder_that_was_moved_resumes(tiny_run: TinyRun) -> None:
     ],
 )
 def test_a_different_run_in_the_same_folder_is_refused_by_name(
-    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture, change: str, named: str
+    begun_run: TinyRun, caplog: pytest.LogCaptureFixture, change: str, named: str
 ) -> None:
-    assert tiny_run.train("train.steps=2") == 0
-    status = tiny_run.status()
-    assert tiny_run.train(change) == 2
+    status = begun_run.status()
+    assert begun_run.train(change) == 2
     assert named in caplog.text
     assert "another output.dir" in caplog.text
-    assert tiny_run.status() == status
+    assert begun_run.status() == status
 
 
-def test_changed_data_are_a_different_run(tiny_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
-    assert tiny_run.train("train.steps=2") == 0
-    status = tiny_run.status()
-    (tiny_run.root / "data" / "0.txt").write_text("a blue square")
-    assert tiny_run.train() == 2
+def test_changed_data_are_a_different_run(begun_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
+    status = begun_run.status()
+    (begun_run.root / "data" / "0.txt").write_text("a blue square")
+    assert begun_run.train() == 2
     assert "data.items was" in caplog.text
-    assert tiny_run.status() == status
+    assert begun_run.status() == status
 
 
 def test_resume_must_needs_a_checkpoint_and_none_needs_an_empty_folder(

@@ -12,63 +12,59 @@ def lineage(run: TinyRun) -> list[dict]:
 
 
 def test_a_schedule_may_change_when_its_name_is_given_and_the_lineage_says_so(
-    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
+    begun_run: TinyRun, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert tiny_run.train("train.steps=2") == 0
-    assert tiny_run.train("train.learning_rate=0.02") == 2
+    assert begun_run.train("train.learning_rate=0.02") == 2
     assert "set resume.allow: [train.learning_rate]" in caplog.text
-    assert tiny_run.train("train.learning_rate=0.02", "resume.allow=[train.learning_rate]") == 0
+    assert begun_run.train("train.learning_rate=0.02", "resume.allow=[train.learning_rate]") == 0
     assert "train.learning_rate was 0.01, is 0.02 from step 2 on" in caplog.text
-    rates = {row["step"]: row["learning_rate"] for row in tiny_run.metrics() if "learning_rate" in row}
+    rates = {row["step"]: row["learning_rate"] for row in begun_run.metrics() if "learning_rate" in row}
     assert (rates[2], rates[3]) == (0.01, 0.02)
-    first, second = lineage(tiny_run)
+    first, second = lineage(begun_run)
     assert (first["step"], first["continues"], first["changed"]) == (0, None, {})
     assert (second["step"], second["continues"]) == (2, "step-00000002")
     assert second["changed"] == {"train.learning_rate": {"from": 0.01, "to": 0.02}}
     # From here on the new value is the run's.
-    assert tiny_run.train("train.steps=7", "train.learning_rate=0.02") == 0
-    assert [entry["step"] for entry in lineage(tiny_run)] == [0, 2, 6]
+    assert begun_run.train("train.steps=7", "train.learning_rate=0.02") == 0
+    assert [entry["step"] for entry in lineage(begun_run)] == [0, 2, 6]
 
 
-def test_what_was_allowed_and_did_not_change_changes_nothing(tiny_run: TinyRun) -> None:
-    whole = tiny_run.root / "whole"
-    assert tiny_run.train(f"output.dir={whole}") == 0
-    assert tiny_run.train("train.steps=3") == 0
-    assert tiny_run.train("resume.allow=[data, train.learning_rate]") == 0
-    assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(tiny_run.folder, 6)) == []
+def test_what_was_allowed_and_did_not_change_changes_nothing(quiet_run: TinyRun) -> None:
+    whole = quiet_run.root / "whole"
+    assert quiet_run.train(f"output.dir={whole}") == 0
+    assert quiet_run.train("train.steps=3") == 0
+    assert quiet_run.train("resume.allow=[data, train.learning_rate]") == 0
+    assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(quiet_run.folder, 6)) == []
 
 
 def test_other_data_may_be_trained_on_when_that_is_allowed(
-    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
+    begun_run: TinyRun, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert tiny_run.train("train.steps=2") == 0
-    (tiny_run.root / "data" / "0.txt").write_text("a blue square")
-    assert tiny_run.train() == 2
+    (begun_run.root / "data" / "0.txt").write_text("a blue square")
+    assert begun_run.train() == 2
     assert "set resume.allow: [data]" in caplog.text
-    assert tiny_run.train("resume.allow=[data]") == 0
-    assert list(lineage(tiny_run)[1]["changed"]) == ["data.items"]
+    assert begun_run.train("resume.allow=[data]") == 0
+    assert list(lineage(begun_run)[1]["changed"]) == ["data.items"]
 
 
 @pytest.mark.parametrize("change", ["train.seed=1", "lora.rank=8", "objective.sigma_max=0.9"])
 def test_what_makes_it_another_run_can_never_be_allowed(
-    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture, change: str
+    begun_run: TinyRun, caplog: pytest.LogCaptureFixture, change: str
 ) -> None:
-    assert tiny_run.train("train.steps=2") == 0
-    assert tiny_run.train(change) == 2
+    assert begun_run.train(change) == 2
     assert "resume.allow" not in caplog.text
-    assert tiny_run.train(change, f"resume.allow=[{change.partition('=')[0]}]") == 2
+    assert begun_run.train(change, f"resume.allow=[{change.partition('=')[0]}]") == 2
     assert "resume.allow" in caplog.text
 
 
 def test_another_base_model_is_refused_whatever_is_allowed(
-    tiny_run: TinyRun, tiny_model, caplog: pytest.LogCaptureFixture
+    begun_run: TinyRun, tiny_model, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert tiny_run.train("train.steps=2") == 0
-    copy = shutil.copytree(tiny_model, tiny_run.root / "model")
+    copy = shutil.copytree(tiny_model, begun_run.root / "model")
     (weights,) = (copy / "vae").glob("*.safetensors")
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    assert tiny_run.train(f"model.path={copy}", "resume.allow=[data]") == 2
+    assert begun_run.train(f"model.path={copy}", "resume.allow=[data]") == 2
     assert "model.weights was" in caplog.text
     assert "set resume.allow" not in caplog.text

@@ -8,11 +8,9 @@ from tiny_run import TinyRun, checkpoint_tensors, differing
 
 
 @pytest.fixture
-def first(tiny_run: TinyRun) -> Path:
-    """The LoRA of an earlier run."""
-    folder = tiny_run.root / "first"
-    assert tiny_run.train(f"output.dir={folder}", "train.steps=2") == 0
-    return folder
+def first(begun_run: TinyRun) -> Path:
+    """An earlier run, which has a LoRA."""
+    return begun_run.folder.rename(begun_run.root / "first")
 
 
 def adapter(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -22,28 +20,28 @@ def adapter(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("form", ["lora", "lora/pytorch_lora_weights.safetensors"])
 def test_a_new_run_starts_at_the_values_of_the_lora_and_with_a_new_optimizer(
-    tiny_run: TinyRun, first: Path, form: str
+    begun_run: TinyRun, first: Path, form: str
 ) -> None:
     # The learning rate is so low that fp32 cannot hold what the one step changes.
     settings = ("train.steps=1", "train.learning_rate=1e-30", "train.weight_decay=0")
-    assert tiny_run.train(f"lora.init_from={first / form}", *settings) == 0
-    assert differing(adapter(first, 2), adapter(tiny_run.folder, 1)) == []
-    new = tiny_run.root / "new"
-    assert tiny_run.train(f"output.dir={new}", *settings) == 0
+    assert begun_run.train(f"lora.init_from={first / form}", *settings) == 0
+    assert differing(adapter(first, 2), adapter(begun_run.folder, 1)) == []
+    new = begun_run.root / "new"
+    assert begun_run.train(f"output.dir={new}", *settings) == 0
     assert differing(adapter(first, 2), adapter(new, 1)) != []
     steps = [
-        value for name, value in checkpoint_tensors(tiny_run.folder, 1).items() if name.endswith("::step")
+        value for name, value in checkpoint_tensors(begun_run.folder, 1).items() if name.endswith("::step")
     ]
     assert {step.item() for step in steps} == {1.0}
 
 
-def test_a_run_that_goes_on_does_not_look_at_it_any_more(tiny_run: TinyRun, first: Path) -> None:
-    whole, start = tiny_run.root / "whole", f"lora.init_from={first / 'lora'}"
-    assert tiny_run.train(f"output.dir={whole}", start) == 0
-    assert tiny_run.train(start, "train.steps=4") == 0
+def test_a_run_that_goes_on_does_not_look_at_it_any_more(begun_run: TinyRun, first: Path) -> None:
+    whole, start = begun_run.root / "whole", f"lora.init_from={first / 'lora'}"
+    assert begun_run.train(f"output.dir={whole}", start) == 0
+    assert begun_run.train(start, "train.steps=4") == 0
     (first / "lora" / "pytorch_lora_weights.safetensors").unlink()
-    assert tiny_run.train(start) == 0
-    assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(tiny_run.folder, 6)) == []
+    assert begun_run.train(start) == 0
+    assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(begun_run.folder, 6)) == []
 
 
 @pytest.mark.parametrize(
@@ -55,9 +53,9 @@ def test_a_run_that_goes_on_does_not_look_at_it_any_more(tiny_run: TinyRun, firs
     ],
 )
 def test_a_lora_of_another_shape_is_refused_with_what_would_do(
-    tiny_run: TinyRun, first: Path, caplog: pytest.LogCaptureFixture, settings: tuple[str, ...], message: str
+    begun_run: TinyRun, first: Path, caplog: pytest.LogCaptureFixture, settings: tuple[str, ...], message: str
 ) -> None:
-    assert tiny_run.train(f"lora.init_from={first / 'lora'}", *settings) == 2
+    assert begun_run.train(f"lora.init_from={first / 'lora'}", *settings) == 2
     assert message in caplog.text
     assert "Loading the transformer" not in caplog.text.rsplit("settings from", 1)[-1]
 

@@ -6,12 +6,12 @@ from tiny_run import TinyRun, checkpoint_tensors, differing
 
 
 @pytest.mark.parametrize("flag", ["--use_gradient_checkpointing", "--use_gradient_checkpointing_offload"])
-def test_the_flags_prove_their_effect_and_change_no_weight(tiny_run: TinyRun, flag: str) -> None:
-    plain, switched = tiny_run.root / "plain", tiny_run.root / "switched"
-    assert tiny_run.train(f"output.dir={plain}", "--no-use_gradient_checkpointing") == 0
-    assert tiny_run.train(f"output.dir={switched}", flag) == 0
+def test_the_flags_prove_their_effect_and_change_no_weight(quiet_run: TinyRun, flag: str) -> None:
+    plain, switched = quiet_run.root / "plain", quiet_run.root / "switched"
+    assert quiet_run.train(f"output.dir={plain}", "--no-use_gradient_checkpointing") == 0
+    assert quiet_run.train(f"output.dir={switched}", flag) == 0
     assert differing(checkpoint_tensors(plain, 6), checkpoint_tensors(switched, 6)) == []
-    report = next(row for row in tiny_run.metrics(switched) if "blocks_recomputed" in row)
+    report = next(row for row in quiet_run.metrics(switched) if "blocks_recomputed" in row)
     assert report["blocks_recomputed"] == 2 * 2  # two blocks, two micro-batches
     assert (report["bytes_parked"] > 0) == ("offload" in flag)
 
@@ -26,15 +26,15 @@ def test_the_flags_prove_their_effect_and_change_no_weight(tiny_run: TinyRun, fl
     ],
 )
 def test_a_policy_proves_its_effect_and_changes_no_weight(
-    tiny_run: TinyRun, settings: tuple[str, ...], num_selected: int
+    quiet_run: TinyRun, settings: tuple[str, ...], num_selected: int
 ) -> None:
-    plain, treated = tiny_run.root / "plain", tiny_run.root / "treated"
+    plain, treated = quiet_run.root / "plain", quiet_run.root / "treated"
     # Without adapters on the modulation, whose gradient would need the feed-forward part's last product.
     targets = "lora.target_modules=[to_q, img_mlp.net.2]"
-    assert tiny_run.train(targets, f"output.dir={plain}", "--no-use_gradient_checkpointing") == 0
-    assert tiny_run.train(targets, f"output.dir={treated}", *settings) == 0
+    assert quiet_run.train(targets, f"output.dir={plain}", "--no-use_gradient_checkpointing") == 0
+    assert quiet_run.train(targets, f"output.dir={treated}", *settings) == 0
     assert differing(checkpoint_tensors(plain, 6), checkpoint_tensors(treated, 6)) == []
-    report = next(row for row in tiny_run.metrics(treated) if "blocks_recomputed" in row)
+    report = next(row for row in quiet_run.metrics(treated) if "blocks_recomputed" in row)
     assert report["blocks_recomputed"] == 2 * num_selected  # two micro-batches
     saves, skips = "attention" in str(settings), "dead_ops" not in str(settings)
     assert report["attention_saved"] == (2 * num_selected if saves else 0)

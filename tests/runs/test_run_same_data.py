@@ -34,43 +34,42 @@ def other_pairs(data: Path) -> None:
 
 @pytest.mark.parametrize("change", [other_picture, other_caption, one_less, other_order, other_pairs])
 def test_changed_data_are_another_run(
-    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture, change: Callable[[Path], None]
+    begun_run: TinyRun, caplog: pytest.LogCaptureFixture, change: Callable[[Path], None]
 ) -> None:
-    assert tiny_run.train("train.steps=2") == 0
-    change(tiny_run.root / "data")
-    assert tiny_run.train() == 2
+    change(begun_run.root / "data")
+    assert begun_run.train() == 2
     (refused,) = [record.message for record in caplog.records if "different run" in record.message]
     assert "data.items was '5 items, " in refused
     assert "data.decoder" not in refused
     assert "resume.allow: [data]" in refused
 
 
-def test_names_may_change_where_the_order_stays(tiny_run: TinyRun) -> None:
-    whole = tiny_run.root / "whole"
-    assert tiny_run.train(f"output.dir={whole}") == 0
-    assert tiny_run.train("train.steps=2") == 0
-    data = tiny_run.root / "data"
+def test_names_may_change_where_the_order_stays(quiet_run: TinyRun) -> None:
+    whole = quiet_run.root / "whole"
+    assert quiet_run.train(f"output.dir={whole}") == 0
+    assert quiet_run.train("train.steps=2") == 0
+    data = quiet_run.root / "data"
     for path in data.iterdir():
         path.rename(data / f"moved-{path.name}")
-    moved = data.rename(tiny_run.root / "elsewhere")
-    assert tiny_run.train(f"data.path={moved}") == 0
-    assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(tiny_run.folder, 6)) == []
+    moved = data.rename(quiet_run.root / "elsewhere")
+    assert quiet_run.train(f"data.path={moved}") == 0
+    assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(quiet_run.folder, 6)) == []
 
 
 def test_another_schema_of_the_cache_encodes_again_and_the_run_goes_on_bit_for_bit(
-    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    quiet_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = tiny_run.root / "whole"
+    whole = quiet_run.root / "whole"
     settings = ("data.caption_dropout=0.3", "data.crop=random", "data.crops_per_item=2")
-    assert tiny_run.train(*settings, f"output.dir={whole}") == 0
-    assert tiny_run.train(*settings, "train.steps=3") == 0
-    before = json.loads((tiny_run.folder / "contract.json").read_text())
+    assert quiet_run.train(*settings, f"output.dir={whole}") == 0
+    assert quiet_run.train(*settings, "train.steps=3") == 0
+    before = json.loads((quiet_run.folder / "contract.json").read_text())
     monkeypatch.setattr("diffsynth_lite.data.cache._SCHEMA", 2)
     caplog.clear()
-    assert tiny_run.train(*settings) == 0
+    assert quiet_run.train(*settings) == 0
     assert "encoding 10 items that the cache does not hold" in caplog.text
-    assert json.loads((tiny_run.folder / "contract.json").read_text()) == before
-    assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(tiny_run.folder, 6)) == []
+    assert json.loads((quiet_run.folder / "contract.json").read_text()) == before
+    assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(quiet_run.folder, 6)) == []
 
 
 @pytest.mark.parametrize(
@@ -81,18 +80,17 @@ def test_another_schema_of_the_cache_encodes_again_and_the_run_goes_on_bit_for_b
     ],
 )
 def test_another_decoder_is_refused_by_its_name(
-    tiny_run: TinyRun,
+    begun_run: TinyRun,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     constant: str,
     key: str,
 ) -> None:
-    assert tiny_run.train("train.steps=2") == 0
     monkeypatch.setattr(constant, "v9 other")
-    assert tiny_run.train() == 2
+    assert begun_run.train() == 2
     assert f"{key} was 'v1 " in caplog.text
     assert "data.items" not in caplog.text
-    assert tiny_run.train("resume.allow=[data]") == 0
+    assert begun_run.train("resume.allow=[data]") == 0
 
 
 @pytest.mark.parametrize(
@@ -100,17 +98,16 @@ def test_another_decoder_is_refused_by_its_name(
     [("media_encoder_id", "data.media_encoder"), ("prompt_encoder_id", "data.prompt_encoder")],
 )
 def test_another_encoder_is_refused_by_its_name(
-    tiny_run: TinyRun,
+    begun_run: TinyRun,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     method: str,
     key: str,
 ) -> None:
-    assert tiny_run.train("train.steps=2") == 0
     monkeypatch.setattr(
         f"diffsynth_lite.pipelines.qwen_image.QwenImage.{method}", lambda *_: "qwen_image/other/9 a template"
     )
-    assert tiny_run.train() == 2
+    assert begun_run.train() == 2
     assert f"{key} was 'qwen_image/" in caplog.text
     assert "is 'qwen_image/other/9 " in caplog.text
     assert "data.items" not in caplog.text
