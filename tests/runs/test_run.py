@@ -3,12 +3,15 @@
 import errno
 import os
 import shutil
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from PIL import Image
-from tiny_run import TinyRun, checkpoint_tensors, differing
+from tiny_run import TinyRun, checkpoint_tensors, differing, make_run
 
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training import trainer
@@ -51,6 +54,20 @@ def test_held_out_data_give_a_validation_loss(tiny_run: TinyRun) -> None:
     assert [row["step"] for row in tiny_run.metrics() if "validation_loss" in row] == [0, 1]
 
 
+@pytest.fixture(scope="module")
+def halved(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> TinyRun:
+    """A run that was done as a whole, and again up to its fourth step."""
+    settings = ("train.warmup_steps=3", "validation.every_steps=3")
+    run = replace(make_run(tmp_path_factory.mktemp("halved"), tiny_model), settings=settings)
+    for arguments in (
+        (f"output.dir={run.root / 'whole'}",),
+        (f"output.dir={run.root / 'half'}", "train.steps=4"),
+    ):
+        assert run.train(*arguments) == 0
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return run
+
+
 @pytest.mark.parametrize(
     "second_half",
     [
@@ -66,15 +83,15 @@ def test_held_out_data_give_a_validation_loss(tiny_run: TinyRun) -> None:
         ("data.num_workers=2",),
     ],
 )
-def test_a_resumed_run_is_the_same_run_bit_for_bit(tiny_run: TinyRun, second_half: tuple[str, ...]) -> None:
-    whole, parts = tiny_run.root / "whole", tiny_run.root / "parts"
-    settings = ("train.warmup_steps=3", "validation.every_steps=3")
-    assert tiny_run.train(f"output.dir={whole}", *settings) == 0
-    assert tiny_run.train(f"output.dir={parts}", *settings, "train.steps=4") == 0
-    assert tiny_run.train(f"output.dir={parts}", *settings, *second_half) == 0
+def test_a_resumed_run_is_the_same_run_bit_for_bit(
+    halved: TinyRun, second_half: tuple[str, ...], tmp_path: Path
+) -> None:
+    whole, parts = halved.root / "whole", tmp_path / "parts"
+    shutil.copytree(halved.root / "half", parts)
+    assert halved.train(f"output.dir={parts}", *second_half) == 0
     assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(parts, 6)) == []
-    rows = {row["step"]: row for row in tiny_run.metrics(parts) if "loss" in row}
-    assert rows == {row["step"]: row for row in tiny_run.metrics(whole) if "loss" in row}
+    rows = {row["step"]: row for row in halved.metrics(parts) if "loss" in row}
+    assert rows == {row["step"]: row for row in halved.metrics(whole) if "loss" in row}
 
 
 def test_a_run_takes_repeatable_kernels_when_told_to(
