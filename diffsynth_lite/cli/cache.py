@@ -121,16 +121,17 @@ def needed_keys(config: Config, accelerator: "Accelerator") -> set[str]:
     from diffsynth_lite.training.encoding import plan_encoding
     from diffsynth_lite.training.shortages import shortages_explained
 
-    with FileMemory(index_file(cache_folder(config))) as memory, shortages_explained():
+    with shortages_explained():
         checked = check_run(config, accelerator)
-        job = plan_encoding(
-            config,
-            checked.family,
-            accelerator,
-            records=checked.records,
-            held_out=checked.validation_records,
-            memory=memory,
-        )
+        with FileMemory(index_file(cache_folder(config))) as memory:
+            job = plan_encoding(
+                config,
+                checked.family,
+                accelerator,
+                records=checked.records,
+                held_out=checked.validation_records,
+                memory=memory,
+            )
     return {*job.media, *job.prompts}
 
 

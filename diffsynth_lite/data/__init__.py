@@ -2,7 +2,7 @@
 
 from diffsynth_lite.data.batches import Batch, BatchStream, EntryReader
 from diffsynth_lite.data.buckets import Bucket, BucketRule, kept_ratio
-from diffsynth_lite.data.cache import Pruned, TensorCache, Verified, prune, verify
+from diffsynth_lite.data.cache import TensorCache, prune, verify
 from diffsynth_lite.data.captions import tag_variants
 from diffsynth_lite.data.encoding import (
     Encodable,
@@ -12,14 +12,13 @@ from diffsynth_lite.data.encoding import (
     encode_missing,
     find_undecodable,
 )
-from diffsynth_lite.data.images import check_image, load_image
+from diffsynth_lite.data.images import load_image
 from diffsynth_lite.data.item_table import ItemRow, ItemTable
 from diffsynth_lite.data.items import DataIdentity, PromptItem, TrainingItem
-from diffsynth_lite.data.media_index import FileMemory, FileState, MediaFacts, MediaIndex
+from diffsynth_lite.data.media_index import FileMemory, FileState, MediaIndex
 from diffsynth_lite.data.plan import (
     BadItemsError,
     DatasetPlan,
-    OnBadItem,
     PlanRules,
     plan_items,
     refuse_bad_items,
@@ -49,21 +48,16 @@ __all__ = [
     "ItemRow",
     "ItemTable",
     "LiveTensors",
-    "MediaFacts",
     "MediaIndex",
-    "OnBadItem",
     "PlanRules",
     "PromptItem",
-    "Pruned",
     "Record",
     "SampleSchedule",
     "Shard",
     "Source",
     "TensorCache",
     "TrainingItem",
-    "Verified",
     "VideoFacts",
-    "check_image",
     "encode_missing",
     "find_records",
     "find_undecodable",
