@@ -8,7 +8,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from diffsynth_lite.config.document import NULLS, scalar
+from diffsynth_lite.config.document import NULLS, scalar, shortened
 from diffsynth_lite.config.messages import Schema, without_null
 from diffsynth_lite.errors import UserError
 
@@ -105,7 +105,7 @@ def _check_references(text: str) -> None:
     except OmegaConfBaseException:  # a default with a bracket or quote that is not closed
         is_known = False
     if not is_known:
-        raise UserError(f"got '{text}'; a reference must be {forms}")
+        raise UserError(f"got '{shortened(text)}'; a reference must be {forms}")
 
 
 def _refuse_null_in_text(settings: DictConfig, value: str | list[str]) -> None:

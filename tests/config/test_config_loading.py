@@ -3,6 +3,8 @@
 import copy
 import math
 import pickle
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -10,6 +12,10 @@ from pydantic import ValidationError
 
 from diffsynth_lite.config import dump_config, load_config, section_types
 from diffsynth_lite.errors import UserError
+
+HEAVY_LIBRARIES = {
+    *("torch", "transformers", "diffusers", "accelerate", "peft", "datasets", "numpy", "PIL", "wandb"),
+}
 
 
 @pytest.mark.parametrize(
@@ -235,3 +241,15 @@ def test_a_config_survives_being_copied_and_sent_to_another_process(write, minim
     config = load_config(write(minimal)).config
     assert pickle.loads(pickle.dumps(config)) == config
     assert copy.deepcopy(config) == config
+
+
+def test_loading_a_config_imports_no_heavy_library():
+    code = (
+        "import sys, diffsynth_lite.config as config, diffsynth_lite.config.reference\n"
+        "config.load_config('quickstart.yaml', ['train.steps=20'])\n"
+        "print(*sorted(name for name in sys.modules if '.' not in name))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "omegaconf" in loaded
+    assert not loaded & HEAVY_LIBRARIES

@@ -1,14 +1,21 @@
-"""docs/configuration.md says what the code says."""
+"""docs/configuration.md says what the code says, and configs/schema.json makes editors check it."""
 
+import json
+import re
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 
 from diffsynth_lite.config import SourceSettings
-from diffsynth_lite.config.reference import render_reference
+from diffsynth_lite.config.reference import render_reference, render_schema
 from diffsynth_lite.config.schema import section_types
 
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "configuration.md"
+SCHEMA = ROOT / "configs" / "schema.json"
+RECIPES = sorted(SCHEMA.parent.glob("*.yaml"))
 
 
 def test_the_page_is_the_one_that_is_generated():
@@ -43,3 +50,88 @@ def test_no_setting_holds_a_secret():
         for word in key.split("_")
     }
     assert words & {"token", "secret", "password", "key"} == set()
+
+
+class EditorLoader(yaml.SafeLoader):
+    """Reads plain values as editors do, by yaml 1.2: ``no`` and ``1:30`` are text, ``1e-4`` is a number."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012  # yaml's own way
+
+
+for kind, form, first in (
+    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", "true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", "[-+]?[0-9]+", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+):
+    EditorLoader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"^({form})$"), first)
+
+
+def problems(text: str) -> list[str]:
+    """Where an editor underlines something in a config, as ``section.key``."""
+    validator = jsonschema.Draft7Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
+    found = validator.iter_errors(yaml.load(text, EditorLoader))
+    return sorted(".".join(map(str, error.absolute_path)) for error in found)
+
+
+def test_the_schema_is_the_one_that_is_generated() -> None:
+    assert SCHEMA.read_text(encoding="utf-8") == render_schema(), "run scripts/generate_docs.py"
+    jsonschema.Draft7Validator.check_schema(json.loads(render_schema()))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_names_the_schema_and_fits_it(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# yaml-language-server: $schema=schema.json\n")
+    assert problems(text) == []
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "train: {steps: 5, learning_rate: 1e-4, use_gradient_checkpointing: off, mixed_precision: no}",
+        "train: {steps: '${validation.loss_items}', cpu_threads: null, max_grad_norm: '${oc.env:NORM,1}'}",
+        "train: {use_gradient_checkpointing: '${train.deterministic}', lr_scheduler: '${oc.env:SCHEDULER}'}",
+        "lora: {target_modules: [to_q, '${oc.env:LAYER}']}",
+        "lora: {target_modules: '${lora.components}', alpha: 16}",
+        "logging: {run_name: 0123, project: 2024, trackers: ['${oc.env:TRACKER}']}",
+        "memory: {policy: only, policy_blocks: [0, 1]}",
+        "train:",
+    ],
+)
+def test_what_a_config_may_say_is_not_underlined(minimal: str, setting: str) -> None:
+    assert problems(f"{minimal}{setting}\n") == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "place"),
+    [
+        ("trian: {steps: 5}", ""),
+        ("train: {stps: 5}", "train"),
+        ("train: {steps: many}", "train.steps"),
+        ("train: {steps: 0}", "train.steps"),
+        ("train: {steps: null}", "train.steps"),
+        ("train: {steps: 1.5}", "train.steps"),
+        ("train: {learning_rate: fast}", "train.learning_rate"),
+        ("train: {use_gradient_checkpointing: 2}", "train.use_gradient_checkpointing"),
+        ("train: {lr_scheduler: Cosine}", "train.lr_scheduler"),
+        ("lora: {target_modules: to_q}", "lora.target_modules"),
+        ("lora: {target_modules: []}", "lora.target_modules"),
+        ("lora: {dropout: 1}", "lora.dropout"),
+        ("logging: {project: ''}", "logging.project"),
+        ("logging: {trackers: [wandb, wandb]}", "logging.trackers"),
+        ("logging: {trackers: [mlflow]}", "logging.trackers"),
+        ("memory: 5", "memory"),
+    ],
+)
+def test_a_wrong_key_or_value_is_underlined(minimal: str, setting: str, place: str) -> None:
+    assert problems(f"{minimal}{setting}\n") == [place]
+
+
+def test_what_a_file_must_give_is_underlined_where_it_is_missing() -> None:
+    assert problems("model: {family: a}\ndata: {sources: [{pth: a}], sizes: [64]}\n") == [
+        "",
+        "data.sizes",
+        "data.sources.0",
+        "model",
+    ]
