@@ -82,12 +82,12 @@ class ItemTable:
                 caption_keys += _key_bytes(key)
             caption_ends.append(len(caption_keys) // _KEY_BYTES)
         assert len(unconditional) < 2, "all items have an unconditional key, or none"
-        buckets = sorted(places)
-        rank = np.array([buckets.index(bucket) for bucket in places], np.uint16)
+        rank = {bucket: place for place, bucket in enumerate(sorted(places))}
+        rank_of_place = np.array([rank[bucket] for bucket in places], np.uint16)
         return cls(
-            buckets=tuple(buckets),
+            buckets=tuple(rank),
             has_unconditional=unconditional == {True},
-            bucket_index=rank[np.array(bucket_index, np.uint16)],
+            bucket_index=rank_of_place[np.array(bucket_index, np.uint16)],
             source_index=np.array(source_index, np.uint16),
             _names=bytes(names),
             _name_ends=np.array(name_ends, np.int64),
