@@ -13,6 +13,10 @@ class UserError(ValueError):
     """
 
 
+class DifferentRunError(UserError):
+    """A checkpoint or run folder belongs to a run with other settings or other data."""
+
+
 class RunStoppedError(RuntimeError):
     """The run had to stop although its settings were right: non-finite numbers, no memory, a full disk.
 

@@ -25,6 +25,7 @@ from diffsynth_lite.training.builder import (
     lora_alpha,
 )
 from diffsynth_lite.training.checkpoint.lora_file import read_initial_lora
+from diffsynth_lite.training.checkpoint.manifest import Checkpoint
 from diffsynth_lite.training.checkpoint.resume import (
     Lineage,
     RunFingerprint,
@@ -34,15 +35,14 @@ from diffsynth_lite.training.checkpoint.resume import (
     settings_fingerprint,
 )
 from diffsynth_lite.training.checkpoint.saver import Saver, restore
-from diffsynth_lite.training.checkpoint.store import Checkpoint, CheckpointStore
+from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.checks import check_run
 from diffsynth_lite.training.distributed import on_main_process
 from diffsynth_lite.training.encoding import TrainingData, encode_run
 from diffsynth_lite.training.evaluation import ValidationProtocol
 from diffsynth_lite.training.run_context import RunContext, StartupClock
-from diffsynth_lite.training.run_folder.folder import RunFolder
+from diffsynth_lite.training.run_folder.folder import RunFolder, outcome_recorded
 from diffsynth_lite.training.run_folder.metrics import MetricsFile, start_trackers
-from diffsynth_lite.training.run_folder.status import outcome_recorded
 from diffsynth_lite.training.shortages import out_of_memory_explained, shortages_explained
 from diffsynth_lite.training.stopping import GracePeriod, StopRequest, remove_old_requests
 from diffsynth_lite.training.trainer import train
@@ -101,7 +101,12 @@ def run_training(
             logger.info("This run is finished (step %d). %s", checkpoint.step, _results(folder))
             return
         start_step = checkpoint.step if checkpoint else 0
-        recorded = outcome_recorded(folder, run.store, start_step=start_step, total_steps=config.train.steps)
+        recorded = outcome_recorded(
+            folder,
+            lambda: max(run.store.steps(), default=0),
+            start_step=start_step,
+            total_steps=config.train.steps,
+        )
         kernels = deterministic_kernels() if config.train.deterministic else nullcontext()
         with recorded if run.is_main else nullcontext(), shortages_explained(), kernels:
             _conclude(run, _train(run, fingerprint, checkpoint, stop))

@@ -8,7 +8,7 @@ from faults.settings import BASE, TABLES, Change, Verdict
 from tiny_run import write_config
 
 from diffsynth_lite.config import AllowedChange, load_config, section_types
-from diffsynth_lite.training.checkpoint.manifest import DifferentRunError
+from diffsynth_lite.errors import DifferentRunError
 from diffsynth_lite.training.checkpoint.resume import (
     RunFingerprint,
     require_same,

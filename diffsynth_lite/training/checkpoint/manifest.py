@@ -29,10 +29,6 @@ class CheckpointError(UserError):
     """A checkpoint that is damaged, or does not fit the run."""
 
 
-class DifferentRunError(UserError):
-    """A checkpoint or run folder belongs to a run with other settings or other data."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A checkpoint whose every file has been verified.

@@ -20,9 +20,9 @@ from accelerate.utils import broadcast_object_list
 from diffsynth_lite import __version__
 from diffsynth_lite.config import AllowedChange, Config, section_types
 from diffsynth_lite.data import DataIdentity
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import DifferentRunError, UserError
 from diffsynth_lite.redaction import redacted
-from diffsynth_lite.training.checkpoint.manifest import Checkpoint, DifferentRunError, read_checkpoint
+from diffsynth_lite.training.checkpoint.manifest import Checkpoint, read_checkpoint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.distributed import on_main_process
 from diffsynth_lite.training.run_folder.folder import RunFolder
@@ -252,7 +252,7 @@ def resolve_checkpoint(
     path = broadcast_object_list(found)[0]
     if path is None:
         return None
-    checkpoint = policy.store.read(path)
+    checkpoint = read_checkpoint(path)
     policy.changed_settings(fingerprint, checkpoint)
     logger.info("Continuing from %s.", path)
     return checkpoint

@@ -14,10 +14,15 @@ from diffsynth_lite.files import set_aside
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, by_peft_names, load_adapter_tensors
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.checkpoint.lora_file import export_lora
-from diffsynth_lite.training.checkpoint.manifest import folder_name
+from diffsynth_lite.training.checkpoint.manifest import (
+    Checkpoint,
+    CheckpointError,
+    folder_name,
+    read_checkpoint,
+)
 from diffsynth_lite.training.checkpoint.optimizer_state import load_optimizer, optimizer_tensors
 from diffsynth_lite.training.checkpoint.resume import Lineage, RunFingerprint
-from diffsynth_lite.training.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
+from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.distributed import on_main_process
 from diffsynth_lite.training.ema import AveragedWeights
 from diffsynth_lite.training.evaluation import ValidationProtocol
@@ -125,7 +130,7 @@ class Saver:
         """The best checkpoint's adapter or average; None where that cannot be read, and it is forgotten."""
         assert self.best is not None
         try:
-            best = self.store.read(self.store.folder / folder_name(self.best["step"]))
+            best = read_checkpoint(self.store.folder / folder_name(self.best["step"]))
             return by_peft_names(best.tensors("ema")) if self.measures_average else best.tensors("adapter")
         except CheckpointError as error:
             logger.warning(

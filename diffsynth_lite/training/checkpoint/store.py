@@ -32,8 +32,6 @@ from diffsynth_lite.training.checkpoint.manifest import (
     step_of,
 )
 
-__all__ = ["Checkpoint", "CheckpointError", "CheckpointStore"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -118,14 +116,6 @@ class CheckpointStore:
                 "restore one from a copy, or remove them to start from the beginning"
             )
         return None
-
-    def read(self, path: Path) -> Checkpoint:
-        """Read a checkpoint given by its path, in this store or elsewhere.
-
-        Raises:
-            CheckpointError: says what is wrong with it.
-        """
-        return read_checkpoint(path)
 
     def cut_back_to(self, step: int) -> None:
         """Rename the checkpoints of later steps to ``.left-<name>-<n>``: the run goes on from ``step``.

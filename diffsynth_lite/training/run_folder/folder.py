@@ -5,13 +5,20 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import (
+    EXIT_FINISHED,
+    DifferentRunError,
+    RunInterrupted,
+    RunStoppedError,
+    UserError,
+    exit_code,
+)
 from diffsynth_lite.files import is_unfinished, write_json
 
 if sys.platform != "win32":
@@ -193,6 +200,42 @@ class RunFolder:
         for entry in self.path.iterdir():
             if is_unfinished(entry.name) and entry.is_file():
                 entry.unlink(missing_ok=True)
+
+
+@contextmanager
+def outcome_recorded(
+    folder: RunFolder, saved_step: Callable[[], int], *, start_step: int, total_steps: int
+) -> Iterator[None]:
+    """Scope of a run: ``status.json`` says that it is running, and afterwards how it ended.
+
+    A run that turns out to be a different one leaves the status as it was.
+
+    Args:
+        saved_step: the step of the newest checkpoint, which the status names when the run ends early.
+    """
+    before = folder.read_status()
+    folder.write_status("running", exit_code=None, step=start_step, message="started")
+    try:
+        yield
+    except DifferentRunError:
+        if before is not None:
+            write_json(folder.status_file, before)
+        raise
+    except BaseException as error:
+        try:
+            message = str(error) or type(error).__name__
+            folder.write_status(_state(error), exit_code=exit_code(error), step=saved_step(), message=message)
+        except OSError as failure:
+            # A full disk takes no status either; the error that ended the run matters more.
+            logger.warning("%s could not be written: %s", folder.status_file, failure)
+        raise
+    folder.write_status("finished", exit_code=EXIT_FINISHED, step=total_steps, message="finished")
+
+
+def _state(error: BaseException) -> RunState:
+    if isinstance(error, RunInterrupted):
+        return "interrupted"
+    return "stopped" if isinstance(error, RunStoppedError) else "failed"
 
 
 def _is_ours(name: str) -> bool:

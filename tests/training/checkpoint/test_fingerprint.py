@@ -7,7 +7,7 @@ import pytest
 
 from diffsynth_lite.config import AllowedChange, Config, load_config, section_types
 from diffsynth_lite.data import DataIdentity
-from diffsynth_lite.training.checkpoint.manifest import DifferentRunError
+from diffsynth_lite.errors import DifferentRunError
 from diffsynth_lite.training.checkpoint.resume import (
     data_fingerprint,
     require_same,

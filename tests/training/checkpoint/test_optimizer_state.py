@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from diffsynth_lite.training.checkpoint.manifest import CheckpointError, read_checkpoint
 from diffsynth_lite.training.checkpoint.optimizer_state import load_optimizer, optimizer_tensors
-from diffsynth_lite.training.checkpoint.store import CheckpointError, CheckpointStore
+from diffsynth_lite.training.checkpoint.store import CheckpointStore
 
 Parameters = dict[str, nn.Parameter]
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -77,7 +78,7 @@ def test_a_resumed_optimizer_goes_on_bit_for_bit(name: str, tmp_path: Path) -> N
     train(optimizer, named, first=0, last=3)
     tensors, document = optimizer_tensors(optimizer, named)
     path = CheckpointStore(tmp_path, keep=1).save(3, {"optimizer": tensors}, {"optimizer": document})
-    checkpoint = CheckpointStore(tmp_path, keep=1).read(path)
+    checkpoint = read_checkpoint(path)
     fresh = make(trained(named))
     load_optimizer(fresh, named, checkpoint.tensors("optimizer"), checkpoint.documents["optimizer"])
     train(fresh, named, first=3, last=6)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from diffsynth_lite.errors import RunStoppedError, UserError
-from diffsynth_lite.training.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
+from diffsynth_lite.training.checkpoint.manifest import Checkpoint, CheckpointError, read_checkpoint
+from diffsynth_lite.training.checkpoint.store import CheckpointStore
 
 Tensors = dict[str, dict[str, Tensor]]
 
@@ -73,18 +74,18 @@ def test_a_saved_checkpoint_is_read_back_exactly(store: CheckpointStore) -> None
         "state.json",
     ]
     assert_holds(store.latest(), 200)
-    assert_holds(store.read(path), 200)
+    assert_holds(read_checkpoint(path), 200)
 
 
 def test_a_checkpoint_can_be_moved_and_read_by_its_path(store: CheckpointStore, tmp_path: Path) -> None:
     moved = save(store, 200).rename(tmp_path / "my best one")
-    assert_holds(store.read(moved), 200)
+    assert_holds(read_checkpoint(moved), 200)
 
 
 def test_tensors_that_require_grad_or_are_views_are_saved_by_value(store: CheckpointStore) -> None:
     weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
     path = store.save(1, {"adapter": {"transposed": weight.t()}, "optimizer": {}}, {})
-    checkpoint = store.read(path)
+    checkpoint = read_checkpoint(path)
     assert torch.equal(checkpoint.tensors("adapter")["transposed"], weight.detach().t())
     assert checkpoint.tensors("optimizer") == {}
 
@@ -140,7 +141,7 @@ def test_saving_over_a_damaged_step_sets_it_aside(
     store: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     flip_last_bit(save(store, 5) / "adapter.safetensors")
-    assert_holds(store.read(save(store, 5)), 5)
+    assert_holds(read_checkpoint(save(store, 5)), 5)
     assert names(store.folder) == [".bad-step-00000005-1", "step-00000005"]
     assert "adapter.safetensors is damaged" in caplog.text
 
@@ -176,7 +177,7 @@ def test_a_folder_renamed_to_another_step_is_not_taken_for_it(store: CheckpointS
     save(store, 1)
     save(store, 2).rename(store.folder / "step-00000900")
     with pytest.raises(CheckpointError, match="holds step 2"):
-        store.read(store.folder / "step-00000900")
+        read_checkpoint(store.folder / "step-00000900")
     assert_holds(store.latest(), 1)
 
 
@@ -267,14 +268,14 @@ def test_a_failed_removal_of_an_old_checkpoint_is_only_a_warning(
 
 def test_a_missing_tensors_file_is_named(store: CheckpointStore) -> None:
     with pytest.raises(CheckpointError, match=r"ema\.safetensors"):
-        store.read(save(store, 1)).tensors("ema")
+        read_checkpoint(save(store, 1)).tensors("ema")
 
 
 def test_a_path_that_is_no_checkpoint_is_named(store: CheckpointStore, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a folder"):
-        store.read(tmp_path / "nowhere")
+        read_checkpoint(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="no file COMPLETE"):
-        store.read(tmp_path)
+        read_checkpoint(tmp_path)
 
 
 def test_the_files_get_the_permissions_that_the_user_s_mask_gives(store: CheckpointStore) -> None:
@@ -290,3 +291,14 @@ def test_a_folder_that_cannot_be_made_stops_the_run_with_its_reason(tmp_path: Pa
     (tmp_path / "file").write_text("")
     with pytest.raises(RunStoppedError, match="Not a directory"):
         save(CheckpointStore(tmp_path / "file" / "checkpoints", keep=1), 1)
+
+
+def test_a_pinned_step_and_those_of_every_so_many_stay_besides_the_newest(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1, keep_every=4)
+    for step in range(1, 4):
+        store.pinned = 2
+        store.save(step, {"adapter": {"a": torch.ones(2)}}, {"state": {"step": step}})
+    for step in range(4, 8):
+        store.pinned = 5 if step >= 5 else 2
+        store.save(step, {"adapter": {"a": torch.ones(2)}}, {"state": {"step": step}})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-0000000{step}" for step in (4, 5, 7)]

@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
-from diffsynth_lite.training.checkpoint.manifest import DifferentRunError
+from diffsynth_lite.errors import DifferentRunError, RunInterrupted, RunStoppedError, UserError
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.run_folder.folder import RunFolder
-from diffsynth_lite.training.run_folder.status import outcome_recorded
+from diffsynth_lite.training.run_folder.folder import RunFolder, outcome_recorded
 
 
 def status(folder: Path) -> dict:
@@ -19,7 +17,9 @@ def status(folder: Path) -> dict:
 
 def recorded(folder: Path):
     store = CheckpointStore(folder / "checkpoints", keep=2)
-    return outcome_recorded(RunFolder(folder), store, start_step=3, total_steps=9)
+    return outcome_recorded(
+        RunFolder(folder), lambda: max(store.steps(), default=0), start_step=3, total_steps=9
+    )
 
 
 def test_it_says_running_inside_and_finished_afterwards(tmp_path: Path) -> None:
