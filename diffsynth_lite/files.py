@@ -5,7 +5,7 @@ never a part (``replacing``). *Durable*: that also holds after a power cut, and 
 when the call returns, because the file and then its folder are synced (``write_bytes``, ``write_text``,
 ``write_json``).
 
-Durable is what a run cannot make again: checkpoints, the exported LoRA, status, contract. The content of a
+Durable is what a run cannot make again: checkpoints, the exported LoRA, status, fingerprint. The content of a
 cache entry is synced too, for it is dear, but not its folder: an entry that has no name is made again. The
 files copied out of a dataset are synced once for all of them. Previews are only whole.
 """
