@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from diffsynth_lite.core.gradient import (
         GradientEngine,
         GradientReport,
-        blocks_run_by,
         gradient_checkpoint_forward,
         gradient_engine,
+        intercept_blocks,
     )
     from diffsynth_lite.errors import RunStoppedError, UserError
     from diffsynth_lite.pipelines import ModelFamily, load_family
@@ -23,6 +23,7 @@ _HOMES = {
         "GradientEngine",
         "GradientReport",
         "blocks_run_by",
+        "intercept_blocks",
         "gradient_checkpoint_forward",
         "gradient_engine",
     ),
@@ -41,6 +42,7 @@ __all__ = [
     "blocks_run_by",
     "gradient_checkpoint_forward",
     "gradient_engine",
+    "intercept_blocks",
     "load_config",
     "load_family",
 ]

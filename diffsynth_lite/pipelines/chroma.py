@@ -13,7 +13,7 @@ from transformers import T5EncoderModel
 
 from diffsynth_lite.core.gradient import (
     BlockPolicy,
-    blocks_through,
+    checkpoint_blocks,
     gradient_checkpoint_forward,
     gradient_flags,
 )
@@ -62,7 +62,7 @@ def model_fn_chroma(
         of_picture = torch.ones(tokens_bld.shape[:2], dtype=torch.bool, device=tokens_bld.device)
         mask = torch.cat([prompt_embeds_mask.bool(), of_picture], dim=1)
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with blocks_through(
+    with checkpoint_blocks(
         transformer,
         Chroma.block_lists,
         gradient_checkpoint_forward,

@@ -15,7 +15,7 @@ from transformers import CLIPTextModel, T5EncoderModel
 
 from diffsynth_lite.core.gradient import (
     BlockPolicy,
-    blocks_through,
+    checkpoint_blocks,
     gradient_checkpoint_forward,
     gradient_flags,
 )
@@ -72,7 +72,7 @@ def model_fn_flux(
     pictures = [latents_bchw] if input_latents_bchw is None else [latents_bchw, input_latents_bchw]
     tokens_bld, positions = pack_pictures(pictures)
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with blocks_through(
+    with checkpoint_blocks(
         transformer,
         Flux.block_lists,
         gradient_checkpoint_forward,

@@ -23,7 +23,7 @@ from transformers import Mistral3ForConditionalGeneration, Qwen3ForCausalLM
 
 from diffsynth_lite.core.gradient import (
     BlockPolicy,
-    blocks_through,
+    checkpoint_blocks,
     gradient_checkpoint_forward,
     gradient_flags,
 )
@@ -84,7 +84,7 @@ def model_fn_flux2(
         of_inputs = Flux2Pipeline._prepare_image_ids([latents[:1] for latents in input_latents_bchw])
         positions = torch.cat([positions, of_inputs], dim=1)
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with blocks_through(
+    with checkpoint_blocks(
         transformer,
         Flux2.block_lists,
         gradient_checkpoint_forward,

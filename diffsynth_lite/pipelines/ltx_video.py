@@ -20,7 +20,7 @@ from transformers import T5EncoderModel
 
 from diffsynth_lite.core.gradient import (
     BlockPolicy,
-    blocks_through,
+    checkpoint_blocks,
     gradient_checkpoint_forward,
     gradient_flags,
 )
@@ -72,7 +72,7 @@ def model_fn_ltx_video(
     """
     num_frames, height, width = latents_bcfhw.shape[2:]
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with blocks_through(
+    with checkpoint_blocks(
         transformer,
         LTXVideo.block_lists,
         gradient_checkpoint_forward,

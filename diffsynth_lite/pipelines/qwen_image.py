@@ -19,7 +19,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from diffsynth_lite.core.gradient import (
     BlockPolicy,
-    blocks_through,
+    checkpoint_blocks,
     gradient_checkpoint_forward,
     gradient_flags,
 )
@@ -70,7 +70,7 @@ def model_fn_qwen_image(
     tokens_bld = torch.cat([_pack(picture_bcfhw) for picture_bcfhw in pictures], dim=1)
     picture_shapes = [(1, picture.shape[-2] // _PATCH, picture.shape[-1] // _PATCH) for picture in pictures]
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with blocks_through(
+    with checkpoint_blocks(
         transformer,
         QwenImage.block_lists,
         gradient_checkpoint_forward,

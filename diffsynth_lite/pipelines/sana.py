@@ -16,7 +16,7 @@ from transformers import Gemma2Model
 
 from diffsynth_lite.core.gradient import (
     BlockPolicy,
-    blocks_through,
+    checkpoint_blocks,
     gradient_checkpoint_forward,
     gradient_flags,
 )
@@ -59,7 +59,7 @@ def model_fn_sana(
         (B, 32, H, W), the predicted velocity ``noise - latents``.
     """
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with blocks_through(
+    with checkpoint_blocks(
         transformer,
         Sana.block_lists,
         gradient_checkpoint_forward,

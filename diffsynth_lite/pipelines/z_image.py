@@ -19,7 +19,7 @@ from transformers import Qwen3Model
 
 from diffsynth_lite.core.gradient import (
     BlockPolicy,
-    blocks_through,
+    checkpoint_blocks,
     gradient_checkpoint_forward,
     gradient_flags,
 )
@@ -62,7 +62,7 @@ def model_fn_z_image(
         (B, 16, H, W), what the model predicts, which is ``latents - noise``.
     """
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with blocks_through(
+    with checkpoint_blocks(
         transformer, ZImage.block_lists, gradient_checkpoint_forward, *switches, policy=policy
     ):
         predicted_cfhw = transformer(

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.core.gradient import BlockPolicy, Treatment, blocks_of
+from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_of
 from diffsynth_lite.data import BatchLayout, Record, load_image
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.lora import find_target_layers
@@ -211,7 +211,7 @@ def block_policy(config: Config) -> BlockPolicy:
         select=memory.policy,
         n=memory.policy_n,
         blocks=tuple(memory.policy_blocks),
-        selected=Treatment(park=True, save_attention=memory.save_attention),
+        selected=BlockStrategy(park=True, save_attention=memory.save_attention),
     )
 
 

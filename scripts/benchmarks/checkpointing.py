@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from meters import (
-    TREATMENTS,
+    STRATEGIES,
     EngineMethod,
     Memory,
     Meter,
@@ -29,7 +29,7 @@ from meters import (
 )
 from subjects import Subject, add_arguments, build_subject, size_of
 
-from diffsynth_lite.core.gradient import KEEP, PARK, RECOMPUTE, BlockPolicy, Treatment
+from diffsynth_lite.core.gradient import KEEP, PARK, RECOMPUTE, BlockPolicy, BlockStrategy
 
 PERIOD = 4
 """Blocks after which every selection repeats itself."""
@@ -94,14 +94,14 @@ def measure(
 def rows(subject: Subject, meter: Meter) -> list[EngineMethod]:
     """The ways to run the blocks that are compared; the first is the measure of the others."""
 
-    def row(name: str, treatment: Treatment, every: int = 1, **options: bool) -> EngineMethod:
-        policy = BlockPolicy(select="every_n", n=every, selected=treatment)
+    def row(name: str, strategy: BlockStrategy, every: int = 1, **options: bool) -> EngineMethod:
+        policy = BlockPolicy(select="every_n", n=every, selected=strategy)
         return EngineMethod(name, lambda _: policy, subject, meter, **options)
 
-    def first_half(name: str, treatment: Treatment) -> EngineMethod:
+    def first_half(name: str, strategy: BlockStrategy) -> EngineMethod:
         return EngineMethod(
             name,
-            lambda num_blocks: BlockPolicy(select="first_k", n=num_blocks // 2, selected=treatment),
+            lambda num_blocks: BlockPolicy(select="first_k", n=num_blocks // 2, selected=strategy),
             subject,
             meter,
         )
@@ -116,7 +116,7 @@ def rows(subject: Subject, meter: Meter) -> list[EngineMethod]:
         first_half("park first half", PARK),
     ]
     named = {method.name for method in methods}
-    methods += [row(name, treatment) for name, treatment in TREATMENTS.items() if name not in named]
+    methods += [row(name, strategy) for name, strategy in STRATEGIES.items() if name not in named]
     if not all(weight.requires_grad for weight in subject.model.parameters()):
         methods.insert(2, row("every block, dead ops run", RECOMPUTE, skip_dead_ops=False))
     return methods

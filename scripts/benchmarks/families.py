@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from family_subject import FamilySubject, family_of
 from meters import (
-    TREATMENTS,
+    STRATEGIES,
     EngineMethod,
     Meter,
     measure_times,
@@ -33,11 +33,11 @@ from meters import (
 from releases import RELEASES, Release
 from torch import Tensor
 
-from diffsynth_lite.core.gradient import BlockPolicy, Treatment, gradient_engine
+from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, gradient_engine
 
 HEADINGS = dict(
     zip(
-        TREATMENTS,
+        STRATEGIES,
         ("none", "every", "park", "every, save att.", "every, park att.", "park, save att.", "park both"),
         strict=True,
     )
@@ -58,7 +58,7 @@ class Kept:
 
 
 class FamilyMethod(EngineMethod):
-    """All blocks of a family under one treatment, through an engine of their own."""
+    """All blocks of a family under one strategy, through an engine of their own."""
 
     def loss(self, subject: FamilySubject) -> Tensor:
         """The forward pass of ``subject``."""
@@ -66,27 +66,27 @@ class FamilyMethod(EngineMethod):
             return subject.loss()
 
 
-def method_of(name: str, treatment: Treatment, subject: FamilySubject, meter: Meter) -> FamilyMethod:
-    """The treatment of all blocks but those that are left out, which are plainly called."""
+def method_of(name: str, strategy: BlockStrategy, subject: FamilySubject, meter: Meter) -> FamilyMethod:
+    """The strategy of all blocks but those that are left out, which are plainly called."""
     policy = BlockPolicy(
-        select="skip" if subject.left_out else "all", blocks=subject.left_out, selected=treatment
+        select="skip" if subject.left_out else "all", blocks=subject.left_out, selected=strategy
     )
     return FamilyMethod(name, policy, subject, meter)
 
 
 def count_bytes(
-    subject: FamilySubject, treatments: Mapping[str, Treatment] = TREATMENTS
+    subject: FamilySubject, strategies: Mapping[str, BlockStrategy] = STRATEGIES
 ) -> dict[str, dict[str, Kept]]:
-    """What one block more keeps, by block list and treatment; the other block lists have one block."""
+    """What one block more keeps, by block list and strategy; the other block lists have one block."""
     meter = meter_for(subject.device)
     counted: dict[str, dict[str, Kept]] = {}
     for block_list in subject.counted:
         counted[block_list] = {}
-        for name, treatment in treatments.items():
+        for name, strategy in strategies.items():
             counts = []
             for num_blocks in subject.fewer_and_more(block_list):
                 subject.use_blocks(block_list, num_blocks)
-                counts.append(count_kept(subject, method_of(name, treatment, subject, meter), meter))
+                counts.append(count_kept(subject, method_of(name, strategy, subject, meter), meter))
             fewer, more = counts
             counted[block_list][name] = Kept(device=more.device - fewer.device, host=more.host - fewer.host)
     return counted
@@ -113,10 +113,10 @@ def bytes_rows(release: Release, device: torch.device, *, is_small: bool = False
         names_of(release)
         | {"block of": block_list, "tokens": f"{subject.num_tokens:,}"}
         | {
-            HEADINGS[treatment]: mebibytes(kept.device) + (f" ({mebibytes(kept.host)})" if kept.host else "")
-            for treatment, kept in by_treatment.items()
+            HEADINGS[strategy]: mebibytes(kept.device) + (f" ({mebibytes(kept.host)})" if kept.host else "")
+            for strategy, kept in by_strategy.items()
         }
-        for block_list, by_treatment in counted.items()
+        for block_list, by_strategy in counted.items()
     ]
 
 
@@ -125,12 +125,12 @@ def time_row(release: Release, device: torch.device, num_rounds: int) -> dict[st
     with family_of(release, release.small) as family:
         subject = FamilySubject(family, release, release.small_pixels, device, torch.float32)
         meter = meter_for(device)
-        methods = [method_of(name, treatment, subject, meter) for name, treatment in TREATMENTS.items()]
+        methods = [method_of(name, strategy, subject, meter) for name, strategy in STRATEGIES.items()]
         # Other programs on the machine take none of a process's own time.
         clock = time.process_time if device.type == "cpu" else time.perf_counter
         seconds = measure_times(subject, methods, num_warmup=1, num_rounds=num_rounds, clock=clock)
     reference = seconds["none"]
-    ratios = {HEADINGS[treatment]: f"{taken / reference:.2f}" for treatment, taken in seconds.items()}
+    ratios = {HEADINGS[strategy]: f"{taken / reference:.2f}" for strategy, taken in seconds.items()}
     return names_of(release) | {"ms, none": f"{1000 * reference:.0f}", **ratios}
 
 

@@ -22,21 +22,21 @@ from diffsynth_lite.core.gradient import (
     PARK,
     RECOMPUTE,
     BlockPolicy,
+    BlockStrategy,
     GradientEngine,
-    Treatment,
     block_runner,
     gradient_engine,
 )
 from diffsynth_lite.core.gradient.backends import PlainBackend
 
-TREATMENTS = {
+STRATEGIES = {
     "none": KEEP,
     "every block": RECOMPUTE,
     "park every block": PARK,
-    "every block, save attention": Treatment(save_attention="keep"),
-    "every block, park attention": Treatment(save_attention="park"),
-    "park every block, save attention": Treatment(park=True, save_attention="keep"),
-    "park every block and attention": Treatment(park=True, save_attention="park"),
+    "every block, save attention": BlockStrategy(save_attention="keep"),
+    "every block, park attention": BlockStrategy(save_attention="park"),
+    "park every block, save attention": BlockStrategy(park=True, save_attention="keep"),
+    "park every block and attention": BlockStrategy(park=True, save_attention="park"),
 }
 """What can happen to a block, by the name of its row when it happens to all."""
 

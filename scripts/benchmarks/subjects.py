@@ -11,7 +11,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from trained_model import TrainedModel
 
-from diffsynth_lite.core.gradient import blocks_of, blocks_run_by
+from diffsynth_lite.core.gradient import blocks_of, intercept_blocks
 from diffsynth_lite.pipelines.ltx_video import LTXVideo
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.pipelines.wan import Wan
@@ -183,7 +183,7 @@ class Subject(TrainedModel):
 
     def loss(self, run: Callable[..., Any]) -> Tensor:
         """A forward pass with every block called through ``run(index, block, *args, **kwargs)``."""
-        with self.attention(), blocks_run_by(self.model, run):
+        with self.attention(), intercept_blocks(self.model, run):
             output = self.model(**self._inputs, return_dict=False)[0]
         return output.float().square().mean()
 

@@ -17,7 +17,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from family_sample import CPU, PROMPTS, build_media
 from sdxl_folders import encoded_prompts, gradients, saved
 
-from diffsynth_lite.core.gradient import blocks_of, blocks_run_by
+from diffsynth_lite.core.gradient import blocks_of, intercept_blocks
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import PipelineFolder, require_family
 from diffsynth_lite.pipelines.sdxl import SDXL, model_fn_sdxl, tiny
@@ -96,7 +96,7 @@ def test_the_declared_blocks_are_those_that_the_hook_runs_in_their_order(layout:
         run.append(block)
         return block(*args)
 
-    with blocks_run_by(unet, record):
+    with intercept_blocks(unet, record):
         unet(
             *(torch.zeros(1, 4, 8, 8), 0, torch.zeros(1, 77, 64)),
             added_cond_kwargs={"text_embeds": torch.zeros(1, 32), "time_ids": torch.zeros(1, 6)},

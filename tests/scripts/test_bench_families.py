@@ -9,7 +9,7 @@ import pytest
 import torch
 from families import Kept, count_bytes, method_of, time_row
 from family_subject import FamilySubject, family_of
-from meters import TREATMENTS, meter_for
+from meters import STRATEGIES, meter_for
 from releases import RELEASES, Release
 
 from diffsynth_lite.core.gradient import KEEP
@@ -25,11 +25,11 @@ def release_of(family: str) -> Release:
 
 
 def counted(
-    release: Release, *treatments: str, changes: Mapping[str, Any] | None = None
+    release: Release, *strategies: str, changes: Mapping[str, Any] | None = None
 ) -> dict[str, dict[str, Kept]]:
     with family_of(release, {**release.small, **(changes or {})}) as family:
         subject = FamilySubject(family, release, release.small_pixels, META, torch.bfloat16)
-        return count_bytes(subject, {treatment: TREATMENTS[treatment] for treatment in treatments})
+        return count_bytes(subject, {strategy: STRATEGIES[strategy] for strategy in strategies})
 
 
 def test_every_family_has_a_release() -> None:
@@ -48,7 +48,7 @@ def test_a_release_has_the_blocks_and_takes_the_inputs_that_its_data_say(release
 
 
 def test_a_parked_block_keeps_nothing_and_a_recomputed_one_its_input() -> None:
-    (kept,) = counted(release_of("ltx_video"), *TREATMENTS).values()
+    (kept,) = counted(release_of("ltx_video"), *STRATEGIES).values()
     tokens = 12 * 8 * 6
     hidden = tokens * WIDTH * BF16
     # A block has attention twice, each with a number in fp32 for each of four heads and tokens.

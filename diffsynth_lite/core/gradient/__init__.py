@@ -1,9 +1,15 @@
 """Gradient checkpointing of single blocks, with their inputs parked in host memory, and its report."""
 
-from diffsynth_lite.core.gradient.blocks import blocks_in, blocks_of, blocks_run_by, count_blocks, unwrapped
+from diffsynth_lite.core.gradient.blocks import (
+    blocks_in,
+    blocks_of,
+    count_blocks,
+    intercept_blocks,
+    unwrapped,
+)
 from diffsynth_lite.core.gradient.checkpoint import (
     block_runner,
-    blocks_through,
+    checkpoint_blocks,
     gradient_checkpoint_forward,
     gradient_engine,
     gradient_flags,
@@ -15,32 +21,36 @@ from diffsynth_lite.core.gradient.policies import (
     PARK,
     RECOMPUTE,
     BlockPolicy,
+    BlockStrategy,
     SaveAttention,
     Selection,
-    Treatment,
 )
 from diffsynth_lite.core.gradient.report import GradientReport, IneffectiveSwitchError
+
+blocks_run_by = intercept_blocks
+"""The former name, for one release."""
 
 __all__ = [
     "KEEP",
     "PARK",
     "RECOMPUTE",
     "BlockPolicy",
+    "BlockStrategy",
     "GradientEngine",
     "GradientReport",
     "HostBytesError",
     "IneffectiveSwitchError",
     "SaveAttention",
     "Selection",
-    "Treatment",
     "block_runner",
     "blocks_in",
     "blocks_of",
     "blocks_run_by",
-    "blocks_through",
+    "checkpoint_blocks",
     "count_blocks",
     "gradient_checkpoint_forward",
     "gradient_engine",
     "gradient_flags",
+    "intercept_blocks",
     "unwrapped",
 ]

@@ -10,7 +10,7 @@ from torch import nn
 
 
 @contextmanager
-def blocks_run_by(
+def intercept_blocks(
     model: nn.Module,
     run: Callable[..., Any],
     *,

@@ -1,4 +1,4 @@
-"""This file takes a block call all the way: its engine and treatment, its forward pass, its recompute."""
+"""This file takes a block call all the way: its engine and strategy, its forward pass, its recompute."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,15 +15,15 @@ from diffsynth_lite.core.gradient.arguments import put_tensors, take_tensors
 from diffsynth_lite.core.gradient.attention import SavedAttention
 from diffsynth_lite.core.gradient.blocks import (
     blocks_in,
-    blocks_run_by,
     find_submodule,
+    intercept_blocks,
     is_compiled,
     module_of,
     unwrapped,
 )
 from diffsynth_lite.core.gradient.engine import GradientEngine, GradientFlags
 from diffsynth_lite.core.gradient.frames import changed_in_place
-from diffsynth_lite.core.gradient.policies import BlockPolicy, Treatment
+from diffsynth_lite.core.gradient.policies import BlockPolicy, BlockStrategy
 from diffsynth_lite.core.gradient.unused_matmuls import products_deferred
 
 
@@ -33,12 +33,12 @@ class BlockCall:
 
     Attributes:
         engine: that the call works through.
-        treatment: of the block.
+        strategy: of the block.
         unused_matmuls: names of layers in the block whose matrix products the recompute may not need.
     """
 
     engine: GradientEngine
-    treatment: Treatment
+    strategy: BlockStrategy
     unused_matmuls: Sequence[str] = ()
 
 
@@ -82,9 +82,9 @@ def gradient_checkpoint_forward(
     is the plain call. Otherwise the activations inside ``model`` are dropped and recomputed in backward;
     tensors are found in positional and keyword arguments, also in tuples, lists, dicts and dataclasses.
 
-    The engine of the ``gradient_engine`` scope adds what its policy says for a selected block. For a policy
-    that treats some blocks differently, run the blocks by ``blocks_through`` or ``block_runner``, which know
-    the place of each.
+    The engine of the ``gradient_engine`` scope adds what its policy says for a selected block. Where some
+    blocks have another strategy, run them by ``checkpoint_blocks`` or ``block_runner``, which know the place
+    of each.
 
     Args:
         model: a block. It runs twice with equal arguments: containers that hold tensors reach it as copies,
@@ -99,11 +99,11 @@ def gradient_checkpoint_forward(
         RuntimeError: in backward, when an input was changed in place after the call.
     """
     call = _take_block_call()
-    permitted = call.treatment.under(use_gradient_checkpointing, use_gradient_checkpointing_offload)
+    permitted = call.strategy.under(use_gradient_checkpointing, use_gradient_checkpointing_offload)
     call.engine.count(blocks_run=1)
     if not permitted.recompute or not torch.is_grad_enabled():
         return model(*args, **kwargs)
-    return _checkpointed(replace(call, treatment=permitted), model, args, kwargs)
+    return _checkpointed(replace(call, strategy=permitted), model, args, kwargs)
 
 
 def _take_block_call() -> BlockCall:
@@ -123,7 +123,7 @@ def _checkpointed(
     block_call: BlockCall, block: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     # Kept by the closure below: a ContextVar that is set here is not set on autograd's worker threads.
-    engine, treatment = block_call.engine, block_call.treatment
+    engine, strategy = block_call.engine, block_call.strategy
     engine.count(blocks_checkpointed=1)
     tensors, template = take_tensors((args, kwargs))
     savings = _RecomputeSavings(block_call, block)
@@ -141,9 +141,9 @@ def _checkpointed(
             return block(*run_args, **run_kwargs)
 
     with engine.frame() as parking:
-        if treatment.checkpoint is not None:
-            return treatment.checkpoint(run, *tensors)
-        if not treatment.park:
+        if strategy.checkpoint is not None:
+            return strategy.checkpoint(run, *tensors)
+        if not strategy.park:
             return checkpoint(run, *tensors, use_reentrant=False)
         inputs = [tensor if engine.parks(tensor) else _Left(tensor, tensor._version) for tensor in tensors]
         with parking.of_saved_tensors():
@@ -157,16 +157,16 @@ class _RecomputeSavings:
     """
 
     def __init__(self, call: BlockCall, block: Callable[..., Any]) -> None:
-        engine, treatment, module = call.engine, call.treatment, module_of(block)
+        engine, strategy, module = call.engine, call.strategy, module_of(block)
         self._engine = engine
         self._attention: SavedAttention | None = None
         self._layers: list[nn.Module] = []
         if module is not None and is_compiled(module):
             return
-        if treatment.save_attention != "no":
-            save = partial(engine.save_attention, park=treatment.save_attention == "park")
+        if strategy.save_attention != "no":
+            save = partial(engine.save_attention, park=strategy.save_attention == "park")
             self._attention = SavedAttention(save, engine.count)
-        if module is not None and engine.skip_dead_ops and treatment.checkpoint is None:
+        if module is not None and engine.skip_dead_ops and strategy.checkpoint is None:
             found = (find_submodule(module, name) for name in call.unused_matmuls)
             self._layers = [layer for layer in found if layer is not None]
 
@@ -205,7 +205,7 @@ def _unwrapped(inputs: Sequence[Tensor | _Left]) -> list[Tensor]:
 
 
 @contextmanager
-def blocks_through(
+def checkpoint_blocks(
     model: nn.Module,
     block_lists: Sequence[str],
     forward: Callable[..., Any],
@@ -234,8 +234,8 @@ def blocks_through(
             or whose hook drops arguments, by their ``forward``.
 
     Raises:
-        ValueError: no block has a layer of ``unused_matmuls``; and as ``blocks_run_by`` and ``block_runner``
-            do.
+        ValueError: no block has a layer of ``unused_matmuls``; and what ``intercept_blocks`` and
+            ``block_runner`` raise.
     """
     blocks = blocks_in(model, block_lists)
     for name in unused_matmuls:
@@ -249,7 +249,7 @@ def blocks_through(
         unused_matmuls=unused_matmuls,
         forward=forward,
     )
-    with blocks_run_by(model, run, blocks=None if by_hook else blocks):
+    with intercept_blocks(model, run, blocks=None if by_hook else blocks):
         yield
 
 
@@ -262,7 +262,7 @@ def block_runner(
     unused_matmuls: Sequence[str] = (),
     forward: Callable[..., Any] = gradient_checkpoint_forward,
 ) -> Callable[..., Any]:
-    """A ``run`` for ``blocks_run_by``: ``gradient_checkpoint_forward`` with a policy for the single blocks.
+    """A ``run`` for ``intercept_blocks``: each block by ``gradient_checkpoint_forward``, as the policy says.
 
     Args:
         num_blocks: block calls of one forward pass.
@@ -270,7 +270,7 @@ def block_runner(
             recomputes.
         use_gradient_checkpointing_offload: the same, for the blocks that it parks.
         policy: None is that of the ``gradient_engine`` scope.
-        unused_matmuls: as in ``blocks_through``; names that a block does not have are passed over.
+        unused_matmuls: as in ``checkpoint_blocks``; names that a block does not have are passed over.
         forward: what is called with each block.
 
     Returns:
@@ -286,7 +286,7 @@ def block_runner(
     chosen.selection(num_blocks)
 
     def run(index: int, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        token = _block_call.set(BlockCall(engine, chosen.treatment(index, num_blocks), unused_matmuls))
+        token = _block_call.set(BlockCall(engine, chosen.strategy(index, num_blocks), unused_matmuls))
         try:
             return forward(
                 block, use_gradient_checkpointing, use_gradient_checkpointing_offload, *args, **kwargs

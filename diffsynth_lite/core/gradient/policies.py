@@ -15,7 +15,7 @@ _LISTED: tuple[Selection, ...] = ("skip", "only")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Treatment:
+class BlockStrategy:
     """What happens to one block between its forward and its backward pass.
 
     Attributes:
@@ -45,29 +45,29 @@ class Treatment:
 
     def under(
         self, use_gradient_checkpointing: bool, use_gradient_checkpointing_offload: bool
-    ) -> "Treatment":
-        """What of this treatment the two switches permit; either one permits the recompute."""
+    ) -> "BlockStrategy":
+        """What of this strategy the two switches permit; either one permits the recompute."""
         if not (use_gradient_checkpointing or use_gradient_checkpointing_offload):
             return KEEP
         return self if use_gradient_checkpointing_offload or not self.park else replace(self, park=False)
 
 
-KEEP = Treatment(recompute=False)
-RECOMPUTE = Treatment()
-PARK = Treatment(park=True)
+KEEP = BlockStrategy(recompute=False)
+RECOMPUTE = BlockStrategy()
+PARK = BlockStrategy(park=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPolicy:
-    """Which blocks of a model get which treatment, as far as the two gradient switches permit it.
+    """Which blocks of a model get which strategy, as far as the two gradient switches permit it.
 
     Attributes:
         select: ``all`` blocks; ``every_n``: blocks 0, n, 2n, ...; ``first_k`` and ``last_k``: n blocks at
             one end; ``only`` the blocks listed; all but those (``skip``).
         n: number that belongs to ``every_n``, ``first_k`` and ``last_k``.
         blocks: indices from 0 in call order, for ``only`` and ``skip``.
-        selected: treatment of the blocks selected.
-        others: treatment of the rest.
+        selected: strategy of the blocks selected.
+        others: strategy of the rest.
 
     Raises:
         ValueError: ``n`` or ``blocks`` is missing, out of range, or belongs to another selection.
@@ -76,8 +76,8 @@ class BlockPolicy:
     select: Selection = "all"
     n: int | None = None
     blocks: tuple[int, ...] = ()
-    selected: Treatment = PARK
-    others: Treatment = KEEP
+    selected: BlockStrategy = PARK
+    others: BlockStrategy = KEEP
 
     def __post_init__(self) -> None:
         if (self.n is not None) != (self.select in _COUNTED):
@@ -89,8 +89,8 @@ class BlockPolicy:
         if any(index < 0 for index in self.blocks) or len(set(self.blocks)) < len(self.blocks):
             raise ValueError(f"blocks is {self.blocks}; they count from 0, and each is named once")
 
-    def treatment(self, index: int, num_blocks: int) -> Treatment:
-        """The treatment of one block.
+    def strategy(self, index: int, num_blocks: int) -> BlockStrategy:
+        """The strategy of one block.
 
         Args:
             index: place of the block in call order, from 0.

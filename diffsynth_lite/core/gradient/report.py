@@ -155,7 +155,7 @@ class GradientReport:
         if self.blocks_checkpointed > expected_checkpointed and self.blocks_run == expected_blocks:
             return (
                 f"{self.blocks_checkpointed} block calls were checkpointed where the policy selects "
-                f"{expected_checkpointed}: the model runs its blocks neither by blocks_through nor by "
+                f"{expected_checkpointed}: the model runs its blocks neither by checkpoint_blocks nor by "
                 "block_runner"
             )
         if not self.blocks_recomputed:

@@ -17,7 +17,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from diffsynth_lite.core.gradient import (
     BlockPolicy,
-    blocks_through,
+    checkpoint_blocks,
     count_blocks,
     gradient_checkpoint_forward,
     gradient_flags,
@@ -79,7 +79,7 @@ def model_fn_sdxl(
     """
     block_lists = tuple(unet_block_lists(unwrapped(unet).config))
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with blocks_through(
+    with checkpoint_blocks(
         unet,
         block_lists,
         gradient_checkpoint_forward,

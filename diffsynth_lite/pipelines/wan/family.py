@@ -23,7 +23,7 @@ from transformers import UMT5EncoderModel
 
 from diffsynth_lite.core.gradient import (
     BlockPolicy,
-    blocks_through,
+    checkpoint_blocks,
     gradient_checkpoint_forward,
     gradient_flags,
 )
@@ -70,7 +70,7 @@ def model_fn_wan(
         (B, C, F, H, W), the predicted velocity ``noise - latents``.
     """
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with blocks_through(
+    with checkpoint_blocks(
         transformer,
         Wan.block_lists,
         gradient_checkpoint_forward,

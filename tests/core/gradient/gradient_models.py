@@ -16,7 +16,7 @@ from diffusers import (
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from diffsynth_lite.core.gradient import blocks_run_by, gradient_checkpoint_forward
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward, intercept_blocks
 
 ALL_FLAGS = [(False, False), (True, False), (False, True), (True, True)]
 
@@ -73,13 +73,13 @@ def training_step(
 
 
 def with_flags(flags: tuple[bool, bool]) -> Callable[..., Any]:
-    """A ``run`` for ``blocks_run_by`` that gives each block these two switches."""
+    """A ``run`` for ``intercept_blocks`` that gives each block these two switches."""
     return lambda index, block, *args, **kwargs: gradient_checkpoint_forward(block, *flags, *args, **kwargs)
 
 
 def checkpointed_step(case: Case, flags: tuple[bool, bool], **kwargs: Any) -> Step:
     """``training_step`` with each block called with the two switches."""
-    return training_step(case, blocks_run_by(case.model, with_flags(flags)), **kwargs)
+    return training_step(case, intercept_blocks(case.model, with_flags(flags)), **kwargs)
 
 
 def qwen_image(batch_size: int = 2, *, num_layers: int = 3) -> Case:

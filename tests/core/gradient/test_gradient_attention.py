@@ -25,12 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffsynth_lite.core.gradient import (
     BlockPolicy,
+    BlockStrategy,
     GradientEngine,
-    Treatment,
     block_runner,
-    blocks_run_by,
     gradient_checkpoint_forward,
     gradient_engine,
+    intercept_blocks,
 )
 
 KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -50,15 +50,14 @@ class CountedOperators(TorchDispatchMode):
 
 
 def saving(save_attention: str, **settings: Any) -> GradientEngine:
-    return GradientEngine(
-        policy=BlockPolicy(selected=Treatment(save_attention=save_attention)), skip_dead_ops=False, **settings
-    )
+    policy = BlockPolicy(selected=BlockStrategy(save_attention=save_attention))
+    return GradientEngine(policy=policy, skip_dead_ops=False, **settings)
 
 
 def counted_step(case: Case, engine: GradientEngine) -> tuple[Any, Counter[str]]:
     with gradient_engine(engine), CountedOperators() as operators:
         run = block_runner(len(case.block_names), True, False)
-        step = training_step(case, blocks_run_by(case.model, run))
+        step = training_step(case, intercept_blocks(case.model, run))
     return step, operators.counts
 
 
@@ -107,7 +106,7 @@ def test_parked_outputs_leave_and_return_with_their_block(
 ) -> None:
     case, backend = qwen_image_with_lora(), LazyBackend()
     engine = GradientEngine(
-        policy=BlockPolicy(selected=Treatment(park=True, save_attention="park")),
+        policy=BlockPolicy(selected=BlockStrategy(park=True, save_attention="park")),
         backend=backend,
         resident_blocks=resident,
         prefetched_blocks=prefetched,
@@ -117,7 +116,7 @@ def test_parked_outputs_leave_and_return_with_their_block(
         for _ in range(2):
             engine.start_report()
             run = block_runner(len(case.block_names), True, offload)
-            assert training_step(case, blocks_run_by(case.model, run)) == training_step(case)
+            assert training_step(case, intercept_blocks(case.model, run)) == training_step(case)
     report = engine.report()
     inputs_parked = report.tensors_parked - 3 * 2
     assert (inputs_parked > 0) == offload
@@ -146,7 +145,7 @@ def test_a_retained_graph_and_another_live_one_get_their_own_outputs(save_attent
     with gradient_engine(engine):
         losses = []
         for each in (case, other):
-            with blocks_run_by(case.model, block_runner(3, True, False)):
+            with intercept_blocks(case.model, block_runner(3, True, False)):
                 losses.append(forward(case.model, each.inputs).square().mean())
     for _ in range(2):
         for loss, gradient in zip(losses, expected, strict=True):
@@ -166,7 +165,7 @@ def test_kept_outputs_go_with_their_graph(runs_backward: bool, monkeypatch: pyte
         return save(tensor, park=park)
 
     monkeypatch.setattr(engine, "save_attention", watched)
-    with gradient_engine(engine), blocks_run_by(case.model, block_runner(3, True, False)):
+    with gradient_engine(engine), intercept_blocks(case.model, block_runner(3, True, False)):
         loss = forward(case.model, case.inputs).square().mean()
     assert [ref() is None for ref in kept] == [False] * 6
     if runs_backward:

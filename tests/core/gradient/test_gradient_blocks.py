@@ -22,9 +22,9 @@ from torch import nn
 
 from diffsynth_lite.core.gradient import (
     blocks_of,
-    blocks_run_by,
     count_blocks,
     gradient_checkpoint_forward,
+    intercept_blocks,
 )
 
 HOOK = ("gradient_checkpointing", "_gradient_checkpointing_func")
@@ -54,7 +54,7 @@ def test_every_block_is_run_once_in_call_order(make_case: Callable[[], Case]) ->
 
     before = hook_state(case.model)
     reference = training_step(case)
-    assert training_step(case, blocks_run_by(case.model, run)) == reference
+    assert training_step(case, intercept_blocks(case.model, run)) == reference
     assert seen == list(enumerate(case.block_names))
     assert hook_state(case.model) == before
     assert training_step(case) == reference
@@ -62,7 +62,7 @@ def test_every_block_is_run_once_in_call_order(make_case: Callable[[], Case]) ->
 
 def test_the_index_counts_all_calls_of_a_scope() -> None:
     case, seen = qwen_image(num_layers=2), []
-    with blocks_run_by(case.model, lambda index, *args: seen.append(index) or plain(index, *args)):
+    with intercept_blocks(case.model, lambda index, *args: seen.append(index) or plain(index, *args)):
         forward(case.model, case.inputs)
         forward(case.model, case.inputs)
     assert seen == [0, 1, 2, 3]
@@ -72,7 +72,7 @@ def test_without_grad_the_model_runs_its_blocks_itself() -> None:
     case, seen = qwen_image(num_layers=2), []
     with torch.no_grad():
         expected = forward(case.model, case.inputs)
-        with blocks_run_by(case.model, lambda *args, **_kwargs: seen.append(args)):
+        with intercept_blocks(case.model, lambda *args, **_kwargs: seen.append(args)):
             assert torch.equal(forward(case.model, case.inputs), expected)
     assert seen == []
 
@@ -85,7 +85,7 @@ def test_a_model_is_as_before_after_an_exception(make_case: Callable[[], Case]) 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise ArithmeticError("in a block")
 
-    with pytest.raises(ArithmeticError, match="in a block"), blocks_run_by(case.model, fail):
+    with pytest.raises(ArithmeticError, match="in a block"), intercept_blocks(case.model, fail):
         forward(case.model, case.inputs)
     assert hook_state(case.model) == before
 
@@ -98,8 +98,8 @@ def test_an_inner_scope_gives_back_to_the_outer_one_and_that_to_diffusers() -> N
     def named(name: str) -> Callable[..., Any]:
         return lambda index, block, *args: seen.append(name) or block(*args)
 
-    with blocks_run_by(case.model, named("outer")):
-        with blocks_run_by(case.model, named("inner")):
+    with intercept_blocks(case.model, named("outer")):
+        with intercept_blocks(case.model, named("inner")):
             forward(case.model, case.inputs)
         forward(case.model, case.inputs)
     assert seen == ["inner", "outer"]
@@ -122,7 +122,7 @@ class ModelWithBoundHook(nn.Module):
 
 def test_a_hook_may_be_given_a_bound_method_and_keywords() -> None:
     model, x, seen = ModelWithBoundHook(), torch.ones(1, 2), []
-    with blocks_run_by(
+    with intercept_blocks(
         model, lambda index, block, *args, **kwargs: seen.append(block) or block(*args, **kwargs)
     ):
         output = model(x)
@@ -133,7 +133,7 @@ def test_a_hook_may_be_given_a_bound_method_and_keywords() -> None:
 
 def test_a_model_without_a_hook_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="Linear has no gradient checkpointing hook"):
-        blocks_run_by(nn.Linear(1, 1), plain).__enter__()
+        intercept_blocks(nn.Linear(1, 1), plain).__enter__()
     with pytest.raises(ValueError, match="Sequential has no gradient checkpointing hook"):
         blocks_of(nn.Sequential(nn.ModuleList([nn.Linear(1, 1)])), ["0"])
 
@@ -151,7 +151,7 @@ def test_given_blocks_are_run_where_the_hook_drops_an_argument(flags: tuple[bool
 
     before = hook_state(case.model)
     reference = training_step(case)
-    assert training_step(case, blocks_run_by(case.model, run, blocks=blocks)) == reference
+    assert training_step(case, intercept_blocks(case.model, run, blocks=blocks)) == reference
     assert indices == [0, 1, 2]
     assert hook_state(case.model) == before
     # The reason for this way: when this fails, diffusers has mended the hook and Chroma needs it no more.
@@ -160,7 +160,7 @@ def test_given_blocks_are_run_where_the_hook_drops_an_argument(flags: tuple[bool
 
 def test_given_blocks_must_be_of_the_model() -> None:
     with pytest.raises(ValueError, match="modules that Sequential does not have"):
-        blocks_run_by(nn.Sequential(nn.Linear(1, 1)), plain, blocks=[nn.Linear(1, 1)]).__enter__()
+        intercept_blocks(nn.Sequential(nn.Linear(1, 1)), plain, blocks=[nn.Linear(1, 1)]).__enter__()
 
 
 def test_blocks_come_in_the_order_of_the_lists_also_on_the_meta_device() -> None:

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from diffsynth_lite.core.gradient import (
     GradientEngine,
-    blocks_run_by,
     gradient_checkpoint_forward,
     gradient_engine,
+    intercept_blocks,
 )
 
 CHECKPOINTED_FLAGS = ALL_FLAGS[1:]
@@ -70,7 +70,7 @@ def test_a_retained_graph_can_be_run_backward_twice(flags: tuple[bool, bool]) ->
     case = qwen_image_with_lora()
     once = training_step(case).gradients
     case.model.zero_grad(set_to_none=True)
-    with blocks_run_by(case.model, with_flags(flags)):
+    with intercept_blocks(case.model, with_flags(flags)):
         loss = forward(case.model, case.inputs).square().mean()
     loss.backward(retain_graph=True)
     loss.backward()
@@ -84,7 +84,7 @@ def test_two_graphs_can_be_alive_at_once(flags: tuple[bool, bool], first: int) -
     case = qwen_image_with_lora(batch_size=1)
     inputs = [case.inputs, qwen_image(batch_size=2).inputs]
     references = [training_step(Case(case.model, one, case.block_names)).gradients for one in inputs]
-    with blocks_run_by(case.model, with_flags(flags)):
+    with intercept_blocks(case.model, with_flags(flags)):
         losses = [forward(case.model, one).square().mean() for one in inputs]
     for index in (first, 1 - first):
         case.model.zero_grad(set_to_none=True)
@@ -130,7 +130,7 @@ def test_a_step_after_an_exception_is_as_if_it_had_not_been() -> None:
             kwargs["hidden_states"] = None
         return gradient_checkpoint_forward(block, True, True, *args, **kwargs)
 
-    with pytest.raises(TypeError, match="hidden_states"), blocks_run_by(case.model, fails_in_the_second):
+    with pytest.raises(TypeError, match="hidden_states"), intercept_blocks(case.model, fails_in_the_second):
         forward(case.model, case.inputs)
     assert training_step(case) == reference
     assert checkpointed_step(case, (True, True)) == reference

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from diffsynth_lite.core.gradient import (
     GradientEngine,
-    blocks_run_by,
     gradient_checkpoint_forward,
     gradient_engine,
+    intercept_blocks,
 )
 from diffsynth_lite.core.gradient.backends import PlainBackend
 
@@ -53,13 +53,13 @@ def raise_in_recompute(engine: GradientEngine) -> None:
 
 def drop_the_loss(engine: GradientEngine) -> None:
     case = qwen_image_with_lora()
-    with gradient_engine(engine), blocks_run_by(case.model, with_flags(OFFLOAD)):
+    with gradient_engine(engine), intercept_blocks(case.model, with_flags(OFFLOAD)):
         case.model(**case.inputs)
 
 
 def keep_the_graph(engine: GradientEngine) -> None:
     case = qwen_image()
-    with gradient_engine(engine), blocks_run_by(case.model, with_flags(OFFLOAD)):
+    with gradient_engine(engine), intercept_blocks(case.model, with_flags(OFFLOAD)):
         loss = case.model(**case.inputs, return_dict=False)[0].sum()
     loss.backward(retain_graph=True)
     assert engine.host_pool.num_bytes_lent > 0

@@ -9,11 +9,11 @@ from torch._dynamo.utils import counters
 
 from diffsynth_lite.core.gradient import (
     BlockPolicy,
+    BlockStrategy,
     GradientEngine,
-    Treatment,
     block_runner,
-    blocks_run_by,
     gradient_engine,
+    intercept_blocks,
 )
 
 # torch's compiler itself looks at what torch warns of.
@@ -34,10 +34,10 @@ def compiled_case() -> Iterator[Case]:
 def test_compiled_blocks_compute_the_same_and_their_attention_is_not_saved(compiled_case: Case) -> None:
     reference = training_step(compiled_case)
     compiled = counters["stats"]["unique_graphs"]
-    engine = GradientEngine(policy=BlockPolicy(selected=Treatment(park=True, save_attention="keep")))
+    engine = GradientEngine(policy=BlockPolicy(selected=BlockStrategy(park=True, save_attention="keep")))
     with gradient_engine(engine):
         run = block_runner(3, True, True, unused_matmuls=["img_mlp.net.2"])
-        assert training_step(compiled_case, blocks_run_by(compiled_case.model, run)) == reference
+        assert training_step(compiled_case, intercept_blocks(compiled_case.model, run)) == reference
     assert counters["stats"]["unique_graphs"] == compiled > 0
     report = engine.report()
     assert report.blocks_recomputed == 3

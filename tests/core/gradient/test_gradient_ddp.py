@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diffsynth_lite.core.gradient import (
     GradientEngine,
-    blocks_run_by,
     gradient_checkpoint_forward,
     gradient_engine,
+    intercept_blocks,
 )
 
 NUM_PROCESSES = 2
@@ -45,7 +45,7 @@ def gradients_of_a_step(model: nn.Module, x: Tensor, flags: tuple[bool, bool] | 
 
     model.zero_grad(set_to_none=True)
     torch.manual_seed(1)
-    with blocks_run_by(model, run) if flags else nullcontext():
+    with intercept_blocks(model, run) if flags else nullcontext():
         loss = model(x).square().mean()
     loss.backward()
     return [p.grad.clone() for p in model.parameters() if p.requires_grad]

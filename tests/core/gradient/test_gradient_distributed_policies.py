@@ -22,17 +22,17 @@ from diffsynth_lite.core.gradient import (
     PARK,
     RECOMPUTE,
     BlockPolicy,
+    BlockStrategy,
     GradientEngine,
-    Treatment,
     block_runner,
-    blocks_run_by,
     gradient_engine,
+    intercept_blocks,
 )
 
-TREATMENTS = [
+STRATEGIES = [
     PARK,
-    Treatment(park=True, save_attention="park"),
-    Treatment(save_attention="keep"),
+    BlockStrategy(park=True, save_attention="park"),
+    BlockStrategy(save_attention="keep"),
     RECOMPUTE,
     KEEP,
 ]
@@ -40,10 +40,10 @@ NUM_MICRO_BATCHES = 2
 
 
 class OneForEachBlock(BlockPolicy):
-    """Every treatment once."""
+    """Every strategy once."""
 
-    def treatment(self, index: int, num_blocks: int) -> Treatment:
-        return TREATMENTS[index]
+    def strategy(self, index: int, num_blocks: int) -> BlockStrategy:
+        return STRATEGIES[index]
 
 
 class AttentionBlock(nn.Module):
@@ -63,7 +63,7 @@ class AttentionBlock(nn.Module):
 def stack() -> Stack:
     model = Stack()
     torch.manual_seed(0)
-    model.blocks = nn.ModuleList(AttentionBlock() for _ in TREATMENTS)
+    model.blocks = nn.ModuleList(AttentionBlock() for _ in STRATEGIES)
     return model
 
 
@@ -105,9 +105,9 @@ def gradients_of_steps(make: Callable[[], Any], engine: GradientEngine | None, x
             is_apart = place < NUM_MICRO_BATCHES - 1 and (step or not getattr(model, "static_graph", False))
             with no_sync() if is_apart else nullcontext(), gradient_engine(engine or GradientEngine()):
                 run = block_runner(
-                    len(TREATMENTS), engine is not None, engine is not None, unused_matmuls=["last"]
+                    len(STRATEGIES), engine is not None, engine is not None, unused_matmuls=["last"]
                 )
-                with blocks_run_by(model, run):
+                with intercept_blocks(model, run):
                     loss = model(x * (place + 1)).square().mean()
                 loss.backward()
         found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -148,7 +148,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_policy_of_all_treatments_changes_no_gradient(results: list[dict[str, Any]], name: str) -> None:
+def test_a_policy_of_all_strategies_changes_no_gradient(results: list[dict[str, Any]], name: str) -> None:
     first, second = (result[name] for result in results)
     assert equal(first["plain"], second["plain"])
     assert any(gradient.any() for gradient in first["plain"])

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 
 from diffsynth_lite.core.gradient import (
     GradientEngine,
-    blocks_run_by,
     gradient_checkpoint_forward,
     gradient_engine,
+    intercept_blocks,
 )
 
 
@@ -35,7 +35,7 @@ def sharded_gradients(engine: GradientEngine | None, x: Tensor) -> list[Tensor]:
     torch.manual_seed(1)
     for _ in range(2):
         with gradient_engine(engine) if engine else nullcontext():
-            with blocks_run_by(model, run) if engine else nullcontext():
+            with intercept_blocks(model, run) if engine else nullcontext():
                 loss = model(x).square().mean()
             loss.backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

@@ -27,9 +27,9 @@ from torch import Tensor
 from diffsynth_lite.core.gradient import (
     GradientEngine,
     blocks_of,
-    blocks_run_by,
     gradient_checkpoint_forward,
     gradient_engine,
+    intercept_blocks,
 )
 from diffsynth_lite.core.gradient.backends import PlainBackend
 from diffsynth_lite.core.gradient.frames import ParkedTensor
@@ -75,7 +75,7 @@ def test_a_model_whose_blocks_are_wrapped_does_not_depend_on_when_the_copies_run
     reference = training_step(case)
     blocks = blocks_of(case.model, ("transformer_blocks", "single_transformer_blocks"))
     with scope(make_backend()):
-        run_blocks = blocks_run_by(case.model, with_flags(OFFLOAD), blocks=blocks)
+        run_blocks = intercept_blocks(case.model, with_flags(OFFLOAD), blocks=blocks)
         assert training_step(case, run_blocks) == reference
 
 
@@ -86,7 +86,7 @@ def test_two_graphs_a_retained_one_and_changing_batches_do_not_mix(make_backend:
     references = [training_step(Case(case.model, one, case.block_names)).gradients for one in inputs]
     with scope(make_backend()):
         for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
-            with blocks_run_by(case.model, with_flags(OFFLOAD)):
+            with intercept_blocks(case.model, with_flags(OFFLOAD)):
                 losses = [forward(case.model, one).square().mean() for one in inputs]
             for index in (*order, *order):
                 case.model.zero_grad(set_to_none=True)

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from diffsynth_lite.core.gradient import (
     GradientEngine,
-    blocks_run_by,
     gradient_checkpoint_forward,
     gradient_engine,
+    intercept_blocks,
 )
 from diffsynth_lite.core.gradient.backends import PlainBackend
 from diffsynth_lite.core.gradient.frames import ParkedTensor, num_bytes
@@ -78,10 +78,10 @@ def test_every_block_input_of_qwen_image_is_parked_or_shared() -> None:
         return gradient_checkpoint_forward(block, False, True, *args, **kwargs)
 
     with gradient_engine(engine):
-        training_step(case, blocks_run_by(case.model, run))
+        training_step(case, intercept_blocks(case.model, run))
         first = engine.report()
         engine.start_report()
-        training_step(case, blocks_run_by(case.model, run))
+        training_step(case, intercept_blocks(case.model, run))
         second = engine.report()
     assert first.blocks_run == first.blocks_checkpointed == first.blocks_recomputed == 3
     assert first.left == second.left == {}
@@ -175,7 +175,7 @@ def test_a_step_in_which_half_of_the_tensors_are_too_small_is_the_same_step() ->
     case, engine = qwen_image_with_lora(), GradientEngine(min_bytes=1000)
     reference = training_step(case)
     with gradient_engine(engine):
-        assert training_step(case, blocks_run_by(case.model, with_flags((True, True)))) == reference
+        assert training_step(case, intercept_blocks(case.model, with_flags((True, True)))) == reference
     report = engine.report()
     left = report.left["below min_bytes"].num_tensors
     assert report.tensors_parked + report.tensors_shared + left == 21

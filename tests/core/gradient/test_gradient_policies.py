@@ -25,16 +25,16 @@ from diffsynth_lite.core.gradient import (
     PARK,
     RECOMPUTE,
     BlockPolicy,
+    BlockStrategy,
     GradientEngine,
     GradientReport,
-    Treatment,
     block_runner,
     blocks_in,
     blocks_of,
-    blocks_run_by,
     count_blocks,
     gradient_checkpoint_forward,
     gradient_engine,
+    intercept_blocks,
 )
 
 SELECTIONS = {
@@ -53,13 +53,13 @@ SELECTED = {  # of 3 blocks
     "first_k": [0, 1],
     "last_k": [2],
 }
-TREATMENTS = {
+STRATEGIES = {
     "recompute": RECOMPUTE,
     "park": PARK,
-    "keep attention": Treatment(save_attention="keep"),
-    "park attention": Treatment(save_attention="park"),
-    "park all": Treatment(park=True, save_attention="park"),
-    "plain checkpoint": Treatment(checkpoint=lambda run, *x: checkpoint(run, *x, use_reentrant=False)),
+    "keep attention": BlockStrategy(save_attention="keep"),
+    "park attention": BlockStrategy(save_attention="park"),
+    "park all": BlockStrategy(park=True, save_attention="park"),
+    "plain checkpoint": BlockStrategy(checkpoint=lambda run, *x: checkpoint(run, *x, use_reentrant=False)),
 }
 
 
@@ -76,7 +76,7 @@ def policy_step(
     last_products = ("img_mlp.net.2", "ff.net.2", "ffn.net.2", "conv2")
     with gradient_engine(engine):
         run = block_runner(len(case.block_names), *flags, unused_matmuls=last_products)
-        step = training_step(case, blocks_run_by(case.model, run, blocks=blocks), **kwargs)
+        step = training_step(case, intercept_blocks(case.model, run, blocks=blocks), **kwargs)
     return step, engine.report()
 
 
@@ -85,27 +85,27 @@ def is_chroma(case: Case) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
-@pytest.mark.parametrize("treatment", TREATMENTS.values(), ids=TREATMENTS.keys())
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES.keys())
 @pytest.mark.parametrize("make_case", [qwen_image, qwen_image_with_lora, flux, wan, sdxl_unet, chroma])
-def test_no_treatment_changes_a_step_of_any_architecture(
-    make_case: Callable[[], Case], treatment: Treatment
+def test_no_strategy_changes_a_step_of_any_architecture(
+    make_case: Callable[[], Case], strategy: BlockStrategy
 ) -> None:
     case = make_case()
     reference = training_step(case)
-    step, report = policy_step(case, BlockPolicy(selected=treatment))
+    step, report = policy_step(case, BlockPolicy(selected=strategy))
     assert step == reference
     assert report.blocks_recomputed == len(case.block_names)
-    assert bool(report.attention_saved) == (treatment.save_attention != "no")
-    assert (report.bytes_parked > report.attention_bytes_parked) == treatment.park
-    assert not (treatment.checkpoint and report.dead_ops_skipped)
+    assert bool(report.attention_saved) == (strategy.save_attention != "no")
+    assert (report.bytes_parked > report.attention_bytes_parked) == strategy.park
+    assert not (strategy.checkpoint and report.dead_ops_skipped)
 
 
-@pytest.mark.parametrize("treatment", TREATMENTS.values(), ids=TREATMENTS.keys())
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES.keys())
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_a_policy_treats_the_blocks_that_it_selects_and_changes_no_bit(
-    name: str, treatment: Treatment
+    name: str, strategy: BlockStrategy
 ) -> None:
-    case, policy = qwen_image_with_lora(), replace(SELECTIONS[name], selected=treatment)
+    case, policy = qwen_image_with_lora(), replace(SELECTIONS[name], selected=strategy)
     assert policy.selection(3) == SELECTED[name]
     step, report = policy_step(case, policy)
     assert step == training_step(case)
@@ -114,11 +114,11 @@ def test_a_policy_treats_the_blocks_that_it_selects_and_changes_no_bit(
 
 
 @pytest.mark.parametrize("amp", [False, True])
-@pytest.mark.parametrize("treatment", TREATMENTS.values(), ids=TREATMENTS.keys())
-def test_gradients_accumulate_over_batches_of_different_sizes(treatment: Treatment, amp: bool) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES.keys())
+def test_gradients_accumulate_over_batches_of_different_sizes(strategy: BlockStrategy, amp: bool) -> None:
     case = qwen_image_with_lora(batch_size=1)
     larger = Case(case.model, qwen_image(batch_size=3).inputs, case.block_names)
-    policy = BlockPolicy(select="first_k", n=2, selected=treatment)
+    policy = BlockPolicy(select="first_k", n=2, selected=strategy)
     with torch.autocast("cpu", torch.bfloat16) if amp else nullcontext():
         training_step(case)
         reference = training_step(larger, keep_gradients=True)
@@ -131,13 +131,13 @@ def test_the_blocks_treated_are_those_of_these_places() -> None:
     for place, block in enumerate(case.model.transformer_blocks):
         block.register_forward_pre_hook(lambda *_, place=place: ran.append(place))
     with gradient_engine(GradientEngine(policy=SELECTIONS["only"], skip_dead_ops=False)):
-        training_step(case, blocks_run_by(case.model, block_runner(3, True, False)))
+        training_step(case, intercept_blocks(case.model, block_runner(3, True, False)))
     assert ran == [0, 1, 2, 2, 0]
 
 
-def test_blocks_may_have_two_treatments_at_once() -> None:
+def test_blocks_may_have_two_strategies_at_once() -> None:
     case = qwen_image_with_lora()
-    policy = BlockPolicy(select="first_k", n=1, selected=PARK, others=Treatment(save_attention="keep"))
+    policy = BlockPolicy(select="first_k", n=1, selected=PARK, others=BlockStrategy(save_attention="keep"))
     step, report = policy_step(case, policy)
     assert step == training_step(case)
     assert report.blocks_recomputed == 3
@@ -158,7 +158,7 @@ def test_a_policy_given_to_the_runner_wins_over_the_engines() -> None:
     case, engine = qwen_image(), GradientEngine(policy=SELECTIONS["all"])
     with gradient_engine(engine):
         run = block_runner(3, True, False, policy=SELECTIONS["last_k"])
-        training_step(case, blocks_run_by(case.model, run))
+        training_step(case, intercept_blocks(case.model, run))
     assert engine.report().blocks_recomputed == 1
 
 
@@ -169,7 +169,7 @@ def test_a_block_called_by_itself_is_a_selected_block() -> None:
         provided.append([tensor.shape for tensor in tensors])
         return checkpoint(run, *tensors, use_reentrant=False)
 
-    policy = BlockPolicy(select="only", blocks=(5,), selected=Treatment(checkpoint=provider))
+    policy = BlockPolicy(select="only", blocks=(5,), selected=BlockStrategy(checkpoint=provider))
     with gradient_engine(GradientEngine(policy=policy)):
         gradient_checkpoint_forward(
             lambda x, by: x * by["y"], True, True, x, by={"y": x + 1}
@@ -181,7 +181,7 @@ def test_a_block_called_by_itself_is_a_selected_block() -> None:
 def test_more_calls_than_blocks_are_an_error() -> None:
     case = qwen_image(num_layers=2)
     with pytest.raises(ValueError, match="block 1 was called in a model of 1 blocks"):
-        training_step(case, blocks_run_by(case.model, block_runner(1, True, False)))
+        training_step(case, intercept_blocks(case.model, block_runner(1, True, False)))
 
 
 @pytest.mark.parametrize(
@@ -225,15 +225,15 @@ def test_a_policy_that_does_not_fit_the_model_is_refused(settings: dict[str, Any
         {"save_attention": "park", "checkpoint": checkpoint},
     ],
 )
-def test_a_treatment_that_contradicts_itself_is_refused(settings: dict[str, Any]) -> None:
+def test_a_strategy_that_contradicts_itself_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"nothing to park|of your own"):
-        Treatment(**settings)
+        BlockStrategy(**settings)
 
 
 def test_policies_are_values() -> None:
     assert BlockPolicy(select="only", blocks=(1,)) == BlockPolicy(select="only", blocks=(1,))
     assert len({BlockPolicy(), BlockPolicy(), SELECTIONS["skip"]}) == 2
-    assert SELECTIONS["skip"].treatment(1, 3) == KEEP
+    assert SELECTIONS["skip"].strategy(1, 3) == KEEP
 
 
 def test_blocks_are_counted_through_wrappers() -> None:

@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 from diffsynth_lite.core.gradient import (
     BlockPolicy,
+    BlockStrategy,
     GradientEngine,
     GradientReport,
     HostBytesError,
     IneffectiveSwitchError,
-    Treatment,
-    blocks_run_by,
+    block_runner,
     gradient_checkpoint_forward,
     gradient_engine,
+    intercept_blocks,
 )
 
 NUM_BLOCKS = 3
@@ -27,15 +28,14 @@ def report_of_a_step(
 ) -> GradientReport:
     """The report of a training step in which the first ``covered`` blocks go through the engine."""
     engine = engine or GradientEngine()
-
-    def run(index: int, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if index < covered:
-            return gradient_checkpoint_forward(block, *flags, *args, **kwargs)
-        return block(*args, **kwargs)
-
     case = qwen_image_with_lora()
     with gradient_engine(engine):
-        training_step(case, blocks_run_by(case.model, run))
+        checkpointed = block_runner(NUM_BLOCKS, *flags, unused_matmuls=["img_mlp.net.2", "txt_mlp.net.2"])
+
+        def run(index: int, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return checkpointed(index, block, *args, **kwargs) if index < covered else block(*args, **kwargs)
+
+        training_step(case, intercept_blocks(case.model, run))
     return engine.report()
 
 
@@ -150,13 +150,13 @@ def test_parked_attention_does_not_prove_that_inputs_are_parked() -> None:
 
 
 def test_a_cap_too_small_for_saved_attention_raises() -> None:
-    policy = BlockPolicy(selected=Treatment(save_attention="park"))
+    policy = BlockPolicy(selected=BlockStrategy(save_attention="park"))
     with pytest.raises(HostBytesError, match=r"^host_bytes is 4096, and one block call parks 7344 bytes"):
         report_of_a_step((True, False), engine=GradientEngine(host_bytes=4096, policy=policy))
 
 
 def test_the_table_tells_of_saved_attention() -> None:
-    policy = BlockPolicy(selected=Treatment(save_attention="park"))
+    policy = BlockPolicy(selected=BlockStrategy(save_attention="park"))
     lines = report_of_a_step((True, False), engine=GradientEngine(1024, policy=policy)).lines()
     assert "attention       3 outputs saved, 1.3 KiB on device, 20.2 KiB parked" in lines
 

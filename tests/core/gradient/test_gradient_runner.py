@@ -1,4 +1,4 @@
-"""blocks_through runs every block of a model through a function, and tells it what the policy says."""
+"""checkpoint_blocks runs every block of a model through a function, and tells it what the policy says."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ from diffsynth_lite.core.gradient import (
     GradientEngine,
     block_runner,
     blocks_of,
-    blocks_through,
+    checkpoint_blocks,
     gradient_checkpoint_forward,
     gradient_engine,
     gradient_flags,
@@ -33,7 +33,7 @@ def test_the_function_gets_each_block_the_switches_and_the_blocks_arguments(flag
         calls.append((block, *args[:2]))
         return block(*args[2:], **kwargs)
 
-    step = training_step(case, blocks_through(case.model, LISTS, forward, *flags))
+    step = training_step(case, checkpoint_blocks(case.model, LISTS, forward, *flags))
     assert calls == [(block, *flags) for block in case.model.transformer_blocks]
     assert step == training_step(case)
 
@@ -51,7 +51,7 @@ def test_each_block_is_treated_as_the_policy_says_for_its_place(
     for place, block in enumerate(case.model.transformer_blocks):
         block.register_forward_pre_hook(lambda *_, place=place: ran.append(place))
     engine = GradientEngine(policy=BlockPolicy() if is_given else policy, skip_dead_ops=False)
-    scope = blocks_through(
+    scope = checkpoint_blocks(
         case.model, LISTS, gradient_checkpoint_forward, True, True, policy=policy if is_given else None
     )
     with gradient_engine(engine):
@@ -66,7 +66,7 @@ def test_without_the_hook_the_blocks_are_run_by_their_forward() -> None:
     """Chroma's hook drops the mask."""
     case, engine = chroma(), GradientEngine()
     lists = ("transformer_blocks", "single_transformer_blocks")
-    scope = blocks_through(case.model, lists, gradient_checkpoint_forward, True, True, by_hook=False)
+    scope = checkpoint_blocks(case.model, lists, gradient_checkpoint_forward, True, True, by_hook=False)
     with gradient_engine(engine):
         assert training_step(case, scope) == training_step(case)
     assert engine.report().blocks_recomputed == len(blocks_of(case.model, lists))
@@ -74,7 +74,7 @@ def test_without_the_hook_the_blocks_are_run_by_their_forward() -> None:
 
 def test_lists_that_leave_blocks_out_are_an_error() -> None:
     case = chroma()
-    scope = blocks_through(case.model, LISTS, gradient_checkpoint_forward, True, False)
+    scope = checkpoint_blocks(case.model, LISTS, gradient_checkpoint_forward, True, False)
     with pytest.raises(ValueError, match=r"block \d was called in a model of \d blocks"):
         training_step(case, scope)
 
@@ -98,7 +98,7 @@ def test_a_block_of_a_block_is_treated_alike_in_a_recompute_on_another_thread() 
     assert torch.equal(weight.grad, expected[0])
 
 
-def test_a_block_of_a_block_is_selected_whatever_the_treatment_of_the_outer_one() -> None:
+def test_a_block_of_a_block_is_selected_whatever_the_strategy_of_the_outer_one() -> None:
     engine, x = GradientEngine(policy=BlockPolicy(select="only", blocks=(7,))), torch.rand(4)
 
     def inner(y: Tensor) -> Tensor:

@@ -25,10 +25,10 @@ from diffsynth_lite.core.gradient import (
     GradientEngine,
     GradientReport,
     block_runner,
-    blocks_run_by,
-    blocks_through,
+    checkpoint_blocks,
     gradient_checkpoint_forward,
     gradient_engine,
+    intercept_blocks,
 )
 
 FEED_FORWARD = ("img_mlp.net.2", "txt_mlp.net.2")
@@ -40,7 +40,7 @@ def step_of(
     engine.start_report()
     with gradient_engine(engine):
         run = block_runner(len(case.block_names), True, False, unused_matmuls=layers)
-        step = training_step(case, blocks_run_by(case.model, run))
+        step = training_step(case, intercept_blocks(case.model, run))
     return step, engine.report()
 
 
@@ -264,7 +264,7 @@ def test_a_layer_that_no_block_has_is_an_error() -> None:
         pytest.raises(
             ValueError, match=r"unused_matmuls: no block of QwenImageTransformer2DModel has 'proj'"
         ),
-        blocks_through(
+        checkpoint_blocks(
             case.model,
             ["transformer_blocks"],
             gradient_checkpoint_forward,

@@ -17,7 +17,7 @@ from diffusers import (
 from PIL.Image import Image
 from transformers import UMT5EncoderModel
 
-from diffsynth_lite.core.gradient import blocks_through, gradient_checkpoint_forward, gradient_flags
+from diffsynth_lite.core.gradient import checkpoint_blocks, gradient_checkpoint_forward, gradient_flags
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import Conditioning, PreviewRequest
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
@@ -39,7 +39,7 @@ def model_fn_aura_flow(
 ) -> torch.Tensor:
     """The predicted velocity ``noise - latents``; ``timestep`` is the noise level, in [0, 1]."""
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with blocks_through(transformer, BLOCK_LISTS, gradient_checkpoint_forward, *switches):
+    with checkpoint_blocks(transformer, BLOCK_LISTS, gradient_checkpoint_forward, *switches):
         velocity_bchw: torch.Tensor = transformer(
             hidden_states=latents_bchw,
             encoder_hidden_states=prompt_embeds_bld,
