@@ -1,7 +1,5 @@
 """The fault script at its smallest scale, and that it tells when something is not survived."""
 
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,6 +8,7 @@ import pytest
 from faults.bench import Bench, Result
 from faults.driver import Item, main, tried
 from faults.items import ITEMS
+from processes import LIMIT_S, Program
 from tiny_run import REPOSITORY
 
 IN_CI = ("R1", "R6", "R7", "K1", "D3")
@@ -18,18 +17,15 @@ IN_CI = ("R1", "R6", "R7", "K1", "D3")
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork and signals")
-def test_a_run_survives_what_is_tried_in_ci() -> None:
-    command = [sys.executable, "scripts/faults", "--ci", "--only", ",".join(IN_CI)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")]
+def test_a_run_survives_what_is_tried_in_ci(tmp_path: Path) -> None:
+    script = REPOSITORY / "scripts" / "faults" / "__main__.py"
+    program = Program(script, ["--ci", "--only", ",".join(IN_CI)], tmp_path / "printed")
+    assert program.wait() == 0, program.printed()
+    rows = [line.split("|") for line in program.printed().splitlines() if line.startswith("|")]
     assert [row[1].strip() for row in rows if row[1].strip() in ITEMS] == list(IN_CI)
 
 
-def in_child(prove, folder: Path, *, limit_s: float = 60):
+def in_child(prove, folder: Path, *, limit_s: float = LIMIT_S):
     item = Item(what="a fault", bar="nothing", prove=prove, limit_s=limit_s)
     return tried("X", item, folder, scale="ci", seed=3)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from disk_model import crash_states, record, write_tree
 from failing_store import FailingDisk, latest_step, recorded_second_save, save, steps_after_a_power_cut
+from processes import LIMIT_S
 
 import diffsynth_lite
 from diffsynth_lite.errors import RunStoppedError
@@ -20,7 +21,9 @@ from diffsynth_lite.training.checkpoint.store import CheckpointStore
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     """Run a script that finds the package, installed or not."""
     environment = {**os.environ, "PYTHONPATH": str(Path(diffsynth_lite.__file__).parents[1])}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment
+    )
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")

@@ -4,14 +4,13 @@ import errno
 import io
 import json
 import logging
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import Program
 from rich.console import Console
 
 from diffsynth_lite.training.run_folder.folder import RunFolder
@@ -138,8 +137,9 @@ def test_a_status_that_cannot_be_written_stops_no_run_and_is_warned_of_once(
     assert status(tmp_path)["step"] == 6
 
 
-def test_the_processs_peak_memory_grows_with_what_it_holds() -> None:
-    code = (
+def test_the_processs_peak_memory_grows_with_what_it_holds(tmp_path: Path) -> None:
+    script = tmp_path / "ballast.py"
+    script.write_text(
         "import torch\n"
         "from diffsynth_lite.training.run_folder.progress import peak_memory_gib\n"
         "before = peak_memory_gib(torch.device('cpu'))\n"
@@ -147,4 +147,5 @@ def test_the_processs_peak_memory_grows_with_what_it_holds() -> None:
         "assert before + 0.3 < peak_memory_gib(torch.device('cpu')) < 2 * before + 1\n"
     )
     # A process of its own gives the memory back; its peak starts at that of the process that started it.
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+    program = Program(script, [], tmp_path / "printed")
+    assert program.wait() == 0, program.printed()
