@@ -211,7 +211,7 @@ def block_policy(config: Config) -> BlockPolicy:
         select=memory.policy,
         n=memory.policy_n,
         blocks=tuple(memory.policy_blocks),
-        selected=BlockStrategy(park=True, save_attention=memory.save_attention),
+        selected=BlockStrategy(offload=True, save_attention=memory.save_attention),
     )
 
 

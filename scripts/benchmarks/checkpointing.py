@@ -29,7 +29,7 @@ from meters import (
 )
 from subjects import Subject, add_arguments, build_subject, size_of
 
-from diffsynth_lite.core.gradient import KEEP, PARK, RECOMPUTE, BlockPolicy, BlockStrategy
+from diffsynth_lite.core.gradient import KEEP, OFFLOAD, RECOMPUTE, BlockPolicy, BlockStrategy
 
 PERIOD = 4
 """Blocks after which every selection repeats itself."""
@@ -112,8 +112,8 @@ def rows(subject: Subject, meter: Meter) -> list[EngineMethod]:
         row("every 2nd", RECOMPUTE, 2),
         row("every 4th", RECOMPUTE, 4),
         first_half("first half", RECOMPUTE),
-        row("park every block", PARK),
-        first_half("park first half", PARK),
+        row("park every block", OFFLOAD),
+        first_half("park first half", OFFLOAD),
     ]
     named = {method.name for method in methods}
     methods += [row(name, strategy) for name, strategy in STRATEGIES.items() if name not in named]

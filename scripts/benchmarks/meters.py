@@ -19,7 +19,7 @@ from trained_model import TrainedModel
 
 from diffsynth_lite.core.gradient import (
     KEEP,
-    PARK,
+    OFFLOAD,
     RECOMPUTE,
     BlockPolicy,
     BlockStrategy,
@@ -32,11 +32,11 @@ from diffsynth_lite.core.gradient.backends import PlainBackend
 STRATEGIES = {
     "none": KEEP,
     "every block": RECOMPUTE,
-    "park every block": PARK,
+    "park every block": OFFLOAD,
     "every block, save attention": BlockStrategy(save_attention="keep"),
     "every block, park attention": BlockStrategy(save_attention="park"),
-    "park every block, save attention": BlockStrategy(park=True, save_attention="keep"),
-    "park every block and attention": BlockStrategy(park=True, save_attention="park"),
+    "park every block, save attention": BlockStrategy(offload=True, save_attention="keep"),
+    "park every block and attention": BlockStrategy(offload=True, save_attention="park"),
 }
 """What can happen to a block, by the name of its row when it happens to all."""
 

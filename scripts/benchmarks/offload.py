@@ -33,7 +33,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from diffsynth_lite.core.gradient import PARK, RECOMPUTE, BlockPolicy
+from diffsynth_lite.core.gradient import OFFLOAD, RECOMPUTE, BlockPolicy
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Span = tuple[float, float]
@@ -122,7 +122,7 @@ def rows(subject: Subject, meter: Meter) -> list[Method]:
     """The ways to run the blocks that are compared."""
     return [
         EngineMethod(REFERENCE, BlockPolicy(selected=RECOMPUTE), subject, meter),
-        EngineMethod("park", BlockPolicy(selected=PARK), subject, meter),
+        EngineMethod("park", BlockPolicy(selected=OFFLOAD), subject, meter),
         SaveOnCpuMethod("save_on_cpu, keywords", as_keywords, meter),
         SaveOnCpuMethod("save_on_cpu, positions", as_positions, meter),
     ]

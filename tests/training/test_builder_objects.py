@@ -81,7 +81,7 @@ def test_the_engine_leaves_what_is_below_its_smallest_size(
     prepared: Prepared, min_bytes: str, is_parked: bool
 ) -> None:
     engine = build_engine(prepared.config({"memory.min_bytes": min_bytes}))
-    assert engine.parks(torch.zeros(4096, dtype=torch.uint8)) is is_parked
+    assert engine.can_offload(torch.zeros(4096, dtype=torch.uint8)) is is_parked
 
 
 @pytest.mark.usefixtures("_fresh_accelerate_state")

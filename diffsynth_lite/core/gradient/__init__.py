@@ -1,4 +1,4 @@
-"""Gradient checkpointing of single blocks, with their inputs parked in host memory, and its report."""
+"""Gradient checkpointing of single blocks, with their inputs offloaded in host memory, and its report."""
 
 from diffsynth_lite.core.gradient.blocks import (
     blocks_in,
@@ -18,7 +18,7 @@ from diffsynth_lite.core.gradient.engine import GradientEngine
 from diffsynth_lite.core.gradient.host_pool import HostBytesError
 from diffsynth_lite.core.gradient.policies import (
     KEEP,
-    PARK,
+    OFFLOAD,
     RECOMPUTE,
     BlockPolicy,
     BlockStrategy,
@@ -32,7 +32,7 @@ blocks_run_by = intercept_blocks
 
 __all__ = [
     "KEEP",
-    "PARK",
+    "OFFLOAD",
     "RECOMPUTE",
     "BlockPolicy",
     "BlockStrategy",

@@ -140,13 +140,15 @@ def _checkpointed(
         with gradient_engine(engine), scope:
             return block(*run_args, **run_kwargs)
 
-    with engine.frame() as parking:
+    with engine.frame() as context:
         if strategy.checkpoint is not None:
             return strategy.checkpoint(run, *tensors)
-        if not strategy.park:
+        if not strategy.offload:
             return checkpoint(run, *tensors, use_reentrant=False)
-        inputs = [tensor if engine.parks(tensor) else _Left(tensor, tensor._version) for tensor in tensors]
-        with parking.of_saved_tensors():
+        inputs = [
+            tensor if engine.can_offload(tensor) else _Left(tensor, tensor._version) for tensor in tensors
+        ]
+        with context.of_saved_tensors():
             return checkpoint(run, *inputs, use_reentrant=False)
 
 
@@ -164,7 +166,7 @@ class _RecomputeSavings:
         if module is not None and is_compiled(module):
             return
         if strategy.save_attention != "no":
-            save = partial(engine.save_attention, park=strategy.save_attention == "park")
+            save = partial(engine.save_attention, offload=strategy.save_attention == "park")
             self._attention = SavedAttention(save, engine.count)
         if module is not None and engine.skip_dead_ops and strategy.checkpoint is None:
             found = (find_submodule(module, name) for name in call.unused_matmuls)
@@ -268,7 +270,7 @@ def block_runner(
         num_blocks: block calls of one forward pass.
         use_gradient_checkpointing: as in ``gradient_checkpoint_forward``, for the blocks that the policy
             recomputes.
-        use_gradient_checkpointing_offload: the same, for the blocks that it parks.
+        use_gradient_checkpointing_offload: the same, for the blocks that it offloads.
         policy: None is that of the ``gradient_engine`` scope.
         unused_matmuls: as in ``checkpoint_blocks``; names that a block does not have are passed over.
         forward: what is called with each block.

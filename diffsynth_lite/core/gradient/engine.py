@@ -1,4 +1,4 @@
-"""This file holds what the block calls of a run share: policy, parked tensors, host memory, findings."""
+"""This file holds what the block calls of a run share: policy, offloaded tensors, host memory, findings."""
 
 import threading
 from collections import deque
@@ -16,9 +16,9 @@ from diffsynth_lite.core.gradient.backends import Backend, backend_for
 from diffsynth_lite.core.gradient.frames import (
     ForwardPass,
     Frame,
-    KeptTensor,
     LeaveReason,
-    ParkedTensor,
+    NotOffloaded,
+    OffloadedTensor,
     identity,
     in_backward,
     num_bytes,
@@ -37,7 +37,7 @@ class GradientFlags(TypedDict):
 
 
 class GradientEngine:
-    """Parks tensors for the block calls made under it, and counts what happens in them.
+    """Offloads tensors for the block calls made under it, and counts what happens in them.
 
     Forward, the tensors of a block call are copied to host memory while the next ones compute, and leave the
     device ``resident_blocks`` calls later. Backward, each call fetches those of the ``prefetched_blocks``
@@ -45,8 +45,8 @@ class GradientEngine:
 
     Args:
         min_bytes: tensors smaller than this stay on the device. None: 64 KiB on accelerators, 0 on CPU.
-        host_bytes: most host memory to use. None: half of what is available when the first tensor is parked,
-            divided by the processes that share it. What does not fit stays on the device.
+        host_bytes: most host memory to use. None: half of what is available when the first tensor is
+            offloaded, divided by the processes that share it. What does not fit stays on the device.
         resident_blocks: block calls, the last ones, whose tensors are still on the device.
         prefetched_blocks: block calls whose tensors are fetched ahead in backward.
         backend: makes the copies. None: the one that suits each tensor's device.
@@ -93,7 +93,7 @@ class GradientEngine:
         self.needed_matmuls: WeakSet[nn.Module] = WeakSet()
         self._min_bytes, self._host_bytes = min_bytes, host_bytes
         self._prefetched_blocks = prefetched_blocks
-        # The autograd graph owns frames and parked tensors: what it drops is gone, whatever the reason.
+        # The autograd graph owns frames and offloaded tensors: what it drops is gone, whatever the reason.
         self._resident: deque[ref[Frame]] = deque()
         self._resident_blocks = resident_blocks
         self._pass = ForwardPass()
@@ -107,7 +107,7 @@ class GradientEngine:
 
     @property
     def host_pool(self) -> HostPool:
-        """The host memory that tensors are parked in."""
+        """The host memory that tensors are offloaded in."""
         # Not before the first tensor: the memory of the models is taken by then.
         if self._pool is None:
             self._pool = HostPool(default_host_bytes() if self._host_bytes is None else self._host_bytes)
@@ -130,7 +130,7 @@ class GradientEngine:
         """Add to counters, named as the fields of ``GradientReport``."""
         self._counters.add(**increments)
 
-    def parks(self, tensor: Tensor) -> bool:
+    def can_offload(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` can go to host memory; if not, it is counted with the reason."""
         reason = self._reason_to_leave(tensor)
         if reason is not None:
@@ -138,59 +138,59 @@ class GradientEngine:
         return reason is None
 
     @contextmanager
-    def frame(self) -> Iterator["Parking"]:
+    def frame(self) -> Iterator["OffloadContext"]:
         """Scope of one block call in its forward pass.
 
         Raises:
-            HostBytesError: at its end, when the host memory allowed does not even hold what this call parks;
-                not any more once a backward pass has begun, since later batches may be larger.
+            HostBytesError: at its end, when the host memory allowed does not even hold what this call
+                offloads; not any more once a backward pass has begun, since later batches may be larger.
         """
         with self._lock:
             if self._pass.is_over:
                 self._pass = self._pass.next()
             frame = Frame(self._pass)
-        parking = Parking(self, frame)
-        token = _parking.set(parking)
+        context = OffloadContext(self, frame)
+        token = _context.set(context)
         try:
-            yield parking
+            yield context
         finally:
-            _parking.reset(token)
+            _context.reset(token)
             self._counters.raise_to(largest_block_bytes=frame.num_bytes)
             self._make_room_for(frame)
         cap_bytes = self._pool.cap_bytes if self._pool else None
         if cap_bytes is not None and frame.num_bytes > cap_bytes and not self._has_run_backward:
             raise HostBytesError(cap_bytes, frame.num_bytes)
 
-    def park(self, tensor: Tensor) -> "Parked":
-        """Park any tensor with those of the block call that is running its forward pass.
+    def offload(self, tensor: Tensor) -> "OffloadHandle":
+        """Offload any tensor with those of the block call that is running its forward pass.
 
         Whoever keeps the result keeps the values; keep it in the autograd graph only.
 
         Raises:
             RuntimeError: no block call of this engine is running its forward pass.
         """
-        parking = _parking.get()
-        if parking is None or parking.engine is not self:
-            raise RuntimeError("a tensor can only be parked in the forward pass of a block of this engine")
-        if not self.parks(tensor):
-            return Parked(parking, KeptTensor(tensor))
-        return parking.park(tensor)
+        context = _context.get()
+        if context is None or context.engine is not self:
+            raise RuntimeError("a tensor can only be offloaded in the forward pass of a block of this engine")
+        if not self.can_offload(tensor):
+            return OffloadHandle(context, NotOffloaded(tensor))
+        return context.offload(tensor)
 
-    def save_attention(self, tensor: Tensor, *, park: bool) -> Callable[[], Tensor]:
+    def save_attention(self, tensor: Tensor, *, offload: bool) -> Callable[[], Tensor]:
         """Put a tensor that attention computed in the running block call away until the recompute.
 
         Args:
             tensor: without autograd history.
-            park: with the tensors of the block call, if it can be parked; if not, it stays on the device.
+            park: with the tensors of the block call, if it can be offloaded; if not, it stays on the device.
 
         Returns:
             A function that gives it as a new tensor each time.
         """
-        if park and self._reason_to_leave(tensor) is None:
-            parked = self.park(tensor)
-            if parked.is_in_host_memory:
+        if offload and self._reason_to_leave(tensor) is None:
+            offloaded = self.offload(tensor)
+            if offloaded.is_in_host_memory:
                 self.count(attention_bytes_parked=num_bytes(tensor))
-                return parked.restore
+                return offloaded.restore
         self.count(attention_bytes_kept=num_bytes(tensor))
         return tensor.detach
 
@@ -199,36 +199,36 @@ class GradientEngine:
         self.count(blocks_recomputed=1)
         self._end_forward()
 
-    def park_in(self, frame: Frame, tensor: Tensor) -> ParkedTensor | KeptTensor:
-        """Park a tensor, or keep it where it is if it is shared or there is no room."""
+    def offload_in(self, frame: Frame, tensor: Tensor) -> OffloadedTensor | NotOffloaded:
+        """Offload a tensor, or keep it where it is if it is shared or there is no room."""
         size = num_bytes(tensor)
         if frame.forward_pass.is_shared(tensor, frame.next_place()):
             self.count(tensors_shared=1, bytes_shared=size)
-            return KeptTensor(tensor)
+            return NotOffloaded(tensor)
         key = identity(tensor)
-        if (parked := frame.find(key)) is not None:
-            return parked
+        if (offloaded := frame.find(key)) is not None:
+            return offloaded
         frame.num_bytes += size
         backend = self._backend_for(tensor.device)
         piece = self.host_pool.take(size, backend.allocate_host)
         if piece is None:
             refused = self.host_pool.refused
             self._counters.add_left(LeaveReason.REFUSED if refused else LeaveReason.HOST_FULL, size)
-            return KeptTensor(tensor)
-        parked = ParkedTensor(tensor, piece, backend)
-        frame.add(key, parked)
+            return NotOffloaded(tensor)
+        offloaded = OffloadedTensor(tensor, piece, backend)
+        frame.add(key, offloaded)
         self.count(tensors_parked=1, bytes_parked=size)
-        return parked
+        return offloaded
 
-    def restore_in(self, frame: Frame, held: ParkedTensor | KeptTensor) -> Tensor:
+    def restore_in(self, frame: Frame, held: OffloadedTensor | NotOffloaded) -> Tensor:
         """Give a tensor back to its block call, and fetch those of the calls whose turn is next."""
         self._end_forward()
-        if isinstance(held, ParkedTensor) and not held.is_on_device:
+        if isinstance(held, OffloadedTensor) and not held.is_on_device:
             self.count(late_prefetches=1)
         tensor = held.restore()
         for earlier in frame.before(self._prefetched_blocks):
-            for parked in earlier:
-                parked.fetch()
+            for offloaded in earlier:
+                offloaded.fetch()
         return tensor
 
     def _make_room_for(self, frame: Frame) -> None:
@@ -237,8 +237,8 @@ class GradientEngine:
             self._resident.append(ref(frame))
         while len(self._resident) > self._resident_blocks:
             oldest = self._resident.popleft()()
-            for parked in oldest or ():
-                parked.leave_device()
+            for offloaded in oldest or ():
+                offloaded.leave_device()
 
     def _end_forward(self) -> None:
         with self._lock:
@@ -262,8 +262,8 @@ class GradientEngine:
         return LeaveReason.IN_BACKWARD if reason is None and in_backward() else reason
 
 
-class Parking:
-    """What parks the tensors of one block call.
+class OffloadContext:
+    """What offloads the tensors of one block call.
 
     Attributes:
         engine: that the call runs under.
@@ -273,44 +273,44 @@ class Parking:
     def __init__(self, engine: GradientEngine, frame: Frame) -> None:
         self.engine, self.frame = engine, frame
 
-    def park(self, tensor: Tensor) -> "Parked":
-        """Park a tensor for which ``engine.parks``."""
-        return Parked(self, self.engine.park_in(self.frame, tensor))
+    def offload(self, tensor: Tensor) -> "OffloadHandle":
+        """Offload a tensor for which ``engine.can_offload``."""
+        return OffloadHandle(self, self.engine.offload_in(self.frame, tensor))
 
     def of_saved_tensors(self) -> saved_tensors_hooks:
-        """Scope in which every tensor saved for backward is parked until backward asks for it."""
+        """Scope in which every tensor saved for backward is offloaded until backward asks for it."""
 
-        def pack(tensor: Tensor) -> Parked:
+        def pack(tensor: Tensor) -> OffloadHandle:
             # Before torch 2.12 checkpoint saves an empty tensor of its own with the inputs.
-            return self.park(tensor) if tensor.numel() else Parked(self, KeptTensor(tensor))
+            return self.offload(tensor) if tensor.numel() else OffloadHandle(self, NotOffloaded(tensor))
 
-        return saved_tensors_hooks(pack, Parked.restore)
+        return saved_tensors_hooks(pack, OffloadHandle.restore)
 
 
-class Parked:
+class OffloadHandle:
     """A tensor that a block call gave away until its backward pass."""
 
-    __slots__ = ("_held", "_parking")
+    __slots__ = ("_context", "_held")
 
-    def __init__(self, parking: Parking, held: ParkedTensor | KeptTensor) -> None:
-        self._parking, self._held = parking, held
+    def __init__(self, context: OffloadContext, held: OffloadedTensor | NotOffloaded) -> None:
+        self._context, self._held = context, held
 
     @property
     def is_in_host_memory(self) -> bool:
         """Whether it has a copy there; a tensor that stays on the device has none."""
-        return isinstance(self._held, ParkedTensor)
+        return isinstance(self._held, OffloadedTensor)
 
     def restore(self) -> Tensor:
         """The tensor, without history; any number of times, on any thread.
 
         Raises:
-            RuntimeError: it was changed in place since it was parked.
+            RuntimeError: it was changed in place since it was offloaded.
         """
-        return self._parking.engine.restore_in(self._parking.frame, self._held)
+        return self._context.engine.restore_in(self._context.frame, self._held)
 
 
 def _uses_cuda() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-_parking: ContextVar[Parking | None] = ContextVar("parking", default=None)
+_context: ContextVar[OffloadContext | None] = ContextVar("offload_context", default=None)

@@ -17,7 +17,7 @@ _MIN_BYTES_ON_ACCELERATORS = 64 * 1024
 
 
 class LeaveReason(StrEnum):
-    """Why a tensor is not parked."""
+    """Why a tensor is not offloaded."""
 
     BELOW_MIN_BYTES = "below min_bytes"
     PARAMETER = "parameter"
@@ -30,7 +30,7 @@ class LeaveReason(StrEnum):
 
 
 def reason_to_leave(tensor: Tensor, min_bytes: int | None) -> LeaveReason | None:
-    """Why ``tensor`` should stay on its device, or None if it can be parked.
+    """Why ``tensor`` should stay on its device, or None if it can be offloaded.
 
     Args:
         tensor: any tensor.
@@ -65,7 +65,7 @@ def changed_in_place(shape: torch.Size) -> RuntimeError:
     )
 
 
-class KeptTensor:
+class NotOffloaded:
     """A tensor that stays on its device.
 
     Args:
@@ -87,7 +87,7 @@ class KeptTensor:
         return self._tensor.detach()
 
 
-class ParkedTensor:
+class OffloadedTensor:
     """A tensor whose values are copied to host memory, so that it can leave its device and come back.
 
     Args:
@@ -172,11 +172,11 @@ Place = tuple[int, int]
 
 
 class Frame:
-    """One block call between its forward and its backward; owned by what it parked, in the autograd graph.
+    """One block call between its forward and its backward; owned by what it offloaded, in the autograd graph.
 
     Attributes:
         forward_pass: that the call belongs to.
-        num_bytes: of the tensors that could be parked, whether there was room or not.
+        num_bytes: of the tensors that could be offloaded, whether there was room or not.
     """
 
     def __init__(self, forward_pass: "ForwardPass") -> None:
@@ -185,7 +185,7 @@ class Frame:
         self._index: int | None = None
         self._places = itertools.count()
         # Several places of the call may share one.
-        self._parked: dict[Any, weakref.ref[ParkedTensor]] = {}
+        self._parked: dict[Any, weakref.ref[OffloadedTensor]] = {}
 
     def next_place(self) -> Place:
         """The place of the next tensor of the call."""
@@ -198,18 +198,18 @@ class Frame:
         """The last ``count`` calls before this one that still have a backward pass ahead."""
         return self.forward_pass.before(self._index or 0, count)
 
-    def add(self, key: Any, parked: ParkedTensor) -> None:
-        """Remember a tensor that was parked, by its ``identity``."""
-        self._parked[key] = weakref.ref(parked)
+    def add(self, key: Any, offloaded: OffloadedTensor) -> None:
+        """Remember a tensor that was offloaded, by its ``identity``."""
+        self._parked[key] = weakref.ref(offloaded)
 
-    def find(self, key: Any) -> ParkedTensor | None:
-        """What was parked of the tensor with this ``identity``, while anybody needs it."""
+    def find(self, key: Any) -> OffloadedTensor | None:
+        """What was offloaded of the tensor with this ``identity``, while anybody needs it."""
         reference = self._parked.get(key)
         return reference() if reference else None
 
-    def __iter__(self) -> Iterator[ParkedTensor]:
-        """What the call parked and somebody still needs."""
-        return (parked for reference in self._parked.values() if (parked := reference()) is not None)
+    def __iter__(self) -> Iterator[OffloadedTensor]:
+        """What the call offloaded and somebody still needs."""
+        return (offloaded for reference in self._parked.values() if (offloaded := reference()) is not None)
 
 
 class ForwardPass:
@@ -292,6 +292,6 @@ def in_backward() -> bool:
     if graph_task_id is None:
         raise RuntimeError(
             f"torch {torch.__version__} has no torch._C._current_graph_task_id, without which nothing can be "
-            "parked; use a torch from 2.6 to 2.13, or set use_gradient_checkpointing_offload off"
+            "offloaded; use a torch from 2.6 to 2.13, or set use_gradient_checkpointing_offload off"
         )
     return bool(graph_task_id() != -1)

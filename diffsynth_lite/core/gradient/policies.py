@@ -1,4 +1,4 @@
-"""This file says as values what happens to each block: kept, recomputed, parked, its attention saved."""
+"""This file says as values what happens to each block: kept, recomputed, offloaded, its attention saved."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,28 +20,28 @@ class BlockStrategy:
 
     Attributes:
         recompute: drop its activations and run it again in backward; if not, the block is plainly called.
-        park: keep its inputs in host memory meanwhile.
-        save_attention: the outputs of its attention are kept on the device, or parked, so that the recompute
-            does not run attention again.
+        offload: keep its inputs in host memory meanwhile.
+        save_attention: the outputs of its attention are kept on the device, or offloaded (``"park"``), so
+            that the recompute does not run attention again.
         checkpoint: what runs the block in place of torch's non-reentrant checkpoint, for instance
             DeepSpeed's. It gets every input tensor as an argument of its own, and RNG and memory are its
-            affair: it goes with neither ``park`` nor ``save_attention``.
+            affair: it goes with neither ``offload`` nor ``save_attention``.
 
     Raises:
         ValueError: parts that contradict each other.
     """
 
     recompute: bool = True
-    park: bool = False
+    offload: bool = False
     save_attention: SaveAttention = "no"
     checkpoint: CheckpointFunction | None = None
 
     def __post_init__(self) -> None:
-        saves = self.park or self.save_attention != "no"
+        saves = self.offload or self.save_attention != "no"
         if not self.recompute and (saves or self.checkpoint):
             raise ValueError("a block that is not recomputed has nothing to park, save or checkpoint")
         if self.checkpoint and saves:
-            raise ValueError("a checkpoint function of your own goes with neither park nor save_attention")
+            raise ValueError("a checkpoint function of your own goes with neither offload nor save_attention")
 
     def under(
         self, use_gradient_checkpointing: bool, use_gradient_checkpointing_offload: bool
@@ -49,12 +49,14 @@ class BlockStrategy:
         """What of this strategy the two switches permit; either one permits the recompute."""
         if not (use_gradient_checkpointing or use_gradient_checkpointing_offload):
             return KEEP
-        return self if use_gradient_checkpointing_offload or not self.park else replace(self, park=False)
+        return (
+            self if use_gradient_checkpointing_offload or not self.offload else replace(self, offload=False)
+        )
 
 
 KEEP = BlockStrategy(recompute=False)
 RECOMPUTE = BlockStrategy()
-PARK = BlockStrategy(park=True)
+OFFLOAD = BlockStrategy(offload=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ class BlockPolicy:
     select: Selection = "all"
     n: int | None = None
     blocks: tuple[int, ...] = ()
-    selected: BlockStrategy = PARK
+    selected: BlockStrategy = OFFLOAD
     others: BlockStrategy = KEEP
 
     def __post_init__(self) -> None:

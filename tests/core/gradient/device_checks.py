@@ -130,7 +130,7 @@ def check_savings(
     make_backend: Callable[[], Any] | None,
 ) -> None:
     """Saved attention and skipped products change no bit."""
-    policy = BlockPolicy(selected=BlockStrategy(park=True, save_attention=save_attention))
+    policy = BlockPolicy(selected=BlockStrategy(offload=True, save_attention=save_attention))
     engine = GradientEngine(policy=policy, backend=make_backend() if make_backend else None)
     torch.manual_seed(0)
     blocks = [AttentionBlock().to(device, torch.bfloat16) for _ in range(3)]

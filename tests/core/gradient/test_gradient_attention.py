@@ -106,7 +106,7 @@ def test_parked_outputs_leave_and_return_with_their_block(
 ) -> None:
     case, backend = qwen_image_with_lora(), LazyBackend()
     engine = GradientEngine(
-        policy=BlockPolicy(selected=BlockStrategy(park=True, save_attention="park")),
+        policy=BlockPolicy(selected=BlockStrategy(offload=True, save_attention="park")),
         backend=backend,
         resident_blocks=resident,
         prefetched_blocks=prefetched,
@@ -160,9 +160,9 @@ def test_kept_outputs_go_with_their_graph(runs_backward: bool, monkeypatch: pyte
     case, engine, kept = qwen_image_with_lora(), saving("keep"), []
     save = engine.save_attention
 
-    def watched(tensor: Tensor, *, park: bool) -> Callable[[], Tensor]:
+    def watched(tensor: Tensor, *, offload: bool) -> Callable[[], Tensor]:
         kept.append(weakref.ref(tensor))
-        return save(tensor, park=park)
+        return save(tensor, offload=offload)
 
     monkeypatch.setattr(engine, "save_attention", watched)
     with gradient_engine(engine), intercept_blocks(case.model, block_runner(3, True, False)):
@@ -211,6 +211,8 @@ def test_an_output_that_is_not_the_saved_one_would_be_noticed(monkeypatch: pytes
     case, engine = qwen_image_with_lora(), saving("keep")
     save = engine.save_attention
     monkeypatch.setattr(
-        engine, "save_attention", lambda tensor, *, park: save(tensor + 1e-3 * tensor.abs(), park=park)
+        engine,
+        "save_attention",
+        lambda tensor, *, offload: save(tensor + 1e-3 * tensor.abs(), offload=offload),
     )
     assert counted_step(case, engine)[0] != training_step(case)

@@ -110,7 +110,7 @@ def test_nothing_is_left_behind(
     torch.rand(3, requires_grad=True).exp().sum().backward()
     assert engine.report() == report
     with pytest.raises(RuntimeError, match="forward pass of a block"):
-        engine.park(torch.rand(3))
+        engine.offload(torch.rand(3))
 
 
 def test_a_pass_after_many_dropped_ones_is_like_the_first() -> None:

@@ -34,7 +34,7 @@ def compiled_case() -> Iterator[Case]:
 def test_compiled_blocks_compute_the_same_and_their_attention_is_not_saved(compiled_case: Case) -> None:
     reference = training_step(compiled_case)
     compiled = counters["stats"]["unique_graphs"]
-    engine = GradientEngine(policy=BlockPolicy(selected=BlockStrategy(park=True, save_attention="keep")))
+    engine = GradientEngine(policy=BlockPolicy(selected=BlockStrategy(offload=True, save_attention="keep")))
     with gradient_engine(engine):
         run = block_runner(3, True, True, unused_matmuls=["img_mlp.net.2"])
         assert training_step(compiled_case, intercept_blocks(compiled_case.model, run)) == reference

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diffsynth_lite.core.gradient import (
     KEEP,
-    PARK,
+    OFFLOAD,
     RECOMPUTE,
     BlockPolicy,
     BlockStrategy,
@@ -30,8 +30,8 @@ from diffsynth_lite.core.gradient import (
 )
 
 STRATEGIES = [
-    PARK,
-    BlockStrategy(park=True, save_attention="park"),
+    OFFLOAD,
+    BlockStrategy(offload=True, save_attention="park"),
     BlockStrategy(save_attention="keep"),
     RECOMPUTE,
     KEEP,

@@ -159,7 +159,7 @@ def test_a_block_can_park_more_than_its_inputs() -> None:
 
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.parked = engine.park(x)
+            ctx.parked = engine.offload(x)
             return x.sin()
 
         @staticmethod

@@ -32,7 +32,7 @@ from diffsynth_lite.core.gradient import (
     intercept_blocks,
 )
 from diffsynth_lite.core.gradient.backends import PlainBackend
-from diffsynth_lite.core.gradient.frames import ParkedTensor
+from diffsynth_lite.core.gradient.frames import OffloadedTensor
 from diffsynth_lite.core.gradient.host_pool import HostPool
 
 OFFLOAD = (False, True)
@@ -151,7 +151,7 @@ def test_a_backward_pass_that_fails_waits_for_its_prefetches() -> None:
 
 
 def test_memory_given_away_before_its_prefetch_arrived_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ParkedTensor, "__del__", lambda self: None)
+    monkeypatch.setattr(OffloadedTensor, "__del__", lambda self: None)
     backend = LazyBackend()
     abandoned_backward(backend)
     gc.collect()
@@ -164,7 +164,7 @@ def test_host_memory_used_again_before_its_copy_ran_is_caught() -> None:
         backend, pool = LazyBackend(), HostPool(512 * 8)
         first, second = torch.full((1024,), 1.0), torch.full((1024,), 2.0)
         piece = pool.take(4096, backend.allocate_host)
-        parked = ParkedTensor(first, piece, backend)
+        parked = OffloadedTensor(first, piece, backend)
         parked.leave_device()
         parked.fetch()
         if too_early:
@@ -172,7 +172,7 @@ def test_host_memory_used_again_before_its_copy_ran_is_caught() -> None:
         else:
             assert pool.take(4096, backend.allocate_host) is None
             pool = HostPool(None)
-        other = ParkedTensor(second, pool.take(4096, backend.allocate_host), backend)
+        other = OffloadedTensor(second, pool.take(4096, backend.allocate_host), backend)
         other.leave_device()
         return parked.restore()
 

@@ -17,7 +17,7 @@ from diffsynth_lite.core.gradient import (
     intercept_blocks,
 )
 from diffsynth_lite.core.gradient.backends import PlainBackend
-from diffsynth_lite.core.gradient.frames import ParkedTensor, num_bytes
+from diffsynth_lite.core.gradient.frames import OffloadedTensor, num_bytes
 from diffsynth_lite.core.gradient.host_pool import HostPool
 
 
@@ -129,7 +129,7 @@ def test_a_parked_tensor_comes_back_as_it_was(make: Callable[[], Tensor], num_by
 
 def test_a_parked_tensor_brings_no_history_back() -> None:
     tensor, backend = torch.ones(3, requires_grad=True), PlainBackend()
-    parked = ParkedTensor(tensor, HostPool(None).take(num_bytes(tensor), backend.allocate_host), backend)
+    parked = OffloadedTensor(tensor, HostPool(None).take(num_bytes(tensor), backend.allocate_host), backend)
     assert not parked.restore().requires_grad
     parked.leave_device()
     assert not parked.restore().requires_grad

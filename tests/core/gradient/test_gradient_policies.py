@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from diffsynth_lite.core.gradient import (
     KEEP,
-    PARK,
+    OFFLOAD,
     RECOMPUTE,
     BlockPolicy,
     BlockStrategy,
@@ -55,10 +55,10 @@ SELECTED = {  # of 3 blocks
 }
 STRATEGIES = {
     "recompute": RECOMPUTE,
-    "park": PARK,
+    "park": OFFLOAD,
     "keep attention": BlockStrategy(save_attention="keep"),
     "park attention": BlockStrategy(save_attention="park"),
-    "park all": BlockStrategy(park=True, save_attention="park"),
+    "park all": BlockStrategy(offload=True, save_attention="park"),
     "plain checkpoint": BlockStrategy(checkpoint=lambda run, *x: checkpoint(run, *x, use_reentrant=False)),
 }
 
@@ -96,7 +96,7 @@ def test_no_strategy_changes_a_step_of_any_architecture(
     assert step == reference
     assert report.blocks_recomputed == len(case.block_names)
     assert bool(report.attention_saved) == (strategy.save_attention != "no")
-    assert (report.bytes_parked > report.attention_bytes_parked) == strategy.park
+    assert (report.bytes_parked > report.attention_bytes_parked) == strategy.offload
     assert not (strategy.checkpoint and report.dead_ops_skipped)
 
 
@@ -137,7 +137,7 @@ def test_the_blocks_treated_are_those_of_these_places() -> None:
 
 def test_blocks_may_have_two_strategies_at_once() -> None:
     case = qwen_image_with_lora()
-    policy = BlockPolicy(select="first_k", n=1, selected=PARK, others=BlockStrategy(save_attention="keep"))
+    policy = BlockPolicy(select="first_k", n=1, selected=OFFLOAD, others=BlockStrategy(save_attention="keep"))
     step, report = policy_step(case, policy)
     assert step == training_step(case)
     assert report.blocks_recomputed == 3
@@ -218,10 +218,10 @@ def test_a_policy_that_does_not_fit_the_model_is_refused(settings: dict[str, Any
 @pytest.mark.parametrize(
     "settings",
     [
-        {"recompute": False, "park": True},
+        {"recompute": False, "offload": True},
         {"recompute": False, "save_attention": "keep"},
         {"recompute": False, "checkpoint": checkpoint},
-        {"park": True, "checkpoint": checkpoint},
+        {"offload": True, "checkpoint": checkpoint},
         {"save_attention": "park", "checkpoint": checkpoint},
     ],
 )
