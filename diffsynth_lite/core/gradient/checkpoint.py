@@ -90,7 +90,7 @@ def gradient_checkpoint_forward(
         model: a block. It runs twice with equal arguments: containers that hold tensors reach it as copies,
             others must not be changed by it.
         use_gradient_checkpointing: recompute the block in backward.
-        use_gradient_checkpointing_offload: recompute it, and park its input tensors in host memory between
+        use_gradient_checkpointing_offload: recompute it, and keep its input tensors in host memory between
             forward and backward, through the engine of the ``gradient_engine`` scope.
         *args: positional arguments of the block.
         **kwargs: keyword arguments of the block.

@@ -56,7 +56,7 @@ class GradientEngine:
             layers that the model family names.
         use_gradient_checkpointing: recompute the blocks of a model family's ``predict``. A block called with
             switches of its own follows these.
-        use_gradient_checkpointing_offload: also park their inputs.
+        use_gradient_checkpointing_offload: also offload their inputs.
 
     Raises:
         ValueError: a number is negative.
@@ -181,7 +181,7 @@ class GradientEngine:
 
         Args:
             tensor: without autograd history.
-            park: with the tensors of the block call, if it can be offloaded; if not, it stays on the device.
+            offload: with the tensors of the block call, if it can go; if not, it stays on the device.
 
         Returns:
             A function that gives it as a new tensor each time.

@@ -1,4 +1,4 @@
-"""This file holds the tensors that block calls park, and links the block calls of one forward pass."""
+"""This file holds the tensors that block calls offload, and links the block calls of one forward pass."""
 
 import itertools
 import weakref
@@ -35,7 +35,7 @@ def reason_to_leave(tensor: Tensor, min_bytes: int | None) -> LeaveReason | None
     Args:
         tensor: any tensor.
         min_bytes: smaller tensors stay, and empty ones always. None: 64 KiB on accelerators, so that nothing
-            waits for copies that free next to nothing; 0 on CPU, where parking is rehearsed, not needed.
+            waits for copies that free next to nothing; 0 on CPU, where the offload is rehearsed, not needed.
     """
     if isinstance(tensor, torch.nn.Parameter):
         return LeaveReason.PARAMETER

@@ -70,11 +70,11 @@ AllocateHost = Callable[[int], Tensor | None]
 
 
 class HostBytesError(ValueError):
-    """The host memory allowed does not hold what one block call parks.
+    """The host memory allowed does not hold what one block call offloads.
 
     Attributes:
         host_bytes: allowed.
-        block_bytes: of the tensors of one block call that can be parked.
+        block_bytes: of the tensors of one block call that can be offloaded.
     """
 
     def __init__(self, host_bytes: int, block_bytes: int) -> None:
@@ -101,7 +101,7 @@ class HostPiece:
 
 
 class HostPool:
-    """Host memory for parked tensors, up to a cap.
+    """Host memory for offloaded tensors, up to a cap.
 
     Whoever deletes a piece has seen to it that copies to or from it come before any that start later.
 

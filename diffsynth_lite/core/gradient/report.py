@@ -46,7 +46,7 @@ class GradientReport:
     late_prefetches: int = 0
     """Tensors whose way back began only when backward asked for them, so that it had to wait."""
     largest_block_bytes: int = 0
-    """Most bytes that one block call parked, or would have with more host memory."""
+    """Most bytes that one block call offloaded, or would have with more host memory."""
     host_bytes: int = 0
     """Size of the host memory pool."""
     host_bytes_cap: int = 0
@@ -167,7 +167,7 @@ class GradientReport:
         return None
 
     def _parking_problem(self) -> str | None:
-        # Attention outputs are parked without this switch too.
+        # Attention outputs are offloaded without this switch too.
         if self.bytes_parked > self.attention_bytes_parked:
             return None
         if self.tensors_shared:
