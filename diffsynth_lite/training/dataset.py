@@ -4,6 +4,7 @@ import json
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -30,7 +31,7 @@ from diffsynth_lite.training.data_settings import (
     find_training_records,
     index_file,
 )
-from diffsynth_lite.training.distributed import main_process_first, on_all_processes, on_main_process
+from diffsynth_lite.training.distributed import main_process_first, on_main_process
 from diffsynth_lite.training.run_folder.folder import RunFolder
 
 
@@ -49,18 +50,23 @@ def read_records(
     """
     quarantine = Quarantine(config)
 
-    def read(find: Callable[[Config], FoundRecords | None]) -> list[Record]:
+    def read_one(find: Callable[[Config], FoundRecords | None]) -> list[Record]:
         found = find(config)
         records = found.require_all() if found else []
         _check_headers(config, records, quarantine)
         return records
 
-    def read_in_turn(find: Callable[[Config], FoundRecords | None]) -> list[Record]:
-        return main_process_first(accelerator, lambda: read(find), len)[0]
+    def read() -> list[list[Record]]:
+        # A UserError stays in here. Caught further out it would let this process go on to the next exchange,
+        # and wait there for one that has ended with another error.
+        finds = (find_training_records, find_held_out_records)
+        return [problems.attempt(partial(read_one, find)) or [] for find in finds]
 
-    training = problems.attempt(lambda: read_in_turn(find_training_records)) or []
-    held_out = problems.attempt(lambda: read_in_turn(find_held_out_records)) or []
-    for rows in on_all_processes(accelerator, lambda: quarantine.rows):
+    (training, held_out), gathered = main_process_first(
+        accelerator, read, lambda _: (list(problems), quarantine.rows)
+    )
+    for found, rows in gathered:
+        problems += found
         quarantine.add_rows(rows)
     if quarantine.rows:
         on_main_process(accelerator, quarantine.write)
