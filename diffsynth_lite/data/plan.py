@@ -118,9 +118,8 @@ def plan_items(records: Sequence[Record], *, index: MediaIndex, rules: PlanRules
     items: list[TrainingItem] = []
     bad: dict[str, str] = {}
     facts: dict[str, MediaFacts] = {}
-    progress = ProgressLog(
-        "looked at %d of %d items", len(records)
-    )  # the content of a new file is read for its hash
+    # Not quick where files are new: their content is read for its hash.
+    progress = ProgressLog("looked at %d of %d items", len(records))
     for record in records:
         try:
             target = index.facts(record.target)

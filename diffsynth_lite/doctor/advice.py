@@ -25,7 +25,7 @@ def advise(
         *_about_copies(found.equal, found.alike),
         *_about_sizes(data),
         *_about_repeats(data),
-        *_about_batches(data, found.buckets),
+        *_about_batches(found.buckets),
     ]
 
 
@@ -121,7 +121,7 @@ def _about_sizes(data: ExaminedData) -> Iterator[str]:
         )
 
 
-def _about_batches(data: ExaminedData, buckets: Sequence[BucketFindings]) -> Iterator[str]:
+def _about_batches(buckets: Sequence[BucketFindings]) -> Iterator[str]:
     sparse = [row.name for row in buckets if row.samples_per_pass < row.micro_batch_size]
     if sparse:
         yield (

@@ -95,12 +95,11 @@ class Previews:
             if len(frames) > 1:
                 assert self.fps is not None, "a family that makes clips says how fast they are"
                 write_video(path.with_suffix(".mp4"), frames, fps=self.fps)
-            frame_strip(frames).save(path)
+            _save_png(path, frame_strip(frames))
         steps = _spread([drawn for drawn in self._drawn_steps() if drawn <= step], _MAX_COLUMNS)
         rows = [[_open(self._file(drawn, place)) for drawn in steps] for place in range(len(self.prompts))]
         path = self.folder / "grid.png"
-        with replacing(path) as temporary:
-            preview_grid(rows, redacted(self.prompts), steps).save(temporary, "PNG")
+        _save_png(path, preview_grid(rows, redacted(self.prompts), steps))
         return path
 
     def _file(self, step: int, place: int) -> Path:
@@ -142,6 +141,11 @@ def _spread(steps: Sequence[int], count: int) -> list[int]:
     if len(steps) <= count:
         return list(steps)
     return [steps[round(place * (len(steps) - 1) / (count - 1))] for place in range(count)]
+
+
+def _save_png(path: Path, picture: Image.Image) -> None:
+    with replacing(path) as temporary:
+        picture.save(temporary, "PNG")
 
 
 def _open(path: Path) -> Image.Image:
