@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
             "use_gradient_checkpointing",
             "recompute transformer blocks in backward instead of keeping activations",
         ),
-        ("use_gradient_checkpointing_offload", "also park the blocks' inputs in host memory"),
+        ("use_gradient_checkpointing_offload", "also offload the blocks' inputs to host memory"),
     ):
         switch = parser.add_mutually_exclusive_group()
         switch.add_argument(f"--{name}", action="store_true", default=None, help=effect)
