@@ -1,4 +1,4 @@
-"""The ways in which a run ends before its last step, their exit codes, and how problems are told together."""
+"""The ways in which a run ends before its last step, their exit codes, and how problems are collected."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -61,7 +61,7 @@ _EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
 )
 _OF_THE_FILE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
-MAX_NAMED = 20
+_MAX_NAMED = 20
 """Things that one line of a message names; the rest is counted."""
 
 
@@ -83,5 +83,5 @@ def is_of_the_machine(error: BaseException) -> bool:
 
 def join_names(names: Sequence[str]) -> str:
     """``names`` joined by semicolons; those past the twentieth are only counted."""
-    named = "; ".join(names[:MAX_NAMED])
-    return named if len(names) <= MAX_NAMED else f"{named}; and {len(names) - MAX_NAMED} more"
+    named = "; ".join(names[:_MAX_NAMED])
+    return named if len(names) <= _MAX_NAMED else f"{named}; and {len(names) - _MAX_NAMED} more"

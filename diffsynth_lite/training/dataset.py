@@ -45,7 +45,6 @@ def read_records(
 
     Args:
         config: names the data.
-        accelerator: tells the processes apart.
         problems: what is wrong with either is added; its records are then empty.
     """
     quarantine = Quarantine(config)
