@@ -197,7 +197,7 @@ class RunFolder:
 
     def _remove_unfinished(self) -> None:
         """Remove the files that killed writers left; nobody else writes while the lock is held."""
-        for entry in self.path.iterdir():
+        for entry in (*self.path.glob("*"), *self.previews_folder.glob("*")):
             if is_unfinished(entry.name) and entry.is_file():
                 entry.unlink(missing_ok=True)
 

@@ -148,8 +148,12 @@ def test_what_killed_writers_left_is_removed_by_the_next_who_has_the_lock(folder
     others = (".tmp-mine", ".tmp-status.json", "status.json", ".lock")
     for name in (*others[:2], ".tmp-status.json-470da7f3", ".tmp-metrics.jsonl-0123abcd"):
         (folder.path / name).touch()
+    folder.previews_folder.mkdir()
+    for name in ("grid.png", ".tmp-grid.png-0123abcd"):
+        (folder.previews_folder / name).touch()
     start(folder)
-    assert sorted(path.name for path in folder.path.iterdir()) == sorted(others)
+    assert sorted(path.name for path in folder.path.iterdir()) == sorted((*others, "previews"))
+    assert [path.name for path in folder.previews_folder.iterdir()] == ["grid.png"]
 
 
 def test_the_lock_is_free_again_after_an_exception(folder: RunFolder) -> None:
