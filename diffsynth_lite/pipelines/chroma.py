@@ -48,7 +48,7 @@ def model_fn_chroma(
         prompt_embeds_bld: (B, L, D) prompt embeddings of T5.
         prompt_embeds_mask: (B, L), 1 for a token that the model sees and 0 for others; None when it sees all.
         use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also park each block's inputs in host memory.
+        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
         policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
 
     Returns:

@@ -62,7 +62,7 @@ def model_fn_flux(
         guidance: (B,), guidance scale; None for models without ``guidance_embeds``.
         input_latents_bchw: (B, 16, H_i, W_i), clean normalised latents of the picture to edit.
         use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also park each block's inputs in host memory.
+        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
         policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
 
     Returns:

@@ -71,7 +71,7 @@ def model_fn_flux2(
         guidance: (B,), guidance scale; None for models without ``guidance_embeds``.
         input_latents_bchw: each (B, 128, H_i, W_i), clean normalised latents of the pictures to start from.
         use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also park each block's inputs in host memory.
+        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
         policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
 
     Returns:

@@ -64,7 +64,7 @@ def model_fn_ltx_video(
         prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
         frame_rate: (B,), frames per second of the clips: positions in time are in seconds.
         use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also park each block's inputs in host memory.
+        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
         policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
 
     Returns:

@@ -59,7 +59,7 @@ def model_fn_qwen_image(
         input_latents_bcfhw: each (B, 16, 1, H_i, W_i), clean normalised latents of the pictures that an edit
             starts from.
         use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also park each block's inputs in host memory.
+        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
         policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
 
     Returns:

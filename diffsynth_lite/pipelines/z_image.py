@@ -55,7 +55,7 @@ def model_fn_z_image(
         prompt_embeds_ld: of each sample (L_i, D), prompt embeddings without padding. The transformer fills
             each up to a multiple of 32 tokens with an embedding of its own, and masks what a batch adds.
         use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also park each block's inputs in host memory.
+        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
         policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
 
     Returns:

@@ -3,7 +3,7 @@
 The rows none, every block, every 2nd and every 4th are those of diffusers pull request 10611, whose subject
 (LTX-Video 2B, 512 x 768, 81 frames, every weight trains) is the default on CUDA and meta. Memory is what the
 step adds to weights and input. On CUDA torch counts it. On cpu and meta every tensor is counted by its size,
-and what parking moves to the host is counted apart. Steps are timed in turns, with the time as a ratio to
+and what offloading moves to the host is counted apart. Steps are timed in turns, with the time as a ratio to
 the first row.
 
 On meta nothing is computed, so that the memory of models of any size can be had on any machine:
@@ -112,8 +112,8 @@ def rows(subject: Subject, meter: Meter) -> list[EngineMethod]:
         row("every 2nd", RECOMPUTE, 2),
         row("every 4th", RECOMPUTE, 4),
         first_half("first half", RECOMPUTE),
-        row("park every block", OFFLOAD),
-        first_half("park first half", OFFLOAD),
+        row("offload every block", OFFLOAD),
+        first_half("offload first half", OFFLOAD),
     ]
     named = {method.name for method in methods}
     methods += [row(name, strategy) for name, strategy in STRATEGIES.items() if name not in named]

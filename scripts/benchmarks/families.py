@@ -8,7 +8,8 @@ a narrower model on this machine, as a ratio to no checkpointing; steps take tur
 process's own time, which other programs on the machine do not lengthen.
 
 All blocks are treated alike: kept (none), recomputed (every), or recomputed with their inputs in host memory
-(park); beside that, the outputs of their attention are kept on the device (save att.) or parked (park att.).
+(offload); beside that, the outputs of their attention are kept on the device (save att.) or offloaded
+(offload att.).
 
     python scripts/benchmarks/families.py [--family NAME ...] [--rounds 0]
 """
@@ -38,7 +39,15 @@ from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, gradient_en
 HEADINGS = dict(
     zip(
         STRATEGIES,
-        ("none", "every", "park", "every, save att.", "every, park att.", "park, save att.", "park both"),
+        (
+            "none",
+            "every",
+            "offload",
+            "every, save att.",
+            "every, offload att.",
+            "offload, save att.",
+            "offload both",
+        ),
         strict=True,
     )
 )

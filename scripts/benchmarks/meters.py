@@ -32,11 +32,11 @@ from diffsynth_lite.core.gradient.backends import PlainBackend
 STRATEGIES = {
     "none": KEEP,
     "every block": RECOMPUTE,
-    "park every block": OFFLOAD,
+    "offload every block": OFFLOAD,
     "every block, save attention": BlockStrategy(save_attention="keep"),
-    "every block, park attention": BlockStrategy(save_attention="park"),
-    "park every block, save attention": BlockStrategy(offload=True, save_attention="keep"),
-    "park every block and attention": BlockStrategy(offload=True, save_attention="park"),
+    "every block, offload attention": BlockStrategy(save_attention="park"),
+    "offload every block, save attention": BlockStrategy(offload=True, save_attention="keep"),
+    "offload every block and attention": BlockStrategy(offload=True, save_attention="park"),
 }
 """What can happen to a block, by the name of its row when it happens to all."""
 

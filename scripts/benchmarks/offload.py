@@ -1,6 +1,6 @@
-"""What parking the inputs of blocks saves and costs, beside plain checkpointing and torch's save_on_cpu.
+"""What offloading the inputs of blocks saves and costs, beside plain checkpointing and torch's save_on_cpu.
 
-Memory is measured between forward and backward for two or more numbers of blocks: with parking that on the
+Memory is measured between forward and backward for two or more numbers of blocks: with offloading that on the
 device does not grow. Time is measured in turns; the stall is what a block takes longer than with plain
 checkpointing. On CUDA torch's profiler shows how much of the copying ran beside kernels. On cpu and meta
 every tensor is counted by its size, and the host copies apart; meta computes nothing and has no times.
@@ -122,7 +122,7 @@ def rows(subject: Subject, meter: Meter) -> list[Method]:
     """The ways to run the blocks that are compared."""
     return [
         EngineMethod(REFERENCE, BlockPolicy(selected=RECOMPUTE), subject, meter),
-        EngineMethod("park", BlockPolicy(selected=OFFLOAD), subject, meter),
+        EngineMethod("offload", BlockPolicy(selected=OFFLOAD), subject, meter),
         SaveOnCpuMethod("save_on_cpu, keywords", as_keywords, meter),
         SaveOnCpuMethod("save_on_cpu, positions", as_positions, meter),
     ]

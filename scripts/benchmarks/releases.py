@@ -23,7 +23,7 @@ class Release:
         config: of what is trained of it, where it differs from the defaults of its class.
         depths: settings of that config with numbers of blocks.
         counted: which of the family's block lists, or of the blocks outside of a list, stand for all; none:
-            all of them are counted. Not the last block, which is parked in another way.
+            all of them are counted. Not the last block, which is offloaded in another way.
         pixels: of what it makes.
         encoded: shapes of what its encoders give beside the latents, by name, without a batch axis.
         switches: names of what they say with yes or no; here it is no.

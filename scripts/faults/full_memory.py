@@ -19,7 +19,7 @@ from faults.bench import PLAIN, Bench, Result, assert_same, train
 from faults.held_memory import Held, device_that_counts, held_by
 
 NUM_BLOCKS = 6
-"""More than are on the device at once where blocks are parked."""
+"""More than are on the device at once where blocks are offloaded."""
 WIDTH, HEIGHT = 256, 256
 """Activations are most of what a step holds, as in real ones."""
 MIN_KEPT_PROMISE = 0.8

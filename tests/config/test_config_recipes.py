@@ -188,5 +188,5 @@ def test_a_quickstart_needs_nothing_but_a_cpu(name):
     assert config.train.steps % config.validation.every_steps == 0
 
 
-def test_the_video_quickstart_parks_what_its_blocks_are_given():
+def test_the_video_quickstart_offloads_what_its_blocks_are_given():
     assert load_config("video_quickstart.yaml").config.train.use_gradient_checkpointing_offload

@@ -11,7 +11,7 @@ from device_checks import (
     Stack,
     check_flags,
     check_full,
-    check_parking,
+    check_offload,
     check_refused,
     check_savings,
 )
@@ -53,7 +53,7 @@ class RefusedBackend(CudaBackend):
 def test_a_keyword_call_draws_the_same_dropout_in_the_recompute(
     flags: tuple[bool, bool], num_rows: int
 ) -> None:
-    # One row is below the 64 KiB that are parked, so nothing but tensors left on the device tells of CUDA.
+    # One row is below the 64 KiB that are offloaded, so nothing but tensors left on the device tells of CUDA.
     check_flags("cuda", num_rows, flags)
 
 
@@ -63,7 +63,7 @@ def test_copies_change_no_gradient_even_if_they_begin_late(
     make_backend: Callable[[torch.device], Any], resident: int, prefetched: int
 ) -> None:
     backend = make_backend(cuda())
-    check_parking("cuda", ROWS_OF_16_MIB, resident=resident, prefetched=prefetched, backend=backend)
+    check_offload("cuda", ROWS_OF_16_MIB, resident=resident, prefetched=prefetched, backend=backend)
 
 
 def test_without_pinned_memory_the_inputs_stay_and_the_gradients_are_the_same() -> None:
@@ -83,7 +83,7 @@ def test_saved_attention_and_skipped_products_change_nothing(save_attention: Any
     check_savings("cuda", 1024, save_attention=save_attention, offload=offload, make_backend=None)
 
 
-def test_parking_never_makes_the_host_wait() -> None:
+def test_offloading_never_makes_the_host_wait() -> None:
     stack = Stack("cuda", ROWS_OF_16_MIB)
     with gradient_engine(GradientEngine()):
         for _ in range(2):
@@ -96,7 +96,7 @@ def test_parking_never_makes_the_host_wait() -> None:
 
 
 @pytest.mark.parametrize("resident", [0, 1])
-def test_parked_inputs_leave_the_device_after_the_forward_pass(resident: int) -> None:
+def test_offloaded_inputs_leave_the_device_after_the_forward_pass(resident: int) -> None:
     stack = Stack("cuda", ROWS_OF_16_MIB)
 
     def allocated(flags: tuple[bool, bool]) -> int:
@@ -112,7 +112,7 @@ def test_parked_inputs_leave_the_device_after_the_forward_pass(resident: int) ->
         assert allocated((True, True)) < (1 + resident) * 16 * MIB + MIB
 
 
-def test_the_peak_is_lower_by_what_was_parked_and_the_report_tells_it() -> None:
+def test_the_peak_is_lower_by_what_was_offloaded_and_the_report_tells_it() -> None:
     stack = Stack("cuda", ROWS_OF_16_MIB)
 
     def peak(flags: tuple[bool, bool]) -> int:
@@ -122,11 +122,11 @@ def test_the_peak_is_lower_by_what_was_parked_and_the_report_tells_it() -> None:
 
     checkpointed, engine = peak((True, False)), GradientEngine()
     with gradient_engine(engine):
-        parked = peak((True, True))
+        offloaded = peak((True, True))
     # One block is at work, one is fetched ahead of it, and one is on its way out.
-    assert checkpointed - parked >= (NUM_BLOCKS - 3) * 16 * MIB
+    assert checkpointed - offloaded >= (NUM_BLOCKS - 3) * 16 * MIB
     report = engine.report()
-    assert report.device_bytes_peak == parked > report.device_bytes_after_forward > 0
+    assert report.device_bytes_peak == offloaded > report.device_bytes_after_forward > 0
 
 
 def test_a_copy_to_the_host_completes_while_the_device_computes() -> None:

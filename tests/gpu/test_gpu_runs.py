@@ -16,13 +16,13 @@ def losses(run: TinyRun, folder: str, *arguments: str) -> list[float]:
     return [row["loss"] for row in run.metrics(run.root / folder) if "loss" in row]
 
 
-def test_offload_parks_and_changes_no_loss_beyond_rounding(tiny_run: TinyRun) -> None:
+def test_offload_uses_host_memory_and_changes_no_loss_beyond_rounding(tiny_run: TinyRun) -> None:
     plain = losses(tiny_run, "plain", "--no-use_gradient_checkpointing")
-    parked = losses(tiny_run, "parked", "--use_gradient_checkpointing_offload", "memory.min_bytes=0")
+    offloaded = losses(tiny_run, "offloaded", "--use_gradient_checkpointing_offload", "memory.min_bytes=0")
     # Kernels with atomics sum in any order.
-    assert parked == pytest.approx(plain, rel=1e-4)
-    report = next(row for row in tiny_run.metrics(tiny_run.root / "parked") if "bytes_parked" in row)
-    assert report["bytes_parked"] > 0
+    assert offloaded == pytest.approx(plain, rel=1e-4)
+    report = next(row for row in tiny_run.metrics(tiny_run.root / "offloaded") if "bytes_offloaded" in row)
+    assert report["bytes_offloaded"] > 0
 
 
 def test_a_run_resumes_on_the_gpu_with_the_same_samples_and_noise(tiny_run: TinyRun) -> None:

@@ -67,7 +67,7 @@ def test_what_the_recompute_leaves_out_changes_no_gradient(sample: Sample, targe
 
 
 @pytest.mark.parametrize("flags", FLAGS)
-def test_every_declared_block_is_called_through_the_engine_and_is_recomputed_and_parked(
+def test_every_declared_block_is_called_through_the_engine_and_is_recomputed_and_offloaded(
     sample: Sample, transformer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, flags: tuple[bool, bool]
 ) -> None:
     calls: list[tuple[Any, ...]] = []
@@ -88,8 +88,8 @@ def test_every_declared_block_is_called_through_the_engine_and_is_recomputed_and
     assert report.blocks_run == len(blocks) > 0
     assert report.blocks_recomputed == (len(blocks) if any(flags) else 0)
     tokens = sample.family.num_tokens(sample.latents.shape[1:]) * len(sample.latents)
-    # At the least each block's image tokens are parked, with one fp32 number a token.
-    assert report.bytes_parked > len(blocks) * tokens * 4 if flags[1] else report.bytes_parked == 0
+    # At the least each block's image tokens are offloaded, with one fp32 number a token.
+    assert report.bytes_offloaded > len(blocks) * tokens * 4 if flags[1] else report.bytes_offloaded == 0
 
 
 def module_of_model_fn(sample: Sample) -> ModuleType:

@@ -120,7 +120,7 @@ def test_the_flags_change_nothing_and_only_the_blocks_of_the_expert_that_is_used
         assert torch.equal(expected[0], found[0])
         report = engine.report()
         assert report.blocks_run == report.blocks_recomputed == 2  # those of one expert
-        assert (report.bytes_parked > 0) == flags[1]
+        assert (report.bytes_offloaded > 0) == flags[1]
 
 
 def test_each_expert_is_trained_on_its_noise_levels(folder: PipelineFolder) -> None:

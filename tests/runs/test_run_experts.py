@@ -60,7 +60,7 @@ def test_each_step_trains_one_expert_and_a_resumed_run_is_the_same_bit_for_bit(e
     assert set(trained_experts(whole)) == {HIGH, LOW}
     report = next(row for row in expert_run.metrics(whole) if "blocks_recomputed" in row)
     assert report["blocks_recomputed"] == 2 * 4  # two blocks of one expert, four micro-batches
-    assert report["bytes_parked"] > 0
+    assert report["bytes_offloaded"] > 0
     assert len(list((whole / "previews").glob("*.mp4"))) == 2 * 2
 
     assert expert_run.train(f"output.dir={parts}", "train.steps=3") == 0

@@ -98,7 +98,7 @@ def load_lora(pipeline: Any, file: Path, part: str) -> None:
 
 
 def check_blocks(model: torch.nn.Module, family: ModelFamily, rows: list[dict[str, Any]]) -> None:
-    """All blocks are recomputed and parked from the first one on that a gradient reaches.
+    """All blocks are recomputed and offloaded from the first one on that a gradient reaches.
 
     That is the first one with a LoRA, or the first of all where what it is given comes from another LoRA.
     """
@@ -107,7 +107,7 @@ def check_blocks(model: torch.nn.Module, family: ModelFamily, rows: list[dict[st
     first = has_lora.index(True) if len(family.trained) == 1 else 0
     report = next(row for row in rows if "blocks_recomputed" in row)
     assert report["blocks_recomputed"] == 2 * (len(blocks) - first)
-    assert report["bytes_parked"] > 0
+    assert report["bytes_offloaded"] > 0
 
 
 def check_conditioning(run: TinyRun, case: FamilyCase) -> None:

@@ -13,7 +13,7 @@ def test_the_flags_prove_their_effect_and_change_no_weight(quiet_run: TinyRun, f
     assert differing(checkpoint_tensors(plain, 6), checkpoint_tensors(switched, 6)) == []
     report = next(row for row in quiet_run.metrics(switched) if "blocks_recomputed" in row)
     assert report["blocks_recomputed"] == 2 * 2  # two blocks, two micro-batches
-    assert (report["bytes_parked"] > 0) == ("offload" in flag)
+    assert (report["bytes_offloaded"] > 0) == ("offload" in flag)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_a_policy_proves_its_effect_and_changes_no_weight(
     assert report["blocks_recomputed"] == 2 * num_selected  # two micro-batches
     saves, skips = "attention" in str(settings), "dead_ops" not in str(settings)
     assert report["attention_saved"] == (2 * num_selected if saves else 0)
-    assert (report["attention_bytes_parked"] > 0) == ("attention=park" in str(settings))
+    assert (report["attention_bytes_offloaded"] > 0) == ("attention=park" in str(settings))
     assert (report["dead_ops_skipped"] > 0) == skips
 
 

@@ -48,42 +48,42 @@ def test_every_row_keeps_between_forward_and_backward_what_its_policy_says(ltx: 
     assert block["every 2nd"] == block["first half"] == (block["none"] + hidden) / 2
     assert block["every 4th"] == (3 * block["none"] + hidden) / 4
     assert block["every block, save attention"] == hidden + attention
-    assert block["every block, park attention"] == hidden
-    assert block["park every block"] == block["park every block and attention"] == 0
-    assert block["park every block, save attention"] == attention
-    assert block["park first half"] == block["none"] / 2
+    assert block["every block, offload attention"] == hidden
+    assert block["offload every block"] == block["offload every block and attention"] == 0
+    assert block["offload every block, save attention"] == attention
+    assert block["offload first half"] == block["none"] / 2
 
 
-def test_what_is_parked_is_in_host_memory_and_nothing_else(ltx: dict[str, Figures]) -> None:
+def test_what_is_offloaded_is_in_host_memory_and_nothing_else(ltx: dict[str, Figures]) -> None:
     host = {name: row.memory.host for name, row in ltx.items() if row.memory}
     hidden, attention = HIDDEN_BYTES["ltx"], ATTENTION_BYTES["ltx"]
     assert host["none"] == host["every block"] == host["every block, save attention"] == 0
-    assert host["park every block"] == host["park every block, save attention"] == BLOCKS * hidden
-    assert host["park first half"] == BLOCKS // 2 * hidden
-    assert host["every block, park attention"] == BLOCKS * attention
-    assert host["park every block and attention"] == BLOCKS * (hidden + attention)
+    assert host["offload every block"] == host["offload every block, save attention"] == BLOCKS * hidden
+    assert host["offload first half"] == BLOCKS // 2 * hidden
+    assert host["every block, offload attention"] == BLOCKS * attention
+    assert host["offload every block and attention"] == BLOCKS * (hidden + attention)
 
 
 def test_every_row_is_timed_on_a_cpu_and_the_peak_falls_with_what_is_kept(ltx: dict[str, Figures]) -> None:
     assert all(row.seconds for row in ltx.values())
     peak = {name: row.memory.peak for name, row in ltx.items() if row.memory}
     assert peak["none"] > peak["every 4th"] > peak["every 2nd"] >= peak["first half"] > peak["every block"]
-    assert peak["every block"] >= peak["park every block"]
+    assert peak["every block"] >= peak["offload every block"]
 
 
 @pytest.mark.parametrize("model", ["wan", "qwen"])
 def test_other_models_keep_their_inputs_and_attention_outputs(model: str) -> None:
-    names = ("every block", "every block, save attention", "park every block and attention")
-    recompute, save, park = figures(model, "--train", "lora", only=names).values()
+    names = ("every block", "every block, save attention", "offload every block and attention")
+    recompute, save, offload = figures(model, "--train", "lora", only=names).values()
     hidden, attention = HIDDEN_BYTES[model], ATTENTION_BYTES[model]
-    assert (recompute.block_bytes, save.block_bytes, park.block_bytes) == (hidden, hidden + attention, 0)
-    assert park.memory is not None
-    assert park.memory.host == BLOCKS * (hidden + attention)
+    assert (recompute.block_bytes, save.block_bytes, offload.block_bytes) == (hidden, hidden + attention, 0)
+    assert offload.memory is not None
+    assert offload.memory.host == BLOCKS * (hidden + attention)
 
 
 def test_what_is_counted_on_meta_is_what_a_cpu_keeps() -> None:
-    # Where attention is parked, its small part stays on meta: only a CPU has no least size.
-    names = ("none", "park every block", "every block, save attention")
+    # Where attention is offloaded, its small part stays on meta: only a CPU has no least size.
+    names = ("none", "offload every block", "every block, save attention")
     on_cpu, on_meta = (figures("ltx", device=device, only=names) for device in ("cpu", "meta"))
     assert set(on_meta) == set(names)
     for name, row in on_meta.items():
@@ -104,7 +104,7 @@ def test_the_script_prints_its_rows_as_a_table(capsys: pytest.CaptureFixture[str
     header = next(line for line in printed.splitlines() if line.startswith("| recompute"))
     columns = [column.strip() for column in header.strip("|").split("|")]
     assert columns[:5] == ["recompute", "it/s", "time", "after forward", "a block more"]
-    assert "| park every block and attention" in printed
+    assert "| offload every block and attention" in printed
 
 
 def test_too_few_blocks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

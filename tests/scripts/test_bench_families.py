@@ -47,7 +47,7 @@ def test_a_release_has_the_blocks_and_takes_the_inputs_that_its_data_say(release
     assert all(weight.grad is not None for weight in lora)
 
 
-def test_a_parked_block_keeps_nothing_and_a_recomputed_one_its_input() -> None:
+def test_an_offloaded_block_keeps_nothing_and_a_recomputed_one_its_input() -> None:
     (kept,) = counted(release_of("ltx_video"), *STRATEGIES).values()
     tokens = 12 * 8 * 6
     hidden = tokens * WIDTH * BF16
@@ -56,12 +56,12 @@ def test_a_parked_block_keeps_nothing_and_a_recomputed_one_its_input() -> None:
     attention = 2 * hidden + numbers
     assert kept["none"].device > 10 * hidden
     assert kept["every block"] == Kept(device=hidden, host=0)
-    assert kept["park every block"] == Kept(device=0, host=hidden)
+    assert kept["offload every block"] == Kept(device=0, host=hidden)
     assert kept["every block, save attention"] == Kept(device=hidden + attention, host=0)
-    assert kept["park every block, save attention"] == Kept(device=attention, host=hidden)
-    # The numbers are too small to be parked, at this size.
-    assert kept["every block, park attention"] == Kept(device=hidden + numbers, host=2 * hidden)
-    assert kept["park every block and attention"] == Kept(device=numbers, host=3 * hidden)
+    assert kept["offload every block, save attention"] == Kept(device=attention, host=hidden)
+    # The numbers are too small to be offloaded, at this size.
+    assert kept["every block, offload attention"] == Kept(device=hidden + numbers, host=2 * hidden)
+    assert kept["offload every block and attention"] == Kept(device=numbers, host=3 * hidden)
 
 
 def test_the_two_kinds_of_blocks_of_chroma_are_told_apart() -> None:
@@ -75,9 +75,9 @@ def test_the_two_kinds_of_blocks_of_chroma_are_told_apart() -> None:
 
 def test_a_resnet_block_of_a_unet_keeps_its_input_too() -> None:
     small = replace(release_of("sdxl"), counted=("up_blocks.2.resnets.0",))
-    (parked,) = counted(small, "park every block", changes={"layers_per_block": 1}).values()
+    (offloaded,) = counted(small, "offload every block", changes={"layers_per_block": 1}).values()
     # 32 x 32 latents at the first level, of 128 channels from below and 64 that skipped the levels.
-    assert parked == {"park every block": Kept(device=0, host=32**2 * (128 + 64) * BF16)}
+    assert offloaded == {"offload every block": Kept(device=0, host=32**2 * (128 + 64) * BF16)}
 
 
 def test_an_expert_of_wan_keeps_what_a_model_of_the_same_width_keeps() -> None:

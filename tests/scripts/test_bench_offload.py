@@ -1,4 +1,4 @@
-"""The offload benchmark shows what is parked, and that torch's save_on_cpu sees positions and no keywords."""
+"""The benchmark shows what goes to the host, and that torch's save_on_cpu sees positions and no keywords."""
 
 import offload
 import pytest
@@ -16,7 +16,7 @@ def rows() -> dict[str, Figures]:
     return measure(subject, [2, 4, 6], num_warmup=0, num_rounds=1)
 
 
-def test_the_inputs_on_the_device_do_not_grow_with_the_blocks_when_they_are_parked(
+def test_the_inputs_on_the_device_do_not_grow_with_the_blocks_when_they_are_offloaded(
     rows: dict[str, Figures],
 ) -> None:
     device = {name: [row.memory[count].after_forward for count in (2, 4, 6)] for name, row in rows.items()}
@@ -25,8 +25,8 @@ def test_the_inputs_on_the_device_do_not_grow_with_the_blocks_when_they_are_park
     assert [
         more - less for less, more in zip(device["checkpoint"], device["checkpoint"][1:], strict=False)
     ] == growth
-    assert len(set(device["park"])) == 1
-    assert host["park"] == [2 * HIDDEN_BYTES, 4 * HIDDEN_BYTES, 6 * HIDDEN_BYTES]
+    assert len(set(device["offload"])) == 1
+    assert host["offload"] == [2 * HIDDEN_BYTES, 4 * HIDDEN_BYTES, 6 * HIDDEN_BYTES]
     assert host["checkpoint"] == [0, 0, 0]
 
 
@@ -62,9 +62,9 @@ def test_on_a_gpu_copies_run_beside_kernels() -> None:
     subject = build_subject(options, Size(num_blocks=8, num_heads=32, height=512, width=768, num_frames=81))
     rows = measure(subject, [4, 8], num_warmup=2, num_rounds=1)
     torch.cuda.empty_cache()
-    assert rows["park"].overlap is not None
-    assert rows["park"].overlap > 0.5
+    assert rows["offload"].overlap is not None
+    assert rows["offload"].overlap > 0.5
     assert rows["checkpoint"].overlap is None
     hidden = 11 * 16 * 24 * 2048 * 2
-    growth = rows["park"].memory[8].after_forward - rows["park"].memory[4].after_forward
+    growth = rows["offload"].memory[8].after_forward - rows["offload"].memory[4].after_forward
     assert growth < hidden

@@ -76,12 +76,12 @@ def test_the_first_values_of_the_adapter_follow_the_seed_of_the_training(prepare
     assert not torch.equal(first_values(11), first_values(17))
 
 
-@pytest.mark.parametrize(("min_bytes", "is_parked"), [("4096", True), ("4097", False)])
+@pytest.mark.parametrize(("min_bytes", "is_offloaded"), [("4096", True), ("4097", False)])
 def test_the_engine_leaves_what_is_below_its_smallest_size(
-    prepared: Prepared, min_bytes: str, is_parked: bool
+    prepared: Prepared, min_bytes: str, is_offloaded: bool
 ) -> None:
     engine = build_engine(prepared.config({"memory.min_bytes": min_bytes}))
-    assert engine.can_offload(torch.zeros(4096, dtype=torch.uint8)) is is_parked
+    assert engine.can_offload(torch.zeros(4096, dtype=torch.uint8)) is is_offloaded
 
 
 @pytest.mark.usefixtures("_fresh_accelerate_state")

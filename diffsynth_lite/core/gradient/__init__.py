@@ -1,4 +1,4 @@
-"""Gradient checkpointing of single blocks, with their inputs offloaded in host memory, and its report."""
+"""Gradient checkpointing of single blocks, the offload of their inputs to host memory, and its report."""
 
 from diffsynth_lite.core.gradient.blocks import (
     blocks_in,
@@ -27,12 +27,14 @@ from diffsynth_lite.core.gradient.policies import (
 )
 from diffsynth_lite.core.gradient.report import GradientReport, IneffectiveSwitchError
 
+PARK = OFFLOAD
 blocks_run_by = intercept_blocks
-"""The former name, for one release."""
+"""These two are former names, for one release."""
 
 __all__ = [
     "KEEP",
     "OFFLOAD",
+    "PARK",
     "RECOMPUTE",
     "BlockPolicy",
     "BlockStrategy",

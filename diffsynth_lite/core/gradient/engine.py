@@ -134,7 +134,7 @@ class GradientEngine:
         """Whether ``tensor`` can go to host memory; if not, it is counted with the reason."""
         reason = self._reason_to_leave(tensor)
         if reason is not None:
-            self._counters.add_left(reason, num_bytes(tensor))
+            self._counters.add_not_offloaded(reason, num_bytes(tensor))
         return reason is None
 
     @contextmanager
@@ -189,7 +189,7 @@ class GradientEngine:
         if offload and self._reason_to_leave(tensor) is None:
             offloaded = self.offload(tensor)
             if offloaded.is_in_host_memory:
-                self.count(attention_bytes_parked=num_bytes(tensor))
+                self.count(attention_bytes_offloaded=num_bytes(tensor))
                 return offloaded.restore
         self.count(attention_bytes_kept=num_bytes(tensor))
         return tensor.detach
@@ -213,11 +213,11 @@ class GradientEngine:
         piece = self.host_pool.take(size, backend.allocate_host)
         if piece is None:
             refused = self.host_pool.refused
-            self._counters.add_left(LeaveReason.REFUSED if refused else LeaveReason.HOST_FULL, size)
+            self._counters.add_not_offloaded(LeaveReason.REFUSED if refused else LeaveReason.HOST_FULL, size)
             return NotOffloaded(tensor)
         offloaded = OffloadedTensor(tensor, piece, backend)
         frame.add(key, offloaded)
-        self.count(tensors_parked=1, bytes_parked=size)
+        self.count(tensors_offloaded=1, bytes_offloaded=size)
         return offloaded
 
     def restore_in(self, frame: Frame, held: OffloadedTensor | NotOffloaded) -> Tensor:

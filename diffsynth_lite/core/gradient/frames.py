@@ -185,7 +185,7 @@ class Frame:
         self._index: int | None = None
         self._places = itertools.count()
         # Several places of the call may share one.
-        self._parked: dict[Any, weakref.ref[OffloadedTensor]] = {}
+        self._offloaded: dict[Any, weakref.ref[OffloadedTensor]] = {}
 
     def next_place(self) -> Place:
         """The place of the next tensor of the call."""
@@ -200,16 +200,16 @@ class Frame:
 
     def add(self, key: Any, offloaded: OffloadedTensor) -> None:
         """Remember a tensor that was offloaded, by its ``identity``."""
-        self._parked[key] = weakref.ref(offloaded)
+        self._offloaded[key] = weakref.ref(offloaded)
 
     def find(self, key: Any) -> OffloadedTensor | None:
         """What was offloaded of the tensor with this ``identity``, while anybody needs it."""
-        reference = self._parked.get(key)
+        reference = self._offloaded.get(key)
         return reference() if reference else None
 
     def __iter__(self) -> Iterator[OffloadedTensor]:
         """What the call offloaded and somebody still needs."""
-        return (offloaded for reference in self._parked.values() if (offloaded := reference()) is not None)
+        return (offloaded for reference in self._offloaded.values() if (offloaded := reference()) is not None)
 
 
 class ForwardPass:

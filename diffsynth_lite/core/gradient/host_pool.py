@@ -79,8 +79,8 @@ class HostBytesError(ValueError):
 
     def __init__(self, host_bytes: int, block_bytes: int) -> None:
         super().__init__(
-            f"host_bytes is {host_bytes}, and one block call parks {block_bytes} bytes; allow at least "
-            "these, or park nothing"
+            f"host_bytes is {host_bytes}, and one block call offloads {block_bytes} bytes; allow at least "
+            "these, or offload nothing"
         )
         self.host_bytes, self.block_bytes = host_bytes, block_bytes
 

@@ -39,7 +39,7 @@ class BlockStrategy:
     def __post_init__(self) -> None:
         saves = self.offload or self.save_attention != "no"
         if not self.recompute and (saves or self.checkpoint):
-            raise ValueError("a block that is not recomputed has nothing to park, save or checkpoint")
+            raise ValueError("a block that is not recomputed has nothing to offload, save or checkpoint")
         if self.checkpoint and saves:
             raise ValueError("a checkpoint function of your own goes with neither offload nor save_attention")
 

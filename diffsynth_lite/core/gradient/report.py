@@ -35,9 +35,9 @@ class GradientReport:
     """Those whose activations were dropped after the forward pass."""
     blocks_recomputed: int = 0
     """Second runs of a block during a backward pass."""
-    tensors_parked: int = 0
+    tensors_offloaded: int = 0
     """Tensors copied to host memory."""
-    bytes_parked: int = 0
+    bytes_offloaded: int = 0
     """Bytes of these copies."""
     tensors_shared: int = 0
     """Tensors that stayed on the device because several block calls receive them."""
@@ -61,31 +61,36 @@ class GradientReport:
     """Calls under a policy that saves attention which run again: without a fused kernel, or with dropout."""
     attention_bytes_kept: int = 0
     """Bytes of these outputs that stayed on the device."""
-    attention_bytes_parked: int = 0
-    """Bytes of these outputs that were copied to host memory; ``bytes_parked`` has them too."""
+    attention_bytes_offloaded: int = 0
+    """Bytes of these outputs that were copied to host memory; ``bytes_offloaded`` has them too."""
     dead_ops_skipped: int = 0
     """Matrix products that recomputes left out, because no gradient needs their results."""
-    left: Mapping[LeaveReason, LeftTensors] = field(default_factory=dict)
-    """Tensors that the offload left on the device, by reason."""
+    not_offloaded: Mapping[LeaveReason, LeftTensors] = field(default_factory=dict)
+    """Tensors that could not be offloaded and stayed on the device, by reason."""
 
     def metrics(self) -> dict[str, float]:
-        """Every number by its name; those of ``left`` as ``tensors_left_...`` and ``bytes_left_...``."""
-        numbers = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "left"}
+        """Every number by its name; those of ``not_offloaded`` by reason, ``tensors_not_offloaded_...``."""
+        numbers = {
+            entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "not_offloaded"
+        }
         for reason in LeaveReason:
-            left, name = self.left.get(reason, LeftTensors()), reason.name.lower()
-            numbers |= {f"tensors_left_{name}": left.num_tensors, f"bytes_left_{name}": left.num_bytes}
+            these, name = self.not_offloaded.get(reason, LeftTensors()), reason.name.lower()
+            numbers[f"tensors_not_offloaded_{name}"] = these.num_tensors
+            numbers[f"bytes_not_offloaded_{name}"] = these.num_bytes
         return numbers
 
     def lines(self) -> list[str]:
         """The report for people: a table of a few lines."""
         blocks = f"{self.blocks_run} run, {self.blocks_checkpointed} checkpointed"
         rows = [("blocks", f"{blocks}, {self.blocks_recomputed} recomputed")]
-        if self.tensors_parked:
+        if self.tensors_offloaded:
             late = f", {self.late_prefetches} fetched late" if self.late_prefetches else ""
-            rows.append(("parked", f"{self.tensors_parked} tensors, {format_bytes(self.bytes_parked)}{late}"))
+            rows.append(
+                ("offloaded", f"{self.tensors_offloaded} tensors, {format_bytes(self.bytes_offloaded)}{late}")
+            )
         if self.tensors_shared:
             rows.append(("shared", f"{self.tensors_shared} tensors, {format_bytes(self.bytes_shared)}"))
-        rows += [("left on device", _left_in_words(reason, left)) for reason, left in self.left.items()]
+        rows += [("not offloaded", _in_words(reason, these)) for reason, these in self.not_offloaded.items()]
         if self.attention_saved or self.attention_not_saved:
             rows.append(("attention", self._attention_in_words()))
         if self.dead_ops_skipped:
@@ -131,7 +136,7 @@ class GradientReport:
             expected_checkpointed = expected_blocks
         if problem := self._checkpointing_problem(expected_blocks, expected_checkpointed):
             raise IneffectiveSwitchError(f"{' and '.join(switches)}: on, but {problem}")
-        if use_gradient_checkpointing_offload and (problem := self._parking_problem()):
+        if use_gradient_checkpointing_offload and (problem := self._offload_problem()):
             raise IneffectiveSwitchError(f"{switches[-1]}: on, but {problem}")
         if save_attention and (problem := self._attention_problem()):
             raise IneffectiveSwitchError(f"save_attention: on, but {problem}")
@@ -166,22 +171,22 @@ class GradientReport:
             )
         return None
 
-    def _parking_problem(self) -> str | None:
+    def _offload_problem(self) -> str | None:
         # Attention outputs are offloaded without this switch too.
-        if self.bytes_parked > self.attention_bytes_parked:
+        if self.bytes_offloaded > self.attention_bytes_offloaded:
             return None
         if self.tensors_shared:
-            return "nothing was parked: the blocks share all tensors among their inputs"
-        if not self.left:
-            return "nothing was parked: the blocks have no tensor among their inputs"
-        if self.left.keys() == {LeaveReason.BELOW_MIN_BYTES}:
-            small = self.left[LeaveReason.BELOW_MIN_BYTES]
+            return "nothing was offloaded: the blocks share all tensors among their inputs"
+        if not self.not_offloaded:
+            return "nothing was offloaded: the blocks have no tensor among their inputs"
+        if self.not_offloaded.keys() == {LeaveReason.BELOW_MIN_BYTES}:
+            small = self.not_offloaded[LeaveReason.BELOW_MIN_BYTES]
             return (
-                f"nothing was parked: all {small.num_tensors} tensors are below min_bytes (largest was "
+                f"nothing was offloaded: all {small.num_tensors} tensors are below min_bytes (largest was "
                 f"{small.largest_bytes} bytes); set min_bytes lower or the switch off"
             )
-        reasons = ", ".join(_left_in_words(reason, left) for reason, left in self.left.items())
-        return f"nothing was parked: everything was left on the device: {reasons}"
+        reasons = ", ".join(_in_words(reason, these) for reason, these in self.not_offloaded.items())
+        return f"nothing was offloaded: {reasons}"
 
     def _attention_problem(self) -> str | None:
         if self.attention_saved:
@@ -197,13 +202,16 @@ class GradientReport:
         )
 
     def _attention_in_words(self) -> str:
-        kept, parked = format_bytes(self.attention_bytes_kept), format_bytes(self.attention_bytes_parked)
+        kept, offloaded = (
+            format_bytes(self.attention_bytes_kept),
+            format_bytes(self.attention_bytes_offloaded),
+        )
         not_saved = f", {self.attention_not_saved} not saved" if self.attention_not_saved else ""
-        return f"{self.attention_saved} outputs saved, {kept} on device, {parked} parked{not_saved}"
+        return f"{self.attention_saved} outputs saved, {kept} on device, {offloaded} offloaded{not_saved}"
 
 
-def _left_in_words(reason: LeaveReason, left: LeftTensors) -> str:
-    return f"{left.num_tensors} tensors, {format_bytes(left.num_bytes)} ({reason})"
+def _in_words(reason: LeaveReason, tensors: LeftTensors) -> str:
+    return f"{tensors.num_tensors} tensors, {format_bytes(tensors.num_bytes)} ({reason})"
 
 
 class Counters:
@@ -218,7 +226,7 @@ class Counters:
         """Set everything to zero."""
         with self._lock:
             self._numbers: Counter[str] = Counter()
-            self._left: dict[LeaveReason, LeftTensors] = {}
+            self._not_offloaded: dict[LeaveReason, LeftTensors] = {}
 
     def add(self, **increments: int) -> None:
         """Add to numbers."""
@@ -237,17 +245,17 @@ class Counters:
             for name, value in values.items():
                 self._numbers[name] = max(self._numbers[name], value)
 
-    def add_left(self, reason: LeaveReason, num_bytes: int) -> None:
+    def add_not_offloaded(self, reason: LeaveReason, num_bytes: int) -> None:
         """Count a tensor that stays on the device."""
         with self._lock:
-            left = self._left.get(reason, LeftTensors())
-            self._left[reason] = LeftTensors(
-                num_tensors=left.num_tensors + 1,
-                num_bytes=left.num_bytes + num_bytes,
-                largest_bytes=max(left.largest_bytes, num_bytes),
+            these = self._not_offloaded.get(reason, LeftTensors())
+            self._not_offloaded[reason] = LeftTensors(
+                num_tensors=these.num_tensors + 1,
+                num_bytes=these.num_bytes + num_bytes,
+                largest_bytes=max(these.largest_bytes, num_bytes),
             )
 
     def report(self, **others: int) -> GradientReport:
         """The numbers as they are, with ``others`` that are not counted."""
         with self._lock:
-            return GradientReport(**self._numbers, **others, left=dict(self._left))
+            return GradientReport(**self._numbers, **others, not_offloaded=dict(self._not_offloaded))

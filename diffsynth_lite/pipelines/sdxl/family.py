@@ -71,7 +71,7 @@ def model_fn_sdxl(
         time_ids: (B, 6), in pixels: the original's height and width, the crop's top and left, and the
             picture's height and width.
         use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also park each block's inputs in host memory.
+        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
         policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
 
     Returns:

@@ -63,7 +63,7 @@ def model_fn_wan(
         prompt_embeds_bld: (B, 512, D) prompt embeddings, filled up with zeros; there is no mask.
         image_embeds_bld: (B, L, D_image), for models that see a picture.
         use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also park each block's inputs in host memory.
+        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
         policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Checks of parking for any device: with CUDA's streams, and on the CPU with backends that pretend."""
+"""Checks of offloading for any device: with CUDA's streams, and on the CPU with backends that pretend."""
 
 from collections.abc import Callable
 from typing import Any
@@ -64,7 +64,7 @@ def check_flags(device: str, num_rows: int, flags: tuple[bool, bool]) -> None:
     assert equal(stack.gradients(flags), stack.gradients((False, False)))
 
 
-def check_parking(
+def check_offload(
     device: str, num_rows: int, *, resident: int, prefetched: int, backend: Backend | None
 ) -> None:
     """Three steps give the gradients of a plain one, and leave nothing behind."""
@@ -76,7 +76,7 @@ def check_parking(
             engine.start_report()
             assert equal(stack.gradients((True, True)), reference)
     report = engine.report()
-    assert report.bytes_parked == NUM_BLOCKS * num_rows * BYTES_PER_ROW
+    assert report.bytes_offloaded == NUM_BLOCKS * num_rows * BYTES_PER_ROW
     late = NUM_BLOCKS - resident if prefetched == 0 else max(1 - resident, 0)
     assert report.late_prefetches == late
     assert engine.host_pool.num_bytes_lent == 0
@@ -89,8 +89,8 @@ def check_refused(device: str, backend: Backend) -> None:
     with gradient_engine(engine):
         assert equal(stack.gradients((True, True)), reference)
     report = engine.report()
-    left = report.left["host memory refused by the system"]
-    assert (report.tensors_parked, report.blocks_recomputed) == (0, NUM_BLOCKS)
+    left = report.not_offloaded["host memory refused by the system"]
+    assert (report.tensors_offloaded, report.blocks_recomputed) == (0, NUM_BLOCKS)
     # In the first step what all blocks share is not known before the second block.
     assert left.num_bytes >= NUM_BLOCKS * 64 * BYTES_PER_ROW
 
@@ -103,8 +103,8 @@ def check_full(device: str, num_rows: int, backend: Backend | None) -> None:
     with gradient_engine(engine):
         assert equal(stack.gradients((True, True)), reference)
     report = engine.report()
-    assert (report.tensors_parked, report.bytes_parked) == (3, 3 * size)
-    assert report.left["host memory full"].num_bytes == (NUM_BLOCKS - 3) * size
+    assert (report.tensors_offloaded, report.bytes_offloaded) == (3, 3 * size)
+    assert report.not_offloaded["host memory full"].num_bytes == (NUM_BLOCKS - 3) * size
 
 
 class AttentionBlock(nn.Module):
@@ -148,5 +148,5 @@ def check_savings(
     assert equal(gradients(True), gradients(False))
     report = engine.report()
     assert (report.attention_saved, report.attention_not_saved) == (3, 0)
-    assert (report.attention_bytes_parked > 0) == (save_attention == "park")
+    assert (report.attention_bytes_offloaded > 0) == (save_attention == "park")
     assert report.dead_ops_skipped == 3

@@ -86,7 +86,7 @@ def test_what_is_saved_is_the_output_and_a_number_for_each_row() -> None:
         engine = saving(place)
         counted_step(case, engine)
         report = engine.report()
-        found = {"keep": report.attention_bytes_kept, "park": report.attention_bytes_parked}
+        found = {"keep": report.attention_bytes_kept, "park": report.attention_bytes_offloaded}
         assert found == {place: size, other: 0}
 
 
@@ -95,13 +95,13 @@ def test_outputs_below_min_bytes_stay_on_the_device() -> None:
     counted_step(qwen_image_with_lora(), engine)
     report = engine.report()
     assert report.attention_bytes_kept == 3 * 2 * 2 * 27 * 4
-    assert report.attention_bytes_parked == 3 * 2 * 2 * 27 * 16 * 4
-    assert report.left == {}
+    assert report.attention_bytes_offloaded == 3 * 2 * 2 * 27 * 16 * 4
+    assert report.not_offloaded == {}
 
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(("resident", "prefetched"), [(0, 0), (1, 1), (2, 3)])
-def test_parked_outputs_leave_and_return_with_their_block(
+def test_offloaded_outputs_leave_and_return_with_their_block(
     resident: int, prefetched: int, offload: bool
 ) -> None:
     case, backend = qwen_image_with_lora(), LazyBackend()
@@ -118,11 +118,11 @@ def test_parked_outputs_leave_and_return_with_their_block(
             run = block_runner(len(case.block_names), True, offload)
             assert training_step(case, intercept_blocks(case.model, run)) == training_step(case)
     report = engine.report()
-    inputs_parked = report.tensors_parked - 3 * 2
-    assert (inputs_parked > 0) == offload
-    assert (report.bytes_parked > report.attention_bytes_parked > 0) == offload
+    inputs_offloaded = report.tensors_offloaded - 3 * 2
+    assert (inputs_offloaded > 0) == offload
+    assert (report.bytes_offloaded > report.attention_bytes_offloaded > 0) == offload
     # Each tensor came back once, ahead of its use; without residents and prefetch it had been away.
-    assert report.late_prefetches == (0 if resident else report.tensors_parked)
+    assert report.late_prefetches == (0 if resident else report.tensors_offloaded)
     backend.finish()
     assert engine.host_pool.num_bytes_lent == 0
 
@@ -132,8 +132,10 @@ def test_outputs_for_which_there_is_no_host_memory_stay_on_the_device() -> None:
     step, _ = counted_step(case, engine)
     assert step == training_step(case)
     report = engine.report()
-    assert (report.attention_bytes_parked, report.tensors_parked) == (0, 0)
-    assert report.attention_bytes_kept == report.left["host memory refused by the system"].num_bytes > 0
+    assert (report.attention_bytes_offloaded, report.tensors_offloaded) == (0, 0)
+    assert (
+        report.attention_bytes_kept == report.not_offloaded["host memory refused by the system"].num_bytes > 0
+    )
 
 
 @pytest.mark.parametrize("save_attention", ["keep", "park"])

@@ -116,9 +116,9 @@ def test_an_exception_in_a_block_leaves_no_hook_behind() -> None:
 
     with gradient_engine(engine), pytest.raises(ArithmeticError, match="in the block"):
         gradient_checkpoint_forward(fails, True, True, x=weight * 2)
-    parked = engine.report().tensors_parked
+    offloaded = engine.report().tensors_offloaded
     (weight * weight).sum().backward()
-    assert engine.report().tensors_parked == parked == 1
+    assert engine.report().tensors_offloaded == offloaded == 1
 
 
 def test_a_step_after_an_exception_is_as_if_it_had_not_been() -> None:
@@ -209,8 +209,8 @@ def test_tensors_in_containers_are_seen_and_the_containers_keep_their_type(
     assert torch.equal(found[0], a.grad)
     assert torch.equal(found[1], b.grad)
     assert seen == [type(make(a, b))] * 3
-    assert engine.report().tensors_parked == (3 if flags[1] else 0)
-    assert engine.report().bytes_parked == (3 * 16 if flags[1] else 0)
+    assert engine.report().tensors_offloaded == (3 if flags[1] else 0)
+    assert engine.report().bytes_offloaded == (3 * 16 if flags[1] else 0)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -240,7 +240,7 @@ def test_a_tensor_given_twice_stays_one_tensor(flags: tuple[bool, bool]) -> None
         gradient_checkpoint_forward(block, *flags, x, b=[x]).sum().backward()
     assert same == [True, True]
     assert torch.equal(x.grad, 2 * x)
-    assert engine.report().tensors_parked == (1 if flags[1] else 0)
+    assert engine.report().tensors_offloaded == (1 if flags[1] else 0)
 
 
 def test_a_block_that_empties_its_argument_gets_it_whole_in_the_recompute() -> None:

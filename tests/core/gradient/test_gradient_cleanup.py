@@ -103,7 +103,7 @@ def test_nothing_is_left_behind(
     ending(engine)
     gc.collect()  # tracebacks refer to frames in cycles
     report = engine.report()
-    assert report.tensors_parked > 0
+    assert report.tensors_offloaded > 0
     assert engine.host_pool.num_bytes_lent == 0
     if isinstance(backend, LazyBackend):
         assert backend.num_pending == 0
@@ -122,4 +122,4 @@ def test_a_pass_after_many_dropped_ones_is_like_the_first() -> None:
     with gradient_engine(engine):
         assert checkpointed_step(case, OFFLOAD) == reference
     # What dropped passes showed of shared tensors holds too.
-    assert (engine.report().tensors_parked, engine.report().tensors_shared) == (6, 15)
+    assert (engine.report().tensors_offloaded, engine.report().tensors_shared) == (6, 15)

@@ -1,4 +1,4 @@
-"""Blocks that are compiled one by one are checkpointed and parked, and otherwise left alone."""
+"""Blocks that are compiled one by one are checkpointed and offloaded, and otherwise left alone."""
 
 from collections.abc import Iterator
 
@@ -41,7 +41,7 @@ def test_compiled_blocks_compute_the_same_and_their_attention_is_not_saved(compi
     assert counters["stats"]["unique_graphs"] == compiled > 0
     report = engine.report()
     assert report.blocks_recomputed == 3
-    assert report.tensors_parked > 0
+    assert report.tensors_offloaded > 0
     assert report.dead_ops_skipped == 0
     with pytest.raises(ValueError, match=r"save_attention: on, but no attention was seen: .* are compiled"):
         report.require_effect(

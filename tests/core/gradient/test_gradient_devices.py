@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from device_checks import check_flags, check_full, check_parking, check_refused, check_savings
+from device_checks import check_flags, check_full, check_offload, check_refused, check_savings
 from gradient_models import ALL_FLAGS
 from lazy_backend import LazyBackend
 
@@ -20,10 +20,10 @@ def test_a_keyword_call_draws_the_same_dropout_in_the_recompute(flags: tuple[boo
 
 @pytest.mark.parametrize("make_backend", BACKENDS)
 @pytest.mark.parametrize(("resident", "prefetched"), [(0, 0), (0, 1), (1, 1), (2, 3)])
-def test_parked_steps_are_the_same_steps(
+def test_offloaded_steps_are_the_same_steps(
     make_backend: Callable[[], Any], resident: int, prefetched: int
 ) -> None:
-    check_parking("cpu", 4, resident=resident, prefetched=prefetched, backend=make_backend())
+    check_offload("cpu", 4, resident=resident, prefetched=prefetched, backend=make_backend())
 
 
 def test_without_host_memory_the_inputs_stay_and_the_gradients_are_the_same() -> None:

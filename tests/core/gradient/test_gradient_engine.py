@@ -21,7 +21,7 @@ OFFLOAD = (False, True)
 
 
 class WatchedBackend(PlainBackend):
-    """Counts the tensors that are on the device because they were parked there or fetched."""
+    """Counts the offloaded tensors that are on the device: not gone yet, or fetched back."""
 
     def __init__(self) -> None:
         self.storages: list[StorageWeakRef] = []
@@ -67,7 +67,7 @@ def test_what_is_on_the_device_does_not_grow_with_the_blocks(resident: int, pref
     assert few[:2] == many[:2]
     assert few[0] == resident
     assert few[1] <= max(resident, 1) + prefetched
-    assert many[2].report().tensors_parked == 24
+    assert many[2].report().tensors_offloaded == 24
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ def test_with_one_block_ahead_nothing_is_fetched_late(resident: int, prefetched:
     assert engine.report().late_prefetches == late
 
 
-def test_a_block_that_parks_nothing_sends_nobody_away() -> None:
+def test_a_block_that_offloads_nothing_sends_nobody_away() -> None:
     engine, weight = GradientEngine(prefetched_blocks=0), torch.rand(8, requires_grad=True)
     with gradient_engine(engine):
         x = gradient_checkpoint_forward(torch.sin, *OFFLOAD, weight * 2)
         gradient_checkpoint_forward(torch.sin, True, False, x).sum().backward()
-    assert (engine.report().tensors_parked, engine.report().late_prefetches) == (1, 0)
+    assert (engine.report().tensors_offloaded, engine.report().late_prefetches) == (1, 0)
 
 
 def test_a_call_outside_of_any_scope_frees_its_inputs_too() -> None:
@@ -127,7 +127,7 @@ def test_hooks_of_others_keep_working_around_and_inside_of_blocks() -> None:
     assert engine.host_pool.num_bytes_lent == 0
 
 
-def test_a_block_inside_of_a_block_is_parked_in_its_forward_pass_only() -> None:
+def test_a_block_inside_of_a_block_is_offloaded_in_its_forward_pass_only() -> None:
     engine = GradientEngine(backend=LazyBackend())
     weight = torch.rand(8, requires_grad=True)
 
@@ -146,25 +146,25 @@ def test_a_block_inside_of_a_block_is_parked_in_its_forward_pass_only() -> None:
     with gradient_engine(engine):
         found = gradient(lambda x: gradient_checkpoint_forward(outer, *OFFLOAD, x))
     assert torch.equal(found, reference)
-    assert engine.report().left["inside of a backward pass"].num_tensors > 0
+    assert engine.report().not_offloaded["inside of a backward pass"].num_tensors > 0
     assert engine.host_pool.num_bytes_lent == 0
 
 
-def test_a_block_can_park_more_than_its_inputs() -> None:
+def test_a_block_can_offload_more_than_its_inputs() -> None:
     backend = LazyBackend()
     engine, weight = GradientEngine(backend=backend), torch.rand(8, requires_grad=True)
 
     class Expensive(torch.autograd.Function):
-        """A sine that parks its input with the block."""
+        """A sine that offloads its input with the block."""
 
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.parked = engine.offload(x)
+            ctx.offloaded = engine.offload(x)
             return x.sin()
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            return gradient * ctx.parked.restore().cos()
+            return gradient * ctx.offloaded.restore().cos()
 
     def block(x: Tensor) -> Tensor:
         return Expensive.apply(x * 2)
@@ -182,7 +182,7 @@ def test_a_block_can_park_more_than_its_inputs() -> None:
     x.sum().backward()
     assert torch.equal(found, weight.grad)
     report = engine.report()
-    assert (report.tensors_parked, report.late_prefetches) == (4, 0)
+    assert (report.tensors_offloaded, report.late_prefetches) == (4, 0)
     del x
     assert engine.host_pool.num_bytes_lent == 0
 
@@ -194,20 +194,20 @@ def test_tensors_of_one_block_that_share_memory_are_copied_once() -> None:
         loss = gradient_checkpoint_forward(torch.mul, *OFFLOAD, x, x.view_as(x)).sum()
     loss.backward()
     assert torch.equal(weight.grad, 8 * weight)
-    assert engine.report().tensors_parked == 1
+    assert engine.report().tensors_offloaded == 1
 
 
 def test_a_tensor_is_shared_although_blocks_without_it_lie_between() -> None:
     engine, weight = GradientEngine(resident_blocks=0), torch.rand(8, requires_grad=True)
     text = torch.rand(8)
     with gradient_engine(engine):
-        for parked in (3 + 2, 4):
+        for offloaded in (3 + 2, 4):
             engine.start_report()
             x = gradient_checkpoint_forward(torch.mul, *OFFLOAD, weight * 1, text)
             x = gradient_checkpoint_forward(torch.sin, *OFFLOAD, x)
             x = gradient_checkpoint_forward(torch.mul, *OFFLOAD, x, text)
             gradient_checkpoint_forward(torch.cos, *OFFLOAD, x).sum().backward()
-            assert engine.report().tensors_parked == parked
+            assert engine.report().tensors_offloaded == offloaded
 
 
 def test_memory_that_is_used_again_is_not_taken_for_shared() -> None:

@@ -1,4 +1,4 @@
-"""Two processes that share a model's parameters (FSDP2) get the same gradients when its blocks are parked."""
+"""Processes that share a model's parameters (FSDP2) get the same gradients when its blocks are offloaded."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -51,20 +51,20 @@ def train_on_a_rank(rank: int, folder: Path) -> None:
         x = torch.linspace(-1, 1, 32).reshape(4, 8) * (rank + 1)
         engines = [GradientEngine(), GradientEngine(backend=LazyBackend())]
         plain = sharded_gradients(None, x)
-        parked = [sharded_gradients(engine, x) for engine in engines]
+        offloaded = [sharded_gradients(engine, x) for engine in engines]
         reports = [engine.report().metrics() for engine in engines]
         lent = [engine.host_pool.num_bytes_lent for engine in engines]
         torch.save(
-            {"plain": plain, "parked": parked, "reports": reports, "lent": lent}, folder / f"{rank}.pt"
+            {"plain": plain, "offloaded": offloaded, "reports": reports, "lent": lent}, folder / f"{rank}.pt"
         )
     finally:
         dist.destroy_process_group()
 
 
-def test_gradients_of_a_sharded_model_do_not_depend_on_parking(tmp_path: Path) -> None:
+def test_gradients_of_a_sharded_model_do_not_depend_on_offloading(tmp_path: Path) -> None:
     on_ranks(train_on_a_rank, tmp_path, num_processes=NUM_PROCESSES)
     for rank in range(NUM_PROCESSES):
         found = torch.load(tmp_path / f"{rank}.pt")
-        assert [equal(gradients, found["plain"]) for gradients in found["parked"]] == [True, True]
-        assert [report["tensors_parked"] for report in found["reports"]] == [6, 6]
+        assert [equal(gradients, found["plain"]) for gradients in found["offloaded"]] == [True, True]
+        assert [report["tensors_offloaded"] for report in found["reports"]] == [6, 6]
         assert found["lent"] == [0, 0]

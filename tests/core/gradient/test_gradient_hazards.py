@@ -63,7 +63,7 @@ def test_a_step_does_not_depend_on_when_the_copies_run(
     with scope(make_backend(), **settings) as engine:
         for _ in range(2):
             assert checkpointed_step(case, OFFLOAD) == reference
-    assert engine.report().tensors_parked > 0
+    assert engine.report().tensors_offloaded > 0
 
 
 @pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
@@ -96,7 +96,7 @@ def test_two_graphs_a_retained_one_and_changing_batches_do_not_mix(make_backend:
             del losses
 
 
-def parked_step(backend: LazyBackend, *, num_blocks: int = 4) -> Tensor:
+def offloaded_step(backend: LazyBackend, *, num_blocks: int = 4) -> Tensor:
     """The gradient of a stack of blocks, each of which needs its input in backward."""
     weight = torch.linspace(0.5, 1.5, 8, requires_grad=True)
     with gradient_engine(GradientEngine(backend=backend)):
@@ -111,17 +111,17 @@ def parked_step(backend: LazyBackend, *, num_blocks: int = 4) -> Tensor:
 
 def test_a_copy_that_runs_late_is_waited_for() -> None:
     backend = LazyBackend()
-    assert torch.equal(parked_step(backend), parked_step(PlainBackend()))
+    assert torch.equal(offloaded_step(backend), offloaded_step(PlainBackend()))
     backend.finish()
 
 
 def test_use_before_the_wait_is_caught() -> None:
-    assert parked_step(LazyBackend(forgets="in")).isnan().any()
+    assert offloaded_step(LazyBackend(forgets="in")).isnan().any()
 
 
 def test_memory_given_away_before_its_copy_to_the_host_is_caught() -> None:
     backend = LazyBackend(forgets="out")
-    parked_step(backend)
+    offloaded_step(backend)
     with pytest.raises(HazardError, match=r"\(out\)"):
         backend.finish()
 
@@ -164,9 +164,9 @@ def test_host_memory_used_again_before_its_copy_ran_is_caught() -> None:
         backend, pool = LazyBackend(), HostPool(512 * 8)
         first, second = torch.full((1024,), 1.0), torch.full((1024,), 2.0)
         piece = pool.take(4096, backend.allocate_host)
-        parked = OffloadedTensor(first, piece, backend)
-        parked.leave_device()
-        parked.fetch()
+        offloaded = OffloadedTensor(first, piece, backend)
+        offloaded.leave_device()
+        offloaded.fetch()
         if too_early:
             piece.__del__()
         else:
@@ -174,7 +174,7 @@ def test_host_memory_used_again_before_its_copy_ran_is_caught() -> None:
             pool = HostPool(None)
         other = OffloadedTensor(second, pool.take(4096, backend.allocate_host), backend)
         other.leave_device()
-        return parked.restore()
+        return offloaded.restore()
 
     assert torch.equal(restored(too_early=False), torch.full((1024,), 1.0))
     assert torch.equal(restored(too_early=True), torch.full((1024,), 2.0))
@@ -183,7 +183,7 @@ def test_host_memory_used_again_before_its_copy_ran_is_caught() -> None:
 @pytest.mark.parametrize("make_backend", BACKENDS)
 @pytest.mark.parametrize("changed", [0, 1, 2])
 @pytest.mark.parametrize("resident", [0, 1, 2])
-def test_an_in_place_change_of_a_parked_tensor_raises(
+def test_an_in_place_change_of_an_offloaded_tensor_raises(
     make_backend: Callable[[], Any], changed: int, resident: int
 ) -> None:
     weight = torch.ones(3, requires_grad=True)

@@ -55,10 +55,10 @@ SELECTED = {  # of 3 blocks
 }
 STRATEGIES = {
     "recompute": RECOMPUTE,
-    "park": OFFLOAD,
+    "offload": OFFLOAD,
     "keep attention": BlockStrategy(save_attention="keep"),
-    "park attention": BlockStrategy(save_attention="park"),
-    "park all": BlockStrategy(offload=True, save_attention="park"),
+    "offload attention": BlockStrategy(save_attention="park"),
+    "offload all": BlockStrategy(offload=True, save_attention="park"),
     "plain checkpoint": BlockStrategy(checkpoint=lambda run, *x: checkpoint(run, *x, use_reentrant=False)),
 }
 
@@ -96,7 +96,7 @@ def test_no_strategy_changes_a_step_of_any_architecture(
     assert step == reference
     assert report.blocks_recomputed == len(case.block_names)
     assert bool(report.attention_saved) == (strategy.save_attention != "no")
-    assert (report.bytes_parked > report.attention_bytes_parked) == strategy.offload
+    assert (report.bytes_offloaded > report.attention_bytes_offloaded) == strategy.offload
     assert not (strategy.checkpoint and report.dead_ops_skipped)
 
 
@@ -142,7 +142,9 @@ def test_blocks_may_have_two_strategies_at_once() -> None:
     assert step == training_step(case)
     assert report.blocks_recomputed == 3
     assert report.attention_saved == 2
-    assert report.tensors_parked == policy_step(case, BlockPolicy(select="first_k", n=1))[1].tensors_parked
+    assert (
+        report.tensors_offloaded == policy_step(case, BlockPolicy(select="first_k", n=1))[1].tensors_offloaded
+    )
 
 
 @pytest.mark.parametrize("flags", [(False, False), (True, False), (False, True), (True, True)])
@@ -151,7 +153,7 @@ def test_the_switches_permit_what_the_policy_asks_for(flags: tuple[bool, bool]) 
     step, report = policy_step(case, SELECTIONS["every_n"], flags=flags)
     assert step == training_step(case)
     assert report.blocks_checkpointed == (2 if any(flags) else 0)
-    assert bool(report.tensors_parked) == flags[1]
+    assert bool(report.tensors_offloaded) == flags[1]
 
 
 def test_a_policy_given_to_the_runner_wins_over_the_engines() -> None:
@@ -226,7 +228,7 @@ def test_a_policy_that_does_not_fit_the_model_is_refused(settings: dict[str, Any
     ],
 )
 def test_a_strategy_that_contradicts_itself_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"nothing to park|of your own"):
+    with pytest.raises(ValueError, match=r"nothing to offload|of your own"):
         BlockStrategy(**settings)
 
 

@@ -52,14 +52,14 @@ def test_a_step_in_which_the_switches_worked_passes(flags: tuple[bool, bool]) ->
     report = report_of_a_step(flags)
     require(report, *flags)
     assert (report.blocks_run, report.blocks_recomputed) == (NUM_BLOCKS, NUM_BLOCKS)
-    assert (report.bytes_parked > 0) == flags[1]
+    assert (report.bytes_offloaded > 0) == flags[1]
 
 
 def test_switches_that_are_off_need_no_effect() -> None:
     require(GradientReport(), False, False)
     report = report_of_a_step((False, False))
     require(report, False, False)
-    assert (report.blocks_run, report.blocks_checkpointed, report.bytes_parked) == (NUM_BLOCKS, 0, 0)
+    assert (report.blocks_run, report.blocks_checkpointed, report.bytes_offloaded) == (NUM_BLOCKS, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -136,29 +136,29 @@ def test_no_attention_was_saved(counts: dict[str, int], message: str) -> None:
         )
 
 
-def test_parked_attention_does_not_prove_that_inputs_are_parked() -> None:
+def test_offloaded_attention_does_not_prove_that_inputs_are_offloaded() -> None:
     worked = {"blocks_run": 2, "blocks_checkpointed": 2, "blocks_recomputed": 2, "attention_saved": 2}
-    report = GradientReport(**worked, tensors_parked=4, bytes_parked=64, attention_bytes_parked=64)
+    report = GradientReport(**worked, tensors_offloaded=4, bytes_offloaded=64, attention_bytes_offloaded=64)
     report.require_effect(
         use_gradient_checkpointing=True,
         use_gradient_checkpointing_offload=False,
         expected_blocks=2,
         save_attention=True,
     )
-    with pytest.raises(IneffectiveSwitchError, match=r"^use_.*_offload: on, but nothing was parked"):
+    with pytest.raises(IneffectiveSwitchError, match=r"^use_.*_offload: on, but nothing was offloaded"):
         require(report, True, True, expected=2)
 
 
 def test_a_cap_too_small_for_saved_attention_raises() -> None:
     policy = BlockPolicy(selected=BlockStrategy(save_attention="park"))
-    with pytest.raises(HostBytesError, match=r"^host_bytes is 4096, and one block call parks 7344 bytes"):
+    with pytest.raises(HostBytesError, match=r"^host_bytes is 4096, and one block call offloads 7344 bytes"):
         report_of_a_step((True, False), engine=GradientEngine(host_bytes=4096, policy=policy))
 
 
 def test_the_table_tells_of_saved_attention() -> None:
     policy = BlockPolicy(selected=BlockStrategy(save_attention="park"))
     lines = report_of_a_step((True, False), engine=GradientEngine(1024, policy=policy)).lines()
-    assert "attention       3 outputs saved, 1.3 KiB on device, 20.2 KiB parked" in lines
+    assert "attention       3 outputs saved, 1.3 KiB on device, 20.2 KiB offloaded" in lines
 
 
 def test_all_tensors_are_below_min_bytes() -> None:
@@ -176,12 +176,14 @@ def test_everything_was_left_for_several_reasons() -> None:
     engine, weight = GradientEngine(min_bytes=1 << 20), nn.Parameter(torch.ones(256))
     with gradient_engine(engine):
         gradient_checkpoint_forward(torch.mul, True, True, weight, torch.ones(1)).sum().backward()
-    message = r"left on the device: 1 tensors, 1\.0 KiB \(parameter\), 1 tensors, 4 bytes \(below min_bytes\)"
+    message = (
+        r"nothing was offloaded: 1 tensors, 1\.0 KiB \(parameter\), 1 tensors, 4 bytes \(below min_bytes\)"
+    )
     with pytest.raises(IneffectiveSwitchError, match=message):
         require(engine.report(), True, True, expected=1)
 
 
-def test_blocks_without_tensors_among_their_inputs_park_nothing() -> None:
+def test_blocks_without_tensors_among_their_inputs_offload_nothing() -> None:
     engine, weight = GradientEngine(), torch.ones(3, requires_grad=True)
 
     def block(scale: float) -> Tensor:
@@ -197,9 +199,9 @@ def test_the_report_tells_people_what_happened() -> None:
     lines = report_of_a_step((True, True), engine=GradientEngine(1024, 1024**3, resident_blocks=0)).lines()
     assert lines == [
         "blocks          3 run, 3 checkpointed, 3 recomputed",
-        "parked          7 tensors, 21.5 KiB, 2 fetched late",
+        "offloaded       7 tensors, 21.5 KiB, 2 fetched late",
         "shared          2 tensors, 2.5 KiB",
-        "left on device  12 tensors, 3.3 KiB (below min_bytes)",
+        "not offloaded   12 tensors, 3.3 KiB (below min_bytes)",
         "not recomputed  9 matrix products",
         "host memory     32.0 KiB of 1.0 GiB",
     ]
@@ -209,16 +211,20 @@ def test_the_report_has_a_number_for_every_field_and_reason() -> None:
     report = report_of_a_step((True, True), engine=GradientEngine(1024, 1024**3))
     metrics = report.metrics()
     assert all(type(value) is int for value in metrics.values())
-    assert metrics["tensors_parked"] == report.tensors_parked > 0
+    assert metrics["tensors_offloaded"] == report.tensors_offloaded > 0
     assert metrics["host_bytes_cap"] == 1024**3
-    assert metrics["tensors_left_below_min_bytes"] == report.left["below min_bytes"].num_tensors == 12
-    assert metrics["bytes_left_host_full"] == 0
+    assert (
+        metrics["tensors_not_offloaded_below_min_bytes"]
+        == report.not_offloaded["below min_bytes"].num_tensors
+        == 12
+    )
+    assert metrics["bytes_not_offloaded_host_full"] == 0
     assert metrics.keys() == GradientReport().metrics().keys()
 
 
 def test_a_cap_smaller_than_one_block_raises_in_the_first_forward_and_says_what_a_block_needs() -> None:
     engine = GradientEngine(host_bytes=8192)
-    with pytest.raises(HostBytesError, match=r"^host_bytes is 8192, and one block call parks 9326 bytes"):
+    with pytest.raises(HostBytesError, match=r"^host_bytes is 8192, and one block call offloads 9326 bytes"):
         report_of_a_step((True, True), engine=engine)
     assert engine.report().blocks_run == 1
     assert engine.host_pool.num_bytes_lent == 0
@@ -231,13 +237,13 @@ def test_a_cap_that_holds_a_block_does_not_stop_a_later_larger_batch() -> None:
             x = torch.ones(num_rows, 1024)
             gradient_checkpoint_forward(torch.mul, False, True, x, weight * 1).sum().backward()
     assert torch.equal(weight.grad, torch.full((1024,), 5.0))
-    assert engine.report().left["host memory full"].num_bytes == 4 * 4096
+    assert engine.report().not_offloaded["host memory full"].num_bytes == 4 * 4096
 
 
 def test_a_cap_smaller_than_all_blocks_leaves_the_rest_on_the_device() -> None:
     report = report_of_a_step((True, True), engine=GradientEngine(host_bytes=16384))
     require(report, True, True)
-    assert report.left["host memory full"].num_tensors > 0
+    assert report.not_offloaded["host memory full"].num_tensors > 0
     assert report.host_bytes <= 16384
 
 
@@ -248,7 +254,7 @@ def test_a_new_report_starts_from_zero_and_leaves_the_old_one_alone() -> None:
     # The pool is what there is, not an event.
     assert engine.report() == GradientReport(host_bytes=old.host_bytes, host_bytes_cap=old.host_bytes_cap)
     assert old.blocks_run == 3
-    assert old.left
+    assert old.not_offloaded
     second = report_of_a_step((True, True), engine=engine)
     engine.start_report()
     assert report_of_a_step((True, True), engine=engine) == second
@@ -259,7 +265,10 @@ def test_a_report_stays_as_it_was_when_more_is_counted() -> None:
     once = report_of_a_step((True, True), engine=engine)
     twice = report_of_a_step((True, True), engine=engine)
     assert twice.blocks_run == 2 * once.blocks_run
-    assert twice.left["below min_bytes"].num_bytes == 2 * once.left["below min_bytes"].num_bytes
+    assert (
+        twice.not_offloaded["below min_bytes"].num_bytes
+        == 2 * once.not_offloaded["below min_bytes"].num_bytes
+    )
 
 
 def test_without_a_scope_calls_do_not_share_an_engine() -> None:

@@ -1,4 +1,4 @@
-"""What is parked really leaves the device, comes back as it was, and is counted to the byte."""
+"""What is offloaded really leaves the device, comes back as it was, and is counted to the byte."""
 
 from collections.abc import Callable
 from typing import Any
@@ -40,12 +40,12 @@ def test_torch_alone_offloads_nothing_of_a_keyword_and_we_offload_all() -> None:
     engine = GradientEngine()
     with gradient_engine(engine):
         gradient_checkpoint_forward(block, True, True, hidden_states=weight * 2, rotary=rotary)
-    assert engine.report().tensors_parked == 3
-    assert engine.report().bytes_parked == 3 * 8 * 4
+    assert engine.report().tensors_offloaded == 3
+    assert engine.report().bytes_offloaded == 3 * 8 * 4
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_the_memory_of_a_parked_input_is_free_until_backward(offload: bool) -> None:
+def test_the_memory_of_an_offloaded_input_is_free_until_backward(offload: bool) -> None:
     weight = torch.rand(64, requires_grad=True)
 
     def forward() -> tuple[Tensor, list[StorageWeakRef]]:
@@ -66,7 +66,7 @@ def test_the_memory_of_a_parked_input_is_free_until_backward(offload: bool) -> N
     assert torch.equal(weight.grad, 12 * weight)
 
 
-def test_every_block_input_of_qwen_image_is_parked_or_shared() -> None:
+def test_every_block_input_of_qwen_image_is_offloaded_or_shared() -> None:
     case, engine = qwen_image_with_lora(), GradientEngine()
     own: list[int] = []
     shared: list[int] = []
@@ -84,12 +84,12 @@ def test_every_block_input_of_qwen_image_is_parked_or_shared() -> None:
         training_step(case, intercept_blocks(case.model, run))
         second = engine.report()
     assert first.blocks_run == first.blocks_checkpointed == first.blocks_recomputed == 3
-    assert first.left == second.left == {}
+    assert first.not_offloaded == second.not_offloaded == {}
     # The first block of the first step cannot know what others will receive too.
-    assert (first.tensors_parked, first.tensors_shared) == (3 * 2 + 5, 2 * 5)
-    assert first.bytes_parked == sum(own[:6]) + sum(shared[:5])
+    assert (first.tensors_offloaded, first.tensors_shared) == (3 * 2 + 5, 2 * 5)
+    assert first.bytes_offloaded == sum(own[:6]) + sum(shared[:5])
     assert first.bytes_shared == sum(shared[5:15])
-    assert (second.tensors_parked, second.bytes_parked) == (3 * 2, sum(own[6:]))
+    assert (second.tensors_offloaded, second.bytes_offloaded) == (3 * 2, sum(own[6:]))
     assert (second.tensors_shared, second.bytes_shared) == (3 * 5, sum(shared[15:]))
 
 
@@ -109,7 +109,7 @@ TENSORS: dict[str, tuple[Callable[[], Tensor], int]] = {
 
 
 @pytest.mark.parametrize(("make", "num_bytes"), TENSORS.values(), ids=TENSORS.keys())
-def test_a_parked_tensor_comes_back_as_it_was(make: Callable[[], Tensor], num_bytes: int) -> None:
+def test_an_offloaded_tensor_comes_back_as_it_was(make: Callable[[], Tensor], num_bytes: int) -> None:
     weight, tensor, engine = torch.ones(3, requires_grad=True), make(), GradientEngine(resident_blocks=0)
     seen: list[Tensor] = []
 
@@ -124,15 +124,17 @@ def test_a_parked_tensor_comes_back_as_it_was(make: Callable[[], Tensor], num_by
     assert after.data_ptr() != tensor.data_ptr()
     assert (after.shape, after.stride(), after.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
     assert torch.equal(after.to(torch.complex64), tensor.to(torch.complex64))
-    assert engine.report().bytes_parked == weight.nbytes + num_bytes
+    assert engine.report().bytes_offloaded == weight.nbytes + num_bytes
 
 
-def test_a_parked_tensor_brings_no_history_back() -> None:
+def test_an_offloaded_tensor_brings_no_history_back() -> None:
     tensor, backend = torch.ones(3, requires_grad=True), PlainBackend()
-    parked = OffloadedTensor(tensor, HostPool(None).take(num_bytes(tensor), backend.allocate_host), backend)
-    assert not parked.restore().requires_grad
-    parked.leave_device()
-    assert not parked.restore().requires_grad
+    offloaded = OffloadedTensor(
+        tensor, HostPool(None).take(num_bytes(tensor), backend.allocate_host), backend
+    )
+    assert not offloaded.restore().requires_grad
+    offloaded.leave_device()
+    assert not offloaded.restore().requires_grad
 
 
 class Marked(Tensor):
@@ -150,7 +152,7 @@ LEFT: dict[str, tuple[Callable[[Tensor], Tensor], int | None]] = {
 
 
 @pytest.mark.parametrize("reason", LEFT)
-def test_what_is_not_parked_is_counted_by_reason_and_keeps_its_class(reason: str) -> None:
+def test_what_is_not_offloaded_is_counted_by_reason_and_keeps_its_class(reason: str) -> None:
     make, min_bytes = LEFT[reason]
     host_bytes = 4095 if reason == "host memory full" else None
     weight, engine = torch.rand(8, requires_grad=True), GradientEngine(min_bytes, host_bytes)
@@ -165,9 +167,9 @@ def test_what_is_not_parked_is_counted_by_reason_and_keeps_its_class(reason: str
         gradient_checkpoint_forward(block, False, True, x=tensor).backward()
     assert seen == [type(tensor)] * 2
     report = engine.report()
-    assert report.tensors_parked == 0
-    assert report.left.keys() == {reason}
-    left = report.left[reason]
+    assert report.tensors_offloaded == 0
+    assert report.not_offloaded.keys() == {reason}
+    left = report.not_offloaded[reason]
     assert (left.num_tensors, left.num_bytes, left.largest_bytes) == (1, 32, 32)
 
 
@@ -177,10 +179,10 @@ def test_a_step_in_which_half_of_the_tensors_are_too_small_is_the_same_step() ->
     with gradient_engine(engine):
         assert training_step(case, intercept_blocks(case.model, with_flags((True, True)))) == reference
     report = engine.report()
-    left = report.left["below min_bytes"].num_tensors
-    assert report.tensors_parked + report.tensors_shared + left == 21
-    assert report.tensors_parked > 0
-    assert report.left["below min_bytes"].largest_bytes < 1000
+    left = report.not_offloaded["below min_bytes"].num_tensors
+    assert report.tensors_offloaded + report.tensors_shared + left == 21
+    assert report.tensors_offloaded > 0
+    assert report.not_offloaded["below min_bytes"].largest_bytes < 1000
 
 
 def test_a_torch_that_does_not_tell_whether_backward_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,22 +192,22 @@ def test_a_torch_that_does_not_tell_whether_backward_runs_is_named(monkeypatch: 
         gradient_checkpoint_forward(torch.sin, False, True, x * 1)
 
 
-def test_a_tensor_of_exactly_min_bytes_is_parked() -> None:
+def test_a_tensor_of_exactly_min_bytes_is_offloaded() -> None:
     engine = GradientEngine(min_bytes=32)
     with gradient_engine(engine):
         gradient_checkpoint_forward(torch.sin, False, True, torch.rand(8, requires_grad=True) * 1)
-    assert engine.report().tensors_parked == 1
+    assert engine.report().tensors_offloaded == 1
 
 
-def test_empty_tensors_are_neither_parked_nor_counted_as_parked() -> None:
+def test_empty_tensors_are_neither_offloaded_nor_counted_as_offloaded() -> None:
     engine, nothing = GradientEngine(), torch.rand(0, 3, requires_grad=True)
     with gradient_engine(engine):
         gradient_checkpoint_forward(torch.sin, False, True, nothing).sum().backward()
     # So does torch before 2.12, whose checkpoint saves an empty tensor of its own.
-    with engine.frame() as parking, parking.of_saved_tensors():
+    with engine.frame() as context, context.of_saved_tensors():
         nothing.square().sum().backward()
-    assert engine.report().tensors_parked == 0
-    assert engine.report().left["below min_bytes"].num_tensors == 1
+    assert engine.report().tensors_offloaded == 0
+    assert engine.report().not_offloaded["below min_bytes"].num_tensors == 1
 
 
 @pytest.mark.parametrize("name", ["min_bytes", "host_bytes", "resident_blocks", "prefetched_blocks"])
