@@ -129,7 +129,7 @@ def _checkpointed(
     savings = _RecomputeSavings(block_call, block)
     has_run = False
 
-    def run(*inputs: Tensor | _Left) -> Any:
+    def run(*inputs: Tensor | _NotOffloaded) -> Any:
         nonlocal has_run
         if has_run:
             engine.recomputing()
@@ -146,7 +146,8 @@ def _checkpointed(
         if not strategy.offload:
             return checkpoint(run, *tensors, use_reentrant=False)
         inputs = [
-            tensor if engine.can_offload(tensor) else _Left(tensor, tensor._version) for tensor in tensors
+            tensor if engine.can_offload(tensor) else _NotOffloaded(tensor, tensor._version)
+            for tensor in tensors
         ]
         with context.of_saved_tensors():
             return checkpoint(run, *inputs, use_reentrant=False)
@@ -187,7 +188,7 @@ class _RecomputeSavings:
         self._engine.count(dead_ops_skipped=products)
 
 
-class _Left(NamedTuple):
+class _NotOffloaded(NamedTuple):
     """A tensor that stays on the device, with the version that it had.
 
     Torch looks into tuples for RNG states and the device, but not for its saved-tensor hooks. Those would
@@ -198,12 +199,12 @@ class _Left(NamedTuple):
     version: int
 
 
-def _unwrapped(inputs: Sequence[Tensor | _Left]) -> list[Tensor]:
+def _unwrapped(inputs: Sequence[Tensor | _NotOffloaded]) -> list[Tensor]:
     """The tensors of ``inputs``, once it is sure that none of them was changed since the forward pass."""
     for item in inputs:
-        if isinstance(item, _Left) and item.tensor._version != item.version:
+        if isinstance(item, _NotOffloaded) and item.tensor._version != item.version:
             raise changed_in_place(item.tensor.shape)
-    return [item.tensor if isinstance(item, _Left) else item for item in inputs]
+    return [item.tensor if isinstance(item, _NotOffloaded) else item for item in inputs]
 
 
 @contextmanager

@@ -16,13 +16,13 @@ from diffsynth_lite.core.gradient.backends import Backend, backend_for
 from diffsynth_lite.core.gradient.frames import (
     ForwardPass,
     Frame,
-    LeaveReason,
     NotOffloaded,
+    NotOffloadedReason,
     OffloadedTensor,
     identity,
     in_backward,
     num_bytes,
-    reason_to_leave,
+    reason_not_to_offload,
 )
 from diffsynth_lite.core.gradient.host_pool import HostBytesError, HostPool, default_host_bytes
 from diffsynth_lite.core.gradient.policies import BlockPolicy
@@ -132,7 +132,7 @@ class GradientEngine:
 
     def can_offload(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` can go to host memory; if not, it is counted with the reason."""
-        reason = self._reason_to_leave(tensor)
+        reason = self._reason_not_to_offload(tensor)
         if reason is not None:
             self._counters.add_not_offloaded(reason, num_bytes(tensor))
         return reason is None
@@ -186,7 +186,7 @@ class GradientEngine:
         Returns:
             A function that gives it as a new tensor each time.
         """
-        if offload and self._reason_to_leave(tensor) is None:
+        if offload and self._reason_not_to_offload(tensor) is None:
             offloaded = self.offload(tensor)
             if offloaded.is_in_host_memory:
                 self.count(attention_bytes_offloaded=num_bytes(tensor))
@@ -213,7 +213,9 @@ class GradientEngine:
         piece = self.host_pool.take(size, backend.allocate_host)
         if piece is None:
             refused = self.host_pool.refused
-            self._counters.add_not_offloaded(LeaveReason.REFUSED if refused else LeaveReason.HOST_FULL, size)
+            self._counters.add_not_offloaded(
+                NotOffloadedReason.REFUSED if refused else NotOffloadedReason.HOST_FULL, size
+            )
             return NotOffloaded(tensor)
         offloaded = OffloadedTensor(tensor, piece, backend)
         frame.add(key, offloaded)
@@ -256,10 +258,10 @@ class GradientEngine:
             self._backends[device] = backend_for(device)
         return self._backends[device]
 
-    def _reason_to_leave(self, tensor: Tensor) -> LeaveReason | None:
-        reason = reason_to_leave(tensor, self._min_bytes)
+    def _reason_not_to_offload(self, tensor: Tensor) -> NotOffloadedReason | None:
+        reason = reason_not_to_offload(tensor, self._min_bytes)
         # A block inside of a recomputed block: its backward pass comes at once.
-        return LeaveReason.IN_BACKWARD if reason is None and in_backward() else reason
+        return NotOffloadedReason.IN_BACKWARD if reason is None and in_backward() else reason
 
 
 class OffloadContext:

@@ -16,7 +16,7 @@ from diffsynth_lite.core.gradient.host_pool import HostPiece
 _MIN_BYTES_ON_ACCELERATORS = 64 * 1024
 
 
-class LeaveReason(StrEnum):
+class NotOffloadedReason(StrEnum):
     """Why a tensor is not offloaded."""
 
     BELOW_MIN_BYTES = "below min_bytes"
@@ -29,7 +29,7 @@ class LeaveReason(StrEnum):
     REFUSED = "host memory refused by the system"
 
 
-def reason_to_leave(tensor: Tensor, min_bytes: int | None) -> LeaveReason | None:
+def reason_not_to_offload(tensor: Tensor, min_bytes: int | None) -> NotOffloadedReason | None:
     """Why ``tensor`` should stay on its device, or None if it can be offloaded.
 
     Args:
@@ -38,17 +38,17 @@ def reason_to_leave(tensor: Tensor, min_bytes: int | None) -> LeaveReason | None
             waits for copies that free next to nothing; 0 on CPU, where the offload is rehearsed, not needed.
     """
     if isinstance(tensor, torch.nn.Parameter):
-        return LeaveReason.PARAMETER
+        return NotOffloadedReason.PARAMETER
     if type(tensor) is not Tensor:
-        return LeaveReason.SUBCLASS
+        return NotOffloadedReason.SUBCLASS
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-        return LeaveReason.LAYOUT
+        return NotOffloadedReason.LAYOUT
     if min_bytes is None:
         min_bytes = 0 if tensor.device.type == "cpu" else _MIN_BYTES_ON_ACCELERATORS
     if num_bytes(tensor) < max(min_bytes, 1):
-        return LeaveReason.BELOW_MIN_BYTES
+        return NotOffloadedReason.BELOW_MIN_BYTES
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return LeaveReason.EXPANDED if any(size > 1 and stride == 0 for size, stride in sizes) else None
+    return NotOffloadedReason.EXPANDED if any(size > 1 and stride == 0 for size, stride in sizes) else None
 
 
 def num_bytes(tensor: Tensor) -> int:
@@ -91,7 +91,7 @@ class OffloadedTensor:
     """A tensor whose values are copied to host memory, so that it can leave its device and come back.
 
     Args:
-        tensor: one for which there is no ``reason_to_leave``.
+        tensor: one for which there is no ``reason_not_to_offload``.
         piece: host memory of ``num_bytes(tensor)``.
         backend: makes the copies.
     """

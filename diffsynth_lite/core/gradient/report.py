@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from diffsynth_lite.core.gradient.frames import LeaveReason
+from diffsynth_lite.core.gradient.frames import NotOffloadedReason
 from diffsynth_lite.core.units import format_bytes
 
 
@@ -14,7 +14,7 @@ class IneffectiveSwitchError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeftTensors:
+class NotOffloadedTensors:
     """Tensors that stayed on the device for one reason."""
 
     num_tensors: int = 0
@@ -65,7 +65,7 @@ class GradientReport:
     """Bytes of these outputs that were copied to host memory; ``bytes_offloaded`` has them too."""
     dead_ops_skipped: int = 0
     """Matrix products that recomputes left out, because no gradient needs their results."""
-    not_offloaded: Mapping[LeaveReason, LeftTensors] = field(default_factory=dict)
+    not_offloaded: Mapping[NotOffloadedReason, NotOffloadedTensors] = field(default_factory=dict)
     """Tensors that could not be offloaded and stayed on the device, by reason."""
 
     def metrics(self) -> dict[str, float]:
@@ -73,8 +73,8 @@ class GradientReport:
         numbers = {
             entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "not_offloaded"
         }
-        for reason in LeaveReason:
-            these, name = self.not_offloaded.get(reason, LeftTensors()), reason.name.lower()
+        for reason in NotOffloadedReason:
+            name, these = reason.name.lower(), self.not_offloaded.get(reason, NotOffloadedTensors())
             numbers[f"tensors_not_offloaded_{name}"] = these.num_tensors
             numbers[f"bytes_not_offloaded_{name}"] = these.num_bytes
         return numbers
@@ -179,8 +179,8 @@ class GradientReport:
             return "nothing was offloaded: the blocks share all tensors among their inputs"
         if not self.not_offloaded:
             return "nothing was offloaded: the blocks have no tensor among their inputs"
-        if self.not_offloaded.keys() == {LeaveReason.BELOW_MIN_BYTES}:
-            small = self.not_offloaded[LeaveReason.BELOW_MIN_BYTES]
+        if self.not_offloaded.keys() == {NotOffloadedReason.BELOW_MIN_BYTES}:
+            small = self.not_offloaded[NotOffloadedReason.BELOW_MIN_BYTES]
             return (
                 f"nothing was offloaded: all {small.num_tensors} tensors are below min_bytes (largest was "
                 f"{small.largest_bytes} bytes); set min_bytes lower or the switch off"
@@ -210,7 +210,7 @@ class GradientReport:
         return f"{self.attention_saved} outputs saved, {kept} on device, {offloaded} offloaded{not_saved}"
 
 
-def _in_words(reason: LeaveReason, tensors: LeftTensors) -> str:
+def _in_words(reason: NotOffloadedReason, tensors: NotOffloadedTensors) -> str:
     return f"{tensors.num_tensors} tensors, {format_bytes(tensors.num_bytes)} ({reason})"
 
 
@@ -226,7 +226,7 @@ class Counters:
         """Set everything to zero."""
         with self._lock:
             self._numbers: Counter[str] = Counter()
-            self._not_offloaded: dict[LeaveReason, LeftTensors] = {}
+            self._not_offloaded: dict[NotOffloadedReason, NotOffloadedTensors] = {}
 
     def add(self, **increments: int) -> None:
         """Add to numbers."""
@@ -245,11 +245,11 @@ class Counters:
             for name, value in values.items():
                 self._numbers[name] = max(self._numbers[name], value)
 
-    def add_not_offloaded(self, reason: LeaveReason, num_bytes: int) -> None:
+    def add_not_offloaded(self, reason: NotOffloadedReason, num_bytes: int) -> None:
         """Count a tensor that stays on the device."""
         with self._lock:
-            these = self._not_offloaded.get(reason, LeftTensors())
-            self._not_offloaded[reason] = LeftTensors(
+            these = self._not_offloaded.get(reason, NotOffloadedTensors())
+            self._not_offloaded[reason] = NotOffloadedTensors(
                 num_tensors=these.num_tensors + 1,
                 num_bytes=these.num_bytes + num_bytes,
                 largest_bytes=max(these.largest_bytes, num_bytes),

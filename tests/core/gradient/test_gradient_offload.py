@@ -169,8 +169,8 @@ def test_what_is_not_offloaded_is_counted_by_reason_and_keeps_its_class(reason: 
     report = engine.report()
     assert report.tensors_offloaded == 0
     assert report.not_offloaded.keys() == {reason}
-    left = report.not_offloaded[reason]
-    assert (left.num_tensors, left.num_bytes, left.largest_bytes) == (1, 32, 32)
+    found = report.not_offloaded[reason]
+    assert (found.num_tensors, found.num_bytes, found.largest_bytes) == (1, 32, 32)
 
 
 def test_a_step_in_which_half_of_the_tensors_are_too_small_is_the_same_step() -> None:
@@ -179,10 +179,10 @@ def test_a_step_in_which_half_of_the_tensors_are_too_small_is_the_same_step() ->
     with gradient_engine(engine):
         assert training_step(case, intercept_blocks(case.model, with_flags((True, True)))) == reference
     report = engine.report()
-    left = report.not_offloaded["below min_bytes"].num_tensors
-    assert report.tensors_offloaded + report.tensors_shared + left == 21
+    small = report.not_offloaded["below min_bytes"]
+    assert report.tensors_offloaded + report.tensors_shared + small.num_tensors == 21
     assert report.tensors_offloaded > 0
-    assert report.not_offloaded["below min_bytes"].largest_bytes < 1000
+    assert small.largest_bytes < 1000
 
 
 def test_a_torch_that_does_not_tell_whether_backward_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
