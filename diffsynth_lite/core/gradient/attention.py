@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _SDPA = torch.nn.functional.scaled_dot_product_attention
 
 Restore = Callable[[], Any]
-"""Gives a tensor that was put away, as a new one each time."""
+"""Gives a saved tensor back, as a new one each time."""
 
 
 class SavedAttention:
@@ -27,7 +27,7 @@ class SavedAttention:
     backward needs all attention weights, and those that drop weights, because later dropout follows theirs.
 
     Args:
-        save: puts a tensor away.
+        save: saves a tensor, and returns the function that gives it back.
         count: gets ``attention_saved=1`` or ``attention_not_saved=1`` for each call.
     """
 

@@ -42,7 +42,7 @@ def backend_for(device: torch.device) -> Backend:
 
 
 class PlainBackend:
-    """Copies at once, in the order of the program: for the CPU, and for devices without streams of ours."""
+    """Copies at once, in the order of the program: for the CPU, and for every device other than CUDA."""
 
     def allocate_host(self, num_bytes: int) -> Tensor | None:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
@@ -66,10 +66,11 @@ class _Done:
 class CudaBackend:
     """Copies between a CUDA device and pinned host memory, beside the computation.
 
-    Two streams, since devices have a copy engine for each direction. All waits are made by the device.
+    Two streams, since devices have a copy engine for each direction. To wait for a copy makes the device
+    wait, not the host.
 
     Args:
-        device: with its index.
+        device: one with an index, as that of a tensor has.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -159,6 +160,6 @@ def _pinned(num_bytes: int, device: torch.device, synchronize: Callable[[], None
 
 
 def _forget_error(device: torch.device) -> None:
-    """Take back the error that a failed CUDA call left behind; the next kernel would report it as its own."""
+    """Clear the error that a failed CUDA call left behind; the next kernel would report it as its own."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device).add_(1)

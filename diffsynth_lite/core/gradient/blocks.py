@@ -1,4 +1,4 @@
-"""This file finds the blocks of a diffusers model and lets a function of ours run each of them."""
+"""This file finds the blocks of a diffusers model, and makes each of them run through a function."""
 
 import functools
 import itertools
@@ -86,12 +86,7 @@ def blocks_of(model: nn.Module, block_lists: Sequence[str]) -> list[nn.Module]:
 
 
 def count_blocks(model: nn.Module, block_lists: Sequence[str]) -> int:
-    """The number of blocks of ``model``, quickly enough for every forward pass.
-
-    Args:
-        model: a diffusers model, plain or wrapped for distributed training or by ``torch.compile``.
-        block_lists: names of its module lists, or of single modules in one.
-    """
+    """The number of blocks of ``model``; arguments as of ``blocks_in``."""
     return len(blocks_in(model, block_lists))
 
 

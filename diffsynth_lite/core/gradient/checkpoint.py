@@ -1,4 +1,4 @@
-"""This file takes a block call all the way: its engine and strategy, its forward pass, its recompute."""
+"""This file runs block calls: each by its engine and strategy, in the forward pass and in its recompute."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,11 +29,9 @@ from diffsynth_lite.core.gradient.unused_matmuls import products_deferred
 
 @dataclass(frozen=True, slots=True)
 class BlockCall:
-    """What is decided about one call of a block before the block is known.
+    """How one block is to be called.
 
     Attributes:
-        engine: that the call works through.
-        strategy: of the block.
         unused_matmuls: names of layers in the block whose matrix products the recompute may not need.
     """
 
@@ -107,7 +105,7 @@ def gradient_checkpoint_forward(
 
 
 def _take_block_call() -> BlockCall:
-    """That of ``block_runner``, once; for other calls, one of the engine in scope, for a selected block.
+    """What ``block_runner`` set, once; any other call uses the engine in scope, as a selected block.
 
     A block that has blocks of its own runs them alike in forward, where this is set, and in its recompute.
     """
@@ -228,8 +226,6 @@ def checkpoint_blocks(
         model: a diffusers model, plain or wrapped for distributed training; its forward is called once.
         block_lists: names of its module lists in call order, or of single modules in one.
         forward: ``gradient_checkpoint_forward``, or what in the end calls it.
-        use_gradient_checkpointing: handed on.
-        use_gradient_checkpointing_offload: handed on.
         policy: which blocks the two switches are for; None is the policy of the ``gradient_engine`` scope.
         unused_matmuls: names of layers in the blocks, such as ``"ff.net.2"``, whose results often are needed
             by no gradient. Their matrix products wait in the recompute until something reads the result.

@@ -1,4 +1,4 @@
-"""This file holds what the block calls of a run share: policy, offloaded tensors, host memory, findings."""
+"""This file holds the engine of block calls, which offloads their tensors, fetches them and counts both."""
 
 import threading
 from collections import deque
@@ -107,7 +107,7 @@ class GradientEngine:
 
     @property
     def host_pool(self) -> HostPool:
-        """The host memory that tensors are offloaded in."""
+        """The host memory that tensors are offloaded to."""
         # Not before the first tensor: the memory of the models is taken by then.
         if self._pool is None:
             self._pool = HostPool(default_host_bytes() if self._host_bytes is None else self._host_bytes)
@@ -177,14 +177,14 @@ class GradientEngine:
         return context.offload(tensor)
 
     def save_attention(self, tensor: Tensor, *, offload: bool) -> Callable[[], Tensor]:
-        """Put a tensor that attention computed in the running block call away until the recompute.
+        """Save a tensor that attention computed in the running block call until its recompute.
 
         Args:
-            tensor: without autograd history.
-            offload: with the tensors of the block call, if it can go; if not, it stays on the device.
+            tensor: one without autograd history.
+            offload: save it in host memory if it can go there. If not, it stays on the device.
 
         Returns:
-            A function that gives it as a new tensor each time.
+            A function that gives it back, as a new tensor each time.
         """
         if offload and self._reason_not_to_offload(tensor) is None:
             offloaded = self.offload(tensor)
@@ -265,12 +265,7 @@ class GradientEngine:
 
 
 class OffloadContext:
-    """What offloads the tensors of one block call.
-
-    Attributes:
-        engine: that the call runs under.
-        frame: of the call.
-    """
+    """Offloads the tensors of one block call."""
 
     def __init__(self, engine: GradientEngine, frame: Frame) -> None:
         self.engine, self.frame = engine, frame
@@ -290,7 +285,7 @@ class OffloadContext:
 
 
 class OffloadHandle:
-    """A tensor that a block call gave away until its backward pass."""
+    """A tensor of a block call that is offloaded, or could not be, until its backward pass asks for it."""
 
     __slots__ = ("_context", "_held")
 

@@ -1,4 +1,4 @@
-"""This file holds the tensors that block calls offload, and links the block calls of one forward pass."""
+"""This file holds offloaded tensors, and links the block calls of a forward pass that they belong to."""
 
 import itertools
 import weakref
@@ -33,7 +33,6 @@ def reason_not_to_offload(tensor: Tensor, min_bytes: int | None) -> NotOffloaded
     """Why ``tensor`` should stay on its device, or None if it can be offloaded.
 
     Args:
-        tensor: any tensor.
         min_bytes: smaller tensors stay, and empty ones always. None: 64 KiB on accelerators, so that nothing
             waits for copies that free next to nothing; 0 on CPU, where the offload is rehearsed, not needed.
     """
@@ -66,11 +65,7 @@ def changed_in_place(shape: torch.Size) -> RuntimeError:
 
 
 class NotOffloaded:
-    """A tensor that stays on its device.
-
-    Args:
-        tensor: what to keep; not its history.
-    """
+    """A tensor that stays on its device; its autograd history is not kept."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
@@ -172,11 +167,12 @@ Place = tuple[int, int]
 
 
 class Frame:
-    """One block call between its forward and its backward; owned by what it offloaded, in the autograd graph.
+    """One block call between its forward and its backward pass.
+
+    Only the autograd graph keeps it alive, by the handles of its tensors.
 
     Attributes:
-        forward_pass: that the call belongs to.
-        num_bytes: of the tensors that could be offloaded, whether there was room or not.
+        num_bytes: size of its tensors that can be offloaded, whether there was room for them or not.
     """
 
     def __init__(self, forward_pass: "ForwardPass") -> None:
@@ -199,7 +195,7 @@ class Frame:
         return self.forward_pass.before(self._index or 0, count)
 
     def add(self, key: Any, offloaded: OffloadedTensor) -> None:
-        """Remember a tensor that was offloaded, by its ``identity``."""
+        """Remember an offloaded tensor by its ``identity``."""
         self._offloaded[key] = weakref.ref(offloaded)
 
     def find(self, key: Any) -> OffloadedTensor | None:
@@ -234,7 +230,7 @@ class ForwardPass:
         return all(reference() is None for reference in self._frames)
 
     def end(self) -> None:
-        """Its backward pass begins."""
+        """Mark that its backward pass has begun."""
         self._is_over = True
 
     def next(self) -> "ForwardPass":
@@ -242,7 +238,7 @@ class ForwardPass:
         return ForwardPass(frozenset(self._shared))
 
     def add(self, frame: Frame) -> int:
-        """Append a block call; its index."""
+        """Append a block call, and return its index."""
         self._frames.append(weakref.ref(frame))
         return len(self._frames) - 1
 
@@ -275,7 +271,7 @@ class _Seen(NamedTuple):
 
 
 def identity(tensor: Tensor) -> Any:
-    """Equal for tensors that show the same part of the same memory in the same way."""
+    """A key that is equal for tensors that show the same part of the same memory in the same way."""
     storage = tensor.untyped_storage()
     return storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 

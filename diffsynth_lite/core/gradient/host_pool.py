@@ -1,4 +1,4 @@
-"""This file lends pieces of host memory, and says how much of it is available."""
+"""This file lends pieces of host memory, and finds out how much host memory is available."""
 
 import bisect
 import os
@@ -70,12 +70,7 @@ AllocateHost = Callable[[int], Tensor | None]
 
 
 class HostBytesError(ValueError):
-    """The host memory allowed does not hold what one block call offloads.
-
-    Attributes:
-        host_bytes: allowed.
-        block_bytes: of the tensors of one block call that can be offloaded.
-    """
+    """The ``host_bytes`` allowed do not hold the ``block_bytes`` that one block call offloads."""
 
     def __init__(self, host_bytes: int, block_bytes: int) -> None:
         super().__init__(
@@ -86,7 +81,7 @@ class HostBytesError(ValueError):
 
 
 class HostPiece:
-    """Bytes on loan; they go back to the pool when the piece is deleted.
+    """A piece of host memory; it goes back to the pool when this object is deleted.
 
     Attributes:
         buffer: uint8, of exactly the bytes asked for.
@@ -103,7 +98,7 @@ class HostPiece:
 class HostPool:
     """Host memory for offloaded tensors, up to a cap.
 
-    Whoever deletes a piece has seen to it that copies to or from it come before any that start later.
+    A piece must not be deleted before its copies were waited for: its memory may be lent again at once.
 
     Args:
         cap_bytes: most memory that the slabs may take together; None is unlimited.
@@ -140,7 +135,7 @@ class HostPool:
         """A piece of ``num_bytes``, or None when the cap or the system forbids one.
 
         Args:
-            num_bytes: positive.
+            num_bytes: above 0.
             allocate: makes a slab if one is needed. Only slabs made by an equal ``allocate`` are used.
         """
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -162,7 +157,7 @@ class HostPool:
             return None
         needed = -(-size // _PAGE) * _PAGE
         if self.cap_bytes is not None and self._num_bytes() + needed > self.cap_bytes:
-            # Left over from a step with other sizes.
+            # Slabs that are free as a whole are left over from a step with other sizes.
             self._slabs = [slab for slab in self._slabs if slab.num_bytes_free < slab.num_bytes]
         wanted = max(needed, min(self._num_bytes(), _SLAB_BYTES))
         if self.cap_bytes is not None:

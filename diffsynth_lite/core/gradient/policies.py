@@ -1,4 +1,4 @@
-"""This file says as values what happens to each block: kept, recomputed, offloaded, its attention saved."""
+"""This file says which blocks of a model are kept, recomputed or offloaded, and which save attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,11 +21,11 @@ class BlockStrategy:
     Attributes:
         recompute: drop its activations and run it again in backward; if not, the block is plainly called.
         offload: keep its inputs in host memory meanwhile.
-        save_attention: the outputs of its attention are kept on the device, or offloaded (``"park"``), so
-            that the recompute does not run attention again.
+        save_attention: keep the outputs of its attention on the device (``"keep"``), or offload them
+            (``"park"``), so that the recompute does not run attention again.
         checkpoint: what runs the block in place of torch's non-reentrant checkpoint, for instance
-            DeepSpeed's. It gets every input tensor as an argument of its own, and RNG and memory are its
-            affair: it goes with neither ``offload`` nor ``save_attention``.
+            DeepSpeed's. It gets every input tensor as an argument of its own and handles RNG and memory
+            itself, so that it goes with neither ``offload`` nor ``save_attention``.
 
     Raises:
         ValueError: parts that contradict each other.

@@ -44,7 +44,7 @@ class GradientReport:
     bytes_shared: int = 0
     """Their bytes, counted for each block call."""
     late_prefetches: int = 0
-    """Tensors whose way back began only when backward asked for them, so that it had to wait."""
+    """Tensors that were fetched only when backward asked for them, so that it had to wait."""
     largest_block_bytes: int = 0
     """Most bytes that one block call offloaded, or would have with more host memory."""
     host_bytes: int = 0
@@ -54,7 +54,7 @@ class GradientReport:
     device_bytes_after_forward: int = 0
     """Memory of a CUDA device that tensors occupied when the last backward pass came to a block; else 0."""
     device_bytes_peak: int = 0
-    """Most memory that they occupied since the program or torch's own count started; 0 without a device."""
+    """Most memory that they occupied since the program or torch's own count began; 0 without CUDA."""
     attention_saved: int = 0
     """Calls of attention whose outputs were saved, so that the recompute does not run them."""
     attention_not_saved: int = 0
@@ -115,8 +115,7 @@ class GradientReport:
         """Check that every switch that was on did what it promises.
 
         Args:
-            use_gradient_checkpointing: the switch, as it was set.
-            use_gradient_checkpointing_offload: the switch, as it was set; it implies the other.
+            use_gradient_checkpointing_offload: implies the other switch.
             expected_blocks: block calls that there should have been since ``start_report``: the blocks of the
                 model times the forward passes.
             expected_checkpointed: those of them that the policy checkpoints; None is all.

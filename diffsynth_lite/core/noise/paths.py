@@ -1,4 +1,4 @@
-"""The ways from data to noise that models are trained on, and what a model learns to say on each.
+"""The ways from data to noise that models are trained on, and what a model learns to predict on each.
 
 Sources: flow matching as in :mod:`diffsynth_lite.core.noise.flow_matching`; denoising diffusion: Ho et al.,
 "Denoising Diffusion Probabilistic Models" (arXiv 2006.11239), v prediction: Salimans and Ho (arXiv
@@ -42,11 +42,11 @@ class NoisePath(ABC):
 
     @abstractmethod
     def target(self, latents: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-        """What the model should say of ``add_noise(latents, noise, sigma)``; arguments and shape as there."""
+        """What to predict from ``add_noise(latents, noise, sigma)``; arguments and shape as there."""
 
     @abstractmethod
     def min_snr_weight(self, sigma: Tensor, gamma: float) -> Tensor:
-        """Factor of the squared error that counts the error of the clean latents by ``min(SNR, gamma)``.
+        """Factor of the squared error that makes it the error of the clean latents times ``min(SNR, gamma)``.
 
         Args:
             sigma: (B,), in (0, 1).
@@ -79,7 +79,7 @@ class DiffusionPath(NoisePath):
 
     Args:
         alphas_cumprod: (T,), the share of the signal's variance that is left at each timestep.
-        prediction_type: whether the model says the noise (``epsilon``) or its ``v_prediction``.
+        prediction_type: the model predicts the noise (``epsilon``) or the velocity (``v_prediction``).
     """
 
     loss_weightings = ("none", "min_snr")
