@@ -134,10 +134,13 @@ class _Waiting(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        tensors, template = take_tensors((args, kwargs or {}))
+        kwargs = kwargs or {}
+        tensors, template = take_tensors((args, kwargs))
         recompute = next(tensor._recompute for tensor in tensors if isinstance(tensor, _Waiting))
-        if func in _FOLLOWERS and not recompute.is_over and _can_wait(tensors):
-            return _Waiting(recompute, func, args, kwargs or {})
+        # A form is on no device, so it cannot be copied to one.
+        follows = func in _FOLLOWERS and kwargs.get("device") is None
+        if follows and not recompute.is_over and _can_wait(tensors):
+            return _Waiting(recompute, func, args, kwargs)
         run_args, run_kwargs = put_tensors(template, [_value_of(tensor) for tensor in tensors])
         return func(*run_args, **run_kwargs)
 
@@ -155,7 +158,9 @@ class _Waiting(Tensor):
                     "take the layer out of unused_matmuls, or set skip_dead_ops off"
                 )
             args, kwargs = put_tensors(template, [_value_of(tensor) for tensor in tensors])
-            self._value = func(*args, **kwargs)
+            # Not everything that reads a tensor, such as ``.data``, has autograd switched off by now.
+            with torch.no_grad():
+                self._value = func(*args, **kwargs)
             self._call = None
             if func in _PRODUCTS:
                 self._recompute.count(-1)
