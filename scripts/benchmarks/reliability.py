@@ -217,8 +217,8 @@ def lora_tensors(rank: int) -> dict[str, dict[str, torch.Tensor]]:
         model = QwenImageTransformer2DModel()
     (blocks,) = QwenImage.block_lists
     last_block = f"{blocks}.{count_blocks(model, [blocks]) - 1}"
-    dead = [f"{last_block}.{ending}" for ending in QwenImage.unused_in_last_block]
-    layers = find_target_layers(model, QwenImage.default_target_modules, unused_modules=dead)
+    unused = [f"{last_block}.{ending}" for ending in QwenImage.unused_in_last_block]
+    layers = find_target_layers(model, QwenImage.default_target_modules, unused_modules=unused)
     adapter = {}
     for name in layers:
         linear = model.get_submodule(name)

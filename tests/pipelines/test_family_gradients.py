@@ -119,11 +119,11 @@ def test_every_adapter_gets_a_gradient(sample: Sample, transformer: torch.nn.Mod
 def test_layers_dropped_in_the_last_block_would_get_no_gradient(sample: Sample) -> None:
     family = sample.family
     transformer = family.load_transformer(torch.float32)
-    dead = family.unused_modules(transformer)
-    for name in dead:
+    unused = family.unused_modules(transformer)
+    for name in unused:
         transformer.get_submodule(name).requires_grad_(True)
     used = blocks_of(transformer, family.block_lists)[0]
     used.requires_grad_(True)
     _, gradients = velocity_and_gradients(sample, transformer)
-    for name in dead:
+    for name in unused:
         assert is_idle(gradients[f"{name}.weight"]), name

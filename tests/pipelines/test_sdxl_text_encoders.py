@@ -129,10 +129,10 @@ def test_both_encoders_get_a_lora_but_on_the_layer_that_the_unet_does_not_see(sa
 
 def test_the_layer_left_out_would_get_no_gradient(sample: Sample) -> None:
     model = sample.family.load_transformer(torch.float32).requires_grad_(True)
-    dead = tuple(f"{name}." for name in sample.family.unused_modules(model))
+    unused = tuple(f"{name}." for name in sample.family.unused_modules(model))
     without = {name for name, gradient in gradients_of_a_step(sample, model).items() if gradient is None}
     assert {name for name in without if not name.startswith("text_encoder.final_layer_norm")} == {
-        name for name, _ in model.named_parameters() if name.startswith(dead)
+        name for name, _ in model.named_parameters() if name.startswith(unused)
     }
 
 

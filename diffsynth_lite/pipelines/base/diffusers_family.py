@@ -413,4 +413,4 @@ def _decode_in_own_dtype(vae: Any) -> None:
     """Let an autoencoder cast what it decodes: some pipelines hand it what the transformer returns."""
     first = getattr(vae, "post_quant_conv", None) or vae.decoder
     dtype = vae.dtype
-    first.register_forward_pre_hook(lambda _module, latents: (latents[0].to(dtype),))
+    first.register_forward_pre_hook(lambda _module, inputs: (inputs[0].to(dtype), *inputs[1:]))
