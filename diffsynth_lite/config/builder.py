@@ -215,9 +215,21 @@ class ConfigBuilder:
                 self._report(place_of(key), path, message)
                 continue
             keys[key.value] = key
+            self._judge_replaced(path)
             self._forget(path)
             self._places[path] = place_of(key)
             yield path, node
+
+    def _judge_replaced(self, path: _Path) -> None:
+        """Reports a value that is wrong, though a later one takes its place: a recipe with it is broken."""
+        given = self._given.get(path)
+        if given is None or given.reference is not None:
+            return
+        section = str(path[0])
+        try:
+            section_types()[section].model_validate(self._values[section])
+        except ValidationError as error:
+            self._note_refusals(error, section=(section,), only=path)
 
     def _forget(self, path: _Path) -> None:
         """Drops what was given for a setting and, if it is a list of sections, for those in it."""
@@ -268,17 +280,25 @@ class ConfigBuilder:
                 given.failure = f"{given.reference}: {error}"
             _holder(self._values, path)[path[-1]] = value
 
-    def _note_refusals(self, error: ValidationError) -> None:
-        """Adds what pydantic refused to the problems: each setting once, where it is or belongs."""
+    def _note_refusals(self, error: ValidationError, *, section: _Path = (), only: _Path = ()) -> None:
+        """Adds what pydantic refused to the problems: each setting once, where it is or belongs.
+
+        Args:
+            section: what was judged; empty for the whole config.
+            only: notes nothing but wrong values of this setting.
+        """
         noted = set()
         for refusal in error.errors(include_url=False, include_input=False):
+            location = (*section, *refusal["loc"])
+            if location[: len(only)] != only:
+                continue
             reason = refusal.get("ctx", {}).get("error", "")
             if isinstance(reason, ConflictError):
-                for problem in reason.problems:
-                    self._note(self._blamed(problem, refusal["loc"]), problem.message)
+                for problem in reason.problems if not only else ():
+                    self._note(self._blamed(problem, location), problem.message)
                 continue
             # An entry of a list of values is not a setting of its own.
-            path = _longest(refusal["loc"], self._given) or refusal["loc"]
+            path = _longest(location, self._given) or location
             if path not in noted:
                 noted.add(path)
                 self._note(path, self._objection(path, str(reason)))

@@ -72,3 +72,13 @@ def test_a_conflict_with_the_file_is_placed_at_the_first_of_the_two_that_was_set
     with pytest.raises(UserError) as caught:
         load_config(path, ["train.steps=10"])
     assert str(caught.value).startswith(f"{path}:2 train.warmup_steps: train.warmup_steps 50 must be at most")
+
+
+def test_a_wrong_value_is_reported_though_a_later_one_replaces_it(write, minimal):
+    path = write(f"train:\n  steps: wide\n  warmup_steps: ${{train.steps}}\n{minimal}")
+    with pytest.raises(UserError) as caught:
+        load_config(path, ["train.steps=5", "train.warmup_steps=1", "train.seed=a", "train.seed=1"])
+    assert [line.split(";")[0] for line in str(caught.value).splitlines()] == [
+        f"{path}:2 train.steps: got 'wide'",
+        "train.seed=a (command line): got 'a'",
+    ]
