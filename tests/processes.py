@@ -6,6 +6,7 @@ import os
 import runpy
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
@@ -16,6 +17,9 @@ import torch.multiprocessing
 LIMIT_S = 1800.0
 """How long a test waits for a process; only to end one that hangs. A busy machine may take a hundred times as
 long as an idle one."""
+
+NUM_RANKS = 2
+"""Processes of ``on_ranks``."""
 
 FORKED = multiprocessing.get_context("forkserver")
 """Starts processes in which the libraries are there: to import them takes 5 s of a processor."""
@@ -95,9 +99,22 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def on_ranks(work: Callable[..., None], *arguments: object, num_processes: int = 2) -> None:
-    """Call a function, with its rank first, in several forked processes; an error in one is raised here."""
-    torch.multiprocessing.start_processes(work, arguments, nprocs=num_processes, start_method="forkserver")
+def on_ranks(work: Callable[..., None], *arguments: object) -> None:
+    """Call a function, with its rank first, in the processes of a gloo group; raises the error of one."""
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = f"file://{folder}/rendezvous"
+        torch.multiprocessing.start_processes(
+            _on_rank, (work, arguments, rendezvous), nprocs=NUM_RANKS, start_method="forkserver"
+        )
+
+
+def _on_rank(rank: int, work: Callable[..., None], arguments: Sequence[object], rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=NUM_RANKS)
+    work(rank, *arguments)
+    # Wrapped models go before their process group: as its last owner one can deadlock in torch's destructor.
+    gc.collect()
+    torch.distributed.destroy_process_group()
 
 
 def free_port() -> int:

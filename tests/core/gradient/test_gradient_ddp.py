@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from processes import on_ranks
+from processes import NUM_RANKS, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,7 +17,6 @@ from diffsynth_lite.core.gradient import (
     intercept_blocks,
 )
 
-NUM_PROCESSES = 2
 ALL_FLAGS = [(False, False), (True, False), (False, True), (True, True)]
 
 
@@ -57,31 +56,25 @@ def equal(some: list[Tensor], others: list[Tensor]) -> bool:
 
 def train_on_a_rank(rank: int, folder: Path) -> None:
     """Save the mean over the ranks of the gradients without DDP, and those of DDP without and with flags."""
-    torch.set_num_threads(1)
-    rendezvous = f"file://{folder / 'rendezvous'}"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=NUM_PROCESSES)
-    try:
-        x = torch.linspace(-1, 1, 32).reshape(4, 8) * (rank + 1)
-        mean = gradients_of_a_step(Stack(), x, None)
-        for gradient in mean:
-            dist.all_reduce(gradient)
-            gradient /= NUM_PROCESSES
-        model = DistributedDataParallel(Stack(), find_unused_parameters=False)
-        plain = gradients_of_a_step(model, x, None)
-        # Twice each: DDP finds a missing gradient at the beginning of the next step.
-        with_flags = [gradients_of_a_step(model, x, flags) for flags in ALL_FLAGS for _ in range(2)]
-        for settings in ({"find_unused_parameters": True}, {"static_graph": True}):
-            model = DistributedDataParallel(Stack(), **settings)
-            with gradient_engine(GradientEngine()):
-                with_flags += [gradients_of_a_step(model, x, (True, True)) for _ in range(2)]
-        torch.save({"mean": mean, "plain": plain, "with flags": with_flags}, folder / f"rank{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    x = torch.linspace(-1, 1, 32).reshape(4, 8) * (rank + 1)
+    mean = gradients_of_a_step(Stack(), x, None)
+    for gradient in mean:
+        dist.all_reduce(gradient)
+        gradient /= NUM_RANKS
+    model = DistributedDataParallel(Stack(), find_unused_parameters=False)
+    plain = gradients_of_a_step(model, x, None)
+    # Twice each: DDP finds a missing gradient at the beginning of the next step.
+    with_flags = [gradients_of_a_step(model, x, flags) for flags in ALL_FLAGS for _ in range(2)]
+    for settings in ({"find_unused_parameters": True}, {"static_graph": True}):
+        model = DistributedDataParallel(Stack(), **settings)
+        with gradient_engine(GradientEngine()):
+            with_flags += [gradients_of_a_step(model, x, (True, True)) for _ in range(2)]
+    torch.save({"mean": mean, "plain": plain, "with flags": with_flags}, folder / f"rank{rank}.pt")
 
 
 def test_gradients_under_ddp_do_not_depend_on_the_flags(tmp_path: Path) -> None:
-    on_ranks(train_on_a_rank, tmp_path, num_processes=NUM_PROCESSES)
-    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(NUM_PROCESSES))
+    on_ranks(train_on_a_rank, tmp_path)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(NUM_RANKS))
     assert equal(first["mean"], first["plain"])
     assert equal(first["plain"], second["plain"])
     assert len(first["with flags"]) == 2 * len(ALL_FLAGS) + 4

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lazy_backend import LazyBackend
-from processes import on_ranks
-from test_gradient_ddp import NUM_PROCESSES, Stack, equal
+from processes import NUM_RANKS, on_ranks
+from test_gradient_ddp import Stack, equal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -78,7 +77,7 @@ def with_ddp(**settings: bool) -> tuple[nn.Module, Callable[[], AbstractContextM
 
 def with_fsdp() -> tuple[nn.Module, Callable[[], AbstractContextManager[None]]]:
     """The same for sharded parameters."""
-    model, mesh = stack(), init_device_mesh("cpu", (NUM_PROCESSES,))
+    model, mesh = stack(), init_device_mesh("cpu", (NUM_RANKS,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -116,35 +115,29 @@ def gradients_of_steps(make: Callable[[], Any], engine: GradientEngine | None, x
 
 
 def train_on_a_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    rendezvous = f"file://{folder / 'rendezvous'}"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=NUM_PROCESSES)
-    try:
-        x = torch.linspace(-1, 1, 64).reshape(2, 4, 8) * (rank + 1)
-        results = {}
-        for name, make in WRAPPERS.items():
-            engines = [
-                GradientEngine(policy=OneForEachBlock(), backend=backend) for backend in (None, LazyBackend())
-            ]
-            plain = gradients_of_steps(make, None, x)
-            treated = [gradients_of_steps(make, engine, x) for engine in engines]
-            results[name] = {
-                "plain": plain,
-                "equal": [equal(each, plain) for each in treated],
-                "reports": [engine.report().metrics() for engine in engines],
-                "lent": [engine.host_pool.num_bytes_lent for engine in engines],
-            }
-        torch.save(results, folder / f"{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    x = torch.linspace(-1, 1, 64).reshape(2, 4, 8) * (rank + 1)
+    results = {}
+    for name, make in WRAPPERS.items():
+        engines = [
+            GradientEngine(policy=OneForEachBlock(), backend=backend) for backend in (None, LazyBackend())
+        ]
+        plain = gradients_of_steps(make, None, x)
+        treated = [gradients_of_steps(make, engine, x) for engine in engines]
+        results[name] = {
+            "plain": plain,
+            "equal": [equal(each, plain) for each in treated],
+            "reports": [engine.report().metrics() for engine in engines],
+            "lent": [engine.host_pool.num_bytes_lent for engine in engines],
+        }
+    torch.save(results, folder / f"{rank}.pt")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process found, by wrapper."""
     folder = tmp_path_factory.mktemp("processes")
-    on_ranks(train_on_a_rank, folder, num_processes=NUM_PROCESSES)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(NUM_PROCESSES)]
+    on_ranks(train_on_a_rank, folder)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(NUM_RANKS)]
 
 
 @pytest.mark.parametrize("name", WRAPPERS)

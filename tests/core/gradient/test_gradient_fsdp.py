@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lazy_backend import LazyBackend
-from processes import on_ranks
-from test_gradient_ddp import NUM_PROCESSES, Stack, equal
+from processes import NUM_RANKS, on_ranks
+from test_gradient_ddp import Stack, equal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,7 +23,7 @@ from diffsynth_lite.core.gradient import (
 def sharded_gradients(engine: GradientEngine | None, x: Tensor) -> list[Tensor]:
     """Gradients of two accumulated passes, whole."""
     model = Stack()
-    mesh = init_device_mesh("cpu", (NUM_PROCESSES,))
+    mesh = init_device_mesh("cpu", (NUM_RANKS,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -44,26 +43,20 @@ def sharded_gradients(engine: GradientEngine | None, x: Tensor) -> list[Tensor]:
 
 
 def train_on_a_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    rendezvous = f"file://{folder / 'rendezvous'}"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=NUM_PROCESSES)
-    try:
-        x = torch.linspace(-1, 1, 32).reshape(4, 8) * (rank + 1)
-        engines = [GradientEngine(), GradientEngine(backend=LazyBackend())]
-        plain = sharded_gradients(None, x)
-        offloaded = [sharded_gradients(engine, x) for engine in engines]
-        reports = [engine.report().metrics() for engine in engines]
-        lent = [engine.host_pool.num_bytes_lent for engine in engines]
-        torch.save(
-            {"plain": plain, "offloaded": offloaded, "reports": reports, "lent": lent}, folder / f"{rank}.pt"
-        )
-    finally:
-        dist.destroy_process_group()
+    x = torch.linspace(-1, 1, 32).reshape(4, 8) * (rank + 1)
+    engines = [GradientEngine(), GradientEngine(backend=LazyBackend())]
+    plain = sharded_gradients(None, x)
+    offloaded = [sharded_gradients(engine, x) for engine in engines]
+    reports = [engine.report().metrics() for engine in engines]
+    lent = [engine.host_pool.num_bytes_lent for engine in engines]
+    torch.save(
+        {"plain": plain, "offloaded": offloaded, "reports": reports, "lent": lent}, folder / f"{rank}.pt"
+    )
 
 
 def test_gradients_of_a_sharded_model_do_not_depend_on_offloading(tmp_path: Path) -> None:
-    on_ranks(train_on_a_rank, tmp_path, num_processes=NUM_PROCESSES)
-    for rank in range(NUM_PROCESSES):
+    on_ranks(train_on_a_rank, tmp_path)
+    for rank in range(NUM_RANKS):
         found = torch.load(tmp_path / f"{rank}.pt")
         assert [equal(gradients, found["plain"]) for gradients in found["offloaded"]] == [True, True]
         assert [report["tensors_offloaded"] for report in found["reports"]] == [6, 6]
