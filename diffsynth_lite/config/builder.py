@@ -31,7 +31,7 @@ from diffsynth_lite.config.messages import (
     unknown_section,
     without_null,
 )
-from diffsynth_lite.config.schema import Config, section_types
+from diffsynth_lite.config.schema import Config, section_types, setting_schemas
 from diffsynth_lite.config.settings import ConflictError, Problem
 from diffsynth_lite.config.values import REFUSED, has_reference, read_value, resolve
 from diffsynth_lite.errors import UserError
@@ -94,7 +94,7 @@ class ConfigBuilder:
 
     def __init__(self, path: Path) -> None:
         self._file = path
-        self._models = Config.model_json_schema()["$defs"]
+        self._models = setting_schemas()
         self._sections: dict[str, dict[str, Schema]] = {
             name: self._models[model.__name__]["properties"] for name, model in section_types().items()
         }

@@ -3,7 +3,7 @@
 import json
 
 from diffsynth_lite.config.messages import Schema, in_words, section_of_entries, without_null
-from diffsynth_lite.config.schema import Config, section_types
+from diffsynth_lite.config.schema import Config, section_types, setting_schemas
 
 _INTRODUCTION = """\
 # Configuration
@@ -39,7 +39,7 @@ _SWITCH_WORDS = [
 
 def render_reference() -> str:
     """The page of all settings, in Markdown."""
-    models = Config.model_json_schema()["$defs"]
+    models = setting_schemas()
     sections = [
         _section(name, models[model.__name__], models, level=2) for name, model in section_types().items()
     ]
