@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from accelerate.state import AcceleratorState
 from processes import kill_children
-from tiny_run import TinyRun, make_run
+from tiny_run import UNWATCHED, TinyRun, make_run
 
 from diffsynth_lite.pipelines.qwen_image import tiny
 
@@ -21,20 +21,20 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tiny_run(tmp_path: Path, tiny_model: Path) -> TinyRun:
+def watched_run(tmp_path: Path, tiny_model: Path) -> TinyRun:
+    """With what only looks at the training: previews and losses on fixed noise."""
     return make_run(tmp_path, tiny_model)
 
 
 @pytest.fixture
-def quiet_run(tiny_run: TinyRun) -> TinyRun:
-    """Without what only looks at the training: previews and losses on fixed noise."""
-    return replace(tiny_run, settings=("validation.prompts=[]", "validation.loss_items=0"))
+def tiny_run(watched_run: TinyRun) -> TinyRun:
+    """Without what only looks at the training."""
+    return replace(watched_run, settings=UNWATCHED)
 
 
 @pytest.fixture(scope="session")
 def _two_steps(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> TinyRun:
-    settings = ("validation.prompts=[]", "validation.loss_items=0")
-    run = replace(make_run(tmp_path_factory.mktemp("two steps"), tiny_model), settings=settings)
+    run = replace(make_run(tmp_path_factory.mktemp("two steps"), tiny_model), settings=UNWATCHED)
     assert run.train("train.steps=2") == 0
     AcceleratorState._reset_state(reset_partial_state=True)
     return run
@@ -42,7 +42,7 @@ def _two_steps(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Ti
 
 @pytest.fixture
 def begun_run(tmp_path: Path, _two_steps: TinyRun) -> TinyRun:
-    """A quiet run, of which two steps are done, with data and cache of its own."""
+    """A tiny run, of which two steps are done, with data and cache of its own."""
     root = shutil.copytree(_two_steps.root, tmp_path, dirs_exist_ok=True)
     config = root / _two_steps.config.name
     config.write_text(config.read_text().replace(str(_two_steps.root), str(root)))

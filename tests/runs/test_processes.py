@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from processes import LIMIT_S
-from tiny_run import LAUNCH, TinyRun, checkpoint_tensors, differing, forked, start
+from tiny_run import LAUNCH, UNWATCHED, TinyRun, checkpoint_tensors, differing, forked, start
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> None:
@@ -71,25 +71,25 @@ def test_a_trainer_saves_and_stops_when_its_launcher_is_killed(tiny_run: TinyRun
     assert tiny_run.status()["state"] == "interrupted"
 
 
-def test_two_processes_train_on_the_same_samples_as_one(tiny_run: TinyRun) -> None:
-    single, double = tiny_run.root / "single", tiny_run.root / "double"
+def test_two_processes_train_on_the_same_samples_as_one(watched_run: TinyRun) -> None:
+    single, double = watched_run.root / "single", watched_run.root / "double"
     settings = ("lora.dropout=0", "train.micro_batch_size=1", "train.use_gradient_checkpointing_offload=true")
-    assert tiny_run.train(*settings, f"output.dir={single}") == 0
-    program = forked(tiny_run, *settings, f"output.dir={double}", num_processes=2)
+    assert watched_run.train(*settings, *UNWATCHED, f"output.dir={single}") == 0
+    program = forked(watched_run, *settings, f"output.dir={double}", num_processes=2)
     assert program.wait() == 0, program.printed()
     losses = [
-        [row["loss"] for row in tiny_run.metrics(folder) if "loss" in row] for folder in (single, double)
+        [row["loss"] for row in watched_run.metrics(folder) if "loss" in row] for folder in (single, double)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # sums over samples differ in their order
     ours, theirs = checkpoint_tensors(single, 6), checkpoint_tensors(double, 6)
     assert ours.keys() == theirs.keys()
 
 
-def test_wandb_works_offline_without_an_account_and_tensorboard_beside_it(tiny_run: TinyRun) -> None:
+def test_wandb_works_offline_without_an_account_and_tensorboard_beside_it(watched_run: TinyRun) -> None:
     trackers = ("logging.trackers=[wandb, tensorboard]", "logging.wandb_mode=offline")
-    program = forked(tiny_run, "train.steps=2", *trackers)
+    program = forked(watched_run, "train.steps=2", *trackers)
     assert program.wait() == 0, program.printed()
-    trackers = tiny_run.folder / "trackers"
+    trackers = watched_run.folder / "trackers"
     assert list(trackers.rglob("*.wandb"))
     assert list(trackers.rglob("events.out.tfevents.*"))
 

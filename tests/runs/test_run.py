@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from PIL import Image
-from tiny_run import TinyRun, checkpoint_tensors, differing, make_run
+from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, make_run
 
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training import trainer
@@ -21,37 +21,38 @@ from diffsynth_lite.training.run_folder.progress import StepResult
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
-def test_a_run_folder_holds_what_the_readme_says(tiny_run: TinyRun) -> None:
-    assert tiny_run.train() == 0
-    names = {path.name for path in tiny_run.folder.iterdir() if not path.name.startswith(".")}
+def test_a_run_folder_holds_what_the_readme_says(watched_run: TinyRun) -> None:
+    assert watched_run.train() == 0
+    names = {path.name for path in watched_run.folder.iterdir() if not path.name.startswith(".")}
     assert names == {
         *("config.yaml", "resolved.yaml", "contract.json", "lineage.json", "status.json", "metrics.jsonl"),
         *("checkpoints", "previews", "lora"),
     }
-    assert sorted(path.name for path in (tiny_run.folder / "checkpoints").iterdir()) == [
+    assert sorted(path.name for path in (watched_run.folder / "checkpoints").iterdir()) == [
         "step-00000004",
         "step-00000006",
     ]
-    assert (tiny_run.folder / "config.yaml").read_text() == tiny_run.config.read_text()
-    status = tiny_run.status()
+    assert (watched_run.folder / "config.yaml").read_text() == watched_run.config.read_text()
+    status = watched_run.status()
     assert (status["state"], status["exit_code"], status["step"]) == ("finished", 0, 6)
-    with Image.open(tiny_run.folder / "previews" / "grid.png") as grid:
+    with Image.open(watched_run.folder / "previews" / "grid.png") as grid:
         assert grid.width > 2 * 64
-    drawn = sorted(path.name[:23] for path in (tiny_run.folder / "previews").glob("step-*.png"))
+    drawn = sorted(path.name[:23] for path in (watched_run.folder / "previews").glob("step-*.png"))
     assert drawn == [f"step-{step:08d}-prompt-{place:02d}" for step in (0, 6) for place in (0, 1)]
 
 
 def test_the_loss_on_fixed_noise_falls(tiny_run: TinyRun) -> None:
-    assert tiny_run.train("train.steps=30", "lora.dropout=0", "output.checkpoint_every_steps=30") == 0
+    settings = ("train.steps=20", "output.checkpoint_every_steps=20", "lora.dropout=0")
+    assert tiny_run.train(*settings, "validation.loss_items=3") == 0
     losses = [row["train_fixed_noise_loss"] for row in tiny_run.metrics() if "train_fixed_noise_loss" in row]
     assert len(losses) == 2
     assert losses[1] < 0.9 * losses[0]
 
 
-def test_held_out_data_give_a_validation_loss(tiny_run: TinyRun) -> None:
-    held_out = shutil.copytree(tiny_run.root / "data", tiny_run.root / "held_out")
-    assert tiny_run.train(f"validation.data={held_out}", "train.steps=1") == 0
-    assert [row["step"] for row in tiny_run.metrics() if "validation_loss" in row] == [0, 1]
+def test_held_out_data_give_a_validation_loss(watched_run: TinyRun) -> None:
+    held_out = shutil.copytree(watched_run.root / "data", watched_run.root / "held_out")
+    assert watched_run.train(f"validation.data={held_out}", "train.steps=1") == 0
+    assert [row["step"] for row in watched_run.metrics() if "validation_loss" in row] == [0, 1]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(
 ) -> None:
     whole, parts = halved.root / "whole", tmp_path / "parts"
     shutil.copytree(halved.root / "half", parts)
-    assert halved.train(f"output.dir={parts}", *second_half) == 0
+    assert halved.train(f"output.dir={parts}", *UNWATCHED, *second_half) == 0
     assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(parts, 6)) == []
     rows = {row["step"]: row for row in halved.metrics(parts) if "loss" in row}
     assert rows == {row["step"]: row for row in halved.metrics(whole) if "loss" in row}
@@ -113,27 +114,27 @@ def test_a_run_takes_repeatable_kernels_when_told_to(
 
 
 def test_what_has_no_repeatable_kernel_is_named_on_the_screen_and_in_the_status(
-    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    watched_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(WORKSPACE, ":16:8")
     monkeypatch.setattr(
         trainer, "train_step", lambda *_: torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
     )
-    assert tiny_run.train("train.deterministic=true") == 2
-    status = tiny_run.status()
+    assert watched_run.train("train.deterministic=true") == 2
+    status = watched_run.status()
     assert (status["state"], status["exit_code"]) == ("failed", 2)
     assert "train.deterministic: true" in status["message"]
     monkeypatch.setenv(WORKSPACE, ":4096:2")
-    assert tiny_run.train("train.deterministic=true") == 2
+    assert watched_run.train("train.deterministic=true") == 2
     assert "CUBLAS_WORKSPACE_CONFIG is ':4096:2' in the environment" in caplog.messages[-1]
 
 
-def test_a_run_that_forgets_the_optimizer_would_be_another_run(quiet_run: TinyRun, monkeypatch) -> None:
-    whole, parts = quiet_run.root / "whole", quiet_run.root / "parts"
-    assert quiet_run.train(f"output.dir={whole}") == 0
-    assert quiet_run.train(f"output.dir={parts}", "train.steps=4") == 0
+def test_a_run_that_forgets_the_optimizer_would_be_another_run(tiny_run: TinyRun, monkeypatch) -> None:
+    whole, parts = tiny_run.root / "whole", tiny_run.root / "parts"
+    assert tiny_run.train(f"output.dir={whole}") == 0
+    assert tiny_run.train(f"output.dir={parts}", "train.steps=4") == 0
     monkeypatch.setattr("diffsynth_lite.training.checkpoint.saver.load_optimizer", lambda *_args: None)
-    assert quiet_run.train(f"output.dir={parts}") == 0
+    assert tiny_run.train(f"output.dir={parts}") == 0
     assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(parts, 6)) != []
 
 
@@ -148,12 +149,12 @@ def test_a_finished_run_says_where_its_results_are_and_changes_nothing(
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_a_run_folder_that_was_moved_resumes(quiet_run: TinyRun) -> None:
-    assert quiet_run.train("train.steps=4") == 0
-    moved = quiet_run.root / "elsewhere" / "moved"
+def test_a_run_folder_that_was_moved_resumes(tiny_run: TinyRun) -> None:
+    assert tiny_run.train("train.steps=4") == 0
+    moved = tiny_run.root / "elsewhere" / "moved"
     moved.parent.mkdir()
-    shutil.move(quiet_run.folder, moved)
-    assert quiet_run.train(f"output.dir={moved}") == 0
+    shutil.move(tiny_run.folder, moved)
+    assert tiny_run.train(f"output.dir={moved}") == 0
     assert (moved / "checkpoints" / "step-00000006").is_dir()
 
 
@@ -217,20 +218,20 @@ def test_a_folder_with_other_files_is_left_alone(tiny_run: TinyRun, caplog: pyte
 
 
 def test_a_failing_preview_warns_and_training_goes_on(
-    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    watched_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = tiny_run.root / "plain"
-    assert tiny_run.train(f"output.dir={plain}") == 0
+    plain = watched_run.root / "plain"
+    assert watched_run.train(f"output.dir={plain}", *UNWATCHED) == 0
 
     def fail(*_args: object) -> None:
         torch.rand(3)  # random state and mode must be as before all the same
         raise RuntimeError("no memory for a picture")
 
     monkeypatch.setattr(QwenImage, "sample", fail)
-    assert tiny_run.train("validation.every_steps=2") == 0
+    assert watched_run.train("validation.every_steps=2") == 0
     assert caplog.text.count("Previews at step") == 4
     assert "no memory for a picture" in caplog.text
-    assert differing(checkpoint_tensors(plain, 6), checkpoint_tensors(tiny_run.folder, 6)) == []
+    assert differing(checkpoint_tensors(plain, 6), checkpoint_tensors(watched_run.folder, 6)) == []
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_the_run_goes_on(
@@ -244,7 +245,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_the_run_goes_on(
         return predict(*args, **kwargs) * (float("nan") if len(calls) == 3 else 1.0)
 
     monkeypatch.setattr(QwenImage, "predict", predict_nan_once)
-    assert tiny_run.train("validation.loss_items=0") == 0
+    assert tiny_run.train() == 0
     assert "Step 2 is skipped: loss nan" in caplog.text
     assert ".png" in caplog.text
     assert [row["step"] for row in tiny_run.metrics() if row.get("loss", 0) is None] == [2]
@@ -299,10 +300,10 @@ def test_a_run_whose_last_export_failed_is_finished_by_the_same_command(
     assert tiny_run.status()["state"] == "finished"
 
 
-def test_prompts_changed_on_resume_get_pictures_of_their_own(tiny_run: TinyRun) -> None:
-    assert tiny_run.train("train.steps=2") == 0
-    assert tiny_run.train("train.steps=4", "validation.prompts=[a green star]") == 0
-    with Image.open(tiny_run.folder / "previews" / "grid.png") as grid:
+def test_prompts_changed_on_resume_get_pictures_of_their_own(watched_run: TinyRun) -> None:
+    assert watched_run.train("train.steps=2") == 0
+    assert watched_run.train("train.steps=4", "validation.prompts=[a green star]") == 0
+    with Image.open(watched_run.folder / "previews" / "grid.png") as grid:
         assert grid.width < 2 * 128 + 190  # one column: step 4, for the old pictures show other prompts
 
 

@@ -24,7 +24,7 @@ def test_what_one_process_cannot_read_is_bad_for_all_and_headers_are_read_by_the
     tiny_run: TinyRun,
 ) -> None:
     notes = tiny_run.root / "notes"
-    settings = ("train.micro_batch_size=1", "train.steps=2", "validation.prompts=[]")
+    settings = ("train.micro_batch_size=1", "train.steps=2")
 
     program = forked(tiny_run, *settings, script=(HALF_BLIND, notes), num_processes=2)
     assert program.wait() == 2
@@ -49,7 +49,7 @@ def test_a_run_goes_on_when_the_folders_of_its_sources_have_moved(tiny_run: Tiny
 
     def sources(*folders: Path) -> tuple[str, ...]:
         listed = ", ".join(f"{{path: {folder}}}" for folder in folders)
-        return f"data.sources=[{listed}]", "data.path=null", "validation.prompts=[]"
+        return f"data.sources=[{listed}]", "data.path=null"
 
     assert tiny_run.train(*sources(data, other), "train.steps=2") == 0
     data, other = data.rename(tiny_run.root / "moved"), other.rename(tiny_run.root / "renamed")
@@ -76,5 +76,5 @@ def test_records_are_not_kept_while_the_run_trains(
 
     for name in ("encode_run", "train"):
         monkeypatch.setattr(run, name, counted(name))
-    assert tiny_run.train("train.steps=1", "validation.prompts=[]") == 0
+    assert tiny_run.train("train.steps=1") == 0
     assert num_alive == [5, 0]

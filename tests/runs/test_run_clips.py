@@ -7,7 +7,15 @@ from pathlib import Path
 import av
 import pytest
 from PIL import Image
-from tiny_run import TinyRun, checkpoint_tensors, differing, garble_media, make_clip_run, tiny_picture
+from tiny_run import (
+    UNWATCHED,
+    TinyRun,
+    checkpoint_tensors,
+    differing,
+    garble_media,
+    make_clip_run,
+    tiny_picture,
+)
 
 from diffsynth_lite.pipelines.wan import tiny
 
@@ -49,8 +57,13 @@ def test_a_resumed_run_on_clips_is_the_same_run_bit_for_bit(clip_run: TinyRun) -
     whole, parts = clip_run.root / "whole", clip_run.root / "parts"
     settings = ("data.clip=uniform", "data.clips_per_video=2", "data.crop=random", "data.caption_dropout=0.3")
     assert clip_run.train(f"output.dir={whole}", *settings) == 0
-    assert clip_run.train(f"output.dir={parts}", *settings, "train.steps=2") == 0
-    assert clip_run.train(f"output.dir={parts}", *settings, "--no-use_gradient_checkpointing_offload") == 0
+    assert clip_run.train(f"output.dir={parts}", *settings, *UNWATCHED, "train.steps=2") == 0
+    assert (
+        clip_run.train(
+            f"output.dir={parts}", *settings, *UNWATCHED, "--no-use_gradient_checkpointing_offload"
+        )
+        == 0
+    )
     assert differing(checkpoint_tensors(whole, 4), checkpoint_tensors(parts, 4)) == []
 
 
@@ -58,14 +71,14 @@ def test_clips_and_pictures_are_learned_together(clip_run: TinyRun) -> None:
     for place in range(2):
         tiny_picture(48, 32, 30 + place).save(clip_run.root / "clips" / f"{place}.png")
         (clip_run.root / "clips" / f"{place}.txt").write_text("a blue square")
-    assert clip_run.train("validation.prompts=[]", "train.steps=6") == 0
+    assert clip_run.train(*UNWATCHED, "train.steps=6") == 0
     losses = [row["loss"] for row in clip_run.metrics() if "loss" in row]
     assert len(losses) == 6
     assert json.loads((clip_run.folder / "contract.json").read_text())["data.items"].startswith("9 items")
 
 
 def test_a_second_start_on_cached_clips_reads_none_of_them(clip_run: TinyRun) -> None:
-    short = ("train.steps=2", "validation.prompts=[]")
+    short = ("train.steps=2", *UNWATCHED)
     assert clip_run.train(*short) == 0
     garble_media(clip_run.root / "clips")
     again = clip_run.root / "again"
@@ -78,7 +91,7 @@ def test_a_damaged_clip_is_left_out_and_listed_when_asked_to(
 ) -> None:
     damaged = clip_run.root / "clips" / "short.mp4"
     damaged.write_bytes(damaged.read_bytes()[:-300])
-    assert clip_run.train("train.steps=2", "validation.prompts=[]") == 2
+    assert clip_run.train("train.steps=2", *UNWATCHED) == 2
     assert "short.mp4" in caplog.text
     held_out = shutil.copytree(clip_run.root / "clips", clip_run.root / "held_out")
     skip = ("data.on_bad_item=skip", "data.max_bad_ratio=0.5", f"validation.data={held_out}")

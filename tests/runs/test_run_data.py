@@ -9,7 +9,7 @@ from diffsynth_lite.training import trainer
 
 SETTINGS = (
     *("data.width=null", "data.height=null", "data.resolutions=[32,48]", "data.crop=random"),
-    *("data.caption_dropout=0.2", "lora.dropout=0", "train.steps=4", "validation.prompts=[]"),
+    *("data.caption_dropout=0.2", "lora.dropout=0", "train.steps=4"),
 )
 
 
@@ -23,7 +23,7 @@ def add_upright_pictures(run: TinyRun) -> None:
 def test_a_token_budget_puts_more_of_the_small_ones_into_a_forward(
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = ("data.width=null", "data.height=null", "data.sizes=[64x32, 32x32]", "validation.prompts=[]")
+    sizes = ("data.width=null", "data.height=null", "data.sizes=[64x32, 32x32]")
     for place in range(4):
         tiny_picture(40, 36, 30 + place).save(tiny_run.root / "data" / f"small {place}.png")
         (tiny_run.root / "data" / f"small {place}.txt").write_text("a blue square")
@@ -49,7 +49,7 @@ def test_a_token_budget_puts_more_of_the_small_ones_into_a_forward(
 def test_the_micro_batch_may_change_where_there_is_one_bucket_and_not_where_there_are_several(
     tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = ("lora.dropout=0", "validation.prompts=[]", "train.steps=4")
+    settings = ("lora.dropout=0", "train.steps=4")
     assert tiny_run.train(*settings, "train.steps=2") == 0
     assert tiny_run.train(*settings, "train.micro_batch_size=4") == 0
 

@@ -3,7 +3,7 @@
 import torch
 from diffusers import QwenImagePipeline
 from safetensors.torch import load_file
-from tiny_run import TinyRun, checkpoint_tensors, differing
+from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing
 
 SETTINGS = (
     *("train.ema_decay=0.6", "train.lr_scheduler=cosine", "train.warmup_steps=2"),
@@ -11,12 +11,17 @@ SETTINGS = (
 )
 
 
-def test_a_resumed_average_is_the_one_of_the_whole_run_bit_for_bit(tiny_run: TinyRun) -> None:
-    whole, parts = tiny_run.root / "whole", tiny_run.root / "parts"
-    assert tiny_run.train(f"output.dir={whole}", *SETTINGS) == 0
+def test_a_resumed_average_is_the_one_of_the_whole_run_bit_for_bit(watched_run: TinyRun) -> None:
+    whole, parts = watched_run.root / "whole", watched_run.root / "parts"
+    assert watched_run.train(f"output.dir={whole}", *SETTINGS) == 0
     for steps in (1, 1, 2):
-        assert tiny_run.stopped_after(steps, f"output.dir={parts}", *SETTINGS) == 75
-    assert tiny_run.train(f"output.dir={parts}", *SETTINGS, "--use_gradient_checkpointing_offload") == 0
+        assert watched_run.stopped_after(steps, f"output.dir={parts}", *SETTINGS, *UNWATCHED) == 75
+    assert (
+        watched_run.train(
+            f"output.dir={parts}", *SETTINGS, *UNWATCHED, "--use_gradient_checkpointing_offload"
+        )
+        == 0
+    )
     tensors = checkpoint_tensors(whole, 6)
     assert any(name.startswith("ema/") for name in tensors)
     assert differing(tensors, checkpoint_tensors(parts, 6)) == []
@@ -41,11 +46,11 @@ def test_a_run_that_forgets_its_average_would_be_another(tiny_run: TinyRun, monk
 
 
 def test_the_average_is_exported_beside_the_lora_and_changes_nothing_in_it(
-    tiny_run: TinyRun, tiny_model
+    watched_run: TinyRun, tiny_model
 ) -> None:
-    plain, averaged = tiny_run.root / "plain", tiny_run.root / "averaged"
-    assert tiny_run.train(f"output.dir={plain}") == 0
-    assert tiny_run.train(f"output.dir={averaged}", "train.ema_decay=0.6", "validation.every_steps=2") == 0
+    plain, averaged = watched_run.root / "plain", watched_run.root / "averaged"
+    assert watched_run.train(f"output.dir={plain}", *UNWATCHED) == 0
+    assert watched_run.train(f"output.dir={averaged}", "train.ema_decay=0.6", "validation.every_steps=2") == 0
     tensors = checkpoint_tensors(averaged, 6)
     own = {name: value for name, value in tensors.items() if not name.startswith("ema/")}
     assert differing(own, checkpoint_tensors(plain, 6)) == []
@@ -58,13 +63,13 @@ def test_the_average_is_exported_beside_the_lora_and_changes_nothing_in_it(
     assert not (plain / "lora_ema").exists()
 
 
-def test_previews_and_loss_are_those_of_the_average_unless_asked_otherwise(tiny_run: TinyRun) -> None:
+def test_previews_and_loss_are_those_of_the_average_unless_asked_otherwise(watched_run: TinyRun) -> None:
     def evaluated(name: str, *settings: str) -> tuple[bytes, float]:
-        folder = tiny_run.root / name
-        assert tiny_run.train(f"output.dir={folder}", "train.steps=3", *settings) == 0
+        folder = watched_run.root / name
+        assert watched_run.train(f"output.dir={folder}", "train.steps=3", *settings) == 0
         (preview,) = (folder / "previews").glob("step-00000003-prompt-00-*.png")
         loss = next(
-            row["train_fixed_noise_loss"] for row in tiny_run.metrics(folder)[::-1] if "train" in str(row)
+            row["train_fixed_noise_loss"] for row in watched_run.metrics(folder)[::-1] if "train" in str(row)
         )
         return preview.read_bytes(), loss
 

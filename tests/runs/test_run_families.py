@@ -1,4 +1,4 @@
-"""Every family through the training command: offload, previews, a stop, an exact resume, a LoRA that loads.
+"""Every family through the training command: offload, previews, an exact resume, a LoRA that loads.
 
 The layouts of its releases too. What is more about a family or a kind of data has a file of its own.
 """
@@ -14,7 +14,7 @@ import torch
 from family_cases import CASES, SIZES, STEPS, FamilyCase, make_case
 from family_sample import small_edit_inputs
 from PIL import Image
-from tiny_run import TinyRun, checkpoint_tensors, differing, dropping
+from tiny_run import TinyRun, checkpoint_tensors, differing
 
 from diffsynth_lite.core.gradient import blocks_in
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
@@ -51,25 +51,24 @@ class Asked:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_family_trains_stops_goes_on_as_if_it_had_not_and_leaves_a_lora_that_diffusers_loads(
+def test_a_family_trains_goes_on_as_if_it_had_not_ended_and_leaves_a_lora_that_diffusers_loads(
     case: FamilyCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, family = make_case(case, tmp_path)
     whole = run.root / "whole"
     asked = Asked.of(family, monkeypatch)
-    assert run.train(f"output.dir={whole}") == 0
+    assert run.train(f"output.dir={whole}", "output.checkpoint_every_steps=1") == 0
     check_conditioning(run, case)
     if case.has_last_frames:
         assert [picture.size for picture in asked.requests[0].inputs] == [SIZES[0]] * 2
 
-    dropping(run, monkeypatch, STOP=1)
-    assert run.train(*NO_PREVIEWS) == 75
     monkeypatch.undo()
-    assert run.train(*NO_PREVIEWS) == 0
+    first = whole / "checkpoints" / "step-00000001"
+    assert run.train(*NO_PREVIEWS, "--resume", str(first)) == 0
     trained = checkpoint_tensors(whole, STEPS)
     assert differing(trained, checkpoint_tensors(run.folder, STEPS)) == []
     if len(family.noise_ranges) == 1:  # a step trains one of several experts
-        check_all_learn(checkpoint_tensors(run.folder, 1), trained)
+        check_all_learn(checkpoint_tensors(whole, 1), trained)
 
     pipeline = case.build()
     # Read from the files as the run did: where a tensor lies in memory shows in the last bit of a sum.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from tiny_run import TinyRun, checkpoint_tensors, differing, dropping
+from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, dropping
 
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training import trainer
@@ -28,7 +28,7 @@ def steps_kept(run: TinyRun) -> list[int]:
 
 def held_out(run: TinyRun) -> tuple[str, ...]:
     folder = shutil.copytree(run.root / "data", run.root / "held_out")
-    return f"validation.data={folder}", "validation.prompts=[]"
+    return f"validation.data={folder}", "validation.loss_items=3"
 
 
 def measure(monkeypatch: pytest.MonkeyPatch, *losses: float) -> None:
@@ -54,20 +54,20 @@ def lora_of_step(run: TinyRun, step: int, source: str = "adapter") -> dict[str, 
 
 
 def test_a_run_saves_samples_and_stops_when_asked_and_goes_on_as_if_it_had_not(
-    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+    watched_run: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = tiny_run.root / "whole"
+    whole = watched_run.root / "whole"
     settings = ("output.checkpoint_every_steps=6", "output.keep_checkpoints=9")
-    assert tiny_run.train(f"output.dir={whole}", *settings) == 0
-    dropping(tiny_run, monkeypatch, SAVE=1, SAMPLE=2, STOP=4)
-    assert tiny_run.train(*settings) == 75
-    assert steps_kept(tiny_run) == [1, 4]
-    assert len(list((tiny_run.folder / "previews").glob("step-00000002-*.png"))) == 2
-    assert not any((tiny_run.folder / name).exists() for name in ("SAVE", "SAMPLE", "STOP"))
-    assert tiny_run.status()["state"] == "interrupted"
+    assert watched_run.train(f"output.dir={whole}", *settings, *UNWATCHED) == 0
+    dropping(watched_run, monkeypatch, SAVE=1, SAMPLE=2, STOP=4)
+    assert watched_run.train(*settings) == 75
+    assert steps_kept(watched_run) == [1, 4]
+    assert len(list((watched_run.folder / "previews").glob("step-00000002-*.png"))) == 2
+    assert not any((watched_run.folder / name).exists() for name in ("SAVE", "SAMPLE", "STOP"))
+    assert watched_run.status()["state"] == "interrupted"
     monkeypatch.undo()
-    assert tiny_run.train(*settings) == 0
-    assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(tiny_run.folder, 6)) == []
+    assert watched_run.train(*settings, *UNWATCHED) == 0
+    assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(watched_run.folder, 6)) == []
 
 
 def test_who_watches_a_run_sees_its_step(tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_who_watches_a_run_sees_its_step(tiny_run: TinyRun, monkeypatch: pytest.
         return train_step(built, step)
 
     monkeypatch.setattr(trainer, "train_step", look_and_train)
-    assert tiny_run.train("validation.prompts=[]", "validation.loss_items=0") == 0
+    assert tiny_run.train() == 0
     assert [(status["state"], status["step"]) for status in seen] == [("running", step) for step in range(6)]
     assert all(status["samples_per_s"] > 0 for status in seen[1:])
 
@@ -288,7 +288,7 @@ def test_a_best_of_which_nothing_says_how_it_was_measured_is_compared_with_nothi
     assert best_of(tiny_run, 6)["step"] == 6
 
 
-def test_without_held_out_data_no_checkpoint_is_the_best(tiny_run: TinyRun) -> None:
-    assert tiny_run.train("validation.every_steps=1") == 0
-    assert steps_kept(tiny_run) == [4, 6]
-    assert not (tiny_run.folder / "lora_best").exists()
+def test_without_held_out_data_no_checkpoint_is_the_best(watched_run: TinyRun) -> None:
+    assert watched_run.train("validation.every_steps=1") == 0
+    assert steps_kept(watched_run) == [4, 6]
+    assert not (watched_run.folder / "lora_best").exists()

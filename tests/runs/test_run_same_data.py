@@ -44,32 +44,32 @@ def test_changed_data_are_another_run(
     assert "resume.allow: [data]" in refused
 
 
-def test_names_may_change_where_the_order_stays(quiet_run: TinyRun) -> None:
-    whole = quiet_run.root / "whole"
-    assert quiet_run.train(f"output.dir={whole}") == 0
-    assert quiet_run.train("train.steps=2") == 0
-    data = quiet_run.root / "data"
+def test_names_may_change_where_the_order_stays(tiny_run: TinyRun) -> None:
+    whole = tiny_run.root / "whole"
+    assert tiny_run.train(f"output.dir={whole}") == 0
+    assert tiny_run.train("train.steps=2") == 0
+    data = tiny_run.root / "data"
     for path in data.iterdir():
         path.rename(data / f"moved-{path.name}")
-    moved = data.rename(quiet_run.root / "elsewhere")
-    assert quiet_run.train(f"data.path={moved}") == 0
-    assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(quiet_run.folder, 6)) == []
+    moved = data.rename(tiny_run.root / "elsewhere")
+    assert tiny_run.train(f"data.path={moved}") == 0
+    assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(tiny_run.folder, 6)) == []
 
 
 def test_another_schema_of_the_cache_encodes_again_and_the_run_goes_on_bit_for_bit(
-    quiet_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = quiet_run.root / "whole"
+    whole = tiny_run.root / "whole"
     settings = ("data.caption_dropout=0.3", "data.crop=random", "data.crops_per_item=2")
-    assert quiet_run.train(*settings, f"output.dir={whole}") == 0
-    assert quiet_run.train(*settings, "train.steps=3") == 0
-    before = json.loads((quiet_run.folder / "contract.json").read_text())
+    assert tiny_run.train(*settings, f"output.dir={whole}") == 0
+    assert tiny_run.train(*settings, "train.steps=3") == 0
+    before = json.loads((tiny_run.folder / "contract.json").read_text())
     monkeypatch.setattr("diffsynth_lite.data.cache._SCHEMA", 2)
     caplog.clear()
-    assert quiet_run.train(*settings) == 0
+    assert tiny_run.train(*settings) == 0
     assert "encoding 10 items that the cache does not hold" in caplog.text
-    assert json.loads((quiet_run.folder / "contract.json").read_text()) == before
-    assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(quiet_run.folder, 6)) == []
+    assert json.loads((tiny_run.folder / "contract.json").read_text()) == before
+    assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(tiny_run.folder, 6)) == []
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,16 @@ PROMPT = "https://ann:canary-in-url@example.org/picture"
 
 
 @pytest.fixture
-def leaky_run(tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> TinyRun:
+def leaky_run(watched_run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> TinyRun:
     """A run with secrets in its environment, its yaml and its command."""
     monkeypatch.setenv("LEAK_PASSWORD", 'the canary\'s "pass\\word" é')
     monkeypatch.setenv("LEAK_TOKEN", TOKEN)
-    text = tiny_run.config.read_text()
+    text = watched_run.config.read_text()
     assert "logging:\n" in text
     text = text.replace("logging:\n", f"logging:{SETTINGS}").replace("a red circle,", f"'{PROMPT}',")
-    tiny_run.config.write_text(text)
+    watched_run.config.write_text(text)
     settings = (f"validation.negative_prompt=not {TOKEN}", "train.steps=2", "output.checkpoint_every_steps=1")
-    return TinyRun(root=tiny_run.root, config=tiny_run.config, settings=settings)
+    return TinyRun(root=watched_run.root, config=watched_run.config, settings=settings)
 
 
 def leaks(run: TinyRun) -> Iterator[str]:

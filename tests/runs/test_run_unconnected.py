@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from tiny_run import LOG_LINE, TinyRun, forked
+from tiny_run import LOG_LINE, TinyRun
 from unconnected_train import SCRIPT, train_unconnected
 
 CONNECT = """
@@ -16,19 +16,15 @@ socket.create_connection((sys.argv[2], 9))
 """
 
 
-@pytest.mark.parametrize("is_offline", [True, False])
-def test_a_run_on_local_files_opens_no_connection(tiny_run: TinyRun, is_offline: bool) -> None:
-    notes = tiny_run.root / "notes"
+def test_a_run_on_local_files_opens_no_connection(watched_run: TinyRun) -> None:
+    notes = watched_run.root / "notes"
     settings = ("train.steps=1", "output.checkpoint_every_steps=1")
-    if is_offline:
-        program = forked(tiny_run, *settings, script=(SCRIPT, notes))
-        assert program.wait() == 0, program.printed()
-    else:  # also while the libraries are imported
-        done = train_unconnected(notes, *tiny_run.arguments, *settings, is_offline=False)
-        assert done.returncode == 0, done.stderr
-        assert [line for line in done.stderr.splitlines() if not LOG_LINE.match(line)] == []
+    # In a process of its own: also while the libraries are imported.
+    done = train_unconnected(notes, *watched_run.arguments, *settings, is_offline=False)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if not LOG_LINE.match(line)] == []
     assert not notes.exists()
-    assert (tiny_run.folder / "previews" / "grid.png").is_file()
+    assert (watched_run.folder / "previews" / "grid.png").is_file()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])

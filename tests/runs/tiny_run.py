@@ -28,6 +28,7 @@ LAUNCH = (
     *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"),
     *("--mixed_precision", "no", "--dynamo_backend", "no", "train.py"),
 )
+UNWATCHED = ("validation.prompts=[]", "validation.loss_items=0")
 LOG_LINE = re.compile(r"\d\d:\d\d:\d\d ")
 
 SIZES = ((80, 48), (96, 48), (48, 80), (64, 64), (50, 96))
@@ -196,7 +197,7 @@ def make_mixed_run(root: Path, model: Path) -> TinyRun:
             *("data.path=null", f"data.sources=[{', '.join(sources)}]"),
             *("data.width=null", "data.height=null", "data.resolutions=[32, 48]", "data.crop=random"),
             *("data.crops_per_item=2", "data.tag_shuffles=2", "data.keep_tags=1", "data.caption_dropout=0.3"),
-            *("validation.prompts=[]", "validation.loss_items=0"),
+            *UNWATCHED,
         ),
     )
 
