@@ -4,7 +4,7 @@ import statistics
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -160,21 +160,22 @@ class CountingMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for tensor in _tensors((args, list((kwargs or {}).values()))):
+        kwargs = kwargs or {}
+        for tensor in _tensors((*args, *kwargs.values())):
             self._live.add(tensor, is_counted=False)  # from outside
-        value = func(*args, **(kwargs or {}))
-        for tensor in _tensors(value):
+        value = func(*args, **kwargs)
+        for tensor in _tensors((value,)):
             self._live.add(tensor)
         return value
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors among the arguments or results of an operator; torch's pytree takes far longer."""
-    # A product that waits in a recompute is of a class of its own, and has no memory yet.
-    if type(values) in (Tensor, nn.Parameter):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
+    for value in values:
+        # A product that waits in a recompute is of a class of its own, and has no memory yet.
+        if type(value) in (Tensor, nn.Parameter):
+            yield value
+        elif isinstance(value, list | tuple):
             yield from _tensors(value)
 
 

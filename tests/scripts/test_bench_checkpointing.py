@@ -1,5 +1,10 @@
 """The checkpointing benchmark tells rows apart as arithmetic says, on real blocks of three models."""
 
+from contextlib import redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from typing import Any
+
 import checkpointing
 import pytest
 from checkpointing import Figures, measure, parse_arguments, rows
@@ -9,35 +14,53 @@ from subjects import Size, build_subject
 BLOCKS = 8
 SMALL = {
     "ltx": Size(num_blocks=BLOCKS, num_heads=1, height=256, width=512, num_frames=9),
-    "wan": Size(num_blocks=BLOCKS, num_heads=1, height=128, width=128, num_frames=5),
-    "qwen": Size(num_blocks=BLOCKS, num_heads=1, height=256, width=256, num_frames=1),
+    "wan": Size(num_blocks=6, num_heads=1, height=128, width=128, num_frames=5),
+    "qwen": Size(num_blocks=6, num_heads=1, height=128, width=256, num_frames=1),
 }
 HIDDEN_BYTES = {
     "ltx": 2 * 8 * 16 * 64 * 4,  # tokens x width x 4 bytes
     "wan": 2 * 8 * 8 * 128 * 4,
-    "qwen": (16 * 16 + 512) * 128 * 4,  # picture and text
+    "qwen": (8 * 16 + 512) * 128 * 4,  # picture and text
 }
 ATTENTION_BYTES = {
     # Output, and a number for each head and token; a block of LTX and Wan has attention twice.
     "ltx": 2 * 256 * (64 + 1) * 4,
     "wan": 2 * 128 * (128 + 1) * 4,
-    "qwen": (256 + 512) * (128 + 1) * 4,
+    "qwen": (128 + 512) * (128 + 1) * 4,
 }
 
 
 def figures(
-    model: str, *options: str, device: str = "cpu", only: tuple[str, ...] | None = None
+    model: str, *options: str, device: str = "cpu", names: tuple[str, ...], size: Size | None = None
 ) -> dict[str, Figures]:
     arguments = ["--model", model, "--device", device, "--dtype", "float32", *options]
-    subject = build_subject(parse_arguments(arguments), SMALL[model])
+    subject = build_subject(parse_arguments(arguments), size or SMALL[model])
     meter = meter_for(subject.device)
-    methods = [method for method in rows(subject, meter) if only is None or method.name in only]
+    methods = [method for method in rows(subject, meter) if method.name in names]
     return measure(subject, methods, meter, num_warmup=0, num_rounds=1)
 
 
 @pytest.fixture(scope="module")
-def ltx() -> dict[str, Figures]:
-    return figures("ltx", "--train", "lora", "--rank", "2")
+def script() -> tuple[dict[str, Figures], str]:
+    """What the script measures of all rows of a small LTX-Video, and what it prints."""
+    measured = {}
+
+    def keep_figures(*arguments: Any, **options: int) -> dict[str, Figures]:
+        measured.update(measure(*arguments, **options))
+        return measured
+
+    options = "--device cpu --train lora --rank 2 --warmup 0 --rounds 1"
+    size = f"--num-blocks {BLOCKS} --heads 1 --height 256 --width 512 --frames 9"
+    printed = StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.setattr(checkpointing, "measure", keep_figures)
+        checkpointing.main([*options.split(), *size.split()])
+    return measured, printed.getvalue()
+
+
+@pytest.fixture
+def ltx(script: tuple[dict[str, Figures], str]) -> dict[str, Figures]:
+    return script[0]
 
 
 def test_every_row_keeps_between_forward_and_backward_what_its_policy_says(ltx: dict[str, Figures]) -> None:
@@ -74,17 +97,18 @@ def test_every_row_is_timed_on_a_cpu_and_the_peak_falls_with_what_is_kept(ltx: d
 @pytest.mark.parametrize("model", ["wan", "qwen"])
 def test_other_models_keep_their_inputs_and_attention_outputs(model: str) -> None:
     names = ("every block", "every block, save attention", "offload every block and attention")
-    recompute, save, offload = figures(model, "--train", "lora", only=names).values()
+    recompute, save, offload = figures(model, "--train", "lora", names=names).values()
     hidden, attention = HIDDEN_BYTES[model], ATTENTION_BYTES[model]
     assert (recompute.block_bytes, save.block_bytes, offload.block_bytes) == (hidden, hidden + attention, 0)
     assert offload.memory is not None
-    assert offload.memory.host == BLOCKS * (hidden + attention)
+    assert offload.memory.host == SMALL[model].num_blocks * (hidden + attention)
 
 
 def test_what_is_counted_on_meta_is_what_a_cpu_keeps() -> None:
     # Where attention is offloaded, its small part stays on meta: only a CPU has no least size.
-    names = ("none", "offload every block", "every block, save attention")
-    on_cpu, on_meta = (figures("ltx", device=device, only=names) for device in ("cpu", "meta"))
+    names = ("none", "offload every block, save attention")
+    size = replace(SMALL["ltx"], num_blocks=6)
+    on_cpu, on_meta = (figures("ltx", device=device, names=names, size=size) for device in ("cpu", "meta"))
     assert set(on_meta) == set(names)
     for name, row in on_meta.items():
         assert (row.memory, row.block_bytes) == (on_cpu[name].memory, on_cpu[name].block_bytes), name
@@ -96,15 +120,13 @@ def test_without_a_frozen_weight_there_is_no_row_of_dead_products() -> None:
     assert "every block, dead ops run" not in {row.name for row in rows(subject, meter_for(subject.device))}
 
 
-def test_the_script_prints_its_rows_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--num-blocks", "8", "--heads", "1", "--height", "64", "--width", "64", "--frames", "9"]
-    checkpointing.main(["--device", "cpu", "--warmup", "0", "--rounds", "1", *sizes])
-    printed = capsys.readouterr().out
-    assert "num_heads=1, height=64, width=64, num_frames=9" in printed
+def test_the_script_prints_its_rows_as_a_table(script: tuple[dict[str, Figures], str]) -> None:
+    figures, printed = script
+    assert "num_heads=1, height=256, width=512, num_frames=9" in printed
     header = next(line for line in printed.splitlines() if line.startswith("| recompute"))
     columns = [column.strip() for column in header.strip("|").split("|")]
     assert columns[:5] == ["recompute", "it/s", "time", "after forward", "a block more"]
-    assert "| offload every block and attention" in printed
+    assert all(f"\n| {name} " in printed for name in figures)
 
 
 def test_too_few_blocks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
