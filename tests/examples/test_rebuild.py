@@ -95,7 +95,7 @@ def test_training_the_autoencoder_lowers_the_error(pixels):
     vae = train_autoencoder.new_autoencoder(0)
     with one_frame_convolutions():
         before = train_autoencoder.peak_signal_to_noise(vae, pixels)
-        train_autoencoder.train(vae, num_steps=24, num_pictures=16, seed=0)
+        train_autoencoder.train(vae, num_steps=16, num_pictures=16, seed=0)
         after = train_autoencoder.peak_signal_to_noise(vae, pixels)
     assert after > before + 2
 

@@ -86,7 +86,9 @@ def test_a_second_call_keeps_the_files_and_writes_only_what_is_missing(data):
     assert {name: (data / name).stat().st_mtime_ns for name in times} == times
 
 
-def test_a_folder_with_other_files_is_left_alone(tmp_path, capsys):
+def test_a_folder_with_other_files_is_left_alone(tmp_path, capsys, monkeypatch):
+    scenes = motions.training_scenes()[:1]
+    monkeypatch.setattr(motions, "training_scenes", lambda: scenes)
     (tmp_path / "holiday.mp4").write_bytes(b"mine")
     with pytest.raises(SystemExit):
         run_make_clips(tmp_path)

@@ -79,7 +79,7 @@ def score_lora(tmp_path, monkeypatch, capsys, quickstart):
         (data / f"{place}.txt").write_text(f"{trained.caption}\n")
     monkeypatch.setattr(comparison, "NUM_STEPS", 2)
     monkeypatch.setattr(motions, "held_out_scenes", lambda: SCENES[:1])
-    monkeypatch.setattr(motions, "known_scenes", lambda: SCENES[8:10])
+    monkeypatch.setattr(motions, "known_scenes", lambda: SCENES[8:9])
 
     def run(*, empty):
         torch.manual_seed(0)
@@ -101,8 +101,8 @@ def score_lora(tmp_path, monkeypatch, capsys, quickstart):
 def test_an_empty_lora_scores_the_same_before_and_after_and_another_one_does_not(score_lora, tmp_path):
     record, printed = score_lora(empty=True)
     changed, _ = score_lora(empty=False)
-    for group, count in (("new", 1), ("known", 2)):
-        assert len(record[group]["prompts"]) == count
+    for group in ("new", "known"):
+        assert len(record[group]["prompts"]) == 1
         assert record[group]["before"] == record[group]["after"] == changed[group]["before"]
         assert changed[group]["after"] != changed[group]["before"]
         for entry in record[group]["prompts"]:
@@ -111,5 +111,5 @@ def test_an_empty_lora_scores_the_same_before_and_after_and_another_one_does_not
     assert "1 of the 1 prompts" in printed.out
     assert printed.err == ""
     with Image.open(tmp_path / "score" / "grid.png") as sheet:
-        assert sheet.width > 2 * 5 * 64
+        assert sheet.width > 5 * 64
         assert sheet.height > 2 * 3 * 64
