@@ -34,7 +34,7 @@ def test_the_quickstart_teaches_the_new_colours_and_keeps_the_known_ones(
     assert main(["--config", "quickstart.yaml", *settings, *FASTER]) == 0
     model = str(EXAMPLE / "mini_qwen_image")
     arguments = ("--model", model, "--lora", f"{run}/lora", "--data", data, "--output", score)
-    run_script("score.py", *arguments, log=tmp_path / "scored")
+    run_script("../../tests/runs/score_quickly.py", "score.py", *arguments, log=tmp_path / "scored")
     record = json.loads((tmp_path / "score" / "score.json").read_text())
     assert record["num_unseen_new_prompts"] == 16
     assert record["new"]["before"]["accuracy"] <= 0.25
