@@ -57,7 +57,7 @@ def test_every_family_has_a_release() -> None:
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
 def test_a_release_has_the_blocks_and_takes_the_inputs_that_its_data_say(release: Release) -> None:
-    with family_of(release, {}) as family:
+    with family_of(release, dict.fromkeys(release.depths, 2)) as family:
         subject = FamilySubject(family, release, release.pixels, META, torch.bfloat16)
         assert set(subject.counted) <= set(family.block_lists)
         subject.backward(method_of("none", KEEP, subject, meter_for(META)).loss(subject))
