@@ -6,7 +6,7 @@ import pytest
 from processes import wait_for
 from tiny_run import TinyRun, checkpoint_tensors, differing, forked, garble_media, tiny_picture
 
-NUM_PICTURES = 100
+NUM_PICTURES = 200
 
 
 def entries(run: TinyRun) -> dict[Path, int]:
