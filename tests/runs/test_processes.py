@@ -1,4 +1,4 @@
-"""Runs as processes of their own: a launcher, signals and exit codes."""
+"""Runs as processes of their own: real launchers, signals and exit codes."""
 
 import os
 import signal
@@ -8,6 +8,11 @@ import sys
 import pytest
 from processes import LIMIT_S
 from tiny_run import LAUNCH, UNWATCHED, TinyRun, checkpoint_tensors, differing, forked, start
+
+TORCHRUN = (
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
+    "train.py",
+)
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> None:
@@ -47,7 +52,10 @@ def test_a_trainer_whose_launcher_is_killed_saves_and_stops_and_is_continued_exa
 
     last = status["step"] + 2
     settings = (f"train.steps={last}", "output.checkpoint_every_steps=100000")
-    assert tiny_run.train(*settings) == 0
+    process = start(tiny_run, *settings, "--use_gradient_checkpointing_offload", command=LAUNCH)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, errors
+    assert f"step-{status['step']:08d}" in errors
     whole = tiny_run.root / "whole"
     assert tiny_run.train(*settings, f"output.dir={whole}") == 0
     assert differing(checkpoint_tensors(whole, last), checkpoint_tensors(tiny_run.folder, last)) == []
@@ -66,8 +74,9 @@ def test_two_processes_train_on_the_same_samples_as_one(watched_run: TinyRun) ->
     single, double = watched_run.root / "single", watched_run.root / "double"
     settings = ("lora.dropout=0", "train.micro_batch_size=1", "train.use_gradient_checkpointing_offload=true")
     assert watched_run.train(*settings, *UNWATCHED, f"output.dir={single}") == 0
-    program = forked(watched_run, *settings, f"output.dir={double}", num_processes=2)
-    assert program.wait() == 0, program.printed()
+    process = start(watched_run, *settings, f"output.dir={double}", command=TORCHRUN)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, errors
     losses = [
         [row["loss"] for row in watched_run.metrics(folder) if "loss" in row] for folder in (single, double)
     ]
