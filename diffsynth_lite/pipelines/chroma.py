@@ -100,7 +100,7 @@ class Chroma(Flux):
     pipelines = (ChromaPipeline,)
     transformer_class = ChromaTransformer2DModel
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": T5EncoderModel, "vae": AutoencoderKL}
-    components_without_weights = ("scheduler", "tokenizer")
+    tokenizers = ("tokenizer",)
     prompt_tokenizer = "tokenizer"
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:

@@ -31,8 +31,6 @@ from diffsynth_lite.testing.autoencoders import tiny_flux_vae
 from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_t5
 from diffsynth_lite.testing.tokenizers import clip_tokenizer, t5_tokenizer
 
-_TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
-_TOKENIZERS = ("tokenizer", "tokenizer_2")
 _EMBEDS = ("prompt_embeds", "pooled_prompt_embeds")
 _PATCH = 2
 """Latents to a side of a token."""
@@ -153,7 +151,7 @@ class Flux(DiffusersFamily):
         "text_encoder_2": T5EncoderModel,
         "vae": AutoencoderKL,
     }
-    components_without_weights: ClassVar[tuple[str, ...]] = ("scheduler", *_TOKENIZERS)
+    tokenizers: ClassVar[tuple[str, ...]] = ("tokenizer", "tokenizer_2")
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     unused_matmuls = ("ff.net.2", "ff_context.net.2", "proj_out")
     size_divisor = 16
@@ -173,7 +171,7 @@ class Flux(DiffusersFamily):
         return bool(self.folder.component_config("transformer").get("guidance_embeds"))
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        parts = self.folder.fingerprints(*_TEXT_ENCODERS, *_TOKENIZERS)
+        parts = self.folder.fingerprints(*self.text_encoders, *self.tokenizers)
         return f"flux/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
 
     def load_prompt_encoder(

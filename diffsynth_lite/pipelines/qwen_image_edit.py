@@ -41,11 +41,14 @@ class QwenImageEdit(qwen_image.QwenImage):
     """
 
     pipelines = (QwenImageEditPipeline, QwenImageEditPlusPipeline)
-    components_without_weights = ("scheduler", "tokenizer", "processor")
     record_kinds = ("edit",)
     # The pipelines cut no prompt; they refuse a limit above this one.
     max_prompt_tokens = 1024
     prompt_sees_images = True
+
+    @property
+    def components_without_weights(self) -> tuple[str, ...]:
+        return (*super().components_without_weights, "processor")
 
     @property
     def max_inputs(self) -> int | None:

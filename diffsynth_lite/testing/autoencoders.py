@@ -52,8 +52,8 @@ def tiny_wan_vae(*, residual: bool = False, seed: int = 0) -> AutoencoderKLWan:
 
 def tiny_flux_vae(*, seed: int = 0) -> AutoencoderKL:
     """A random VAE of FLUX.1: 16 channels, 8 x 8 pixels to a latent, the real shift and scale."""
-    return _tiny_kl(
-        seed,
+    return tiny_kl(
+        seed=seed,
         latent_channels=16,
         shift_factor=0.1159,
         scaling_factor=0.3611,
@@ -64,10 +64,16 @@ def tiny_flux_vae(*, seed: int = 0) -> AutoencoderKL:
 
 def tiny_sdxl_vae(*, seed: int = 0) -> AutoencoderKL:
     """A random VAE of SDXL: 4 channels, 8 x 8 pixels to a latent, the real scale, not for fp16."""
-    return _tiny_kl(seed, latent_channels=4, scaling_factor=0.13025, force_upcast=True)
+    return tiny_kl(seed=seed, latent_channels=4, scaling_factor=0.13025, force_upcast=True)
 
 
-def _tiny_kl(seed: int, **settings: Any) -> AutoencoderKL:
+def tiny_kl(*, seed: int = 0, **settings: Any) -> AutoencoderKL:
+    """A random VAE of Stable Diffusion's kind, as most models of pictures have: 8 x 8 pixels to a latent.
+
+    Args:
+        settings: those of the released model's ``config.json`` that a pipeline reads, such as
+            ``latent_channels``, ``scaling_factor``, ``shift_factor`` and ``force_upcast``.
+    """
     with seeded(seed):
         return AutoencoderKL(
             down_block_types=("DownEncoderBlock2D",) * 4,

@@ -36,12 +36,10 @@ class DiffusersFamily(ModelFamily):
     Attributes:
         pipelines: the pipeline's class, or several where releases of one model differ in it.
         transformer_class: of ``trainable`` components that ``encoder_classes`` does not name.
-        prompt_tokenizer: folder of the tokenizer that ``max_prompt_tokens`` counts by.
     """
 
     pipelines: ClassVar[tuple[Any, ...]]
     transformer_class: ClassVar[Any]
-    prompt_tokenizer: ClassVar[str] = "tokenizer"
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -87,6 +85,16 @@ class DiffusersFamily(ModelFamily):
     @property
     def components(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.trainable, *self.encoder_classes)))
+
+    @property
+    def text_encoders(self) -> tuple[str, ...]:
+        """Those of ``encoder_classes`` that read prompts, in their order."""
+        return tuple(name for name in self.encoder_classes if name.startswith("text_encoder"))
+
+    @property
+    def prompt_tokenizer(self) -> str:
+        """The one of ``tokenizers`` that ``max_prompt_tokens`` counts by; some families give it plainly."""
+        return self.tokenizers[0]
 
     def component_class(self, name: str) -> Any:
         """The class, of diffusers or transformers, that the family loads a component with."""
@@ -162,16 +170,8 @@ class DiffusersFamily(ModelFamily):
 
     def prompt_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         """The folder's pipeline with its text encoders and tokenizers alone, for ``encode_prompt``."""
-        encoders = {
-            name: self.load_component(name, dtype).to(device)
-            for name in self.encoder_classes
-            if name.startswith("text_encoder")
-        }
-        tokenizers = {
-            name: self.load_tokenizer(name)
-            for name in self.components_without_weights
-            if name.startswith("tokenizer")
-        }
+        encoders = {name: self.load_component(name, dtype).to(device) for name in self.text_encoders}
+        tokenizers = {name: self.load_tokenizer(name) for name in self.tokenizers}
         return assemble(self.pipeline, **encoders, **tokenizers)
 
     def load_media_encoder(

@@ -74,7 +74,7 @@ class ModelFamily(ABC):
 
     Attributes:
         pipeline_classes: class names of which ``model_index.json`` must give one.
-        components_without_weights: other folders that training and previews need.
+        tokenizers: folders of all tokenizers.
         frame_step: frame counts must be k * ``frame_step`` + 1; None where there are only pictures.
         max_prompt_tokens: longer prompts are cut, as by the pipeline's own default.
         unused_in_last_block: endings of names in the last block whose output nobody uses.
@@ -84,7 +84,7 @@ class ModelFamily(ABC):
     """
 
     pipeline_classes: ClassVar[tuple[str, ...]]
-    components_without_weights: ClassVar[tuple[str, ...]] = ("scheduler", "tokenizer")
+    tokenizers: ClassVar[tuple[str, ...]] = ("tokenizer",)
     frame_step: ClassVar[int | None] = None
     max_prompt_tokens: ClassVar[int]
     unused_in_last_block: ClassVar[tuple[str, ...]] = ()
@@ -113,6 +113,11 @@ class ModelFamily(ABC):
     @abstractmethod
     def components(self) -> tuple[str, ...]:
         """Folders whose weights training and previews need; most families give it as a plain attribute."""
+
+    @property
+    def components_without_weights(self) -> tuple[str, ...]:
+        """Folders without weights that training and previews need."""
+        return ("scheduler", *self.tokenizers)
 
     @property
     @abstractmethod

@@ -45,7 +45,6 @@ from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_clip_text_
 from diffsynth_lite.testing.tokenizers import clip_tokenizer
 
 _TEXT_ENCODERS = {"text_encoder": CLIPTextModel, "text_encoder_2": CLIPTextModelWithProjection}
-_TOKENIZERS = ("tokenizer", "tokenizer_2")
 
 
 def model_fn_sdxl(
@@ -147,7 +146,7 @@ class SDXL(DiffusersFamily):
     pipelines = (StableDiffusionXLPipeline,)
     transformer_class = UNet2DConditionModel
     encoder_classes: ClassVar[Mapping[str, Any]] = {**_TEXT_ENCODERS, "vae": AutoencoderKL}
-    components_without_weights: ClassVar[tuple[str, ...]] = ("scheduler", *_TOKENIZERS)
+    tokenizers = ("tokenizer", "tokenizer_2")
     max_prompt_tokens = 77
     unused_matmuls = ("conv2",)
     trainable = ("unet", *_TEXT_ENCODERS)
@@ -209,17 +208,17 @@ class SDXL(DiffusersFamily):
         return [f"{layers}.{count_blocks(model, [layers]) - 1}"]
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        tokenizers = f"{self.folder.fingerprints(*_TOKENIZERS)} {self._zeros_for_empty}"
+        tokenizers = f"{self.folder.fingerprints(*self.tokenizers)} {self._zeros_for_empty}"
         if self._trains_text:
             return f"sdxl/tokens/1 {tokenizers}"
-        return f"sdxl/prompt/1 {self.folder.fingerprints(*_TEXT_ENCODERS)} {tokenizers} {dtype}"
+        return f"sdxl/prompt/1 {self.folder.fingerprints(*self.text_encoders)} {tokenizers} {dtype}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        names = () if self._trains_text else _TEXT_ENCODERS
+        names = () if self._trains_text else self.text_encoders
         encoders = [self.load_component(name, dtype).to(device) for name in names]
-        tokenizers = [self.load_tokenizer(name) for name in _TOKENIZERS]
+        tokenizers = [self.load_tokenizer(name) for name in self.tokenizers]
         return clip_prompt_encoder(tokenizers, encoders, device, zeros_for_empty=self._zeros_for_empty)
 
     @cached_property
@@ -294,7 +293,7 @@ class SDXL(DiffusersFamily):
     def _prompt_embeds(
         self, model: torch.nn.Module, conditioning: Sequence[Conditioning]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        encoders = [model.get_submodule(name) for name in _TEXT_ENCODERS if self._trains_text]
+        encoders = [model.get_submodule(name) for name in self.text_encoders if self._trains_text]
         return clip_prompt_embeds(encoders, conditioning, device_and_dtype(model))
 
     @torch.no_grad()

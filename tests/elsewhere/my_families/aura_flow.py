@@ -21,7 +21,9 @@ from diffsynth_lite.core.gradient import checkpoint_blocks, gradient_checkpoint_
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import Conditioning, PreviewRequest
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
+from diffsynth_lite.pipelines.base.latents import encode_scaled_latents, scaled_latents_shape
 from diffsynth_lite.testing import seeded
+from diffsynth_lite.testing.autoencoders import tiny_kl
 from diffsynth_lite.testing.text_encoders import tiny_umt5
 from diffsynth_lite.testing.tokenizers import t5_tokenizer
 
@@ -85,11 +87,10 @@ class AuraFlow(DiffusersFamily):
         return f"aura_flow/latents/1 {self.folder.fingerprint('vae')} {dtype}"
 
     def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
-        latents_bchw = vae.encode(pixels_bchw.to(vae.device, vae.dtype)).latent_dist.mode().float().cpu()
-        return latents_bchw * vae.config.scaling_factor
+        return encode_scaled_latents(vae, pixels_bchw)
 
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
-        return self.folder.component_config("vae")["latent_channels"], height // 8, width // 8
+        return scaled_latents_shape(self.folder.component_config("vae"), width, height)
 
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
         return latents_shape[-2] * latents_shape[-1] // 4
@@ -140,15 +141,9 @@ def tiny() -> AuraFlowPipeline:
             caption_projection_dim=32,
             pos_embed_max_size=64,
         )
-        vae = AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
-            block_out_channels=(4, 4, 4, 4),
-            norm_num_groups=2,
-        ).eval()
     return AuraFlowPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
-        vae=vae,
+        vae=tiny_kl(latent_channels=4, scaling_factor=0.13025),
         text_encoder=text_encoder,
         tokenizer=tokenizer,
         transformer=transformer,
