@@ -102,6 +102,7 @@ class Chroma(Flux):
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": T5EncoderModel, "vae": AutoencoderKL}
     tokenizers = ("tokenizer",)
     prompt_tokenizer = "tokenizer"
+    max_prompt_tokens = 512
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
         parts = self.folder.fingerprints("text_encoder", "tokenizer")

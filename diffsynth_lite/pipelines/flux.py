@@ -155,7 +155,6 @@ class Flux(DiffusersFamily):
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     unused_matmuls = ("ff.net.2", "ff_context.net.2", "proj_out")
     size_divisor = 16
-    max_prompt_tokens = 512
     # CLIP, which gives one vector for the whole text, reads the first 77 tokens of its own.
     prompt_tokenizer = "tokenizer_2"
     # Those of diffusers' training script; a bare ``proj_out`` would also be the model's last layer.
@@ -164,6 +163,14 @@ class Flux(DiffusersFamily):
         *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
         *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
     )
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """512; with schnell 256. Each prompt is padded to that length, which the model sees.
+
+        Source: the page of Flux in the documentation of diffusers.
+        """
+        return 512 if self._is_guided else 256
 
     @cached_property
     def _is_guided(self) -> bool:
@@ -184,7 +191,7 @@ class Flux(DiffusersFamily):
             embeds_bld, pooled_bd, _ = pipeline.encode_prompt(
                 [prompt.text for prompt in prompts], device=device, max_sequence_length=self.max_prompt_tokens
             )
-            # All 512 rows: T5 has no mask here, so the padding's hold something too, and the model sees them.
+            # All rows: T5 has no mask here, so the padding's hold something too, and the model sees them.
             return [
                 {name: tensor.cpu().clone() for name, tensor in zip(_EMBEDS, row, strict=True)}
                 for row in zip(embeds_bld, pooled_bd, strict=True)

@@ -31,6 +31,7 @@ class FluxKontext(flux.Flux):
 
     pipelines = (FluxKontextPipeline,)
     record_kinds = ("edit",)
+    max_prompt_tokens = 512
     # As in diffusers' training script for Kontext.
     default_target_modules = (*flux.Flux.default_target_modules, "proj_mlp")
 

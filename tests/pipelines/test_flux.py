@@ -149,6 +149,17 @@ def test_prompts_are_encoded_as_by_the_pipeline(pipeline: FluxPipeline, family: 
     assert lengths[4] > family.max_prompt_tokens
 
 
+def test_prompts_of_schnell_are_padded_to_256_tokens(pipeline: FluxPipeline, schnell_family: Flux) -> None:
+    texts = [*PROMPTS, "circle " * 200]
+    encoded = encoded_prompts(schnell_family, *texts)
+    with torch.no_grad():
+        embeds, _, _ = pipeline.encode_prompt(texts, device=CPU, max_sequence_length=256)
+    assert torch.equal(torch.stack([row["prompt_embeds"] for row in encoded]), embeds)
+    assert embeds.shape == (4, 256, 32)
+    assert schnell_family.max_prompt_tokens == 256
+    assert schnell_family.prompt_lengths(texts)[3] > 256
+
+
 def test_latents_are_normalised_as_by_the_pipeline_that_encodes_pictures(family: Flux) -> None:
     media = build_media(family)
     encoded = family.load_media_encoder(torch.float32, CPU)(media)
@@ -230,6 +241,7 @@ def test_a_preview_is_what_the_pipeline_draws_from_the_text(
         height=32,
         num_inference_steps=2,
         generator=torch.Generator().manual_seed(3),
+        max_sequence_length=256 if layout == "schnell_family" else 512,
         **theirs,
     ).images[0]
     transformer = family.load_transformer(torch.float32)

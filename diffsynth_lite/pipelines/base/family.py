@@ -76,7 +76,6 @@ class ModelFamily(ABC):
         pipeline_classes: class names of which ``model_index.json`` must give one.
         tokenizers: folders of all tokenizers.
         frame_step: frame counts must be k * ``frame_step`` + 1; None where there are only pictures.
-        max_prompt_tokens: longer prompts are cut, as by the pipeline's own default.
         unused_in_last_block: endings of names in the last block whose output nobody uses.
         unused_matmuls: names of layers in the blocks whose results no gradient needs as long as the gate that
             they are multiplied with does not train; the recompute then leaves their products out.
@@ -86,7 +85,6 @@ class ModelFamily(ABC):
     pipeline_classes: ClassVar[tuple[str, ...]]
     tokenizers: ClassVar[tuple[str, ...]] = ("tokenizer",)
     frame_step: ClassVar[int | None] = None
-    max_prompt_tokens: ClassVar[int]
     unused_in_last_block: ClassVar[tuple[str, ...]] = ()
     unused_matmuls: ClassVar[tuple[str, ...]] = ()
     prompt_sees_images: ClassVar[bool] = False
@@ -128,6 +126,11 @@ class ModelFamily(ABC):
     @abstractmethod
     def default_target_modules(self) -> tuple[str, ...]:
         """Endings of the names of the linear layers that get a LoRA; often a plain attribute."""
+
+    @property
+    @abstractmethod
+    def max_prompt_tokens(self) -> int:
+        """Longer prompts are cut, as by the pipeline's own default; often a plain attribute."""
 
     @property
     def record_kinds(self) -> tuple[RecordKind, ...]:
