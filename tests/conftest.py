@@ -30,8 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--family",
         action="append",
-        help="test tests/pipelines/test_family_*.py on this family only, such as my_package.my_family "
-        "(repeatable)",
+        help="run the tests of families (tests/pipelines/test_family_*.py, tests/runs/test_run_families.py) "
+        "on this one only, such as my_package.my_family (repeatable)",
     )
 
 

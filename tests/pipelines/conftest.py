@@ -3,19 +3,14 @@
 from collections.abc import Iterator
 
 import pytest
-from family_sample import Sample, build_sample, small_edit_inputs
-
-from diffsynth_lite.pipelines import family_names
-
-ELSEWHERE = "my_families.aura_flow"
+from family_sample import Sample, build_sample, families_to_test, small_edit_inputs
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run the tests of all families on each: those there are, or those named on the command line."""
+    """Run the tests of all families on each."""
     has_its_own = hasattr(metafunc.module, "sample")
     if "sample" in metafunc.fixturenames and not has_its_own:
-        names = metafunc.config.getoption("--family") or [*family_names(), ELSEWHERE]
-        metafunc.parametrize("sample", names, indirect=True, scope="module")
+        metafunc.parametrize("sample", families_to_test(metafunc.config), indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,14 @@ from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
 from diffsynth_lite.core.noise import DiffusionPath
 from diffsynth_lite.lora import add_adapter, find_target_layers
 from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines import Conditioning, ModelFamily, PipelineFolder, PreviewRequest, load_family
+from diffsynth_lite.pipelines import (
+    Conditioning,
+    ModelFamily,
+    PipelineFolder,
+    PreviewRequest,
+    family_names,
+    load_family,
+)
 
 CPU = torch.device("cpu")
 # Of different lengths, so that every family has to pad and to mask.
@@ -32,8 +39,15 @@ OTHER_NAMES = {
 }
 SIGMA = torch.tensor([0.1, 0.5, 0.9])
 FLAGS = [(False, False), (True, False), (False, True), (True, True)]
+ELSEWHERE = ("my_families.aura_flow",)
+"""Families that are not part of the package, in ``tests/elsewhere``."""
 SMALL_AREA = 64 * 64
 SMALL_SIZES = [(32, 96), (48, 80), (64, 64), (80, 48), (96, 32)]
+
+
+def families_to_test(config: pytest.Config) -> list[str]:
+    """Those that ``--family`` names, else all there are."""
+    return config.getoption("--family") or [*family_names(), *ELSEWHERE]
 
 
 @dataclass(frozen=True)

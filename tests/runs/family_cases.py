@@ -1,7 +1,7 @@
-"""A run for each family there is, and for the layouts of its releases: tiny pipeline, data and settings."""
+"""A run for each family, each kind of its data and each layout of its releases: pipeline, data and config."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from tiny_run import TinyRun, tiny_picture, write_config
 
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.media import RecordKind
-from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, family_names, load_family
+from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, load_family, sdxl
 
 STEPS = 2
 SETTINGS = (
@@ -45,24 +45,42 @@ class FamilyCase:
     conditioning: tuple[tuple[str, int], ...] = ()
 
 
-def plain(name: str) -> FamilyCase:
-    """The family's own tiny pipeline, on the first kind of data that it trains on."""
-    return FamilyCase(family=name, build=importlib.import_module(load_family(name).__module__).tiny)
+def cases_of(families: Sequence[str]) -> dict[str, FamilyCase]:
+    """What these families are trained on, by what it is called."""
+    found = {}
+    for name in families:
+        found |= _of_each_kind(name)
+        found |= {called: case for called, case in LAYOUTS.items() if case.family == name}
+    return found
+
+
+def _of_each_kind(name: str) -> dict[str, FamilyCase]:
+    """The family's own tiny pipeline, on all data that its class states."""
+    family = load_family(name)
+    plain = FamilyCase(family=name, build=importlib.import_module(family.__module__).tiny)
+    kinds = family.record_kinds
+    others = kinds[1:] if isinstance(kinds, tuple) else ()  # a property, where they depend on the folder
+    return {name: plain} | {
+        f"{name}, {kind}": replace(plain, kind=kind, conditioning=CONDITIONING.get((name, kind), ()))
+        for kind in others
+    }
 
 
 OF_A_REFERENCE = (("input_latents_0", 128),)
 
-CASES = {name: plain(name) for name in family_names()} | {
-    "flux2 dev from references": replace(plain("flux2"), kind="edit", conditioning=OF_A_REFERENCE),
+CONDITIONING: dict[tuple[str, RecordKind], tuple[tuple[str, int], ...]] = {
+    ("flux2", "edit"): OF_A_REFERENCE,
+    ("ltx_video", "image_to_video"): (("first_frame_latents", 128), ("loss_mask", 1)),
+}
+"""What tiny pipelines cache of items of other kinds than their first, beside latents."""
+
+LAYOUTS = {
     "flux2 klein from references": FamilyCase(
         family="flux2", build=flux2_layouts.klein, kind="edit", conditioning=OF_A_REFERENCE
     ),
-    "ltx_video from first frames": replace(
-        plain("ltx_video"),
-        kind="image_to_video",
-        conditioning=(("first_frame_latents", 128), ("loss_mask", 1)),
+    "sdxl with text encoders": FamilyCase(
+        family="sdxl", build=sdxl.tiny, trained=("unet", "text_encoder", "text_encoder_2")
     ),
-    "sdxl with text encoders": replace(plain("sdxl"), trained=("unet", "text_encoder", "text_encoder_2")),
     "wan ti2v": FamilyCase(family="wan", build=wan_pipelines.ti2v),
     "wan ti2v from first frames": FamilyCase(
         family="wan",
@@ -83,6 +101,7 @@ CASES = {name: plain(name) for name in family_names()} | {
         conditioning=(("condition_latents", 20),),
     ),
 }
+"""Releases of another layout than the family's tiny pipeline, and other choices of what is trained."""
 
 
 def make_case(case: FamilyCase, root: Path) -> tuple[TinyRun, ModelFamily]:

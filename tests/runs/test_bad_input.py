@@ -70,6 +70,11 @@ BEFORE_WEIGHTS: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
         "no safetensors weights",
     ),
     "unknown family": (lambda run: None, ("model.family=qwen_imag",), "did you mean 'qwen_image'"),
+    "family that is nowhere": (
+        lambda run: None,
+        ("model.family=my_package.my_family",),
+        "unknown family 'my_package.my_family'; Python finds no such module: install its package or name",
+    ),
     "no such data": (lambda run: None, ("data.path=/no/such/data",), "/no/such/data"),
     "no images": (lambda run: [path.unlink() for path in (run.root / "data").glob("*.png")], (), "data"),
     "missing caption": (lambda run: (run.root / "data" / "3.txt").unlink(), (), "3.png"),

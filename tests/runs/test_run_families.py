@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from family_cases import CASES, SIZES, STEPS, FamilyCase, make_case
-from family_sample import small_edit_inputs
+from family_cases import SIZES, STEPS, FamilyCase, cases_of, make_case
+from family_sample import families_to_test, small_edit_inputs
 from PIL import Image
 from tiny_run import TinyRun, checkpoint_tensors, differing
 
@@ -22,6 +22,12 @@ from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.training.previews import frame_strip
 
 NO_PREVIEWS = ("validation.prompts=[]", "validation.inputs=[]", "validation.last_frames=[]")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Train each family."""
+    cases = cases_of(families_to_test(metafunc.config))
+    metafunc.parametrize("case", cases.values(), ids=cases.keys())
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +56,6 @@ class Asked:
         return asked
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_a_family_trains_goes_on_as_if_it_had_not_ended_and_leaves_a_lora_that_diffusers_loads(
     case: FamilyCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
