@@ -1,8 +1,8 @@
-"""Writes what is generated from the code: two pages in ``docs``, and the schema of configs for editors."""
+"""Writes what is generated from the code: pages in ``docs``, the README's families, the schema of configs."""
 
 from pathlib import Path
 
-from models_page import render_models_page
+from models_page import render_models_page, render_readme
 
 from diffsynth_lite.config.reference import render_reference, render_schema
 
@@ -13,6 +13,7 @@ def main() -> None:
     """Write each of them."""
     texts = {
         "docs/configuration.md": render_reference(),
+        "README.md": render_readme((REPOSITORY / "README.md").read_text(encoding="utf-8")),
         "docs/models.md": render_models_page(REPOSITORY / "configs"),
         "configs/schema.json": render_schema(),
     }

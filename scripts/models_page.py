@@ -1,4 +1,4 @@
-"""Renders ``docs/models.md`` from the families' files (facts and docstrings) and the recipes there are.
+"""Renders ``docs/models.md`` and the README's table of families, from the families' files and the recipes.
 
 Each family's file is imported and nothing is built. What is a property of a family, because it depends on the
 model's folder, is told by the property's docstring.
@@ -37,6 +37,10 @@ your own, in [add-a-model.md](add-a-model.md).
 """
 
 
+_TABLE_BEGINS = "<!-- families: written by scripts/generate_docs.py -->\n"
+_TABLE_ENDS = "<!-- end of families -->\n"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A recipe under ``configs/``.
@@ -66,6 +70,22 @@ def render_models_page(configs: Path) -> str:
     sections = [_section(name, family, _of(name, recipes)) for name, family in families.items()]
     table = ["| family | model | trains on | recipes |", "|---|---|---|---|", *rows, ""]
     return "\n".join([_INTRODUCTION, *table, *sections])
+
+
+def render_readme(text: str) -> str:
+    """The README with its table of families written anew.
+
+    Args:
+        text: of the README, with two comments around the table.
+    """
+    rows = [
+        f"| [`{name}`](docs/models.md#{name}) | {_documentation(load_family(name))[0].rstrip('.')} |"
+        for name in family_names()
+    ]
+    before, begins, rest = text.partition(_TABLE_BEGINS)
+    _, ends, after = rest.partition(_TABLE_ENDS)
+    assert ends, "the README has lost the comments around its table of families"
+    return "\n".join([before + begins, "| family | models |", "|---|---|", *rows, "", ends + after])
 
 
 def read_recipes(configs: Path) -> list[Recipe]:

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from diffsynth_lite.pipelines import family_names
-
 REPOSITORY = Path(__file__).parents[1]
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
@@ -36,10 +34,3 @@ def test_the_readme_names_scripts_that_are_there() -> None:
     named = re.findall(r"bash (scripts/\S+\.sh)", (REPOSITORY / "README.md").read_text())
     assert "scripts/video_quickstart.sh" in named
     assert [name for name in named if not (REPOSITORY / name).is_file()] == []
-
-
-def test_the_readme_lists_every_family() -> None:
-    listed = re.findall(
-        r"^\| \[`(\w+)`\]\(docs/models\.md#\1\)", (REPOSITORY / "README.md").read_text(), re.M
-    )
-    assert sorted(listed) == family_names()

@@ -1,10 +1,11 @@
-"""docs/models.md says what the families' files and the recipes say."""
+"""docs/models.md and the README say what the families' files and the recipes say."""
 
+import re
 from functools import cached_property
 from pathlib import Path
 
 import pytest
-from models_page import BY_THE_FOLDER, facts, read_recipes, render_models_page
+from models_page import BY_THE_FOLDER, facts, read_recipes, render_models_page, render_readme
 
 from diffsynth_lite.pipelines import ModelFamily, family_names, load_family
 from diffsynth_lite.pipelines.wan import Wan
@@ -12,10 +13,17 @@ from diffsynth_lite.pipelines.wan import Wan
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "configs"
 PAGE = REPOSITORY / "docs" / "models.md"
+README = REPOSITORY / "README.md"
 
 
 def test_the_page_is_the_one_that_is_generated() -> None:
     assert PAGE.read_text(encoding="utf-8") == render_models_page(CONFIGS), "run scripts/generate_docs.py"
+
+
+def test_the_table_of_the_readme_is_the_one_that_is_generated_and_has_a_row_for_every_family() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert text == render_readme(text), "run scripts/generate_docs.py"
+    assert re.findall(r"^\| \[`(\w+)`\]\(docs/models\.md#\1\) \| \S", text, re.M) == family_names()
 
 
 def test_every_family_has_a_row_and_a_section_and_every_recipe_stands_in_both() -> None:
