@@ -1,6 +1,6 @@
 """Each file here, and each folder but ``base``, is a model family, found by its name."""
 
-from diffsynth_lite.pipelines.base.discovery import family_names, load_family, require_family
+from diffsynth_lite.pipelines.base.discovery import family_names, load_family, releases_of, require_family
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.folder import PipelineFolder, resolve_folder
 
@@ -12,6 +12,7 @@ __all__ = [
     "PreviewRequest",
     "family_names",
     "load_family",
+    "releases_of",
     "require_family",
     "resolve_folder",
 ]

@@ -26,6 +26,7 @@ from diffsynth_lite.pipelines.base.latents import (
     encode_scaled_latents,
     scaled_latents_shape,
 )
+from diffsynth_lite.releases.flux import FLUX
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
 from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_t5
@@ -145,6 +146,7 @@ class Flux(DiffusersFamily):
     """
 
     pipelines: ClassVar[tuple[Any, ...]] = (FluxPipeline,)
+    releases = FLUX
     transformer_class = FluxTransformer2DModel
     encoder_classes: ClassVar[Mapping[str, Any]] = {
         "text_encoder": CLIPTextModel,

@@ -36,6 +36,7 @@ from diffsynth_lite.pipelines.base.latents import (
     encode_patched_latents,
     scaled_latents_shape,
 )
+from diffsynth_lite.releases.flux2 import FLUX2
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux2_vae
 from diffsynth_lite.testing.text_encoders import tiny_mistral3
@@ -127,6 +128,7 @@ class Flux2(DiffusersFamily):
     """
 
     pipelines: ClassVar[tuple[Any, ...]] = (Flux2Pipeline, Flux2KleinPipeline)
+    releases = FLUX2
     transformer_class = Flux2Transformer2DModel
     record_kinds = ("image", "edit")
     block_lists = ("transformer_blocks", "single_transformer_blocks")

@@ -17,6 +17,7 @@ from diffsynth_lite.pipelines import flux
 from diffsynth_lite.pipelines.base.batching import INPUT, stack_inputs
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
+from diffsynth_lite.releases.flux import FLUX_KONTEXT
 
 model_fn_flux_kontext = flux.model_fn_flux
 """One forward; ``input_latents_bchw`` is the picture to edit."""
@@ -30,6 +31,7 @@ class FluxKontext(flux.Flux):
     """
 
     pipelines = (FluxKontextPipeline,)
+    releases = FLUX_KONTEXT
     record_kinds = ("edit",)
     max_prompt_tokens = 512
     # As in diffusers' training script for Kontext.

@@ -29,6 +29,7 @@ from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.first_frame import encode_clips, preview_start, with_first_frames
+from diffsynth_lite.releases.ltx_video import LTX_VIDEO
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_ltx_vae
 from diffsynth_lite.testing.text_encoders import tiny_t5
@@ -109,6 +110,7 @@ class LTXVideo(DiffusersFamily):
     """
 
     pipelines = (LTXPipeline, LTXImageToVideoPipeline)
+    releases = LTX_VIDEO
     transformer_class = LTXVideoTransformer3DModel
     encoder_classes: ClassVar[Mapping[str, Any]] = {
         "text_encoder": T5EncoderModel,

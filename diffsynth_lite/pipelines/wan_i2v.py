@@ -21,6 +21,7 @@ from diffsynth_lite.pipelines import wan
 from diffsynth_lite.pipelines.base.diffusers_family import assemble
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.releases.wan import WAN_I2V
 from diffsynth_lite.testing import seeded
 
 _MIN_FRAMES = 5
@@ -48,6 +49,7 @@ class WanI2V(wan.Wan):
     """
 
     pipelines = (WanImageToVideoPipeline,)
+    releases = WAN_I2V
 
     @property
     def record_kinds(self) -> tuple[RecordKind, ...]:

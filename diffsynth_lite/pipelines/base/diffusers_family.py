@@ -22,6 +22,7 @@ from diffsynth_lite.media import Media
 from diffsynth_lite.pipelines.base.composite import Composite, join_adapter, split_adapter
 from diffsynth_lite.pipelines.base.family import EncodedMedia, LoraFile, ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
+from diffsynth_lite.pipelines.base.release_folder import empty_model
 
 
 def device_and_dtype(model: torch.nn.Module) -> dict[str, Any]:
@@ -257,7 +258,7 @@ class DiffusersFamily(ModelFamily):
         return float(config.get("flow_shift", config.get("shift", 1.0)))
 
     def empty_transformer(self) -> torch.nn.Module:
-        return self._trained_model(self._empty_component)
+        return self._trained_model(self.empty_component)
 
     def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
         model = self._trained_model(lambda name: self.load_component(name, dtype))
@@ -268,14 +269,9 @@ class DiffusersFamily(ModelFamily):
             return make(self.trained[0])
         return Composite({name: make(name) for name in self.trained})
 
-    def _empty_component(self, name: str) -> torch.nn.Module:
-        model_class, config = self.component_class(name), self.folder.component_config(name)
-        with torch.device("meta"):
-            if issubclass(model_class, PreTrainedModel):
-                model: torch.nn.Module = model_class(model_class.config_class.from_dict(config))
-            else:
-                model = model_class.from_config(config)
-        return model
+    def empty_component(self, name: str) -> torch.nn.Module:
+        """A component on the meta device, by the settings in its folder."""
+        return empty_model(self.component_class(name), self.folder.component_config(name))
 
     def unused_modules(self, model: torch.nn.Module) -> list[str]:
         if not self.unused_in_last_block:

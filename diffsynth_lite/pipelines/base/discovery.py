@@ -10,6 +10,7 @@ from diffsynth_lite import pipelines
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.family import ModelFamily
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
+from diffsynth_lite.releases import Release
 
 
 def family_names() -> list[str]:
@@ -37,6 +38,15 @@ def load_family(name: str) -> type[ModelFamily]:
             raise
         raise _unknown(name) from None
     return _family_in(module)
+
+
+def releases_of(name: str) -> tuple[Release, ...]:
+    """The released models that are known of a family; a family may have none.
+
+    Args:
+        name: as of :func:`load_family`.
+    """
+    return load_family(name).releases
 
 
 def require_family(family: type[ModelFamily], folder: PipelineFolder) -> None:

@@ -13,6 +13,7 @@ from diffsynth_lite.core.noise import FlowMatchingPath, NoisePath
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
+from diffsynth_lite.releases import Release
 
 Conditioning = dict[str, torch.Tensor]
 """What one sample is conditioned on (prompt embeddings and the like), without a batch axis, on the CPU."""
@@ -74,6 +75,7 @@ class ModelFamily(ABC):
 
     Attributes:
         pipeline_classes: class names of which ``model_index.json`` must give one.
+        releases: the released models that are known of it; none unless a family names its own.
         tokenizers: folders of all tokenizers.
         frame_step: frame counts must be k * ``frame_step`` + 1; None where there are only pictures.
         unused_in_last_block: endings of names in the last block whose output nobody uses.
@@ -83,11 +85,18 @@ class ModelFamily(ABC):
     """
 
     pipeline_classes: ClassVar[tuple[str, ...]]
+    releases: ClassVar[tuple[Release, ...]] = ()
     tokenizers: ClassVar[tuple[str, ...]] = ("tokenizer",)
     frame_step: ClassVar[int | None] = None
     unused_in_last_block: ClassVar[tuple[str, ...]] = ()
     unused_matmuls: ClassVar[tuple[str, ...]] = ()
     prompt_sees_images: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # Those of the family that it is made from are of other pipelines.
+        if "releases" not in vars(cls):
+            cls.releases = ()
 
     def __init__(self, folder: PipelineFolder, *, trained: Sequence[str] | None = None) -> None:
         """Bind the family to a folder.

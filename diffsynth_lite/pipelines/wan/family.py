@@ -33,6 +33,7 @@ from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, Pre
 from diffsynth_lite.pipelines.base.first_frame import encode_clips, preview_start, with_first_frames
 from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.wan.experts import ExpertFamily
+from diffsynth_lite.releases.wan import WAN
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_wan_vae
 from diffsynth_lite.testing.text_encoders import tiny_umt5
@@ -100,6 +101,7 @@ class Wan(ExpertFamily):
     """
 
     pipelines = (WanPipeline,)
+    releases = WAN
     transformer_class = WanTransformer3DModel
     block_lists = ("blocks",)
     unused_matmuls = ("ffn.net.2",)

@@ -1,0 +1,191 @@
+"""This file writes a release out as a folder without weights, and tells which release a folder is.
+
+A family bound to such a folder answers what it answers of a downloaded one, but for what needs weights or a
+tokenizer: shapes, tokens, noise levels, and the model that is trained, on the meta device.
+"""
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from diffsynth_lite.pipelines.base.folder import PipelineFolder
+from diffsynth_lite.releases import Release, ReleaseComponent
+
+_TELLING = ("model_index.", "transformer.", "transformer_2.", "unet.", "vae.")
+"""What a release is known by; a scheduler may have been changed, and a text encoder is that of many."""
+
+
+def write_release(release: Release, path: Path) -> PipelineFolder:
+    """Write ``model_index.json`` and the settings of all components; no weights, no vocabularies.
+
+    Args:
+        path: a folder, which may exist.
+    """
+    index: dict[str, Any] = {"_class_name": release.pipeline_class, **release.settings}
+    for name, component in {**release.components, "scheduler": release.scheduler}.items():
+        component_class = class_of(component)
+        index[name] = [component_class.__module__.partition(".")[0], component.class_name]
+        file = "scheduler_config.json" if name == "scheduler" else "config.json"
+        _write_json(path / name / file, full_config(component))
+    for name, tokenizer in release.tokenizers.items():
+        index[name] = ["transformers", tokenizer.class_name]
+        _write_json(path / name / "tokenizer_config.json", {"tokenizer_class": tokenizer.class_name})
+    _write_json(path / "model_index.json", index)
+    return PipelineFolder(path=path)
+
+
+def class_of(component: ReleaseComponent) -> Any:
+    """The class that a component names, of diffusers or transformers."""
+    library = diffusers if hasattr(diffusers, component.class_name) else transformers
+    return getattr(library, component.class_name)
+
+
+def full_config(component: ReleaseComponent) -> dict[str, Any]:
+    """The settings of a component as its file holds them: also those that are the defaults of its class."""
+    return _full_config(class_of(component), component.config)
+
+
+def _full_config(component_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    if issubclass(component_class, PreTrainedModel):
+        settings: dict[str, Any] = component_class.config_class.from_dict(dict(config)).to_dict()
+        return settings
+    parameters = inspect.signature(component_class).parameters.values()
+    defaults = {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.default is not parameter.empty
+    }
+    return {"_class_name": component_class.__name__, **defaults, **config}
+
+
+def empty_model(model_class: Any, config: Mapping[str, Any]) -> torch.nn.Module:
+    """A model of diffusers or transformers on the meta device: its structure without its weights.
+
+    Args:
+        config: its settings, as its ``config.json`` holds them.
+    """
+    with torch.device("meta"):
+        if issubclass(model_class, PreTrainedModel):
+            model: torch.nn.Module = model_class(model_class.config_class.from_dict(dict(config)))
+        else:
+            model = model_class.from_config(dict(config))
+    return model
+
+
+def num_parameters(component: ReleaseComponent) -> int:
+    """Parameters of a released component, shared ones counted once."""
+    return _num_parameters(component.class_name, json.dumps(full_config(component)))
+
+
+@cache
+def _num_parameters(class_name: str, config: str) -> int:
+    library = diffusers if hasattr(diffusers, class_name) else transformers
+    model = empty_model(getattr(library, class_name), json.loads(config))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def weight_bytes(component: ReleaseComponent, dtype: torch.dtype | None = None) -> int | None:
+    """Bytes of a component's weights, computed from its settings: nothing is loaded.
+
+    Args:
+        dtype: None is that of the released files.
+
+    Returns:
+        None where the released dtype is asked for and not known.
+    """
+    if dtype is None:
+        if component.dtype is None:
+            return None
+        dtype = getattr(torch, component.dtype)
+    return num_parameters(component) * dtype.itemsize
+
+
+def differences(release: Release, folder: PipelineFolder) -> dict[str, tuple[Any, Any]]:
+    """What a folder's files say otherwise than a release: found and expected, by component and setting.
+
+    Of a model of transformers only the settings that the release gives are compared.
+
+    Raises:
+        UserError: a file is missing or cannot be read.
+    """
+    index = folder.pipeline_config()
+    found = {"_class_name": index.get("_class_name")}
+    expected: dict[str, Any] = {"_class_name": release.pipeline_class}
+    for name, default in _pipeline_settings(release).items():
+        found[name], expected[name] = index.get(name, default), release.settings.get(name, default)
+    components = {**release.components, "scheduler": release.scheduler}
+    named = {name for name, value in index.items() if isinstance(value, list) and any(value)}
+    found["components"] = sorted(named - release.tokenizers.keys())
+    expected["components"] = sorted(components)
+    differing = dict(_differing(found, expected, "model_index."))
+    for name in components.keys() & named:
+        component = components[name]
+        found = _full_config(class_of(component), folder.component_config(name))
+        expected = full_config(component)
+        if issubclass(class_of(component), PreTrainedModel):
+            expected = _given(expected, component.config)
+        differing |= dict(_differing(found, expected, f"{name}."))
+    return differing
+
+
+def _pipeline_settings(release: Release) -> dict[str, Any]:
+    """Those of ``model_index.json`` that tell releases apart, and their defaults."""
+    parameters = inspect.signature(getattr(diffusers, release.pipeline_class)).parameters.values()
+    switches = {entry.name: entry.default for entry in parameters if isinstance(entry.default, bool)}
+    return dict.fromkeys(release.settings) | switches
+
+
+def _given(settings: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of these names, in parts likewise."""
+    return {
+        name: _given(settings[name], value) if isinstance(value, Mapping) else settings[name]
+        for name, value in names.items()
+    }
+
+
+def _differing(
+    found: Mapping[str, Any], expected: Mapping[str, Any], prefix: str
+) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    # As JSON, which knows no tuples.
+    found, expected = (json.loads(json.dumps(settings)) for settings in (found, expected))
+    for name, value in expected.items():
+        other = found.get(name)
+        if isinstance(value, dict) and isinstance(other, dict):
+            yield from _differing(other, value, f"{prefix}{name}.")
+        elif value != other:
+            yield f"{prefix}{name}", (other, value)
+
+
+def find_releases(
+    releases: Sequence[Release], location: str, folder: PipelineFolder
+) -> list[tuple[Release, dict[str, tuple[Any, Any]]]]:
+    """The releases that a folder is, and what its files say otherwise.
+
+    Args:
+        releases: of its family.
+        location: hub id or folder, as given.
+        folder: its files.
+
+    Returns:
+        The release of that hub id; else those whose models and pipeline are those of the folder, and of these
+        the ones that least is said otherwise of: several, where files do not tell them apart; or none.
+    """
+    if named := [release for release in releases if release.hub_id == location]:
+        return [(release, differences(release, folder)) for release in named]
+    compared = [(release, differences(release, folder)) for release in releases]
+    alike = [pair for pair in compared if not any(name.startswith(_TELLING) for name in pair[1])]
+    fewest = min((len(differing) for _, differing in alike), default=0)
+    return [(release, differing) for release, differing in alike if len(differing) == fewest]
+
+
+def _write_json(path: Path, document: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=2), encoding="utf-8")

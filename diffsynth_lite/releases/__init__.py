@@ -1,0 +1,8 @@
+"""Released models as data: what their folders hold, where each number is from, and what is not confirmed.
+
+One file a model line. A family names its own as ``releases``; a family of another package does the same.
+"""
+
+from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
+
+__all__ = ["Release", "ReleaseComponent", "ReleaseTokenizer"]

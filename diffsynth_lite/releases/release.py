@@ -1,0 +1,82 @@
+"""This file says what is written down of a released model. Plain values: nothing of torch or diffusers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+WeightDtype = Literal["float32", "float16", "bfloat16"]
+
+Pixels = tuple[int, int, int]
+"""Width, height and frames."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleaseComponent:
+    """A component of a pipeline.
+
+    Attributes:
+        class_name: its class, of diffusers or transformers.
+        config: settings that differ from the defaults of its class.
+        dtype: of the released weights; None where that is not known, and of a scheduler.
+        num_bytes: of the released weights, as the index of their files says; None where no index is known.
+        source: of the class, the settings and, where they are given, the dtype and the bytes.
+    """
+
+    class_name: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    dtype: WeightDtype | None = None
+    num_bytes: int | None = None
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleaseTokenizer:
+    """A tokenizer, or a processor of pictures, of a pipeline.
+
+    Attributes:
+        class_name: as ``model_index.json`` names it.
+        files: that hold its vocabulary; empty where that is not known, and of a processor.
+    """
+
+    class_name: str
+    files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """A released model: one folder in diffusers' layout, on the hub.
+
+    Attributes:
+        name: as people call it.
+        hub_id: of its repository.
+        pipeline_class: that ``model_index.json`` names.
+        settings: further settings of ``model_index.json``.
+        components: what has weights, by folder.
+        scheduler: of the pipeline.
+        tokenizers: of the pipeline, by folder.
+        size: that it makes unless told otherwise.
+        parameters: of one model that is trained, as published: a number in its name is rounded; or None.
+        variants: of the weight files, beside the plain ones.
+        licence: its name.
+        gated: whether its terms must be accepted before a download; None where that is not known.
+        distilled: what it was distilled to, which training undoes; None of a model that was not.
+        sources: of what is said here, by ``pipeline`` (class, settings, tokenizers, variants), ``size``,
+            ``parameters`` and ``licence``.
+        unconfirmed: what no source was found for, or what sources differ in.
+    """
+
+    name: str
+    hub_id: str
+    pipeline_class: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    components: Mapping[str, ReleaseComponent]
+    scheduler: ReleaseComponent
+    tokenizers: Mapping[str, ReleaseTokenizer]
+    size: Pixels
+    parameters: float | None
+    variants: tuple[str, ...] = ()
+    licence: str
+    gated: bool | None
+    distilled: str | None = None
+    sources: Mapping[str, str]
+    unconfirmed: tuple[str, ...] = ()

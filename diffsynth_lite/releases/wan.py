@@ -1,0 +1,263 @@
+"""Wan 2.1 and 2.2: text to video, TI2V, image to video, and first and last frame to video."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from diffsynth_lite.releases.components import (
+    CLIP_VISION_H,
+    DIFFUSERS,
+    PINNED_INDEXES,
+    UMT5_XXL,
+    WAN_VAE,
+)
+from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
+
+_SCRIPT = f"{DIFFUSERS}scripts/convert_wan_to_diffusers.py"
+_SIZE_480P, _SIZE_720P = (832, 480, 81), (1280, 720, 81)
+_T2V_UNCONFIRMED = (
+    "dtypes of the transformer and the autoencoder",
+    "files of the tokenizer",
+    "flow_shift: 3 in the conversion script, 3 for 480P and 5 for 720P in what Wan-Video advises",
+)
+
+
+def _transformer(name: str, config: Mapping[str, Any]) -> ReleaseComponent:
+    return ReleaseComponent(
+        class_name="WanTransformer3DModel", config=config, source=f"`{name}` in {_SCRIPT}"
+    )
+
+
+def _scheduler(flow_shift: float) -> ReleaseComponent:
+    return ReleaseComponent(
+        class_name="UniPCMultistepScheduler",
+        config={"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": flow_shift},
+        source=_SCRIPT,
+    )
+
+
+_T5_TOKENIZER = ReleaseTokenizer(class_name="T5TokenizerFast", files=("tokenizer.json", "spiece.model"))
+
+_VAE_22 = MappingProxyType(
+    {
+        "base_dim": 160,
+        "z_dim": 48,
+        "is_residual": True,
+        "in_channels": 12,
+        "out_channels": 12,
+        "decoder_base_dim": 256,
+        "scale_factor_spatial": 16,
+        "patch_size": 2,
+        "latents_mean": (
+            *(
+                -0.2289,
+                -0.0052,
+                -0.1323,
+                -0.2339,
+                -0.2799,
+                0.0174,
+                0.1838,
+                0.1557,
+                -0.1382,
+                0.0542,
+                0.2813,
+                0.0891,
+            ),
+            *(
+                0.157,
+                -0.0098,
+                0.0375,
+                -0.1825,
+                -0.2246,
+                -0.1207,
+                -0.0698,
+                0.5109,
+                0.2665,
+                -0.2108,
+                -0.2158,
+                0.2502,
+            ),
+            *(
+                -0.2055,
+                -0.0322,
+                0.1109,
+                0.1567,
+                -0.0729,
+                0.0899,
+                -0.2799,
+                -0.123,
+                -0.0313,
+                -0.1649,
+                0.0117,
+                0.0723,
+            ),
+            *(
+                -0.2839,
+                -0.2083,
+                -0.052,
+                0.3748,
+                0.0152,
+                0.1957,
+                0.1433,
+                -0.2944,
+                0.3573,
+                -0.0548,
+                -0.1681,
+                -0.0667,
+            ),
+        ),
+        "latents_std": (
+            *(0.4765, 1.0364, 0.4514, 1.1677, 0.5313, 0.499, 0.4818, 0.5013, 0.8158, 1.0344, 0.5894, 1.0901),
+            *(0.6885, 0.6165, 0.8454, 0.4978, 0.5759, 0.3523, 0.7135, 0.6804, 0.5833, 1.4146, 0.8986, 0.5659),
+            *(0.7069, 0.5338, 0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093, 0.5709, 0.6065, 0.6415, 0.4944),
+            *(0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.06, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744),
+        ),
+    }
+)
+
+_T2V_14B = Release(
+    name="Wan 2.1 T2V 14B",
+    hub_id="Wan-AI/Wan2.1-T2V-14B-Diffusers",
+    pipeline_class="WanPipeline",
+    components={
+        "transformer": _transformer("Wan-T2V-14B", {}),
+        "text_encoder": UMT5_XXL,
+        "vae": WAN_VAE,
+    },
+    scheduler=_scheduler(3.0),
+    tokenizers={"tokenizer": _T5_TOKENIZER},
+    size=_SIZE_480P,
+    parameters=14e9,
+    licence="Apache-2.0",
+    gated=False,
+    sources={
+        "pipeline": PINNED_INDEXES,
+        "size": "defaults of the pipeline",
+        "parameters": "its name",
+        "licence": "Wan-Video/Wan2.1, LICENSE.txt",
+    },
+    unconfirmed=_T2V_UNCONFIRMED,
+)
+_T2V_1B = replace(
+    _T2V_14B,
+    name="Wan 2.1 T2V 1.3B",
+    hub_id="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    components={
+        **_T2V_14B.components,
+        "transformer": _transformer(
+            "Wan-T2V-1.3B", {"ffn_dim": 8960, "num_attention_heads": 12, "num_layers": 30}
+        ),
+    },
+    parameters=1.3e9,
+)
+
+_WAN22_SOURCES = {
+    **_T2V_14B.sources,
+    "pipeline": _SCRIPT,
+    "size": "Wan-Video/Wan2.2, README.md",
+    "licence": "Wan-Video/Wan2.2, LICENSE.txt",
+}
+_T2V_A14B = replace(
+    _T2V_14B,
+    name="Wan 2.2 T2V A14B",
+    hub_id="Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+    settings={"boundary_ratio": 0.875},
+    components={
+        **_T2V_14B.components,
+        "transformer": _transformer("Wan2.2-T2V-A14B", {}),
+        "transformer_2": _transformer("Wan2.2-T2V-A14B", {}),
+    },
+    size=_SIZE_720P,
+    sources=_WAN22_SOURCES,
+)
+_TI2V_5B = replace(
+    _T2V_14B,
+    name="Wan 2.2 TI2V 5B",
+    hub_id="Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+    settings={"expand_timesteps": True},
+    components={
+        "transformer": _transformer(
+            "Wan2.2-TI2V-5B",
+            {
+                "ffn_dim": 14336,
+                "in_channels": 48,
+                "num_attention_heads": 24,
+                "num_layers": 30,
+                "out_channels": 48,
+            },
+        ),
+        "text_encoder": UMT5_XXL,
+        "vae": ReleaseComponent(
+            class_name="AutoencoderKLWan",
+            config=_VAE_22,
+            source=f"`vae22_diffusers_config` in {_SCRIPT}",
+        ),
+    },
+    scheduler=_scheduler(5.0),
+    size=(1280, 704, 121),
+    parameters=5e9,
+    sources=_WAN22_SOURCES,
+    unconfirmed=_T2V_UNCONFIRMED[:2],
+)
+WAN: tuple[Release, ...] = (_T2V_1B, _T2V_14B, _T2V_A14B, _TI2V_5B)
+
+_SEES_PICTURES = {"added_kv_proj_dim": 5120, "image_dim": 1280, "in_channels": 36}
+_I2V_480P = replace(
+    _T2V_14B,
+    name="Wan 2.1 I2V 14B 480P",
+    hub_id="Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
+    pipeline_class="WanImageToVideoPipeline",
+    components={
+        **_T2V_14B.components,
+        "transformer": _transformer("Wan-I2V-14B-480p", _SEES_PICTURES),
+        "image_encoder": CLIP_VISION_H,
+    },
+    tokenizers={
+        "tokenizer": _T5_TOKENIZER,
+        "image_processor": ReleaseTokenizer(class_name="CLIPImageProcessor"),
+    },
+    parameters=None,
+    sources={
+        **_T2V_14B.sources,
+        "parameters": "none: 14B in its name leaves out what sees the pictures",
+        "size": "its name",
+    },
+    unconfirmed=(*_T2V_UNCONFIRMED, "dtype of the picture encoder"),
+)
+_I2V_720P = replace(
+    _I2V_480P,
+    name="Wan 2.1 I2V 14B 720P",
+    hub_id="Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
+    components={**_I2V_480P.components, "transformer": _transformer("Wan-I2V-14B-720p", _SEES_PICTURES)},
+    size=_SIZE_720P,
+)
+_FLF2V = replace(
+    _I2V_480P,
+    name="Wan 2.1 FLF2V 14B 720P",
+    hub_id="Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers",
+    components={
+        **_I2V_480P.components,
+        "transformer": _transformer("Wan-FLF2V-14B-720P", {**_SEES_PICTURES, "pos_embed_seq_len": 2 * 257}),
+    },
+    scheduler=_scheduler(16.0),
+    tokenizers={
+        "tokenizer": _T5_TOKENIZER,
+        "image_processor": ReleaseTokenizer(class_name="CLIPProcessor"),
+    },
+    size=_SIZE_720P,
+    unconfirmed=(*_T2V_UNCONFIRMED[:2], "dtype of the picture encoder"),
+)
+_I2V_A14B = replace(
+    _T2V_A14B,
+    name="Wan 2.2 I2V A14B",
+    hub_id="Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+    pipeline_class="WanImageToVideoPipeline",
+    settings={"boundary_ratio": 0.9},
+    components={
+        **_T2V_A14B.components,
+        "transformer": _transformer("Wan2.2-I2V-14B-720p", {"in_channels": 36}),
+        "transformer_2": _transformer("Wan2.2-I2V-14B-720p", {"in_channels": 36}),
+    },
+)
+WAN_I2V: tuple[Release, ...] = (_I2V_480P, _I2V_720P, _FLF2V, _I2V_A14B)

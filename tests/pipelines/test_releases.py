@@ -1,0 +1,100 @@
+"""Every release is built on the meta device by what is written down of it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from diffsynth_lite.lora import find_target_layers
+from diffsynth_lite.pipelines import ModelFamily, family_names, load_family, releases_of
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.base.release_folder import (
+    differences,
+    find_releases,
+    num_parameters,
+    weight_bytes,
+    write_release,
+)
+from diffsynth_lite.releases import Release
+
+RELEASES = [(name, release) for name in family_names() for release in releases_of(name)]
+of_every_release = pytest.mark.parametrize(
+    ("family", "release"), RELEASES, ids=[release.hub_id for _, release in RELEASES], indirect=["family"]
+)
+
+TOLERANCE = 0.05
+"""Numbers of parameters are published with one or two digits."""
+ROUNDED_DOWN = {"Wan-AI/Wan2.1-T2V-1.3B-Diffusers": 1418996800}
+"""Parameters of those whose names say less than is there."""
+
+
+@pytest.fixture
+def family(request: pytest.FixtureRequest, release: Release, tmp_path: Path) -> Iterator[ModelFamily]:
+    """The real family, bound to the folder of the release, which has no weights."""
+    return load_family(request.param)(write_release(release, tmp_path))
+
+
+def parameters_of(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@of_every_release
+def test_the_family_takes_the_folder_and_answers_for_it(family: DiffusersFamily, release: Release) -> None:
+    family.check_folder(with_weights=False)
+    width, height, num_frames = release.size
+    family.check_size(width, height, keys="size")
+    family.check_frames(num_frames, key="size")
+    shape = family.latents_shape(*release.size)
+    assert all(side > 0 for side in shape)
+    assert 256 <= family.num_tokens(shape) <= 100_000
+    assert 1 <= family.family_shift(shape) < 40
+
+
+@of_every_release
+def test_the_model_has_the_published_size_and_gets_a_lora(family: DiffusersFamily, release: Release) -> None:
+    model = family.empty_transformer()
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    for part in family.parts_of(model).values():
+        if release.parameters is not None:
+            published = ROUNDED_DOWN.get(release.hub_id, release.parameters)
+            assert parameters_of(part) == pytest.approx(published, rel=TOLERANCE)
+    layers = find_target_layers(
+        model, family.default_target_modules, unused_modules=family.unused_modules(model)
+    )
+    weights = [model.get_submodule(layer).weight for layer in layers]
+    assert all(min(weight.shape) >= 64 for weight in weights)
+
+
+@of_every_release
+def test_each_component_is_built_and_as_large_as_its_files(family: DiffusersFamily, release: Release) -> None:
+    assert set(family.components) == set(release.components)
+    assert {*family.components_without_weights, *release.tokenizers} == {"scheduler", *release.tokenizers}
+    for name, component in release.components.items():
+        assert parameters_of(family.empty_component(name)) == num_parameters(component)
+        if component.num_bytes is not None:
+            assert weight_bytes(component) == component.num_bytes
+
+
+@of_every_release
+def test_a_release_says_where_it_is_from_and_is_told_by_its_files(
+    family: DiffusersFamily, release: Release
+) -> None:
+    assert release.sources.keys() == {"pipeline", "size", "parameters", "licence"}
+    assert all(component.source for component in (*release.components.values(), release.scheduler))
+    assert release.pipeline_class in family.pipeline_classes
+    assert differences(release, family.folder) == {}
+    by_files = find_releases(family.releases, str(family.folder.path), family.folder)
+    assert (release, {}) in by_files
+    assert find_releases(family.releases, release.hub_id, family.folder) == [(release, {})]
+
+
+def test_no_release_stands_twice() -> None:
+    assert len({release.hub_id for _, release in RELEASES}) == len(RELEASES)
+    assert len({release.name for _, release in RELEASES}) == len(RELEASES)
+
+
+def test_bytes_are_those_of_the_dtype_asked_for() -> None:
+    component = releases_of("flux")[0].components["transformer"]
+    assert weight_bytes(component, torch.float32) == 2 * 23802816640
