@@ -15,6 +15,7 @@ import yaml
 
 from diffsynth_lite.pipelines import ModelFamily, family_names, load_family
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.base.family import TargetSets
 
 _REPOSITORY = Path(__file__).parents[1]
 
@@ -121,6 +122,7 @@ def facts(family: type[ModelFamily]) -> dict[str, str]:
         "shift of the noise levels": _docstring_of(family, "family_shift", above=ModelFamily)
         or BY_THE_FOLDER,
         "LoRA on, by default": _said(family, "default_target_modules", _names),
+        "sets of `lora.target_modules`": _said(family, "target_sets", _sets),
         "left out in the last block": _said(family, "unused_in_last_block", _names),
         "LoRA file": _docstring_of(family, "save_lora", above=DiffusersFamily) or _lora_file(family),
     }
@@ -160,6 +162,18 @@ def _markdown(text: str) -> str:
 
 def _names(names: Sequence[str], between: str = ", ") -> str:
     return between.join(f"`{name}`" for name in names)
+
+
+def _sets(sets: TargetSets) -> str:
+    """The first set, and what each other one has beyond it."""
+    first = next(iter(sets.values()), ())
+    said = [
+        f"`{name}`: {_names(targets)}"
+        if targets is first
+        else f"`{name}` adds {_names([target for target in targets if target not in first]) or 'nothing'}"
+        for name, targets in sets.items()
+    ]
+    return "; ".join(said)
 
 
 def _class_name(family: type[ModelFamily], attribute: str) -> str:

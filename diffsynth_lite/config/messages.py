@@ -32,6 +32,14 @@ def without_null(schema: Schema) -> Schema:
     return next((option for option in schema.get("anyOf", ()) if option != {"type": "null"}), schema)
 
 
+def words_for_lists(schema: Schema) -> list[str]:
+    """The words that may stand in place of the list that a setting else holds; mostly none."""
+    value = without_null(schema)
+    if value.get("type") != "array":
+        return []
+    return [word for option in schema.get("anyOf", ()) for word in option.get("enum", ())]
+
+
 def section_of_entries(schema: Schema) -> str | None:
     """The model of the sections that a setting lists; None where it lists none."""
     reference: str = without_null(schema).get("items", {}).get("$ref", "")
@@ -49,7 +57,9 @@ def in_words(schema: Schema) -> str:
         words = ["a list of sections, written [{path: a}, {path: b}]"]
     else:
         many, example = _LISTED_KINDS[entry["type"]]
-        words = [f"a list of {', '.join(entry.get('enum', [many]))}, written {example}", *_limits(value)]
+        listed = f"a list of {', '.join(entry.get('enum', [many]))}, written {example}"
+        others = words_for_lists(schema)
+        words = [*others, f"or {listed}" if others else listed, *_limits(value)]
         words += [f"each {limit}" for limit in _limits(entry)]
     return ", ".join([*words, *(["or null"] if value is not schema else [])])
 
@@ -80,7 +90,10 @@ def expectation(name: str, node: yaml.Node, schema: Schema) -> str:
         return f"{words}; text with ': ' needs quotes"
     if not isinstance(node, yaml.ScalarNode):
         return words
-    kind = without_null(schema)["type"]
+    value = without_null(schema)
+    kind = value["type"]
+    if meant := get_close_matches(node.value, [*value.get("enum", ()), *words_for_lists(schema)], n=1):
+        return f"{words}; did you mean '{meant[0]}'?"
     if node.value == "auto" and name in _AUTO_IS_PLANNED:
         return f"auto is planned, not available yet; {words}"
     if node.style is not None and kind not in ("string", "array"):

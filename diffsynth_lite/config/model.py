@@ -1,13 +1,14 @@
 """The sections ``model``, ``lora`` and ``objective``: what is trained, and on which noise levels."""
 
 from collections.abc import Iterator
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from diffsynth_lite.config.settings import NonEmptyStr, Problem, Settings
 
 Precision: TypeAlias = Literal["bfloat16", "float16", "float32"]
+TargetSet: TypeAlias = Literal["attention", "all"]
 # The density that each setting belongs to; with another one it would do nothing.
 _DENSITY_OF = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
 
@@ -67,9 +68,11 @@ class LoraSettings(Settings):
     `transformer_2` for low, trained together or each in a run of its own; SDXL adds `text_encoder` and
     `text_encoder_2` to its `unet`."""
 
-    target_modules: list[NonEmptyStr] | None = Field(default=None, min_length=1)
-    """Names, or endings of names, of the linear layers that get a LoRA, such as `[to_q, to_k, to_v]`; null
-    takes the family's own list. An entry that matches no layer is an error."""
+    target_modules: Annotated[list[NonEmptyStr], Field(min_length=1)] | TargetSet | None = None
+    """The linear layers that get a LoRA: `attention` (its projections), `all` (those of the blocks), or names
+    and endings of names, such as `[to_q, to_k, to_v]`; null takes the family's default. What these are for
+    each family is in [models.md](models.md). In a name `*` stands for one part, such as the number of a block
+    (`single_transformer_blocks.*.proj_out`). An entry that matches no layer is an error."""
 
 
 class ObjectiveSettings(Settings):

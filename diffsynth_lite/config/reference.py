@@ -2,7 +2,7 @@
 
 import json
 
-from diffsynth_lite.config.messages import Schema, in_words, section_of_entries, without_null
+from diffsynth_lite.config.messages import Schema, in_words, section_of_entries, without_null, words_for_lists
 from diffsynth_lite.config.schema import Config, section_types, setting_schemas
 
 _INTRODUCTION = """\
@@ -94,6 +94,7 @@ def _ways_to_write(setting: Schema) -> list[Schema]:
         return ways
     if "items" in value:
         plain["items"] = {"anyOf": _ways_to_write(value["items"])}
+        ways += [{"enum": words}] if (words := words_for_lists(setting)) else []
     elif value["type"] == "boolean":
         ways.append({"enum": _SWITCH_WORDS})
     elif value["type"] == "string" and "enum" not in value and "examples" not in value:

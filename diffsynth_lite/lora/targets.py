@@ -20,7 +20,8 @@ def find_target_layers(
 
     Args:
         model: may be on the meta device.
-        target_modules: endings of names, such as ``to_q`` or ``attn.to_out.0``.
+        target_modules: endings of names, such as ``to_q`` or ``attn.to_out.0``; a ``*`` stands for one part
+            of a name, as in ``single_transformer_blocks.*.proj_out``.
         unused_modules: full names of the modules whose output nobody uses, and that of all layers in them.
 
     Raises:
@@ -49,7 +50,11 @@ def _is_in(name: str, module: str) -> bool:
 
 
 def _ends_in(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
+    wanted = target.split(".")
+    ending = name.split(".")[-len(wanted) :]
+    return len(ending) == len(wanted) and all(
+        asked in ("*", part) for asked, part in zip(wanted, ending, strict=True)
+    )
 
 
 def _describe_unmatched(unmatched: Sequence[str], linear: Sequence[str], model_class: str) -> str:

@@ -20,8 +20,8 @@ from diffsynth_lite.core.gradient import (
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
-from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest
-from diffsynth_lite.pipelines.flux import Flux, pack_pictures, unpack_picture
+from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
+from diffsynth_lite.pipelines.flux import SINGLE_STREAM, Flux, pack_pictures, unpack_picture
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
 from diffsynth_lite.testing.text_encoders import tiny_t5
@@ -103,6 +103,11 @@ class Chroma(Flux):
     tokenizers = ("tokenizer",)
     prompt_tokenizer = "tokenizer"
     max_prompt_tokens = 512
+    # Its blocks have no modulation of their own: one network makes that of all.
+    target_sets: ClassVar[TargetSets] = {
+        "attention": Flux.target_sets["attention"],
+        "all": (*Flux.default_target_modules, *SINGLE_STREAM),
+    }
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
         parts = self.folder.fingerprints("text_encoder", "tokenizer")

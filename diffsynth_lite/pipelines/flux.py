@@ -21,7 +21,7 @@ from diffsynth_lite.core.gradient import (
 )
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
-from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest
+from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import (
     encode_scaled_latents,
     scaled_latents_shape,
@@ -35,6 +35,14 @@ from diffsynth_lite.testing.tokenizers import clip_tokenizer, t5_tokenizer
 _EMBEDS = ("prompt_embeds", "pooled_prompt_embeds")
 _PATCH = 2
 """Latents to a side of a token."""
+_ATTENTION = (
+    *("to_q", "to_k", "to_v", "to_out.0"),
+    *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+)
+_FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
+SINGLE_STREAM = ("proj_mlp", "single_transformer_blocks.*.proj_out")
+"""Of the single-stream blocks, beside attention; a bare ``proj_out`` would also be the model's last layer."""
+_MODULATION = ("norm1.linear", "norm1_context.linear", "norm.linear")
 
 
 def model_fn_flux(
@@ -159,12 +167,12 @@ class Flux(DiffusersFamily):
     size_divisor = 16
     # CLIP, which gives one vector for the whole text, reads the first 77 tokens of its own.
     prompt_tokenizer = "tokenizer_2"
-    # Those of diffusers' training script; a bare ``proj_out`` would also be the model's last layer.
-    default_target_modules: ClassVar[tuple[str, ...]] = (
-        *("to_q", "to_k", "to_v", "to_out.0"),
-        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
-        *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
-    )
+    # Those of diffusers' training script.
+    default_target_modules: ClassVar[tuple[str, ...]] = (*_ATTENTION, *_FEED_FORWARD)
+    target_sets: ClassVar[TargetSets] = {
+        "attention": _ATTENTION,
+        "all": (*_ATTENTION, *_FEED_FORWARD, *SINGLE_STREAM, *_MODULATION),
+    }
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -31,7 +31,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import INPUT, stack_inputs
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
-from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import (
     encode_patched_latents,
     scaled_latents_shape,
@@ -43,6 +43,12 @@ from diffsynth_lite.testing.text_encoders import tiny_mistral3
 from diffsynth_lite.testing.tokenizers import mistral_tokenizer
 
 _PATCH = 2
+_ATTENTION = (
+    *("to_q", "to_k", "to_v", "to_out.0"),
+    *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+    # Of the single-stream blocks, whose first one also begins their feed-forward part, and the last ends it.
+    *("to_qkv_mlp_proj", "to_out"),
+)
 # The shift of pictures up to 4,300 tokens depends on the number of steps, too: the pipelines' own.
 _SAMPLING_STEPS = 50
 # Literals in the pipelines.
@@ -135,12 +141,11 @@ class Flux2(DiffusersFamily):
     unused_matmuls = ("ff.linear_out", "ff_context.linear_out", "attn.to_out")
     size_divisor = 16
     max_prompt_tokens = 512
-    # All of both kinds of blocks; ``to_out`` alone is that of the single-stream blocks.
-    default_target_modules = (
-        *("to_q", "to_k", "to_v", "to_out.0"),
-        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
-        *("linear_in", "linear_out", "to_qkv_mlp_proj", "to_out"),
-    )
+    target_sets: ClassVar[TargetSets] = {
+        "attention": _ATTENTION,
+        "all": (*_ATTENTION, "linear_in", "linear_out"),
+    }
+    default_target_modules = target_sets["all"]
 
     def input_size(self, width: int, height: int) -> tuple[int, int]:
         short, long = sorted((width, height))

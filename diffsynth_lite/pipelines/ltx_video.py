@@ -27,7 +27,7 @@ from diffsynth_lite.core.gradient import (
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
-from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.first_frame import encode_clips, preview_start, with_first_frames
 from diffsynth_lite.releases.ltx_video import LTX_VIDEO
 from diffsynth_lite.testing import seeded
@@ -125,6 +125,10 @@ class LTXVideo(DiffusersFamily):
     default_fps = 25.0
     max_prompt_tokens = 128
     default_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
+    target_sets: ClassVar[TargetSets] = {
+        "attention": default_target_modules,
+        "all": (*default_target_modules, "ff.net.0.proj", "ff.net.2"),
+    }
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
         parts = self.folder.fingerprints("text_encoder", "tokenizer")

@@ -26,7 +26,7 @@ from diffsynth_lite.core.gradient import (
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
-from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest
+from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
@@ -34,6 +34,10 @@ from diffsynth_lite.testing.text_encoders import tiny_qwen2_5_vl
 from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
 
 _PATCH = 2
+_ATTENTION = (
+    *("to_q", "to_k", "to_v", "to_out.0"),
+    *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+)
 
 
 def model_fn_qwen_image(
@@ -117,11 +121,11 @@ class QwenImage(DiffusersFamily):
     unused_matmuls = ("img_mlp.net.2", "txt_mlp.net.2")
     size_divisor = 16
     max_prompt_tokens = 512
-    default_target_modules = (
-        *("to_q", "to_k", "to_v", "to_out.0"),
-        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
-        *("img_mod.1", "img_mlp.net.2", "txt_mod.1", "txt_mlp.net.2"),
-    )
+    default_target_modules = (*_ATTENTION, "img_mod.1", "img_mlp.net.2", "txt_mod.1", "txt_mlp.net.2")
+    target_sets: ClassVar[TargetSets] = {
+        "attention": _ATTENTION,
+        "all": (*default_target_modules, "img_mlp.net.0.proj", "txt_mlp.net.0.proj"),
+    }
     unused_in_last_block = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:

@@ -23,7 +23,7 @@ from diffsynth_lite.core.gradient import (
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
-from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest
+from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_dc_vae
 from diffsynth_lite.testing.text_encoders import tiny_gemma2
@@ -97,6 +97,8 @@ class Sana(DiffusersFamily):
     size_divisor = 32
     max_prompt_tokens = 300
     default_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
+    # What follows attention in its blocks are convolutions.
+    target_sets: ClassVar[TargetSets] = dict.fromkeys(("attention", "all"), default_target_modules)
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
         parts = self.folder.fingerprints("text_encoder", "tokenizer")

@@ -19,7 +19,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, RecordKind
 from diffsynth_lite.pipelines import wan
 from diffsynth_lite.pipelines.base.diffusers_family import assemble
-from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.releases.wan import WAN_I2V
 from diffsynth_lite.testing import seeded
@@ -62,11 +62,11 @@ class WanI2V(wan.Wan):
         return {**super().encoder_classes, **of_pictures}
 
     @property
-    def default_target_modules(self) -> tuple[str, ...]:
-        """As in family ``wan``; in Wan 2.1 also ``add_k_proj, add_v_proj``, of its picture embeddings."""
+    def target_sets(self) -> TargetSets:
+        """As in family ``wan``; in Wan 2.1 both add ``add_k_proj, add_v_proj``, of its picture embeddings."""
         # diffusers fills a LoRA up with zeros for these two where it has none, and warns.
         of_pictures = ("add_k_proj", "add_v_proj") if self._embeds_pictures else ()
-        return (*super().default_target_modules, *of_pictures)
+        return {name: (*targets, *of_pictures) for name, targets in super().target_sets.items()}
 
     @property
     def needs_inputs(self) -> bool:

@@ -26,7 +26,7 @@ from diffsynth_lite.core.gradient import (
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
-from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest
+from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents, scaled_latents_shape
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
@@ -34,6 +34,7 @@ from diffsynth_lite.testing.text_encoders import tiny_qwen3
 from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
 
 _PATCH = 2
+_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 
 
 def model_fn_z_image(
@@ -99,7 +100,11 @@ class ZImage(DiffusersFamily):
     block_lists = ("noise_refiner", "context_refiner", "layers")
     size_divisor = 16
     max_prompt_tokens = 512
-    default_target_modules = ("to_q", "to_k", "to_v", "to_out.0", "w1", "w2", "w3")
+    default_target_modules = (*_ATTENTION, "w1", "w2", "w3")
+    target_sets: ClassVar[TargetSets] = {
+        "attention": _ATTENTION,
+        "all": (*default_target_modules, "adaLN_modulation.0"),
+    }
 
     def check_folder(self, *, with_weights: bool = True) -> None:
         super().check_folder(with_weights=with_weights)

@@ -167,19 +167,28 @@ def _check_model(problems: Problems, family: ModelFamily, config: Config) -> _Ch
 
 
 def _find_targets(family: ModelFamily, transformer: torch.nn.Module, config: Config) -> list[str]:
-    layers = find_target_layers(
-        transformer,
-        config.lora.target_modules or family.default_target_modules,
-        unused_modules=family.unused_modules(transformer),
-    )
+    targets = _targets(family, config)
+    layers = find_target_layers(transformer, targets, unused_modules=family.unused_modules(transformer))
     for name, component in family.parts_of(transformer).items():
         prefix = "" if component is transformer else f"{name}."
         if not any(layer.startswith(prefix) for layer in layers):
             raise UserError(
-                f"lora.target_modules: none of {', '.join(config.lora.target_modules or ())} is in {name}, "
+                f"lora.target_modules: none of {', '.join(targets)} is in {name}, "
                 f"which lora.components names; add one, or leave {name} out"
             )
     return layers
+
+
+def _targets(family: ModelFamily, config: Config) -> Sequence[str]:
+    chosen = config.lora.target_modules
+    if not isinstance(chosen, str):
+        return chosen or family.default_target_modules
+    if chosen not in family.target_sets:
+        raise UserError(
+            f"lora.target_modules: {chosen} is no set of layers that {config.model.family} names; list them "
+            f"instead, or leave it out for the default, [{', '.join(family.default_target_modules)}]"
+        )
+    return family.target_sets[chosen]
 
 
 def _find_blocks(family: ModelFamily, transformer: torch.nn.Module) -> list[torch.nn.Module]:

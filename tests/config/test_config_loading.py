@@ -51,6 +51,8 @@ HEAVY_LIBRARIES = {
         ("validation.prompts", "[yes, 0123, 'a: b', \"\"]", ["yes", "0123", "a: b", ""]),
         ("validation.prompts", "\n  - a, b\n  - 'no'", ["a, b", "no"]),
         ("lora.target_modules", "null", None),
+        ("lora.target_modules", "all", "all"),
+        ("lora.target_modules", "[all]", ["all"]),
         ("logging.trackers", "[tensorboard]", ["tensorboard"]),
     ],
 )

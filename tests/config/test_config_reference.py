@@ -94,6 +94,7 @@ def test_a_recipe_names_the_schema_and_fits_it(path: Path) -> None:
         "train: {use_gradient_checkpointing: '${train.deterministic}', lr_scheduler: '${oc.env:SCHEDULER}'}",
         "lora: {target_modules: [to_q, '${oc.env:LAYER}']}",
         "lora: {target_modules: '${lora.components}', alpha: 16}",
+        "lora: {target_modules: attention}",
         "logging: {run_name: 0123, project: 2024, trackers: ['${oc.env:TRACKER}']}",
         "memory: {policy: only, policy_blocks: [0, 1]}",
         "train:",

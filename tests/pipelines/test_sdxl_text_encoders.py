@@ -107,9 +107,7 @@ def test_both_encoders_get_a_lora_but_on_the_layer_that_the_unet_does_not_see(sa
     empty, loaded = family.empty_transformer(), family.load_transformer(torch.float32)
     assert {parameter.device.type for parameter in empty.parameters()} == {"meta"}
     found = [
-        find_target_layers(
-            model, (*family.default_target_modules, "fc1"), unused_modules=family.unused_modules(model)
-        )
+        find_target_layers(model, family.target_sets["all"], unused_modules=family.unused_modules(model))
         for model in (empty, loaded)
     ]
     assert found[0] == found[1]
@@ -121,10 +119,11 @@ def test_both_encoders_get_a_lora_but_on_the_layer_that_the_unet_does_not_see(sa
             ("text_encoder_2.text_model.encoder.layers", [0, 1]),
         )
         for layer in layers
-        for name in (*attention, "mlp.fc1")
+        for name in (*attention, "mlp.fc1", "mlp.fc2")
     }
     assert {name for name in found[0] if not name.startswith("unet.")} == expected
-    assert sum(name.startswith("unet.") for name in found[0]) == 4 * 2 * (2 + 2 + 2 * 2)
+    # Two attentions and a feed-forward part a block, and what stands around the blocks.
+    assert sum(name.startswith("unet.") for name in found[0]) == (4 * 2 + 2) * (2 + 2 + 2 * 2) + 2 * 4
 
 
 def test_the_layer_left_out_would_get_no_gradient(sample: Sample) -> None:
@@ -137,7 +136,7 @@ def test_the_layer_left_out_would_get_no_gradient(sample: Sample) -> None:
 
 
 def test_every_adapter_gets_the_same_gradient_under_all_flags(sample: Sample) -> None:
-    model = adapted_transformer(sample, dropout=0.3)
+    model = adapted_transformer(sample, dropout=0.3, targets=sample.family.target_sets["all"])
     plain, *flagged = (gradients_of_a_step(sample, model, flags) for flags in FLAGS)
     assert {name.split(".")[0] for name in plain} == set(ALL)
     for name, gradient in plain.items():
@@ -150,7 +149,7 @@ def test_a_saved_lora_is_one_file_that_the_pipeline_loads_into_all_three(
     sample: Sample, tmp_path: Path
 ) -> None:
     family = sample.family
-    model = adapted_transformer(sample).eval()
+    model = adapted_transformer(sample, targets=family.target_sets["all"]).eval()
     tensors, settings = adapter_tensors(model), adapter_settings(model)
     (file,) = family.save_lora(tmp_path, tensors, settings)
     read, read_settings = family.read_lora(tmp_path)

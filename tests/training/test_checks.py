@@ -105,6 +105,23 @@ def test_preview_inputs_that_the_family_does_not_look_at_are_refused(root: Path)
     assert "validation.inputs: has no effect" in refusal(root, **changes)
 
 
+def test_a_named_set_of_layers_is_the_familys_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    qwen_image.tiny().save_pretrained(root / "model")
+    family = qwen_image.QwenImage
+    for name in ("attention", "all"):
+        listed = {"lora.target_modules": f"[{', '.join(family.target_sets[name])}]"}
+        found, same = (
+            check_run(load_config_of(root, changes), PROCESS).target_layers
+            for changes in ({"lora.target_modules": name}, listed)
+        )
+        assert found == same
+    monkeypatch.setattr(family, "target_sets", {})
+    message = (
+        "lora.target_modules: all is no set of layers that qwen_image names; list them instead, or leave it"
+    )
+    assert message in refusal(root, **{"lora.target_modules": "all"})
+
+
 def test_an_autoencoder_that_float16_is_too_narrow_for_is_refused(root: Path) -> None:
     sdxl.tiny().save_pretrained(root / "model")
     changes = {

@@ -23,6 +23,9 @@ EncodedMedia = dict[str, torch.Tensor]
 ``loss_mask`` where not all of them are learned, (1, ...) at their size, and whatever else the transformer is
 conditioned on, which joins the conditioning of its prompt."""
 
+TargetSets = Mapping[str, tuple[str, ...]]
+"""Names of linear layers, or endings of them, by the name of the set."""
+
 LoraFile = tuple[dict[str, torch.Tensor], dict[str, Any]]
 """An adapter as its file holds it: tensors by peft's names, without the component's prefix, and settings."""
 
@@ -134,7 +137,19 @@ class ModelFamily(ABC):
     @property
     @abstractmethod
     def default_target_modules(self) -> tuple[str, ...]:
-        """Endings of the names of the linear layers that get a LoRA; often a plain attribute."""
+        """Endings of the names of the linear layers that get a LoRA; often a plain attribute.
+
+        A ``*`` stands for one part of a name, such as the number of a block.
+        """
+
+    @property
+    def target_sets(self) -> TargetSets:
+        """Such endings by the name that ``lora.target_modules`` may give: ``attention`` and ``all``.
+
+        The first holds the projections of attention, the second the linear layers in the blocks. A family
+        without them takes lists alone.
+        """
+        return {}
 
     @property
     @abstractmethod

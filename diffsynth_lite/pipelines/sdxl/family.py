@@ -27,7 +27,13 @@ from diffsynth_lite.core.noise import DiffusionPath, PredictionType
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, described, device_and_dtype
-from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, LoraFile, PreviewRequest
+from diffsynth_lite.pipelines.base.family import (
+    Conditioning,
+    EncodedMedia,
+    LoraFile,
+    PreviewRequest,
+    TargetSets,
+)
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
 from diffsynth_lite.pipelines.base.latents import (
     encode_scaled_latents,
@@ -191,9 +197,21 @@ class SDXL(DiffusersFamily):
 
     @property
     def default_target_modules(self) -> tuple[str, ...]:
-        """All attention of the UNet, and of the text encoders where they are trained."""
-        text = ("q_proj", "k_proj", "v_proj", "out_proj") if self._trains_text else ()
-        return ("to_q", "to_k", "to_v", "to_out.0", *text)
+        """All attention of the UNet, and of the text encoders where they are trained: set ``attention``."""
+        return self.target_sets["attention"]
+
+    @property
+    def target_sets(self) -> TargetSets:
+        """``attention``: ``to_q, to_k, to_v, to_out.0``; ``all`` adds ``proj_in, proj_out, ff.net.0.proj,
+        ff.net.2``, but not what tells the ResNet blocks their timestep. Where text encoders are trained, both
+        have their attention, ``q_proj, k_proj, v_proj, out_proj``, and ``all`` also ``fc1, fc2``.
+        """
+        attention: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+        others: tuple[str, ...] = ("proj_in", "proj_out", "ff.net.0.proj", "ff.net.2")
+        if self._trains_text:
+            attention += ("q_proj", "k_proj", "v_proj", "out_proj")
+            others += ("fc1", "fc2")
+        return {"attention": attention, "all": attention + others}
 
     @property
     def size_divisor(self) -> int:

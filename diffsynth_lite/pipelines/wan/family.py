@@ -29,7 +29,7 @@ from diffsynth_lite.core.gradient import (
 )
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import assemble
-from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.first_frame import encode_clips, preview_start, with_first_frames
 from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.wan.experts import ExpertFamily
@@ -110,8 +110,14 @@ class Wan(ExpertFamily):
 
     @property
     def default_target_modules(self) -> tuple[str, ...]:
-        """All linear layers of the blocks: ``to_q, to_k, to_v, to_out.0, ffn.net.0.proj, ffn.net.2``."""
-        return "to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"
+        """All linear layers of the blocks: set ``all``."""
+        return self.target_sets["all"]
+
+    @property
+    def target_sets(self) -> TargetSets:
+        """``attention``: ``to_q, to_k, to_v, to_out.0``; ``all`` adds ``ffn.net.0.proj, ffn.net.2``."""
+        attention = ("to_q", "to_k", "to_v", "to_out.0")
+        return {"attention": attention, "all": (*attention, "ffn.net.0.proj", "ffn.net.2")}
 
     @property
     def encoder_classes(self) -> Mapping[str, Any]:
