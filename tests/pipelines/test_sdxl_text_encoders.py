@@ -24,11 +24,13 @@ from sdxl_folders import encoded_prompts, request_of
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.sdxl import SDXL
+from diffsynth_lite.training.checkpoint.lora_file import read_initial_lora
 
 ALL = ("unet", "text_encoder", "text_encoder_2")
 
@@ -176,6 +178,18 @@ def test_a_saved_lora_is_one_file_that_the_pipeline_loads_into_all_three(
     assert torch.equal(pooled, trained_pooled)
     for before, after in ((base, trained), (base_embeds, embeds), (base_pooled, pooled)):
         assert not torch.allclose(before, after, atol=1e-3)
+
+
+def test_a_run_of_the_unet_alone_does_not_start_from_a_part_of_such_a_lora(
+    sample: Sample, tmp_path: Path
+) -> None:
+    model = adapted_transformer(sample)
+    tensors, settings = adapter_tensors(model), adapter_settings(model)
+    sample.family.save_lora(tmp_path, tensors, settings)
+    unet = "unet."
+    layers = {name.removeprefix(unet) for name in settings["target_modules"] if name.startswith(unet)}
+    with pytest.raises(UserError, match=r"it also has text_encoder.*; set lora.target_modules and lora.comp"):
+        read_initial_lora(SDXL(sample.family.folder), str(tmp_path), layers=layers, rank=4, alpha=8)
 
 
 def test_previews_are_drawn_from_prompts_as_the_trained_encoders_see_them(

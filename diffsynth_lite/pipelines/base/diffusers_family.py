@@ -22,6 +22,7 @@ from diffsynth_lite.media import Media
 from diffsynth_lite.pipelines.base.composite import Composite, join_adapter, split_adapter
 from diffsynth_lite.pipelines.base.family import EncodedMedia, LoraFile, ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
+from diffsynth_lite.pipelines.base.lora_files import read_lora_file, save_lora_file
 from diffsynth_lite.pipelines.base.release_folder import empty_model
 
 
@@ -291,20 +292,26 @@ class DiffusersFamily(ModelFamily):
     def save_lora(
         self, folder: Path, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
     ) -> list[Path]:
-        files = []
-        for component, (layers, metadata) in split_adapter(tensors, settings, self.trained).items():
-            name = self.lora_file_name(component)
-            self.pipeline.save_lora_weights(
-                folder,
-                transformer_lora_layers=layers,
-                transformer_lora_adapter_metadata=metadata,
-                weight_name=name,
-            )
-            files.append(folder / name)
+        parts = split_adapter(tensors, settings, self.trained)
+        files = self._by_lora_file(folder)
+        for file, components in files.items():
+            of_file = {self.lora_prefix(component): parts[component] for component in components}
+            save_lora_file(self.pipeline, file, of_file)
+        return list(files)
+
+    def _by_lora_file(self, place: Path) -> dict[Path, list[str]]:
+        """Those of ``trained`` whose LoRA each file holds."""
+        files: dict[Path, list[str]] = {}
+        for component in self.trained:
+            files.setdefault(self.lora_file(place, component), []).append(component)
         return files
 
+    def lora_prefix(self, component: str) -> str:
+        """What the names of a component's tensors begin with in its LoRA file."""
+        return f"{component}."
+
     def lora_file(self, place: Path, component: str) -> Path:
-        """Where a component's LoRA is read: in a folder by its name there, or in the one file given.
+        """Where a component's LoRA is: in a folder by its name there, or in the one file given.
 
         Raises:
             UserError: one file is given where there are several.
@@ -318,23 +325,11 @@ class DiffusersFamily(ModelFamily):
         return place
 
     def read_lora(self, place: Path) -> LoraFile:
-        return join_adapter(
-            {component: self._read_component(self.lora_file(place, component)) for component in self.trained}
-        )
-
-    def _read_component(self, file: Path) -> LoraFile:
-        tensors, settings = self.pipeline.lora_state_dict(
-            file.parent,
-            weight_name=file.name,
-            use_safetensors=True,
-            local_files_only=True,
-            return_lora_metadata=True,
-        )
-        prefix = f"{self.pipeline.transformer_name}."
-        return (
-            {name.removeprefix(prefix): tensor for name, tensor in tensors.items()},
-            {name.removeprefix(prefix): value for name, value in (settings or {}).items()},
-        )
+        parts: dict[str, LoraFile] = {}
+        for file, components in self._by_lora_file(place).items():
+            read = read_lora_file(self.pipeline, file, list(map(self.lora_prefix, components)))
+            parts |= zip(components, read, strict=True)
+        return join_adapter(parts)
 
 
 def assemble(pipeline_class: Any, **parts: Any) -> Any:

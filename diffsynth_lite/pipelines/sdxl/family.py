@@ -6,8 +6,7 @@ Sources: diffusers ``unet_2d_condition.py`` and ``pipeline_stable_diffusion_xl.p
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
@@ -23,17 +22,11 @@ from diffsynth_lite.core.gradient import (
     gradient_flags,
     unwrapped,
 )
-from diffsynth_lite.core.noise import DiffusionPath, PredictionType
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, described, device_and_dtype
-from diffsynth_lite.pipelines.base.family import (
-    Conditioning,
-    EncodedMedia,
-    LoraFile,
-    PreviewRequest,
-    TargetSets,
-)
+from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
+from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
 from diffsynth_lite.pipelines.base.latents import (
     encode_scaled_latents,
@@ -42,8 +35,6 @@ from diffsynth_lite.pipelines.base.latents import (
 from diffsynth_lite.pipelines.sdxl.text_encoders import (
     clip_prompt_embeds,
     clip_prompt_encoder,
-    read_joint_lora,
-    save_joint_lora,
 )
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_sdxl_vae
@@ -130,7 +121,7 @@ def _lists_of_level(name: str, block_type: str, num_layers: int) -> Iterator[str
             yield f"{name}.attentions.{place}.transformer_blocks"
 
 
-class SDXL(DiffusersFamily):
+class SDXL(DiffusionFamily):
     """SDXL and models made from it: the UNet, and on request both text encoders with it.
 
     Denoising diffusion in 1000 timesteps; the folder's scheduler says whether the UNet predicts ``epsilon``
@@ -164,23 +155,6 @@ class SDXL(DiffusersFamily):
                 f"lora.components: [{', '.join(self.trained)}] is no choice here; use [unet], or "
                 f"[{', '.join(self.trainable)}]"
             )
-
-    def check_scheduler(self, scheduler: Any) -> None:
-        known = get_args(PredictionType)
-        if self._prediction_type not in known or not hasattr(scheduler, "alphas_cumprod"):
-            raise UserError(
-                f"model.path: {self.folder.path / 'scheduler'}: {described(scheduler)} is no sampler of "
-                f"denoising diffusion that predicts {' or '.join(known)}, which this family trains; get the "
-                "folder's own scheduler again, or check model.path and model.family"
-            )
-
-    @property
-    def _prediction_type(self) -> Any:
-        return self.scheduler_config.get("prediction_type", "epsilon")
-
-    @cached_property
-    def noise_path(self) -> DiffusionPath:
-        return DiffusionPath(self.load_scheduler().alphas_cumprod, self._prediction_type)
 
     @property
     def _trains_text(self) -> bool:
@@ -276,16 +250,6 @@ class SDXL(DiffusersFamily):
         """Those of its largest attention, on the second level."""
         return latents_shape[-2] * latents_shape[-1] // 4
 
-    def resolution_shift(self, latents_shape: Sequence[int]) -> float:
-        raise UserError(
-            "objective.shift: resolution is not defined for this family, whose timesteps have the same noise "
-            "at any size; use family, none or static"
-        )
-
-    def family_shift(self, latents_shape: Sequence[int]) -> float:
-        """None: a timestep has the same noise at any size."""
-        return 1.0
-
     def predict(
         self,
         transformer: torch.nn.Module,
@@ -335,15 +299,9 @@ class SDXL(DiffusersFamily):
         ).images
         return drawn
 
-    def save_lora(
-        self, folder: Path, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
-    ) -> list[Path]:
-        file = folder / self.lora_file_name("unet")
-        save_joint_lora(self.pipeline, file, tensors, settings, self.trained)
-        return [file]
-
-    def read_lora(self, place: Path) -> LoraFile:
-        return read_joint_lora(self.pipeline, self.lora_file(place, "unet"), self.trained)
+    def lora_prefix(self, component: str) -> str:
+        # transformers 5 has no such level in its CLIPTextModel; earlier versions and ComfyUI look for it.
+        return "text_encoder.text_model." if component == "text_encoder" else super().lora_prefix(component)
 
 
 def tiny() -> StableDiffusionXLPipeline:

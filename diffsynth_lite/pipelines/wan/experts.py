@@ -55,6 +55,9 @@ class ExpertFamily(DiffusersFamily):
             return super().lora_file_name(component)
         return f"pytorch_lora_weights_{_EXPERTS[component]}.safetensors"
 
+    def lora_prefix(self, component: str) -> str:
+        return "transformer."  # each file is that of a pipeline with one transformer
+
     def predict(
         self,
         transformer: torch.nn.Module,

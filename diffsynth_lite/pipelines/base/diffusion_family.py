@@ -1,0 +1,45 @@
+"""This file has what families share that are trained on denoising diffusion, in place of flow matching."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, get_args
+
+from diffsynth_lite.core.noise import DiffusionPath, PredictionType
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, described
+
+
+class DiffusionFamily(DiffusersFamily):
+    """A family of diffusers whose scheduler has ``alphas_cumprod``: the noise of each of its timesteps.
+
+    Its ``predict`` returns what the scheduler's ``prediction_type`` names, the noise or v. It tells the model
+    ``self.noise_path.timestep(sigma)``: a noise level is the part of all timesteps that lie below.
+    """
+
+    @property
+    def prediction_type(self) -> Any:
+        """By the folder's scheduler: ``epsilon`` or ``v_prediction``, else ``check_scheduler`` refuses it."""
+        return self.scheduler_config.get("prediction_type", "epsilon")
+
+    @cached_property
+    def noise_path(self) -> DiffusionPath:
+        return DiffusionPath(self.load_scheduler().alphas_cumprod, self.prediction_type)
+
+    def check_scheduler(self, scheduler: Any) -> None:
+        known = get_args(PredictionType)
+        if self.prediction_type not in known or not hasattr(scheduler, "alphas_cumprod"):
+            raise UserError(
+                f"model.path: {self.folder.path / 'scheduler'}: {described(scheduler)} is no sampler of "
+                f"denoising diffusion that predicts {' or '.join(known)}, which this family trains; get the "
+                "folder's own scheduler again, or check model.path and model.family"
+            )
+
+    def resolution_shift(self, latents_shape: Sequence[int]) -> float:
+        raise UserError(
+            "objective.shift: resolution is not defined for this family, whose timesteps have the same noise "
+            "at any size; use family, none or static"
+        )
+
+    def family_shift(self, latents_shape: Sequence[int]) -> float:
+        """None: a timestep has the same noise at any size."""
+        return 1.0
