@@ -30,6 +30,7 @@ from diffsynth_lite.pipelines import (
 CPU = torch.device("cpu")
 # Of different lengths, so that every family has to pad and to mask.
 PROMPTS = ("a red circle", "a blue square on a white background", "a ring")
+NEGATIVE = "blurred"
 # What UNets and Z-Image call the arguments of their forward, by the name that they have elsewhere.
 OTHER_NAMES = {
     "sample": "hidden_states",
@@ -52,12 +53,20 @@ def families_to_test(config: pytest.Config) -> list[str]:
 
 @dataclass(frozen=True)
 class Sample:
-    """A family's tiny pipeline, and a batch that it encoded itself."""
+    """A family's tiny pipeline, and a batch that it encoded itself.
+
+    Attributes:
+        prompts: what the prompt encoder made of ``PROMPTS``.
+        negative: what it made of ``NEGATIVE``.
+        conditioning: ``prompts``, each with what the media encoder made of its item beside the latents.
+    """
 
     name: str
     family: ModelFamily
     media: list[Media]
     latents: torch.Tensor
+    prompts: list[Conditioning]
+    negative: Conditioning
     conditioning: list[Conditioning]
 
     def fresh_pipeline(self) -> Any:
@@ -69,8 +78,8 @@ class Sample:
         media, family = self.media[0], self.family
         start = media.frames[:1] if family.needs_inputs else ()
         fixed = {
-            "conditioning": self.conditioning[0],
-            "negative": self.conditioning[1],
+            "conditioning": self.prompts[0],
+            "negative": self.negative,
             "inputs": media.inputs or start,
             "width": 4 * family.size_divisor,
             "height": 2 * family.size_divisor,
@@ -116,26 +125,34 @@ def build_media(family: ModelFamily) -> list[Media]:
     ]
 
 
+def build_prompts(family: ModelFamily, media: Sequence[Media]) -> list[Prompt]:
+    """Those of the items, and the negative one of a preview of the first."""
+    seen = [item.inputs if family.prompt_sees_images else () for item in media]
+    prompts = [Prompt(text=text, images=images) for text, images in zip(PROMPTS, seen, strict=True)]
+    return [*prompts, Prompt(text=NEGATIVE, images=seen[0], is_negative=True)]
+
+
 def build_sample(name: str, folder: Path, pipeline: Any = None) -> Sample:
     """A batch of the family's tiny pipeline, or of another one of the family."""
     family_class = load_family(name)
     (pipeline or importlib.import_module(family_class.__module__).tiny()).save_pretrained(folder)
     family = family_class(PipelineFolder(path=folder))
     media = build_media(family)
-    prompts = [
-        Prompt(text=text, images=item.inputs if family.prompt_sees_images else ())
-        for text, item in zip(PROMPTS, media, strict=True)
-    ]
     encoded = family.load_media_encoder(torch.float32, CPU)(media)
-    conditioning = family.load_prompt_encoder(torch.float32, CPU)(prompts)
+    encode = family.load_prompt_encoder(torch.float32, CPU)
+    *captions, against = build_prompts(family, media)
+    prompts = encode(captions)
+    (negative,) = encode([against])
     return Sample(
         name=name,
         family=family,
         media=media,
         latents=torch.stack([tensors["latents"] for tensors in encoded]),
+        prompts=prompts,
+        negative=negative,
         conditioning=[
             embeds | {key: value for key, value in tensors.items() if key != "latents"}
-            for embeds, tensors in zip(conditioning, encoded, strict=True)
+            for embeds, tensors in zip(prompts, encoded, strict=True)
         ],
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler, WanPipeline
-from family_sample import CPU, PROMPTS, Sample, assert_equal_under_all_flags, build_media
+from family_sample import CPU, PROMPTS, Sample, assert_equal_under_all_flags, build_media, build_sample
 from wan_pipelines import ti2v
 
 from diffsynth_lite.errors import UserError
@@ -156,16 +156,8 @@ def test_in_bf16_the_input_follows_the_first_layer_and_not_what_stays_in_fp32(sa
 
 
 @pytest.fixture
-def sample_of_wan(family: Wan) -> Sample:
-    media = build_media(family)
-    encoded = family.load_media_encoder(torch.float32, CPU)(media)
-    return Sample(
-        name="wan",
-        family=family,
-        media=media,
-        latents=torch.stack([tensors["latents"] for tensors in encoded]),
-        conditioning=family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=text) for text in PROMPTS]),
-    )
+def sample_of_wan(tmp_path: Path) -> Sample:
+    return build_sample("wan", tmp_path)
 
 
 def test_the_facts_of_ti2v_come_from_its_folder(family: Wan, ti2v_family: Wan) -> None:

@@ -63,7 +63,8 @@ class AuraFlow(DiffusersFamily):
     default_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"aura_flow/prompt/1 {self.folder.fingerprints('text_encoder', 'tokenizer')} {dtype}"
+        parts = self.folder.fingerprints("text_encoder", "tokenizer")
+        return f"aura_flow/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device

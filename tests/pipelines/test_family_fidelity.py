@@ -1,0 +1,331 @@
+"""Every family's encoders and previews against its own diffusers pipeline; a new file is tested here too."""
+
+import dataclasses
+import inspect
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from family_sample import CPU, NEGATIVE, PROMPTS, SIGMA, Sample, build_prompts, picture, transformer_calls
+from PIL.Image import Image
+from transformers import ProcessorMixin
+
+from diffsynth_lite.config.model import ModelSettings
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Prompt
+from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, PreviewRequest
+
+DTYPE, TEXT_DTYPE, VAE_DTYPE = (
+    getattr(torch, ModelSettings.model_fields[name].default)
+    for name in ("dtype", "text_encoder_dtype", "vae_dtype")
+)
+# Much, because tiny models hardly listen to their prompts.
+GUIDANCE = 20.0
+Calls = list[dict[str, Any]]
+Encoded = list[dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def pipeline(sample: Sample) -> Any:
+    """The pipeline that diffusers itself reads from the folder.
+
+    Not the one in memory: weights in other places are summed in another order.
+    """
+    pipeline = type(sample.fresh_pipeline()).from_pretrained(sample.family.folder.path)
+    pipeline.set_progress_bar_config(disable=True)
+    if sample.name == "chroma":
+        # diffusers issue 12116: a mask of numbers, which torch adds to the attention's scores, hides nothing.
+        pipeline.transformer.register_forward_pre_hook(
+            lambda _module, args, kwargs: (
+                args,
+                kwargs | {"attention_mask": kwargs["attention_mask"].bool()},
+            ),
+            with_kwargs=True,
+        )
+    return pipeline
+
+
+def is_told(sample: Sample) -> bool:
+    """Whether the model is told a guidance scale; others are steered away from the negative prompt."""
+    return bool(sample.family.folder.component_config(sample.family.trained[0]).get("guidance_embeds"))
+
+
+def call_of(sample: Sample, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
+    """Arguments of the pipeline's own call for a preview of the first of ``PROMPTS``."""
+    known = inspect.signature(pipeline.__call__).parameters
+    scale_name = "true_cfg_scale" if "true_cfg_scale" in known and not is_told(sample) else "guidance_scale"
+    call = {
+        "prompt": PROMPTS[0],
+        "negative_prompt": NEGATIVE,
+        "num_frames": request.num_frames,
+        # Some pipelines count the scale from 0 and not from 1; without guidance both have 0.
+        scale_name: request.guidance_scale if is_told(sample) or request.guidance_scale > 1 else 0.0,
+        # Some draw in a size of their own otherwise.
+        "max_area": request.width * request.height,
+        "use_resolution_binning": False,
+        "output_type": "pil",
+        **({"image": request.inputs[0]} if request.inputs else {}),
+    }
+    return request.call_arguments() | {name: value for name, value in call.items() if name in known}
+
+
+def levels(frames: list[Image]) -> np.ndarray[Any, Any]:
+    """(F, H, W, 3), 0 to 255."""
+    return np.stack([np.asarray(frame) for frame in frames]).astype(int)
+
+
+def prompt_shapes(calls: Calls) -> list[list[torch.Size]]:
+    return [[row.shape for row in call["encoder_hidden_states"]] for call in calls]
+
+
+@pytest.mark.parametrize("scale", [1.0, GUIDANCE])
+def test_a_preview_is_what_the_pipeline_draws_from_the_text(
+    sample: Sample, pipeline: Any, scale: float
+) -> None:
+    processor = pipeline.components.get("processor")
+    if processor is not None and not isinstance(processor, ProcessorMixin):
+        pytest.skip("the pipeline's own processor of texts and pictures needs torchvision")
+    family, frames = sample.family, []
+    request = sample.request(num_inference_steps=2, guidance_scale=scale, seed=5)
+    ours = family.load_transformer(torch.float32)
+    calls = transformer_calls(ours, lambda: frames.extend(family.sample(ours, torch.float32, [request])))
+    arguments, theirs = call_of(sample, pipeline, request), getattr(pipeline, *family.trained)
+    their_calls = transformer_calls(theirs, lambda: frames.append(pipeline(**arguments)))
+    drawn, output = frames
+    expected = output.frames[0] if hasattr(output, "frames") else output.images
+    difference = np.abs(levels(drawn) - levels(expected)).max()
+    # Where a family cuts padding away that its pipeline hides, the same numbers are summed in another order.
+    is_cut = prompt_shapes(calls) != prompt_shapes(their_calls)
+    assert difference <= (1 if is_cut else 0)
+    assert len(calls) == len(their_calls)
+
+
+def test_another_caption_and_another_negative_prompt_draw_something_else(sample: Sample) -> None:
+    transformer = sample.family.load_transformer(torch.float32)
+    request = sample.request(num_inference_steps=2, guidance_scale=GUIDANCE, seed=5)
+    requests = [
+        request,
+        dataclasses.replace(request, conditioning=sample.prompts[1]),
+        dataclasses.replace(request, negative=sample.prompts[1]),
+    ]
+    drawn, of_another, steered_from_another = (
+        levels(frames) for frames in sample.family.sample(transformer, torch.float32, requests)
+    )
+    assert (drawn != of_another).any()
+    assert is_told(sample) or (drawn != steered_from_another).any()
+
+
+def test_the_latents_that_are_trained_are_those_that_the_pipeline_decodes(
+    sample: Sample, pipeline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, vae_class, scheduler_class = sample.family, type(pipeline.vae), type(pipeline.scheduler)
+    encode, decode = vae_class.encode, vae_class.decode
+    encoded: list[torch.Tensor] = []
+    decoded: list[torch.Tensor] = []
+
+    def watched_encode(vae: Any, pixels: torch.Tensor, **settings: Any) -> Any:
+        output = encode(vae, pixels, **settings)
+        encoded.append(output.latent_dist.mode() if hasattr(output, "latent_dist") else output.latent)
+        return output
+
+    def watched_decode(vae: Any, latents: torch.Tensor, *args: Any, **settings: Any) -> Any:
+        decoded.append(latents)
+        return decode(vae, latents, *args, **settings)
+
+    monkeypatch.setattr(vae_class, "encode", watched_encode)
+    monkeypatch.setattr(vae_class, "decode", watched_decode)
+    (tensors,) = family.load_media_encoder(torch.float32, CPU)(sample.media[:1])
+    model = family.load_transformer(torch.float32)
+    latents, conditioning = tensors["latents"][None], [sample.conditioning[0]]
+    (call,) = transformer_calls(model, lambda: family.predict(model, latents, torch.ones(1), conditioning))
+    # Whatever the model says, and whatever else this scheduler's step is given, it ends at the clean latents.
+    monkeypatch.setattr(
+        scheduler_class,
+        "step",
+        lambda _scheduler, output, *_, **__: (as_sampled(call["hidden_states"], output), None),
+    )
+    family.sample(model, torch.float32, [sample.request(num_inference_steps=2, guidance_scale=1.0, seed=5)])
+    of_this_shape = [each for each in encoded if each.shape == decoded[0].shape]
+    assert any(torch.allclose(decoded[0], each, rtol=1e-4, atol=1e-5) for each in of_this_shape)
+
+
+def as_sampled(hidden_states: torch.Tensor | list[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+    """What the transformer was given of the clean latents, in the layout of what the sampler works on.
+
+    Behind them, in the tokens or in the channels, may stand those of other pictures.
+    """
+    given = torch.stack(hidden_states) if isinstance(hidden_states, list) else hidden_states
+    if given.numel() == output.numel():
+        return given.reshape(output.shape)
+    return given[tuple(map(slice, output.shape))]
+
+
+def test_latents_are_channel_first(sample: Sample) -> None:
+    """(C, H, W) or (C, F, H, W): masks and the memory plan count on it."""
+    family, divisor, num_frames = sample.family, sample.family.size_divisor, len(sample.media[0].frames)
+    *others, height, width = sample.latents.shape[1:]
+    assert len(others) == 2 or (len(others) == 1 and family.frame_step is None)
+    assert family.latents_shape(8 * divisor, 2 * divisor, num_frames) == (*others, height, 2 * width)
+    assert family.latents_shape(4 * divisor, 4 * divisor, num_frames) == (*others, 2 * height, width)
+    if family.frame_step is not None:
+        longer = family.latents_shape(4 * divisor, 2 * divisor, num_frames + family.frame_step)
+        assert longer == (others[0], others[1] + 1, height, width)
+
+
+@pytest.fixture
+def folder(sample: Sample, tmp_path: Path) -> Path:
+    """A copy of the family's folder."""
+    return Path(shutil.copytree(sample.family.folder.path, tmp_path / "copy"))
+
+
+def bound(sample: Sample, folder: Path) -> ModelFamily:
+    """The family as a new run would have it."""
+    return type(sample.family)(PipelineFolder(path=folder))
+
+
+def identity(sample: Sample, folder: Path, encoder: str, dtype: torch.dtype = torch.float32) -> str:
+    """The encoder's part of the cache's keys."""
+    found: str = getattr(bound(sample, folder), f"{encoder}_encoder_id")(dtype)
+    return found
+
+
+def load_encoder(sample: Sample, folder: Path, encoder: str) -> Callable[[Any], Encoded]:
+    load = getattr(bound(sample, folder), f"load_{encoder}_encoder")
+    loaded: Callable[[Any], Encoded] = load(torch.float32, CPU)
+    return loaded
+
+
+def is_needed(sample: Sample, component: Path, encoder: str) -> bool:
+    """Whether the encoder cannot be loaded without a component's weights, or the files of one without."""
+    files = list(component.glob("*.safetensors")) or list(component.iterdir())
+    away = component.with_name("away")
+    away.mkdir()
+    for file in files:
+        file.rename(away / file.name)
+    try:
+        load_encoder(sample, component.parent, encoder)
+    except (UserError, OSError):
+        return True
+    finally:
+        for file in away.iterdir():
+            file.rename(component / file.name)
+        away.rmdir()
+    return False
+
+
+@pytest.mark.parametrize("encoder", ["prompt", "media"])
+def test_a_cache_key_changes_with_the_dtype_and_with_every_file_that_the_encoder_needs(
+    sample: Sample, folder: Path, encoder: str
+) -> None:
+    before = identity(sample, folder, encoder)
+    assert identity(sample, folder, encoder, torch.bfloat16) != before
+    needed = [component for component in folder.glob("*/") if is_needed(sample, component, encoder)]
+    assert needed
+    for file in (file for component in needed for file in component.iterdir()):
+        content = file.read_bytes()
+        file.write_bytes(content + b" ")
+        assert identity(sample, folder, encoder) != before, file.relative_to(folder)
+        file.write_bytes(content)
+
+
+def is_equal(first: Encoded, second: Encoded) -> bool:
+    return all(
+        row.keys() == other.keys() and all(torch.equal(row[name], other[name]) for name in row)
+        for row, other in zip(first, second, strict=True)
+    )
+
+
+def test_a_prompts_cache_key_changes_with_the_length_at_which_it_is_cut(
+    sample: Sample, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = sample.family.max_prompt_tokens // 2
+    seen = sample.media[0].inputs if sample.family.prompt_sees_images else ()
+    prompts = [Prompt(text="circle " * limit, images=seen)]
+    before, encoded = identity(sample, folder, "prompt"), load_encoder(sample, folder, "prompt")(prompts)
+    monkeypatch.setattr(type(sample.family), "max_prompt_tokens", limit)
+    cut = load_encoder(sample, folder, "prompt")(prompts)
+    assert is_equal(cut, encoded) or identity(sample, folder, "prompt") != before
+
+
+@pytest.mark.parametrize("encoder", ["prompt", "media"])
+def test_a_cache_key_changes_with_the_pipeline_where_another_one_encodes_otherwise(
+    sample: Sample, folder: Path, encoder: str
+) -> None:
+    before, index = identity(sample, folder, encoder), folder / "model_index.json"
+    given = build_prompts(sample.family, sample.media)[:1] if encoder == "prompt" else sample.media[:1]
+    encoded, settings = load_encoder(sample, folder, encoder)(given), json.loads(index.read_text())
+    for name in set(sample.family.pipeline_classes) - {settings["_class_name"]}:
+        index.write_text(json.dumps(settings | {"_class_name": name}))
+        try:
+            bound(sample, folder).check_folder()
+        except UserError:
+            continue  # it has other components, too
+        of_another = load_encoder(sample, folder, encoder)(given)
+        assert is_equal(of_another, encoded) or identity(sample, folder, encoder) != before
+
+
+def requests_of(sample: Sample, scale: float) -> Iterator[PreviewRequest]:
+    """With the inputs that the family takes and, where it needs none, without."""
+    request = sample.request(num_inference_steps=2, guidance_scale=scale, seed=5)
+    yield request
+    if not request.inputs and {"edit", "image_to_video"} & set(sample.family.record_kinds):
+        yield dataclasses.replace(request, inputs=(picture(100, 80, 20),))
+
+
+@pytest.fixture(scope="module")
+def default_sample(sample: Sample) -> Sample:
+    """Encoded in the dtypes that a config has unless it says otherwise."""
+    *prompts, negative = sample.family.load_prompt_encoder(TEXT_DTYPE, CPU)(
+        build_prompts(sample.family, sample.media)
+    )
+    encoded = sample.family.load_media_encoder(VAE_DTYPE, CPU)(sample.media)
+    latents = torch.stack([tensors.pop("latents") for tensors in encoded])
+    conditioning = [prompt | tensors for prompt, tensors in zip(prompts, encoded, strict=True)]
+    return dataclasses.replace(
+        sample, latents=latents, prompts=prompts, negative=negative, conditioning=conditioning
+    )
+
+
+@pytest.mark.parametrize(
+    ("vae_dtype", "is_mixed"), [(VAE_DTYPE, True), (VAE_DTYPE, False), (DTYPE, True)], ids=str
+)
+def test_a_model_in_the_default_dtypes_trains_and_draws(
+    default_sample: Sample, vae_dtype: torch.dtype, is_mixed: bool
+) -> None:
+    family = default_sample.family
+    model = family.load_transformer(DTYPE)
+    if is_mixed:  # what accelerate does to a model
+        model.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(model.forward))
+    with torch.no_grad():
+        velocity = family.predict(model, default_sample.latents, SIGMA, default_sample.conditioning)
+    assert velocity.shape == default_sample.latents.shape
+    assert velocity.isfinite().all()
+    requests = [request for scale in (1.0, GUIDANCE) for request in requests_of(default_sample, scale)]
+    for request, frames in zip(requests, family.sample(model, vae_dtype, requests), strict=True):
+        assert [frame.size for frame in frames] == [(request.width, request.height)] * request.num_frames
+
+
+def test_a_prompt_counts_the_same_alone_and_beside_longer_ones(sample: Sample) -> None:
+    transformer = sample.family.load_transformer(torch.float32)
+
+    def predict(conditioning: Encoded, places: slice) -> torch.Tensor:
+        with torch.no_grad():
+            return sample.family.predict(
+                transformer, sample.latents[places], SIGMA[places], conditioning[places]
+            )
+
+    together = predict(sample.conditioning, slice(3))
+    alone = [predict(sample.conditioning, slice(place, place + 1)) for place in range(3)]
+    # A longer row sums the same numbers in another order.
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
+    others = [
+        own | prompt
+        for own, prompt in zip(sample.conditioning, sample.prompts[1:] + sample.prompts[:1], strict=True)
+    ]
+    assert not torch.allclose(predict(others, slice(3)), together, rtol=1e-4, atol=1e-4)
