@@ -1,16 +1,19 @@
 """This file trains LTX-Video: clips from text, and from text with their first frame.
 
 Layouts: b batch, c latent channels, f latent frames, h and w latent height and width; l tokens, d channels.
-Sources: diffusers ``transformer_ltx.py``, ``pipeline_ltx.py`` and ``pipeline_ltx_image2video.py``.
+Sources: diffusers ``transformer_ltx.py``, ``pipeline_ltx.py``, ``pipeline_ltx_image2video.py`` and
+``pipeline_ltx_condition.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from diffusers import (
     AutoencoderKLLTXVideo,
     FlowMatchEulerDiscreteScheduler,
+    LTXConditionPipeline,
     LTXImageToVideoPipeline,
     LTXPipeline,
     LTXVideoTransformer3DModel,
@@ -24,6 +27,7 @@ from diffsynth_lite.core.gradient import (
     gradient_checkpoint_forward,
     gradient_flags,
 )
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
@@ -40,7 +44,10 @@ _TEMPORAL = 8
 _NUM_TIMESTEPS = 1000
 _DECODE_TIMESTEP = 0.05
 _DECODE_NOISE = 0.025
-"""What diffusers' page on LTX-Video advises for autoencoders that remove noise while they decode (0.9.1)."""
+"""For autoencoders that remove noise while they decode, 0.9.1 and later; source: ``configs/`` of Lightricks'
+LTX-Video, which has these of all releases."""
+_START_NOISE = 0.15
+"""Default of ``image_cond_noise_scale`` of ``LTXConditionPipeline``."""
 
 
 def model_fn_ltx_video(
@@ -51,6 +58,7 @@ def model_fn_ltx_video(
     prompt_embeds_mask: torch.Tensor | None = None,
     *,
     frame_rate: torch.Tensor,
+    causal_positions: bool = False,
     use_gradient_checkpointing: bool = False,
     use_gradient_checkpointing_offload: bool = False,
     policy: BlockPolicy | None = None,
@@ -64,6 +72,8 @@ def model_fn_ltx_video(
         prompt_embeds_bld: (B, L, D) prompt embeddings, padded on the right.
         prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
         frame_rate: (B,), frames per second of the clips: positions in time are in seconds.
+        causal_positions: the first latent frame, which is of one frame of the clip, is as near to the next as
+            that: as of 0.9.5. Before, all latent frames are 8 frames apart.
         use_gradient_checkpointing: recompute each block in backward.
         use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
         policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
@@ -72,6 +82,7 @@ def model_fn_ltx_video(
         (B, 128, F, H, W), the predicted velocity ``noise - latents``.
     """
     num_frames, height, width = latents_bcfhw.shape[2:]
+    positions = (_causal_positions if causal_positions else _even_positions)(latents_bcfhw.shape, frame_rate)
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
     with checkpoint_blocks(
         transformer,
@@ -86,30 +97,60 @@ def model_fn_ltx_video(
             timestep=timestep,
             encoder_hidden_states=prompt_embeds_bld,
             encoder_attention_mask=prompt_embeds_mask,
-            num_frames=num_frames,
-            height=height,
-            width=width,
-            # Axes as diffusers multiplies them: (B, 1, F, H, W).
-            rope_interpolation_scale=(_TEMPORAL / frame_rate.view(-1, 1, 1, 1, 1), _SPATIAL, _SPATIAL),
+            **positions,
             return_dict=False,
         )[0]
     velocity_bcfhw: torch.Tensor = LTXPipeline._unpack_latents(velocity_bld, num_frames, height, width)
     return velocity_bcfhw
 
 
+def _even_positions(shape: Sequence[int], frame_rate: torch.Tensor) -> dict[str, Any]:
+    """Arguments of the transformer: what ``LTXPipeline`` gives it, for each clip by its own frame rate."""
+    _, _, num_frames, height, width = shape
+    return {
+        "num_frames": num_frames,
+        "height": height,
+        "width": width,
+        # Axes as diffusers multiplies them: (B, 1, F, H, W).
+        "rope_interpolation_scale": (_TEMPORAL / frame_rate.view(-1, 1, 1, 1, 1), _SPATIAL, _SPATIAL),
+    }
+
+
+def _causal_positions(shape: Sequence[int], frame_rate: torch.Tensor) -> dict[str, Any]:
+    """Arguments of the transformer: what ``LTXConditionPipeline`` gives it, (B, 3, L): seconds and pixels."""
+    batch, _, num_frames, height, width = shape
+    places = LTXConditionPipeline._prepare_video_ids(
+        batch, num_frames, height, width, device=frame_rate.device
+    )
+    coords = LTXConditionPipeline._scale_video_ids(
+        places, scale_factor=_SPATIAL, scale_factor_t=_TEMPORAL
+    ).float()
+    coords[:, 0] *= 1 / frame_rate[:, None]
+    return {"video_coords": coords}
+
+
 class LTXVideo(DiffusersFamily):
-    """LTX-Video 0.9 and 0.9.1, from text, and from text with a first frame.
+    """LTX-Video 0.9 to 0.9.8, 2B and 13B, from text, and from text with a first frame.
 
-    28 blocks, T5 prompts, a causal VAE of 128 channels: 1/8 of the frames, 1/32 of the size. Folders of
-    ``LTXConditionPipeline`` (0.9.5 and later) are refused: other positions in time. These are in seconds, so
-    that each clip trains at its own frame rate, and previews are drawn at 25 frames a second.
+    28 blocks (13B: 48), T5 prompts, a causal VAE of 128 channels: 1/8 of the frames, 1/32 of the size.
+    Positions in time are in seconds, so that each clip trains at its own frame rate, and previews are drawn
+    at 25 frames a second.
 
-    A clip with a first frame is trained as ``LTXImageToVideoPipeline`` samples it: the first latent frame is
-    that of the picture, without noise and at timestep 0, and does not count in the loss. It takes clips of 9
-    frames or more; a last frame is an error.
+    0.9.5 and later, of ``LTXConditionPipeline``, have other positions in time, longer prompts, and a little
+    noise on a first frame. A folder with their autoencoder is one of them also where it names
+    ``LTXPipeline``, as diffusers' conversion script does for 0.9.5. Their sampler has no shift, so that
+    ``objective.shift: family`` trains all noise levels alike; Lightricks' own trainer trains high ones more,
+    and the recipe does as it does. The distilled ones (0.9.7, 0.9.8) cannot be told from the others by their
+    files; training undoes what lets them draw in 4 to 10 steps. The upscalers are other models.
+
+    A clip with a first frame is trained as the pipelines sample it: the first latent frame is that of the
+    picture, at timestep 0, and does not count in the loss. Its latents are drawn anew in each step, from the
+    mean and standard deviation that the autoencoder gives them; from 0.9.5 on with noise of 0.15 sigma^2
+    besides, the default ``image_cond_noise_scale``. It takes clips of 9 frames or more; a last frame is an
+    error.
     """
 
-    pipelines = (LTXPipeline, LTXImageToVideoPipeline)
+    pipelines = (LTXPipeline, LTXImageToVideoPipeline, LTXConditionPipeline)
     releases = LTX_VIDEO
     transformer_class = LTXVideoTransformer3DModel
     encoder_classes: ClassVar[Mapping[str, Any]] = {
@@ -123,22 +164,45 @@ class LTXVideo(DiffusersFamily):
     frame_step = _TEMPORAL
     default_num_frames = 161
     default_fps = 25.0
-    max_prompt_tokens = 128
     default_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
     target_sets: ClassVar[TargetSets] = {
         "attention": default_target_modules,
         "all": (*default_target_modules, "ff.net.0.proj", "ff.net.2"),
     }
 
+    @cached_property
+    def _takes_conditions(self) -> bool:
+        """Whether the folder holds 0.9.5 or later, which are sampled by ``LTXConditionPipeline``."""
+        blocks = self.folder.component_config("vae").get("down_block_types", ())
+        named = self.folder.pipeline_class_name()
+        return named == LTXConditionPipeline.__name__ or "LTXVideo095DownBlock3D" in blocks
+
+    @cached_property
+    def pipeline(self) -> Any:
+        return LTXConditionPipeline if self._takes_conditions else super().pipeline
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """128; from 0.9.5 on 256."""
+        return 256 if self._takes_conditions else 128
+
+    def check_scheduler(self, scheduler: Any) -> None:
+        super().check_scheduler(scheduler)
+        if self._takes_conditions and scheduler.config.get("use_dynamic_shifting"):
+            raise UserError(
+                f"model.path: {self.folder.path / 'scheduler'} has use_dynamic_shifting, with which "
+                "LTXConditionPipeline cannot draw; set it to false there, as it is in 0.9.5 and 0.9.7"
+            )
+
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
         parts = self.folder.fingerprints("text_encoder", "tokenizer")
+        # The length also tells the pipelines apart: that of 256 tokens hides the padding from T5.
         return f"ltx_video/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        encoder = self.load_component("text_encoder", dtype).to(device)
-        pipeline = assemble(LTXPipeline, text_encoder=encoder, tokenizer=self.load_tokenizer())
+        pipeline = self.prompt_pipeline(dtype, device)
 
         @torch.no_grad()
         def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
@@ -154,7 +218,7 @@ class LTXVideo(DiffusersFamily):
         return encode
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"ltx_video/latents/1 {self.folder.fingerprint('vae')} {dtype}"
+        return f"ltx_video/latents/2 {self.folder.fingerprint('vae')} {dtype}"
 
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
@@ -162,14 +226,21 @@ class LTXVideo(DiffusersFamily):
         vae = self.load_component("vae", dtype).to(device)
         processor = assemble(LTXPipeline, vae=vae).video_processor
 
-        def latents_of(clips: Sequence[Sequence[Image]]) -> torch.Tensor:
-            return _encode_latents(vae, processor.preprocess_video([list(frames) for frames in clips]))
+        def encode_pixels(clips: Sequence[Sequence[Image]]) -> Any:
+            pixels_bcfhw = processor.preprocess_video([list(frames) for frames in clips])
+            return vae.encode(pixels_bcfhw.to(vae.device, vae.dtype)).latent_dist
 
+        @torch.no_grad()
         def encode(media: Sequence[Media]) -> list[EncodedMedia]:
-            return [
-                tensors | {"frame_rate": torch.tensor(item.fps or self.default_fps)}
-                for item, tensors in zip(media, encode_clips(media, latents_of), strict=True)
-            ]
+            encoded = encode_clips(media, lambda clips: _normalised(vae, encode_pixels(clips).mode()))
+            for item, tensors in zip(media, encoded, strict=True):
+                tensors["frame_rate"] = torch.tensor(item.fps or self.default_fps)
+                if item.first_frame is not None:
+                    std_bcfhw = encode_pixels([[item.first_frame]]).std
+                    tensors["first_frame_std"] = _normalised(vae, std_bcfhw, mean=0)[0]
+                    # So that the rest of the noisy latents there is noise, to draw those of the picture with.
+                    tensors["latents"][:, :1] = tensors["first_frame_latents"]
+            return encoded
 
         return encode
 
@@ -190,7 +261,12 @@ class LTXVideo(DiffusersFamily):
     ) -> torch.Tensor:
         like = device_and_dtype(transformer)
         embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning], **like)
-        latents_bcfhw, timestep = with_first_frames(noisy_latents, sigma * _NUM_TIMESTEPS, conditioning)
+        noise_scale = _START_NOISE if self._takes_conditions else 0.0
+        starts = [
+            _with_drawn_start(sample, noisy_cfhw, level, noise_scale)
+            for sample, noisy_cfhw, level in zip(conditioning, noisy_latents, sigma, strict=True)
+        ]
+        latents_bcfhw, timestep = with_first_frames(noisy_latents, sigma * _NUM_TIMESTEPS, starts)
         frame_rate = torch.stack([sample["frame_rate"] for sample in conditioning])
         return model_fn_ltx_video(
             transformer,
@@ -199,28 +275,39 @@ class LTXVideo(DiffusersFamily):
             embeds_bld,
             mask,
             frame_rate=frame_rate.to(like["device"]),
+            causal_positions=self._takes_conditions,
             **gradient_flags(),
         )
 
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[list[Image]]:
+        if self._takes_conditions:
+            pipeline = self.preview_pipeline(transformer, vae_dtype)
+            return [self.draw(pipeline, request) for request in requests]
         like = device_and_dtype(transformer)
         # The image-to-video pipeline hands pictures and latents to the VAE in the dtype of the prompt.
         dtype = like["dtype"] if any(request.inputs for request in requests) else vae_dtype
         vae = self.load_component("vae", dtype).to(like["device"])
         parts = {"vae": vae, "transformer": transformer, "scheduler": self.load_scheduler()}
-        return [self._draw(parts, request, like) for request in requests]
+        drawn = []
+        for request in requests:
+            pipeline = assemble(LTXImageToVideoPipeline if request.inputs else LTXPipeline, **parts)
+            pipeline.set_progress_bar_config(disable=True)
+            drawn.append(self.draw(pipeline, request))
+        return drawn
 
-    def _draw(self, parts: dict[str, Any], request: PreviewRequest, like: dict[str, Any]) -> list[Image]:
+    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+        like = device_and_dtype(pipeline.transformer)
         guided = request.guidance_scale > 1
         prompts = [request.conditioning, *([request.negative] if guided else [])]
-        embeds_bld, mask = pad_tokens([prompt["prompt_embeds"] for prompt in prompts], **like)
+        # As long as the pipeline's own: a shorter sum would be rounded otherwise.
+        embeds_bld, mask = pad_tokens(
+            [prompt["prompt_embeds"] for prompt in prompts], length=self.max_prompt_tokens, **like
+        )
         mask = embeds_bld.new_ones(embeds_bld.shape[:2]) if mask is None else mask
-        pipeline = assemble(LTXImageToVideoPipeline if request.inputs else LTXPipeline, **parts)
-        pipeline.set_progress_bar_config(disable=True)
-        # With a picture, diffusers draws the noise for the decoding on the device.
-        noise_device = like["device"] if request.inputs else "cpu"
+        # This one draws the noise for the decoding on the device.
+        noise_device = like["device"] if isinstance(pipeline, LTXImageToVideoPipeline) else "cpu"
         frames: list[Image] = pipeline(
             **preview_start(request),
             prompt_embeds=embeds_bld[:1],
@@ -237,12 +324,35 @@ class LTXVideo(DiffusersFamily):
         return frames
 
 
-@torch.no_grad()
-def _encode_latents(vae: Any, pixels_bcfhw: torch.Tensor) -> torch.Tensor:
-    """(B, 128, f, h, w), fp32, on the CPU: the mode, normalised with what the pipeline undoes."""
-    latents_bcfhw = vae.encode(pixels_bcfhw.to(vae.device, vae.dtype)).latent_dist.mode().float()
+def _with_drawn_start(
+    sample: Conditioning, noisy_cfhw: torch.Tensor, sigma: torch.Tensor, noise_scale: float
+) -> Conditioning:
+    """A sample whose first frame, if it has one, is drawn as the pipelines draw it.
+
+    Drawn is with the noise of the noisy latents there, of which nothing else makes use: these are
+    ``1 - sigma`` of the first frame and ``sigma`` of the noise.
+
+    Args:
+        noisy_cfhw: (C, F, H, W), its noisy latents.
+        sigma: (), their noise level.
+        noise_scale: ``image_cond_noise_scale`` of ``LTXConditionPipeline``: noise of this times sigma^2 comes
+            on top. The sum of two draws is one of the root of the sum of their variances.
+    """
+    if "first_frame_latents" not in sample:
+        return sample
+    first_cfhw, std_cfhw = (
+        sample[f"first_frame_{name}"].to(noisy_cfhw.device) for name in ("latents", "std")
+    )
+    noise_cfhw = (noisy_cfhw[:, :1] - (1 - sigma) * first_cfhw) / sigma.clamp(min=1e-6)
+    scale_cfhw = (std_cfhw**2 + (noise_scale * sigma**2) ** 2).sqrt()
+    return sample | {"first_frame_latents": first_cfhw + scale_cfhw * noise_cfhw}
+
+
+def _normalised(vae: Any, latents_bcfhw: torch.Tensor, mean: float | None = None) -> torch.Tensor:
+    """What the pipeline undoes before it decodes, in fp32, on the CPU; ``mean`` stands for the VAE's own."""
+    means = vae.latents_mean if mean is None else torch.full_like(vae.latents_mean, mean)
     normalised_bcfhw: torch.Tensor = LTXPipeline._normalize_latents(
-        latents_bcfhw, vae.latents_mean, vae.latents_std, vae.config.scaling_factor
+        latents_bcfhw.float(), means, vae.latents_std, vae.config.scaling_factor
     )
     return normalised_bcfhw.cpu()
 

@@ -1,4 +1,4 @@
-"""LTX-Video: 0.9 and 0.9.1."""
+"""LTX-Video: 0.9 to 0.9.8."""
 
 from dataclasses import replace
 
@@ -66,4 +66,70 @@ _V091 = replace(
         ),
     },
 )
-LTX_VIDEO: tuple[Release, ...] = (_V090, _V091)
+_V095 = replace(
+    _V090,
+    name="LTX-Video 0.9.5",
+    hub_id="Lightricks/LTX-Video-0.9.5",
+    pipeline_class="LTXConditionPipeline",
+    components={
+        **_V090.components,
+        "vae": ReleaseComponent(
+            class_name="AutoencoderKLLTXVideo",
+            config={
+                "block_out_channels": (128, 256, 512, 1024, 2048),
+                "decoder_block_out_channels": (256, 512, 1024),
+                "decoder_inject_noise": (False, False, False, False),
+                "decoder_layers_per_block": (5, 5, 5, 5),
+                "decoder_spatio_temporal_scaling": (True, True, True),
+                "down_block_types": ("LTXVideo095DownBlock3D",) * 4,
+                "downsample_type": ("spatial", "temporal", "spatiotemporal", "spatiotemporal"),
+                "layers_per_block": (4, 6, 6, 2, 2),
+                "spatial_compression_ratio": 32,
+                "spatio_temporal_scaling": (True, True, True, True),
+                "temporal_compression_ratio": 8,
+                "timestep_conditioning": True,
+                "upsample_factor": (2, 2, 2),
+                "upsample_residual": (True, True, True),
+            },
+            source=f"0.9.5 in {_SCRIPT}",
+        ),
+    },
+    scheduler=ReleaseComponent(class_name="FlowMatchEulerDiscreteScheduler", source=f"0.9.5 in {_SCRIPT}"),
+    licence="OpenRAIL-M",
+    sources={
+        **_V090.sources,
+        "pipeline": f"{DIFFUSERS}docs/source/en/api/pipelines/ltx_video.md",
+        "licence": "Lightricks/LTX-Video, README.md",
+    },
+    unconfirmed=("dtypes of all components", f"pipeline class: {_SCRIPT} writes LTXPipeline", "gated"),
+)
+_V097 = replace(
+    _V095,
+    name="LTX-Video 0.9.7 dev",
+    hub_id="Lightricks/LTX-Video-0.9.7-dev",
+    components={
+        **_V095.components,
+        "transformer": ReleaseComponent(
+            class_name="LTXVideoTransformer3DModel",
+            config={"attention_head_dim": 128, "cross_attention_dim": 4096, "num_layers": 48},
+            source=f"0.9.7 in {_SCRIPT}",
+        ),
+    },
+    parameters=13e9,
+    licence="LTX-Video Open Weights License 0.X",
+    sources={**_V090.sources, "parameters": "Lightricks/LTX-Video, README.md"},
+    unconfirmed=("dtypes of all components", "licence", "gated"),
+)
+_V097_DISTILLED = replace(
+    _V097,
+    name="LTX-Video 0.9.7 distilled",
+    hub_id="Lightricks/LTX-Video-0.9.7-distilled",
+    distilled="4 to 10 steps without guidance",
+)
+_V098_DISTILLED = replace(
+    _V097_DISTILLED,
+    name="LTX-Video 0.9.8 13B distilled",
+    hub_id="Lightricks/LTX-Video-0.9.8-13B-distilled",
+    unconfirmed=("that its settings are those of 0.9.7", *_V097.unconfirmed),
+)
+LTX_VIDEO: tuple[Release, ...] = (_V090, _V091, _V095, _V097, _V097_DISTILLED, _V098_DISTILLED)

@@ -20,6 +20,7 @@ def test_there_are_recipes():
         "flux2_lora.yaml",
         "flux_kontext_lora.yaml",
         "flux_lora.yaml",
+        "ltx_video_0_9_5_lora.yaml",
         "ltx_video_lora.yaml",
         "qwen_image_edit_lora.yaml",
         "qwen_lora.yaml",
@@ -99,8 +100,9 @@ def test_the_recipes_of_first_frames_have_a_picture_for_each_preview(name):
     assert len(config.validation.inputs) == len(config.validation.prompts) > 0
 
 
-def test_the_ltx_video_recipe_fits_the_real_model():
-    config = load_config("ltx_video_lora.yaml").config
+@pytest.mark.parametrize("name", ["ltx_video_lora.yaml", "ltx_video_0_9_5_lora.yaml"])
+def test_the_ltx_video_recipes_fit_the_real_models(name):
+    config = load_config(name).config
     assert (config.data.width % 32, config.data.height % 32) == (0, 0)
     assert config.data.frame_counts == [81]
     assert (config.model.family, config.model.dtype) == ("ltx_video", "bfloat16")

@@ -1,6 +1,7 @@
 """LTX-Video against diffusers' own transformer, autoencoder and pipelines."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch
 from diffusers import (
     AutoencoderKLLTXVideo,
     FlowMatchEulerDiscreteScheduler,
-    LTXConditionPipeline,
     LTXImageToVideoPipeline,
 )
+from diffusers.models.autoencoders import vae as posteriors
 from diffusers.pipelines.ltx.pipeline_ltx import LTXPipeline, calculate_shift
 from family_sample import (
     CPU,
@@ -22,9 +23,11 @@ from family_sample import (
     build_media,
     build_sample,
     picture,
+    transformer_calls,
 )
+from ltx_layouts import of_conditions
+from PIL import Image
 
-from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import PipelineFolder, require_family
 from diffsynth_lite.pipelines.ltx_video import LTXVideo, model_fn_ltx_video, tiny
@@ -168,17 +171,59 @@ def test_a_distilled_release_has_a_fixed_shift(tmp_path: Path) -> None:
     assert LTXVideo(PipelineFolder(path=tmp_path)).family_shift((128, 11, 16, 24)) == 3.0
 
 
-def test_both_pipelines_are_trained_and_the_one_with_other_positions_is_refused(tmp_path: Path) -> None:
-    for pipeline_class in (LTXImageToVideoPipeline, LTXConditionPipeline):
-        folder = tmp_path / pipeline_class.__name__
-        pipeline_class(**tiny().components).save_pretrained(folder)
-        if pipeline_class is LTXImageToVideoPipeline:
-            require_family(LTXVideo, PipelineFolder(path=folder))
-            continue
-        with pytest.raises(
-            UserError, match=r"holds a LTXConditionPipeline, .*no built-in family trains that"
-        ):
-            require_family(LTXVideo, PipelineFolder(path=folder))
+def test_a_folder_that_names_the_pipeline_of_first_frames_is_one_of_the_family(tmp_path: Path) -> None:
+    LTXImageToVideoPipeline(**tiny().components).save_pretrained(tmp_path)
+    require_family(LTXVideo, PipelineFolder(path=tmp_path))
+
+
+def drawn_start(family: LTXVideo, start: Image.Image, sigma: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first frame that the model is told, as (tokens, channels), and the noise that it is drawn with."""
+    clip = Media(frames=(start,) * 9, first_frame=start)
+    (encoded,) = family.load_media_encoder(torch.float32, CPU)([clip])
+    (prompt,) = family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=PROMPTS[0])])
+    latents, _ = encoded.pop("latents"), encoded.pop("loss_mask")
+    noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0))
+    noisy = ((1 - sigma) * latents + sigma * noise)[None]
+    transformer = family.load_transformer(torch.float32)
+    (told,) = transformer_calls(
+        transformer, lambda: family.predict(transformer, noisy, torch.tensor([sigma]), [prompt | encoded])
+    )
+    assert told["timestep"][0, :8].tolist() == [0.0] * 8
+    return told["hidden_states"][0, :8], noise[:, 0].flatten(1).T
+
+
+def test_a_first_frame_is_drawn_as_the_pipeline_draws_it(
+    sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = picture(128, 64, 40)
+    ours, noise = drawn_start(sample.family, start, 0.5)
+    pipeline = LTXImageToVideoPipeline.from_pretrained(sample.family.folder.path)
+    pipeline.set_progress_bar_config(disable=True)
+    monkeypatch.setattr(posteriors, "randn_tensor", lambda shape, **_: noise.T.reshape(shape))
+    settings: dict[str, Any] = {"width": 128, "height": 64, "num_frames": 9, "num_inference_steps": 2}
+    theirs, _ = transformer_calls(
+        pipeline.transformer, lambda: pipeline(prompt="", image=start, guidance_scale=1.0, **settings)
+    )
+    # The noise is taken out of the noisy latents.
+    torch.testing.assert_close(ours, theirs["hidden_states"][0, :8], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sigma", [0.01, 0.5, 1.0])
+@pytest.mark.parametrize(("build", "noise_scale"), [(tiny, 0.0), (of_conditions, 0.15)])
+def test_a_first_frame_has_the_noise_of_its_autoencoder_and_of_the_pipeline(
+    build: Callable[[], Any], noise_scale: float, sigma: float, tmp_path: Path
+) -> None:
+    pipeline = build()
+    pipeline.save_pretrained(tmp_path)
+    start, vae = picture(128, 64, 40), pipeline.vae
+    ours, noise = drawn_start(LTXVideo(PipelineFolder(path=tmp_path)), start, sigma)
+    with torch.no_grad():
+        posterior = vae.encode(pipeline.video_processor.preprocess_video([start])).latent_dist
+    mode, std = ((value[0].flatten(1).T) for value in (posterior.mode(), posterior.std))
+    scale = ((std / vae.latents_std) ** 2 + (noise_scale * sigma**2) ** 2).sqrt()
+    torch.testing.assert_close(
+        ours, (mode - vae.latents_mean) / vae.latents_std + scale * noise, rtol=1e-3, atol=1e-4
+    )
 
 
 def test_an_autoencoder_that_denoises_while_it_decodes_is_told_how_much(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import flux2_layouts
+import ltx_layouts
 import wan_pipelines
 from tiny_run import TinyRun, tiny_picture, write_config
 
@@ -67,16 +68,24 @@ def _of_each_kind(name: str) -> dict[str, FamilyCase]:
 
 
 OF_A_REFERENCE = (("input_latents_0", 128),)
+OF_A_DRAWN_START = (("first_frame_latents", 128), ("first_frame_std", 128), ("loss_mask", 1))
 
 CONDITIONING: dict[tuple[str, RecordKind], tuple[tuple[str, int], ...]] = {
     ("flux2", "edit"): OF_A_REFERENCE,
-    ("ltx_video", "image_to_video"): (("first_frame_latents", 128), ("loss_mask", 1)),
+    ("ltx_video", "image_to_video"): OF_A_DRAWN_START,
 }
 """What tiny pipelines cache of items of other kinds than their first, beside latents."""
 
 LAYOUTS = {
     "flux2 klein from references": FamilyCase(
         family="flux2", build=flux2_layouts.klein, kind="edit", conditioning=OF_A_REFERENCE
+    ),
+    "ltx_video of conditions": FamilyCase(family="ltx_video", build=ltx_layouts.of_conditions),
+    "ltx_video of conditions from first frames": FamilyCase(
+        family="ltx_video",
+        build=ltx_layouts.of_conditions,
+        kind="image_to_video",
+        conditioning=OF_A_DRAWN_START,
     ),
     "sdxl with text encoders": FamilyCase(
         family="sdxl", build=sdxl.tiny, trained=("unet", "text_encoder", "text_encoder_2")

@@ -3,18 +3,24 @@
 from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from diffsynth_lite.pipelines.base.family import Conditioning
 
 
 def pad_tokens(
-    rows: Sequence[torch.Tensor], *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    rows: Sequence[torch.Tensor],
+    *,
+    length: int = 0,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Sequences padded with zeros on the right, and which of their tokens are real.
 
     Args:
         rows: each (L_i, D).
+        length: of the result at least; it is that of the longest row if that is more.
         device: of both results; None is that of the rows.
         dtype: of the tokens; None is that of the rows.
 
@@ -23,6 +29,7 @@ def pad_tokens(
         which spares the attention a mask.
     """
     tokens_bld = pad_sequence(list(rows), batch_first=True)
+    tokens_bld = pad(tokens_bld, (0, 0, 0, max(0, length - tokens_bld.shape[1])))
     lengths = torch.tensor([len(row) for row in rows])
     mask = (torch.arange(tokens_bld.shape[1])[None] < lengths[:, None]).long()
     return tokens_bld.to(device, dtype), None if bool(mask.all()) else mask.to(device)
