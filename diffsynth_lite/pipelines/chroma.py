@@ -22,6 +22,7 @@ from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.flux import SINGLE_STREAM, Flux, pack_pictures, unpack_picture
+from diffsynth_lite.releases.chroma import CHROMA
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
 from diffsynth_lite.testing.text_encoders import tiny_t5
@@ -98,6 +99,7 @@ class Chroma(Flux):
     """
 
     pipelines = (ChromaPipeline,)
+    releases = CHROMA
     transformer_class = ChromaTransformer2DModel
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": T5EncoderModel, "vae": AutoencoderKL}
     tokenizers = ("tokenizer",)

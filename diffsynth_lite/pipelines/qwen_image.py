@@ -28,6 +28,7 @@ from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.releases.qwen_image import QWEN_IMAGE
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
 from diffsynth_lite.testing.text_encoders import tiny_qwen2_5_vl
@@ -112,6 +113,7 @@ class QwenImage(DiffusersFamily):
     """
 
     pipelines: ClassVar[tuple[Any, ...]] = (QwenImagePipeline,)
+    releases = QWEN_IMAGE
     transformer_class = QwenImageTransformer2DModel
     encoder_classes: ClassVar[Mapping[str, Any]] = {
         "text_encoder": Qwen2_5_VLForConditionalGeneration,

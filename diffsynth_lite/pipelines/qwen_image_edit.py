@@ -23,6 +23,7 @@ from diffsynth_lite.pipelines.base.batching import INPUT, pad_tokens, stack_inpu
 from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.releases.qwen_image import QWEN_IMAGE_EDIT
 
 # A literal in the pipeline; Edit-Plus has names for its areas.
 _EDIT_AREA = 1024 * 1024
@@ -41,6 +42,7 @@ class QwenImageEdit(qwen_image.QwenImage):
     """
 
     pipelines = (QwenImageEditPipeline, QwenImageEditPlusPipeline)
+    releases = QWEN_IMAGE_EDIT
     record_kinds = ("edit",)
     # The pipelines cut no prompt; they refuse a limit above this one.
     max_prompt_tokens = 1024

@@ -24,6 +24,7 @@ from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
+from diffsynth_lite.releases.sana import SANA
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_dc_vae
 from diffsynth_lite.testing.text_encoders import tiny_gemma2
@@ -90,6 +91,7 @@ class Sana(DiffusersFamily):
     """
 
     pipelines = (SanaPipeline,)
+    releases = SANA
     transformer_class = SanaTransformer2DModel
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": Gemma2Model, "vae": AutoencoderDC}
     block_lists = ("transformer_blocks",)

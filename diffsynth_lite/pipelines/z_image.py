@@ -28,6 +28,7 @@ from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents, scaled_latents_shape
+from diffsynth_lite.releases.z_image import Z_IMAGE
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux_vae
 from diffsynth_lite.testing.text_encoders import tiny_qwen3
@@ -95,6 +96,7 @@ class ZImage(DiffusersFamily):
     """
 
     pipelines = (ZImagePipeline,)
+    releases = Z_IMAGE
     transformer_class = ZImageTransformer2DModel
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": Qwen3Model, "vae": AutoencoderKL}
     block_lists = ("noise_refiner", "context_refiner", "layers")

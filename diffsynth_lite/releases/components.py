@@ -10,8 +10,10 @@ SDNEXT = "SD.Next, configs/"
 """Another one."""
 MUSUBI = "musubi-tuner, src/musubi_tuner/"
 """A public trainer, which writes the settings of models out in its code."""
-PINNED_INDEXES = "tests of MoDiff, modules/ModularDiffusers/loaders.py"
-"""A public application, whose tests write out the ``model_index.json`` of some repositories by commit."""
+PINNED_INDEXES = "MoDiff, tests of modules/ModularDiffusers/loaders.py"
+"""A public application, which writes out the ``model_index.json`` of some repositories, as of a commit."""
+PINNED_FILES = "MoDiff, modiff/studio_execution_specs.py"
+"""There the names of the files of some repositories, which tell how many shards of at most 5 GB they have."""
 DIFFUSERS = "diffusers, "
 """Its repository: what is not under src/ is not in the package."""
 
@@ -37,7 +39,9 @@ T5_XXL = ReleaseComponent(
 T5_XXL_FP32 = ReleaseComponent(
     class_name="T5EncoderModel",
     config=_T5_XXL,
-    source=f"google/t5-v1_1-xxl, which {DIFFUSERS}scripts/convert_ltx_to_diffusers.py loads",
+    dtype="float32",
+    source=f"google/t5-v1_1-xxl, which {DIFFUSERS}scripts/convert_ltx_to_diffusers.py loads, by default in "
+    "float32",
 )
 CLIP_L = ReleaseComponent(
     class_name="CLIPTextModel",
@@ -51,9 +55,8 @@ CLIP_L = ReleaseComponent(
     dtype="bfloat16",
     source=f"{FORGE}black-forest-labs/FLUX.1-dev/text_encoder",
 )
-UMT5_XXL = ReleaseComponent(
-    class_name="UMT5EncoderModel",
-    config={
+_UMT5_XXL = MappingProxyType(
+    {
         "d_ff": 10240,
         "d_kv": 64,
         "d_model": 4096,
@@ -61,13 +64,22 @@ UMT5_XXL = ReleaseComponent(
         "num_heads": 64,
         "num_layers": 24,
         "vocab_size": 256384,
-    },
+    }
+)
+UMT5_XXL_FP32 = ReleaseComponent(
+    class_name="UMT5EncoderModel",
+    config=_UMT5_XXL,
+    dtype="float32",
+    source=f"google/umt5-xxl, as in {MUSUBI}wan/modules/t5.py; five shards in {PINNED_FILES}",
+)
+UMT5_XXL = ReleaseComponent(
+    class_name="UMT5EncoderModel",
+    config=_UMT5_XXL,
     dtype="bfloat16",
-    source=f"google/umt5-xxl, which {DIFFUSERS}scripts/convert_wan_to_diffusers.py loads in bfloat16; its "
-    f"numbers as in {MUSUBI}wan/modules/t5.py",
+    source=f"google/umt5-xxl, as in {MUSUBI}wan/modules/t5.py; three shards in {PINNED_FILES}",
 )
 CLIP_VISION_H = ReleaseComponent(
-    class_name="CLIPVisionModel",
+    class_name="CLIPVisionModelWithProjection",
     config={
         "hidden_act": "gelu",
         "hidden_size": 1280,
@@ -78,7 +90,7 @@ CLIP_VISION_H = ReleaseComponent(
         "projection_dim": 1024,
     },
     source=f"CLIP-ViT-H-14, which {DIFFUSERS}scripts/convert_wan_to_diffusers.py loads; its numbers as in "
-    f"{MUSUBI}wan/modules/clip.py, its class as in {DIFFUSERS}docs/source/en/api/pipelines/wan.md",
+    f"{MUSUBI}wan/modules/clip.py, its class as in {PINNED_INDEXES}",
 )
 FLUX_VAE = ReleaseComponent(
     class_name="AutoencoderKL",
@@ -95,19 +107,25 @@ FLUX_VAE = ReleaseComponent(
         "use_quant_conv": False,
     },
     dtype="bfloat16",
-    source=f"{FORGE}black-forest-labs/FLUX.1-dev/vae; its dtype from memory",
+    source=f"{FORGE}black-forest-labs/FLUX.1-dev/vae; dtype from the bytes of the same one in Chroma1-HD: "
+    "MoDiff, data/chroma1-hd-artifact-review.json",
 )
 WAN_VAE = ReleaseComponent(
     class_name="AutoencoderKLWan",
-    source="defaults of the class",
+    dtype="float32",
+    source="defaults of the class; dtype from the bytes of the same one in SANA-Video: MoDiff, "
+    "data/model-artifact-catalog.json",
 )
 QWEN_VAE = ReleaseComponent(
     class_name="AutoencoderKLQwenImage",
-    source="defaults of the class",
+    dtype="bfloat16",
+    source="defaults of the class; dtype from memory",
 )
 FLUX2_VAE = ReleaseComponent(
     class_name="AutoencoderKLFlux2",
-    source=f"defaults of the class, as in {DIFFUSERS}scripts/convert_flux2_to_diffusers.py",
+    dtype="bfloat16",
+    source=f"defaults of the class, as in {DIFFUSERS}scripts/convert_flux2_to_diffusers.py; dtype from the "
+    "bytes of that of klein base 4B: MoDiff, data/flux2-klein-base-4b-artifact-review.json",
 )
 FLUX_SCHEDULER = ReleaseComponent(
     class_name="FlowMatchEulerDiscreteScheduler",

