@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from diffsynth_lite.pipelines import ModelFamily, load_family
+
 REPOSITORY = Path(__file__).parents[1]
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+OF_BASE_CLASSES = {"check_size", "check_frames", "noise_path", "noise_ranges", "parts_of"}
+"""Members of families that have a default, which a family itself need not know."""
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
 
 
@@ -34,3 +38,26 @@ def test_the_readme_names_scripts_that_are_there() -> None:
     named = re.findall(r"bash (scripts/\S+\.sh)", (REPOSITORY / "README.md").read_text())
     assert "scripts/video_quickstart.sh" in named
     assert [name for name in named if not (REPOSITORY / name).is_file()] == []
+
+
+def test_the_page_about_families_names_all_that_has_a_default_with_families_that_give_it() -> None:
+    text = (REPOSITORY / "docs" / "add-a-model.md").read_text()
+    _, _, section = text.partition("### What has a default")
+    given: dict[str, set[str]] = {}
+    for row in re.findall(r"^\| (`.*)", section.partition("### ")[0], re.M):
+        members, _, families = row.strip(" |").split(" | ")
+        for member in re.findall(r"`(\w+)`", members):
+            given[member] = set(re.findall(r"`(\w+)`", families))
+    inherited = {
+        name
+        for name, value in vars(ModelFamily).items()
+        if not name.startswith("_") and not getattr(value, "__isabstractmethod__", False)
+    }
+    assert inherited - given.keys() == OF_BASE_CLASSES, "a row for a new member says when it is needed"
+    for member, families in given.items():
+        assert any(gives(load_family(name), member) for name in families), member
+
+
+def gives(family: type[ModelFamily], member: str) -> bool:
+    """Whether it says this itself, and no base class that families share."""
+    return any(member in vars(cls) for cls in family.__mro__ if "pipelines.base." not in cls.__module__)

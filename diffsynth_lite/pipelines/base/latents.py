@@ -27,18 +27,18 @@ def encode_latents(vae: Any, pixels_bcfhw: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def encode_scaled_latents(vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
-    """Normalised latents: the mode of what an ``AutoencoderKL`` gives.
+    """Normalised latents: the mode of what an ``AutoencoderKL`` gives, or one of clips with such settings.
 
     Args:
         vae: its settings hold ``scaling_factor`` and, in some models, ``shift_factor``.
-        pixels_bchw: (B, 3, H, W), in [-1, 1].
+        pixels_bchw: (B, 3, H, W), in [-1, 1]; of clips (B, 3, F, H, W).
 
     Returns:
-        (B, C, h, w), ``(z - shift_factor) * scaling_factor`` in fp32, on the CPU.
+        (B, C, h, w), of clips (B, C, f, h, w), ``(z - shift_factor) * scaling_factor`` in fp32, on the CPU.
     """
     latents_bchw = vae.encode(pixels_bchw.to(vae.device, vae.dtype)).latent_dist.mode().float().cpu()
     normalised_bchw: torch.Tensor = (
-        latents_bchw - (vae.config.shift_factor or 0.0)
+        latents_bchw - (vae.config.get("shift_factor") or 0.0)
     ) * vae.config.scaling_factor
     return normalised_bchw
 
