@@ -35,6 +35,10 @@ _INTRODUCTION = """\
 A family is chosen by `model.family`; `model.path` is a folder in diffusers' layout, or its id on the hub. How
 data of each kind are given is in [data.md](data.md), how another family is written, here or in a package of
 your own, in [add-a-model.md](add-a-model.md).
+
+A distilled release makes pictures in few steps, mostly without guidance. Training knows nothing of the
+distillation and undoes it: with the LoRA, few steps give blurred pictures. Where a family's files tell such a
+release, below as "distilled releases", or else its name alone, a run and `diffsynth-lite doctor` warn of it.
 """
 
 
@@ -121,6 +125,7 @@ def facts(family: type[ModelFamily]) -> dict[str, str]:
         "input pictures": _inputs(family),
         "shift of the noise levels": _docstring_of(family, "family_shift", above=ModelFamily)
         or BY_THE_FOLDER,
+        "distilled releases": _said(family, "distilled", lambda _: ""),
         "LoRA on, by default": _said(family, "default_target_modules", _names),
         "sets of `lora.target_modules`": _said(family, "target_sets", _sets),
         "left out in the last block": _said(family, "unused_in_last_block", _names),

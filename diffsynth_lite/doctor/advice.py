@@ -1,10 +1,11 @@
-"""This file says what is worth changing in the data of a run, and in those that are held out."""
+"""This file says what is worth changing in the model and data of a run, and in the data that are held out."""
 
 from collections.abc import Iterator, Sequence
 
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.doctor.examined import MUCH_CROPPED, CacheEstimate, ExaminedData
 from diffsynth_lite.doctor.findings import BucketFindings, CaptionFindings, Findings, counted
+from diffsynth_lite.training.checks import distillation_warning
 
 _NAMED = 3
 
@@ -12,7 +13,7 @@ _NAMED = 3
 def advise(
     data: ExaminedData, found: Findings, *, estimate: CacheEstimate | None, free_bytes: int
 ) -> list[str]:
-    """What to change in the training data, the most important first.
+    """What to change in the run's model and training data, the most important first.
 
     Args:
         estimate: None where nothing is cached.
@@ -20,6 +21,7 @@ def advise(
     """
     return [
         *_about_bad_items(data),
+        *_about_the_model(data),
         *_about_disk(estimate, free_bytes),
         *_about_captions(found.captions),
         *_about_copies(found.equal, found.alike),
@@ -47,6 +49,11 @@ def _about_bad_items(data: ExaminedData) -> Iterator[str]:
         stops = data.config.data.on_bad_item == "error"
         does = "which stops the run (data.on_bad_item: error)" if stops else "and left out"
         yield f"{counted(len(data.dropped), 'item')} cannot be used, {does}{_such_as(list(data.dropped))}."
+
+
+def _about_the_model(data: ExaminedData) -> Iterator[str]:
+    if warning := distillation_warning(data.family, data.config.model.path):
+        yield warning
 
 
 def _about_disk(estimate: CacheEstimate | None, free_bytes: int) -> Iterator[str]:

@@ -105,6 +105,8 @@ class Chroma(Flux):
     tokenizers = ("tokenizer",)
     prompt_tokenizer = "tokenizer"
     max_prompt_tokens = 512
+    # Made from schnell, with its distillation undone.
+    distilled = None
     # Its blocks have no modulation of their own: one network makes that of all.
     target_sets: ClassVar[TargetSets] = {
         "attention": Flux.target_sets["attention"],

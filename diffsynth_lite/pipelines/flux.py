@@ -180,7 +180,22 @@ class Flux(DiffusersFamily):
 
         Source: the page of Flux in the documentation of diffusers.
         """
-        return 512 if self._is_guided else 256
+        return 256 if self._is_schnell else 512
+
+    @property
+    def distilled(self) -> str | None:
+        """schnell: its transformer knows no guidance scale, and its sampler no shift. Better train dev."""
+        if not self._is_schnell:
+            return None
+        return (
+            "its transformer knows no guidance scale and its sampler no shift, as those of FLUX.1 schnell; "
+            "better train FLUX.1 dev"
+        )
+
+    @property
+    def _is_schnell(self) -> bool:
+        """Not so a dev whose guidance was undone, which keeps its sampler."""
+        return not self._is_guided and not self.scheduler_config.get("use_dynamic_shifting")
 
     @cached_property
     def _is_guided(self) -> bool:

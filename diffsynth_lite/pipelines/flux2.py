@@ -248,11 +248,21 @@ class Flux2(DiffusersFamily):
             **gradient_flags(),
         )
 
+    @property
+    def _is_distilled(self) -> bool:
+        return bool(self.folder.pipeline_config().get("is_distilled"))
+
+    @property
+    def distilled(self) -> str | None:
+        """klein with ``is_distilled`` in ``model_index.json``. Better train its base, whose LoRA it takes."""
+        if not self._is_distilled:
+            return None
+        return "is_distilled in its model_index.json; better train its base, whose LoRA it takes"
+
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[list[Image]]:
-        is_distilled = bool(self.folder.pipeline_config().get("is_distilled"))
-        settings = {} if self._is_guided else {"is_distilled": is_distilled}
+        settings = {} if self._is_guided else {"is_distilled": self._is_distilled}
         pipeline = self.preview_pipeline(transformer, vae_dtype, **settings)
         return [self.draw(pipeline, request) for request in requests]
 

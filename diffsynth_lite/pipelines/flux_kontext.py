@@ -34,6 +34,7 @@ class FluxKontext(flux.Flux):
     releases = FLUX_KONTEXT
     record_kinds = ("edit",)
     max_prompt_tokens = 512
+    distilled = None
     # As in diffusers' training script for Kontext.
     default_target_modules = (*flux.Flux.default_target_modules, "proj_mlp")
 

@@ -35,6 +35,8 @@ from diffsynth_lite.testing.text_encoders import tiny_qwen3
 from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
 
 _PATCH = 2
+# Source: InvokeAI, pull request 8799, which tells Turbo from the base model by it.
+_SHIFT_OF_TURBO = 3.0
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 
 
@@ -115,6 +117,16 @@ class ZImage(DiffusersFamily):
                 f"model.path: {self.folder.path} holds a Z-Image Omni, whose transformer sees pictures "
                 "(siglip_feat_dim), which is not supported; use Z-Image or Z-Image-Turbo"
             )
+
+    @property
+    def distilled(self) -> str | None:
+        """Turbo: its sampler has a shift of 3, that of the base model 6. Better train the base model."""
+        if self.scheduler_config.get("shift") != _SHIFT_OF_TURBO:
+            return None
+        return (
+            f"its sampler has a shift of {_SHIFT_OF_TURBO:g}, as Z-Image-Turbo's (the base model's is 6); "
+            "better train the base model, Z-Image"
+        )
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
         parts = self.folder.fingerprints("text_encoder", "tokenizer")

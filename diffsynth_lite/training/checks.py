@@ -1,6 +1,8 @@
 """This file checks a whole run before any weights are loaded, and reports all that is wrong at once."""
 
+import logging
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +23,13 @@ from diffsynth_lite.training.dataset import read_records
 from diffsynth_lite.training.distributed import on_all_processes
 from diffsynth_lite.training.learning_rate import learning_rate_schedule
 from diffsynth_lite.training.run_folder.metrics import require_trackers
+
+logger = logging.getLogger(__name__)
+
+_DISTILLED = frozenset(["distilled", "flash", "hyper", "lcm", "lightning", "schnell", "turbo"])
+"""Words in the names of distilled models."""
+_UNDONE = frozenset(["de", "un"])
+"""Words beside them in the names of models that are not, as in de-distilled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +81,8 @@ def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
     # The same on all processes, whichever found them.
     Problems(chain.from_iterable(on_all_processes(accelerator, lambda: problems))).require_none()
     assert family is not None
+    if warning := distillation_warning(family, config.model.path):
+        logger.warning("%s", warning)
     return CheckedRun(
         family=family,
         records=records,
@@ -80,6 +91,28 @@ def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
         num_blocks=model.num_blocks,
         num_selected_blocks=model.num_selected_blocks,
     )
+
+
+def distillation_warning(family: ModelFamily, location: str) -> str | None:
+    """What to know before a distilled model is trained; None of others.
+
+    Args:
+        location: of the model, as it was given: where its files do not tell, its name may.
+    """
+    reason = family.distilled
+    if reason is None and _is_named_distilled(Path(location).name):
+        reason = "so its name says, and none of its files; better train the model that it was made from"
+    if reason is None:
+        return None
+    return (
+        f"model.path: {location} is distilled to few steps: {reason}. Training knows nothing of the "
+        "distillation and undoes it: with the LoRA, few steps give blurred pictures."
+    )
+
+
+def _is_named_distilled(name: str) -> bool:
+    words = set(re.findall("[a-z]+", name.lower()))
+    return not words.isdisjoint(_DISTILLED) and words.isdisjoint(_UNDONE)
 
 
 def _check_batch_size(config: Config, num_processes: int) -> None:

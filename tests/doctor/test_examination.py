@@ -13,6 +13,7 @@ from diffsynth_lite.data.video import write_video
 from diffsynth_lite.doctor.examination import examine
 from diffsynth_lite.doctor.findings import Findings
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines.qwen_image import QwenImage
 
 LONG = "word " * 600
 
@@ -124,6 +125,13 @@ def test_records_that_the_family_cannot_learn_are_a_problem(workplace: Workplace
     assert "2 of kind image" in examination.findings.problems[0]
     with pytest.raises(UserError, match="2 of kind image"):
         examination.require_usable()
+
+
+def test_a_distilled_model_is_advised_against(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = add_pictures(workplace, "data", 4)
+    monkeypatch.setattr(QwenImage, "distilled", "its files say so; better train the base")
+    (advice,) = findings(workplace.config(f"data.path={path}")).advice
+    assert "is distilled to few steps: its files say so; better train the base. Training knows" in advice
 
 
 def test_captions_too_long_shared_or_without_trigger_are_named(workplace: Workplace) -> None:

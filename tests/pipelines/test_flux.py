@@ -208,6 +208,18 @@ def test_the_shift_is_the_one_of_the_folders_sampler(family: Flux, schnell_famil
     assert family.family_shift(family.latents_shape(1024, 1024, 1)) == pytest.approx(math.exp(1.15))
 
 
+def test_schnell_is_known_for_distilled_by_its_files_and_what_is_made_of_dev_is_not(
+    family: Flux, schnell_family: Flux, tmp_path: Path
+) -> None:
+    assert schnell_family.distilled is not None
+    assert "FLUX.1 schnell; better train FLUX.1 dev" in schnell_family.distilled
+    assert (family.distilled, family.max_prompt_tokens) == (None, 512)
+    undone = saved(
+        FluxPipeline(**tiny().components | {"transformer": small_transformer(is_guided=False)}), tmp_path
+    )
+    assert (undone.distilled, undone.max_prompt_tokens) == (None, 512)
+
+
 def request_of(family: Flux, **settings: Any) -> PreviewRequest:
     conditioning, negative = encoded_prompts(family, PROMPTS[0], "blurred")
     return PreviewRequest(

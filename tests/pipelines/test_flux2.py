@@ -269,6 +269,12 @@ def test_a_bf16_model_draws_with_an_autoencoder_of_any_dtype(
     assert drawn.size == (64, 32)
 
 
+def test_a_distilled_klein_is_known_by_its_index(dev: Flux2, tmp_path: Path) -> None:
+    distilled = saved(klein(is_distilled=True), tmp_path / "distilled").distilled
+    assert distilled == "is_distilled in its model_index.json; better train its base, whose LoRA it takes"
+    assert dev.distilled is saved(klein(), tmp_path / "base").distilled is None
+
+
 def test_a_lora_of_klein_is_loaded_by_its_pipeline_with_its_alpha(tmp_path: Path) -> None:
     family = saved(klein(), tmp_path / "klein")
     transformer = family.load_transformer(torch.float32)

@@ -18,6 +18,7 @@ from diffsynth_lite.pipelines.base.release_folder import (
     write_release,
 )
 from diffsynth_lite.releases import Release
+from diffsynth_lite.training.checks import distillation_warning
 
 RELEASES = [(name, release) for name in family_names() for release in releases_of(name)]
 of_every_release = pytest.mark.parametrize(
@@ -89,6 +90,11 @@ def test_a_release_says_where_it_is_from_and_is_told_by_its_files(
     by_files = find_releases(family.releases, str(family.folder.path), family.folder)
     assert (release, {}) in by_files
     assert find_releases(family.releases, release.hub_id, family.folder) == [(release, {})]
+
+
+@of_every_release
+def test_distilled_releases_are_warned_of_and_no_others(family: DiffusersFamily, release: Release) -> None:
+    assert bool(distillation_warning(family, release.hub_id)) == bool(release.distilled)
 
 
 def test_no_release_stands_twice() -> None:

@@ -8,7 +8,10 @@ import pytest
 import torch
 from diffusers import (
     EDMEulerScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    LCMScheduler,
     StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
@@ -177,6 +180,26 @@ def test_the_unet_is_trained_alone_or_with_both_text_encoders(family: SDXL, trai
     choices = r"use \[unet\], or \[unet, text_encoder, text_encoder_2\]"
     with pytest.raises(UserError, match=rf"lora\.components: .*{', '.join(trained)}.*{choices}"):
         SDXL(family.folder, trained=trained)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "told"),
+    [
+        (
+            EulerAncestralDiscreteScheduler(timestep_spacing="trailing"),
+            "timestep_spacing trailing, is one",
+        ),
+        (LCMScheduler(), "its sampler, LCMScheduler with timestep_spacing leading, is one for few steps"),
+        (EulerDiscreteScheduler(timestep_spacing="trailing", rescale_betas_zero_snr=True), None),
+        (EulerDiscreteScheduler(timestep_spacing="leading"), None),
+    ],
+)
+def test_a_distilled_model_is_known_by_a_sampler_for_few_steps(
+    scheduler: Any, told: str | None, tmp_path: Path
+) -> None:
+    scheduler.save_pretrained(tmp_path / "scheduler")
+    distilled = SDXL(PipelineFolder(path=tmp_path)).distilled
+    assert distilled is None if told is None else told in str(distilled)
 
 
 def test_a_folder_of_the_refiner_is_refused_with_what_it_holds(tmp_path: Path) -> None:

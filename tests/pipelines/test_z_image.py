@@ -241,6 +241,16 @@ def test_no_layer_of_the_last_block_is_unused(family: ZImage) -> None:
     assert [name for name, found in gradients(transformer, velocity).items() if found is None] == []
 
 
+def test_turbo_is_known_by_the_shift_of_its_sampler(family: ZImage, tmp_path: Path) -> None:
+    assert family.distilled is None
+    turbo = tiny()
+    turbo.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    turbo.save_pretrained(tmp_path)
+    distilled = ZImage(PipelineFolder(path=tmp_path)).distilled
+    assert distilled is not None
+    assert "a shift of 3, as Z-Image-Turbo's (the base model's is 6); better train the base" in distilled
+
+
 def test_a_transformer_that_sees_pictures_is_refused_by_name(
     pipeline: ZImagePipeline, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from prepared_run import PROCESS, load_config_of
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import flux2, ltx_video, qwen_image, qwen_image_edit, sdxl, wan_i2v
-from diffsynth_lite.training.checks import check_run
+from diffsynth_lite.training.checks import bind_family, check_run, distillation_warning
 
 # For families that take multiples of 32 pixels.
 OF_32 = {"validation.width": "64", "validation.height": "32"}
@@ -105,6 +105,44 @@ def test_preview_inputs_that_the_family_does_not_look_at_are_refused(root: Path)
     assert "validation.inputs: has no effect" in refusal(root, **changes)
 
 
+def test_a_distilled_model_is_warned_of_once(
+    root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qwen_image.tiny().save_pretrained(root / "model")
+    check_run(load_config_of(root, {}), PROCESS)
+    assert caplog.messages == []
+    monkeypatch.setattr(qwen_image.QwenImage, "distilled", "its files say so; better train the base")
+    check_run(load_config_of(root, {}), PROCESS)
+    assert caplog.messages == [
+        f"model.path: {root}/model is distilled to few steps: its files say so; better train the base. "
+        "Training knows nothing of the distillation and undoes it: with the LoRA, few steps give blurred "
+        "pictures."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("location", "is_distilled"),
+    [
+        ("someone/SDXL-Lightning", True),
+        ("/models/sdxl_turbo_v1", True),
+        ("Hyper-SDXL-8steps", True),
+        ("LTX-Video-0.9.8-13B-distilled", True),
+        ("turbo/Qwen-Image", False),
+        ("someone/flux-dev-de-distilled", False),
+        ("Undistilled-XL", False),
+        ("Turbocharger", False),
+    ],
+)
+def test_a_name_tells_a_distilled_model_where_no_file_does(
+    root: Path, location: str, is_distilled: bool
+) -> None:
+    qwen_image.tiny().save_pretrained(root / "model")
+    family = bind_family(load_config_of(root, {}))
+    warning = distillation_warning(family, location)
+    assert (warning is not None) == is_distilled
+    assert warning is None or "so its name says, and none of its files" in warning
+
+
 def test_a_named_set_of_layers_is_the_familys_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     qwen_image.tiny().save_pretrained(root / "model")
     family = qwen_image.QwenImage
@@ -116,9 +154,7 @@ def test_a_named_set_of_layers_is_the_familys_own(root: Path, monkeypatch: pytes
         )
         assert found == same
     monkeypatch.setattr(family, "target_sets", {})
-    message = (
-        "lora.target_modules: all is no set of layers that qwen_image names; list them instead, or leave it"
-    )
+    message = "lora.target_modules: all is no set of layers that qwen_image names; list them instead"
     assert message in refusal(root, **{"lora.target_modules": "all"})
 
 

@@ -8,6 +8,8 @@ from diffsynth_lite.core.noise import DiffusionPath, PredictionType
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, described
 
+_FEW_STEP_SAMPLERS = ("LCMScheduler", "TCDScheduler")
+
 
 class DiffusionFamily(DiffusersFamily):
     """A family of diffusers whose scheduler has ``alphas_cumprod``: the noise of each of its timesteps.
@@ -24,6 +26,23 @@ class DiffusionFamily(DiffusersFamily):
     @cached_property
     def noise_path(self) -> DiffusionPath:
         return DiffusionPath(self.load_scheduler().alphas_cumprod, self.prediction_type)
+
+    @property
+    def distilled(self) -> str | None:
+        """Turbo, LCM and the like: the sampler is one for few steps. Better train what they were made from.
+
+        Source: the page of SDXL Turbo in the documentation of diffusers, for ``trailing``; models whose last
+        timestep is all noise have it too.
+        """
+        config = self.scheduler_config
+        name, spacing = config.get("_class_name"), config.get("timestep_spacing")
+        is_trailing = spacing == "trailing" and not config.get("rescale_betas_zero_snr")
+        if not is_trailing and name not in _FEW_STEP_SAMPLERS:
+            return None
+        return (
+            f"its sampler, {name} with timestep_spacing {spacing}, is one for few steps; better train what "
+            "it was made from"
+        )
 
     def check_scheduler(self, scheduler: Any) -> None:
         known = get_args(PredictionType)

@@ -282,6 +282,14 @@ class ModelFamily(ABC):
         """
         return  # most do in any
 
+    @property
+    def distilled(self) -> str | None:
+        """What in the folder's files says that its model is distilled, and what to train instead; or None.
+
+        Such as "its sampler has the shift of Turbo; better train the base model".
+        """
+        return None
+
     @abstractmethod
     def empty_transformer(self) -> torch.nn.Module:
         """The model that is trained, on the meta device: its structure without its weights."""
