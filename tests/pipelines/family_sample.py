@@ -39,6 +39,8 @@ OTHER_NAMES = {
     "cap_feats": "encoder_hidden_states",
 }
 SIGMA = torch.tensor([0.1, 0.5, 0.9])
+Dtypes = tuple[torch.dtype, torch.dtype]
+FP32: Dtypes = (torch.float32, torch.float32)
 FLAGS = [(False, False), (True, False), (False, True), (True, True)]
 ELSEWHERE = ("my_families.aura_flow",)
 """Families that are not part of the package, in ``tests/elsewhere``."""
@@ -71,7 +73,7 @@ class Sample:
 
     def fresh_pipeline(self) -> Any:
         """The tiny pipeline as it was saved; reading an edit pipeline back would need torchvision."""
-        return importlib.import_module(type(self.family).__module__).tiny()
+        return importlib.import_module(load_family(self.name).__module__).tiny()
 
     def request(self, **settings: Any) -> PreviewRequest:
         """A preview of the first item, in the size of the batch."""
@@ -136,24 +138,30 @@ def build_sample(name: str, folder: Path, pipeline: Any = None) -> Sample:
     """A batch of the family's tiny pipeline, or of another one of the family."""
     family_class = load_family(name)
     (pipeline or importlib.import_module(family_class.__module__).tiny()).save_pretrained(folder)
-    family = family_class(PipelineFolder(path=folder))
+    return encode_sample(name, family_class(PipelineFolder(path=folder)))
+
+
+def encode_sample(name: str, family: ModelFamily, dtypes: Dtypes = FP32) -> Sample:
+    """A batch that a family encodes itself.
+
+    Args:
+        dtypes: of the text encoders and of the autoencoder.
+    """
     media = build_media(family)
-    encoded = family.load_media_encoder(torch.float32, CPU)(media)
-    encode = family.load_prompt_encoder(torch.float32, CPU)
+    encode = family.load_prompt_encoder(dtypes[0], CPU)
     *captions, against = build_prompts(family, media)
     prompts = encode(captions)
     (negative,) = encode([against])
+    encoded = family.load_media_encoder(dtypes[1], CPU)(media)
+    latents = torch.stack([tensors.pop("latents") for tensors in encoded])
     return Sample(
         name=name,
         family=family,
         media=media,
-        latents=torch.stack([tensors["latents"] for tensors in encoded]),
+        latents=latents,
         prompts=prompts,
         negative=negative,
-        conditioning=[
-            embeds | {key: value for key, value in tensors.items() if key != "latents"}
-            for embeds, tensors in zip(prompts, encoded, strict=True)
-        ],
+        conditioning=[prompt | tensors for prompt, tensors in zip(prompts, encoded, strict=True)],
     )
 
 

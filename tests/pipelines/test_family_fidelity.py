@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import convert_outputs_to_fp32
-from family_sample import CPU, NEGATIVE, PROMPTS, SIGMA, Sample, build_prompts, picture, transformer_calls
+from family_sample import (
+    CPU,
+    NEGATIVE,
+    PROMPTS,
+    SIGMA,
+    Sample,
+    build_prompts,
+    encode_sample,
+    picture,
+    transformer_calls,
+)
 from PIL.Image import Image
 from transformers import ProcessorMixin
 
@@ -33,9 +43,14 @@ Encoded = list[dict[str, torch.Tensor]]
 
 @pytest.fixture(scope="module")
 def pipeline(sample: Sample) -> Any:
-    """The pipeline that diffusers itself reads from the folder.
+    """The family's pipeline, for tests that only call it."""
+    return read_pipeline(sample)
 
-    Not the one in memory: weights in other places are summed in another order.
+
+def read_pipeline(sample: Sample) -> Any:
+    """What diffusers itself reads from the folder.
+
+    Not the one that was saved there: weights in other places of the memory are summed in another order.
     """
     pipeline = type(sample.fresh_pipeline()).from_pretrained(sample.family.folder.path)
     pipeline.set_progress_bar_config(disable=True)
@@ -280,16 +295,12 @@ def requests_of(sample: Sample, scale: float) -> Iterator[PreviewRequest]:
 
 @pytest.fixture(scope="module")
 def default_sample(sample: Sample) -> Sample:
-    """Encoded in the dtypes that a config has unless it says otherwise."""
-    *prompts, negative = sample.family.load_prompt_encoder(TEXT_DTYPE, CPU)(
-        build_prompts(sample.family, sample.media)
-    )
-    encoded = sample.family.load_media_encoder(VAE_DTYPE, CPU)(sample.media)
-    latents = torch.stack([tensors.pop("latents") for tensors in encoded])
-    conditioning = [prompt | tensors for prompt, tensors in zip(prompts, encoded, strict=True)]
-    return dataclasses.replace(
-        sample, latents=latents, prompts=prompts, negative=negative, conditioning=conditioning
-    )
+    return encode_by_default(sample)
+
+
+def encode_by_default(sample: Sample) -> Sample:
+    """The same batch in the dtypes that a config has unless it says otherwise."""
+    return encode_sample(sample.name, sample.family, (TEXT_DTYPE, VAE_DTYPE))
 
 
 @pytest.mark.parametrize(
