@@ -105,7 +105,7 @@ class Sana(DiffusersFamily):
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
         parts = self.folder.fingerprints("text_encoder", "tokenizer")
         # The instruction is a part of diffusers, so that another version may bring another one.
-        return f"sana/prompt/1 {parts} {dtype} {self.max_prompt_tokens} {_instruction()!r}"
+        return f"sana/prompt/2 {parts} {dtype} {self.max_prompt_tokens} {_instruction()!r}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device

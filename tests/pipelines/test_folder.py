@@ -21,6 +21,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import PipelineFolder, require_family, resolve_folder
 from diffsynth_lite.pipelines.base import folder as folder_module
 from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
 
 
 @pytest.fixture
@@ -30,10 +31,10 @@ def pipeline_folder(tmp_path: Path) -> Path:
         (tmp_path / component).mkdir()
         (tmp_path / component / "config.json").write_text("{}")
         save_file({"weight": torch.arange(200_000.0)}, tmp_path / component / "model.safetensors")
+    (tmp_path / "scheduler").mkdir()
     scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
-    for component, settings in (("scheduler", scheduler), ("tokenizer", {})):
-        (tmp_path / component).mkdir()
-        (tmp_path / component / f"{component}_config.json").write_text(json.dumps(settings))
+    (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
+    qwen2_tokenizer().save_pretrained(tmp_path / "tokenizer")
     return tmp_path
 
 

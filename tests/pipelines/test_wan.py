@@ -1,13 +1,20 @@
 """Wan against diffusers' own transformer, autoencoder and pipeline."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler, WanPipeline
-from family_sample import CPU, PROMPTS, Sample, assert_equal_under_all_flags, build_media, build_sample
+from family_sample import (
+    CPU,
+    PROMPTS,
+    UNCLEAN,
+    Sample,
+    assert_equal_under_all_flags,
+    build_media,
+    build_sample,
+)
 from wan_pipelines import ti2v
 
 from diffsynth_lite.errors import UserError
@@ -69,7 +76,7 @@ def test_model_fn_equals_the_transformers_own_forward(per_token: bool, sees_imag
 
 
 def test_prompts_are_encoded_as_by_the_pipeline(pipeline: WanPipeline, family: Wan) -> None:
-    texts = [*PROMPTS, "", " two  spaces &amp; an entity "]
+    texts = [*PROMPTS, "", *UNCLEAN]
     encoded = family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=text) for text in texts])
     with torch.no_grad():
         expected, _ = pipeline.encode_prompt(
@@ -80,14 +87,13 @@ def test_prompts_are_encoded_as_by_the_pipeline(pipeline: WanPipeline, family: W
     assert [len(row["prompt_embeds"]) for row in encoded] == family.prompt_lengths(texts) == lengths
 
 
-def test_prompts_that_ftfy_repaired_are_others_than_those_that_it_did_not(
+def test_without_the_package_that_cleans_prompts_nothing_is_encoded(
     family: Wan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    identities = set()
-    for is_there in (True, False):
-        monkeypatch.setattr("diffsynth_lite.pipelines.wan.family.is_ftfy_available", partial(bool, is_there))
-        identities.add(family.prompt_encoder_id(torch.float32))
-    assert len(identities) == 2
+    family.check_folder()
+    monkeypatch.setattr("diffsynth_lite.pipelines.wan.family.is_ftfy_available", lambda: False)
+    with pytest.raises(UserError, match="prompts of Wan are cleaned with the package ftfy"):
+        family.check_folder()
 
 
 def test_a_prompt_beyond_the_limit_is_cut_as_by_the_pipeline(pipeline: WanPipeline, family: Wan) -> None:

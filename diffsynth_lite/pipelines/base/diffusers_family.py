@@ -13,7 +13,7 @@ import torch
 from diffusers import SchedulerMixin
 from PIL.Image import Image
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from diffsynth_lite.core.gradient import count_blocks
 from diffsynth_lite.core.noise import resolution_mu
@@ -24,6 +24,7 @@ from diffsynth_lite.pipelines.base.family import EncodedMedia, LoraFile, ModelFa
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
 from diffsynth_lite.pipelines.base.lora_files import read_lora_file, save_lora_file
 from diffsynth_lite.pipelines.base.release_folder import empty_model
+from diffsynth_lite.pipelines.base.tokenizer import load_tokenizer
 
 
 def device_and_dtype(model: torch.nn.Module) -> dict[str, Any]:
@@ -63,6 +64,9 @@ class DiffusersFamily(ModelFamily):
         super().check_folder(with_weights=with_weights)
         for component in self.components:
             require_class(self.folder, component, self.component_class(component))
+        # They are small; else the captions of a run would find out, or a download of gigabytes before them.
+        for name in self.tokenizers:
+            self.load_tokenizer(name)
         # Else missed at the first preview, which only warns, or drawn from a sampler of another kind.
         self.check_scheduler(self.load_scheduler())
 
@@ -141,16 +145,9 @@ class DiffusersFamily(ModelFamily):
         """A tokenizer, from its folder.
 
         Raises:
-            UserError: a file is damaged, or the folder asks for code of its own to be run.
+            UserError: as :func:`~diffsynth_lite.pipelines.base.tokenizer.load_tokenizer` does.
         """
-        try:
-            # Not said to be False, transformers asks whoever sits at the terminal.
-            return AutoTokenizer.from_pretrained(self.folder.path, subfolder=name, trust_remote_code=False)
-        except (ValueError, OSError) as error:
-            raise UserError(
-                f"model.path: the tokenizer in {self.folder.path / name} cannot be read "
-                f"({' '.join(str(error).split())}); get the folder again"
-            ) from error
+        return load_tokenizer(self.folder.path / name, self.folder.class_name(name))
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         tokenizer = self.load_tokenizer(self.prompt_tokenizer)

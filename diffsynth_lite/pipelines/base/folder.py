@@ -61,6 +61,13 @@ class PipelineFolder:
         """What ``model_index.json`` holds: the pipeline's class, its components' classes and its settings."""
         return self._read_json(self.path / "model_index.json")
 
+    def class_name(self, component: str) -> str | None:
+        """The class of transformers or diffusers that ``model_index.json`` names for a component, if any."""
+        match self.pipeline_config().get(component):
+            case [_, str(name)]:
+                return name
+        return None
+
     def component_config(self, component: str) -> dict[str, Any]:
         """The configuration of one component.
 
@@ -117,7 +124,7 @@ class PipelineFolder:
         Raises:
             UserError: naming the folder.
         """
-        if not any((self.path / component).glob("*.json")):
+        if not self._small_files(component):
             raise UserError(f"model.path: {self.path / component} is missing or empty; complete the download")
 
     def _require_shards(self, component: str, present: set[str]) -> None:
@@ -137,8 +144,7 @@ class PipelineFolder:
         file that was edited between the blocks goes unnoticed.
         """
         digest = hashlib.blake2b(digest_size=16)
-        small = (path for path in (self.path / component).glob("*") if path.suffix in _SMALL_SUFFIXES)
-        for path in sorted(small):
+        for path in self._small_files(component):
             digest.update(path.name.encode() + path.read_bytes())
         for path in self._weight_files(component):
             size = path.stat().st_size
@@ -153,6 +159,9 @@ class PipelineFolder:
     def fingerprints(self, *components: str) -> str:
         """The hashes of several components, in their order, for an identity that depends on all of them."""
         return " ".join(map(self.fingerprint, components))
+
+    def _small_files(self, component: str) -> list[Path]:
+        return sorted(path for path in (self.path / component).glob("*") if path.suffix in _SMALL_SUFFIXES)
 
     def _weight_files(self, component: str) -> list[Path]:
         wanted = self.variant or ""

@@ -27,6 +27,7 @@ from diffsynth_lite.core.gradient import (
     gradient_checkpoint_forward,
     gradient_flags,
 )
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import assemble
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
@@ -148,11 +149,18 @@ class Wan(ExpertFamily):
         """16; 24 with TI2V-5B."""
         return 24.0 if self._is_ti2v else 16.0
 
+    def check_folder(self, *, with_weights: bool = True) -> None:
+        # Without it diffusers' text-to-video pipeline leaves a prompt as it is, and the other one fails.
+        if not is_ftfy_available():
+            raise UserError(
+                "model.family: prompts of Wan are cleaned with the package ftfy, which is not installed: "
+                "`pip install ftfy`"
+            )
+        super().check_folder(with_weights=with_weights)
+
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
         parts = self.folder.fingerprints("text_encoder", "tokenizer")
-        # diffusers repairs a prompt with ftfy where that is installed, and leaves it as it is elsewhere.
-        cleaner = "ftfy" if is_ftfy_available() else "plain"
-        return f"wan/prompt/1 {parts} {dtype} {self.max_prompt_tokens} {cleaner}"
+        return f"wan/prompt/2 {parts} {dtype} {self.max_prompt_tokens}"
 
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device

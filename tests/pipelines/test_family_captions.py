@@ -1,0 +1,67 @@
+"""Captions as people write them: the text encoders get the tokens that the pipeline's own call gives them."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from family_sample import CPU, UNCLEAN, Sample
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from diffsynth_lite.media import Prompt
+from diffsynth_lite.pipelines.qwen_image_edit import TextAndPictures
+
+
+class _EncodedError(Exception):
+    """The pipeline has its prompt embeddings; what it does with them is of no interest here."""
+
+
+@contextmanager
+def looked_up() -> Iterator[list[torch.Tensor]]:
+    """The indices that all embedding tables are asked for: token ids of the text encoders among them."""
+    indices: list[torch.Tensor] = []
+
+    def record(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if isinstance(module, torch.nn.Embedding):
+            indices.append(args[0].clone())
+
+    hook = register_module_forward_pre_hook(record)
+    yield indices
+    hook.remove()
+
+
+def encode_in_a_call(sample: Sample, pipeline: Any, caption: str) -> None:
+    """Call a pipeline with a caption, as a user would, up to its prompt embeddings."""
+    known = inspect.signature(pipeline.__call__).parameters
+    request = sample.request(num_inference_steps=1, guidance_scale=1.0, seed=0)
+    given = request.call_arguments() | {"guidance_scale": request.guidance_scale}
+    if request.inputs:
+        given["image"] = request.inputs[0]
+    with pytest.raises(_EncodedError):
+        pipeline(prompt=caption, **{name: value for name, value in given.items() if name in known})
+
+
+def stopping(encode_prompt: Callable[..., object]) -> Callable[..., object]:
+    def encode_and_stop(*args: Any, **kwargs: Any) -> object:
+        encode_prompt(*args, **kwargs)
+        raise _EncodedError
+
+    return encode_and_stop
+
+
+def test_the_encoders_get_the_tokens_that_the_pipeline_gives_them(sample: Sample) -> None:
+    pipeline = sample.fresh_pipeline()
+    if sample.family.prompt_sees_images:  # the processor of transformers would need torchvision
+        pipeline.processor = TextAndPictures(tokenizer=pipeline.tokenizer, pictures=pipeline.processor)
+    pipeline.encode_prompt = stopping(pipeline.encode_prompt)
+    encode = sample.family.load_prompt_encoder(torch.float32, CPU)
+    images = sample.media[0].inputs if sample.family.prompt_sees_images else ()
+    for caption in UNCLEAN:
+        with looked_up() as theirs:
+            encode_in_a_call(sample, pipeline, caption)
+        with looked_up() as ours:
+            encode([Prompt(text=caption, images=images)])
+        assert 0 < len(ours) <= len(theirs)  # Z-Image's pipeline encodes a negative prompt, too
+        assert all(map(torch.equal, ours, theirs)), caption
