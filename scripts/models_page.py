@@ -16,6 +16,7 @@ import yaml
 from diffsynth_lite.pipelines import ModelFamily, family_names, load_family
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import TargetSets
+from diffsynth_lite.releases import UNTRAINED
 
 _REPOSITORY = Path(__file__).parents[1]
 
@@ -74,7 +75,7 @@ def render_models_page(configs: Path) -> str:
     rows = [_row(name, family, _of(name, recipes)) for name, family in families.items()]
     sections = [_section(name, family, _of(name, recipes)) for name, family in families.items()]
     table = ["| family | model | trains on | recipes |", "|---|---|---|---|", *rows, ""]
-    return "\n".join([_INTRODUCTION, *table, *sections])
+    return "\n".join([_INTRODUCTION, *table, *sections, *_untrained()])
 
 
 def render_readme(text: str) -> str:
@@ -91,6 +92,20 @@ def render_readme(text: str) -> str:
     _, ends, after = rest.partition(_TABLE_ENDS)
     assert ends, "the README has lost the comments around its table of families"
     return "\n".join([before + begins, "| family | models |", "|---|---|", *rows, "", ends + after])
+
+
+def _untrained() -> list[str]:
+    """The section on models that are refused."""
+    rows = [
+        f"| {entry.models} | `{stem}*Pipeline` | [`{entry.nearest}`](#{entry.nearest}) | {entry.differs} |"
+        for stem, entry in UNTRAINED.items()
+    ]
+    introduction = (
+        "Folders of these are refused, with the name of the nearest family, and so is any other pipeline\n"
+        "that no family names. [add-a-model.md](add-a-model.md) says how one is added.\n"
+    )
+    head = ["| models | folders of | nearest | has beside it |", "|---|---|---|---|"]
+    return ["## Not trained", "", introduction, *head, *rows, ""]
 
 
 def read_recipes(configs: Path) -> list[Recipe]:

@@ -4,5 +4,6 @@ One file a model line. A family names its own as ``releases``; a family of anoth
 """
 
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
+from diffsynth_lite.releases.untrained import UNTRAINED, Untrained
 
-__all__ = ["Release", "ReleaseComponent", "ReleaseTokenizer"]
+__all__ = ["UNTRAINED", "Release", "ReleaseComponent", "ReleaseTokenizer", "Untrained"]

@@ -1,14 +1,17 @@
 """Families are found by their file's name, or by a dotted path."""
 
+import json
 from pathlib import Path
 
+import diffusers
 import pytest
 
 from diffsynth_lite import pipelines
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.pipelines import family_names, load_family
+from diffsynth_lite.pipelines import PipelineFolder, family_names, load_family, require_family
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.pipelines.qwen_image_edit import QwenImageEdit
+from diffsynth_lite.releases import UNTRAINED
 
 
 def test_the_built_in_families_are_the_files_and_folders_beside_their_base() -> None:
@@ -67,3 +70,67 @@ def test_a_missing_import_inside_a_familys_file_keeps_its_traceback(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):
         load_family("broken_families.broken")
+
+
+REFUSED = {
+    "LTXLatentUpsamplePipeline": ("Upscalers of LTX-Video", "ltx_video"),
+    "LTX2Pipeline": ("LTX-2", "ltx_video"),
+    "LTX2ImageToVideoPipeline": ("LTX-2", "ltx_video"),
+    "QwenImageLayeredPipeline": ("Qwen-Image-Layered", "qwen_image_edit"),
+    "QwenImage21Pipeline": ("Qwen-Image 2.1", "qwen_image"),
+    "WanVACEPipeline": ("Wan VACE", "wan"),
+    "WanAnimatePipeline": ("Wan 2.2 Animate", "wan_i2v"),
+    "SkyReelsV2Pipeline": ("SkyReels-V2", "wan"),
+    "SkyReelsV2ImageToVideoPipeline": ("SkyReels-V2 from pictures", "wan_i2v"),
+    "SkyReelsV2DiffusionForcingPipeline": ("SkyReels-V2 DF", "wan"),
+    "FluxFillPipeline": ("FLUX.1 Fill", "flux"),
+    "FluxControlPipeline": ("FLUX.1 Depth and Canny", "flux"),
+    "FluxControlNetPipeline": ("ControlNets of FLUX.1", "flux"),
+    "Flux2KleinKVPipeline": ("FLUX.2 klein KV", "flux2"),
+    "SanaVideoPipeline": ("Sana-Video", "sana"),
+    "SanaSprintPipeline": ("Sana Sprint", "sana"),
+    "ZImageOmniPipeline": ("Z-Image-Omni", "z_image"),
+    "StableDiffusionXLImg2ImgPipeline": ("The SDXL refiner", "sdxl"),
+}
+
+
+def refusal(family: str, pipeline_class: str, root: Path) -> str:
+    (root / "model_index.json").write_text(json.dumps({"_class_name": pipeline_class}))
+    with pytest.raises(UserError, match=f"holds a {pipeline_class}, but this family trains a ") as caught:
+        require_family(load_family(family), PipelineFolder(path=root))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("pipeline_class", "expected"), REFUSED.items(), ids=REFUSED)
+def test_a_model_that_no_family_trains_is_refused_with_the_nearest(
+    pipeline_class: str, expected: tuple[str, str], tmp_path: Path
+) -> None:
+    models, nearest = expected
+    message = refusal("chroma", pipeline_class, tmp_path)
+    assert f"no built-in family trains that ({models}: " in message
+    assert f"; the nearest is {nearest} (" in message
+    assert "; docs/add-a-model.md says how one is added, or check model.path" in message
+
+
+def test_another_pipeline_of_a_model_that_is_trained_is_refused_with_its_family(tmp_path: Path) -> None:
+    message = refusal("wan", "QwenImageImg2ImgPipeline", tmp_path)
+    assert "trains that; the nearest is qwen_image (Qwen-Image, from text); docs/add-a-model.md" in message
+
+
+def test_a_pipeline_that_is_like_no_family_is_refused_with_the_way_to_add_one(tmp_path: Path) -> None:
+    message = refusal("wan", "StableDiffusion3Pipeline", tmp_path)
+    assert "no built-in family trains that; docs/add-a-model.md says how one is added" in message
+
+
+def test_a_pipeline_of_another_family_is_refused_with_what_to_set(tmp_path: Path) -> None:
+    assert "; set model.family: flux_kontext, or" in refusal("flux", "FluxKontextPipeline", tmp_path)
+    assert "; set model.family: ltx_video, or" in refusal("wan", "LTXConditionPipeline", tmp_path)
+
+
+@pytest.mark.parametrize("beginning", UNTRAINED)
+def test_what_is_refused_by_name_is_a_pipeline_of_diffusers_that_no_family_trains(beginning: str) -> None:
+    names = [name for name in dir(diffusers) if name.startswith(beginning) and name.endswith("Pipeline")]
+    assert names
+    trained = [name for family in family_names() for name in load_family(family).pipeline_classes]
+    assert not [name for name in trained if name.startswith(beginning)]
+    assert UNTRAINED[beginning].nearest in family_names()

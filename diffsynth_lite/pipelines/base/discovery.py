@@ -4,13 +4,14 @@ import difflib
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Iterable
 from types import ModuleType
 
 from diffsynth_lite import pipelines
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.family import ModelFamily
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
-from diffsynth_lite.releases import Release
+from diffsynth_lite.releases import UNTRAINED, Release
 
 
 def family_names() -> list[str]:
@@ -53,18 +54,38 @@ def require_family(family: type[ModelFamily], folder: PipelineFolder) -> None:
     """Check that a folder holds a pipeline of a family.
 
     Raises:
-        UserError: it holds another one; names the families that train that.
+        UserError: it holds another one; names the families that train that, or else the nearest.
     """
     found = folder.pipeline_class_name()
     if found in family.pipeline_classes:
         return
-    # Imports every family, which takes seconds: only for the message.
-    others = [name for name in family_names() if found in load_family(name).pipeline_classes]
-    advice = f"set model.family: {' or '.join(others)}" if others else "no built-in family trains that"
     raise UserError(
         f"model.path: {folder.path} holds a {found}, but this family trains a "
-        f"{' or '.join(family.pipeline_classes)}; {advice}, or check model.path"
+        f"{' or '.join(family.pipeline_classes)}; {_advice(found)}, or check model.path"
     )
+
+
+def _advice(pipeline_class: str) -> str:
+    """Which family trains folders of a pipeline, or is nearest to it, and how another one is added."""
+    # Imports every family, which takes seconds: only for the message.
+    classes = {name: load_family(name).pipeline_classes for name in family_names()}
+    if families := [name for name, trained in classes.items() if pipeline_class in trained]:
+        return f"set model.family: {' or '.join(families)}"
+    untrained = UNTRAINED.get(_longest_beginning(pipeline_class, UNTRAINED))
+    stems = {found.removesuffix("Pipeline"): name for name, trained in classes.items() for found in trained}
+    nearest = untrained.nearest if untrained else stems.get(_longest_beginning(pipeline_class, stems))
+    refusal = "no built-in family trains that"
+    if untrained:
+        refusal += f" ({untrained.models}: {untrained.differs})"
+    if nearest:
+        summary = inspect.cleandoc(load_family(nearest).__doc__ or "").partition("\n")[0]
+        refusal += f"; the nearest is {nearest} ({summary.rstrip('.')})"
+    return f"{refusal}; docs/add-a-model.md says how one is added"
+
+
+def _longest_beginning(text: str, beginnings: Iterable[str]) -> str:
+    """The longest of them that ``text`` begins with; empty where there is none."""
+    return max((one for one in beginnings if text.startswith(one)), key=len, default="")
 
 
 def _family_in(module: ModuleType) -> type[ModelFamily]:

@@ -1,0 +1,61 @@
+"""This file says of pipelines that no family here trains which family is nearest, and what it lacks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Untrained:
+    """Pipelines of diffusers that no family trains.
+
+    Attributes:
+        models: as people call them.
+        nearest: name of the family.
+        differs: what they have that the nearest has not.
+    """
+
+    models: str
+    nearest: str
+    differs: str
+
+
+UNTRAINED: Mapping[str, Untrained] = MappingProxyType(
+    {
+        "Flux2KleinKV": Untrained("FLUX.2 klein KV", "flux2", "a cache of the pictures to start from"),
+        "FluxControl": Untrained(
+            "FLUX.1 Depth and Canny", "flux", "a picture of depth or edges in the model's input"
+        ),
+        "FluxControlNet": Untrained("ControlNets of FLUX.1", "flux", "a second model beside the transformer"),
+        "FluxFill": Untrained("FLUX.1 Fill", "flux", "a mask and a masked picture in the model's input"),
+        "FluxPriorRedux": Untrained("FLUX.1 Redux", "flux", "a picture as the prompt"),
+        "LTX2": Untrained("LTX-2", "ltx_video", "sound, and another transformer and autoencoder"),
+        "LTXLatentUpsample": Untrained(
+            "Upscalers of LTX-Video", "ltx_video", "a model that enlarges latents and removes no noise"
+        ),
+        "QwenImage21": Untrained("Qwen-Image 2.1", "qwen_image", "another transformer and autoencoder"),
+        "QwenImageLayered": Untrained("Qwen-Image-Layered", "qwen_image_edit", "pictures of several layers"),
+        "SanaImageToVideo": Untrained("Sana-Video from pictures", "sana", "clips, and another transformer"),
+        "SanaSprint": Untrained("Sana Sprint", "sana", "a distilled model that is told a guidance scale"),
+        "SanaVideo": Untrained("Sana-Video", "sana", "clips, and another transformer"),
+        "SkyReelsV2": Untrained("SkyReels-V2", "wan", "a model of its own, made from Wan 2.1"),
+        "SkyReelsV2ImageToVideo": Untrained(
+            "SkyReels-V2 from pictures", "wan_i2v", "a model of its own, made from Wan 2.1"
+        ),
+        "SkyReelsV2DiffusionForcing": Untrained(
+            "SkyReels-V2 DF",
+            "wan",
+            "a model of its own, with a noise level for each frame",
+        ),
+        "StableDiffusionXLImg2Img": Untrained(
+            "The SDXL refiner", "sdxl", "one text encoder, and an aesthetic score that the UNet is told"
+        ),
+        "StableDiffusionXLInpaint": Untrained(
+            "SDXL for inpainting", "sdxl", "a mask and a masked picture in the model's input"
+        ),
+        "WanAnimate": Untrained("Wan 2.2 Animate", "wan_i2v", "poses and faces that the model is shown"),
+        "WanVACE": Untrained("Wan VACE", "wan", "further blocks, which see a control clip and masks"),
+        "ZImageOmni": Untrained("Z-Image-Omni", "z_image", "pictures beside the prompt, read by SigLIP"),
+    }
+)
+"""By the beginning of the names of their pipelines' classes; the longest that fits holds."""
