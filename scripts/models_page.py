@@ -138,7 +138,7 @@ def facts(family: type[ModelFamily]) -> dict[str, str]:
         **_frames(family),
         "tokens of a prompt, at most": _said(family, "max_prompt_tokens"),
         "input pictures": _inputs(family),
-        "shift of the noise levels": _docstring_of(family, "family_shift", above=ModelFamily)
+        "shift of the noise levels": _docstring_of(family, "family_shift", above=ModelFamily, whole=True)
         or BY_THE_FOLDER,
         "distilled releases": _said(family, "distilled", lambda _: ""),
         "LoRA on, by default": _said(family, "default_target_modules", _names),
@@ -215,13 +215,17 @@ def _said(family: type[ModelFamily], attribute: str, show: Callable[[Any], str] 
     return _docstring_of(family, attribute, above=ModelFamily) or BY_THE_FOLDER
 
 
-def _docstring_of(family: type[ModelFamily], attribute: str, *, above: type) -> str:
-    """First paragraph of what a family itself says of a method or property; empty where ``above`` says it."""
+def _docstring_of(family: type[ModelFamily], attribute: str, *, above: type, whole: bool = False) -> str:
+    """What a family itself says of a method or property; empty where ``above`` says it.
+
+    Args:
+        whole: with its reasons, in the paragraphs below the first.
+    """
     owner = _owner(family, attribute)
     if owner in above.__mro__:
         return ""
-    documented = inspect.cleandoc(vars(owner)[attribute].__doc__ or "").split("\n\n")[0]
-    return _markdown(documented).rstrip(".")
+    documented = inspect.cleandoc(vars(owner)[attribute].__doc__ or "")
+    return _markdown(documented if whole else documented.split("\n\n")[0]).rstrip(".")
 
 
 def _frames(family: type[ModelFamily]) -> dict[str, str]:

@@ -96,6 +96,9 @@ class Chroma(Flux):
     diffusers 0.42 hides none of it: its mask is of numbers, which torch adds to the attention's scores
     (diffusers issue 12116). Previews see what training sees; to draw the same elsewhere, give the pipeline
     what its ``encode_prompt`` returns, with ``prompt_attention_mask.bool()``, and so for the negative prompt.
+
+    Which shift the sampler of each release has could not be confirmed; ``diffsynth-lite doctor`` shows what
+    it makes of the noise levels. FLUX.1 dev, which Chroma is made from, has one that grows with the picture.
     """
 
     pipelines = (ChromaPipeline,)

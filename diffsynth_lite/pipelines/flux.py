@@ -151,6 +151,10 @@ class Flux(DiffusersFamily):
     no guidance, because the target is that of the data alone; previews tell it
     ``validation.guidance_scale``. schnell knows none: a scale above 1 makes its previews run the model
     twice, with the negative prompt.
+
+    The sampler's shift grows with the picture: ``flux_shift`` of musubi-tuner is the same line, with a
+    density around the middle; diffusers' training scripts shift nothing, and DiffSynth-Studio takes 3.
+    schnell's sampler has none.
     """
 
     pipelines: ClassVar[tuple[Any, ...]] = (FluxPipeline,)

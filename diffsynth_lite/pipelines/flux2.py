@@ -51,6 +51,7 @@ _ATTENTION = (
 )
 # The shift of pictures up to 4,300 tokens depends on the number of steps, too: the pipelines' own.
 _SAMPLING_STEPS = 50
+_TRAINING_MU = 0.8
 # Literals in the pipelines.
 _LARGEST_INPUT = 1024 * 1024
 _SHORTEST_SIDE, _LONGEST_RATIO = 64, 8
@@ -123,9 +124,6 @@ class Flux2(DiffusersFamily):
 
     dev is told a guidance scale: 1 in training, which asks for none, and that of the preview in previews.
     klein knows none: the base models run twice a step above a scale of 1, the distilled ones ignore it.
-
-    The shift is that of the pipelines at 50 steps: it grows up to 4,300 tokens (a little over 1024 x 1024
-    pixels), where it falls once, from 7.7 to 3.3 times, and grows again.
 
     A distilled klein (4 steps) is best trained through its base model, whose LoRA it takes. The klein models
     with a cache of their inputs (KV) see these in another way and are refused.
@@ -224,8 +222,26 @@ class Flux2(DiffusersFamily):
         return latents_shape[-2] * latents_shape[-1]
 
     def resolution_shift(self, latents_shape: Sequence[int]) -> float:
-        """``exp(mu)`` of the formula in the pipelines, which reads no settings."""
+        """``exp(mu)`` of the formula in the pipelines, which reads no settings, for 50 steps.
+
+        It grows up to 4,300 tokens (a little over 1024 x 1024 pixels), where it falls once, from 7.7 to 3.3,
+        and grows again.
+        """
         return math.exp(compute_empirical_mu(self.num_tokens(latents_shape), _SAMPLING_STEPS))
+
+    def family_shift(self, latents_shape: Sequence[int]) -> float:
+        """2.2 (mu 0.8) at any size.
+
+        DiffSynth-Studio trains these models so, by its own word because it gives better results
+        (``set_timesteps_flux2`` in ``flow_match.py``). The sampler's own shift, 7.6 at 1024 x 1024 pixels
+        (``objective.shift: resolution``), leaves 12 % of the steps for noise levels below 0.5, where detail
+        is learned. Others stay below it, too: diffusers' training scripts shift nothing, and ``flux2_shift``
+        of musubi-tuner is FLUX.1's line, 1.9 at 512 x 512 and 3.2 at 1024 x 1024 pixels.
+        """
+        return math.exp(_TRAINING_MU)
+
+    def earlier_shift(self, latents_shape: Sequence[int]) -> float:
+        return super().family_shift(latents_shape)
 
     def predict(
         self,

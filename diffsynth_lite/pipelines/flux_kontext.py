@@ -27,7 +27,7 @@ class FluxKontext(flux.Flux):
     """FLUX.1 Kontext dev, which edits one picture.
 
     FLUX.1 dev whose tokens also hold the picture to edit, at the nearest of the shapes of about a megapixel
-    that it was trained on. Guidance is as in ``flux``.
+    that it was trained on. Guidance and the shift of the noise levels are as in ``flux``.
     """
 
     pipelines = (FluxKontextPipeline,)

@@ -5,6 +5,7 @@ Sources: diffusers ``transformer_ltx.py``, ``pipeline_ltx.py``, ``pipeline_ltx_i
 ``pipeline_ltx_condition.py``.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -251,6 +252,23 @@ class LTXVideo(DiffusersFamily):
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
         _, num_frames, height, width = latents_shape
         return num_frames * height * width
+
+    def family_shift(self, latents_shape: Sequence[int]) -> float:
+        """That of the folder's sampler, which grows with the clip, but not beyond the end of its line.
+
+        The scheduler's file gives the line up to 4096 tokens, where the shift is 7.8. The sampler goes on
+        along it (``objective.shift: resolution``), to 32 at 768 x 512 pixels and 161 frames, which leaves 3 %
+        of the steps for noise levels below 0.5, where detail is learned. The trainer of LTX-2 by Lightricks
+        ends it there, too (``timestep_samplers.py``), though their earlier one for LTX-Video did not;
+        ``set_timesteps_ltx2`` of DiffSynth-Studio trains clips of any size as if they had 4096 tokens.
+        """
+        shift = super().family_shift(latents_shape)
+        if not self.scheduler_config.get("use_dynamic_shifting"):
+            return shift
+        return min(shift, math.exp(self.scheduler_config["max_shift"]))
+
+    def earlier_shift(self, latents_shape: Sequence[int]) -> float:
+        return super().family_shift(latents_shape)
 
     def predict(
         self,

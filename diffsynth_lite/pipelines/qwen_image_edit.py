@@ -39,6 +39,7 @@ class QwenImageEdit(qwen_image.QwenImage):
     """Qwen-Image-Edit (one input picture) and Edit-Plus 2509, 2511 (several); the folder says which.
 
     Qwen-Image whose prompts and tokens also hold the pictures to edit, each brought to about a megapixel.
+    The shift of the noise levels is that of Qwen-Image, by the size of the result.
     """
 
     pipelines = (QwenImageEditPipeline, QwenImageEditPlusPipeline)

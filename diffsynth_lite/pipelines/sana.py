@@ -88,6 +88,9 @@ class Sana(DiffusersFamily):
 
     A prompt is put in lower case, behind the instruction of the pipeline's call; a negative prompt and a
     dropped caption get none. The feed-forward layers are convolutions, which get no LoRA.
+
+    The sampler's shift is 3 in diffusers' conversions, and 6 in that of 4096 pixels. Sana's own training at
+    1024 pixels has 3, too, with a density around the middle (``configs/sana_config`` in its repository).
     """
 
     pipelines = (SanaPipeline,)

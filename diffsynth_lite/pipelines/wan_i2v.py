@@ -25,6 +25,7 @@ from diffsynth_lite.releases.wan import WAN_I2V
 from diffsynth_lite.testing import seeded
 
 _MIN_FRAMES = 5
+_LARGEST_FLF2V_SHIFT = 5.0
 _CLIP_SIZE = 32  # of the pictures that the tiny CLIP sees
 
 model_fn_wan_i2v = wan.model_fn_wan
@@ -170,6 +171,20 @@ class WanI2V(wan.Wan):
         assert item.last_frame is None or self.takes_last_frames, "refused with the records"
         last = item.last_frame or (item.frames[-1] if self._leads_to_last_frame else None)
         return [item.first_frame or item.frames[0], *([last] if last else [])]
+
+    def family_shift(self, latents_shape: Sequence[int]) -> float:
+        """That of the folder's sampler, as in family ``wan``; of FLF2V-14B, whose folder has 16, at most 5.
+
+        16 (``objective.shift: static`` with ``shift_value: 16``) leaves 6 % of the steps for noise levels
+        below 0.5, where detail is learned. DiffSynth-Studio trains all of Wan with 5 (``set_timesteps_wan``
+        in ``flow_match.py``), which is also what other Wan models of 720p are sampled with (``generate.py``
+        in Wan's repository); the example in musubi-tuner's ``docs/wan.md`` has 3.
+        """
+        shift = super().family_shift(latents_shape)
+        return min(shift, _LARGEST_FLF2V_SHIFT) if self._leads_to_last_frame else shift
+
+    def earlier_shift(self, latents_shape: Sequence[int]) -> float:
+        return super().family_shift(latents_shape)
 
     def num_condition_values(self, latents_shape: Sequence[int]) -> int:
         channels, *sides = latents_shape

@@ -94,6 +94,10 @@ class ZImage(DiffusersFamily):
     The guidance scale of its pipeline counts from 0: s there is what others call s + 1. Previews hand it over
     as given, and have no guidance at 1 or less.
 
+    The base model's sampler has a shift of 6 and Turbo's 3. diffusers' training script takes that of the
+    folder; DiffSynth-Studio takes 3 for both (``set_timesteps_z_image``), as the recipe here does to leave
+    more steps for detail, and musubi-tuner (``docs/zimage.md``) 2 with a density around the middle.
+
     Omni models, which see pictures through SigLIP, are refused.
     """
 

@@ -178,9 +178,10 @@ def lora_alpha(config: Config) -> float:
     return float(config.lora.rank) if config.lora.alpha is None else config.lora.alpha
 
 
-def _build_objective(config: Config, family: ModelFamily, device: torch.device) -> DenoisingObjective:
+def build_noise_levels(config: Config, family: ModelFamily) -> NoiseLevels:
+    """The noise levels that a run draws from; needs no weights."""
     objective = config.objective
-    noise_levels = NoiseLevels(
+    return NoiseLevels(
         density=objective.timestep_density,
         logit_mean=objective.logit_mean,
         logit_std=objective.logit_std,
@@ -190,11 +191,14 @@ def _build_objective(config: Config, family: ModelFamily, device: torch.device) 
         sigma_max=objective.sigma_max,
         ranges=family.noise_ranges,
     )
+
+
+def _build_objective(config: Config, family: ModelFamily, device: torch.device) -> DenoisingObjective:
     return DenoisingObjective(
         family=family,
-        noise_levels=noise_levels,
-        weighting=objective.loss_weighting,
-        min_snr_gamma=objective.min_snr_gamma,
+        noise_levels=build_noise_levels(config, family),
+        weighting=config.objective.loss_weighting,
+        min_snr_gamma=config.objective.min_snr_gamma,
         device=device,
     )
 

@@ -1,7 +1,7 @@
 """This file turns the settings of the data into values for what reads, plans and encodes it."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from PIL import ImageColor
@@ -86,6 +86,26 @@ def num_tokens_of(bucket: Bucket, family: ModelFamily) -> int:
     """Tokens that the transformer makes of one sample of a bucket, with those of its inputs."""
     frames = [(bucket.width, bucket.height, bucket.num_frames), *((*size, 1) for size in bucket.inputs)]
     return sum(family.num_tokens(family.latents_shape(*shape)) for shape in frames)
+
+
+def shifts_by_size(
+    config: Config, family: ModelFamily, shift: Callable[[Sequence[int]], float]
+) -> dict[str, float]:
+    """The shift of the noise levels at each size that the config names, by the name of the size.
+
+    Args:
+        shift: of the shape of one sample's latents.
+    """
+    data, divisor = config.data, family.size_divisor
+    edges = [max(divisor, edge // divisor * divisor) for edge in data.resolutions]
+    sizes = [
+        Bucket(width=width, height=height, num_frames=num_frames)
+        for width, height in data.given_sizes or zip(edges, edges, strict=True)
+        for num_frames in frame_counts_of(config, family)
+    ]
+    return {
+        size.name: shift(family.latents_shape(size.width, size.height, size.num_frames)) for size in sizes
+    }
 
 
 def data_sources(config: Config) -> list[Source]:

@@ -3,13 +3,17 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import torch
 
 from diffsynth_lite.core.noise import (
+    LevelShares,
     LossWeighting,
     TimestepDensity,
+    draw_of_level,
+    level_shares,
     loss_weight,
     shift_sigma,
     sigma_from_uniform,
@@ -18,7 +22,6 @@ from diffsynth_lite.data import Batch
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
 
-_BISECTIONS = 52
 _SMALLEST_SPAN = 1e-6
 
 
@@ -71,7 +74,31 @@ class NoiseLevels:
         spans = self._spans_of(tuple(latents_shape))
         ends = list(accumulate(last - first for first, last in spans))
         place = next(place for place, end in enumerate(ends) if step_uniform * ends[-1] < end)
-        first, last = spans[place]
+        return self._of_range(uniform, place, latents_shape)
+
+    def shares(self, latents_shape: Sequence[int]) -> list[tuple[float, LevelShares]]:
+        """For each of ``ranges``, the part of the steps that it gets, and how their noise levels are spread.
+
+        Args:
+            latents_shape: shape of one sample's latents.
+
+        Raises:
+            UserError: as ``sigma`` does.
+        """
+        if tuple(self.ranges) == ((0.0, 1.0),):
+            return [(1.0, level_shares(partial(self._whole, latents_shape=latents_shape)))]
+        lengths = [last - first for first, last in self._spans_of(tuple(latents_shape))]
+        return [
+            (
+                length / sum(lengths),
+                level_shares(partial(self._of_range, place=place, latents_shape=latents_shape)),
+            )
+            for place, length in enumerate(lengths)
+        ]
+
+    def _of_range(self, uniform: torch.Tensor, place: int, latents_shape: Sequence[int]) -> torch.Tensor:
+        """Noise levels of draws, all of one of ``ranges``."""
+        first, last = self._spans_of(tuple(latents_shape))[place]
         low, high = self.ranges[place]
         sigma = self._whole(first + (last - first) * uniform.double(), latents_shape)
         # Rounding must not carry a level over to the neighbour, whose model is another one.
@@ -90,8 +117,9 @@ class NoiseLevels:
         """For each range, the span of the uniform draws whose noise levels lie in it."""
         if latents_shape not in self._spans:
             spans = []
+            levels = partial(self._whole, latents_shape=latents_shape)
             for bounds in self.ranges:
-                first, last = sorted(self._draw_of(bound, latents_shape) for bound in bounds)
+                first, last = sorted(draw_of_level(levels, bound) for bound in bounds)
                 if last - first < _SMALLEST_SPAN:
                     raise UserError(
                         f"objective.sigma_min, objective.sigma_max: {self.sigma_min} to {self.sigma_max} "
@@ -101,20 +129,6 @@ class NoiseLevels:
                 spans.append((first, last))
             self._spans[latents_shape] = spans
         return self._spans[latents_shape]
-
-    def _draw_of(self, sigma: float, latents_shape: Sequence[int]) -> float:
-        """The uniform draw whose noise level is ``sigma``, by bisection; densities are monotone."""
-        ends = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
-        first, last = self._whole(ends, latents_shape).tolist()
-        low, high = 0.0, 1.0
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            level = self._whole(torch.tensor([middle], dtype=torch.float64), latents_shape).item()
-            if (level < sigma) == (first < last):
-                low = middle
-            else:
-                high = middle
-        return low
 
     def _whole(self, uniform: torch.Tensor, latents_shape: Sequence[int]) -> torch.Tensor:
         sigma = sigma_from_uniform(

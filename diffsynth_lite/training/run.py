@@ -18,6 +18,7 @@ from diffsynth_lite.files import write_json, write_text
 from diffsynth_lite.training.builder import (
     build_accelerator,
     build_average,
+    build_noise_levels,
     build_optimizer,
     build_run,
     build_transformer,
@@ -37,6 +38,7 @@ from diffsynth_lite.training.checkpoint.resume import (
 from diffsynth_lite.training.checkpoint.saver import Saver, restore
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.checks import check_run
+from diffsynth_lite.training.data_settings import shifts_by_size
 from diffsynth_lite.training.distributed import on_main_process
 from diffsynth_lite.training.encoding import TrainingData, encode_run
 from diffsynth_lite.training.evaluation import ValidationProtocol
@@ -94,7 +96,12 @@ def run_training(
     with ExitStack() as held, stop.listening():
         on_main_process(accelerator, lambda: held.enter_context(folder.lock()))
         on_main_process(accelerator, lambda: remove_old_requests(folder.path))
-        fingerprint = settings_fingerprint(config, model_fingerprint=checked.family.fingerprint())
+        shift = build_noise_levels(config, checked.family).shift
+        fingerprint = settings_fingerprint(
+            config,
+            model_fingerprint=checked.family.fingerprint(),
+            shifts=shifts_by_size(config, checked.family, shift),
+        )
         checkpoint = resolve_checkpoint(accelerator, run.resume_policy, fingerprint)
         status = folder.read_status() or {}
         if checkpoint and checkpoint.step >= config.train.steps and status.get("state") == "finished":

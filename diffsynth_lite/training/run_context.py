@@ -12,6 +12,7 @@ from diffsynth_lite.config import Config, LoadedConfig
 from diffsynth_lite.training.checkpoint.resume import ResumePolicy
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.checks import CheckedRun
+from diffsynth_lite.training.data_settings import shifts_by_size
 from diffsynth_lite.training.run_folder.folder import RunFolder
 from diffsynth_lite.training.stopping import GracePeriod
 
@@ -76,8 +77,14 @@ class RunContext:
     @property
     def resume_policy(self) -> ResumePolicy:
         """What the run may continue from."""
-        resume = self.config.resume
-        return ResumePolicy(source=resume.source, allow=resume.allow, folder=self.folder, store=self.store)
+        resume, family = self.config.resume, self.checked.family
+        return ResumePolicy(
+            source=resume.source,
+            allow=resume.allow,
+            folder=self.folder,
+            store=self.store,
+            earlier_shifts=shifts_by_size(self.config, family, family.earlier_shift),
+        )
 
     @property
     def config(self) -> Config:

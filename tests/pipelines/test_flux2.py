@@ -199,7 +199,7 @@ def test_only_dev_is_told_a_guidance_scale_and_training_asks_for_none(family: Fl
     assert call["timestep"].tolist() == [0.25, 0.5]
 
 
-def test_the_shift_is_the_one_that_the_pipeline_gives_its_sampler(
+def test_the_shift_by_resolution_is_the_one_that_the_pipeline_gives_its_sampler(
     family: Flux2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     default = inspect.signature(family.pipeline.__call__).parameters["num_inference_steps"].default
@@ -211,20 +211,27 @@ def test_the_shift_is_the_one_that_the_pipeline_gives_its_sampler(
     request = request_of(family, num_inference_steps=default, guidance_scale=1.0)
     with pytest.raises(InterruptedError):
         family.sample(transformer, torch.float32, [request])
-    shift = family.family_shift(family.latents_shape(64, 32, 1))
+    shift = family.resolution_shift(family.latents_shape(64, 32, 1))
     sigmas = torch.linspace(1, 1 / default, default)
     torch.testing.assert_close(
         scheduler.sigmas[:-1], shift * sigmas / (1 + (shift - 1) * sigmas), rtol=1e-5, atol=0
     )
 
 
-def test_the_shift_falls_once_where_the_pipelines_formula_does(dev: Flux2) -> None:
+def test_the_shift_by_resolution_falls_once_where_the_pipelines_formula_does(dev: Flux2) -> None:
     for width, height in ((256, 256), (1024, 1024), (1344, 768), (2048, 2048)):
         shape = dev.latents_shape(width, height, 1)
         assert dev.num_tokens(shape) == width * height // 16**2
-        assert dev.family_shift(shape) == math.exp(compute_empirical_mu(width * height // 16**2, 50))
-    assert round(dev.family_shift((128, 43, 100)), 1) == 7.7
-    assert round(dev.family_shift((128, 1, 4301)), 1) == 3.3
+        assert dev.resolution_shift(shape) == math.exp(compute_empirical_mu(width * height // 16**2, 50))
+    assert round(dev.resolution_shift((128, 43, 100)), 1) == 7.7
+    assert round(dev.resolution_shift((128, 1, 4301)), 1) == 3.3
+
+
+def test_training_has_one_shift_at_any_size_and_had_the_samplers_before(family: Flux2) -> None:
+    for width, height in ((512, 512), (1024, 1024), (2048, 2048)):
+        shape = family.latents_shape(width, height, 1)
+        assert family.family_shift(shape) == math.exp(0.8)
+        assert family.earlier_shift(shape) == family.resolution_shift(shape)
 
 
 def calls_of_a_preview_as_the_pipeline_draws_it(family: Flux2, scale: float) -> int:

@@ -155,14 +155,18 @@ def test_a_picture_is_a_clip_of_one_frame(sample: Sample) -> None:
     assert encoded["latents"].shape == sample.family.latents_shape(128, 64, 1) == (128, 1, 2, 4)
 
 
-def test_the_shift_is_the_one_of_the_pipelines_sampler(pipeline: LTXPipeline, sample: Sample) -> None:
-    config = pipeline.scheduler.config
-    shape = (128, 11, 16, 24)
-    assert sample.family.num_tokens(shape) == 4224
-    mu = calculate_shift(
-        4224, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
-    )
-    assert sample.family.family_shift(shape) == pytest.approx(np.exp(mu))
+@pytest.mark.parametrize(("num_frames", "num_tokens"), [(1, 384), (73, 3840), (81, 4224), (161, 8064)])
+def test_the_shift_is_the_one_of_the_pipelines_sampler_up_to_the_end_of_its_line(
+    pipeline: LTXPipeline, sample: Sample, num_frames: int, num_tokens: int
+) -> None:
+    family, config = sample.family, pipeline.scheduler.config
+    shape = family.latents_shape(768, 512, num_frames)
+    assert family.num_tokens(shape) == num_tokens
+    line = config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
+    of_the_sampler = pytest.approx(np.exp(calculate_shift(num_tokens, *line)))
+    assert family.resolution_shift(shape) == family.earlier_shift(shape) == of_the_sampler
+    at_the_end = np.exp(calculate_shift(min(num_tokens, 4096), *line))
+    assert family.family_shift(shape) == pytest.approx(at_the_end)
 
 
 def test_a_distilled_release_has_a_fixed_shift(tmp_path: Path) -> None:

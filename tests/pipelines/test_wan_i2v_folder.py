@@ -52,6 +52,22 @@ def test_the_folder_says_whether_a_clip_may_end_with_a_picture(families: dict[st
     assert takes == {"i2v": False, "flf2v": True, "a14b": True}
 
 
+@pytest.mark.parametrize(
+    ("release", "of_the_sampler", "shift"),
+    [("flf2v", 16.0, 5.0), ("flf2v", 3.0, 3.0), ("i2v", 16.0, 16.0), ("a14b", 12.0, 12.0)],
+)
+def test_the_shift_is_the_samplers_but_at_most_5_where_a_clip_leads_to_a_last_frame(
+    release: str, of_the_sampler: float, shift: float, families: dict[str, WanI2V], tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(families[release].folder.path, tmp_path / release))
+    file = copy / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"flow_shift": of_the_sampler}))
+    family = WanI2V(PipelineFolder(path=copy))
+    shape = family.latents_shape(1280, 720, 81)
+    assert family.family_shift(shape) == shift
+    assert family.earlier_shift(shape) == of_the_sampler
+
+
 @pytest.mark.parametrize("num_frames", [0, 1, 4])
 def test_a_clip_needs_frames_behind_the_first(num_frames: int, families: dict[str, WanI2V]) -> None:
     with pytest.raises(UserError, match=f"data.frame_counts: {num_frames} frames; .* such as 5 or 9"):

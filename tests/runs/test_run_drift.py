@@ -6,6 +6,8 @@ import shutil
 import pytest
 from tiny_run import TinyRun, checkpoint_tensors, differing
 
+from diffsynth_lite.pipelines.qwen_image import QwenImage
+
 
 def lineage(run: TinyRun) -> list[dict]:
     return json.loads((run.folder / "lineage.json").read_text())
@@ -68,3 +70,13 @@ def test_another_base_model_is_refused_whatever_is_allowed(
     assert begun_run.train(f"model.path={copy}", "resume.allow=[data]") == 2
     assert "model.weights was" in caplog.text
     assert "set resume.allow" not in caplog.text
+
+
+def test_a_family_that_means_another_shift_than_it_did_is_refused_until_the_config_restores_it(
+    begun_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(QwenImage, "family_shift", lambda _self, _shape: 3.0)
+    assert begun_run.train() == 2
+    assert "objective.shift at 64x32 was 1.62824, is 3.0. Restore these" in caplog.text
+    assert begun_run.train("objective.shift=resolution") == 0
+    assert lineage(begun_run)[1]["changed"] == {}

@@ -3,19 +3,24 @@
 from diffsynth_lite.core.noise.densities import TimestepDensity, sigma_from_uniform
 from diffsynth_lite.core.noise.flow_matching import add_noise, velocity
 from diffsynth_lite.core.noise.paths import DiffusionPath, FlowMatchingPath, NoisePath, PredictionType
+from diffsynth_lite.core.noise.shares import LevelShares, draw_of_level, level_shares, mixed_shares
 from diffsynth_lite.core.noise.shifts import exponential_shift, resolution_mu, shift_sigma
 from diffsynth_lite.core.noise.weights import LossWeighting, loss_weight
 
 __all__ = [
     "DiffusionPath",
     "FlowMatchingPath",
+    "LevelShares",
     "LossWeighting",
     "NoisePath",
     "PredictionType",
     "TimestepDensity",
     "add_noise",
+    "draw_of_level",
     "exponential_shift",
+    "level_shares",
     "loss_weight",
+    "mixed_shares",
     "resolution_mu",
     "shift_sigma",
     "sigma_from_uniform",

@@ -23,9 +23,11 @@ class NoisePath(ABC):
 
     Attributes:
         loss_weightings: weightings that are defined on it.
+        noise_level: what a noise level is on it, in words.
     """
 
     loss_weightings: ClassVar[tuple[LossWeighting, ...]]
+    noise_level: ClassVar[str] = "from 0, data, to 1, noise"
 
     @abstractmethod
     def add_noise(self, latents: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
@@ -61,6 +63,7 @@ class FlowMatchingPath(NoisePath):
     """The straight path; its target is the velocity ``noise - latents``."""
 
     loss_weightings = ("none", "sigma_sqrt", "cosmap", "bell", "min_snr")
+    noise_level = "the part of noise in what the model sees"
 
     def add_noise(self, latents: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
         return add_noise(latents, noise, sigma)
@@ -83,6 +86,7 @@ class DiffusionPath(NoisePath):
     """
 
     loss_weightings = ("none", "min_snr")
+    noise_level = "the part of all timesteps that lie below"
 
     def __init__(self, alphas_cumprod: Tensor, prediction_type: PredictionType) -> None:
         self._alphas_cumprod = alphas_cumprod.float().cpu()

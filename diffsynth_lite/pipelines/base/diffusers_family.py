@@ -249,7 +249,10 @@ class DiffusersFamily(ModelFamily):
         return math.exp(mu)
 
     def family_shift(self, latents_shape: Sequence[int]) -> float:
-        """That of the folder's sampler, which is fixed or, in some releases, grows with the picture."""
+        """That of the folder's sampler, which is fixed or, in some releases, grows with the picture.
+
+        The noise levels that the model is used at are then trained about as often as they are used.
+        """
         config = self.scheduler_config
         if config.get("use_dynamic_shifting"):
             return self.resolution_shift(latents_shape)

@@ -60,5 +60,9 @@ class DiffusionFamily(DiffusersFamily):
         )
 
     def family_shift(self, latents_shape: Sequence[int]) -> float:
-        """None: a timestep has the same noise at any size."""
+        """None: a timestep has the same noise at any size.
+
+        diffusers' training scripts for such models, as ``train_text_to_image_lora_sdxl.py``, draw all
+        timesteps alike, too.
+        """
         return 1.0

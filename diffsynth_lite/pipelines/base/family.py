@@ -352,6 +352,10 @@ class ModelFamily(ABC):
     def family_shift(self, latents_shape: Sequence[int]) -> float:
         """The shift that the family is trained with unless the user says otherwise; 1 is none."""
 
+    def earlier_shift(self, latents_shape: Sequence[int]) -> float:
+        """What ``family_shift`` was where a family has corrected it: of checkpoints that do not hold it."""
+        return self.family_shift(latents_shape)
+
     @abstractmethod
     def predict(
         self,

@@ -99,6 +99,10 @@ class Wan(ExpertFamily):
 
     Wan 2.2 TI2V-5B also makes clips from a picture, and is trained as ``WanImageToVideoPipeline`` samples:
     the first latent frame is that of the picture, without noise and at timestep 0, and not in the loss.
+
+    The shift of diffusers' conversions is 3, and 5 in TI2V-5B. DiffSynth-Studio trains all of Wan with 5
+    (``set_timesteps_wan`` in ``flow_match.py``); the example in musubi-tuner's ``docs/wan.md`` has 3, with a
+    density around the middle. Of two experts it also decides how many steps each gets; the recipes say why.
     """
 
     pipelines = (WanPipeline,)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args
 
 from accelerate import Accelerator
@@ -50,6 +51,14 @@ _FIXED_FIELDS_OF_SOURCES = ("repeats", "weight", "trigger")
 :func:`data_fingerprint`."""
 _CONDITIONAL = ("train.steps", "train.micro_batch_size")
 """Part of the fingerprint where other settings make them matter."""
+_SHIFT_AT = "objective.shift at "
+"""Begins the entries of the shift that the noise levels of a size have."""
+_SHIFT_SETTINGS = ("objective.shift", "objective.shift_value")
+"""Free to change where the shifts stay the same."""
+_WAYS_TO_A_SHIFT = (
+    "objective.shift: resolution takes the sampler's where that grows with the size, and static takes "
+    "objective.shift_value"
+)
 _MAX_NAMED = 5
 _PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 
@@ -79,8 +88,13 @@ class Change:
         return f"{self.key} was {self.old!r}, is {self.new!r}"
 
 
-def settings_fingerprint(config: Config, *, model_fingerprint: str) -> RunFingerprint:
+def settings_fingerprint(
+    config: Config, *, model_fingerprint: str, shifts: Mapping[str, float] = MappingProxyType({})
+) -> RunFingerprint:
     """The settings that decide the numbers of a run, by dotted key, with secrets masked.
+
+    Args:
+        shifts: what ``objective.shift`` gives, by the name of a size.
 
     Everything else may change between the parts of a run: the checkpointing and offload flags, workers,
     previews, trackers, intervals, paths. ``train.steps`` may change where the learning rate does not depend
@@ -103,7 +117,12 @@ def settings_fingerprint(config: Config, *, model_fingerprint: str) -> RunFinger
         fingerprint["train.micro_batch_size"] = config.train.micro_batch_size
     if config.train.lr_scheduler != "constant":
         fingerprint["train.steps"] = config.train.steps
-    return redacted(fingerprint)
+    return redacted(fingerprint) | _shift_fingerprint(shifts)
+
+
+def _shift_fingerprint(shifts: Mapping[str, float]) -> RunFingerprint:
+    # Six digits: the last ones of an exponential are not the same on all machines.
+    return {f"{_SHIFT_AT}{size}": float(f"{shift:.6g}") for size, shift in shifts.items()}
 
 
 def data_fingerprint(identity: DataIdentity, *, micro_batch_size: int) -> RunFingerprint:
@@ -123,7 +142,12 @@ def data_fingerprint(identity: DataIdentity, *, micro_batch_size: int) -> RunFin
 
 
 def require_same(
-    fingerprint: RunFingerprint, saved: Mapping[str, Any], *, where: str, allow: Sequence[str] = ()
+    fingerprint: RunFingerprint,
+    saved: Mapping[str, Any],
+    *,
+    where: str,
+    allow: Sequence[str] = (),
+    earlier_shifts: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Change]:
     """Check that a run is continued with the settings that it was started with.
 
@@ -133,6 +157,7 @@ def require_same(
             counts as left at its default.
         where: the checkpoint, for the message.
         allow: settings that may differ, or ``data`` for all of the data; see ``resume.allow``.
+        earlier_shifts: what ``objective.shift: family`` gave before shifts were saved, by the name of a size.
 
     Returns:
         What differs and is allowed to.
@@ -140,22 +165,47 @@ def require_same(
     Raises:
         DifferentRunError: naming what differs and is not, with the old and the new value, and the ways out.
     """
-    changes = [
-        Change(key=key, old=old, new=value)
-        for key, value in fingerprint.items()
-        if (old := saved.get(key, value if key in _CONDITIONAL else _default(key))) != value
-    ]
+    changes = _differences(fingerprint, _with_shifts(saved, earlier_shifts))
     refused = [change for change in changes if change.permission not in allow]
     if not refused:
         return changes
     named = "; ".join(str(change) for change in refused[:_MAX_NAMED])
     more = f" and {len(refused) - _MAX_NAMED} more" if len(refused) > _MAX_NAMED else ""
     permissions = list(dict.fromkeys(change.permission for change in refused))
-    way = "Restore these to continue that run, or set another output.dir to start a new one"
+    of_shift = any(change.key.startswith(_SHIFT_AT) for change in refused)
+    how = f" ({_WAYS_TO_A_SHIFT})" if of_shift else ""
+    way = f"Restore these to continue that run{how}, or set another output.dir to start a new one"
     if None not in permissions:
         needed = ", ".join(map(str, dict.fromkeys([*allow, *permissions])))
         way += f"; to continue it with the new values all the same, set resume.allow: [{needed}]"
     raise DifferentRunError(f"output.dir: {where} belongs to a different run: {named}{more}. {way}")
+
+
+def _with_shifts(saved: Mapping[str, Any], earlier: Mapping[str, float]) -> Mapping[str, Any]:
+    """A saved fingerprint, with the family's shifts of versions that did not keep them."""
+    if saved.get("objective.shift") != "family" or _shift_keys(saved):
+        return saved
+    return {**_shift_fingerprint(earlier), **saved}
+
+
+def _differences(fingerprint: RunFingerprint, saved: Mapping[str, Any]) -> list[Change]:
+    changes = [
+        Change(key=key, old=old, new=value)
+        for key, value in fingerprint.items()
+        if (old := saved.get(key, value if _is_conditional(key) else _default(key))) != value
+    ]
+    compared = _shift_keys(fingerprint) & _shift_keys(saved)
+    if compared and compared.isdisjoint(change.key for change in changes):
+        return [change for change in changes if change.key not in _SHIFT_SETTINGS]
+    return changes
+
+
+def _shift_keys(fingerprint: Mapping[str, Any]) -> set[str]:
+    return {key for key in fingerprint if key.startswith(_SHIFT_AT)}
+
+
+def _is_conditional(key: str) -> bool:
+    return key in _CONDITIONAL or key.startswith(_SHIFT_AT)
 
 
 def _default(key: str) -> Any:
@@ -184,12 +234,14 @@ class ResumePolicy:
         source: ``auto`` continues the newest checkpoint if there is one, ``must`` insists on one, ``none``
             insists on a new run, and anything else is the folder of a checkpoint.
         allow: settings that may differ; see ``require_same``.
+        earlier_shifts: see there.
     """
 
     source: str
     allow: Sequence[str]
     folder: RunFolder
     store: CheckpointStore
+    earlier_shifts: Mapping[str, float]
 
     def find_checkpoint(self) -> Checkpoint | None:
         """The checkpoint to continue from, or None to start a new run.
@@ -226,7 +278,9 @@ class ResumePolicy:
             saved, where = json.loads(self.folder.fingerprint_file.read_bytes()), self.folder.path
         else:
             return []
-        return require_same(fingerprint, saved, where=str(where), allow=self.allow)
+        return require_same(
+            fingerprint, saved, where=str(where), allow=self.allow, earlier_shifts=self.earlier_shifts
+        )
 
 
 def resolve_checkpoint(

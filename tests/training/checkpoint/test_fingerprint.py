@@ -198,3 +198,49 @@ def test_a_schedule_that_begins_to_matter_is_allowed_with_what_makes_it_matter()
     cosine = fingerprint("train.lr_scheduler=cosine", "train.steps=600")
     changes = require_same(cosine, fingerprint(), where="runs/a", allow=["train.lr_scheduler"])
     assert [change.key for change in changes] == ["train.lr_scheduler"]
+
+
+def of_shift(setting: str, **shifts: float) -> dict:
+    value = ["objective.shift_value=3"] if setting == "static" else []
+    settings = config(f"objective.shift={setting}", *value)
+    return settings_fingerprint(settings, model_fingerprint="weights", shifts=shifts)
+
+
+def test_a_family_that_gives_another_shift_than_before_is_refused_with_the_ways_to_have_the_old_one() -> None:
+    before = of_shift("family", small=2.0, large=7.55974123)
+    with pytest.raises(DifferentRunError) as caught:
+        require_same(of_shift("family", small=2.0, large=3.0), before, where="runs/a")
+    message = str(caught.value)
+    assert "objective.shift at large was 7.55974, is 3.0. Restore" in message
+    assert "objective.shift: resolution takes the sampler's" in message
+    assert "small" not in message
+    assert "resume.allow" not in message
+
+
+def test_another_way_to_the_same_shifts_is_the_same_run() -> None:
+    before = of_shift("family", small=3.0, large=3.0)
+    for setting in ("family", "static", "resolution"):
+        assert require_same(of_shift(setting, small=3.0, large=3.0), before, where="runs/a") == []
+    with pytest.raises(DifferentRunError, match=r"objective\.shift was 'family', is 'none'; .* at small was"):
+        require_same(of_shift("none", small=1.0, large=1.0), before, where="runs/a")
+
+
+def test_sizes_that_are_new_have_no_shift_to_differ_from() -> None:
+    before = of_shift("family", small=2.0)
+    assert require_same(of_shift("family", large=3.0), before, where="runs/a") == []
+    with pytest.raises(DifferentRunError, match=r"objective\.shift was 'family', is 'resolution'"):
+        require_same(of_shift("resolution", large=3.0), before, where="runs/a")
+
+
+def test_a_run_that_did_not_keep_its_shifts_had_those_that_the_family_gave_then() -> None:
+    older, earlier = of_shift("family"), {"small": 2.0, "large": 7.5}
+    unchanged = of_shift("family", small=2.0, large=7.5)
+    assert require_same(unchanged, older, where="runs/a", earlier_shifts=earlier) == []
+    corrected = of_shift("family", small=2.0, large=3.0)
+    with pytest.raises(DifferentRunError, match=r": objective\.shift at large was 7\.5, is 3\.0\."):
+        require_same(corrected, older, where="runs/a", earlier_shifts=earlier)
+    restored = of_shift("resolution", small=2.0, large=7.5)
+    assert require_same(restored, older, where="runs/a", earlier_shifts=earlier) == []
+    # A shift that the config gave is what it was.
+    static = of_shift("static", small=3.0, large=3.0)
+    assert require_same(static, of_shift("static"), where="runs/a", earlier_shifts=earlier) == []

@@ -1,0 +1,85 @@
+"""How many training steps each part of the noise levels gets, from a quantile function: nothing is drawn."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+_BISECTIONS = 52
+_NUM_TENTHS = 10
+_NUM_POINTS = 1 << 14
+"""Of the midpoint rule: it gives the mean of uniform draws that are shifted by 100 to 2e-8."""
+
+Quantiles = Callable[[Tensor], Tensor]
+"""Noise levels, (B,) in [0, 1], of uniform draws, (B,) in [0, 1) in float64; monotone in either direction."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LevelShares:
+    """How noise levels are distributed.
+
+    Attributes:
+        tenths: ten parts that add up to 1: of the levels from 0 to 0.1, from 0.1 to 0.2, and so on.
+        mean: of the levels.
+    """
+
+    tenths: Sequence[float]
+    mean: float
+
+    @property
+    def below_half(self) -> float:
+        """Part of the levels below 0.5."""
+        return sum(self.tenths[: _NUM_TENTHS // 2])
+
+
+def level_shares(levels: Quantiles) -> LevelShares:
+    """The distribution of the noise levels that uniform draws get.
+
+    A share is the length of the draws that lead there, so that the tenths are exact to the rounding of
+    ``levels``; the mean is the integral over the draws.
+
+    Args:
+        levels: as training calls it.
+    """
+    bounds = [tenth / _NUM_TENTHS for tenth in range(1, _NUM_TENTHS)]
+    lowest, highest = (0.0, 1.0) if _grows(levels) else (1.0, 0.0)
+    draws = [lowest, *(draw_of_level(levels, bound) for bound in bounds), highest]
+    tenths = [abs(after - before) for before, after in pairwise(draws)]
+    points = (torch.arange(_NUM_POINTS, dtype=torch.float64) + 0.5) / _NUM_POINTS
+    return LevelShares(tenths=tenths, mean=levels(points).double().mean().item())
+
+
+def mixed_shares(parts: Sequence[tuple[float, LevelShares]]) -> LevelShares:
+    """The distribution over all of several parts.
+
+    Args:
+        parts: each with its weight, which is not negative; at least one is above 0.
+    """
+    total = sum(weight for weight, _ in parts)
+    columns = zip(*(shares.tenths for _, shares in parts), strict=True)
+    weights = [weight / total for weight, _ in parts]
+    return LevelShares(
+        tenths=[sum(w * share for w, share in zip(weights, column, strict=True)) for column in columns],
+        mean=sum(w * shares.mean for w, (_, shares) in zip(weights, parts, strict=True)),
+    )
+
+
+def draw_of_level(levels: Quantiles, level: float) -> float:
+    """The uniform draw, in [0, 1], whose noise level is ``level``, by bisection; an end where none has it."""
+    grows = _grows(levels)
+    low, high = 0.0, 1.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        found = levels(torch.tensor([middle], dtype=torch.float64)).item()
+        if (found < level) == grows:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _grows(levels: Quantiles) -> bool:
+    first, last = levels(torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)).tolist()
+    return bool(first < last)

@@ -1,0 +1,87 @@
+"""Shares of the noise levels against closed formulas, and against what is drawn."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from diffsynth_lite.core.noise import (
+    TimestepDensity,
+    draw_of_level,
+    level_shares,
+    mixed_shares,
+    shift_sigma,
+    sigma_from_uniform,
+)
+
+# Levels come in float32, whose spacing below 1 is 6e-8; a shift of s makes s times that of the draws.
+ROUNDING = 2e-6
+
+
+def quantiles(
+    density: TimestepDensity = "uniform", shift: float = 1.0
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda draws: shift_sigma(sigma_from_uniform(draws, density), shift)
+
+
+@pytest.mark.parametrize("shift", [0.5, 1.0, 3.0, math.exp(0.8), 32.16])
+def test_uniform_draws_that_are_shifted_have_the_closed_distribution(shift: float) -> None:
+    found = level_shares(quantiles(shift=shift))
+    # Undone, the shift s of a level v is v / (s - (s - 1) v).
+    undone = [v / (shift - (shift - 1) * v) for v in (tenth / 10 for tenth in range(11))]
+    for tenth, share in enumerate(found.tenths):
+        assert share == pytest.approx(undone[tenth + 1] - undone[tenth], abs=ROUNDING)
+    # The integral of s u / (1 + (s - 1) u) over u.
+    mean = 0.5 if shift == 1 else shift / (shift - 1) * (1 - math.log(shift) / (shift - 1))
+    assert found.mean == pytest.approx(mean, abs=ROUNDING)
+    assert found.below_half == pytest.approx(1 / (1 + shift), abs=ROUNDING)
+
+
+@pytest.mark.parametrize("shift", [1.0, 2.2, 5.0])
+def test_a_logit_normal_density_that_is_shifted_has_the_distribution_of_the_normal(shift: float) -> None:
+    found = level_shares(quantiles("logit_normal", shift))
+    bounds = [
+        0.0,
+        *(0.5 * math.erfc((math.log(shift) - math.log(v / (1 - v))) / math.sqrt(2)) for v in TENTHS),
+        1.0,
+    ]
+    for tenth, share in enumerate(found.tenths):
+        assert share == pytest.approx(bounds[tenth + 1] - bounds[tenth], abs=ROUNDING)
+    assert level_shares(quantiles("logit_normal")).mean == pytest.approx(0.5, abs=ROUNDING)
+
+
+TENTHS = [tenth / 10 for tenth in range(1, 10)]
+
+
+@pytest.mark.parametrize("density", ["uniform", "logit_normal", "mode", "cosmap"])
+@pytest.mark.parametrize("shift", [1.0, 4.0])
+def test_shares_are_those_of_many_draws(density: TimestepDensity, shift: float) -> None:
+    levels = quantiles(density, shift)
+    drawn = levels((torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000)
+    counts = torch.histc(drawn.double(), bins=10, min=0, max=1) / len(drawn)
+    found = level_shares(levels)
+    torch.testing.assert_close(torch.tensor(found.tenths, dtype=torch.float64), counts, rtol=0, atol=2e-5)
+    assert found.mean == pytest.approx(drawn.double().mean().item(), abs=1e-5)
+    assert sum(found.tenths) == pytest.approx(1, abs=1e-12)
+
+
+def test_levels_outside_a_range_get_no_steps() -> None:
+    found = level_shares(lambda draws: 0.55 + 0.2 * draws)
+    expected = [0, 0, 0, 0, 0, 0.25, 0.5, 0.25, 0, 0]
+    assert list(found.tenths) == pytest.approx(expected, abs=1e-9)
+    assert (found.below_half, found.mean) == pytest.approx((0, 0.65))
+
+
+def test_a_mixture_weighs_its_parts() -> None:
+    low, high = (level_shares(lambda draws, start=start: start + 0.1 * draws) for start in (0.0, 0.9))
+    mixed = mixed_shares([(3.0, low), (1.0, high), (0.0, low)])
+    assert list(mixed.tenths) == pytest.approx([0.75, *[0] * 8, 0.25], abs=1e-9)
+    assert mixed.mean == pytest.approx(0.75 * 0.05 + 0.25 * 0.95)
+
+
+def test_the_draw_of_a_level_is_found_in_densities_that_grow_and_that_fall() -> None:
+    assert draw_of_level(lambda draws: draws**2, 0.25) == pytest.approx(0.5)
+    assert draw_of_level(lambda draws: 1 - draws, 0.2) == pytest.approx(0.8)
+    assert draw_of_level(lambda draws: 0.5 + 0.1 * draws, 0.2) == 0
+    assert draw_of_level(lambda draws: 0.5 - 0.1 * draws, 0.2) == pytest.approx(1)
