@@ -1,7 +1,7 @@
 """Renders ``docs/models.md`` and the README's table of families, from the families' files and the recipes.
 
-Each family's file is imported and nothing is built. What is a property of a family, because it depends on the
-model's folder, is told by the property's docstring.
+Each family's file is imported. What is a property of a family, because it depends on the model's folder, is
+told by the property's docstring, and of its releases in a table.
 """
 
 import inspect
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from releases_table import EXPLANATION, releases_section
 
 from diffsynth_lite.pipelines import ModelFamily, family_names, load_family
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
@@ -75,7 +76,7 @@ def render_models_page(configs: Path) -> str:
     rows = [_row(name, family, _of(name, recipes)) for name, family in families.items()]
     sections = [_section(name, family, _of(name, recipes)) for name, family in families.items()]
     table = ["| family | model | trains on | recipes |", "|---|---|---|---|", *rows, ""]
-    return "\n".join([_INTRODUCTION, *table, *sections, *_untrained()])
+    return "\n".join([_INTRODUCTION, *table, EXPLANATION, *sections, *_untrained()])
 
 
 def render_readme(text: str) -> str:
@@ -158,7 +159,7 @@ def _section(name: str, family: type[ModelFamily], recipes: Sequence[Recipe]) ->
     file = Path(inspect.getfile(family)).relative_to(_REPOSITORY).as_posix()
     lines = [f"## {name}", "", "\n\n".join(_documentation(family)), "", "| | |", "|---|---|"]
     lines += [f"| {fact} | {text} |" for fact, text in facts(family).items()]
-    lines += [f"| file | [`{file}`](../{file}) |", ""]
+    lines += [f"| file | [`{file}`](../{file}) |", "", *releases_section(family)]
     lines += [
         f"- [`{recipe.name}`](../configs/{recipe.name}): {recipe.purpose} (`{recipe.base}`)."
         for recipe in recipes

@@ -2,6 +2,7 @@
 
 from diffsynth_lite.lora.adapter import (
     adapter_settings,
+    adapter_size,
     adapter_tensors,
     add_adapter,
     by_peft_names,
@@ -11,6 +12,7 @@ from diffsynth_lite.lora.targets import find_target_layers
 
 __all__ = [
     "adapter_settings",
+    "adapter_size",
     "adapter_tensors",
     "add_adapter",
     "by_peft_names",

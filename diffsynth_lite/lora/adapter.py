@@ -40,6 +40,17 @@ def add_adapter(
     assert adapted == set(layers), f"peft adapted {len(adapted)} layers of {len(layers)}"
 
 
+def adapter_size(model: nn.Module, layers: Sequence[str], *, rank: int) -> int:
+    """Parameters that an adapter on these linear layers has.
+
+    Args:
+        model: may be on the meta device.
+        layers: full names.
+    """
+    shapes = [model.get_parameter(f"{layer}.weight").shape for layer in layers]
+    return rank * sum(num_outputs + num_inputs for num_outputs, num_inputs in shapes)
+
+
 def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """The adapter's tensors by peft's names, on the CPU."""
     return {

@@ -49,7 +49,7 @@ _DEV = Release(
         "parameters": "black-forest-labs/flux2, README.md",
         "licence": "black-forest-labs/flux2, README.md",
     },
-    unconfirmed=("dtype of the transformer", "files of the tokenizer", "gated"),
+    unconfirmed=("dtype of the transformer", "files of the tokenizer", "whether it is gated"),
 )
 
 _HEADS = MappingProxyType({"guidance_embeds": False})
@@ -107,7 +107,7 @@ _KLEIN_9B_BASE = replace(
     licence="FLUX Non-Commercial License",
     gated=True,
     sources={**_KLEIN_4B_BASE.sources, "licence": "from memory"},
-    unconfirmed=(*_KLEIN_4B_BASE.unconfirmed, "dtype of the transformer", "licence", "gated"),
+    unconfirmed=(*_KLEIN_4B_BASE.unconfirmed, "dtype of the transformer", "licence", "whether it is gated"),
 )
 
 

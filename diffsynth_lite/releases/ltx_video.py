@@ -43,7 +43,7 @@ _V090 = Release(
         "parameters": "Lightricks/LTX-Video, README.md, which calls models of this size 2B",
         "licence": "from memory",
     },
-    unconfirmed=("dtypes of all components", "licence", "gated"),
+    unconfirmed=("dtypes of all components", "licence", "whether it is gated"),
 )
 _V091 = replace(
     _V090,
@@ -101,7 +101,11 @@ _V095 = replace(
         "pipeline": f"{DIFFUSERS}docs/source/en/api/pipelines/ltx_video.md",
         "licence": "Lightricks/LTX-Video, README.md",
     },
-    unconfirmed=("dtypes of all components", f"pipeline class: {_SCRIPT} writes LTXPipeline", "gated"),
+    unconfirmed=(
+        "dtypes of all components",
+        f"pipeline class: {_SCRIPT} writes LTXPipeline",
+        "whether it is gated",
+    ),
 )
 _V097 = replace(
     _V095,
@@ -118,7 +122,7 @@ _V097 = replace(
     parameters=13e9,
     licence="LTX-Video Open Weights License 0.X",
     sources={**_V090.sources, "parameters": "Lightricks/LTX-Video, README.md"},
-    unconfirmed=("dtypes of all components", "licence", "gated"),
+    unconfirmed=("dtypes of all components", "licence", "whether it is gated"),
 )
 _V097_DISTILLED = replace(
     _V097,

@@ -67,7 +67,7 @@ _BASE = Release(
         "parameters": _README,
         "licence": _README,
     },
-    unconfirmed=("files of the tokenizer", "dtype of the autoencoder", "gated"),
+    unconfirmed=("files of the tokenizer", "dtype of the autoencoder", "whether it is gated"),
 )
 _2512 = replace(
     _BASE,

@@ -76,7 +76,7 @@ _1600M = Release(
         "settings of the autoencoder",
         "class and files of the tokenizer",
         "licence (the code of Sana has another one than its weights)",
-        "gated",
+        "whether it is gated",
     ),
 )
 _600M = replace(

@@ -78,7 +78,7 @@ _BASE = Release(
         "parameters": "arXiv 2307.01952, table 1",
         "licence": _CATALOG,
     },
-    unconfirmed=("dtypes of the plain files", "gated"),
+    unconfirmed=("dtypes of the plain files", "whether it is gated"),
 )
 _TURBO = replace(
     _BASE,

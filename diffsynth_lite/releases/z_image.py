@@ -40,7 +40,7 @@ _BASE = Release(
         "licence": f"{_REPOSITORY}LICENSE; the model card of Turbo, as quoted in MoDiff, "
         "data/model-artifact-catalog.json",
     },
-    unconfirmed=("dtype of the transformer", "gated", "files of the tokenizer"),
+    unconfirmed=("dtype of the transformer", "whether it is gated", "files of the tokenizer"),
 )
 _TURBO = replace(
     _BASE,
@@ -56,6 +56,6 @@ _TURBO = replace(
     },
     scheduler=_scheduler(3.0, f"{_REPOSITORY}src/config/model.py"),
     distilled="8 steps without guidance",
-    unconfirmed=("gated",),
+    unconfirmed=("whether it is gated",),
 )
 Z_IMAGE: tuple[Release, ...] = (_BASE, _TURBO)

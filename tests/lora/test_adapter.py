@@ -8,6 +8,7 @@ from torch import nn
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import (
     adapter_settings,
+    adapter_size,
     adapter_tensors,
     add_adapter,
     find_target_layers,
@@ -48,6 +49,14 @@ def test_a_target_matches_whole_parts_of_a_name_only() -> None:
     assert targets(tiny_transformer(), "proj_out") == ["proj_out"]
     with pytest.raises(UserError, match="o_q match no linear layer"):
         targets(tiny_transformer(), "o_q")
+
+
+def test_the_size_of_an_adapter_is_that_of_what_is_trained() -> None:
+    model = tiny_transformer()
+    layers = targets(model, "to_q", "img_mod.1", "img_mlp.net.2")
+    size = adapter_size(model, layers, rank=3)
+    add_adapter(model, layers, rank=3, alpha=3, dropout=0, seed=0)
+    assert size == sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
 
 def test_a_star_in_a_target_stands_for_one_part_of_a_name() -> None:

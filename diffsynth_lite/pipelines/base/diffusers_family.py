@@ -271,7 +271,6 @@ class DiffusersFamily(ModelFamily):
         return Composite({name: make(name) for name in self.trained})
 
     def empty_component(self, name: str) -> torch.nn.Module:
-        """A component on the meta device, by the settings in its folder."""
         return empty_model(self.component_class(name), self.folder.component_config(name))
 
     def unused_modules(self, model: torch.nn.Module) -> list[str]:

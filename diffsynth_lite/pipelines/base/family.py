@@ -295,6 +295,10 @@ class ModelFamily(ABC):
         """The model that is trained, on the meta device: its structure without its weights."""
 
     @abstractmethod
+    def empty_component(self, name: str) -> torch.nn.Module:
+        """One of ``components`` on the meta device: its structure without its weights."""
+
+    @abstractmethod
     def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
         """The model that is trained, on the CPU in ``dtype``, frozen; several come as one ``Composite``."""
 

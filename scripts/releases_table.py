@@ -1,0 +1,103 @@
+"""Renders what is known of a family's releases, as a table of ``docs/models.md``.
+
+Each release is written out as a folder without weights, and the family bound to it is asked. Its model is
+built on the meta device: nothing is downloaded.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from diffsynth_lite.lora import adapter_size, find_target_layers
+from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.pipelines.base.release_folder import num_parameters, weight_bytes, write_release
+from diffsynth_lite.releases import Release
+
+RANK = 16
+
+EXPLANATION = f"""\
+Each family's section ends with its releases: the parameters that are trained, those of the text encoders and
+those of a LoRA of rank {RANK} on the default layers; latents, tokens and the shift of the noise levels at the
+size that they make; the bytes of all weights as released. All of it is counted on empty models, from settings
+whose sources stand in [`diffsynth_lite/releases`](../diffsynth_lite/releases); what has no source is said.
+`diffsynth-lite doctor` tells which of them a folder is.
+"""
+
+_HEADINGS = (
+    "release",
+    "trained",
+    "text encoders",
+    f"LoRA of rank {RANK}",
+    "size",
+    "latents",
+    "tokens",
+    "shift",
+    "weights",
+    "licence",
+    "not confirmed",
+)
+
+
+def releases_section(family: type[ModelFamily]) -> list[str]:
+    """Lines of Markdown."""
+    if not family.releases:
+        return ["No release of this family is known by its numbers.", ""]
+    rows = [_row(family, release) for release in family.releases]
+    return [
+        f"| {' | '.join(_HEADINGS)} |",
+        f"|{'---|' * len(_HEADINGS)}",
+        *(f"| {' | '.join(row)} |" for row in rows),
+        "",
+    ]
+
+
+def _row(family_class: type[ModelFamily], release: Release) -> Sequence[str]:
+    with TemporaryDirectory() as path:
+        family = family_class(write_release(release, Path(path)))
+        shape = family.latents_shape(*release.size)
+        model = family.empty_transformer()
+        layers = find_target_layers(
+            model, family.default_target_modules, unused_modules=family.unused_modules(model)
+        )
+        trained = [num_parameters(release.components[name]) for name in family.trained]
+        readers = [
+            num_parameters(component)
+            for name, component in release.components.items()
+            if name.startswith("text_encoder")
+        ]
+        width, height, num_frames = release.size
+        return (
+            f"[{release.name}](https://huggingface.co/{release.hub_id})",
+            " + ".join(map(_count, trained)),
+            " + ".join(map(_count, readers)),
+            _count(adapter_size(model, layers, rank=RANK)),
+            f"{width}x{height}" + (f"x{num_frames}" if num_frames > 1 else ""),
+            " x ".join(map(str, shape)),
+            f"{family.num_tokens(shape):,}",
+            f"{family.family_shift(shape):.3g}",
+            _weights(release),
+            _terms(release),
+            "; ".join(release.unconfirmed),
+        )
+
+
+def _count(number: int) -> str:
+    """Such as 11.9 B or 44.8 M."""
+    power, unit = (9, "B") if number >= 10**9 else (6, "M")
+    digits = max(0, 2 - int(math.log10(number / 10**power)))
+    return f"{number / 10**power:.{digits}f} {unit}"
+
+
+def _weights(release: Release) -> str:
+    sizes = {name: weight_bytes(component) for name, component in release.components.items()}
+    known = sum(size for size in sizes.values() if size is not None) / 1e9
+    unknown = [name for name, size in sizes.items() if size is None]
+    variants = f"; also {', '.join(release.variants)}" if release.variants else ""
+    return f"{known:.1f} GB" + (f" without {', '.join(unknown)}" if unknown else "") + variants
+
+
+def _terms(release: Release) -> str:
+    gated = ", gated" if release.gated else ""
+    distilled = f"; distilled to {release.distilled}" if release.distilled else ""
+    return f"{release.licence}{gated}{distilled}"
