@@ -11,6 +11,21 @@ or last frame."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Crop:
+    """What a picture was, and where in it its crop lies, after it was resized to cover the training size.
+
+    Attributes:
+        original_width: of the upright picture before, in pixels, as is ``original_height``.
+        left: pixels of the resized picture that lie left of the crop, as ``top`` lie above it.
+    """
+
+    original_width: int
+    original_height: int
+    left: int = 0
+    top: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Media:
     """The decoded media of one item: upright, cropped, at the training size.
 
@@ -20,6 +35,7 @@ class Media:
         first_frame: RGB of the frames' size; None where the item names none, as with ``last_frame``.
         mask: mode "L" of the frames' size: 255 counts in the loss, 0 does not. None: all counts.
         fps: frames per second of a clip; None for a picture.
+        crop: of a picture; None for a clip, and where it was neither resized nor cropped.
     """
 
     frames: tuple[Image, ...]
@@ -28,6 +44,7 @@ class Media:
     last_frame: Image | None = None
     mask: Image | None = None
     fps: float | None = None
+    crop: Crop | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

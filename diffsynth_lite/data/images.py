@@ -11,6 +11,7 @@ import PIL
 from PIL import ExifTags, Image, ImageColor, ImageFile, ImageOps, UnidentifiedImageError
 
 from diffsynth_lite.errors import UserError, is_of_the_machine
+from diffsynth_lite.media import Crop
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
@@ -89,6 +90,23 @@ def cover(image: Image.Image, width: int, height: int, *, x: float = 0.5, y: flo
         y: in [0, 1], where it stands in the surplus height: 0 at the top.
     """
     return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS, centering=(x, y))
+
+
+def crop_of(size: tuple[int, int], width: int, height: int, *, x: float, y: float) -> Crop:
+    """Where :func:`cover` crops a picture, to whole pixels.
+
+    Args:
+        size: width and height of the picture.
+        width: as of :func:`cover`, like the others.
+    """
+    original_width, original_height = size
+    scale = max(width / original_width, height / original_height)
+    return Crop(
+        original_width=original_width,
+        original_height=original_height,
+        left=round((original_width * scale - width) * x),
+        top=round((original_height * scale - height) * y),
+    )
 
 
 def _upright(path: Path, background: tuple[int, ...]) -> Image.Image:

@@ -16,12 +16,12 @@ from torch import Tensor
 from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.data.cache import TensorCache
 from diffsynth_lite.data.images import DECODER_ID as IMAGE_DECODER_ID
-from diffsynth_lite.data.images import cover, load_image, load_mask
+from diffsynth_lite.data.images import cover, crop_of, load_image, load_mask
 from diffsynth_lite.data.records import Record, is_video
 from diffsynth_lite.data.video import DECODER_ID as VIDEO_DECODER_ID
 from diffsynth_lite.data.video import clip_times, read_frames
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.media import Crop, Media, Prompt
 
 _TRANSFORM_ID = "v1 cover mask-area"
 """Name of what this file does to decoded media; part of cache keys, so change it with the code."""
@@ -119,13 +119,15 @@ class TrainingItem:
             UserError: a file cannot be used, or nothing of the mask is left.
         """
         record = self.record
+        frames, crop = self._frames()
         return Media(
-            frames=tuple(self._frames()),
+            frames=tuple(frames),
             inputs=tuple(load_image(path, background=self.background) for path in record.inputs),
             first_frame=self._like_frames(record.first_frame),
             last_frame=self._like_frames(record.last_frame),
             mask=self._mask(),
             fps=self.fps,
+            crop=crop,
         )
 
     def complete(self, tensors: Mapping[str, Tensor], media: Media) -> dict[str, Tensor]:
@@ -154,10 +156,12 @@ class TrainingItem:
         for part, content in zip(parts, self.content, strict=True):
             yield f"{part}:{content}"
 
-    def _frames(self) -> list[Image]:
+    def _frames(self) -> tuple[list[Image], Crop | None]:
         if is_video(self.record.target.name):
-            return read_frames(self.record.target, self.times(), each=self._cropped)
-        return [self._cropped(self._picture(self.record.target))]
+            return read_frames(self.record.target, self.times(), each=self._cropped), None
+        picture, bucket = self._picture(self.record.target), self.bucket
+        crop = crop_of(picture.size, bucket.width, bucket.height, x=self.crop_x, y=self.crop_y)
+        return [self._cropped(picture)], crop
 
     def _mask(self) -> Image | None:
         path = self.record.mask

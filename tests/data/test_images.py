@@ -20,8 +20,9 @@ from image_corpus import with_orientation as oriented
 from media_verdicts import assert_image
 from PIL import Image, ImageOps
 
-from diffsynth_lite.data.images import ImageFacts, check_image, cover, load_image, load_mask
+from diffsynth_lite.data.images import ImageFacts, check_image, cover, crop_of, load_image, load_mask
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Crop
 
 
 def pixel(image, x, y):
@@ -102,11 +103,26 @@ def test_grey_of_16_bits_is_turned_as_well(tmp_path):
     assert np.array_equal(shown, np.rot90(np.arange(32).reshape(4, 8) * 8, -1))
 
 
+def test_the_crop_is_told_to_whole_pixels_of_the_resized_picture():
+    def told(size, x=0.5, y=0.5):
+        return crop_of(size, 64, 64, x=x, y=y)
+
+    assert told((256, 128), x=0.8) == Crop(original_width=256, original_height=128, left=51)
+    assert told((20, 30), y=0.3) == Crop(original_width=20, original_height=30, top=10)  # enlarged
+    assert told((333, 333)) == Crop(original_width=333, original_height=333)
+    # In the middle of a square, as diffusers' training script has it.
+    for width, height in [(100, 80), (81, 100), (640, 427)]:
+        crop, scale = told((width, height)), 64 / min(width, height)
+        assert (crop.left, crop.top) == (round((width * scale - 64) / 2), round((height * scale - 64) / 2))
+
+
 def test_cover_resizes_and_crops_at_the_given_place():
     image = noise_image(size=(120, 40))
     whole = image.resize((60, 20), Image.Resampling.LANCZOS)
     for x, left in [(0.0, 0), (0.5, 20), (1.0, 40)]:
         assert np.array_equal(cover(image, 20, 20, x=x), whole.crop((left, 0, left + 20, 20)))
+        crop = Crop(original_width=120, original_height=40, left=left)
+        assert crop_of(image.size, 20, 20, x=x, y=0.5) == crop
     tall = image.transpose(Image.Transpose.ROTATE_90)
     lowest = tall.resize((20, 60), Image.Resampling.LANCZOS).crop((0, 40, 20, 60))
     assert np.array_equal(cover(tall, 20, 20, y=1.0), lowest)

@@ -2,11 +2,13 @@ import dataclasses
 
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
+from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.data.cache import TensorCache
 from diffsynth_lite.data.items import PromptItem, TrainingItem, latents_mask
-from diffsynth_lite.media import Media
+from diffsynth_lite.data.records import Record
+from diffsynth_lite.media import Crop, Media
 
 
 def key(prompt, encoder="encoder"):
@@ -38,6 +40,28 @@ def test_a_prompt_is_loaded_with_its_pictures(write_image):
 
 def test_a_negative_prompt_is_loaded_as_one():
     assert PromptItem(text="blurred", is_negative=True).load().is_negative
+
+
+def test_a_picture_is_loaded_with_its_size_upright_and_its_crop(tmp_path):
+    path, sideways = tmp_path / "a.png", Image.Exif()
+    sideways[ExifTags.Base.Orientation] = 6
+    Image.new("RGB", (40, 100)).save(path, exif=sideways)
+    item = TrainingItem(
+        name="a",
+        record=Record(name="a", source=0, target=path, captions=("a",)),
+        content=("c",),
+        bucket=Bucket(width=32, height=32),
+        crop_x=0.25,
+        crop_y=0.5,
+        clip_start_s=None,
+        fps=None,
+        background="white",
+    )
+    media = item.load()
+    assert media.frames[0].size == (32, 32)
+    assert media.crop == Crop(original_width=100, original_height=40, left=12)
+    keys = {each.key(TensorCache(None), "e") for each in (item, dataclasses.replace(item, crop_x=0.75))}
+    assert len(keys) == 2
 
 
 @pytest.mark.parametrize(("shape", "expected"), [((16, 1, 2), (1, 1, 2)), ((16, 5, 1, 2), (1, 1, 1, 2))])

@@ -1,6 +1,7 @@
 """SDXL's UNet, prompts and latents against diffusers' own, and folders that are refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from sdxl_folders import encoded_prompts, gradients, saved
 
 from diffsynth_lite.core.gradient import blocks_of, intercept_blocks
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Crop
 from diffsynth_lite.pipelines import PipelineFolder, require_family
 from diffsynth_lite.pipelines.sdxl import SDXL, model_fn_sdxl, tiny
 from diffsynth_lite.pipelines.sdxl.family import unet_block_lists
@@ -155,6 +157,16 @@ def test_latents_are_normalised_as_by_the_pipeline_that_encodes_pictures(
             pixels, None, 3, 1, torch.float32, CPU, generator=None, add_noise=False
         )
     assert torch.equal(torch.stack([tensors["latents"] for tensors in encoded]), expected)
+
+
+def test_the_unet_is_told_the_size_of_the_file_and_where_the_crop_begins(family: SDXL) -> None:
+    plain = build_media(family)[0]
+    cropped = replace(plain, crop=Crop(original_width=900, original_height=500, left=5, top=3))
+    encode = family.load_media_encoder(torch.float32, CPU)
+    told = [tensors["time_ids"].tolist() for tensors in encode([plain, cropped])]
+    assert plain.frames[0].size == (64, 32)
+    assert told == [[32, 64, 0, 0, 32, 64], [500, 900, 3, 5, 32, 64]]
+    assert family.media_encoder_id(torch.float32).startswith("sdxl/latents/2 ")
 
 
 def test_an_autoencoder_that_fp16_is_too_narrow_for_is_refused(family: SDXL, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from diffsynth_lite.core.gradient import (
     unwrapped,
 )
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.media import Crop, Media, Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
 from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
@@ -135,10 +135,12 @@ class SDXL(DiffusionFamily):
     Checkpointing covers the ResNet and transformer blocks that diffusers' hook runs: not the ResNet block
     that opens the middle, the samplers between the levels, nor the text encoders.
 
-    The UNet is told sizes as the pipeline tells it: that of the training picture, as original and target, and
-    no crop; the size of a file before it was scaled and cropped is not told. An empty negative prompt is
-    zeros, where the folder says ``force_zeros_for_empty_prompt``, and so is a caption that
-    ``data.caption_dropout`` emptied. An item's own empty caption is encoded as any other.
+    The UNet is told sizes as in diffusers' training script: that of a picture's file, where in the resized
+    picture its crop begins, and that of the training picture. Previews tell it what the pipeline does: their
+    own size, uncropped.
+
+    An empty negative prompt is zeros, where the folder says ``force_zeros_for_empty_prompt``, and so is a
+    caption that ``data.caption_dropout`` emptied. An item's own empty caption is encoded as any other.
     """
 
     pipelines = (StableDiffusionXLPipeline,)
@@ -227,7 +229,7 @@ class SDXL(DiffusionFamily):
             )
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"sdxl/latents/1 {self.folder.fingerprint('vae')} {dtype}"
+        return f"sdxl/latents/2 {self.folder.fingerprint('vae')} {dtype}"
 
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
@@ -237,10 +239,9 @@ class SDXL(DiffusionFamily):
 
         def encode(media: Sequence[Media]) -> list[EncodedMedia]:
             pixels_bchw = processor.preprocess([item.frames[0] for item in media])
-            size = pixels_bchw.shape[-2:]
             return [
-                {"latents": latents, "time_ids": torch.tensor([*size, 0, 0, *size])}
-                for latents in encode_scaled_latents(vae, pixels_bchw)
+                {"latents": latents, "time_ids": _time_ids(item)}
+                for latents, item in zip(encode_scaled_latents(vae, pixels_bchw), media, strict=True)
             ]
 
         return encode
@@ -304,6 +305,16 @@ class SDXL(DiffusionFamily):
     def lora_prefix(self, component: str) -> str:
         # transformers 5 has no such level in its CLIPTextModel; earlier versions and ComfyUI look for it.
         return "text_encoder.text_model." if component == "text_encoder" else super().lora_prefix(component)
+
+
+def _time_ids(media: Media) -> torch.Tensor:
+    """Sizes and crop of a training picture, (6,), as ``model_fn_sdxl`` takes them.
+
+    Source: ``train_text_to_image_lora_sdxl.py`` of diffusers.
+    """
+    width, height = media.frames[0].size
+    crop = media.crop or Crop(original_width=width, original_height=height)
+    return torch.tensor([crop.original_height, crop.original_width, crop.top, crop.left, height, width])
 
 
 def tiny() -> StableDiffusionXLPipeline:
