@@ -1,7 +1,11 @@
 """A family's model on another device than the encoded batch; torch's meta device stands in for a GPU."""
 
+from typing import Any
+
+import pytest
 import torch
 from family_sample import Sample, engine_with
+from torch.utils._pytree import tree_leaves
 
 from diffsynth_lite.core.gradient import gradient_engine
 
@@ -10,10 +14,24 @@ META = torch.device("meta")
 
 def test_all_that_a_batch_holds_goes_to_the_device_of_the_model(sample: Sample) -> None:
     transformer = sample.family.empty_transformer().requires_grad_(True)
-    # torch refuses to compute with tensors of two devices, and to read a number back from this one.
-    sigma = torch.empty(len(sample.latents), device=META)
-    with gradient_engine(engine_with((True, False))):
-        predicted = sample.family.predict(transformer, sample.latents.to(META), sigma, sample.conditioning)
+    given: list[Any] = []
+    transformer.register_forward_pre_hook(
+        lambda _module, args, kwargs: given.extend(tree_leaves((args, kwargs))), with_kwargs=True
+    )
+    try:
+        predicted = predict_on_meta(sample, transformer)
+    except NotImplementedError as error:
+        if not given or "Cannot copy out of meta tensor" not in str(error):
+            raise
+        assert {value.device for value in given if isinstance(value, torch.Tensor)} == {META}
+        pytest.skip("the model itself reads a number back, as Lumina 2 reads how long prompts are")
     assert predicted.device == META
     assert predicted.shape == sample.latents.shape
     predicted.square().mean().backward()
+
+
+def predict_on_meta(sample: Sample, transformer: torch.nn.Module) -> torch.Tensor:
+    """Torch refuses to compute with tensors of two devices, and to read a number back from this one."""
+    sigma = torch.empty(len(sample.latents), device=META)
+    with gradient_engine(engine_with((True, False))):
+        return sample.family.predict(transformer, sample.latents.to(META), sigma, sample.conditioning)

@@ -1,6 +1,7 @@
 """A run for each family, each kind of its data and each layout of its releases: pipeline, data and config."""
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -118,7 +119,8 @@ def make_case(case: FamilyCase, root: Path) -> tuple[TinyRun, ModelFamily]:
     case.build().save_pretrained(root / "model")
     family = load_family(case.family)(PipelineFolder(path=root / "model"), trained=case.trained)
     kind = case.kind or family.record_kinds[0]
-    settings = [f"model.family={case.family}", *SETTINGS]
+    width, height = (math.ceil(side / family.size_divisor) * family.size_divisor for side in (64, 32))
+    settings = [f"model.family={case.family}", f"data.width={width}", f"data.height={height}", *SETTINGS]
     if case.trained:
         settings.append(f"lora.components=[{', '.join(case.trained)}]")
     if kind in ("image", "edit"):
