@@ -65,6 +65,7 @@ def run(parsed: argparse.Namespace) -> None:
 def print_findings(console: Console, findings: Findings) -> None:
     """The findings as tables, the advice last, where it is read."""
     console.print(_pairs("Machine", findings.machine))
+    console.print(_pairs("Model", findings.model))
     _print_data(console, findings, title="Data", unused="Not trained on")
     held_out = findings.held_out
     if held_out is not None:

@@ -21,6 +21,7 @@ from diffsynth_lite.data import (
 from diffsynth_lite.doctor.advice import advise, advise_on_held_out
 from diffsynth_lite.doctor.examined import ExaminedData, estimate_cache
 from diffsynth_lite.doctor.findings import Findings, counted
+from diffsynth_lite.doctor.model import model_table
 from diffsynth_lite.doctor.pictures import Decoded, decode, equal_files, near_duplicates
 from diffsynth_lite.doctor.tables import (
     bucket_table,
@@ -97,12 +98,13 @@ def examine(config: Config, *, sheet_size: int) -> Examination:
     cache = TensorCache(cache_folder(config))
     found = find_training_records(config)
     problems = Problems(found.problems)
+    model = problems.attempt(lambda: model_table(config, family)) or {}
     held_out = _find_held_out(config, found.records, problems)
     with FileMemory(index_file(cache.folder)) as memory:
         examiner = _Examiner(config, family, cache, memory, sheet_size, problems)
         data, decoded = examiner.examine(found, rules)
         apart = examiner.examine(held_out, held_out_rules(rules)) if held_out else None
-    findings = _training_findings(data, decoded, problems, cache)
+    findings = dataclasses.replace(_training_findings(data, decoded, problems, cache), model=model)
     if apart is None:
         return Examination(findings=findings, data=[data])
     held_out_findings = _held_out_findings(*apart, data, decoded)

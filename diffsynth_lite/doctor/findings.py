@@ -133,6 +133,7 @@ class Findings:
         buckets: the largest first.
         captions: of all items.
         machine: facts by name.
+        model: facts by name: its release, components and LoRA.
         problems: what stops a run besides single files, a line each.
         dropped: name of a record to the reason why it cannot be used.
         equal: groups of names with equal files.
@@ -150,6 +151,7 @@ class Findings:
     buckets: Sequence[BucketFindings]
     captions: CaptionFindings
     machine: Mapping[str, str] = field(default_factory=dict)
+    model: Mapping[str, str] = field(default_factory=dict)
     problems: Sequence[str] = ()
     dropped: Mapping[str, str] = field(default_factory=dict)
     equal: Sequence[Sequence[str]] = ()

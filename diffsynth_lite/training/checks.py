@@ -190,7 +190,7 @@ def _check_model(problems: Problems, family: ModelFamily, config: Config) -> _Ch
     problems.attempt(lambda: _check_shift(config, family))
     transformer = family.empty_transformer()
     blocks = problems.attempt(lambda: _find_blocks(family, transformer))
-    layers = problems.attempt(lambda: _find_targets(family, transformer, config)) if blocks else []
+    layers = problems.attempt(lambda: find_targets(family, transformer, config)) if blocks else []
     selected = problems.attempt(lambda: _select_blocks(config, len(blocks))) if blocks else []
     return _CheckedModel(
         target_layers=layers or [],
@@ -199,7 +199,15 @@ def _check_model(problems: Problems, family: ModelFamily, config: Config) -> _Ch
     )
 
 
-def _find_targets(family: ModelFamily, transformer: torch.nn.Module, config: Config) -> list[str]:
+def find_targets(family: ModelFamily, transformer: torch.nn.Module, config: Config) -> list[str]:
+    """Full names of the layers that get a LoRA.
+
+    Args:
+        transformer: what the family trains; may be on the meta device.
+
+    Raises:
+        UserError: the settings name none in the model, or none in one of its components.
+    """
     targets = _targets(family, config)
     layers = find_target_layers(transformer, targets, unused_modules=family.unused_modules(transformer))
     for name, component in family.parts_of(transformer).items():

@@ -43,6 +43,7 @@ def findings(**changes: object) -> Findings:
     strip = Image.new("RGB", (500, 100), "teal")
     values = {
         "machine": {"torch": "2"},
+        "model": {"release": "none that is known"},
         "sources": [
             SourceFindings(
                 place="photos", num_records={"image": 2}, num_captions=2, num_dropped=1, passes=1.5
@@ -108,7 +109,12 @@ def test_a_secret_in_a_name_is_masked(tmp_path: Path) -> None:
 def test_tables_and_remarks_are_shown(tmp_path: Path) -> None:
     _, parsed = page(tmp_path, num_items=900)
     text = " ".join(parsed.text.split())
-    for part in ("832x480x81 2 3 2 1.5 32760", "photos 2 pictures 2 1 1.5", "2 of 900 items"):
+    for part in (
+        "Model release none that is known",
+        "832x480x81 2 3 2 1.5 32760",
+        "photos 2 pictures 2 1 1.5",
+        "2 of 900 items",
+    ):
         assert part in text
     assert "enlarged" in text
 

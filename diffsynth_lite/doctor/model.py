@@ -1,0 +1,81 @@
+"""This file says which release the model's folder is, and counts it and its LoRA without weights."""
+
+from collections.abc import Mapping, Sequence
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import nn
+
+from diffsynth_lite.config import Config
+from diffsynth_lite.core.units import format_bytes
+from diffsynth_lite.doctor.findings import counted
+from diffsynth_lite.lora import adapter_size
+from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.pipelines.base.release_folder import find_releases
+from diffsynth_lite.training.checks import find_targets
+
+_MAX_NAMED = 8
+_MAX_LETTERS = 60
+
+
+def model_table(config: Config, family: ModelFamily) -> dict[str, str]:
+    """Facts by name, in words: the release, what its files say otherwise, each component, the LoRA.
+
+    Raises:
+        UserError: a file of the model's folder cannot be read, or the settings name no layers for the LoRA.
+    """
+    transformer = family.empty_transformer()
+    layers = find_targets(family, transformer, config)
+    components = {name: _component(config, family, name) for name in family.components}
+    return _release(config, family) | components | {"LoRA": _lora(config, transformer, layers)}
+
+
+def _release(config: Config, family: ModelFamily) -> dict[str, str]:
+    if not family.releases:
+        return {"release": "none of this family is known"}
+    found = find_releases(family.releases, config.model.path, family.folder)
+    if not found:
+        return {"release": "none that is known"}
+    releases = [release for release, _ in found]
+    # Of several that are alike the first one speaks for all.
+    first, differing = found[0]
+    facts = {
+        "release": " or ".join(release.name for release in releases),
+        "licence": " or ".join(dict.fromkeys(release.licence for release in releases)),
+        "not as released": _differences(differing),
+        "not confirmed of it": "; ".join(first.unconfirmed),
+    }
+    return {name: text for name, text in facts.items() if text}
+
+
+def _differences(differing: Mapping[str, tuple[Any, Any]]) -> str:
+    named = [
+        f"{name} is {shorten(str(found), _MAX_LETTERS)}, not {shorten(str(expected), _MAX_LETTERS)}"
+        for name, (found, expected) in list(differing.items())[:_MAX_NAMED]
+    ]
+    more = len(differing) - len(named)
+    return "; ".join([*named, *([f"and {more} more"] if more else [])])
+
+
+def _component(config: Config, family: ModelFamily, name: str) -> str:
+    dtype = _dtype_of(config, family, name)
+    number = sum(parameter.numel() for parameter in family.empty_component(name).parameters())
+    size = format_bytes(number * getattr(torch, dtype).itemsize)
+    return f"{number:,} parameters, {size} in {dtype}" + (", trained" if name in family.trained else "")
+
+
+def _dtype_of(config: Config, family: ModelFamily, name: str) -> str:
+    model = config.model
+    if name not in family.trained and name.startswith("text_encoder"):
+        return model.text_encoder_dtype
+    return model.dtype if name in family.trainable else model.vae_dtype
+
+
+def _lora(config: Config, transformer: nn.Module, layers: Sequence[str]) -> str:
+    number = adapter_size(transformer, layers, rank=config.lora.rank)
+    weights = number * torch.float32.itemsize
+    return (
+        f"{counted(len(layers), 'layer')}, {number:,} parameters: {format_bytes(weights)} in float32, and "
+        f"{format_bytes(2 * weights)} of AdamW"
+    )
