@@ -1,16 +1,27 @@
 """A tiny pipeline of each family on disk, built once for the tests of all files."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
+import ltx_layouts
 import pytest
 from family_sample import Sample, build_sample, families_to_test, small_edit_inputs
+
+LAYOUTS: dict[str, tuple[str, Callable[[], Any]]] = {
+    # Its decoder is told less noise than the pipeline's default, unless it is one that removes none.
+    "ltx_video of conditions": ("ltx_video", partial(ltx_layouts.of_conditions, denoises=False)),
+}
+"""Releases whose pipeline is called otherwise than that of the family's tiny one, with their family."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run the tests of all families on each."""
     has_its_own = hasattr(metafunc.module, "sample")
     if "sample" in metafunc.fixturenames and not has_its_own:
-        metafunc.parametrize("sample", families_to_test(metafunc.config), indirect=True, scope="module")
+        names = families_to_test(metafunc.config)
+        layouts = [layout for layout, (family, _) in LAYOUTS.items() if family in names]
+        metafunc.parametrize("sample", [*names, *layouts], indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +32,7 @@ def _small_inputs() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def samples() -> dict[str, Sample]:
-    """Those that were built so far, by the family's name."""
+    """Those that were built so far, by the name of their family or layout."""
     return {}
 
 
@@ -34,5 +45,6 @@ def sample(
 ) -> Sample:
     name = request.param
     if name not in samples:
-        samples[name] = build_sample(name, tmp_path_factory.mktemp(name))
+        family, build = LAYOUTS.get(name, (name, None))
+        samples[name] = build_sample(family, tmp_path_factory.mktemp(name), build)
     return samples[name]

@@ -67,12 +67,15 @@ class Sample:
     """A family's tiny pipeline, and a batch that it encoded itself.
 
     Attributes:
+        name: of the family.
+        build: makes the pipeline, each time the same.
         prompts: what the prompt encoder made of ``PROMPTS``.
         negative: what it made of ``NEGATIVE``.
         conditioning: ``prompts``, each with what the media encoder made of its item beside the latents.
     """
 
     name: str
+    build: Callable[[], Any]
     family: ModelFamily
     media: list[Media]
     latents: torch.Tensor
@@ -82,7 +85,7 @@ class Sample:
 
     def fresh_pipeline(self) -> Any:
         """The tiny pipeline as it was saved; reading an edit pipeline back would need torchvision."""
-        return importlib.import_module(load_family(self.name).__module__).tiny()
+        return self.build()
 
     def request(self, **settings: Any) -> PreviewRequest:
         """A preview of the first item, in the size of the batch."""
@@ -143,14 +146,15 @@ def build_prompts(family: ModelFamily, media: Sequence[Media]) -> list[Prompt]:
     return [*prompts, Prompt(text=NEGATIVE, images=seen[0], is_negative=True)]
 
 
-def build_sample(name: str, folder: Path, pipeline: Any = None) -> Sample:
+def build_sample(name: str, folder: Path, build: Callable[[], Any] | None = None) -> Sample:
     """A batch of the family's tiny pipeline, or of another one of the family."""
     family_class = load_family(name)
-    (pipeline or importlib.import_module(family_class.__module__).tiny()).save_pretrained(folder)
-    return encode_sample(name, family_class(PipelineFolder(path=folder)))
+    build = build or importlib.import_module(family_class.__module__).tiny
+    build().save_pretrained(folder)
+    return encode_sample(name, build, family_class(PipelineFolder(path=folder)))
 
 
-def encode_sample(name: str, family: ModelFamily, dtypes: Dtypes = FP32) -> Sample:
+def encode_sample(name: str, build: Callable[[], Any], family: ModelFamily, dtypes: Dtypes = FP32) -> Sample:
     """A batch that a family encodes itself.
 
     Args:
@@ -165,6 +169,7 @@ def encode_sample(name: str, family: ModelFamily, dtypes: Dtypes = FP32) -> Samp
     latents = torch.stack([tensors.pop("latents") for tensors in encoded])
     return Sample(
         name=name,
+        build=build,
         family=family,
         media=media,
         latents=latents,

@@ -7,8 +7,8 @@ from diffsynth_lite.pipelines.ltx_video import tiny
 from diffsynth_lite.testing import seeded
 
 
-def vae_of_0_9_5() -> AutoencoderKLLTXVideo:
-    """Its blocks, downsampling and decoder, which removes noise; 8 channels wide at most 32."""
+def vae_of_0_9_5(*, denoises: bool = True) -> AutoencoderKLLTXVideo:
+    """Its blocks and downsampling, at most 32 channels wide, and its decoder, which removes noise."""
     with seeded(0):
         vae = AutoencoderKLLTXVideo(
             block_out_channels=(8, 8, 8, 8, 8),
@@ -22,7 +22,7 @@ def vae_of_0_9_5() -> AutoencoderKLLTXVideo:
             decoder_inject_noise=(False, False, False, False),
             upsample_residual=(True, True, True),
             upsample_factor=(2, 2, 2),
-            timestep_conditioning=True,
+            timestep_conditioning=denoises,
             spatial_compression_ratio=32,
             temporal_compression_ratio=8,
         )
@@ -31,7 +31,7 @@ def vae_of_0_9_5() -> AutoencoderKLLTXVideo:
     return vae.eval()
 
 
-def of_conditions() -> LTXConditionPipeline:
+def of_conditions(*, denoises: bool = True) -> LTXConditionPipeline:
     """0.9.5 and later: pictures as conditions, and a sampler without a shift."""
-    scheduler = FlowMatchEulerDiscreteScheduler()
-    return LTXConditionPipeline(**tiny().components | {"vae": vae_of_0_9_5(), "scheduler": scheduler})
+    parts = {"vae": vae_of_0_9_5(denoises=denoises), "scheduler": FlowMatchEulerDiscreteScheduler()}
+    return LTXConditionPipeline(**tiny().components | parts)

@@ -300,7 +300,7 @@ def default_sample(sample: Sample) -> Sample:
 
 def encode_by_default(sample: Sample) -> Sample:
     """The same batch in the dtypes that a config has unless it says otherwise."""
-    return encode_sample(sample.name, sample.family, (TEXT_DTYPE, VAE_DTYPE))
+    return encode_sample(sample.name, sample.build, sample.family, (TEXT_DTYPE, VAE_DTYPE))
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,8 @@ def test_the_velocity_is_what_the_pipeline_hands_to_its_sampler(
 
     @functools.wraps(step)
     def watched(output: torch.Tensor, *args: Any, **settings: Any) -> Any:
-        handed_over.append(output)
+        # With a noise level for each token, this one scheduler goes the other way along what it is handed.
+        handed_over.append(-output if settings.get("per_token_timesteps") is not None else output)
         return step(output, *args, **settings)
 
     monkeypatch.setattr(family, "load_scheduler", lambda: scheduler)
@@ -177,7 +178,7 @@ def test_sizes_that_do_not_fit_name_the_nearest_that_would(sample: Sample) -> No
 
 def test_the_tiny_pipeline_passes_the_check_of_its_folder(sample: Sample) -> None:
     sample.family.check_folder()
-    assert sample.family.folder.pipeline_class_name() == sample.family.pipeline_classes[0]
+    assert sample.family.folder.pipeline_class_name() in sample.family.pipeline_classes
 
 
 def test_frame_counts_that_do_not_fit_name_the_nearest_that_would(sample: Sample) -> None:

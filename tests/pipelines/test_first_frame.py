@@ -18,7 +18,7 @@ SIGMA = torch.tensor([0.1, 0.5, 0.9])
 @pytest.fixture(scope="module", params=["ltx_video", "wan"])
 def clips(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sample:
     """Three clips of 3 latent frames, of 8 tokens each."""
-    pipeline = ti2v() if request.param == "wan" else None
+    pipeline = ti2v if request.param == "wan" else None
     return build_sample(request.param, tmp_path_factory.mktemp(request.param), pipeline)
 
 

@@ -32,7 +32,7 @@ DECODING = {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
-    return build_sample("ltx_video", tmp_path_factory.mktemp("conditions"), of_conditions())
+    return build_sample("ltx_video", tmp_path_factory.mktemp("conditions"), of_conditions)
 
 
 @pytest.fixture(scope="module")

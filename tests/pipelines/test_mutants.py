@@ -175,7 +175,7 @@ def test_each_bug_is_found_by_what_is_there_to_find_it(
     mutant: type[ModelFamily], reals: dict[type[ModelFamily], Real], tmp_path: Path
 ) -> None:
     (real,) = (real for family, real in reals.items() if issubclass(mutant, family))
-    sample = encode_sample(real.sample.name, mutant(real.sample.family.folder))
+    sample = encode_sample(real.sample.name, real.sample.build, mutant(real.sample.family.folder))
     failed = set()
     for check in CHECKS:
         try:
