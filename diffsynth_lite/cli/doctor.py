@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from diffsynth_lite.config import load_config
-from diffsynth_lite.doctor.findings import Findings, counted
+from diffsynth_lite.doctor.findings import Findings, NoiseFindings, counted
 from diffsynth_lite.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,8 @@ def _print_data(console: Console, findings: Findings, *, title: str, unused: str
     console.print(_pairs("", findings.facts))
     if findings.buckets:
         console.print(_buckets(findings))
+    if findings.noise:
+        console.print(_noise(findings))
     _print_names(console, unused, [f"{name}: {why}" for name, why in findings.dropped.items()])
     _print_names(console, "Equal files", _joined(" = ", findings.equal))
     _print_names(console, "Look alike", _joined(" ~ ", findings.alike))
@@ -125,6 +127,17 @@ def _buckets(findings: Findings) -> Table:
             f"{bucket.batches_per_pass:.4g}",
             str(bucket.num_tokens),
         )
+    return table
+
+
+def _noise(findings: Findings) -> Table:
+    title = f"Noise levels ({findings.noise_level}): % of the steps"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    table.add_column(no_wrap=True)
+    for name in NoiseFindings.COLUMNS:
+        table.add_column(name, justify="right")
+    for row in findings.noise:
+        table.add_row(row.name, *row.cells)
     return table
 
 

@@ -20,8 +20,9 @@ from diffsynth_lite.data import (
 )
 from diffsynth_lite.doctor.advice import advise, advise_on_held_out
 from diffsynth_lite.doctor.examined import ExaminedData, estimate_cache
-from diffsynth_lite.doctor.findings import Findings, counted
+from diffsynth_lite.doctor.findings import Findings, NoiseFindings, counted
 from diffsynth_lite.doctor.model import model_table
+from diffsynth_lite.doctor.noise import noise_table
 from diffsynth_lite.doctor.pictures import Decoded, decode, equal_files, near_duplicates
 from diffsynth_lite.doctor.tables import (
     bucket_table,
@@ -29,11 +30,13 @@ from diffsynth_lite.doctor.tables import (
     machine_table,
     number_table,
     pass_table,
+    samples_by_bucket,
     source_table,
 )
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.files import free_disk_bytes
 from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.training.builder import build_noise_levels
 from diffsynth_lite.training.checks import bind_family, check_held_out
 from diffsynth_lite.training.data_settings import (
     cache_folder,
@@ -182,7 +185,7 @@ def _findings(data: ExaminedData, decoded: Decoded) -> Findings:
 
 
 def _training_findings(
-    data: ExaminedData, decoded: Decoded, problems: Sequence[str], cache: TensorCache
+    data: ExaminedData, decoded: Decoded, problems: Problems, cache: TensorCache
 ) -> Findings:
     config, found = data.config, _findings(data, decoded)
     estimate = estimate_cache(data, cache) if config.data.cache else None
@@ -192,8 +195,17 @@ def _training_findings(
         machine=machine_table([Path(config.output.dir), cache.folder]),
         problems=problems,
         facts=facts | pass_table(data, found.buckets, estimate),
+        noise=problems.attempt(lambda: _noise(data)) or [],
+        noise_level=data.family.noise_path.noise_level,
         advice=advise(data, found, estimate=estimate, free_bytes=free_disk_bytes(cache.folder)),
     )
+
+
+def _noise(data: ExaminedData) -> list[NoiseFindings]:
+    samples = {bucket: float(number) for bucket, number in samples_by_bucket(data).items()}
+    if not samples:
+        return []
+    return noise_table(build_noise_levels(data.config, data.family), data.family, samples)
 
 
 def _held_out_findings(

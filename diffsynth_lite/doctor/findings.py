@@ -2,8 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from PIL.Image import Image
+
+from diffsynth_lite.core.noise import LevelShares
 
 _KINDS = {"image": "picture", "video": "clip", "edit": "edit pair", "image_to_video": "first-frame clip"}
 
@@ -61,6 +64,38 @@ class BucketFindings:
     def batches_per_pass(self) -> float:
         """Micro-batches that a pass over the data takes from it, on all devices together."""
         return self.samples_per_pass / self.micro_batch_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoiseFindings:
+    """One row of the table of noise levels.
+
+    Attributes:
+        name: what it is of: all steps, a size, or an expert.
+        part: of all steps.
+        shift: of their noise levels; None where sizes differ in it.
+        shares: how they are spread.
+    """
+
+    COLUMNS: ClassVar = ("steps", "shift", "mean", "<0.5", *(f"{tenth / 10}" for tenth in range(10)))
+    """What ``cells`` are: percentages but for shift and mean; the last ten of the tenths that begin there."""
+
+    name: str
+    part: float
+    shift: float | None
+    shares: LevelShares
+
+    @property
+    def cells(self) -> list[str]:
+        """Its numbers, rounded."""
+        shift = "" if self.shift is None else f"{self.shift:.3g}"
+        parts = map(_percent, (self.shares.below_half, *self.shares.tenths))
+        return [_percent(self.part), shift, f"{self.shares.mean:.2f}", *parts]
+
+
+def _percent(part: float) -> str:
+    # Halves are rounded alike whatever the last digits are, which differ between machines.
+    return f"{round(100 * part, 6):.0f}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +166,8 @@ class Findings:
         sources: one each.
         facts: numbers in words by name: sizes, durations, passes, sizes of the cache.
         buckets: the largest first.
+        noise: how the steps are spread over the noise levels; of all steps, and of parts of them.
+        noise_level: what such a level is, in words.
         captions: of all items.
         machine: facts by name.
         model: facts by name: its release, components and LoRA.
@@ -153,6 +190,8 @@ class Findings:
     machine: Mapping[str, str] = field(default_factory=dict)
     model: Mapping[str, str] = field(default_factory=dict)
     problems: Sequence[str] = ()
+    noise: Sequence[NoiseFindings] = ()
+    noise_level: str = ""
     dropped: Mapping[str, str] = field(default_factory=dict)
     equal: Sequence[Sequence[str]] = ()
     alike: Sequence[Sequence[str]] = ()

@@ -13,7 +13,7 @@ import torch
 from diffsynth_lite import __version__
 from diffsynth_lite.core.gradient.host_pool import available_host_bytes
 from diffsynth_lite.core.units import format_bytes
-from diffsynth_lite.data import VideoFacts, micro_batch_sizes
+from diffsynth_lite.data import Bucket, VideoFacts, micro_batch_sizes
 from diffsynth_lite.doctor.examined import CacheEstimate, ExaminedData
 from diffsynth_lite.doctor.findings import BucketFindings, CaptionFindings, SourceFindings, Spread, counted
 from diffsynth_lite.files import free_disk_bytes
@@ -68,12 +68,18 @@ def source_table(data: ExaminedData) -> list[SourceFindings]:
     return found
 
 
+def samples_by_bucket(data: ExaminedData) -> dict[Bucket, Fraction]:
+    """Samples of each bucket in a pass over the data, with repeats and weights."""
+    samples: dict[Bucket, Fraction] = defaultdict(Fraction)
+    for item in data.items:
+        samples[item.bucket] += data.sources[item.record.source].passes
+    return samples
+
+
 def bucket_table(data: ExaminedData) -> list[BucketFindings]:
     """The bucket table, the fullest bucket first."""
     train = data.config.train
-    samples: dict[object, Fraction] = defaultdict(Fraction)
-    for item in data.items:
-        samples[item.bucket] += data.sources[item.record.source].passes
+    samples = samples_by_bucket(data)
     counts = Counter(item.bucket for item in data.items)
     tokens = [num_tokens_of(bucket, data.family) for bucket in counts]
     sizes = micro_batch_sizes(

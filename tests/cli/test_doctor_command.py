@@ -23,6 +23,7 @@ def test_good_data_exit_with_0_and_have_a_page(tiny_run: TinyRun, capsys: pytest
         "entries to make",
         "free disk",
         "torch",
+        "all steps",
     ):
         assert words in printed
     page = (tiny_run.root / "page.html").read_text()

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from PIL import Image
 
+from diffsynth_lite.core.noise import LevelShares
 from diffsynth_lite.doctor.findings import (
     BucketFindings,
     CaptionFindings,
     Findings,
+    NoiseFindings,
     SheetEntry,
     SourceFindings,
     Spread,
@@ -104,6 +106,17 @@ def test_a_secret_in_a_name_is_masked(tmp_path: Path) -> None:
     text, parsed = page(tmp_path, advice=["https://ann:swordfish@example.org/ is in a caption"])
     assert "https://REDACTED@example.org/ is in a caption" in parsed.text
     assert "swordfish" not in text
+
+
+def test_noise_levels_are_shown_with_bars_as_high_as_their_shares(tmp_path: Path) -> None:
+    tenths = [0.0, 0.05, 0.2, *[0.0] * 7]
+    row = NoiseFindings(name="all steps", part=1.0, shift=2.2, shares=LevelShares(tenths=tenths, mean=0.625))
+    text, parsed = page(tmp_path, noise=[row], noise_level="the part of noise")
+    assert "Noise levels" in parsed.text
+    assert "the part of noise" in parsed.text
+    bars = re.findall(r'--share: (\d+)%">(\d+)<', text)
+    assert bars == [("0", "0"), ("25", "5"), ("100", "20"), *[("0", "0")] * 7]
+    assert "Noise levels" not in page(tmp_path)[0]
 
 
 def test_tables_and_remarks_are_shown(tmp_path: Path) -> None:

@@ -164,6 +164,25 @@ def test_each_step_trains_one_expert_and_all_steps_together_the_density(density:
     assert share == pytest.approx((whole >= 0.875).double().mean().item(), abs=0.002)
 
 
+@pytest.mark.parametrize("density", ["uniform", "logit_normal", "mode", "cosmap"])
+def test_the_shares_of_ranges_are_those_of_what_their_steps_draw(density: str) -> None:
+    levels = noise_levels(
+        density=density, shift=lambda _shape: 3.0, sigma_min=0.1, sigma_max=0.95, ranges=EXPERTS
+    )
+    shares = levels.shares(SHAPE[1:])
+    assert sum(part for part, _ in shares) == pytest.approx(1)
+    steps = levels_of_steps(levels, 1000)
+    for (low, high), (part, found) in zip(EXPERTS, shares, strict=True):
+        drawn = torch.cat([sigma for sigma in steps if low <= sigma.min() and sigma.max() <= high]).double()
+        assert part == pytest.approx(len(drawn) / (1000 * len(UNIFORM)), abs=1e-3)
+        assert found.mean == pytest.approx(drawn.mean().item(), abs=1e-3)
+        expected = torch.histc(drawn, bins=10, min=0, max=1) / len(drawn)
+        tenths = torch.tensor(found.tenths, dtype=torch.float64)
+        torch.testing.assert_close(tenths, expected, rtol=0, atol=2e-3)
+    ((whole, one),) = noise_levels(shift=lambda _shape: 3.0).shares(SHAPE[1:])
+    assert (whole, one.below_half) == (1, pytest.approx(0.25, abs=1e-6))
+
+
 def test_one_expert_sees_its_part_of_the_density_and_nothing_else() -> None:
     high = noise_levels(shift=lambda _shape: 5.0, ranges=EXPERTS[:1]).sigma(UNIFORM, SHAPE[1:])
     whole = noise_levels(shift=lambda _shape: 5.0).sigma(UNIFORM, SHAPE[1:])
