@@ -254,13 +254,14 @@ class LTXVideo(DiffusersFamily):
         return num_frames * height * width
 
     def family_shift(self, latents_shape: Sequence[int]) -> float:
-        """That of the folder's sampler, which grows with the clip, but not beyond the end of its line.
+        """That of the folder's sampler, which grows with the clip, to the end of its line; 1 from 0.9.5 on.
 
         The scheduler's file gives the line up to 4096 tokens, where the shift is 7.8. The sampler goes on
         along it (``objective.shift: resolution``), to 32 at 768 x 512 pixels and 161 frames, which leaves 3 %
         of the steps for noise levels below 0.5, where detail is learned. The trainer of LTX-2 by Lightricks
         ends it there, too (``timestep_samplers.py``), though their earlier one for LTX-Video did not;
-        ``set_timesteps_ltx2`` of DiffSynth-Studio trains clips of any size as if they had 4096 tokens.
+        ``set_timesteps_ltx2`` of DiffSynth-Studio trains clips of any size as if they had 4096 tokens. From
+        0.9.5 on the file gives no line, and the recipe sets the shift of that trainer.
         """
         shift = super().family_shift(latents_shape)
         if not self.scheduler_config.get("use_dynamic_shifting"):

@@ -197,6 +197,20 @@ def test_a_clip_begins_with_the_picture_that_it_starts_from(sample: Sample, star
     assert not torch.equal(started.latents[0, :, :1], sample.latents[0, :, :1])
 
 
+def test_clips_with_and_without_a_first_frame_share_a_batch(started: Sample) -> None:
+    family, sigma = started.family, torch.tensor([0.1, 0.5, 0.9])
+    transformer = family.load_transformer(torch.float32)
+    with torch.no_grad():
+        together = family.predict(transformer, started.latents, sigma, started.conditioning)
+        alone = [
+            family.predict(
+                transformer, started.latents[place, None], sigma[place, None], [started.conditioning[place]]
+            )
+            for place in range(3)
+        ]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 @pytest.mark.parametrize("starts", [False, True])
 def test_a_preview_is_what_the_pipeline_draws(
