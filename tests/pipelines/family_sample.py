@@ -69,7 +69,8 @@ class Sample:
     Attributes:
         name: of the family.
         build: makes the pipeline, each time the same.
-        prompts: what the prompt encoder made of ``PROMPTS``.
+        prompts: what the prompt encoder made of ``PROMPTS``, together.
+        first: what it made of the first alone, as a pipeline does; kernels may sum a batch in another order.
         negative: what it made of ``NEGATIVE``.
         conditioning: ``prompts``, each with what the media encoder made of its item beside the latents.
     """
@@ -80,6 +81,7 @@ class Sample:
     media: list[Media]
     latents: torch.Tensor
     prompts: list[Conditioning]
+    first: Conditioning
     negative: Conditioning
     conditioning: list[Conditioning]
 
@@ -92,7 +94,7 @@ class Sample:
         media, family = self.media[0], self.family
         start = media.frames[:1] if family.needs_inputs else ()
         fixed = {
-            "conditioning": self.prompts[0],
+            "conditioning": self.first,
             "negative": self.negative,
             "inputs": media.inputs or start,
             "width": 4 * family.size_divisor,
@@ -164,7 +166,7 @@ def encode_sample(name: str, build: Callable[[], Any], family: ModelFamily, dtyp
     encode = family.load_prompt_encoder(dtypes[0], CPU)
     *captions, against = build_prompts(family, media)
     prompts = encode(captions)
-    (negative,) = encode([against])
+    first, negative = (encode([prompt])[0] for prompt in (captions[0], against))
     encoded = family.load_media_encoder(dtypes[1], CPU)(media)
     latents = torch.stack([tensors.pop("latents") for tensors in encoded])
     return Sample(
@@ -174,6 +176,7 @@ def encode_sample(name: str, build: Callable[[], Any], family: ModelFamily, dtyp
         media=media,
         latents=latents,
         prompts=prompts,
+        first=first,
         negative=negative,
         conditioning=[prompt | tensors for prompt, tensors in zip(prompts, encoded, strict=True)],
     )

@@ -121,6 +121,12 @@ def test_a_preview_is_what_the_pipeline_draws_from_the_text(
     assert len(calls) == len(their_calls)
 
 
+def test_a_prompt_is_encoded_beside_others_as_it_is_alone(sample: Sample) -> None:
+    assert sample.first.keys() == sample.prompts[0].keys()
+    for name, tensor in sample.first.items():
+        torch.testing.assert_close(sample.prompts[0][name], tensor, rtol=1e-4, atol=1e-4)
+
+
 def test_another_caption_and_another_negative_prompt_draw_something_else(sample: Sample) -> None:
     transformer = sample.family.load_transformer(torch.float32)
     request = sample.request(num_inference_steps=2, guidance_scale=GUIDANCE, seed=5)
