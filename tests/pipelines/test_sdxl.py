@@ -46,8 +46,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def small_unet(layout: str = "two levels") -> UNet2DConditionModel:
+    # Without the names that ``from_config`` would take for those of settings left at their defaults.
+    settings = {name: value for name, value in tiny().unet.config.items() if not name.startswith("_")}
     torch.manual_seed(0)
-    return UNet2DConditionModel.from_config({**tiny().unet.config, **LAYOUTS[layout]})
+    unet = UNet2DConditionModel(**settings | LAYOUTS[layout])
+    assert (unet.mid_block is None) == (layout == "no middle")
+    return unet
 
 
 @pytest.fixture(scope="module")
