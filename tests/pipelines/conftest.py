@@ -7,12 +7,16 @@ from typing import Any
 import ltx_layouts
 import pytest
 from family_sample import Sample, build_sample, families_to_test, small_edit_inputs
+from flux2_layouts import klein
+from wan_pipelines import ti2v
 
 LAYOUTS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "flux2 klein": ("flux2", klein),
     # Its decoder is told less noise than the pipeline's default, unless it is one that removes none.
     "ltx_video of conditions": ("ltx_video", partial(ltx_layouts.of_conditions, denoises=False)),
+    "wan ti2v": ("wan", ti2v),
 }
-"""Releases whose pipeline is called otherwise than that of the family's tiny one, with their family."""
+"""Releases with another pipeline or other encoders than their family's tiny pipeline, which is named first."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
