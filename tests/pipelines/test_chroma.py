@@ -1,24 +1,21 @@
 """Chroma against diffusers' own transformer, autoencoder and pipeline."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import convert_outputs_to_fp32
 from diffusers import (
-    ChromaImg2ImgPipeline,
     ChromaPipeline,
     ChromaTransformer2DModel,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
 )
-from family_sample import CPU, PROMPTS, assert_equal_under_all_flags, build_media, gradients
+from family_sample import CPU, PROMPTS, assert_equal_under_all_flags, gradients
 
 from diffsynth_lite.core.gradient import GradientEngine, blocks_of, gradient_engine
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Prompt
-from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest, require_family
+from diffsynth_lite.pipelines import PipelineFolder, require_family
 from diffsynth_lite.pipelines.chroma import Chroma, model_fn_chroma, tiny
 
 SIGMA = torch.tensor([0.2, 0.7])
@@ -167,18 +164,27 @@ def test_what_is_cut_away_of_the_padding_is_what_a_mask_would_hide(
     assert not torch.allclose(unmasked, padded, atol=1e-3)
 
 
-def test_latents_are_normalised_as_by_the_pipeline_that_encodes_pictures(
-    pipeline: ChromaPipeline, family: Chroma
+def test_the_pipelines_own_mask_of_numbers_hides_less_than_one_of_truth_values(
+    pipeline: ChromaPipeline,
 ) -> None:
-    media = build_media(family)
-    encoded = family.load_media_encoder(torch.float32, CPU)(media)
-    img2img = ChromaImg2ImgPipeline(**pipeline.components)
-    pixels = img2img.image_processor.preprocess([item.frames[0] for item in media])
-    with torch.no_grad():
-        latents = pipeline.vae.encode(pixels).latent_dist.mode()
-    expected = (latents - pipeline.vae.config.shift_factor) * pipeline.vae.config.scaling_factor
-    assert torch.equal(torch.stack([tensors["latents"] for tensors in encoded]), expected)
-    assert {name for tensors in encoded for name in tensors} == {"latents"}
+    # The day this fails, diffusers issue 12116 is mended, and test_family_fidelity.py need not do it.
+    pipeline.set_progress_bar_config(disable=True)
+    embeds, _, mask, *_ = pipeline.encode_prompt(PROMPTS[0], device=CPU, do_classifier_free_guidance=False)
+    assert mask.is_floating_point()
+    drawn = [
+        pipeline(
+            prompt_embeds=embeds,
+            prompt_attention_mask=given,
+            guidance_scale=1.0,
+            width=64,
+            height=32,
+            num_inference_steps=2,
+            generator=torch.Generator().manual_seed(3),
+            output_type="pt",
+        ).images
+        for given in (mask, mask.bool())
+    ]
+    assert (drawn[0] - drawn[1]).abs().max() > 1 / 255
 
 
 def test_the_shift_is_the_one_of_the_folders_sampler(pipeline: ChromaPipeline, tmp_path: Path) -> None:
@@ -187,54 +193,6 @@ def test_the_shift_is_the_one_of_the_folders_sampler(pipeline: ChromaPipeline, t
     family = Chroma(PipelineFolder(path=tmp_path))
     assert family.family_shift(family.latents_shape(512, 512, 1)) == 3.0
     assert family.family_shift(family.latents_shape(1024, 1024, 1)) == 3.0
-
-
-def request_of(family: Chroma, guidance_scale: float) -> PreviewRequest:
-    conditioning, negative = encoded_prompts(family, PROMPTS[0], "blurred")
-    return PreviewRequest(
-        conditioning=conditioning,
-        negative=negative,
-        width=64,
-        height=32,
-        num_inference_steps=2,
-        seed=3,
-        guidance_scale=guidance_scale,
-    )
-
-
-@pytest.mark.parametrize("scale", [1.0, 4.0])
-def test_a_preview_is_what_the_pipeline_draws_with_a_mask_of_truth_values(
-    pipeline: ChromaPipeline, family: Chroma, scale: float
-) -> None:
-    pipeline.set_progress_bar_config(disable=True)
-    embeds, _, mask, negative, _, negative_mask = pipeline.encode_prompt(
-        PROMPTS[0], negative_prompt="blurred", device=CPU
-    )
-    call: dict[str, Any] = {"width": 64, "height": 32, "num_inference_steps": 2, "guidance_scale": scale}
-    call |= {"prompt_embeds": embeds, "negative_prompt_embeds": negative, "output_type": "pt"}
-
-    def draw(mask: torch.Tensor, negative_mask: torch.Tensor) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(3)
-        masks = {"prompt_attention_mask": mask, "negative_prompt_attention_mask": negative_mask}
-        return pipeline(**call, **masks, generator=generator).images[0]
-
-    expected = draw(mask.bool(), negative_mask.bool())
-    ((drawn,),) = family.sample(pipeline.transformer, torch.float32, [request_of(family, scale)])
-    as_bytes = torch.frombuffer(bytearray(drawn.tobytes()), dtype=torch.uint8).view(32, 64, 3)
-    # Half a step of 8-bit colour: the padding is cut away instead of hidden, which rounds otherwise.
-    assert (as_bytes - expected.permute(1, 2, 0) * 255).abs().max() < 0.51
-    # diffusers issue 12116: its own mask is of numbers, which hides nothing.
-    assert mask.is_floating_point()
-    assert (draw(mask, negative_mask) - expected).abs().max() > 1 / 255
-
-
-@pytest.mark.parametrize("is_mixed", [False, True])
-def test_a_bf16_model_draws_with_an_autoencoder_in_fp32(family: Chroma, is_mixed: bool) -> None:
-    transformer = family.load_transformer(torch.bfloat16)
-    if is_mixed:  # what accelerate does to a model
-        transformer.forward = convert_outputs_to_fp32(torch.autocast("cpu")(transformer.forward))
-    ((drawn,),) = family.sample(transformer, torch.float32, [request_of(family, 4.0)])
-    assert drawn.size == (64, 32)
 
 
 def test_no_layer_of_the_last_block_is_unused(family: Chroma, transformer: ChromaTransformer2DModel) -> None:

@@ -140,11 +140,3 @@ def test_a_preview_from_a_picture_has_its_size_and_follows_it(clips: Sample) -> 
     assert [frame.size for frame in first] == [(128, 64)] * len(clips.media[0].frames)
     assert [frame.tobytes() for frame in first] == [frame.tobytes() for frame in again]
     assert first[0].tobytes() != other[0].tobytes()
-
-
-def test_previews_in_bf16_may_start_from_pictures(clips: Sample) -> None:
-    transformer = clips.family.load_transformer(torch.bfloat16)
-    request = clips.request(num_inference_steps=2, guidance_scale=1.0, seed=5)
-    request = dataclasses.replace(request, inputs=(picture(150, 150, 5),))
-    (frames,) = clips.family.sample(transformer, torch.float32, [request])
-    assert len(frames) == len(clips.media[0].frames)

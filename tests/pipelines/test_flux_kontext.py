@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import convert_outputs_to_fp32
 from diffusers import FluxKontextPipeline
 from family_sample import CPU, picture, small_edit_inputs
 from PIL import Image
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest
+from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.flux import Flux
 from diffsynth_lite.pipelines.flux_kontext import FluxKontext, tiny
 
@@ -81,39 +80,6 @@ def test_all_that_the_model_gets_is_what_the_pipeline_gives_it(
     for name in ("encoder_hidden_states", "pooled_projections", "txt_ids", "img_ids", "timestep"):
         assert torch.equal(ours[name], theirs[name]), name
     assert velocity.shape == (1, 16, 4, 8)
-
-
-def request_of(family: FluxKontext) -> PreviewRequest:
-    conditioning = encoded(family, WIDE)
-    return PreviewRequest(
-        conditioning=conditioning,
-        negative=conditioning,
-        inputs=(WIDE,),
-        width=64,
-        height=32,
-        num_inference_steps=2,
-        guidance_scale=2.5,
-        seed=3,
-    )
-
-
-@pytest.mark.parametrize("vae_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_mixed", [False, True])
-def test_a_bf16_model_draws_with_an_autoencoder_of_any_dtype(
-    family: FluxKontext, vae_dtype: torch.dtype, is_mixed: bool
-) -> None:
-    transformer = family.load_transformer(torch.bfloat16)
-    if is_mixed:  # what accelerate does to a model
-        transformer.forward = convert_outputs_to_fp32(torch.autocast("cpu")(transformer.forward))
-    ((drawn,),) = family.sample(transformer, vae_dtype, [request_of(family)])
-    assert drawn.size == (64, 32)
-
-
-def test_a_preview_is_what_the_pipeline_draws_from_the_text_and_the_picture(family: FluxKontext) -> None:
-    ((drawn,),) = family.sample(family.load_transformer(torch.float32), torch.float32, [request_of(family)])
-    # Read from the folder, too: weights in other places of the memory are summed in another order.
-    expected = draw(FluxKontextPipeline.from_pretrained(family.folder.path), WIDE)
-    assert drawn.tobytes() == expected.tobytes()
 
 
 def test_the_picture_to_edit_changes_the_velocity(family: FluxKontext) -> None:

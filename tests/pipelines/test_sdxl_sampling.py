@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import convert_outputs_to_fp32
 from diffusers import DDIMScheduler, EulerDiscreteScheduler, StableDiffusionXLPipeline
 from family_sample import CPU, PROMPTS, build_media
 from sdxl_folders import request_of, saved
@@ -68,34 +67,26 @@ def calls_of(unet: torch.nn.Module) -> list[dict[str, Any]]:
     return calls
 
 
-@pytest.mark.parametrize(
-    ("zeros", "negative", "theirs"),
-    [
-        (True, "blurred", {"negative_prompt": "blurred"}),
-        (True, " ", {"negative_prompt": None}),
-        (False, " ", {"negative_prompt": " "}),
-    ],
-)
-@pytest.mark.parametrize("scale", [1.0, 5.0])
-def test_a_preview_is_what_the_pipeline_draws_from_the_text(
-    zeros: bool, negative: str, theirs: dict[str, Any], scale: float, tmp_path: Path
+@pytest.mark.parametrize(("zeros", "theirs"), [(True, None), (False, " ")])
+def test_a_preview_with_an_empty_negative_prompt_is_what_the_pipeline_draws(
+    zeros: bool, theirs: str | None, tmp_path: Path
 ) -> None:
     family = saved(tiny(), tmp_path, force_zeros_for_empty_prompt=zeros)
     pipeline = StableDiffusionXLPipeline.from_pretrained(tmp_path, add_watermarker=False)
     pipeline.set_progress_bar_config(disable=True)
     expected = pipeline(
         PROMPTS[0],
-        guidance_scale=scale,
+        negative_prompt=theirs,
+        guidance_scale=5.0,
         width=64,
         height=32,
         num_inference_steps=2,
         generator=torch.Generator().manual_seed(3),
-        **theirs,
     ).images[0]
     ((drawn,),) = family.sample(
         family.load_transformer(torch.float32),
         torch.float32,
-        [request_of(family, negative, guidance_scale=scale)],
+        [request_of(family, " ", guidance_scale=5.0)],
     )
     assert drawn.tobytes() == expected.tobytes()
 
@@ -118,15 +109,3 @@ def test_training_tells_the_unet_what_the_pipeline_tells_it(family: SDXL) -> Non
         told = ours["added_cond_kwargs"][name]
         assert torch.equal(told.float(), theirs["added_cond_kwargs"][name]), name
     assert told.tolist() == [[32, 64, 0, 0, 32, 64]]
-
-
-@pytest.mark.parametrize("vae_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_mixed", [False, True])
-def test_a_bf16_model_draws_with_an_autoencoder_of_any_dtype(
-    family: SDXL, vae_dtype: torch.dtype, is_mixed: bool
-) -> None:
-    unet = family.load_transformer(torch.bfloat16)
-    if is_mixed:  # what accelerate does to a model
-        unet.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(unet.forward))
-    ((drawn,),) = family.sample(unet, vae_dtype, [request_of(family, "", guidance_scale=5.0)])
-    assert drawn.size == (64, 32)

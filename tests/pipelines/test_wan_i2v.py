@@ -248,18 +248,3 @@ def test_a_preview_goes_on_from_its_picture_as_in_training(
     for call in calls:
         assert torch.equal(call["hidden_states"][0, 16:], encoded["condition_latents"])
         assert torch.equal(call["encoder_hidden_states_image"], encoded["image_embeds"])
-
-
-def test_in_bf16_all_that_the_transformer_gets_follows_its_first_layer(
-    families: dict[str, WanI2V], prompts: list[dict[str, torch.Tensor]]
-) -> None:
-    family = families["i2v"]
-    transformer = family.load_transformer(torch.bfloat16)
-    (encoded,) = family.load_media_encoder(torch.bfloat16, CPU)(build_media(family)[:1])
-    latents = encoded.pop("latents")
-    assert latents.dtype == encoded["condition_latents"].dtype == torch.float32
-    with torch.no_grad():
-        velocity = family.predict(transformer, latents[None], SIGMA[:1], [prompts[0] | encoded])
-        (frames,) = family.sample(transformer, torch.float32, [preview(prompts[0], picture(64, 32, 40))])
-    assert velocity.dtype == torch.bfloat16
-    assert len(frames) == 9

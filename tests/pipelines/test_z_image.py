@@ -6,18 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import convert_outputs_to_fp32
-from diffusers import FlowMatchEulerDiscreteScheduler, ZImageImg2ImgPipeline, ZImagePipeline
-from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
 from diffusers.pipelines.z_image.pipeline_z_image import calculate_shift, get_default_z_image_sigmas
-from family_sample import CPU, PROMPTS, assert_equal_under_all_flags, build_media
+from family_sample import CPU, PROMPTS, assert_equal_under_all_flags
 from transformers import Qwen3ForCausalLM
 
 from diffsynth_lite.core.gradient import blocks_of
 from diffsynth_lite.core.noise import shift_sigma
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Prompt
-from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest, require_family
+from diffsynth_lite.pipelines import PipelineFolder, require_family
 from diffsynth_lite.pipelines.z_image import ZImage, model_fn_z_image, tiny
 
 FLAGS = [(False, False), (True, False), (False, True), (True, True)]
@@ -145,22 +143,6 @@ def test_a_text_encoder_saved_as_a_whole_language_model_encodes_the_same(
         assert torch.equal(row["prompt_embeds"], other["prompt_embeds"])
 
 
-def test_latents_are_normalised_as_by_the_pipeline_that_encodes_pictures(
-    pipeline: ZImagePipeline, family: ZImage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    media = build_media(family)
-    encoded = family.load_media_encoder(torch.float32, CPU)(media)
-    encoding = ZImageImg2ImgPipeline(**pipeline.components)
-    assert encoding.image_processor.config.vae_scale_factor == family.size_divisor
-    pixels = encoding.image_processor.preprocess([item.frames[0] for item in media])
-    # That pipeline draws from the autoencoder's distribution, and adds noise to what it drew.
-    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda drawn, _generator: drawn.mode())
-    monkeypatch.setattr(encoding.scheduler, "scale_noise", lambda latents, _timestep, _noise: latents)
-    with torch.no_grad():
-        expected = encoding.prepare_latents(pixels, None, 3, 16, 32, 64, torch.float32, CPU, None)
-    assert torch.equal(torch.stack([tensors["latents"] for tensors in encoded]), expected)
-
-
 @pytest.mark.parametrize(
     ("settings", "shift"), [({"shift": 6.0}, 6.0), ({"shift": 3.0}, 3.0), (DYNAMIC, None)]
 )
@@ -176,69 +158,6 @@ def test_the_shift_is_the_one_of_the_folders_sampler(
     ours = shift_sigma(torch.tensor(unshifted), family.family_shift(shape))
     torch.testing.assert_close(ours, scheduler.sigmas[:-1], rtol=1e-6, atol=0)
     assert shift in (None, family.family_shift(shape))
-
-
-def request_of(family: ZImage, **settings: Any) -> PreviewRequest:
-    conditioning, negative = encoded_prompts(family, PROMPTS[0], "blurred")
-    return PreviewRequest(
-        conditioning=conditioning,
-        negative=negative,
-        width=64,
-        height=32,
-        num_inference_steps=2,
-        seed=3,
-        **settings,
-    )
-
-
-@pytest.mark.parametrize(
-    ("scale", "theirs", "samples"), [(4.0, 4.0, [2, 2]), (1.0, 0.0, [1, 1]), (0.0, 0.0, [1, 1])]
-)
-def test_a_preview_is_what_the_pipeline_draws_from_the_text(
-    family: ZImage, scale: float, theirs: float, samples: list[int]
-) -> None:
-    pipeline = ZImagePipeline.from_pretrained(family.folder.path)
-    pipeline.set_progress_bar_config(disable=True)
-    expected = pipeline(
-        PROMPTS[0],
-        negative_prompt="blurred",
-        guidance_scale=theirs,
-        width=64,
-        height=32,
-        num_inference_steps=2,
-        generator=torch.Generator().manual_seed(3),
-    ).images[0]
-    transformer = family.load_transformer(torch.float32)
-    batches: list[int] = []
-    transformer.register_forward_pre_hook(lambda _module, args: batches.append(len(args[0])))
-    ((drawn,),) = family.sample(transformer, torch.float32, [request_of(family, guidance_scale=scale)])
-    assert drawn.tobytes() == expected.tobytes()
-    assert batches == samples
-
-
-@pytest.mark.parametrize("vae_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_mixed", [False, True])
-def test_a_bf16_model_trains_and_draws_with_an_autoencoder_of_any_dtype(
-    family: ZImage, vae_dtype: torch.dtype, is_mixed: bool
-) -> None:
-    transformer = family.load_transformer(torch.bfloat16)
-    if is_mixed:  # what accelerate does to a model
-        transformer.forward = convert_outputs_to_fp32(torch.autocast("cpu")(transformer.forward))
-    request = request_of(family, guidance_scale=2.0)
-    ((drawn,),) = family.sample(transformer, vae_dtype, [request])
-    assert drawn.size == (64, 32)
-    conditioning = [request.conditioning, request.negative]
-    velocity = family.predict(transformer, torch.ones(2, 16, 4, 8), torch.tensor([0.2, 0.9]), conditioning)
-    assert velocity.dtype == (torch.float32 if is_mixed else torch.bfloat16)
-
-
-def test_no_layer_of_the_last_block_is_unused(family: ZImage) -> None:
-    transformer = family.load_transformer(torch.float32).requires_grad_(True)
-    velocity = family.predict(
-        transformer, torch.ones(1, 16, 4, 8), torch.ones(1), encoded_prompts(family, "a ring")
-    )
-    assert family.unused_in_last_block == ()
-    assert [name for name, found in gradients(transformer, velocity).items() if found is None] == []
 
 
 def test_turbo_is_known_by_the_shift_of_its_sampler(family: ZImage, tmp_path: Path) -> None:
