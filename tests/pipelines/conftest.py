@@ -16,7 +16,7 @@ LAYOUTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "ltx_video of conditions": ("ltx_video", partial(ltx_layouts.of_conditions, denoises=False)),
     "wan ti2v": ("wan", ti2v),
 }
-"""Releases with another pipeline or other encoders than their family's tiny pipeline, which is named first."""
+"""Releases with another pipeline or other encoders than the tiny pipeline of their family, which is named."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
