@@ -166,11 +166,13 @@ def bind_family(config: Config, *, with_weights: bool = True) -> ModelFamily:
     """
     model = config.model
     family_class = load_family(model.family)
-    folder = resolve_folder(
-        model.path, revision=model.revision, variant=model.variant, with_weights=with_weights
-    )
+    folder = resolve_folder(model.path, revision=model.revision, variant=model.variant)
     require_family(family_class, folder)
     family = family_class(folder, trained=config.lora.components)
+    if with_weights and folder.hub:
+        # Before gigabytes are fetched: a tokenizer that cannot be loaded, a release that cannot be trained.
+        family.check_folder(with_weights=False)
+        folder.download_weights(family.components)
     family.check_folder(with_weights=with_weights)
     family.check_vae_dtype(getattr(torch, model.vae_dtype))
     return family

@@ -147,7 +147,8 @@ class DiffusersFamily(ModelFamily):
         Raises:
             UserError: as :func:`~diffsynth_lite.pipelines.base.tokenizer.load_tokenizer` does.
         """
-        return load_tokenizer(self.folder.path / name, self.folder.class_name(name))
+        _, class_name = self.folder.parts().get(name, ("", None))
+        return load_tokenizer(self.folder.path / name, class_name)
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         tokenizer = self.load_tokenizer(self.prompt_tokenizer)

@@ -2,31 +2,18 @@
 
 import hashlib
 import json
-import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
 from diffsynth_lite.errors import UserError
-
-logger = logging.getLogger(__name__)
+from diffsynth_lite.pipelines.base.hub import INDEX, SMALL_SUFFIXES, HubCommit
 
 _WEIGHT_SUFFIX = ".safetensors"
-_SMALL_SUFFIXES = (".json", ".txt", ".jinja", ".model")
-_SMALL_FILES = tuple(f"*{suffix}" for suffix in _SMALL_SUFFIXES)
-_OTHER_VARIANTS = (f"*.fp16*{_WEIGHT_SUFFIX}", f"*.bf16*{_WEIGHT_SUFFIX}")
+_WEIGHTS_OF = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
+"""How each library names the weights that it saves."""
 _VARIANT = re.compile(r"\.([^.]+?)(?:-\d+-of-\d+)?\.safetensors$")
 _SAMPLED_BLOCKS = 64
 _SAMPLED_BLOCK_BYTES = 64 * 1024
@@ -39,10 +26,12 @@ class PipelineFolder:
     Attributes:
         path: the folder.
         variant: weight variant to load, such as ``fp16``; None for the plain files.
+        hub: where to get weights that are not in the folder; None for one of the user's.
     """
 
     path: Path
     variant: str | None = None
+    hub: HubCommit | None = None
 
     def pipeline_class_name(self) -> str:
         """Name of the pipeline class that ``model_index.json`` gives.
@@ -59,14 +48,16 @@ class PipelineFolder:
 
     def pipeline_config(self) -> dict[str, Any]:
         """What ``model_index.json`` holds: the pipeline's class, its components' classes and its settings."""
-        return self._read_json(self.path / "model_index.json")
+        return self._read_json(self.path / INDEX)
 
-    def class_name(self, component: str) -> str | None:
-        """The class of transformers or diffusers that ``model_index.json`` names for a component, if any."""
-        match self.pipeline_config().get(component):
-            case [_, str(name)]:
-                return name
-        return None
+    def parts(self) -> dict[str, tuple[str, str]]:
+        """Library and class of each component that ``model_index.json`` names."""
+        found = {}
+        for name, value in self.pipeline_config().items():
+            match value:
+                case [str(library), str(class_name)]:
+                    found[name] = library, class_name
+        return found
 
     def component_config(self, component: str) -> dict[str, Any]:
         """The configuration of one component.
@@ -85,38 +76,72 @@ class PipelineFolder:
         Raises:
             UserError: naming the component without weights and the variants there are.
         """
-        for component in components:
-            if files := self._weight_files(component):
-                self._require_shards(component, {path.name for path in files})
-                continue
-            present = sorted(path.name for path in (self.path / component).glob("*") if path.is_file())
-            plain = "without a variant in their names " if self._variants(component) else ""
-            wanted = f"of variant {self.variant!r} " if self.variant else plain
-            raise UserError(
-                f"model.path: {self.path / component} holds no safetensors weights {wanted}"
-                f"(files there: {', '.join(present) or 'none'}); {self._advice(components)}"
+        files = {
+            component: sorted(path.name for path in (self.path / component).glob("*") if path.is_file())
+            for component in components
+        }
+        self._require(files, self.path)
+
+    def _require(self, files: Mapping[str, Iterable[str]], place: Path | str) -> None:
+        for component, names in files.items():
+            if not self._of_variant(names):
+                plain = "without a variant in their names " if _variants(names) else ""
+                wanted = f"of variant {self.variant!r} " if self.variant else plain
+                raise UserError(
+                    f"model.path: {place}/{component} holds no safetensors weights {wanted}"
+                    f"(files there: {', '.join(names) or 'none'}); {_advice(files)}"
+                )
+            if lacking := set(self._loaded_files(component, names)).difference(names):
+                raise UserError(
+                    f"model.path: {place}/{component} lacks {', '.join(sorted(lacking))}, which its index "
+                    "lists; complete the download"
+                )
+
+    def _of_variant(self, names: Iterable[str]) -> list[str]:
+        wanted = self.variant or ""
+        return [name for name in names if name.endswith(_WEIGHT_SUFFIX) and _variant_of(name) == wanted]
+
+    def download_weights(self, components: Sequence[str]) -> None:
+        """Get the weights of some components, where the folder is in the hub's cache and lacks them.
+
+        Raises:
+            UserError: the hub has none of the wanted variant or cannot be reached, or the disk is too small.
+        """
+        if self.hub is None or self._has_weights(components):
+            return
+        with self.hub.alone():
+            files = self.hub.list_files(components)
+            self._require(files, self.hub.repository)
+            self.hub.fetch_weights(
+                {
+                    f"{component}/{name}": files[component][name]
+                    for component in components
+                    for name in self._loaded_files(component, files[component])
+                }
             )
 
-    def _advice(self, components: Sequence[str]) -> str:
-        """Which variant would do; where none does, which each component has."""
-        there = {component: self._variants(component) for component in components}
-        if of_all := sorted(set[str].intersection(*there.values())):
-            return " or ".join(
-                f"set model.variant: {one}" if one else "remove model.variant" for one in of_all
-            )
-        if not all(there.values()):
-            return "complete the download, or check model.path and model.variant"
-        listed = "; ".join(
-            f"{component}: {', '.join(one or 'plain' for one in sorted(variants))}"
-            for component, variants in there.items()
-        )
-        return (
-            f"all components are loaded in one variant, and none is there for all of them ({listed}): get "
-            "what is missing, or rename the files"
-        )
+    def _has_weights(self, components: Sequence[str]) -> bool:
+        try:
+            self.require_weights(components)
+        except UserError:
+            return False
+        return True
 
-    def _variants(self, component: str) -> set[str]:
-        return {_variant_of(path.name) for path in (self.path / component).glob(f"*{_WEIGHT_SUFFIX}")}
+    def _loaded_files(self, component: str, names: Iterable[str]) -> list[str]:
+        """The weight files that a component's library loads, where ``names`` are there; some may not be.
+
+        The same weights may be there in one file and in shards: diffusers takes the shards then, and
+        transformers the one file. Files of other names beside them are for other programs.
+        """
+        library, _ = self.parts().get(component, ("", ""))
+        indices = (self.path / component).glob("*.safetensors.index*.json")
+        listed = {name for index in indices for name in self._read_json(index).get("weight_map", {}).values()}
+        files, shards = self._of_variant(names), self._of_variant(sorted(listed))
+        if library not in _WEIGHTS_OF:
+            return sorted({*files, *shards}) if listed.intersection(files) else files
+        variant = f".{self.variant}" if self.variant else ""
+        single = [name for name in files if name == f"{_WEIGHTS_OF[library]}{variant}{_WEIGHT_SUFFIX}"]
+        return (shards or single if library == "diffusers" else single or shards) or files
 
     def require_files(self, component: str) -> None:
         """Check that a component's folder is there and holds something.
@@ -126,15 +151,6 @@ class PipelineFolder:
         """
         if not self._small_files(component):
             raise UserError(f"model.path: {self.path / component} is missing or empty; complete the download")
-
-    def _require_shards(self, component: str, present: set[str]) -> None:
-        for index in (self.path / component).glob("*.safetensors.index*.json"):
-            listed = set(self._read_json(index).get("weight_map", {}).values())
-            if listed & present and not listed <= present:
-                raise UserError(
-                    f"model.path: {self.path / component} lacks {', '.join(sorted(listed - present))}, "
-                    f"which {index.name} lists; complete the download"
-                )
 
     def fingerprint(self, component: str) -> str:
         """Hash that tells one component from another: its configuration and its weights.
@@ -161,12 +177,11 @@ class PipelineFolder:
         return " ".join(map(self.fingerprint, components))
 
     def _small_files(self, component: str) -> list[Path]:
-        return sorted(path for path in (self.path / component).glob("*") if path.suffix in _SMALL_SUFFIXES)
+        return sorted(path for path in (self.path / component).glob("*") if path.suffix in SMALL_SUFFIXES)
 
     def _weight_files(self, component: str) -> list[Path]:
-        wanted = self.variant or ""
-        files = sorted((self.path / component).glob(f"*{_WEIGHT_SUFFIX}"))
-        return [path for path in files if _variant_of(path.name) == wanted]
+        folder = self.path / component
+        return [folder / name for name in self._of_variant(sorted(path.name for path in folder.glob("*")))]
 
     def _read_json(self, path: Path) -> dict[str, Any]:
         try:
@@ -184,15 +199,14 @@ class PipelineFolder:
 
 
 def resolve_folder(
-    location: str, *, revision: str | None = None, variant: str | None = None, with_weights: bool = True
+    location: str, *, revision: str | None = None, variant: str | None = None
 ) -> PipelineFolder:
-    """The pipeline at a local folder, or downloaded from the hub into its cache.
+    """The pipeline at a local folder, or in the hub's cache, with all of its components but their weights.
 
     Args:
         location: a local folder, or a hub id such as ``Qwen/Qwen-Image``. A folder that exists wins.
         revision: branch, tag or commit on the hub.
         variant: weight variant, such as ``fp16``.
-        with_weights: download the weights too, and not only settings and tokenizers.
 
     Raises:
         UserError: a missing local folder; a hub id that does not exist, is gated or cannot be reached.
@@ -208,17 +222,37 @@ def resolve_folder(
         raise UserError(f"model.path: {location} is a file; give the pipeline's folder or a hub id")
     if _looks_local(location):
         raise UserError(f"model.path: there is no folder {location} (a hub id has the form owner/name)")
-    # Of folders alone: FLUX.1 has its weights once more beside them, in files of another layout.
-    weights = f"*/*.{variant}*{_WEIGHT_SUFFIX}" if variant else f"*/*{_WEIGHT_SUFFIX}"
-    patterns = [*_SMALL_FILES, *([weights] if with_weights else [])]
-    ignored = None if variant else list(_OTHER_VARIANTS)
-    return PipelineFolder(path=_download(location, revision, patterns, ignored), variant=variant)
+    hub = HubCommit.find(location, revision)
+    folder = PipelineFolder(path=hub.path, variant=variant, hub=hub)
+    hub.fetch_settings(folder.parts())
+    return folder
 
 
 def _variant_of(name: str) -> str:
     """As in ``model.fp16.safetensors`` and ``model.fp16-00001-of-00002.safetensors``; else empty."""
     match = _VARIANT.search(name)
     return match[1] if match else ""
+
+
+def _variants(names: Iterable[str]) -> set[str]:
+    return {_variant_of(name) for name in names if name.endswith(_WEIGHT_SUFFIX)}
+
+
+def _advice(files: Mapping[str, Iterable[str]]) -> str:
+    """Which variant would do; where none does, which each component has."""
+    there = {component: _variants(names) for component, names in files.items()}
+    if of_all := sorted(set[str].intersection(*there.values())):
+        return " or ".join(f"set model.variant: {one}" if one else "remove model.variant" for one in of_all)
+    if not all(there.values()):
+        return "complete the download, or check model.path and model.variant"
+    listed = "; ".join(
+        f"{component}: {', '.join(one or 'plain' for one in sorted(variants))}"
+        for component, variants in there.items()
+    )
+    return (
+        f"all components are loaded in one variant, and none is there for all of them ({listed}): get "
+        "what is missing, or rename the files"
+    )
 
 
 def _looks_local(location: str) -> bool:
@@ -230,37 +264,3 @@ def _looks_local(location: str) -> bool:
         or not all(parts)
         or Path(parts[0]).is_dir()
     )
-
-
-def _download(repository: str, revision: str | None, patterns: list[str], ignored: list[str] | None) -> Path:
-    logger.info("Looking for %s on the hub (downloaded once, then read from the hub's cache).", repository)
-    try:
-        return Path(
-            snapshot_download(
-                repository,
-                revision=revision,
-                allow_patterns=patterns,
-                ignore_patterns=ignored,
-            )
-        )
-    except GatedRepoError:
-        raise UserError(
-            f"model.path: {repository} is gated: accept its terms on its hub page, "
-            "then log in with `hf auth login`"
-        ) from None
-    except RevisionNotFoundError:
-        raise UserError(f"model.revision: {repository} has no revision {revision!r}") from None
-    except RepositoryNotFoundError:
-        raise UserError(
-            f"model.path: the hub has no repository {repository} (or it is private: `hf auth login`), "
-            "and there is no local folder of that name"
-        ) from None
-    except LocalEntryNotFoundError:
-        raise UserError(
-            f"model.path: the hub cannot be reached and {repository} is not in the local cache; "
-            "check the network (or HF_HUB_OFFLINE), or give a local folder"
-        ) from None
-    except HFValidationError:
-        raise UserError(f"model.path: {repository!r} is neither a local folder nor a valid hub id") from None
-    except (HfHubHTTPError, OSError) as error:
-        raise UserError(f"model.path: downloading {repository} failed: {error}") from None

@@ -1,0 +1,274 @@
+"""Pipelines on the hub: what is fetched of a repository, how much, and how it goes on where it broke off."""
+
+import json
+import logging
+import shutil
+from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+import torch
+from family_sample import CPU
+from hub_server import REPOSITORY, Hub, serving
+from huggingface_hub import constants
+
+from diffsynth_lite.config import load_config
+from diffsynth_lite.errors import RunInterrupted, UserError
+from diffsynth_lite.media import Prompt
+from diffsynth_lite.pipelines import PipelineFolder, resolve_folder
+from diffsynth_lite.pipelines.flux import tiny
+from diffsynth_lite.training.checks import bind_family
+
+COMPONENTS = ("transformer", "text_encoder", "text_encoder_2", "vae")
+WEIGHTS = [
+    "text_encoder/model.safetensors",
+    "text_encoder_2/model.safetensors",
+    "transformer/diffusion_pytorch_model.safetensors",
+    "vae/diffusion_pytorch_model.safetensors",
+]
+FOREIGN = {
+    "README.md": b"# FLUX",
+    "flux1-dev.safetensors": b"of another layout",
+    "ae.safetensors": b"of another layout",
+    "config.json": b"{}",
+    "text_encoders/t5xxl_fp16.safetensors": b"for ComfyUI",
+    "text_encoders/config.json": b"{}",
+    "onnx/model.onnx": b"onnx",
+    "onnx/model.safetensors": b"onnx",
+    "vae/diffusion_pytorch_model.bin": b"pickle",
+    "vae/diffusion_flax_model.msgpack": b"flax",
+    "vae/flux_vae.safetensors": b"for another program",
+    "transformer/diffusion_pytorch_model.fp16.safetensors": b"another variant",
+    "transformer/diffusion_pytorch_model.safetensors.index.fp16.json": b'{"weight_map": {}}',
+    "text_encoder/openvino_model.xml": b"openvino",
+    "text_encoder/onnx/config.json": b"{}",
+    "text_encoder/onnx/model.safetensors": b"onnx",
+    "safety_checker/model.safetensors": b"not in the index",
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The tiny pipeline as it is saved, by path."""
+    folder = tmp_path_factory.mktemp("saved")
+    tiny().save_pretrained(folder)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def hub(files: dict[str, bytes], tmp_path: Path) -> Iterator[Hub]:
+    hub = Hub(files | FOREIGN)
+    with serving(hub, tmp_path / "cache"):
+        yield hub
+
+
+def config(tmp_path: Path, **model: Any) -> Any:
+    path = tmp_path / "config.yaml"
+    settings = {"family": "flux", "path": REPOSITORY, **model}
+    path.write_text(json.dumps({"model": settings, "data": {"path": "x"}, "output": {"dir": "y"}}))
+    return load_config(path, []).config
+
+
+def test_of_a_repository_the_pipeline_alone_is_fetched(
+    hub: Hub, files: dict[str, bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        family = bind_family(config(tmp_path))
+    # What is small comes for all variants.
+    expected = {*files, "transformer/diffusion_pytorch_model.safetensors.index.fp16.json"}
+    assert set(hub.fetched) <= expected
+    present = {
+        str(path.relative_to(family.folder.path))
+        for path in family.folder.path.rglob("*")
+        if not path.is_dir()
+    }
+    assert present == expected
+    (said,) = [line for line in caplog.messages if "to download" in line]
+    assert said.startswith(f"{REPOSITORY}: ")
+    assert "in 4 files" in said
+    assert said.endswith("; 0 bytes of its weights are there already.")
+    family.load_prompt_encoder(torch.float32, CPU)([Prompt(text="a circle")])
+    family.load_transformer(torch.float32)
+
+
+def test_the_check_that_needs_no_weights_fetches_none(hub: Hub, tmp_path: Path) -> None:
+    bind_family(config(tmp_path), with_weights=False)
+    assert not [name for name in hub.fetched if name.endswith(".safetensors")]
+
+
+def test_what_cannot_be_trained_is_known_before_weights_are_fetched(hub: Hub, tmp_path: Path) -> None:
+    hub.files["tokenizer_2/tokenizer.json"] = b"{"
+    with pytest.raises(UserError, match=r"the tokenizer in .*tokenizer_2 cannot be loaded"):
+        bind_family(config(tmp_path))
+    with pytest.raises(UserError, match="holds a FluxPipeline"):
+        bind_family(config(tmp_path, family="wan"))
+    assert not [name for name in hub.fetched if name.endswith(".safetensors")]
+
+
+def in_shards(files: dict[str, bytes], variant: str = "") -> dict[str, bytes]:
+    """Names of shards of the transformer and the second text encoder beside their one file."""
+    added = {}
+    for stem in ("transformer/diffusion_pytorch_model", "text_encoder_2/model"):
+        shards = [f"{stem}{variant}-0000{place}-of-00002.safetensors" for place in (1, 2)]
+        index = {"weight_map": {str(place): Path(shard).name for place, shard in enumerate(shards)}}
+        added[f"{stem}.safetensors.index{variant}.json"] = json.dumps(index).encode()
+        added |= {shard: shard.encode() for shard in shards}
+        added[f"{stem}{variant}-00003-of-00003.safetensors"] = b"left behind by an earlier upload"
+    return files | added
+
+
+def fetched_weights(hub: Hub, folder: PipelineFolder) -> list[str]:
+    folder.download_weights(COMPONENTS)
+    folder.require_weights(COMPONENTS)
+    return sorted(name for name in hub.fetched if name.endswith(".safetensors"))
+
+
+def test_of_one_file_and_shards_those_are_fetched_that_are_loaded(hub: Hub) -> None:
+    hub.files = in_shards(hub.files)
+    assert fetched_weights(hub, resolve_folder(REPOSITORY)) == [
+        *WEIGHTS[:2],
+        "transformer/diffusion_pytorch_model-00001-of-00002.safetensors",
+        "transformer/diffusion_pytorch_model-00002-of-00002.safetensors",
+        WEIGHTS[3],
+    ]
+
+
+def test_of_a_variant_its_files_alone_are_fetched(hub: Hub, files: dict[str, bytes]) -> None:
+    halves = {name.replace(".safetensors", ".fp16.safetensors"): name.encode() for name in WEIGHTS}
+    hub.files = in_shards(files | halves, ".fp16")
+    assert fetched_weights(hub, resolve_folder(REPOSITORY, variant="fp16")) == [
+        "text_encoder/model.fp16.safetensors",
+        "text_encoder_2/model.fp16.safetensors",
+        "transformer/diffusion_pytorch_model.fp16-00001-of-00002.safetensors",
+        "transformer/diffusion_pytorch_model.fp16-00002-of-00002.safetensors",
+        "vae/diffusion_pytorch_model.fp16.safetensors",
+    ]
+
+
+def test_a_variant_that_the_hub_lacks_is_told_which_it_has(hub: Hub) -> None:
+    folder = resolve_folder(REPOSITORY, variant="bf16")
+    with pytest.raises(
+        UserError, match=rf"{REPOSITORY}/transformer holds no .* 'bf16' .*; remove model\.var"
+    ):
+        folder.download_weights(COMPONENTS)
+    del hub.files["vae/diffusion_pytorch_model.safetensors"], hub.files["vae/flux_vae.safetensors"]
+    with pytest.raises(UserError, match=rf"{REPOSITORY}/vae holds no safetensors weights .*model\.bin"):
+        resolve_folder(REPOSITORY).download_weights(COMPONENTS)
+    assert not [name for name in hub.fetched if name.endswith(".safetensors")]
+
+
+def test_an_interrupted_download_goes_on_with_the_files_that_lack(
+    hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.broken = {WEIGHTS[2]}
+    with pytest.raises(
+        UserError, match=r"downloading owner/name failed \(.*The same command goes on with it"
+    ):
+        bind_family(config(tmp_path))
+    assert hub.fetched.count(WEIGHTS[0]) == 1
+    hub.broken, hub.fetched = set(), []
+    with caplog.at_level(logging.INFO):
+        bind_family(config(tmp_path))
+    assert WEIGHTS[2] in hub.fetched
+    assert WEIGHTS[0] not in hub.fetched
+    assert "0 bytes of its weights are there already" not in caplog.text
+    hub.fetched = []
+    bind_family(config(tmp_path))
+    assert hub.fetched == []
+
+
+def test_a_download_that_somebody_stops_says_how_it_goes_on(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = resolve_folder(REPOSITORY)
+
+    def stopped(*_args: object, **_settings: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("diffsynth_lite.pipelines.base.hub.snapshot_download", stopped)
+    with pytest.raises(
+        RunInterrupted, match=r"owner/name was interrupted\. The same command goes on with it"
+    ):
+        folder.download_weights(COMPONENTS)
+
+
+def test_a_disk_without_room_is_said_before_a_weight_is_fetched(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    needed = sum(len(hub.files[name]) for name in WEIGHTS)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2 * needed, needed + 1, needed - 1))
+    with pytest.raises(
+        UserError, match=rf"KiB of {REPOSITORY} are to be .*{tmp_path / 'cache'} has .* free; .*HF_HOME to a"
+    ):
+        bind_family(config(tmp_path))
+    assert not [name for name in hub.fetched if name.endswith(".safetensors")]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2 * needed, needed, needed))
+    bind_family(config(tmp_path))
+
+
+def test_one_process_of_a_machine_downloads_at_a_time(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one would count against the disk what another one has half fetched."""
+    folder, begins = resolve_folder(REPOSITORY), Event()
+    assert folder.hub
+    lock = folder.hub.alone()
+
+    def told() -> AbstractContextManager[object]:
+        begins.set()
+        return lock_of_another
+
+    with lock:
+        lock_of_another = folder.hub.alone()
+        monkeypatch.setattr(type(folder.hub), "alone", lambda _: told())
+        other = Thread(target=folder.download_weights, args=[COMPONENTS])
+        hub.requests = []
+        other.start()
+        assert begins.wait(timeout=60)
+        assert hub.requests == []
+    other.join(timeout=60)
+    assert sorted(set(hub.fetched) & set(WEIGHTS)) == WEIGHTS
+
+
+def test_all_files_are_of_the_commit_that_the_branch_was_at_first(hub: Hub) -> None:
+    folder, before = resolve_folder(REPOSITORY), hub.files
+    hub.files = {name: content + b"later" for name, content in before.items()}
+    folder.download_weights(COMPONENTS)
+    for name in WEIGHTS:
+        assert (folder.path / name).read_bytes() == before[name]
+    assert hub.commit != folder.path.name
+
+
+def test_a_revision_is_fetched_by_its_commit(hub: Hub) -> None:
+    earlier, before = hub.commit, hub.files
+    hub.files = {name: content + b" " for name, content in before.items()}
+    folder = resolve_folder(REPOSITORY, revision=earlier)
+    assert folder.path.name == earlier
+    assert (folder.path / "vae/config.json").read_bytes() == before["vae/config.json"]
+
+
+@pytest.mark.parametrize("setting", [{"HF_HUB_OFFLINE": True}, {"ENDPOINT": "http://127.0.0.1:9"}])
+def test_without_the_hub_a_whole_pipeline_is_taken_from_the_cache(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any]
+) -> None:
+    online = bind_family(config(tmp_path))
+    hub.requests = []
+    for name, value in setting.items():
+        monkeypatch.setattr(constants, name, value)
+    offline = bind_family(config(tmp_path))
+    assert (offline.folder, hub.requests) == (online.folder, [])
+    (online.folder.path / WEIGHTS[3]).unlink()
+    with pytest.raises(
+        UserError, match=r"the hub cannot be reached and owner/name|downloading owner/name fai"
+    ):
+        bind_family(config(tmp_path))
+
+
+def test_a_repository_of_another_layout_is_told_before_anything_is_fetched(hub: Hub) -> None:
+    del hub.files["model_index.json"]
+    with pytest.raises(UserError, match=r"owner/name on the hub holds no model_index\.json"):
+        resolve_folder(REPOSITORY)
+    assert hub.fetched == []
