@@ -69,10 +69,11 @@ class LoraSettings(Settings):
     `text_encoder_2` to its `unet`."""
 
     target_modules: Annotated[list[NonEmptyStr], Field(min_length=1)] | TargetSet | None = None
-    """The linear layers that get a LoRA: `attention` (its projections), `all` (those of the blocks), or names
-    and endings of names, such as `[to_q, to_k, to_v]`; null takes the family's default. What these are for
-    each family is in [models.md](models.md). In a name `*` stands for one part, such as the number of a block
-    (`single_transformer_blocks.*.proj_out`). An entry that matches no layer is an error."""
+    """The linear layers that get a LoRA: `attention` (its projections), `all` (those of the blocks), or a
+    list of these words, names, and endings of names, such as `[to_q, to_k, to_v]`; null takes the family's
+    default. What these are for each family is in [models.md](models.md). In a name `*` stands for one part,
+    such as the number of a block (`single_transformer_blocks.*.proj_out`). An entry that matches no layer is
+    an error."""
 
 
 class ObjectiveSettings(Settings):

@@ -198,7 +198,7 @@ class Flux(DiffusersFamily):
 
     @property
     def _is_schnell(self) -> bool:
-        """Not so a dev whose guidance was undone, which keeps its sampler."""
+        """The sampler tells it from a dev whose guidance was undone."""
         return not self._is_guided and not self.scheduler_config.get("use_dynamic_shifting")
 
     @cached_property

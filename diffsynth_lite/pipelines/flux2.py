@@ -46,7 +46,7 @@ _PATCH = 2
 _ATTENTION = (
     *("to_q", "to_k", "to_v", "to_out.0"),
     *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
-    # Of the single-stream blocks, whose first one also begins their feed-forward part, and the last ends it.
+    # Of the single-stream blocks; each is also one half of their feed-forward part.
     *("to_qkv_mlp_proj", "to_out"),
 )
 # The shift of pictures up to 4,300 tokens depends on the number of steps, too: the pipelines' own.

@@ -224,14 +224,15 @@ def find_targets(family: ModelFamily, transformer: torch.nn.Module, config: Conf
 
 def _targets(family: ModelFamily, config: Config) -> Sequence[str]:
     chosen = config.lora.target_modules
-    if not isinstance(chosen, str):
-        return chosen or family.default_target_modules
-    if chosen not in family.target_sets:
+    if chosen is None:
+        return family.default_target_modules
+    if isinstance(chosen, str) and chosen not in family.target_sets:
         raise UserError(
             f"lora.target_modules: {chosen} is no set of layers that {config.model.family} names; list them "
             f"instead, or leave it out for the default, [{', '.join(family.default_target_modules)}]"
         )
-    return family.target_sets[chosen]
+    names = [chosen] if isinstance(chosen, str) else chosen
+    return [target for name in names for target in family.target_sets.get(name, (name,))]
 
 
 def _find_blocks(family: ModelFamily, transformer: torch.nn.Module) -> list[torch.nn.Module]:

@@ -43,7 +43,7 @@ def test_the_sets_hold_all_linear_layers_of_the_blocks_and_those_of_their_attent
     names = {module: name for name, module in model.named_modules()}
     of_blocks = linear_layers_in(model, [names[block] for block in blocks_of(model, family.block_lists)])
     unused = tuple(family.unused_modules(model))
-    used = {name for name in of_blocks if not name.startswith(unused)} if unused else of_blocks
+    used = {name for name in of_blocks if not name.startswith(unused)}
     beyond = {name for name in names.values() if name.endswith(BEYOND_BLOCKS.get(sample.name, ()))}
     left_out = {name for name in used if name.endswith(NOT_TRAINED.get(sample.name, ()))}
     every = layers_of(sample, model, set_of(sample, "all"))

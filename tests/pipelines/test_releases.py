@@ -64,11 +64,10 @@ def test_the_model_has_the_published_size_and_gets_a_lora(family: DiffusersFamil
         if release.parameters is not None:
             published = ROUNDED_DOWN.get(release.hub_id, release.parameters)
             assert parameters_of(part) == pytest.approx(published, rel=TOLERANCE)
-    layers = find_target_layers(
-        model, family.default_target_modules, unused_modules=family.unused_modules(model)
-    )
-    weights = [model.get_submodule(layer).weight for layer in layers]
-    assert all(min(weight.shape) >= 64 for weight in weights)
+    for targets in (family.default_target_modules, *family.target_sets.values()):
+        layers = find_target_layers(model, targets, unused_modules=family.unused_modules(model))
+        weights = [model.get_submodule(layer).weight for layer in layers]
+        assert all(min(weight.shape) >= 64 for weight in weights)
 
 
 @of_every_release

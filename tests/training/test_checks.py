@@ -146,11 +146,15 @@ def test_a_name_tells_a_distilled_model_where_no_file_does(
 def test_a_named_set_of_layers_is_the_familys_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     qwen_image.tiny().save_pretrained(root / "model")
     family = qwen_image.QwenImage
-    for name in ("attention", "all"):
-        listed = {"lora.target_modules": f"[{', '.join(family.target_sets[name])}]"}
+    sets = {name: ", ".join(family.target_sets[name]) for name in ("attention", "all")}
+    for named, listed in (
+        ("attention", f"[{sets['attention']}]"),
+        ("all", f"[{sets['all']}]"),
+        ("[img_mod.1, attention]", f"[img_mod.1, {sets['attention']}]"),
+    ):
         found, same = (
-            check_run(load_config_of(root, changes), PROCESS).target_layers
-            for changes in ({"lora.target_modules": name}, listed)
+            check_run(load_config_of(root, {"lora.target_modules": value}), PROCESS).target_layers
+            for value in (named, listed)
         )
         assert found == same
     monkeypatch.setattr(family, "target_sets", {})
