@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from family_inputs import COUNTED, CountedRelease
 from family_subject import FamilySubject, family_of
 from meters import (
     STRATEGIES,
@@ -31,7 +32,6 @@ from meters import (
     print_table,
     take_step,
 )
-from releases import RELEASES, Release
 from torch import Tensor
 
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, gradient_engine
@@ -112,7 +112,9 @@ def count_kept(subject: FamilySubject, method: FamilyMethod, meter: Meter) -> Ke
     return kept
 
 
-def bytes_rows(release: Release, device: torch.device, *, is_small: bool = False) -> list[dict[str, str]]:
+def bytes_rows(
+    release: CountedRelease, device: torch.device, *, is_small: bool = False
+) -> list[dict[str, str]]:
     """The rows of a release in the table of bytes, one for each kind of its blocks."""
     pixels = release.small_pixels if is_small else release.pixels
     with family_of(release, release.small if is_small else {}) as family:
@@ -129,7 +131,7 @@ def bytes_rows(release: Release, device: torch.device, *, is_small: bool = False
     ]
 
 
-def time_row(release: Release, device: torch.device, num_rounds: int) -> dict[str, str]:
+def time_row(release: CountedRelease, device: torch.device, num_rounds: int) -> dict[str, str]:
     """The row of a release in the table of times."""
     with family_of(release, release.small) as family:
         subject = FamilySubject(family, release, release.small_pixels, device, torch.float32)
@@ -143,7 +145,7 @@ def time_row(release: Release, device: torch.device, num_rounds: int) -> dict[st
     return names_of(release) | {"ms, none": f"{1000 * reference:.0f}", **ratios}
 
 
-def names_of(release: Release) -> dict[str, str]:
+def names_of(release: CountedRelease) -> dict[str, str]:
     """The first cells of a row."""
     return {"family": release.family, "model": release.name}
 
@@ -156,7 +158,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--family",
         action="append",
-        choices=sorted({release.family for release in RELEASES}),
+        choices=sorted({release.family for release in COUNTED}),
         help="default: all (repeatable)",
     )
     parser.add_argument(
@@ -177,12 +179,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print both tables."""
     options = parse_arguments(arguments)
     torch.set_num_threads(options.threads)
-    releases = [release for release in RELEASES if release.family in (options.family or {release.family})]
+    releases = [release for release in COUNTED if release.family in (options.family or {release.family})]
     meta = torch.device("meta")
     rows = [row for release in releases for row in bytes_rows(release, meta, is_small=options.small)]
     print_table("MiB that one block more keeps on the device, and in brackets in host memory.", rows)
     for release in releases:
-        print(f"{release.name}: {release.source}.")
+        # What is trained stands first.
+        trained, *_ = release.release.components.values()
+        print(f"{release.name}: {trained.source}.")
     if options.rounds:
         times = [time_row(release, torch.device(options.device), options.rounds) for release in releases]
         print_table(f"Time of a step on {options.device}, as a ratio to none, and that in ms.", times)

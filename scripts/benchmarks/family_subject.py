@@ -1,6 +1,5 @@
 """A released model of a family with a few blocks and a batch of one, ready for training steps."""
 
-import importlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,14 +8,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from family_inputs import CountedRelease
 from peft import LoraConfig
-from releases import Pixels, Release
 from torch import Tensor, nn
 from trained_model import TrainedModel
 
 from diffsynth_lite.lora import find_target_layers
-from diffsynth_lite.pipelines import Conditioning, ModelFamily, PipelineFolder, load_family
+from diffsynth_lite.pipelines import Conditioning, ModelFamily, load_family
 from diffsynth_lite.pipelines.base.batching import INPUT
+from diffsynth_lite.pipelines.base.release_folder import full_config, write_release
+from diffsynth_lite.releases.release import Pixels
 
 NUM_BLOCKS = 4
 """Of each block list. Three of them are counted, and two: the last one has layers without an adapter."""
@@ -36,7 +37,7 @@ class FamilySubject(TrainedModel):
     def __init__(
         self,
         family: ModelFamily,
-        release: Release,
+        release: CountedRelease,
         pixels: Pixels,
         device: torch.device,
         dtype: torch.dtype,
@@ -110,7 +111,7 @@ class _NoBlock(nn.Module):
         return hidden_bchw[:, : self._num_channels].clone()
 
 
-def conditioning_of(family: ModelFamily, release: Release, pixels: Pixels) -> Conditioning:
+def conditioning_of(family: ModelFamily, release: CountedRelease, pixels: Pixels) -> Conditioning:
     """What the family's encoders would give for one sample, of ones."""
     width, height, _ = pixels
     shapes = dict(release.encoded)
@@ -123,19 +124,17 @@ def conditioning_of(family: ModelFamily, release: Release, pixels: Pixels) -> Co
 
 
 @contextmanager
-def family_of(release: Release, changes: Mapping[str, Any]) -> Iterator[ModelFamily]:
+def family_of(release: CountedRelease, changes: Mapping[str, Any]) -> Iterator[ModelFamily]:
     """The family of a release, in a folder with its config, and a few blocks.
 
     Args:
         release: whose config it is.
         changes: to that config.
     """
-    family_class = load_family(release.family)
     depths = dict.fromkeys(release.depths, NUM_BLOCKS)
     with TemporaryDirectory() as path:
-        # The other components of the tiny pipeline have the real ones' channels and compression.
-        importlib.import_module(family_class.__module__).tiny().save_pretrained(path)
-        family = family_class(PipelineFolder(path=Path(path)))
-        config = {**release.config, **depths, **changes}
-        (Path(path) / family.trained[0] / "config.json").write_text(json.dumps(config))
+        family = load_family(release.family)(write_release(release.release, Path(path)))
+        (name,) = family.trained
+        config = {**full_config(release.release.components[name]), **depths, **changes}
+        (Path(path) / name / "config.json").write_text(json.dumps(config))
         yield family
