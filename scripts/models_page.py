@@ -11,8 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import noise_table
+import releases_table
 import yaml
-from releases_table import EXPLANATION, releases_section
 
 from diffsynth_lite.pipelines import ModelFamily, family_names, load_family
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
@@ -82,9 +83,10 @@ def render_models_page(configs: Path) -> str:
     families = {name: load_family(name) for name in family_names()}
     recipes = read_recipes(configs)
     rows = [_row(name, family, _of(name, recipes)) for name, family in families.items()]
-    sections = [_section(name, family, _of(name, recipes)) for name, family in families.items()]
+    sections = [_section(name, family, _of(name, recipes), configs) for name, family in families.items()]
     table = ["| family | model | trains on | recipes |", "|---|---|---|---|", *rows, ""]
-    return "\n".join([_INTRODUCTION, *table, EXPLANATION, *sections, *_untrained()])
+    explanations = [releases_table.EXPLANATION, noise_table.EXPLANATION]
+    return "\n".join([_INTRODUCTION, *table, *explanations, *sections, *_untrained()])
 
 
 def render_readme(text: str) -> str:
@@ -163,16 +165,17 @@ def _row(name: str, family: type[ModelFamily], recipes: Sequence[Recipe]) -> str
     return f"| [`{name}`](#{name}) | {_documentation(family)[0]} | {_records(family)} | {links} |"
 
 
-def _section(name: str, family: type[ModelFamily], recipes: Sequence[Recipe]) -> str:
+def _section(name: str, family: type[ModelFamily], recipes: Sequence[Recipe], configs: Path) -> str:
     file = Path(inspect.getfile(family)).relative_to(_REPOSITORY).as_posix()
     lines = [f"## {name}", "", "\n\n".join(_documentation(family)), "", "| | |", "|---|---|"]
     lines += [f"| {fact} | {text} |" for fact, text in facts(family).items()]
-    lines += [f"| file | [`{file}`](../{file}) |", "", *releases_section(family)]
+    lines += [f"| file | [`{file}`](../{file}) |", "", *releases_table.releases_section(family)]
     lines += [
         f"- [`{recipe.name}`](../configs/{recipe.name}): {recipe.purpose} (`{recipe.base}`)."
         for recipe in recipes
     ]
-    return "\n".join([*lines, *([""] if recipes else [])])
+    lines += ["", *noise_table.noise_section(family, [configs / recipe.name for recipe in recipes])]
+    return "\n".join(lines)
 
 
 def _of(name: str, recipes: Sequence[Recipe]) -> list[Recipe]:

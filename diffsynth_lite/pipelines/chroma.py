@@ -97,8 +97,9 @@ class Chroma(Flux):
     (diffusers issue 12116). Previews see what training sees; to draw the same elsewhere, give the pipeline
     what its ``encode_prompt`` returns, with ``prompt_attention_mask.bool()``, and so for the negative prompt.
 
-    Which shift the sampler of each release has could not be confirmed; ``diffsynth-lite doctor`` shows what
-    it makes of the noise levels. FLUX.1 dev, which Chroma is made from, has one that grows with the picture.
+    Copies of its scheduler's file differ: in SD.Next's the shift grows with the picture, as in FLUX.1 dev,
+    and in that of stable-diffusion-webui-forge there is none. ``diffsynth-lite doctor`` shows what that of a
+    folder makes of the noise levels.
     """
 
     pipelines = (ChromaPipeline,)

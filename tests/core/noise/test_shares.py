@@ -15,6 +15,7 @@ from diffsynth_lite.core.noise import (
     sigma_from_uniform,
 )
 
+TENTHS = [tenth / 10 for tenth in range(1, 10)]
 # Levels come in float32, whose spacing below 1 is 6e-8; a shift of s makes s times that of the draws.
 ROUNDING = 2e-6
 
@@ -51,9 +52,6 @@ def test_a_logit_normal_density_that_is_shifted_has_the_distribution_of_the_norm
     assert level_shares(quantiles("logit_normal")).mean == pytest.approx(0.5, abs=ROUNDING)
 
 
-TENTHS = [tenth / 10 for tenth in range(1, 10)]
-
-
 @pytest.mark.parametrize("density", ["uniform", "logit_normal", "mode", "cosmap"])
 @pytest.mark.parametrize("shift", [1.0, 4.0])
 def test_shares_are_those_of_many_draws(density: TimestepDensity, shift: float) -> None:
@@ -85,3 +83,44 @@ def test_the_draw_of_a_level_is_found_in_densities_that_grow_and_that_fall() -> 
     assert draw_of_level(lambda draws: 1 - draws, 0.2) == pytest.approx(0.8)
     assert draw_of_level(lambda draws: 0.5 + 0.1 * draws, 0.2) == 0
     assert draw_of_level(lambda draws: 0.5 - 0.1 * draws, 0.2) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("density", "shift", "mean", "below_half"),
+    [
+        ("uniform", 1.88, 0.604, 0.35),
+        ("uniform", 3.16, 0.684, 0.24),
+        ("uniform", 7.56, 0.797, 0.12),
+        ("uniform", 16, 0.870, 0.06),
+        ("uniform", 32.16, 0.917, 0.03),
+        ("logit_normal", 1, 0.500, 0.50),
+        ("logit_normal", 1.88, 0.628, 0.26),
+        ("logit_normal", 3.16, 0.723, 0.13),
+        ("logit_normal", 5, 0.794, 0.05),
+    ],
+)
+def test_means_and_halves_are_those_of_another_program(
+    density: TimestepDensity, shift: float, mean: float, below_half: float
+) -> None:
+    found = level_shares(quantiles(density, shift))
+    # A shift is given here with three digits.
+    assert found.mean == pytest.approx(mean, abs=1e-3)
+    assert found.below_half == pytest.approx(below_half, abs=6e-3)
+
+
+@pytest.mark.parametrize(
+    ("boundary", "density", "shift", "above"),
+    [
+        (0.875, "uniform", 3, 0.300),
+        (0.875, "uniform", 5, 0.417),
+        (0.875, "uniform", 12, 0.632),
+        (0.875, "logit_normal", 3, 0.198),
+        (0.875, "logit_normal", 12, 0.705),
+        (0.9, "uniform", 5, 0.357),
+        (0.9, "logit_normal", 5, 0.278),
+    ],
+)
+def test_the_part_above_a_boundary_is_that_of_another_program(
+    boundary: float, density: TimestepDensity, shift: float, above: float
+) -> None:
+    assert 1 - draw_of_level(quantiles(density, shift), boundary) == pytest.approx(above, abs=6e-4)

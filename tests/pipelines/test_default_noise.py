@@ -1,0 +1,177 @@
+"""The noise levels that each family trains by default, and each recipe, beside those of other trainers."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from diffsynth_lite.config import load_config
+from diffsynth_lite.core.noise import (
+    LossWeighting,
+    TimestepDensity,
+    level_shares,
+    loss_weight,
+    resolution_mu,
+    shift_sigma,
+    sigma_from_uniform,
+)
+from diffsynth_lite.pipelines import family_names, load_family, releases_of
+from diffsynth_lite.pipelines.base.release_folder import write_release
+from diffsynth_lite.releases import Release
+from diffsynth_lite.training.builder import build_noise_levels
+from diffsynth_lite.training.data_settings import frame_counts_of
+
+POINTS = (torch.arange(4096, dtype=torch.float64) + 0.5) / 4096
+
+
+def mean_level(density: TimestepDensity, shift: float, weighting: LossWeighting = "none") -> float:
+    """Mean of the noise levels, each as much as its loss counts."""
+    levels = shift_sigma(sigma_from_uniform(POINTS, density), shift)
+    weights = loss_weight(levels, weighting)
+    return ((levels * weights).sum() / weights.sum()).item()
+
+
+def flux_line(num_tokens: int) -> float:
+    """The shift of FLUX.1's sampler."""
+    return math.exp(
+        resolution_mu(num_tokens, base_shift=0.5, max_shift=1.15, base_tokens=256, max_tokens=4096)
+    )
+
+
+def ltx_line(num_tokens: int) -> float:
+    """The shift of LTX-Video's sampler."""
+    return math.exp(
+        resolution_mu(num_tokens, base_shift=0.95, max_shift=2.05, base_tokens=1024, max_tokens=4096)
+    )
+
+
+def of_flux(num_tokens: int) -> list[float]:
+    return [
+        mean_level("uniform", 1),  # diffusers' training scripts
+        mean_level("logit_normal", flux_line(num_tokens)),  # musubi-tuner, flux_shift
+        mean_level("uniform", 3, "bell"),  # DiffSynth-Studio
+    ]
+
+
+def of_flux2(num_tokens: int) -> list[float]:
+    return [
+        mean_level("uniform", math.exp(0.8), "bell"),  # DiffSynth-Studio
+        mean_level("logit_normal", flux_line(num_tokens)),  # musubi-tuner, flux2_shift
+    ]
+
+
+def of_ltx(num_tokens: int) -> list[float]:
+    return [
+        mean_level("logit_normal", 1),  # diffusion-pipe and finetrainers
+        mean_level("logit_normal", ltx_line(num_tokens)),  # Lightricks' trainer for LTX-Video
+    ]
+
+
+def of_qwen(_num_tokens: int) -> list[float]:
+    return [
+        mean_level("uniform", 1),  # diffusers' training script
+        mean_level("uniform", math.exp(0.8), "bell"),  # DiffSynth-Studio
+        mean_level("logit_normal", 2.2),  # musubi-tuner, docs/qwen_image.md
+    ]
+
+
+def of_sana(_num_tokens: int) -> list[float]:
+    return [
+        mean_level("uniform", 1),  # diffusers' training script
+        mean_level("logit_normal", 3),  # its own training
+    ]
+
+
+def of_sdxl(_num_tokens: int) -> list[float]:
+    return [mean_level("uniform", 1)]  # diffusers' training scripts
+
+
+def of_wan(_num_tokens: int) -> list[float]:
+    return [
+        mean_level("uniform", 5, "bell"),  # DiffSynth-Studio
+        mean_level("logit_normal", 3),  # musubi-tuner, docs/wan.md
+        mean_level("logit_normal", 5),  # the same with what Wan is sampled with at 720p
+    ]
+
+
+def of_z_image(_num_tokens: int) -> list[float]:
+    return [
+        mean_level("uniform", 6),  # diffusers' training script, of the base model
+        mean_level("uniform", 3, "bell"),  # DiffSynth-Studio
+        mean_level("logit_normal", 2),  # musubi-tuner, docs/zimage.md
+    ]
+
+
+REFERENCES: dict[str, Callable[[int], Sequence[float]]] = {
+    "chroma": of_flux,
+    "flux": of_flux,
+    "flux2": of_flux2,
+    "flux_kontext": of_flux,
+    "ltx_video": of_ltx,
+    "qwen_image": of_qwen,
+    "qwen_image_edit": of_qwen,
+    "sana": of_sana,
+    "sdxl": of_sdxl,
+    "wan": of_wan,
+    "wan_i2v": of_wan,
+    "z_image": of_z_image,
+}
+
+RELEASES = [(name, release) for name in family_names() for release in releases_of(name)]
+RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*_lora.yaml"))
+
+
+def require_within(mean: float, references: Sequence[float]) -> None:
+    # One reference is exact; several span what is usual.
+    assert min(references) - 1e-4 <= mean <= max(references) + 1e-4
+
+
+@pytest.mark.parametrize(("name", "release"), RELEASES, ids=[release.hub_id for _, release in RELEASES])
+def test_the_family_default_is_within_what_others_train(name: str, release: Release, tmp_path: Path) -> None:
+    family = load_family(name)(write_release(release, tmp_path))
+    shape = family.latents_shape(*release.size)
+    require_within(
+        mean_level("uniform", family.family_shift(shape)), REFERENCES[name](family.num_tokens(shape))
+    )
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_within_what_others_train(path: Path, tmp_path: Path) -> None:
+    config = load_config(path).config
+    name = config.model.family
+    (release,) = (one for one in releases_of(name) if one.hub_id == config.model.path)
+    family = load_family(name)(write_release(release, tmp_path))
+    levels = build_noise_levels(config, family)
+    shape = family.latents_shape(*config.data.first_size, max(frame_counts_of(config, family)))
+    mean = sum(part * shares.mean for part, shares in levels.shares(shape))
+    require_within(mean, REFERENCES[name](family.num_tokens(shape)))
+
+
+@pytest.mark.parametrize(
+    ("hub_id", "size", "mean", "below_half", "mean_before"),
+    [
+        ("black-forest-labs/FLUX.2-dev", (512, 512, 1), 0.631, 0.31, 0.759),
+        ("black-forest-labs/FLUX.2-dev", (1024, 1024, 1), 0.631, 0.31, 0.797),
+        ("black-forest-labs/FLUX.2-klein-base-4B", (1024, 1024, 1), 0.631, 0.31, 0.797),
+        ("Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers", (1280, 720, 81), 0.747, 0.17, 0.870),
+        ("Lightricks/LTX-Video", (768, 512, 161), 0.800, 0.11, 0.917),
+        ("Lightricks/LTX-Video", (768, 512, 73), 0.790, 0.12, 0.790),
+    ],
+)
+def test_what_was_corrected_has_these_noise_levels_and_had_those(
+    hub_id: str,
+    size: tuple[int, int, int],
+    mean: float,
+    below_half: float,
+    mean_before: float,
+    tmp_path: Path,
+) -> None:
+    ((name, release),) = ((name, release) for name, release in RELEASES if release.hub_id == hub_id)
+    family = load_family(name)(write_release(release, tmp_path))
+    shape = family.latents_shape(*size)
+    shift = family.family_shift(shape)
+    shares = level_shares(lambda draws: shift_sigma(sigma_from_uniform(draws, "uniform"), shift))
+    assert (round(shares.mean, 3), round(shares.below_half, 2)) == (mean, below_half)
+    assert round(mean_level("uniform", family.earlier_shift(shape)), 3) == mean_before
