@@ -16,7 +16,7 @@ from family_sample import CPU
 from hub_server import REPOSITORY, Hub, serving
 from huggingface_hub import constants
 
-from diffsynth_lite.config import load_config
+from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.errors import RunInterrupted, UserError
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import PipelineFolder, resolve_folder
@@ -66,7 +66,7 @@ def hub(files: dict[str, bytes], tmp_path: Path) -> Iterator[Hub]:
         yield hub
 
 
-def config(tmp_path: Path, **model: Any) -> Any:
+def config(tmp_path: Path, **model: Any) -> Config:
     path = tmp_path / "config.yaml"
     settings = {"family": "flux", "path": REPOSITORY, **model}
     path.write_text(json.dumps({"model": settings, "data": {"path": "x"}, "output": {"dir": "y"}}))
@@ -135,6 +135,19 @@ def test_of_one_file_and_shards_those_are_fetched_that_are_loaded(hub: Hub) -> N
         "transformer/diffusion_pytorch_model-00002-of-00002.safetensors",
         WEIGHTS[3],
     ]
+
+
+def test_what_is_fetched_of_one_file_and_shards_is_enough_to_load(hub: Hub, tmp_path: Path) -> None:
+    pipeline, folder = tiny(), tmp_path / "shards"
+    pipeline.save_pretrained(folder, max_shard_size="16KB")
+    hub.files |= {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("*/*")}
+    family = bind_family(config(tmp_path))
+    for component in COMPONENTS:
+        loaded, expected = family.load_component(component, torch.float32), getattr(pipeline, component)
+        for name, tensor in expected.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], tensor)
+    assert len(list((family.folder.path / "transformer").glob("*.safetensors"))) > 1
+    assert len(list((family.folder.path / "text_encoder_2").glob("*.safetensors"))) == 1
 
 
 def test_of_a_variant_its_files_alone_are_fetched(hub: Hub, files: dict[str, bytes]) -> None:

@@ -83,7 +83,7 @@ def of_sentencepiece(
 
 
 def t5(family: str, encoder: Any, path: Path, **settings: Any) -> Kind:
-    model = trained("unigram", vocab_size=90, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, **settings)
+    model = trained("unigram", vocab_size=400, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, **settings)
     return of_sentencepiece(family, T5Tokenizer, "spiece.model", model, encoder, path, model_max_length=512)
 
 
@@ -227,6 +227,18 @@ def test_a_spiece_model_alone_is_of_the_class_that_the_pipeline_names(tmp_path: 
         assert tokenizer(TEXTS)["input_ids"] == kind.tokenizer(TEXTS)["input_ids"]
     with pytest.raises(UserError, match=r"neither model_index\.json nor .* names its class; files there"):
         load_tokenizer(tmp_path)
+
+
+def test_characters_that_wans_tokenizer_has_no_piece_for_are_unknown_as_to_its_pipelines(
+    tmp_path: Path,
+) -> None:
+    """SentencePiece makes bytes of them; the class of transformers 5 has that switched off."""
+    kind = t5("wan", tiny_umt5, tmp_path, byte_fallback=True)
+    assert kind.model
+    bytes_of_one = SentencePieceProcessor(model_proto=kind.model).encode("\U0001f999")
+    assert len(bytes_of_one) == 1 + 4
+    (space, *_), eos, unknown = bytes_of_one, 1, 2
+    assert load_tokenizer(tmp_path, "T5TokenizerFast")("\U0001f999")["input_ids"] == [space, unknown, eos]
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:d60acb\nsize 791656\n"

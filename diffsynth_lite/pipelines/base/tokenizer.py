@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from google.protobuf.message import DecodeError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from diffsynth_lite.errors import UserError
@@ -90,7 +89,8 @@ def _what_is_wrong(folder: Path, tokenizer_class: Any) -> str:
 
 def _is_sentencepiece(path: Path) -> bool:
     try:
-        # As transformers does. With a protobuf of another version it raises an error of protobuf's own.
+        # Here, as transformers does it: with versions that do not fit it raises an error of protobuf's own.
+        from google.protobuf.message import DecodeError
         from sentencepiece.sentencepiece_model_pb2 import ModelProto
     except Exception as error:
         raise UserError(

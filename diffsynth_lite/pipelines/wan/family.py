@@ -95,6 +95,9 @@ class Wan(ExpertFamily):
 
     30 or 40 blocks, UMT5 prompts, a causal video VAE: 1/4 of the frames, 1/8 or 1/16 of the size.
 
+    A prompt is cleaned as by the pipelines, with ftfy among others. Characters that the tokenizer has none
+    of, such as new emoji, are unknown tokens, as in the pipelines: transformers 5 makes no bytes of them.
+
     Wan 2.2 A14B has two experts, which are trained together or, by ``lora.components``, one alone.
 
     Wan 2.2 TI2V-5B also makes clips from a picture, and is trained as ``WanImageToVideoPipeline`` samples:
