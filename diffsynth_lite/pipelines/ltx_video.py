@@ -266,7 +266,7 @@ class LTXVideo(DiffusersFamily):
         shift = super().family_shift(latents_shape)
         if not self.scheduler_config.get("use_dynamic_shifting"):
             return shift
-        return min(shift, math.exp(self.scheduler_config["max_shift"]))
+        return min(shift, math.exp(self.scheduler_config.get("max_shift", 1.15)))
 
     def earlier_shift(self, latents_shape: Sequence[int]) -> float:
         return super().family_shift(latents_shape)

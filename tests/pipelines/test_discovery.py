@@ -118,7 +118,7 @@ def test_another_pipeline_of_a_model_that_is_trained_is_refused_with_its_family(
 
 
 def test_a_pipeline_that_is_like_no_family_is_refused_with_the_way_to_add_one(tmp_path: Path) -> None:
-    message = refusal("wan", "StableDiffusion3Pipeline", tmp_path)
+    message = refusal("wan", "LikeNoOtherPipeline", tmp_path)
     assert "no built-in family trains that; docs/add-a-model.md says how one is added" in message
 
 

@@ -1,6 +1,7 @@
 """LTX-Video against diffusers' own transformer, autoencoder and pipelines."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,17 @@ def test_the_shift_is_the_one_of_the_pipelines_sampler_up_to_the_end_of_its_line
     assert family.resolution_shift(shape) == family.earlier_shift(shape) == of_the_sampler
     at_the_end = np.exp(calculate_shift(min(num_tokens, 4096), *line))
     assert family.family_shift(shape) == pytest.approx(at_the_end)
+
+
+def test_a_line_that_the_folder_does_not_give_is_that_of_the_class(tmp_path: Path) -> None:
+    LTXPipeline(**tiny().components).save_pretrained(tmp_path)
+    file = tmp_path / "scheduler" / "scheduler_config.json"
+    file.write_text(
+        json.dumps({"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True})
+    )
+    family = LTXVideo(PipelineFolder(path=tmp_path))
+    at_the_end = np.exp(FlowMatchEulerDiscreteScheduler().config.max_shift)
+    assert family.family_shift(family.latents_shape(768, 512, 161)) == pytest.approx(at_the_end)
 
 
 def test_a_distilled_release_has_a_fixed_shift(tmp_path: Path) -> None:

@@ -44,8 +44,11 @@ def write_release(release: Release, path: Path) -> PipelineFolder:
 
 def class_of(component: ReleaseComponent) -> Any:
     """The class that a component names, of diffusers or transformers."""
-    library = diffusers if hasattr(diffusers, component.class_name) else transformers
-    return getattr(library, component.class_name)
+    return _class_named(component.class_name)
+
+
+def _class_named(name: str) -> Any:
+    return getattr(diffusers if hasattr(diffusers, name) else transformers, name)
 
 
 def full_config(component: ReleaseComponent) -> dict[str, Any]:
@@ -87,8 +90,7 @@ def num_parameters(component: ReleaseComponent) -> int:
 
 @cache
 def _num_parameters(class_name: str, config: str) -> int:
-    library = diffusers if hasattr(diffusers, class_name) else transformers
-    model = empty_model(getattr(library, class_name), json.loads(config))
+    model = empty_model(_class_named(class_name), json.loads(config))
     return sum(parameter.numel() for parameter in model.parameters())
 
 
