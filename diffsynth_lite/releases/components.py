@@ -41,7 +41,7 @@ T5_XXL_FP32 = ReleaseComponent(
     config=_T5_XXL,
     dtype="float32",
     source=f"google/t5-v1_1-xxl, which {DIFFUSERS}scripts/convert_ltx_to_diffusers.py loads, by default in "
-    "float32",
+    f"float32; LTX-Video 0.9.8 has its four shards in {PINNED_FILES}",
 )
 CLIP_L = ReleaseComponent(
     class_name="CLIPTextModel",

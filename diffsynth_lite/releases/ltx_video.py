@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from diffsynth_lite.releases.components import DIFFUSERS, T5_TOKENIZER_SLOW, T5_XXL_FP32
+from diffsynth_lite.releases.components import DIFFUSERS, PINNED_FILES, T5_TOKENIZER_SLOW, T5_XXL_FP32
 from diffsynth_lite.releases.release import Release, ReleaseComponent
 
 _SCRIPT = f"{DIFFUSERS}scripts/convert_ltx_to_diffusers.py"
@@ -43,7 +43,7 @@ _V090 = Release(
         "parameters": "Lightricks/LTX-Video, README.md, which calls models of this size 2B",
         "licence": "from memory",
     },
-    unconfirmed=("dtypes of all components", "licence", "whether it is gated"),
+    unconfirmed=("dtypes", "licence", "whether it is gated"),
 )
 _V091 = replace(
     _V090,
@@ -102,7 +102,7 @@ _V095 = replace(
         "licence": "Lightricks/LTX-Video, README.md",
     },
     unconfirmed=(
-        "dtypes of all components",
+        "dtypes",
         f"pipeline class: {_SCRIPT} writes LTXPipeline",
         "whether it is gated",
     ),
@@ -122,7 +122,7 @@ _V097 = replace(
     parameters=13e9,
     licence="LTX-Video Open Weights License 0.X",
     sources={**_V090.sources, "parameters": "Lightricks/LTX-Video, README.md"},
-    unconfirmed=("dtypes of all components", "licence", "whether it is gated"),
+    unconfirmed=("dtypes", "licence", "whether it is gated"),
 )
 _V097_DISTILLED = replace(
     _V097,
@@ -134,6 +134,14 @@ _V098_DISTILLED = replace(
     _V097_DISTILLED,
     name="LTX-Video 0.9.8 13B distilled",
     hub_id="Lightricks/LTX-Video-0.9.8-13B-distilled",
-    unconfirmed=("that its settings are those of 0.9.7", *_V097.unconfirmed),
+    components={
+        **_V097.components,
+        "transformer": replace(
+            _V097.components["transformer"],
+            dtype="bfloat16",
+            source=f"0.9.7 in {_SCRIPT}; dtype from the six shards in {PINNED_FILES}",
+        ),
+    },
+    unconfirmed=("that its settings are those of 0.9.7", "dtype of the autoencoder", *_V097.unconfirmed[1:]),
 )
 LTX_VIDEO: tuple[Release, ...] = (_V090, _V091, _V095, _V097, _V097_DISTILLED, _V098_DISTILLED)
