@@ -18,6 +18,7 @@ from PIL.Image import Image
 from transformers import T5EncoderModel
 
 from diffsynth_lite.core.gradient import checkpoint_blocks, gradient_checkpoint_forward, gradient_flags
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import Conditioning, PreviewRequest
 from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
@@ -55,7 +56,7 @@ def model_fn_cogvideox(
 class CogVideoX(DiffusionFamily):
     """CogVideoX 2B: 30 blocks, T5 prompts, 16 channels at 1/4 of the frames and 1/8 of the size.
 
-    The larger models have rotary positions, which this file does not give them.
+    The larger models have rotary positions, which this file does not give them; they are refused.
     """
 
     pipelines = (CogVideoXPipeline,)
@@ -72,6 +73,14 @@ class CogVideoX(DiffusionFamily):
     default_fps = 8.0
     max_prompt_tokens = 226
     default_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
+
+    def check_folder(self, *, with_weights: bool = True) -> None:
+        super().check_folder(with_weights=with_weights)
+        if self.folder.component_config("transformer").get("use_rotary_positional_embeddings"):
+            raise UserError(
+                f"model.path: {self.folder.path} holds a CogVideoX with rotary positions "
+                "(use_rotary_positional_embeddings), which is not supported; use CogVideoX 2B"
+            )
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
         parts = self.folder.fingerprints("text_encoder", "tokenizer")
