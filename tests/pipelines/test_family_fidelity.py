@@ -192,6 +192,39 @@ def as_sampled(hidden_states: torch.Tensor | list[torch.Tensor], output: torch.T
     return given[tuple(map(slice, output.shape))]
 
 
+def test_all_that_the_model_is_told_in_training_is_what_the_pipeline_tells_it(sample: Sample) -> None:
+    family, model = sample.family, sample.family.load_transformer(torch.float32)
+
+    def given(latents: torch.Tensor) -> dict[str, Any]:
+        batch = latents, torch.ones(1), sample.conditioning[:1]
+        return transformer_calls(model, lambda: family.predict(model, *batch))[0]
+
+    ours, other = given(sample.latents[:1]), given(sample.latents[1:2])
+    request = sample.request(num_inference_steps=2, guidance_scale=1.0, seed=5)
+    theirs = transformer_calls(model, lambda: family.sample(model, torch.float32, [request]))[0]
+    assert [name for name in theirs.keys() ^ ours.keys() if len(numbers((theirs | ours)[name]))] == []
+    # Noise levels and prompts, which may be padded and masked in one of the two, have tests of their own.
+    others = {"timestep", "hidden_states", "encoder_hidden_states"}
+    for name in (theirs.keys() & ours.keys()) - others:
+        if "mask" not in name:
+            torch.testing.assert_close(numbers(ours[name]), numbers(theirs[name]), msg=name)
+    # Behind the noisy latents, in the tokens or in the channels, may stand those of other pictures.
+    clean = numbers(ours["hidden_states"]) == numbers(other["hidden_states"])
+    tokens, expected = (numbers(call["hidden_states"])[clean] for call in (ours, theirs))
+    torch.testing.assert_close(tokens, expected, rtol=1e-4, atol=1e-5)
+
+
+def numbers(value: Any) -> torch.Tensor:
+    """All that an argument holds, one behind the other."""
+    if value is None:
+        return torch.zeros(0)
+    if isinstance(value, dict):
+        value = [value[name] for name in sorted(value)]
+    if isinstance(value, (list, tuple)):
+        return torch.cat([torch.zeros(0), *map(numbers, value)])
+    return torch.as_tensor(value).float().flatten()
+
+
 def test_latents_are_channel_first(sample: Sample) -> None:
     """(C, H, W) or (C, F, H, W): masks and the memory plan count on it."""
     family, divisor, num_frames = sample.family, sample.family.size_divisor, len(sample.media[0].frames)

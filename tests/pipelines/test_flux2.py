@@ -166,16 +166,6 @@ def test_the_tokenizer_alone_reads_prompts_as_the_processor_of_the_released_mode
         assert torch.equal(ours[name], theirs[name]), name
 
 
-def test_only_dev_is_told_a_guidance_scale_and_training_asks_for_none(family: Flux2) -> None:
-    transformer = family.load_transformer(torch.float32)
-    batch = torch.zeros(2, 128, 2, 4), torch.tensor([0.25, 0.5]), encoded_prompts(family, "a ring", PROMPT)
-    (call,) = transformer_calls(transformer, lambda: family.predict(transformer, *batch))
-    is_dev = family.pipeline is Flux2Pipeline
-    assert (call["guidance"].tolist() if is_dev else call["guidance"]) == ([1.0, 1.0] if is_dev else None)
-    assert transformer.config.guidance_embeds is is_dev
-    assert call["timestep"].tolist() == [0.25, 0.5]
-
-
 def test_the_shift_by_resolution_is_the_one_that_the_pipeline_gives_its_sampler(
     family: Flux2, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,12 +1,11 @@
 """How SDXL is sampled and how it is trained fit together: noise, what the UNet is told, previews."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from diffusers import DDIMScheduler, EulerDiscreteScheduler, StableDiffusionXLPipeline
-from family_sample import CPU, PROMPTS, build_media
+from family_sample import PROMPTS
 from sdxl_folders import request_of, saved
 
 from diffsynth_lite.pipelines.sdxl import SDXL, tiny
@@ -57,16 +56,6 @@ def test_the_signal_that_is_left_is_that_of_the_folders_sampler(
     assert signal.item() == pytest.approx(last, rel=0.01)
 
 
-def calls_of(unet: torch.nn.Module) -> list[dict[str, Any]]:
-    calls: list[dict[str, Any]] = []
-
-    def record(_module: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
-        calls.append({"timestep": args[1], **kwargs})
-
-    unet.register_forward_pre_hook(record, with_kwargs=True)
-    return calls
-
-
 @pytest.mark.parametrize(("zeros", "theirs"), [(True, None), (False, " ")])
 def test_a_preview_with_an_empty_negative_prompt_is_what_the_pipeline_draws(
     zeros: bool, theirs: str | None, tmp_path: Path
@@ -89,23 +78,3 @@ def test_a_preview_with_an_empty_negative_prompt_is_what_the_pipeline_draws(
         [request_of(family, " ", guidance_scale=5.0)],
     )
     assert drawn.tobytes() == expected.tobytes()
-
-
-def test_training_tells_the_unet_what_the_pipeline_tells_it(family: SDXL) -> None:
-    unet = family.load_transformer(torch.float32)
-    calls = calls_of(unet)
-    request = request_of(family, "", guidance_scale=1.0)
-    family.sample(unet, torch.float32, [request])
-    (encoded,) = family.load_media_encoder(torch.float32, CPU)(build_media(family)[:1])
-    conditioning = request.conditioning | encoded
-    with torch.no_grad():
-        family.predict(
-            unet, encoded["latents"][None], (calls[0]["timestep"].reshape(1) + 0.5) / 1000, [conditioning]
-        )
-    theirs, _, ours = calls
-    assert ours["timestep"].tolist() == [theirs["timestep"].item()] == [501]
-    assert torch.equal(ours["encoder_hidden_states"], theirs["encoder_hidden_states"])
-    for name in ("text_embeds", "time_ids"):
-        told = ours["added_cond_kwargs"][name]
-        assert torch.equal(told.float(), theirs["added_cond_kwargs"][name]), name
-    assert told.tolist() == [[32, 64, 0, 0, 32, 64]]
