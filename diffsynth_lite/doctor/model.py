@@ -40,9 +40,12 @@ def _release(config: Config, family: ModelFamily) -> dict[str, str]:
     releases = [release for release, _ in found]
     # Of several that are alike the first one speaks for all.
     first, differing = found[0]
+    names = " or ".join(release.name for release in releases)
+    is_named = first.hub_id.lower() == config.model.path.lower()
     facts = {
-        "release": " or ".join(release.name for release in releases),
-        "licence": " or ".join(dict.fromkeys(release.licence for release in releases)),
+        # A model made from a release has its settings, too.
+        "release": names if is_named else f"with the settings of {names}",
+        "licence of it": " or ".join(dict.fromkeys(release.licence for release in releases)),
         "not as released": _differences(differing),
         "not confirmed of it": "; ".join(first.unconfirmed),
     }

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from diffsynth_lite.releases.components import FLUX_VAE, SDNEXT, T5_TOKENIZER_SLOW, T5_XXL
+from diffsynth_lite.releases.components import FLUX_VAE, LICENCES, SDNEXT, T5_TOKENIZER_SLOW, T5_XXL
 from diffsynth_lite.releases.release import Release, ReleaseComponent
 
 _REVIEW = "MoDiff, data/chroma1-hd-artifact-review.json"
@@ -44,6 +44,7 @@ _BASE = replace(
     _HD,
     name="Chroma1 Base",
     hub_id="lodestones/Chroma1-Base",
-    unconfirmed=(*_HD.unconfirmed, "that its settings, dtypes and licence are those of HD"),
+    sources={**_HD.sources, "licence": LICENCES},
+    unconfirmed=(*_HD.unconfirmed, "that its settings and dtypes are those of HD"),
 )
 CHROMA: tuple[Release, ...] = (_HD, _BASE)

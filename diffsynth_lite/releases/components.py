@@ -14,6 +14,8 @@ PINNED_INDEXES = "MoDiff, tests of modules/ModularDiffusers/loaders.py"
 """A public application, which writes out the ``model_index.json`` of some repositories, as of a commit."""
 PINNED_FILES = "MoDiff, modiff/studio_execution_specs.py"
 """There the names of the files of some repositories, which tell how many shards of at most 5 GB they have."""
+LICENCES = "SceneWorks/inference, docs/licensing/sc-16665-checkpoint-licence-evidence.md"
+"""There the licences that model cards declare, and which repositories are gated, as of 2026-08-02."""
 DIFFUSERS = "diffusers, "
 """Its repository: what is not under src/ is not in the package."""
 

@@ -8,6 +8,7 @@ from diffsynth_lite.releases.components import (
     FLUX_SCHEDULER,
     FLUX_VAE,
     FORGE,
+    LICENCES,
     PINNED_INDEXES,
     SDNEXT,
     T5_TOKENIZER_BOTH,
@@ -44,7 +45,7 @@ _DEV = Release(
         "pipeline": f"{_FOLDER}; spiece.model: {SDNEXT}flux/tokenizer_2",
         "size": "`default_sample_size` of the pipeline",
         "parameters": "black-forest-labs/flux, model_cards/FLUX.1-dev.md",
-        "licence": "black-forest-labs/flux, README.md; diffusers, docs/source/en/api/pipelines/flux.md",
+        "licence": f"black-forest-labs/flux, README.md; gated: {LICENCES}",
     },
 )
 _SCHNELL = replace(
@@ -78,7 +79,7 @@ _KREA = replace(
     name="FLUX.1 Krea dev",
     hub_id="black-forest-labs/FLUX.1-Krea-dev",
     sources={**_DEV.sources, "parameters": "black-forest-labs/flux, model_cards/FLUX.1-Krea-dev.md"},
-    unconfirmed=("that its settings are those of FLUX.1 dev",),
+    unconfirmed=("that its settings are those of FLUX.1 dev", "whether it is gated"),
 )
 FLUX: tuple[Release, ...] = (_DEV, _KREA, _SCHNELL)
 
@@ -93,6 +94,6 @@ FLUX_KONTEXT: tuple[Release, ...] = (
             "pipeline": f"{PINNED_INDEXES}; settings as of FLUX.1 dev",
             "parameters": "black-forest-labs/flux, model_cards/FLUX.1-kontext-dev.md",
         },
-        unconfirmed=("that its settings are those of FLUX.1 dev",),
+        unconfirmed=("that its settings are those of FLUX.1 dev", "whether it is gated"),
     ),
 )

@@ -9,6 +9,7 @@ from diffsynth_lite.releases.components import (
     DIFFUSERS,
     FLUX2_VAE,
     FLUX_SCHEDULER,
+    LICENCES,
     MISTRAL3_24B,
     PINNED_INDEXES,
     QWEN2_TOKENIZER,
@@ -41,15 +42,15 @@ _DEV = Release(
     tokenizers={"tokenizer": ReleaseTokenizer(class_name="PixtralProcessor", files=("tokenizer.json",))},
     size=(1024, 1024, 1),
     parameters=32e9,
-    licence="FLUX.2-dev Non-Commercial License",
+    licence="FLUX Non-Commercial License",
     gated=True,
     sources={
         "pipeline": PINNED_INDEXES,
         "size": "`default_sample_size` of the pipeline",
         "parameters": "black-forest-labs/flux2, README.md",
-        "licence": "black-forest-labs/flux2, README.md",
+        "licence": LICENCES,
     },
-    unconfirmed=("dtype of the transformer", "files of the tokenizer", "whether it is gated"),
+    unconfirmed=("dtype of the transformer", "files of the tokenizer"),
 )
 
 _HEADS = MappingProxyType({"guidance_embeds": False})
@@ -106,7 +107,7 @@ _KLEIN_9B_BASE = replace(
     parameters=9e9,
     licence="FLUX Non-Commercial License",
     gated=True,
-    sources={**_KLEIN_4B_BASE.sources, "licence": "from memory"},
+    sources={**_KLEIN_4B_BASE.sources, "licence": f"that of klein 9B: {LICENCES}"},
     unconfirmed=(*_KLEIN_4B_BASE.unconfirmed, "dtype of the transformer", "licence", "whether it is gated"),
 )
 

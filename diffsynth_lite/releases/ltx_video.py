@@ -36,14 +36,14 @@ _V090 = Release(
     size=(704, 512, 161),
     parameters=2e9,
     licence="LTX-Video Open Weights License 0.X",
-    gated=False,
+    gated=None,
     sources={
         "pipeline": _SCRIPT,
         "size": "defaults of the pipeline",
         "parameters": "Lightricks/LTX-Video, README.md, which calls models of this size 2B",
         "licence": "from memory",
     },
-    unconfirmed=("dtypes", "licence", "whether it is gated"),
+    unconfirmed=("dtypes", "licence"),
 )
 _V091 = replace(
     _V090,
@@ -104,7 +104,6 @@ _V095 = replace(
     unconfirmed=(
         "dtypes",
         f"pipeline class: {_SCRIPT} writes LTXPipeline",
-        "whether it is gated",
     ),
 )
 _V097 = replace(
@@ -122,7 +121,7 @@ _V097 = replace(
     parameters=13e9,
     licence="LTX-Video Open Weights License 0.X",
     sources={**_V090.sources, "parameters": "Lightricks/LTX-Video, README.md"},
-    unconfirmed=("dtypes", "licence", "whether it is gated"),
+    unconfirmed=("dtypes", "licence"),
 )
 _V097_DISTILLED = replace(
     _V097,

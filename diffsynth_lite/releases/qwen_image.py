@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from diffsynth_lite.releases.components import MUSUBI, PINNED_INDEXES, QWEN_VAE
+from diffsynth_lite.releases.components import LICENCES, MUSUBI, PINNED_INDEXES, QWEN_VAE
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 
 _README = "QwenLM/Qwen-Image, README.md"
@@ -60,14 +60,14 @@ _BASE = Release(
     size=(1328, 1328, 1),
     parameters=20e9,
     licence="Apache-2.0",
-    gated=False,
+    gated=None,
     sources={
         "pipeline": f"{PINNED_INDEXES}, for Edit",
         "size": f"{_README}, for 1:1",
         "parameters": _README,
-        "licence": _README,
+        "licence": f"{_README}; {LICENCES}",
     },
-    unconfirmed=("files of the tokenizer", "dtype of the autoencoder", "whether it is gated"),
+    unconfirmed=("files of the tokenizer", "dtype of the autoencoder"),
 )
 _2512 = replace(
     _BASE,

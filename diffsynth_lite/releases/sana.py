@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from diffsynth_lite.releases.components import DIFFUSERS
+from diffsynth_lite.releases.components import DIFFUSERS, LICENCES
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 
 _SCRIPT = f"{DIFFUSERS}scripts/convert_sana_to_diffusers.py"
@@ -64,19 +64,16 @@ _1600M = Release(
     parameters=1.6e9,
     variants=("bf16",),
     licence="Apache-2.0",
-    gated=False,
+    gated=None,
     sources={
         "pipeline": f"{_SCRIPT}; variants: {_DOCS}",
         "size": "its name",
         "parameters": "its name",
-        "licence": "the model card of Sana_600M_1024px_diffusers, as quoted in MoDiff, "
-        "data/model-artifact-catalog.json",
+        "licence": LICENCES,
     },
     unconfirmed=(
         "settings of the autoencoder",
         "class and files of the tokenizer",
-        "licence (the code of Sana has another one than its weights)",
-        "whether it is gated",
     ),
 )
 _600M = replace(

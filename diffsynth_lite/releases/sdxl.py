@@ -71,14 +71,14 @@ _BASE = Release(
     parameters=2.6e9,
     variants=("fp16",),
     licence="CreativeML Open RAIL++-M",
-    gated=False,
+    gated=None,
     sources={
         "pipeline": f"{_FOLDER}; variant: diffusers, docs/source/en/using-diffusers/sdxl.md",
         "size": "its `sample_size`",
         "parameters": "arXiv 2307.01952, table 1",
         "licence": _CATALOG,
     },
-    unconfirmed=("dtypes of the plain files", "whether it is gated"),
+    unconfirmed=("dtypes of the plain files",),
 )
 _TURBO = replace(
     _BASE,

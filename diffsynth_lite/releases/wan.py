@@ -8,6 +8,7 @@ from typing import Any
 from diffsynth_lite.releases.components import (
     CLIP_VISION_H,
     DIFFUSERS,
+    LICENCES,
     PINNED_FILES,
     PINNED_INDEXES,
     UMT5_XXL,
@@ -136,7 +137,7 @@ _T2V_14B = Release(
     size=_SIZE_480P,
     parameters=14e9,
     licence="Apache-2.0",
-    gated=False,
+    gated=None,
     sources={
         "pipeline": f"{PINNED_INDEXES}; files: {PINNED_FILES}",
         "size": "defaults of the pipeline",
@@ -163,7 +164,7 @@ _WAN22_SOURCES = {
     **_T2V_14B.sources,
     "pipeline": f"{_SCRIPT}; files: {PINNED_FILES}",
     "size": "Wan-Video/Wan2.2, README.md",
-    "licence": "Wan-Video/Wan2.2, LICENSE.txt",
+    "licence": LICENCES,
 }
 _T2V_A14B = replace(
     _T2V_14B,
@@ -177,6 +178,7 @@ _T2V_A14B = replace(
         "text_encoder": UMT5_XXL,
     },
     size=_SIZE_720P,
+    gated=False,
     sources=_WAN22_SOURCES,
     unconfirmed=(_A14B_SHIFT,),
 )
@@ -207,6 +209,7 @@ _TI2V_5B = replace(
     scheduler=_scheduler(5.0),
     size=(1280, 704, 121),
     parameters=5e9,
+    gated=False,
     sources=_WAN22_SOURCES,
     unconfirmed=("dtype of the autoencoder",),
 )

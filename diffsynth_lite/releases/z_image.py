@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from diffsynth_lite.releases.components import FLUX_VAE, QWEN3_4B
+from diffsynth_lite.releases.components import FLUX_VAE, LICENCES, QWEN3_4B
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 
 _REPOSITORY = "Tongyi-MAI/Z-Image, "
@@ -32,15 +32,14 @@ _BASE = Release(
     size=(1024, 1024, 1),
     parameters=6e9,
     licence="Apache-2.0",
-    gated=False,
+    gated=None,
     sources={
         "pipeline": f"{_REPOSITORY}src/config/manifests/z-image-turbo.txt; {_CONFIGS}",
         "size": "defaults of the pipeline",
         "parameters": f"{_REPOSITORY}README.md",
-        "licence": f"{_REPOSITORY}LICENSE; the model card of Turbo, as quoted in MoDiff, "
-        "data/model-artifact-catalog.json",
+        "licence": LICENCES,
     },
-    unconfirmed=("dtype of the transformer", "whether it is gated", "files of the tokenizer"),
+    unconfirmed=("dtype of the transformer", "files of the tokenizer"),
 )
 _TURBO = replace(
     _BASE,
@@ -56,6 +55,6 @@ _TURBO = replace(
     },
     scheduler=_scheduler(3.0, f"{_REPOSITORY}src/config/model.py"),
     distilled="8 steps without guidance",
-    unconfirmed=("whether it is gated",),
+    unconfirmed=(),
 )
 Z_IMAGE: tuple[Release, ...] = (_BASE, _TURBO)

@@ -26,8 +26,8 @@ def table_of(workplace: Workplace, folder: PipelineFolder, *overrides: str) -> d
 def test_a_release_is_told_by_its_files_and_counted_without_weights(workplace: Workplace) -> None:
     table = table_of(workplace, released("FLUX.1 schnell", workplace.root / "model"), "lora.rank=16")
     assert table == {
-        "release": "FLUX.1 schnell",
-        "licence": "Apache-2.0",
+        "release": "with the settings of FLUX.1 schnell",
+        "licence of it": "Apache-2.0",
         "transformer": "11,891,178,560 parameters, 22.1 GiB in bfloat16, trained",
         "text_encoder": "123,060,480 parameters, 469.4 MiB in float32",
         "text_encoder_2": "4,762,310,656 parameters, 17.7 GiB in float32",
@@ -41,16 +41,16 @@ def test_what_the_files_say_otherwise_is_named(workplace: Workplace) -> None:
     file = folder.path / "scheduler" / "scheduler_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "shift": 2.0}))
     table = table_of(workplace, folder)
-    assert table["release"] == "FLUX.1 schnell"
+    assert table["release"] == "with the settings of FLUX.1 schnell"
     assert table["not as released"] == "scheduler.shift is 2.0, not 1.0"
 
 
 def test_releases_with_the_same_files_are_told_by_the_hub_id_alone(workplace: Workplace) -> None:
     folder = released("FLUX.1 dev", workplace.root / "model")
-    assert table_of(workplace, folder)["release"] == "FLUX.1 dev or FLUX.1 Krea dev"
+    assert table_of(workplace, folder)["release"] == "with the settings of FLUX.1 dev or FLUX.1 Krea dev"
     table = table_of(workplace, folder, "model.path=black-forest-labs/FLUX.1-Krea-dev")
     assert table["release"] == "FLUX.1 Krea dev"
-    assert table["not confirmed of it"] == "that its settings are those of FLUX.1 dev"
+    assert table["not confirmed of it"] == ("that its settings are those of FLUX.1 dev; whether it is gated")
 
 
 def test_a_hub_id_with_other_files_than_the_release_is_said(workplace: Workplace) -> None:

@@ -88,8 +88,6 @@ def test_a_release_says_where_it_is_from_and_is_told_by_its_files(
     assert release.sources.keys() == {"pipeline", "size", "parameters", "licence"}
     assert all(component.source for component in (*release.components.values(), release.scheduler))
     assert release.pipeline_class in family.pipeline_classes
-    warning = distillation_warning(family, release.hub_id)
-    assert (warning is None) == (release.distilled is None)
     assert differences(release, family.folder) == {}
     by_files = find_releases(family.releases, str(family.folder.path), family.folder)
     assert (release, {}) in by_files

@@ -19,8 +19,11 @@ from transformers import PreTrainedModel
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
 from diffsynth_lite.releases import Release, ReleaseComponent
 
-_TELLING = ("model_index.", "transformer.", "transformer_2.", "unet.", "vae.")
-"""What a release is known by; a scheduler may have been changed, and a text encoder is that of many."""
+Differences = dict[str, tuple[Any, Any]]
+"""What is found and what was expected, by component and setting."""
+
+_NOT_TELLING = ("scheduler.", "text_encoder")
+"""What a release is not known by: schedulers are changed, and text encoders are those of many."""
 
 
 def write_release(release: Release, path: Path) -> PipelineFolder:
@@ -110,8 +113,8 @@ def weight_bytes(component: ReleaseComponent, dtype: torch.dtype | None = None) 
     return num_parameters(component) * dtype.itemsize
 
 
-def differences(release: Release, folder: PipelineFolder) -> dict[str, tuple[Any, Any]]:
-    """What a folder's files say otherwise than a release: found and expected, by component and setting.
+def differences(release: Release, folder: PipelineFolder) -> Differences:
+    """What a folder's files say otherwise than a release.
 
     Of a model of transformers only the settings that the release gives are compared.
 
@@ -168,8 +171,8 @@ def _differing(
 
 def find_releases(
     releases: Sequence[Release], location: str, folder: PipelineFolder
-) -> list[tuple[Release, dict[str, tuple[Any, Any]]]]:
-    """The releases that a folder is, and what its files say otherwise.
+) -> list[tuple[Release, Differences]]:
+    """The releases that a folder may be, and what its files say otherwise.
 
     Args:
         releases: of its family.
@@ -177,13 +180,13 @@ def find_releases(
         folder: its files.
 
     Returns:
-        The release of that hub id; else those whose models and pipeline are those of the folder, and of these
-        the ones that least is said otherwise of: several, where files do not tell them apart; or none.
+        The release of that hub id. Else those with the folder's models and pipeline, and of these the ones
+        that its files say least otherwise of: several, where files do not tell them apart; or none.
     """
-    if named := [release for release in releases if release.hub_id == location]:
+    if named := [release for release in releases if release.hub_id.lower() == location.lower()]:
         return [(release, differences(release, folder)) for release in named]
     compared = [(release, differences(release, folder)) for release in releases]
-    alike = [pair for pair in compared if not any(name.startswith(_TELLING) for name in pair[1])]
+    alike = [pair for pair in compared if all(name.startswith(_NOT_TELLING) for name in pair[1])]
     fewest = min((len(differing) for _, differing in alike), default=0)
     return [(release, differing) for release, differing in alike if len(differing) == fewest]
 
