@@ -94,8 +94,9 @@ class ObjectiveSettings(Settings):
     """Strength of `mode`: above 0 favours the middle, below 0 both ends, 0 is uniform."""
 
     shift: Literal["family", "none", "static", "resolution"] = "family"
-    """How drawn noise levels are moved towards more noise, which larger images need: as the model family was
-    trained, not at all, by `shift_value`, or by the number of image tokens."""
+    """How drawn noise levels are moved towards more noise, which larger images need: by the model family's
+    default, which docs/models.md gives with its reason; not at all; by `shift_value`; or as its sampler does
+    by the number of image tokens. `diffsynth-lite doctor` shows what comes of it."""
 
     shift_value: PositiveFloat | None = None
     """The static shift s: sigma becomes s * sigma / (1 + (s - 1) * sigma). Above 1 trains more at high

@@ -93,14 +93,18 @@ def shifts_by_size(
 ) -> dict[str, float]:
     """The shift of the noise levels at each size that the config names, by the name of the size.
 
+    Of a resolution at its square and at one of half its edge: one alone does not tell whether the shift
+    depends on the size.
+
     Args:
         shift: of the shape of one sample's latents.
     """
     data, divisor = config.data, family.size_divisor
-    edges = [max(divisor, edge // divisor * divisor) for edge in data.resolutions]
+    edges = [edge // part for edge in data.resolutions for part in (1, 2)]
+    squares = [2 * (max(divisor, edge // divisor * divisor),) for edge in edges]
     sizes = [
         Bucket(width=width, height=height, num_frames=num_frames)
-        for width, height in data.given_sizes or zip(edges, edges, strict=True)
+        for width, height in data.given_sizes or squares
         for num_frames in frame_counts_of(config, family)
     ]
     return {

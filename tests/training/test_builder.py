@@ -18,6 +18,7 @@ from diffsynth_lite.data import Batch
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training.builder import TrainingObjects, build_engine, build_optimizer
+from diffsynth_lite.training.data_settings import shifts_by_size
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +186,22 @@ def test_the_shift_of_the_family_is_the_familys_own(prepared: Prepared) -> None:
     checked = dataclasses.replace(prepared.checked, family=Shifted(prepared.checked.family.folder))
     assert _levels(prepared, "family", checked=checked).shift((16, 1, 4, 8)) == 8.0
     assert _levels(prepared, "resolution", checked=checked).shift((16, 1, 4, 8)) < 2.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({}, {"64x32": 8.0}),
+        ({"data.width": "null", "data.height": "null", "data.resolutions": [100]}, {"96x96": 12, "48x48": 6}),
+        ({"data.width": "null", "data.height": "null", "data.sizes": ["32x64"]}, {"32x64": 4.0}),
+    ],
+)
+def test_a_run_is_known_by_its_shifts_at_the_sizes_of_the_config(
+    prepared: Prepared, changes: dict[str, Any], sizes: dict[str, float]
+) -> None:
+    config = prepared.config(changes)
+    found = shifts_by_size(config, prepared.checked.family, lambda latents_shape: float(latents_shape[-1]))
+    assert found == sizes
 
 
 def _levels(prepared: Prepared, shift: str, **objects: Any) -> Any:

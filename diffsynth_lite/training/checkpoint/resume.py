@@ -6,6 +6,7 @@ it as ``contract.json``: the format keeps its first name.
 
 import json
 import logging
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,9 +56,10 @@ _SHIFT_AT = "objective.shift at "
 """Begins the entries of the shift that the noise levels of a size have."""
 _SHIFT_SETTINGS = ("objective.shift", "objective.shift_value")
 """Free to change where the shifts stay the same."""
+_SAME_SHIFT = 1e-9
+"""Relative; the last digits of an exponential are not the same on all machines."""
 _WAYS_TO_A_SHIFT = (
-    "objective.shift: resolution takes the sampler's where that grows with the size, and static takes "
-    "objective.shift_value"
+    "objective.shift: resolution takes the sampler's where that grows with the size, and static any one value"
 )
 _MAX_NAMED = 5
 _PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
@@ -93,13 +95,14 @@ def settings_fingerprint(
 ) -> RunFingerprint:
     """The settings that decide the numbers of a run, by dotted key, with secrets masked.
 
-    Args:
-        shifts: what ``objective.shift`` gives, by the name of a size.
-
     Everything else may change between the parts of a run: the checkpointing and offload flags, workers,
     previews, trackers, intervals, paths. ``train.steps`` may change where the learning rate does not depend
     on it, and ``train.micro_batch_size`` where there is neither dropout nor a token budget, and one bucket;
     see :func:`data_fingerprint`.
+
+    Args:
+        model_fingerprint: of the weights.
+        shifts: what ``objective.shift`` gives, by the name of a size.
     """
     values = config.model_dump()
     fingerprint: RunFingerprint = {"model.weights": model_fingerprint}
@@ -121,8 +124,7 @@ def settings_fingerprint(
 
 
 def _shift_fingerprint(shifts: Mapping[str, float]) -> RunFingerprint:
-    # Six digits: the last ones of an exponential are not the same on all machines.
-    return {f"{_SHIFT_AT}{size}": float(f"{shift:.6g}") for size, shift in shifts.items()}
+    return {f"{_SHIFT_AT}{size}": shift for size, shift in shifts.items()}
 
 
 def data_fingerprint(identity: DataIdentity, *, micro_batch_size: int) -> RunFingerprint:
@@ -197,7 +199,12 @@ def _differences(fingerprint: RunFingerprint, saved: Mapping[str, Any]) -> list[
     compared = _shift_keys(fingerprint) & _shift_keys(saved)
     if compared and compared.isdisjoint(change.key for change in changes):
         return [change for change in changes if change.key not in _SHIFT_SETTINGS]
-    return changes
+    return [change for change in changes if not _is_rounding(change)]
+
+
+def _is_rounding(change: Change) -> bool:
+    """Whether a shift is the same but for how it was computed."""
+    return change.key.startswith(_SHIFT_AT) and math.isclose(change.old, change.new, rel_tol=_SAME_SHIFT)
 
 
 def _shift_keys(fingerprint: Mapping[str, Any]) -> set[str]:

@@ -1,5 +1,6 @@
 """Which settings make a run the run that it is."""
 
+import math
 from pathlib import Path
 from typing import get_args
 
@@ -207,11 +208,11 @@ def of_shift(setting: str, **shifts: float) -> dict:
 
 
 def test_a_family_that_gives_another_shift_than_before_is_refused_with_the_ways_to_have_the_old_one() -> None:
-    before = of_shift("family", small=2.0, large=7.55974123)
+    before = of_shift("family", small=2.0, large=7.5)
     with pytest.raises(DifferentRunError) as caught:
         require_same(of_shift("family", small=2.0, large=3.0), before, where="runs/a")
     message = str(caught.value)
-    assert "objective.shift at large was 7.55974, is 3.0. Restore" in message
+    assert "objective.shift at large was 7.5, is 3.0. Restore" in message
     assert "objective.shift: resolution takes the sampler's" in message
     assert "small" not in message
     assert "resume.allow" not in message
@@ -223,6 +224,18 @@ def test_another_way_to_the_same_shifts_is_the_same_run() -> None:
         assert require_same(of_shift(setting, small=3.0, large=3.0), before, where="runs/a") == []
     with pytest.raises(DifferentRunError, match=r"objective\.shift was 'family', is 'none'; .* at small was"):
         require_same(of_shift("none", small=1.0, large=1.0), before, where="runs/a")
+
+
+def test_a_shift_that_another_machine_rounds_otherwise_is_the_same_and_another_way_to_it_is_not() -> None:
+    before = of_shift("family", small=7.559744, large=3.0)
+    rounded = {"small": math.nextafter(7.559744, 8), "large": 3.0}
+    assert require_same(of_shift("family", **rounded), before, where="runs/a") == []
+    with pytest.raises(
+        DifferentRunError, match=r": objective\.shift was 'family', is 'resolution'\. Restore"
+    ):
+        require_same(of_shift("resolution", **rounded), before, where="runs/a")
+    with pytest.raises(DifferentRunError, match=r"objective\.shift at small was 7\.559744, is 7\.55974\."):
+        require_same(of_shift("family", small=7.55974, large=3.0), before, where="runs/a")
 
 
 def test_sizes_that_are_new_have_no_shift_to_differ_from() -> None:
