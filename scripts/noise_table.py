@@ -32,27 +32,35 @@ def noise_section(family: type[ModelFamily], recipes: Sequence[Path]) -> list[st
     Args:
         recipes: files of the family's recipes.
     """
-    if not recipes:
-        return []
     noise_level, rows = "", []
     for recipe in recipes:
-        noise_level, size, findings = _noise_of(family, load_config(recipe).config)
+        config = load_config(recipe).config
+        with TemporaryDirectory() as path:
+            folder = _folder_of(family, config.model.path, Path(path))
+            if folder is None:
+                continue
+            noise_level, size, findings = _noise_of(family(folder, trained=config.lora.components), config)
         for row in findings:
             of = f"`{recipe.name}`, {size}" if row is findings[0] else f"its `{row.name}`"
             rows.append(f"| {' | '.join([of, *row.cells])} |")
+    if not rows:
+        return []
     headings = [f"noise levels: {noise_level}", *NoiseFindings.COLUMNS]
     return [f"| {' | '.join(headings)} |", f"|---|{'---:|' * len(NoiseFindings.COLUMNS)}", *rows, ""]
 
 
-def _noise_of(family_class: type[ModelFamily], config: Config) -> tuple[str, str, Sequence[NoiseFindings]]:
+def _folder_of(family: type[ModelFamily], location: str, path: Path) -> PipelineFolder | None:
+    """The model of a recipe: a folder of this repository, or a release that is written out at ``path``."""
+    folder = PipelineFolder(path=_REPOSITORY / location)
+    if folder.path.is_dir():
+        return folder
+    found = [release for release in family.releases if release.hub_id == location]
+    return write_release(found[0], path) if found else None
+
+
+def _noise_of(family: ModelFamily, config: Config) -> tuple[str, str, Sequence[NoiseFindings]]:
     """What a noise level is, the recipe's size in words, and its rows."""
-    with TemporaryDirectory() as path:
-        folder = PipelineFolder(path=_REPOSITORY / config.model.path)
-        if not folder.path.is_dir():
-            (release,) = (one for one in family_class.releases if one.hub_id == config.model.path)
-            folder = write_release(release, Path(path))
-        family = family_class(folder, trained=config.lora.components)
-        width, height = config.data.first_size
-        size = Bucket(width=width, height=height, num_frames=max(frame_counts_of(config, family)))
-        rows = noise_table(build_noise_levels(config, family), family, {size: 1.0})
-        return family.noise_path.noise_level, size.name, rows
+    width, height = config.data.first_size
+    size = Bucket(width=width, height=height, num_frames=max(frame_counts_of(config, family)))
+    rows = noise_table(build_noise_levels(config, family), family, {size: 1.0})
+    return family.noise_path.noise_level, size.name, rows

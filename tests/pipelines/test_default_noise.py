@@ -120,7 +120,11 @@ REFERENCES: dict[str, Callable[[int], Sequence[float]]] = {
 }
 
 RELEASES = [(name, release) for name in family_names() for release in releases_of(name)]
-RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*_lora.yaml"))
+RECIPES = [
+    path
+    for path in sorted((Path(__file__).parents[2] / "configs").glob("*_lora.yaml"))
+    if releases_of(load_config(path).config.model.family)  # else nothing is known of its sampler
+]
 
 
 def require_within(mean: float, references: Sequence[float]) -> None:

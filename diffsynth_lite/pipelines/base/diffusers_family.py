@@ -99,7 +99,7 @@ class DiffusersFamily(ModelFamily):
 
     @property
     def prompt_tokenizer(self) -> str:
-        """The one of ``tokenizers`` that ``max_prompt_tokens`` counts by; some families give it plainly."""
+        """The one of ``tokenizers`` that ``max_prompt_tokens`` counts by: the first, if no other is named."""
         return self.tokenizers[0]
 
     def component_class(self, name: str) -> Any:
