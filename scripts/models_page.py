@@ -40,8 +40,9 @@ data of each kind are given is in [data.md](data.md), how another family is writ
 your own, in [add-a-model.md](add-a-model.md).
 
 Of a hub id, a run and `diffsynth-lite cache` fetch the folders that `model_index.json` names, and nothing
-else of the repository: first settings and tokenizers, by which the model is checked, then of each component
-the safetensors files of `model.variant` that its library loads. They say before how much that is, and do
+else of the repository: first settings and tokenizers, by which the model is checked; then, when nothing is
+wrong with config and data either, of each component the safetensors files of `model.variant` that its library
+loads. They say before how much that is, and do
 not begin where the disk of the hub's cache (`HF_HOME`) has no room for it. All is of one commit. After an
 interruption the same command goes on: huggingface_hub 2.4 keeps the files that are complete, and begins the
 others anew. With `HF_HUB_OFFLINE=1`, or while the hub cannot be reached, the cache is enough where it has

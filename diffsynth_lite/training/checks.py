@@ -61,8 +61,10 @@ class CheckedRun:
 def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
     """Check paths, data, sizes, targets and blocks; no weights are loaded.
 
+    Those of a model of the hub are downloaded when there is nothing wrong.
+
     Raises:
-        UserError: one line for each problem found, on whatever process.
+        UserError: one line for each problem found, on whatever process; or the download failed.
     """
     problems = Problems()
     problems.attempt(lambda: _check_batch_size(config, accelerator.num_processes))
@@ -83,6 +85,8 @@ def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
     assert family is not None
     if warning := distillation_warning(family, config.model.path):
         logger.warning("%s", warning)
+    folder, components = family.folder, family.components
+    on_all_processes(accelerator, lambda: folder.download_weights(components))
     return CheckedRun(
         family=family,
         records=records,
@@ -158,8 +162,7 @@ def bind_family(config: Config, *, with_weights: bool = True) -> ModelFamily:
 
     Args:
         config: gives family, folder and trained components.
-        with_weights: whether the weights must be there; those of a model of the hub are downloaded. Otherwise
-            its small files are enough.
+        with_weights: whether those of a local folder must be there. Of the hub only small files are fetched.
 
     Raises:
         UserError: no such family or folder, or a folder of another family.
@@ -169,11 +172,7 @@ def bind_family(config: Config, *, with_weights: bool = True) -> ModelFamily:
     folder = resolve_folder(model.path, revision=model.revision, variant=model.variant)
     require_family(family_class, folder)
     family = family_class(folder, trained=config.lora.components)
-    if with_weights and folder.hub:
-        # Before gigabytes are fetched: a tokenizer that cannot be loaded, a release that cannot be trained.
-        family.check_folder(with_weights=False)
-        folder.download_weights(family.components)
-    family.check_folder(with_weights=with_weights)
+    family.check_folder(with_weights=with_weights and folder.hub is None)
     family.check_vae_dtype(getattr(torch, model.vae_dtype))
     return family
 

@@ -4,7 +4,7 @@ import json
 import logging
 import shutil
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Event, Thread
@@ -12,16 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from family_sample import CPU
 from hub_server import REPOSITORY, Hub, serving
 from huggingface_hub import constants
+from PIL import Image
 
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.errors import RunInterrupted, UserError
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import PipelineFolder, resolve_folder
-from diffsynth_lite.pipelines.flux import tiny
-from diffsynth_lite.training.checks import bind_family
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.flux import Flux, tiny
+from diffsynth_lite.training.checks import bind_family, check_run
 
 COMPONENTS = ("transformer", "text_encoder", "text_encoder_2", "vae")
 WEIGHTS = [
@@ -66,18 +69,27 @@ def hub(files: dict[str, bytes], tmp_path: Path) -> Iterator[Hub]:
         yield hub
 
 
-def config(tmp_path: Path, **model: Any) -> Config:
+def config(tmp_path: Path, model: Mapping[str, Any] | None = None, **sections: Any) -> Config:
     path = tmp_path / "config.yaml"
-    settings = {"family": "flux", "path": REPOSITORY, **model}
-    path.write_text(json.dumps({"model": settings, "data": {"path": "x"}, "output": {"dir": "y"}}))
+    of_model = {"family": "flux", "path": REPOSITORY, **(model or {})}
+    others = {"data": {"path": "x"}, "output": {"dir": str(tmp_path / "run")}, **sections}
+    path.write_text(json.dumps({"model": of_model, **others}))
     return load_config(path, []).config
+
+
+def fetched_family(tmp_path: Path, **model: Any) -> DiffusersFamily:
+    """What a run does."""
+    family = bind_family(config(tmp_path, model))
+    family.folder.download_weights(family.components)
+    assert isinstance(family, DiffusersFamily)
+    return family
 
 
 def test_of_a_repository_the_pipeline_alone_is_fetched(
     hub: Hub, files: dict[str, bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        family = bind_family(config(tmp_path))
+        family = fetched_family(tmp_path)
     # What is small comes for all variants.
     expected = {*files, "transformer/diffusion_pytorch_model.safetensors.index.fp16.json"}
     assert set(hub.fetched) <= expected
@@ -95,17 +107,31 @@ def test_of_a_repository_the_pipeline_alone_is_fetched(
     family.load_transformer(torch.float32)
 
 
-def test_the_check_that_needs_no_weights_fetches_none(hub: Hub, tmp_path: Path) -> None:
-    bind_family(config(tmp_path), with_weights=False)
+def test_weights_are_fetched_when_there_is_nothing_wrong_and_each_tokenizer_is_loaded_once(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, loaded = Flux.load_tokenizer, []
+    monkeypatch.setattr(Flux, "load_tokenizer", lambda self, name: loaded.append(name) or load(self, name))
+    (tmp_path / "data").mkdir()
+    Image.new("RGB", (64, 32)).save(tmp_path / "data" / "a.png")
+    (tmp_path / "data" / "a.txt").write_text("a circle")
+    sections = {"data": {"path": str(tmp_path / "data"), "width": 64, "height": 32}}
+    for wrong in ({"lora": {"target_modules": ["to_nothing"]}}, {"validation": {"width": 40}}):
+        with pytest.raises(UserError, match=r"to_nothing|40x32 is not divisible"):
+            check_run(config(tmp_path, **sections, **wrong), Accelerator())
     assert not [name for name in hub.fetched if name.endswith(".safetensors")]
+    loaded.clear()
+    checked = check_run(config(tmp_path, **sections), Accelerator())
+    checked.family.folder.require_weights(COMPONENTS)
+    assert loaded == ["tokenizer", "tokenizer_2"]
 
 
 def test_what_cannot_be_trained_is_known_before_weights_are_fetched(hub: Hub, tmp_path: Path) -> None:
     hub.files["tokenizer_2/tokenizer.json"] = b"{"
     with pytest.raises(UserError, match=r"the tokenizer in .*tokenizer_2 cannot be loaded"):
-        bind_family(config(tmp_path))
+        fetched_family(tmp_path)
     with pytest.raises(UserError, match="holds a FluxPipeline"):
-        bind_family(config(tmp_path, family="wan"))
+        fetched_family(tmp_path, family="wan")
     assert not [name for name in hub.fetched if name.endswith(".safetensors")]
 
 
@@ -141,7 +167,7 @@ def test_what_is_fetched_of_one_file_and_shards_is_enough_to_load(hub: Hub, tmp_
     pipeline, folder = tiny(), tmp_path / "shards"
     pipeline.save_pretrained(folder, max_shard_size="16KB")
     hub.files |= {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("*/*")}
-    family = bind_family(config(tmp_path))
+    family = fetched_family(tmp_path)
     for component in COMPONENTS:
         loaded, expected = family.load_component(component, torch.float32), getattr(pipeline, component)
         for name, tensor in expected.state_dict().items():
@@ -181,16 +207,16 @@ def test_an_interrupted_download_goes_on_with_the_files_that_lack(
     with pytest.raises(
         UserError, match=r"downloading owner/name failed \(.*The same command goes on with it"
     ):
-        bind_family(config(tmp_path))
+        fetched_family(tmp_path)
     assert hub.fetched.count(WEIGHTS[0]) == 1
     hub.broken, hub.fetched = set(), []
     with caplog.at_level(logging.INFO):
-        bind_family(config(tmp_path))
+        fetched_family(tmp_path)
     assert WEIGHTS[2] in hub.fetched
     assert WEIGHTS[0] not in hub.fetched
     assert "0 bytes of its weights are there already" not in caplog.text
     hub.fetched = []
-    bind_family(config(tmp_path))
+    fetched_family(tmp_path)
     assert hub.fetched == []
 
 
@@ -218,10 +244,10 @@ def test_a_disk_without_room_is_said_before_a_weight_is_fetched(
     with pytest.raises(
         UserError, match=rf"KiB of {REPOSITORY} are to be .*{tmp_path / 'cache'} has .* free; .*HF_HOME to a"
     ):
-        bind_family(config(tmp_path))
+        fetched_family(tmp_path)
     assert not [name for name in hub.fetched if name.endswith(".safetensors")]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2 * needed, needed, needed))
-    bind_family(config(tmp_path))
+    fetched_family(tmp_path)
 
 
 def test_one_process_of_a_machine_downloads_at_a_time(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,17 +293,17 @@ def test_a_revision_is_fetched_by_its_commit(hub: Hub) -> None:
 def test_without_the_hub_a_whole_pipeline_is_taken_from_the_cache(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any]
 ) -> None:
-    online = bind_family(config(tmp_path))
+    online = fetched_family(tmp_path)
     hub.requests = []
     for name, value in setting.items():
         monkeypatch.setattr(constants, name, value)
-    offline = bind_family(config(tmp_path))
+    offline = fetched_family(tmp_path)
     assert (offline.folder, hub.requests) == (online.folder, [])
     (online.folder.path / WEIGHTS[3]).unlink()
     with pytest.raises(
         UserError, match=r"the hub cannot be reached and owner/name|downloading owner/name fai"
     ):
-        bind_family(config(tmp_path))
+        fetched_family(tmp_path)
 
 
 def test_a_repository_of_another_layout_is_told_before_anything_is_fetched(hub: Hub) -> None:

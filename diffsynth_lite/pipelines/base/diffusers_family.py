@@ -64,7 +64,7 @@ class DiffusersFamily(ModelFamily):
         super().check_folder(with_weights=with_weights)
         for component in self.components:
             require_class(self.folder, component, self.component_class(component))
-        # They are small; else the captions of a run would find out, or a download of gigabytes before them.
+        # Seconds; else the captions of a run would find out, or a download of gigabytes before them.
         for name in self.tokenizers:
             self.load_tokenizer(name)
         # Else missed at the first preview, which only warns, or drawn from a sampler of another kind.
