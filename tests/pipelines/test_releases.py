@@ -1,7 +1,9 @@
 """Every release is built on the meta device by what is written down of it."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +112,28 @@ def test_a_family_that_names_no_releases_has_none_not_those_of_the_family_it_is_
 
     assert Flux.releases
     assert Other.releases == releases_of("my_families.aura_flow") == ()
+
+
+@pytest.mark.parametrize(
+    ("component", "changes", "told"),
+    [
+        ("unet", {"upcast_attention": None}, {}),
+        ("unet", {"sample_size": 64}, None),
+        ("text_encoder", {"num_hidden_layers": 3}, {"num_hidden_layers": (3, 12)}),
+    ],
+)
+def test_a_release_is_told_by_what_makes_it_that_model(
+    tmp_path: Path, component: str, changes: dict[str, Any], told: dict[str, Any] | None
+) -> None:
+    base, *_ = releases = releases_of("sdxl")
+    folder = write_release(base, tmp_path)
+    file = tmp_path / component / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    found = find_releases(releases, "a/merge", folder)
+    if told is None:
+        assert found == []
+    else:
+        assert found == [(base, {f"{component}.{setting}": pair for setting, pair in told.items()})]
 
 
 def test_bytes_are_those_of_the_dtype_asked_for() -> None:

@@ -25,6 +25,8 @@ Differences = dict[str, tuple[Any, Any]]
 _NOT_TELLING = ("scheduler.", "text_encoder")
 """What a release is not known by: schedulers are changed, and text encoders are those of many."""
 
+_OFF = (None, False)
+
 
 def write_release(release: Release, path: Path) -> PipelineFolder:
     """Write ``model_index.json`` and the settings of all components; no weights, no vocabularies.
@@ -165,7 +167,8 @@ def _differing(
         other = found.get(name)
         if isinstance(value, dict) and isinstance(other, dict):
             yield from _differing(other, value, f"{prefix}{name}.")
-        elif value != other:
+        # Of SDXL's switches some stand as null in its file: off, as the class's default False.
+        elif value != other and not (value in _OFF and other in _OFF):
             yield f"{prefix}{name}", (other, value)
 
 
