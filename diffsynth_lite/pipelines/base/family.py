@@ -178,7 +178,7 @@ class ModelFamily(ABC):
 
     @property
     def noise_ranges(self) -> tuple[tuple[float, float], ...]:
-        """Ranges [low, high) of noise levels; more than one where each is trained by an expert of its own."""
+        """Ranges [low, high) of noise levels: one, or one for each of ``trained``, which are experts then."""
         return ((0.0, 1.0),)
 
     @property
