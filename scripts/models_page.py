@@ -42,11 +42,10 @@ your own, in [add-a-model.md](add-a-model.md).
 Of a hub id, a run and `diffsynth-lite cache` fetch the folders that `model_index.json` names, and nothing
 else of the repository: first settings and tokenizers, by which the model is checked; then, when nothing is
 wrong with config and data either, of each component the safetensors files of `model.variant` that its library
-loads. They say before how much that is, and do
-not begin where the disk of the hub's cache (`HF_HOME`) has no room for it. All is of one commit. After an
-interruption the same command goes on: huggingface_hub 2.4 keeps the files that are complete, and begins the
-others anew. With `HF_HUB_OFFLINE=1`, or while the hub cannot be reached, the cache is enough where it has
-all of them. `diffsynth-lite doctor` fetches no weights.
+loads. They say before how much that is, and do not begin where the disk of the hub's cache (`HF_HOME`) has no
+room for it. All is of one commit. After an interruption the same command goes on: huggingface_hub 2.4 keeps
+the files that are complete, and begins the others anew. With `HF_HUB_OFFLINE=1`, or while the hub cannot be
+reached, the cache is enough where it has all of them. `diffsynth-lite doctor` fetches no weights.
 
 A distilled release makes pictures in few steps, mostly without guidance. Training knows nothing of the
 distillation and undoes it: with the LoRA, few steps give blurred pictures. Where a family's files tell such a

@@ -26,7 +26,9 @@ from diffsynth_lite.training.run_folder.metrics import require_trackers
 
 logger = logging.getLogger(__name__)
 
-_DISTILLED = frozenset(["distilled", "flash", "hyper", "lcm", "lightning", "schnell", "turbo"])
+_DISTILLED = frozenset(
+    ["distill", "distilled", "dmd", "flash", "hyper", "lcm", "lightning", "schnell", "sprint", "turbo"]
+)
 """Words in the names of distilled models."""
 _UNDONE = frozenset(["de", "un"])
 """Words beside them in the names of models that are not, as in de-distilled."""
@@ -115,7 +117,8 @@ def distillation_warning(family: ModelFamily, location: str) -> str | None:
 
 
 def _is_named_distilled(name: str) -> bool:
-    words = set(re.findall("[a-z]+", name.lower()))
+    # Also of names such as StepDistill and sdxlTurbo.
+    words = {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", name)}
     return not words.isdisjoint(_DISTILLED) and words.isdisjoint(_UNDONE)
 
 
