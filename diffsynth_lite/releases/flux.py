@@ -16,7 +16,6 @@ from diffsynth_lite.releases.components import (
 )
 from diffsynth_lite.releases.release import Release, ReleaseComponent
 
-_LICENCE = "FLUX.1 [dev] Non-Commercial License"
 _FOLDER = f"{FORGE}black-forest-labs/FLUX.1-dev"
 
 _DEV = Release(
@@ -39,7 +38,7 @@ _DEV = Release(
     tokenizers={"tokenizer": CLIP_TOKENIZER, "tokenizer_2": T5_TOKENIZER_BOTH},
     size=(1024, 1024, 1),
     parameters=12e9,
-    licence=_LICENCE,
+    licence="FLUX.1 [dev] Non-Commercial License",
     gated=True,
     sources={
         "pipeline": f"{_FOLDER}; spiece.model: {SDNEXT}flux/tokenizer_2",

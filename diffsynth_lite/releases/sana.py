@@ -12,13 +12,19 @@ _DOCS = f"{DIFFUSERS}docs/source/en/api/pipelines/sana.md"
 _HUB = "Efficient-Large-Model"
 
 
-def _transformer(name: str, config: Mapping[str, Any], dtype_source: str) -> ReleaseComponent:
+def _transformer(name: str, config: Mapping[str, Any]) -> ReleaseComponent:
     return ReleaseComponent(
-        class_name="SanaTransformer2DModel", config=config, source=f"`{name}` in {_SCRIPT}{dtype_source}"
+        class_name="SanaTransformer2DModel", config=config, source=f"`{name}` in {_SCRIPT}"
     )
 
 
-_FP32 = f"; dtype of the plain files as in {_DOCS}"
+def _in_float32(component: ReleaseComponent) -> ReleaseComponent:
+    """Of Sana 1.0, whose plain files are beside those of a variant."""
+    return replace(
+        component, dtype="float32", source=f"{component.source}; dtype of the plain files as in {_DOCS}"
+    )
+
+
 _SMALL = {
     "cross_attention_dim": 1152,
     "cross_attention_head_dim": 72,
@@ -31,7 +37,7 @@ _1600M = Release(
     hub_id=f"{_HUB}/Sana_1600M_1024px_BF16_diffusers",
     pipeline_class="SanaPipeline",
     components={
-        "transformer": replace(_transformer("SanaMS_1600M_P1_D20", {}, _FP32), dtype="float32"),
+        "transformer": _in_float32(_transformer("SanaMS_1600M_P1_D20", {})),
         "text_encoder": ReleaseComponent(
             class_name="Gemma2Model",
             dtype="bfloat16",
@@ -82,7 +88,7 @@ _600M = replace(
     hub_id=f"{_HUB}/Sana_600M_1024px_diffusers",
     components={
         **_1600M.components,
-        "transformer": replace(_transformer("SanaMS_600M_P1_D28", _SMALL, _FP32), dtype="float32"),
+        "transformer": _in_float32(_transformer("SanaMS_600M_P1_D28", _SMALL)),
     },
     parameters=0.6e9,
     variants=("fp16",),
@@ -93,7 +99,7 @@ _15_1600M = replace(
     hub_id=f"{_HUB}/SANA1.5_1.6B_1024px_diffusers",
     components={
         **_1600M.components,
-        "transformer": _transformer("SanaMS1.5_1600M_P1_D20", {"qk_norm": "rms_norm_across_heads"}, ""),
+        "transformer": _transformer("SanaMS1.5_1600M_P1_D20", {"qk_norm": "rms_norm_across_heads"}),
     },
     variants=(),
     unconfirmed=(*_1600M.unconfirmed, "dtype of the transformer"),
@@ -105,7 +111,7 @@ _15_4800M = replace(
     components={
         **_1600M.components,
         "transformer": _transformer(
-            "SanaMS1.5_4800M_P1_D60", {"num_layers": 60, "qk_norm": "rms_norm_across_heads"}, ""
+            "SanaMS1.5_4800M_P1_D60", {"num_layers": 60, "qk_norm": "rms_norm_across_heads"}
         ),
     },
     parameters=4.8e9,

@@ -19,9 +19,7 @@ from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTo
 
 _SCRIPT = f"{DIFFUSERS}scripts/convert_wan_to_diffusers.py"
 _SIZE_480P, _SIZE_720P = (832, 480, 81), (1280, 720, 81)
-_SHIFT_UNCONFIRMED = (
-    "flow_shift: 3 in the conversion script; Wan-Video/Wan2.1 samples at 5, and at 3 for 480P from a picture",
-)
+_SHIFT = "flow_shift: 3 in the conversion script; Wan-Video/Wan2.1 samples at 5, from a picture in 480P at 3"
 _A14B_SHIFT = (
     "flow_shift: 3 in the conversion script; Wan-Video/Wan2.2 samples at 12 from text, at 5 from a picture"
 )
@@ -57,62 +55,12 @@ _VAE_22 = MappingProxyType(
         "scale_factor_spatial": 16,
         "patch_size": 2,
         "latents_mean": (
-            *(
-                -0.2289,
-                -0.0052,
-                -0.1323,
-                -0.2339,
-                -0.2799,
-                0.0174,
-                0.1838,
-                0.1557,
-                -0.1382,
-                0.0542,
-                0.2813,
-                0.0891,
-            ),
-            *(
-                0.157,
-                -0.0098,
-                0.0375,
-                -0.1825,
-                -0.2246,
-                -0.1207,
-                -0.0698,
-                0.5109,
-                0.2665,
-                -0.2108,
-                -0.2158,
-                0.2502,
-            ),
-            *(
-                -0.2055,
-                -0.0322,
-                0.1109,
-                0.1567,
-                -0.0729,
-                0.0899,
-                -0.2799,
-                -0.123,
-                -0.0313,
-                -0.1649,
-                0.0117,
-                0.0723,
-            ),
-            *(
-                -0.2839,
-                -0.2083,
-                -0.052,
-                0.3748,
-                0.0152,
-                0.1957,
-                0.1433,
-                -0.2944,
-                0.3573,
-                -0.0548,
-                -0.1681,
-                -0.0667,
-            ),
+            *(-0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557),
+            *(-0.1382, 0.0542, 0.2813, 0.0891, 0.157, -0.0098, 0.0375, -0.1825),
+            *(-0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108, -0.2158, 0.2502),
+            *(-0.2055, -0.0322, 0.1109, 0.1567, -0.0729, 0.0899, -0.2799, -0.123),
+            *(-0.0313, -0.1649, 0.0117, 0.0723, -0.2839, -0.2083, -0.052, 0.3748),
+            *(0.0152, 0.1957, 0.1433, -0.2944, 0.3573, -0.0548, -0.1681, -0.0667),
         ),
         "latents_std": (
             *(0.4765, 1.0364, 0.4514, 1.1677, 0.5313, 0.499, 0.4818, 0.5013, 0.8158, 1.0344, 0.5894, 1.0901),
@@ -144,7 +92,7 @@ _T2V_14B = Release(
         "parameters": "its name",
         "licence": "Wan-Video/Wan2.1, LICENSE.txt",
     },
-    unconfirmed=(*_SHIFT_UNCONFIRMED, "dtype of the transformer"),
+    unconfirmed=(_SHIFT, "dtype of the transformer"),
 )
 _T2V_1B = replace(
     _T2V_14B,
@@ -157,7 +105,7 @@ _T2V_1B = replace(
         ),
     },
     parameters=1.3e9,
-    unconfirmed=_SHIFT_UNCONFIRMED,
+    unconfirmed=(_SHIFT,),
 )
 
 _WAN22_SOURCES = {
@@ -236,7 +184,7 @@ _I2V_480P = replace(
         "parameters": "none: 14B in its name leaves out what sees the pictures",
         "size": "its name",
     },
-    unconfirmed=(*_SHIFT_UNCONFIRMED, "dtype of the picture encoder"),
+    unconfirmed=(_SHIFT, "dtype of the picture encoder"),
 )
 _I2V_720P = replace(
     _I2V_480P,
