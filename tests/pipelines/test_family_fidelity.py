@@ -16,6 +16,7 @@ from diffusers import DiffusionPipeline
 from family_sample import (
     CPU,
     NEGATIVE,
+    OTHER_NAMES,
     PROMPTS,
     SIGMA,
     Sample,
@@ -179,6 +180,23 @@ def test_the_latents_that_are_trained_are_those_that_the_pipeline_decodes(
     family.sample(model, torch.float32, [sample.request(num_inference_steps=2, guidance_scale=1.0, seed=5)])
     of_this_shape = [each for each in encoded if each.shape == decoded[0].shape]
     assert any(torch.allclose(decoded[0], each, rtol=1e-4, atol=1e-5) for each in of_this_shape)
+
+
+def test_what_the_model_says_of_a_place_comes_back_at_that_place(sample: Sample) -> None:
+    model = sample.family.load_transformer(torch.float32)
+    signature = inspect.signature(model.forward)
+
+    def echo(_model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> tuple[Any]:
+        given = signature.bind(*args, **kwargs).arguments
+        (latents,) = (
+            value for name, value in given.items() if OTHER_NAMES.get(name, name) == "hidden_states"
+        )
+        return (latents if isinstance(latents, list) else as_sampled(latents, output[0]),)
+
+    model.register_forward_hook(echo, with_kwargs=True)
+    predicted = sample.family.predict(model, sample.latents, SIGMA, sample.conditioning)
+    # Some models say the opposite of what a family predicts.
+    assert torch.equal(predicted.abs(), sample.latents.abs())
 
 
 def as_sampled(hidden_states: torch.Tensor | list[torch.Tensor], output: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ Check = Callable[..., None]
 PREVIEW = fidelity.test_a_preview_is_what_the_pipeline_draws_from_the_text
 PROMPTS = fidelity.test_another_caption_and_another_negative_prompt_draw_something_else
 DECODED = fidelity.test_the_latents_that_are_trained_are_those_that_the_pipeline_decodes
+PLACES = fidelity.test_what_the_model_says_of_a_place_comes_back_at_that_place
 TOLD = fidelity.test_all_that_the_model_is_told_in_training_is_what_the_pipeline_tells_it
 LAYOUT = fidelity.test_latents_are_channel_first
 FILES = fidelity.test_a_cache_key_changes_with_the_dtype_and_with_every_file_that_the_encoder_needs
@@ -31,7 +32,7 @@ DTYPES = fidelity.test_a_model_in_the_default_dtypes_trains_and_draws
 PADDING = fidelity.test_a_prompt_counts_the_same_alone_and_beside_longer_ones
 NOISE_LEVEL = interface.test_a_noise_level_is_told_to_the_model_as_the_sampler_tells_it
 SIGN = interface.test_the_velocity_is_what_the_pipeline_hands_to_its_sampler
-CHECKS = (PREVIEW, PROMPTS, DECODED, TOLD, LAYOUT, FILES, LIMIT, DTYPES, PADDING, NOISE_LEVEL, SIGN)
+CHECKS = (PREVIEW, PROMPTS, DECODED, PLACES, TOLD, LAYOUT, FILES, LIMIT, DTYPES, PADDING, NOISE_LEVEL, SIGN)
 
 
 class NeverSeesTheCaption(QwenImage):
@@ -68,6 +69,11 @@ class ForgetsTheLimitInTheKey(QwenImage):
 class PredictsTheOpposite(QwenImage):
     def predict(self, *batch: Any) -> torch.Tensor:
         return -super().predict(*batch)
+
+
+class MixesThePlacesUp(QwenImage):
+    def predict(self, *batch: Any) -> torch.Tensor:
+        return super().predict(*batch).flip(-1)
 
 
 class TellsAnotherTimestep(QwenImage):
@@ -123,6 +129,7 @@ MUTANTS: dict[type[ModelFamily], set[Check]] = {
     HasOneKeyForAllEncoders: {FILES, LIMIT},
     ForgetsTheLimitInTheKey: {LIMIT},
     PredictsTheOpposite: {SIGN},
+    MixesThePlacesUp: {PLACES},
     TellsAnotherTimestep: {NOISE_LEVEL},
     FillsPromptsUpUnmasked: {PADDING},
     PutsChannelsLast: {LAYOUT},
