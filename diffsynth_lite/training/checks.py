@@ -117,8 +117,8 @@ def distillation_warning(family: ModelFamily, location: str) -> str | None:
 
 
 def _is_named_distilled(name: str) -> bool:
-    # Also of names such as StepDistill and sdxlTurbo.
-    words = {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", name)}
+    # Also of names such as StepDistill and SDXLTurbo.
+    words = {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
     return not words.isdisjoint(_DISTILLED) and words.isdisjoint(_UNDONE)
 
 

@@ -1,5 +1,8 @@
 """The releases of LTX-Video from 0.9.5 on in small."""
 
+from typing import Any
+
+import pytest
 import torch
 from diffusers import AutoencoderKLLTXVideo, FlowMatchEulerDiscreteScheduler, LTXConditionPipeline
 
@@ -35,3 +38,16 @@ def of_conditions(*, denoises: bool = True) -> LTXConditionPipeline:
     """0.9.5 and later: pictures as conditions, and a sampler without a shift."""
     parts = {"vae": vae_of_0_9_5(denoises=denoises), "scheduler": FlowMatchEulerDiscreteScheduler()}
     return LTXConditionPipeline(**tiny().components | parts)
+
+
+def decoding_timesteps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The timestep that the autoencoder is told in each decode from here on."""
+    told: list[float] = []
+    decode = AutoencoderKLLTXVideo.decode
+
+    def tell(vae: AutoencoderKLLTXVideo, latents: torch.Tensor, timestep: torch.Tensor, **kwargs: Any) -> Any:
+        told.append(timestep.item())
+        return decode(vae, latents, timestep, **kwargs)
+
+    monkeypatch.setattr(AutoencoderKLLTXVideo, "decode", tell)
+    return told

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKLLTXVideo, LTXConditionPipeline, LTXPipeline
+from diffusers import LTXConditionPipeline, LTXPipeline
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.pipelines.ltx import pipeline_ltx_condition
 from family_sample import (
@@ -19,7 +19,7 @@ from family_sample import (
     picture,
     transformer_calls,
 )
-from ltx_layouts import of_conditions, vae_of_0_9_5
+from ltx_layouts import decoding_timesteps, of_conditions, vae_of_0_9_5
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
@@ -229,14 +229,7 @@ def test_a_preview_is_what_the_pipeline_draws(
 def test_previews_of_a_bf16_model_are_drawn_by_an_fp32_autoencoder(
     sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[float] = []
-    decode = AutoencoderKLLTXVideo.decode
-
-    def tell(vae: AutoencoderKLLTXVideo, latents: torch.Tensor, timestep: torch.Tensor, **kwargs: Any) -> Any:
-        told.append(timestep.item())
-        return decode(vae, latents, timestep, **kwargs)
-
-    monkeypatch.setattr(AutoencoderKLLTXVideo, "decode", tell)
+    told = decoding_timesteps(monkeypatch)
     request = sample.request(num_inference_steps=2, guidance_scale=3.0, seed=5)
     requests = [request, dataclasses.replace(request, inputs=(picture(150, 150, 5),))]
     drawn = sample.family.sample(sample.family.load_transformer(torch.bfloat16), torch.float32, requests)

@@ -26,7 +26,7 @@ from family_sample import (
     picture,
     transformer_calls,
 )
-from ltx_layouts import of_conditions
+from ltx_layouts import decoding_timesteps, of_conditions
 from PIL import Image
 
 from diffsynth_lite.media import Media, Prompt
@@ -247,14 +247,7 @@ def test_an_autoencoder_that_denoises_while_it_decodes_is_told_how_much(
     )
     LTXPipeline(**tiny().components | {"vae": vae}).save_pretrained(tmp_path)
     family = LTXVideo(PipelineFolder(path=tmp_path))
-    told: list[float] = []
-    decode = AutoencoderKLLTXVideo.decode
-
-    def tell(vae: AutoencoderKLLTXVideo, latents: torch.Tensor, timestep: torch.Tensor, **kwargs: Any) -> Any:
-        told.append(timestep.item())
-        return decode(vae, latents, timestep, **kwargs)
-
-    monkeypatch.setattr(AutoencoderKLLTXVideo, "decode", tell)
+    told = decoding_timesteps(monkeypatch)
     request = sample.request(num_inference_steps=2, guidance_scale=1.0, seed=0)
     requests = [request, dataclasses.replace(request, inputs=(picture(64, 64, 5),))]
     family.sample(family.load_transformer(torch.float32), torch.float32, requests)

@@ -66,6 +66,11 @@ class ForgetsTheLimitInTheKey(QwenImage):
         return f"prompt/1 {self.folder.fingerprints('text_encoder', 'tokenizer')} {dtype}"
 
 
+class ForgetsTheTokenizerInTheKey(QwenImage):
+    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
+        return f"prompt/1 {self.folder.fingerprints('text_encoder')} {dtype} {self.max_prompt_tokens}"
+
+
 class PredictsTheOpposite(QwenImage):
     def predict(self, *batch: Any) -> torch.Tensor:
         return -super().predict(*batch)
@@ -128,6 +133,7 @@ MUTANTS: dict[type[ModelFamily], set[Check]] = {
     SteersAwayFromThePrompt: {PREVIEW, PROMPTS},
     HasOneKeyForAllEncoders: {FILES, LIMIT},
     ForgetsTheLimitInTheKey: {LIMIT},
+    ForgetsTheTokenizerInTheKey: {FILES},
     PredictsTheOpposite: {SIGN},
     MixesThePlacesUp: {PLACES},
     TellsAnotherTimestep: {NOISE_LEVEL},
