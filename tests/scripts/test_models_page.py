@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 from models_page import BY_THE_FOLDER, facts, read_recipes, render_models_page, render_readme
+from noise_table import noise_section
 
 from diffsynth_lite.pipelines import ModelFamily, family_names, load_family
+from diffsynth_lite.pipelines.flux import Flux
 from diffsynth_lite.pipelines.wan import Wan
 
 REPOSITORY = Path(__file__).parents[2]
@@ -45,6 +47,15 @@ def test_a_family_says_what_it_covers_in_one_line(name: str) -> None:
     first, _, rest = (load_family(name).__doc__ or "").partition("\n")
     assert first.endswith(".")
     assert not rest.split("\n")[0].strip()
+
+
+def test_noise_levels_are_those_of_recipes_whose_release_is_known() -> None:
+    class WithoutReleases(Flux):
+        """A family of its own."""
+
+    recipe = CONFIGS / "flux_lora.yaml"
+    assert any(recipe.name in line for line in noise_section(Flux, [recipe]))
+    assert noise_section(WithoutReleases, [recipe]) == []
 
 
 def test_facts_that_depend_on_the_folder_are_those_of_the_docstrings() -> None:
