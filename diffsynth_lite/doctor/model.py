@@ -1,6 +1,6 @@
 """This file says which release the model's folder is, and counts it and its LoRA without weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from textwrap import shorten
 from typing import Any
 
@@ -27,8 +27,11 @@ def model_table(config: Config, family: ModelFamily) -> dict[str, str]:
     """
     transformer = family.empty_transformer()
     layers = find_targets(family, transformer, config)
-    components = {name: _component(config, family, name) for name in family.components}
-    return _release(config, family) | components | {"LoRA": _lora(config, transformer, layers)}
+    return (
+        _release(config, family)
+        | dict(_components(config, family))
+        | {"LoRA": _lora(config, transformer, layers)}
+    )
 
 
 def _release(config: Config, family: ModelFamily) -> dict[str, str]:
@@ -61,11 +64,16 @@ def _differences(differing: Mapping[str, tuple[Any, Any]]) -> str:
     return "; ".join([*named, *([f"and {more} more"] if more else [])])
 
 
-def _component(config: Config, family: ModelFamily, name: str) -> str:
-    dtype = _dtype_of(config, family, name)
-    number = sum(parameter.numel() for parameter in family.empty_component(name).parameters())
-    size = format_bytes(number * getattr(torch, dtype).itemsize)
-    return f"{number:,} parameters, {size} in {dtype}" + (", trained" if name in family.trained else "")
+def _components(config: Config, family: ModelFamily) -> Iterator[tuple[str, str]]:
+    for name in family.components:
+        component = family.empty_component(name)
+        if component is None:
+            continue
+        dtype = _dtype_of(config, family, name)
+        number = sum(parameter.numel() for parameter in component.parameters())
+        size = format_bytes(number * getattr(torch, dtype).itemsize)
+        trained = ", trained" if name in family.trained else ""
+        yield name, f"{number:,} parameters, {size} in {dtype}{trained}"
 
 
 def _dtype_of(config: Config, family: ModelFamily, name: str) -> str:

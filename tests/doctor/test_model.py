@@ -77,6 +77,16 @@ def test_a_family_may_have_no_releases(workplace: Workplace) -> None:
     assert table["release"] == "none of this family is known"
 
 
+def test_a_component_that_is_built_only_with_its_weights_is_not_counted(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = load_family("qwen_image")(PipelineFolder(path=workplace.models / "qwen_image"))
+    build = family.empty_component
+    monkeypatch.setattr(family, "empty_component", lambda name: None if name == "vae" else build(name))
+    table = model_table(workplace.config("data.path=data"), family)
+    assert table.keys() == {"release", "transformer", "text_encoder", "LoRA"}
+
+
 def test_layers_that_are_not_there_are_a_problem_among_the_others(workplace: Workplace) -> None:
     path = add_pictures(workplace, "square", 2, (64, 64))
     config = workplace.config(f"data.path={path}", "lora.target_modules=[to_query]")

@@ -294,9 +294,9 @@ class ModelFamily(ABC):
     def empty_transformer(self) -> torch.nn.Module:
         """The model that is trained, on the meta device: its structure without its weights."""
 
-    @abstractmethod
-    def empty_component(self, name: str) -> torch.nn.Module:
-        """One of ``components`` on the meta device: its structure without its weights."""
+    def empty_component(self, name: str) -> torch.nn.Module | None:
+        """One of ``components`` on the meta device, to be counted; None where it cannot be built so."""
+        return None
 
     @abstractmethod
     def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
