@@ -18,7 +18,7 @@ from transformers import GemmaTokenizer, LlamaTokenizer, T5Tokenizer
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Prompt
-from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, load_family
+from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, family_names, load_family, releases_of
 from diffsynth_lite.pipelines.base.tokenizer import load_tokenizer
 from diffsynth_lite.testing.text_encoders import tiny_gemma2, tiny_mistral3, tiny_t5, tiny_umt5
 from diffsynth_lite.testing.tokenizers import MISTRAL_TEMPLATE, clip_tokenizer, qwen2_tokenizer
@@ -222,6 +222,21 @@ def test_the_files_from_before_tokenizer_json_give_the_same_tokens(
     )
     assert encoded.keys() == expected.keys()
     assert all(torch.equal(encoded[name], expected[name]) for name in encoded)
+
+
+def test_every_kind_of_files_that_releases_have_is_one_of_these(tmp_path: Path) -> None:
+    loaded = set()
+    for name, make in KINDS.items():
+        (path := tmp_path / name).mkdir()
+        kind = make(path)
+        loaded.add((type(kind.tokenizer).__name__, frozenset(kind.files)))
+    released = {
+        (tokenizer.class_name.removesuffix("Fast"), frozenset(tokenizer.files))
+        for name in family_names()
+        for release in releases_of(name)
+        for tokenizer in release.tokenizers.values()
+    }
+    assert {(name, files) for name, files in released if files and "tokenizer.json" not in files} <= loaded
 
 
 def test_a_spiece_model_alone_is_of_the_class_that_the_pipeline_names(tmp_path: Path) -> None:
