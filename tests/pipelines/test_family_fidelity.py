@@ -344,20 +344,24 @@ def test_a_prompts_cache_key_changes_with_the_length_at_which_it_is_cut(
 
 
 @pytest.mark.parametrize("encoder", ["prompt", "media"])
-def test_a_cache_key_changes_with_the_pipeline_where_another_one_encodes_otherwise(
+def test_a_cache_key_changes_with_the_folders_index_where_another_one_encodes_otherwise(
     sample: Sample, folder: Path, encoder: str
 ) -> None:
     before, index = identity(sample, folder, encoder), folder / "model_index.json"
-    given = build_prompts(sample.family, sample.media)[:1] if encoder == "prompt" else sample.media[:1]
+    captions = build_prompts(sample.family, sample.media)
+    empty = dataclasses.replace(captions[0], text="", is_negative=True)
+    given = [captions[0], empty] if encoder == "prompt" else sample.media[:1]
     encoded, settings = load_encoder(sample, folder, encoder)(given), json.loads(index.read_text())
-    for name in set(sample.family.pipeline_classes) - {settings["_class_name"]}:
-        index.write_text(json.dumps(settings | {"_class_name": name}))
+    others = [{"_class_name": name} for name in sample.family.pipeline_classes]
+    others += [{name: not value} for name, value in settings.items() if isinstance(value, bool)]
+    for changes in others:
+        index.write_text(json.dumps(settings | changes))
         try:
             bound(sample, folder).check_folder()
         except UserError:
             continue  # it has other components, too
         of_another = load_encoder(sample, folder, encoder)(given)
-        assert is_equal(of_another, encoded) or identity(sample, folder, encoder) != before
+        assert is_equal(of_another, encoded) or identity(sample, folder, encoder) != before, changes
 
 
 def requests_of(sample: Sample, scale: float) -> Iterator[PreviewRequest]:
