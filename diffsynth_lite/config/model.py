@@ -5,7 +5,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from diffsynth_lite.config.settings import NonEmptyStr, Problem, Settings
+from diffsynth_lite.config.settings import Distinct, NonEmptyStr, Problem, Settings
 
 Precision: TypeAlias = Literal["bfloat16", "float16", "float32"]
 TargetSet: TypeAlias = Literal["attention", "all"]
@@ -36,12 +36,25 @@ class ModelSettings(Settings):
     """How the frozen transformer is kept in memory: 2 bytes a parameter, or 4 for `float32`. LoRA weights
     are float32 whatever this says."""
 
+    quantize: Literal["none", "int8", "nf4"] = "none"
+    """How the linear layers in the frozen transformer's blocks are kept: as `dtype` says, in 8 bits a weight
+    (`int8`), or in 4.5 (`nf4`; it needs `pip install bitsandbytes`). The rest stays in `dtype`, and so do the
+    numbers that are computed. What this saves and costs: [memory.md](memory.md)."""
+
+    quantize_skip: Distinct[NonEmptyStr] = Field(default=[])
+    """Layers of the blocks that `quantize` leaves as they are: names and endings of names, such as
+    `[to_out.0, ff.net.2]`, with `*` for one part, as in `lora.target_modules`."""
+
     text_encoder_dtype: Precision = "bfloat16"
     """How the text encoder is kept while prompts are encoded; it is freed before training starts."""
 
     vae_dtype: Precision = "float32"
     """How the VAE is kept while images are encoded and previews decoded. VAEs are small and lose detail in
     16 bits: change this only when a large picture does not fit."""
+
+    def conflicts(self) -> Iterator[Problem]:
+        if self.quantize == "none" and self.quantize_skip:
+            yield _without_effect("model.quantize_skip", "model.quantize", "none", "int8 or nf4")
 
 
 class LoraSettings(Settings):
@@ -119,11 +132,15 @@ class ObjectiveSettings(Settings):
     def conflicts(self) -> Iterator[Problem]:
         for key, density in _DENSITY_OF.items():
             if self.timestep_density != density and not self.is_default(key):
-                yield _without_effect(key, "timestep_density", self.timestep_density, density)
+                yield _without_effect(
+                    f"objective.{key}", "objective.timestep_density", self.timestep_density, density
+                )
         if self.loss_weighting != "min_snr" and not self.is_default("min_snr_gamma"):
-            yield _without_effect("min_snr_gamma", "loss_weighting", self.loss_weighting, "min_snr")
+            yield _without_effect(
+                "objective.min_snr_gamma", "objective.loss_weighting", self.loss_weighting, "min_snr"
+            )
         if self.shift != "static" and self.shift_value is not None:
-            yield _without_effect("shift_value", "shift", self.shift, "static")
+            yield _without_effect("objective.shift_value", "objective.shift", self.shift, "static")
         if self.shift == "static" and self.shift_value is None:
             message = "objective.shift static needs objective.shift_value, such as 3.0"
             yield Problem(("shift", "shift_value"), message)
@@ -135,7 +152,6 @@ class ObjectiveSettings(Settings):
 
 
 def _without_effect(key: str, owner: str, value: str, wanted: str) -> Problem:
-    message = (
-        f"objective.{key} has no effect with objective.{owner} {value}; remove it, or set {owner}: {wanted}"
-    )
-    return Problem((key, owner), message)
+    section, _, name = owner.partition(".")
+    message = f"{key} has no effect with {owner} {value}; remove it, or set {name}: {wanted}"
+    return Problem((key.removeprefix(f"{section}."), name), message)

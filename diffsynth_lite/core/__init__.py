@@ -1,1 +1,1 @@
-"""What every model family is trained with; torch only."""
+"""What every model family is trained with; torch and safetensors only."""

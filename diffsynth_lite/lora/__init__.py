@@ -8,7 +8,7 @@ from diffsynth_lite.lora.adapter import (
     by_peft_names,
     load_adapter_tensors,
 )
-from diffsynth_lite.lora.targets import find_target_layers
+from diffsynth_lite.lora.targets import find_target_layers, layers_ending_in
 
 __all__ = [
     "adapter_settings",
@@ -17,5 +17,6 @@ __all__ = [
     "add_adapter",
     "by_peft_names",
     "find_target_layers",
+    "layers_ending_in",
     "load_adapter_tensors",
 ]

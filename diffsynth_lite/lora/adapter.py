@@ -22,7 +22,7 @@ def add_adapter(
     The second matrix of each pair starts at zero, so the model's output does not change.
 
     Args:
-        model: a diffusers model, on the CPU so that the first values do not depend on the device.
+        model: a diffusers model. peft draws the first values on the CPU, whatever device it is on.
         layers: full names of linear layers.
         rank: inner width of each pair of matrices.
         alpha: the update is scaled by ``alpha / rank``.

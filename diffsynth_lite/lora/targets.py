@@ -32,17 +32,32 @@ def find_target_layers(
         raise UserError(
             "lora.target_modules is empty; name at least one ending, or leave it out for the default"
         )
-    unmatched = [target for target in target_modules if not any(_ends_in(name, target) for name in linear)]
-    if unmatched:
-        raise UserError(_describe_unmatched(unmatched, linear, type(model).__name__))
-    used = [name for name in linear if not any(_is_in(name, module) for module in unused_modules)]
-    layers = [name for name in used if any(_ends_in(name, target) for target in target_modules)]
+    matched = layers_ending_in(linear, target_modules, key="lora.target_modules", owner=type(model).__name__)
+    layers = [name for name in matched if not any(_is_in(name, module) for module in unused_modules)]
     if not layers:
         raise UserError(
             f"lora.target_modules: {', '.join(target_modules)} match only layers whose output "
             "nobody uses; add others"
         )
     return layers
+
+
+def layers_ending_in(names: Sequence[str], endings: Sequence[str], *, key: str, owner: str) -> list[str]:
+    """Those of some linear layers whose names end in one of the endings.
+
+    Args:
+        names: full names of the layers.
+        endings: as ``target_modules`` of :func:`find_target_layers`.
+        key: the setting that gives them, for the message.
+        owner: what has the layers, for the message.
+
+    Raises:
+        UserError: an ending matches none of them.
+    """
+    unmatched = [ending for ending in endings if not any(_ends_in(name, ending) for name in names)]
+    if unmatched:
+        raise UserError(f"{key}: {_describe_unmatched(unmatched, names, owner)}")
+    return [name for name in names if any(_ends_in(name, ending) for ending in endings)]
 
 
 def _is_in(name: str, module: str) -> bool:
@@ -57,12 +72,12 @@ def _ends_in(name: str, target: str) -> bool:
     )
 
 
-def _describe_unmatched(unmatched: Sequence[str], linear: Sequence[str], model_class: str) -> str:
-    endings = sorted({_without_indices(name) for name in linear})
+def _describe_unmatched(unmatched: Sequence[str], names: Sequence[str], owner: str) -> str:
+    endings = sorted({_without_indices(name) for name in names})
     close = [match for target in unmatched for match in difflib.get_close_matches(target, endings, n=1)]
     hint = f"did you mean {', '.join(dict.fromkeys(close))}? " if close else ""
     return (
-        f"lora.target_modules: {', '.join(unmatched)} match no linear layer of {model_class}; "
+        f"{', '.join(unmatched)} match no linear layer of {owner}; "
         f"{hint}its layers end in: {', '.join(endings)}"
     )
 

@@ -11,6 +11,7 @@ from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import GradientEngine
 from diffsynth_lite.core.randomness import torch_seed
+from diffsynth_lite.core.weights import QuantizationReport
 from diffsynth_lite.data import Batch, BatchLayout, BatchStream, SampleSchedule, micro_batch_sizes
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import add_adapter, load_adapter_tensors
@@ -96,8 +97,17 @@ def build_transformer(
     device: torch.device,
     initial: Mapping[str, torch.Tensor] | None = None,
 ) -> torch.nn.Module:
-    """The frozen transformer with its adapter, on the device; with the values of ``initial``, or new ones."""
+    """The frozen transformer with its adapter, on the device; with the values of ``initial``, or new ones.
+
+    Raises:
+        UserError: the weights cannot be loaded, or not as ``model.quantize`` asks for.
+    """
     transformer = checked.family.load_transformer(getattr(torch, config.model.dtype))
+    if checked.family.quantization is not None and not QuantizationReport.of(transformer).num_layers:
+        raise UserError(
+            f"model.quantize: {config.model.quantize} has no effect, as {config.model.family} loads its "
+            "model in a way of its own; set it to none"
+        )
     add_adapter(
         transformer,
         checked.target_layers,

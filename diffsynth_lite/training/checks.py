@@ -14,10 +14,12 @@ from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_of
+from diffsynth_lite.core.weights import MissingKernelsError, Quantization, weight_format
 from diffsynth_lite.data import BatchLayout, Record, load_image
 from diffsynth_lite.errors import Problems, UserError
-from diffsynth_lite.lora import find_target_layers
+from diffsynth_lite.lora import find_target_layers, layers_ending_in
 from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder
+from diffsynth_lite.pipelines.base.quantized import quantizable_layers
 from diffsynth_lite.training.data_settings import check_records, plan_rules
 from diffsynth_lite.training.dataset import read_records
 from diffsynth_lite.training.distributed import on_all_processes
@@ -78,7 +80,7 @@ def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
     if not problems or Path(config.model.path).expanduser().is_dir():  # No download for nothing.
         family = problems.attempt(lambda: bind_family(config))
     if family is not None:
-        model = _check_model(problems, family, config)
+        model = _check_model(problems, family, config, accelerator.device)
         for found in (records, held_out):
             problems.attempt(partial(check_records, found, family))
     problems.attempt(lambda: check_held_out(records, held_out))
@@ -187,7 +189,9 @@ class _CheckedModel:
     num_selected_blocks: int
 
 
-def _check_model(problems: Problems, family: ModelFamily, config: Config) -> _CheckedModel:
+def _check_model(
+    problems: Problems, family: ModelFamily, config: Config, device: torch.device
+) -> _CheckedModel:
     problems.attempt(lambda: plan_rules(config, family))
     problems.attempt(lambda: check_previews(config, family))
     problems.attempt(lambda: _check_weighting(config, family))
@@ -196,6 +200,8 @@ def _check_model(problems: Problems, family: ModelFamily, config: Config) -> _Ch
     blocks = problems.attempt(lambda: _find_blocks(family, transformer))
     layers = problems.attempt(lambda: find_targets(family, transformer, config)) if blocks else []
     selected = problems.attempt(lambda: _select_blocks(config, len(blocks))) if blocks else []
+    if blocks:
+        family.quantization = problems.attempt(lambda: _quantization(family, transformer, config, device))
     return _CheckedModel(
         target_layers=layers or [],
         num_blocks=len(blocks or []),
@@ -243,6 +249,36 @@ def _find_blocks(family: ModelFamily, transformer: torch.nn.Module) -> list[torc
         return blocks_of(family.parts_of(transformer)[family.trained[0]], family.block_lists)
     except ValueError as error:
         raise UserError(f"train.use_gradient_checkpointing: {error}") from None
+
+
+def _quantization(
+    family: ModelFamily, transformer: torch.nn.Module, config: Config, device: torch.device
+) -> Quantization | None:
+    name, skipped = config.model.quantize, config.model.quantize_skip
+    if name == "none":
+        return None
+    try:
+        weights = weight_format(name)
+    except MissingKernelsError as error:
+        raise UserError(
+            f"model.quantize: {name} needs {error}, which is not installed: pip install {error}; or set int8"
+        ) from None
+    model = family.parts_of(transformer)[family.trained[0]]
+    layers = quantizable_layers(model, family.block_lists)
+    if not layers:
+        raise UserError(
+            f"model.quantize: {name} has no effect, as the blocks of this model have no linear layers; "
+            "set it to none"
+        )
+    owner = f"the blocks of {type(model).__name__}"
+    left_out = set(layers_ending_in(layers, skipped, key="model.quantize_skip", owner=owner))
+    if left_out == set(layers):
+        raise UserError(
+            f"model.quantize_skip: {', '.join(skipped)} leave out all {len(layers)} layers; "
+            "take some off the list, or set model.quantize: none"
+        )
+    kept = tuple(layer for layer in layers if layer not in left_out)
+    return Quantization(format=weights, layers=kept, device=device)
 
 
 def build_learning_rate(config: Config) -> Callable[[int], float]:

@@ -16,6 +16,7 @@ import torch
 
 from diffsynth_lite.core.gradient import GradientEngine, IneffectiveSwitchError, gradient_engine
 from diffsynth_lite.core.randomness import random_state_scope, torch_seed
+from diffsynth_lite.core.weights import QuantizationReport
 from diffsynth_lite.data import Batch
 from diffsynth_lite.errors import RunStoppedError, UserError
 from diffsynth_lite.training.builder import TrainingObjects, build_engine
@@ -78,7 +79,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
             result = train_step(built, step)
 
             if step == start_step + 1:
-                report_memory(run, engine, metrics, step)
+                report_memory(run, built, engine, metrics, step)
             report.after_step(result)
             shutdown.after_step(result.seconds)
 
@@ -168,8 +169,10 @@ def evaluate(built: TrainingObjects, saver: Saver, metrics: MetricsLog, step: in
     saver.update_best(step, math.nan if loss is None else loss)
 
 
-def report_memory(run: RunContext, engine: GradientEngine, metrics: MetricsLog, step: int) -> None:
-    """Log what checkpointing and offload did in the first step.
+def report_memory(
+    run: RunContext, built: TrainingObjects, engine: GradientEngine, metrics: MetricsLog, step: int
+) -> None:
+    """Log what is quantised, and what checkpointing and offload did in the first step.
 
     Raises:
         UserError: a switch that is on had no effect.
@@ -187,9 +190,10 @@ def report_memory(run: RunContext, engine: GradientEngine, metrics: MetricsLog, 
     except IneffectiveSwitchError as error:
         section = "memory" if str(error).startswith("save_attention") else "train"
         raise UserError(f"{section}.{error}") from error
-    for line in report.lines():
+    weights = QuantizationReport.of(built.transformer)
+    for line in (*weights.lines(), *report.lines()):
         logger.info("%s", line)
-    metrics.log(step, report.metrics())
+    metrics.log(step, weights.metrics() | report.metrics())
 
 
 def _num_parts(batch: Batch, num_processes: int) -> float:

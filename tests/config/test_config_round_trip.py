@@ -105,6 +105,8 @@ def consistent(name: str, values: dict) -> dict:
             values |= {f"{role}_column": None} if values[f"{role}_dir"] else {}
     if name == "validation":
         values |= one_for_each_prompt(values)
+    if name == "model":
+        values |= {"quantize_skip": []} if values["quantize"] == "none" else {}
     if name == "objective":
         values |= {"sigma_min": 0.0} if values["sigma_min"] >= values["sigma_max"] else {}
         values |= (

@@ -1,6 +1,7 @@
 """What is refused before any weights are loaded, though it would only matter later or never be noticed."""
 
 import shutil
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -11,6 +12,8 @@ from prepared_run import PROCESS, load_config_of
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import flux2, ltx_video, qwen_image, qwen_image_edit, sdxl, wan_i2v
+from diffsynth_lite.training import checks
+from diffsynth_lite.training.builder import build_transformer
 from diffsynth_lite.training.checks import bind_family, check_run, distillation_warning
 
 # For families that take multiples of 32 pixels.
@@ -216,3 +219,66 @@ def test_a_component_that_the_pipeline_cannot_train_is_named(root: Path) -> None
     assert message in refusal(root, **{"lora.components": "[transformer, vae]"})
     checked = check_run(load_config_of(root, {"lora.components": "[transformer]"}), PROCESS)
     assert checked.family.trained == ("transformer",)
+
+
+def test_layers_that_are_not_to_be_quantised_are_left_out(root: Path) -> None:
+    qwen_image.tiny().save_pretrained(root / "model")
+    assert check_run(load_config_of(root), PROCESS).family.quantization is None
+    every, some = (
+        check_run(load_config_of(root, {"model.quantize": "int8", **changes}), PROCESS).family.quantization
+        for changes in ({}, {"model.quantize_skip": "[img_mod.1, transformer_blocks.*.attn.to_q]"})
+    )
+    assert every is not None
+    assert some is not None
+    left_out = {
+        f"transformer_blocks.{block}.{name}" for block in range(2) for name in ("img_mod.1", "attn.to_q")
+    }
+    assert set(every.layers) - set(some.layers) == left_out
+
+
+@pytest.mark.parametrize(
+    ("skipped", "message"),
+    [
+        # Outside of the blocks nothing is quantised, so that to leave it out would do nothing.
+        (
+            "[to_q, proj_out]",
+            "model.quantize_skip: proj_out match no linear layer of the blocks of QwenImageTransformer2DMo",
+        ),
+        ("['*']", "model.quantize_skip: * leave out all 28 layers"),
+    ],
+)
+def test_a_choice_of_quantised_layers_without_effect_is_refused(
+    root: Path, skipped: str, message: str
+) -> None:
+    qwen_image.tiny().save_pretrained(root / "model")
+    assert message in refusal(root, **{"model.quantize": "int8", "model.quantize_skip": skipped})
+
+
+def test_a_model_whose_blocks_have_nothing_to_quantise_is_refused(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qwen_image.tiny().save_pretrained(root / "model")
+    monkeypatch.setattr(checks, "quantizable_layers", lambda *_: [])
+    message = "model.quantize: int8 has no effect, as the blocks of this model have no linear layers"
+    assert message in refusal(root, **{"model.quantize": "int8"})
+
+
+def test_a_format_whose_kernels_are_not_installed_is_refused_with_what_installs_them(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qwen_image.tiny().save_pretrained(root / "model")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    message = "model.quantize: nf4 needs bitsandbytes, which is not installed: pip install bitsandbytes"
+    assert message in refusal(root, **{"model.quantize": "nf4"})
+
+
+def test_a_family_that_loads_its_model_without_quantising_it_is_refused(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qwen_image.tiny().save_pretrained(root / "model")
+    config = load_config_of(root, {"model.quantize": "int8"})
+    checked = check_run(config, PROCESS)
+    plain = qwen_image.tiny().transformer
+    monkeypatch.setattr(type(checked.family), "load_transformer", lambda *_: plain)
+    with pytest.raises(UserError, match=r"model\.quantize: int8 has no effect, as qwen_image loads"):
+        build_transformer(config, checked, PROCESS.device)

@@ -23,6 +23,7 @@ from diffsynth_lite.pipelines.base.composite import Composite, join_adapter, spl
 from diffsynth_lite.pipelines.base.family import EncodedMedia, LoraFile, ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
 from diffsynth_lite.pipelines.base.lora_files import read_lora_file, save_lora_file
+from diffsynth_lite.pipelines.base.quantized import load_quantized, require_fitting
 from diffsynth_lite.pipelines.base.release_folder import empty_model
 from diffsynth_lite.pipelines.base.tokenizer import load_tokenizer
 
@@ -107,7 +108,9 @@ class DiffusersFamily(ModelFamily):
         return self.encoder_classes.get(name, self.transformer_class)
 
     def load_component(self, name: str, dtype: torch.dtype) -> Any:
-        """A component with its weights, on the CPU in ``dtype``; pickled weights are refused.
+        """A component with its weights in ``dtype``, on the CPU; pickled weights are refused.
+
+        Where ``quantization`` is set, what is not of ``encoder_classes`` is quantised, and on its device.
 
         Args:
             name: folder of the component.
@@ -117,6 +120,8 @@ class DiffusersFamily(ModelFamily):
         """
         component_class = self.component_class(name)
         try:
+            if self.quantization is not None and name not in self.encoder_classes:
+                return load_quantized(component_class, self.folder, name, dtype, self.quantization)
             component, loading = component_class.from_pretrained(
                 self.folder.path,
                 subfolder=name,
@@ -133,12 +138,8 @@ class DiffusersFamily(ModelFamily):
             ) from error
         # Made up otherwise: transformers fills them with random numbers and logs a table.
         of_other_shapes = {tensor for tensor, *_ in loading["mismatched_keys"]}
-        if lacking := sorted(of_other_shapes.union(loading["missing_keys"])):
-            raise UserError(
-                f"model.path: the weights in {self.folder.path / name} do not fit their config.json: "
-                f"{len(lacking)} of a {component_class.__name__} are missing or of another shape, such as "
-                f"{lacking[0]}; get the folder again"
-            )
+        lacking = sorted(of_other_shapes.union(loading["missing_keys"]))
+        require_fitting(self.folder, name, component_class, lacking)
         return component
 
     def load_tokenizer(self, name: str = "tokenizer") -> Any:

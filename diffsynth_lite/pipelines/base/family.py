@@ -10,6 +10,7 @@ import torch
 from PIL.Image import Image
 
 from diffsynth_lite.core.noise import FlowMatchingPath, NoisePath
+from diffsynth_lite.core.weights import Quantization
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
@@ -85,6 +86,8 @@ class ModelFamily(ABC):
         unused_matmuls: names of layers in the blocks whose results no gradient needs as long as the gate that
             they are multiplied with does not train; the recompute then leaves their products out.
         prompt_sees_images: whether the text encoder also sees the input pictures of an edit.
+        quantization: of the blocks of the models that are trained, by names within each; None is none. A run
+            sets it when it is checked.
     """
 
     pipeline_classes: ClassVar[tuple[str, ...]]
@@ -118,6 +121,7 @@ class ModelFamily(ABC):
                 f"this pipeline has {', '.join(self.trainable)}"
             )
         self.trained = tuple(name for name in self.trainable if name in given)
+        self.quantization: Quantization | None = None
 
     @property
     @abstractmethod

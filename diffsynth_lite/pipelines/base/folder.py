@@ -143,6 +143,12 @@ class PipelineFolder:
         single = [name for name in files if name == f"{_WEIGHTS_OF[library]}{variant}{_WEIGHT_SUFFIX}"]
         return (shards or single if library == "diffusers" else single or shards) or files
 
+    def files_to_load(self, component: str) -> list[Path]:
+        """The weight files that a component's library loads, also shards that are missing."""
+        folder = self.path / component
+        names = sorted(path.name for path in folder.glob("*"))
+        return [folder / name for name in self._loaded_files(component, names)]
+
     def require_files(self, component: str) -> None:
         """Check that a component's folder is there and holds something.
 

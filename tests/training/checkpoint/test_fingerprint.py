@@ -46,7 +46,7 @@ def test_settings_that_do_not_decide_the_numbers_may_change(override: str) -> No
     "override",
     [
         *("lora.rank=4", "lora.dropout=0.1", "lora.target_modules=[to_q]", "objective.logit_mean=0.1"),
-        "lora.target_modules=all",
+        *("lora.target_modules=all", "model.quantize=int8"),
         *("train.seed=1", "train.global_batch_size=16", "train.learning_rate=1e-3", "train.warmup_steps=9"),
         *("train.weight_decay=0.1", "train.mixed_precision=bf16", "train.lr_scheduler=cosine"),
         *("data.width=128", "data.repeats=2", "model.dtype=bfloat16", "model.vae_dtype=bfloat16"),

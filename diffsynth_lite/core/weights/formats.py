@@ -1,0 +1,149 @@
+"""This file has the formats that frozen weights are kept in: 8 bits by row, and 4 bits by blocks of 64.
+
+Each keeps a weight as two plain tensors, values and scales, and makes it again where it is needed. It can be
+written some rows at a time, so that a weight never has to be in memory as it was.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+_INT8_MAX = 127
+
+
+class MissingKernelsError(ImportError):
+    """A format needs a package that is not installed; the message names it."""
+
+
+class NotFiniteError(ValueError):
+    """A weight holds infinities or NaN, which no format can keep."""
+
+
+class WeightFormat(ABC):
+    """How the weight of a linear layer is kept.
+
+    Attributes:
+        name: as settings give it.
+        row_step: rows are written from a multiple of it on.
+    """
+
+    name: ClassVar[str]
+    row_step: ClassVar[int] = 1
+
+    @abstractmethod
+    def empty(self, num_rows: int, num_columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Memory for the values and the scales of a weight (num_rows, num_columns)."""
+
+    def write(self, rows: Tensor, first_row: int, values: Tensor, scales: Tensor) -> None:
+        """Quantise some rows of a weight into the memory that ``empty`` gave.
+
+        Args:
+            rows: (R, num_columns), floating, on the device of ``values``.
+            first_row: where they stand in the weight, a multiple of ``row_step``.
+            values: of the whole weight, as ``scales``.
+
+        Raises:
+            NotFiniteError: a number is infinite or NaN.
+        """
+        assert first_row % self.row_step == 0, f"{self.name} is not written from row {first_row} on"
+        if not rows.isfinite().all():
+            raise NotFiniteError("holds numbers that are not finite")
+        self._write(rows.float(), first_row, values, scales)
+
+    @abstractmethod
+    def _write(self, rows: Tensor, first_row: int, values: Tensor, scales: Tensor) -> None:
+        """What ``write`` does with finite rows in fp32."""
+
+    @abstractmethod
+    def dense(self, values: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The weight again, of this shape, computed in fp32 and rounded once to ``dtype``."""
+
+
+class Int8(WeightFormat):
+    """8 bits a weight: each row as whole numbers in [-127, 127], times a scale in fp32.
+
+    A number is off by at most half of its row's scale, which is the largest of the row divided by 127.
+    """
+
+    name = "int8"
+
+    def empty(self, num_rows: int, num_columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        values = torch.empty(num_rows, num_columns, dtype=torch.int8, device=device)
+        return values, torch.empty(num_rows, 1, dtype=torch.float32, device=device)
+
+    def _write(self, rows: Tensor, first_row: int, values: Tensor, scales: Tensor) -> None:
+        # A row of zeros has no scale of its own, but must not be divided by 0.
+        smallest = torch.finfo(torch.float32).tiny
+        scale = (rows.abs().amax(1, keepdim=True) / _INT8_MAX).clamp_(min=smallest)
+        written = slice(first_row, first_row + len(rows))
+        scales[written] = scale
+        values[written] = (rows / scale).round_().clamp_(-_INT8_MAX, _INT8_MAX)
+
+    def dense(self, values: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        weight = torch.empty(*shape, dtype=dtype, device=values.device)
+        # Into memory of another dtype the kernel computes in fp32; a scale in bf16 would bend whole rows.
+        return torch.mul(values, scales, out=weight)
+
+
+class Nf4(WeightFormat):
+    """4.5 bits a weight: each block of 64 as places in a table of 16 numbers, times a scale in fp32.
+
+    Source: QLoRA (Dettmers et al. 2023, arXiv:2305.14314), section 3, by the kernels of bitsandbytes and
+    without its second quantisation, of the scales.
+
+    Raises:
+        MissingKernelsError: bitsandbytes is not installed.
+    """
+
+    name = "nf4"
+    block_size: ClassVar[int] = 64
+    row_step = block_size
+
+    def __init__(self) -> None:
+        try:
+            from bitsandbytes import functional
+        except ImportError as error:
+            raise MissingKernelsError("bitsandbytes") from error
+        self._kernels: Any = functional
+
+    def empty(self, num_rows: int, num_columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        size = num_rows * num_columns
+        values = torch.empty(-(-size // 2), dtype=torch.uint8, device=device)
+        return values, torch.empty(-(-size // self.block_size), dtype=torch.float32, device=device)
+
+    def _write(self, rows: Tensor, first_row: int, values: Tensor, scales: Tensor) -> None:
+        # Flat: blocks run on from row to row, so that no width is too odd.
+        packed, state = self._kernels.quantize_4bit(
+            rows.flatten(), blocksize=self.block_size, quant_type="nf4"
+        )
+        first = first_row * rows.shape[1]
+        first_byte, first_block = first // 2, first // self.block_size
+        values[first_byte : first_byte + packed.numel()] = packed.flatten()
+        scales[first_block : first_block + state.absmax.numel()] = state.absmax
+
+    def dense(self, values: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        state = self._kernels.QuantState(
+            absmax=scales,
+            shape=(math.prod(shape),),
+            dtype=dtype,
+            blocksize=self.block_size,
+            quant_type="nf4",
+        )
+        weight: Tensor = self._kernels.dequantize_4bit(values[:, None], state)
+        return weight.view(*shape)
+
+
+_FORMATS: dict[str, type[WeightFormat]] = {one.name: one for one in (Int8, Nf4)}
+
+
+def weight_format(name: str) -> WeightFormat:
+    """The format of a name, ``int8`` or ``nf4``.
+
+    Raises:
+        MissingKernelsError: its kernels are not installed.
+    """
+    return _FORMATS[name]()

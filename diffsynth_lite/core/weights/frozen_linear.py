@@ -1,0 +1,155 @@
+"""This file has the linear layer of frozen models: its weight is in a format, and not kept for backward."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from diffsynth_lite.core.units import format_bytes
+from diffsynth_lite.core.weights.formats import WeightFormat
+
+
+class FrozenLinear(nn.Linear):
+    """Stands for a frozen ``nn.Linear``, and is one for whoever asks, such as peft, which adapts it as any.
+
+    Its two frozen parameters are ordinary tensors: what moves, broadcasts or lists tensors needs to know
+    nothing of them. ``weight`` holds the format's values and not numbers to compute with; :meth:`dense`
+    gives these. Neither is cast by ``.to(dtype)``.
+
+    Args:
+        layer: the one to stand for, also on the meta device; its weight is not read.
+        weight_format: what the weight is kept in; it is empty until rows are written.
+        device: of the parameters.
+    """
+
+    def __init__(self, layer: nn.Linear, weight_format: WeightFormat, device: torch.device) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.format = weight_format
+        self.plain_dtype = layer.weight.dtype
+        values, scales = weight_format.empty(self.out_features, self.in_features, device)
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self.weight_scale = nn.Parameter(scales, requires_grad=False)
+        bias = None if layer.bias is None else torch.empty_like(layer.bias, device=device)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of the weight in a plain layer."""
+        return self.out_features * self.in_features * self.plain_dtype.itemsize
+
+    def write(self, rows: Tensor, first_row: int) -> None:
+        """Quantise rows of the weight, (R, in_features), from any device to where they stand in it.
+
+        Raises:
+            NotFiniteError: a number is infinite or NaN.
+        """
+        rows = rows.to(self.weight.device)
+        self.format.write(rows, first_row, self.weight.data, self.weight_scale.data)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weight (out_features, in_features), to compute with."""
+        shape = self.out_features, self.in_features
+        return self.format.dense(self.weight, self.weight_scale, shape, dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in_features) to (..., out_features), in the input's dtype or autocast's."""
+        device_type = input.device.type
+        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+            input = input.to(torch.get_autocast_dtype(device_type))
+        output: Tensor = _Product.apply(input, self)  # type: ignore[no-untyped-call]
+        return output
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, format={self.format.name}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def moved(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            return new if new.dtype == tensor.dtype else tensor.to(new.device)
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+class _Product(torch.autograd.Function):
+    """``x @ weight.T + bias`` for a frozen layer, which is asked for its weight once more in backward.
+
+    Autograd would save the weight in its full size for each layer: what the format saves.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: FrozenLinear) -> Tensor:
+        ctx.layer = layer
+        bias = None if layer.bias is None else layer.bias.to(x.dtype)
+        return nn.functional.linear(x, layer.dense(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad @ ctx.layer.dense(grad.dtype), None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """Which layers of a frozen model are kept in another format than plain.
+
+    Attributes:
+        format: of their weights.
+        layers: their full names in the model.
+        device: where they are quantised, and the model is loaded to.
+    """
+
+    format: WeightFormat
+    layers: tuple[str, ...]
+    device: torch.device
+
+    def apply_to(self, model: nn.Module) -> None:
+        """Put a :class:`FrozenLinear`, still empty, in the place of each of the layers."""
+        for name in self.layers:
+            layer = model.get_submodule(name)
+            assert type(layer) is nn.Linear, f"{name} is a {type(layer).__name__}"
+            model.set_submodule(name, FrozenLinear(layer, self.format, self.device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationReport:
+    """What a model keeps in another format than plain; no layers where it keeps none.
+
+    Attributes:
+        num_layers: linear layers.
+        num_bytes: of their weights, scales included.
+        plain_bytes: what their weights would take in the model's dtype.
+    """
+
+    num_layers: int
+    num_bytes: int
+    plain_bytes: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """What is in a model, also one with adapters."""
+        layers = [module for module in model.modules() if isinstance(module, FrozenLinear)]
+        return cls(
+            num_layers=len(layers),
+            num_bytes=sum(layer.weight.nbytes + layer.weight_scale.nbytes for layer in layers),
+            plain_bytes=sum(layer.plain_bytes for layer in layers),
+        )
+
+    def lines(self) -> list[str]:
+        """The report for people, in the form of the gradient engine's: at most one line."""
+        if not self.num_layers:
+            return []
+        sizes = f"{format_bytes(self.num_bytes)} in place of {format_bytes(self.plain_bytes)}"
+        return [f"{'quantised':<15} {self.num_layers} layers, {sizes}"]
+
+    def metrics(self) -> dict[str, float]:
+        """Each number by its name; none where nothing is quantised."""
+        if not self.num_layers:
+            return {}
+        return {
+            "layers_quantised": self.num_layers,
+            "bytes_quantised": self.num_bytes,
+            "bytes_before_quantisation": self.plain_bytes,
+        }

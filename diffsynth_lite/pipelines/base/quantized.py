@@ -1,0 +1,120 @@
+"""This file loads models of diffusers whose linear layers are kept in another format than their files."""
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+
+from diffsynth_lite.core.gradient import blocks_in
+from diffsynth_lite.core.weights import NotFiniteError, Quantization, StoredTensors, load_frozen
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines.base.folder import PipelineFolder
+
+logger = logging.getLogger(__name__)
+
+
+def quantizable_layers(model: torch.nn.Module, block_lists: Sequence[str]) -> list[str]:
+    """Full names of the linear layers in a model's blocks, but for those that diffusers keeps in fp32.
+
+    Not those of subclasses either: who asks for the weight of one, as torch's attention does, gets no numbers
+    to compute with.
+
+    Args:
+        model: may be on the meta device.
+        block_lists: as of ``blocks_in``.
+    """
+    names = {module: name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    in_blocks = (module for block in blocks_in(model, block_lists) for module in block.modules())
+    return [
+        names[module] for module in in_blocks if module in names and not _kept_in_fp32(model, names[module])
+    ]
+
+
+def load_quantized(
+    model_class: Any, folder: PipelineFolder, component: str, dtype: torch.dtype, quantization: Quantization
+) -> torch.nn.Module:
+    """A component as ``from_pretrained`` gives it, but frozen, on a device, and with some layers quantised.
+
+    They are quantised while they are read, from the numbers in the files.
+
+    Args:
+        model_class: of diffusers.
+        component: its folder.
+        dtype: of all that is not quantised.
+
+    Raises:
+        UserError: the files do not hold what the component's config needs, or weights that are not finite.
+        safetensors.SafetensorError: a file is damaged.
+        OSError: a file is not there, or cannot be read.
+    """
+    # As diffusers makes it: what a model computes when it is made is in the dtype too.
+    with _default_dtype(dtype), init_empty_weights():
+        model: torch.nn.Module = model_class.from_config(folder.component_config(component))
+    stored = StoredTensors.in_files(folder.files_to_load(component))
+    require_fitting(folder, component, model_class, stored.lacking(model))
+    _warn_of_unused(folder, component, model, stored)
+    quantization.apply_to(model)
+
+    def dtype_of(name: str, present: torch.dtype) -> torch.dtype:
+        if not present.is_floating_point:
+            return present
+        return torch.float32 if _kept_in_fp32(model, name) else dtype
+
+    try:
+        load_frozen(model, stored, device=quantization.device, dtype_of=dtype_of)
+    except NotFiniteError as error:
+        raise UserError(
+            f"model.quantize: {folder.path / component}: {error}; get the folder again"
+        ) from error
+    return model.eval()
+
+
+def require_fitting(folder: PipelineFolder, component: str, model_class: Any, lacking: Sequence[str]) -> None:
+    """Refuse weights that are not those of the component's config.
+
+    Args:
+        lacking: names of tensors that are missing, or of another shape.
+
+    Raises:
+        UserError: there are some.
+    """
+    if lacking:
+        raise UserError(
+            f"model.path: the weights in {folder.path / component} do not fit their config.json: "
+            f"{len(lacking)} of a {model_class.__name__} are missing or of another shape, such as "
+            f"{lacking[0]}; get the folder again"
+        )
+
+
+def _warn_of_unused(
+    folder: PipelineFolder, component: str, model: torch.nn.Module, stored: StoredTensors
+) -> None:
+    expected: Sequence[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unused = [
+        name
+        for name in sorted(stored.shapes.keys() - model.state_dict().keys())
+        if not any(re.search(pattern, name) for pattern in expected)
+    ]
+    if unused:
+        where = folder.path / component
+        logger.warning("%d tensors in %s are not used, such as %s.", len(unused), where, unused[0])
+
+
+def _kept_in_fp32(model: torch.nn.Module, name: str) -> bool:
+    """Whether diffusers keeps a tensor, or a module, in fp32 whatever dtype is asked for."""
+    kept: Sequence[str] = getattr(model, "_keep_in_fp32_modules", None) or ()
+    return not set(kept).isdisjoint(name.split("."))
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,172 @@
+"""What a quantised base changes: a LoRA's gradients on it, its size, and a LoRA that is merged into it.
+
+Each family's tiny model gets a LoRA on its default target modules. Its gradients are compared with those on
+the same weights in float32: by the cosine between all of them, and by the norm of their difference as a part
+of theirs. All computes in float32, so that what differs is the weights. bf16 is weights rounded to bfloat16,
+for comparison. The models are random and a few channels wide.
+
+    python scripts/benchmarks/quantization.py [--family NAME ...] [--formats int8 nf4]
+    python scripts/benchmarks/quantization.py --releases
+    python scripts/benchmarks/quantization.py --model FOLDER --lora FOLDER
+
+The second form counts the bytes of what is trained of each released model, one expert of two, on torch's meta
+device. The third says how much of a Qwen-Image LoRA is lost when it is merged into weights that are then
+rounded to a format: the norm of what is lost, as a part of what the LoRA changes. Needs what the tests need,
+whose samples it uses.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from meters import print_table
+from torch import Tensor
+
+TESTS = Path(__file__).parents[2] / "tests"
+# Samples of all families, and the family that is kept elsewhere.
+sys.path += [str(TESTS / name) for name in ("pipelines", "elsewhere")]
+
+from family_sample import (  # noqa: E402
+    CPU,
+    ELSEWHERE,
+    Sample,
+    adapted_transformer,
+    build_sample,
+    small_edit_inputs,
+    velocity_and_gradients,
+)
+
+from diffsynth_lite.core.weights import Quantization, QuantizationReport, weight_format  # noqa: E402
+from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, family_names, load_family  # noqa: E402
+from diffsynth_lite.pipelines.base.quantized import quantizable_layers  # noqa: E402
+from diffsynth_lite.pipelines.base.release_folder import write_release  # noqa: E402
+from diffsynth_lite.pipelines.qwen_image import QwenImage  # noqa: E402
+
+FORMATS = ("int8", "nf4")
+META = torch.device("meta")
+
+
+def gradients_on(sample: Sample, name: str) -> tuple[Tensor, QuantizationReport]:
+    """All gradients of a LoRA in one vector, on weights in a format, in ``bf16`` or in ``fp32``."""
+    family = sample.family
+    if name in FORMATS:
+        model = family.parts_of(family.empty_transformer())[family.trained[0]]
+        layers = tuple(quantizable_layers(model, family.block_lists))
+        family.quantization = Quantization(format=weight_format(name), layers=layers, device=CPU)
+    transformer = adapted_transformer(sample)
+    family.quantization = None
+    if name == "bf16":
+        for parameter in transformer.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.bfloat16().float()
+    _, gradients = velocity_and_gradients(sample, transformer)
+    vector = torch.cat([gradient.flatten() for gradient in gradients.values() if gradient is not None])
+    return vector, QuantizationReport.of(transformer)
+
+
+def family_row(name: str, formats: Sequence[str]) -> dict[str, str]:
+    """The row of a family: layers quantised, and what becomes of its gradients."""
+    with TemporaryDirectory() as folder, small_edit_inputs():
+        sample = build_sample(name, Path(folder))
+        expected, _ = gradients_on(sample, "fp32")
+        row = {"family": name.rpartition(".")[2], "layers": ""}
+        for one in ("bf16", *formats):
+            found, report = gradients_on(sample, one)
+            row["layers"] = str(report.num_layers)
+            row[f"{one}: cosine"] = f"{torch.cosine_similarity(found, expected, dim=0):.5f}"
+            row[f"{one}: difference"] = f"{(found - expected).norm() / expected.norm():.4f}"
+    return row
+
+
+def release_rows(formats: Sequence[str]) -> Iterator[dict[str, str]]:
+    """The rows of all released models: GiB of weights, plain and in each format."""
+    for family_class in map(load_family, family_names()):
+        for release in family_class.releases:
+            with TemporaryDirectory() as folder:
+                family = family_class(write_release(release, Path(folder)))
+                sizes = {name: release_bytes(family, name) for name in ("bfloat16", *formats)}
+            yield {"model": release.name} | {name: f"{size / 2**30:.1f}" for name, size in sizes.items()}
+
+
+def release_bytes(family: ModelFamily, name: str) -> int:
+    """Bytes of the first model that a family trains, in bfloat16 but for blocks in a format."""
+    model = family.parts_of(family.empty_transformer())[family.trained[0]].to(torch.bfloat16)
+    if name in FORMATS:
+        layers = tuple(quantizable_layers(model, family.block_lists))
+        Quantization(format=weight_format(name), layers=layers, device=META).apply_to(model)
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def updates(model: Path, lora: Path) -> Iterator[tuple[Tensor, Tensor]]:
+    """The weight of each layer with a LoRA, and what the LoRA adds to it; of a Qwen-Image, in float32."""
+    family = QwenImage(PipelineFolder(path=model))
+    tensors, settings = family.read_lora(lora)
+    transformer = family.load_transformer(torch.float32)
+    for name, down in tensors.items():
+        layer, found, _ = name.partition(".lora_A.")
+        if found:
+            up = tensors[name.replace(".lora_A.", ".lora_B.")]
+            update = up @ down * settings["lora_alpha"] / settings["r"]
+            yield transformer.get_submodule(layer).weight, update
+
+
+def rounded(weight: Tensor, name: str) -> Tensor:
+    """A weight as a format, or bf16, keeps it."""
+    if name == "bf16":
+        return weight.bfloat16().float()
+    chosen = weight_format(name)
+    values, scales = chosen.empty(*weight.shape, CPU)
+    chosen.write(weight, 0, values, scales)
+    return chosen.dense(values, scales, weight.shape, torch.float32)
+
+
+def merge_rows(model: Path, lora: Path, formats: Sequence[str]) -> list[dict[str, str]]:
+    """What is lost of a LoRA by merging it, in each format."""
+    lost: Mapping[str, list[float]] = {name: [0.0, 0.0] for name in ("bf16", *formats)}
+    for weight, update in updates(model, lora):
+        for name, sums in lost.items():
+            left = rounded(weight + update, name) - rounded(weight, name)
+            sums[0] += (left - update).square().sum().item()
+            sums[1] += update.square().sum().item()
+    return [
+        {"weights in": name, "lost of the LoRA": f"{(missing / whole) ** 0.5:.1%}"}
+        for name, (missing, whole) in lost.items()
+    ]
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--family", action="append", help="default: all (repeatable)")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=("int8",), help="to compare")
+    parser.add_argument("--releases", action="store_true", help="count the bytes of released models")
+    parser.add_argument("--model", type=Path, help="a Qwen-Image that --lora was trained on")
+    parser.add_argument("--lora", type=Path, help="to merge into its weights")
+    options = parser.parse_args(arguments)
+    if (options.model is None) != (options.lora is None):
+        parser.error("--model and --lora belong together")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table that the command line asks for."""
+    options = parse_arguments(arguments)
+    torch.set_num_threads(1)
+    if options.lora is not None:
+        print_table("What merging loses.", merge_rows(options.model, options.lora, options.formats))
+        return
+    if options.releases:
+        print_table("GiB of weights of what is trained.", list(release_rows(options.formats)))
+        return
+    names = options.family or [*family_names(), *ELSEWHERE]
+    rows = [family_row(name, options.formats) for name in names]
+    print_table("Gradients of a LoRA, against those on float32 weights.", rows)
+
+
+if __name__ == "__main__":
+    main()

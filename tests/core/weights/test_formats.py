@@ -1,0 +1,99 @@
+"""The formats of frozen weights against their definitions."""
+
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from diffsynth_lite.core.weights import Int8, MissingKernelsError, NotFiniteError, WeightFormat, weight_format
+
+CPU = torch.device("cpu")
+# The 16 numbers of NF4, appendix E of arXiv:2305.14314.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+    *(0.7229568362236023, 1.0),
+)
+
+
+@pytest.fixture(params=["int8", "nf4"])
+def weights(request: pytest.FixtureRequest) -> WeightFormat:
+    if request.param == "nf4":
+        pytest.importorskip("bitsandbytes")
+    return weight_format(request.param)
+
+
+def random_weight(num_rows: int, num_columns: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(num_rows, num_columns, generator=generator)
+
+
+def stored(weights: WeightFormat, weight: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Values and scales of a weight that was written so many rows at a time."""
+    values, scales = weights.empty(*weight.shape, CPU)
+    for first in range(0, len(weight), num_rows):
+        weights.write(weight[first : first + num_rows], first, values, scales)
+    return values, scales
+
+
+@pytest.mark.parametrize("shape", [(300, 100), (7, 24), (130, 64)])
+def test_a_weight_written_in_parts_is_that_written_at_once(
+    weights: WeightFormat, shape: tuple[int, int]
+) -> None:
+    weight = random_weight(*shape)
+    whole = stored(weights, weight, len(weight))
+    assert all(map(torch.equal, whole, stored(weights, weight, weights.row_step)))
+    assert sum(tensor.nbytes for tensor in whole) < weight.nbytes / 2
+
+
+def test_a_dense_weight_is_rounded_once(weights: WeightFormat) -> None:
+    weight = random_weight(40, 24)
+    values, scales = stored(weights, weight, 40)
+    exact = weights.dense(values, scales, weight.shape, torch.float32)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(weights.dense(values, scales, weight.shape, dtype), exact.to(dtype))
+
+
+def test_a_weight_in_half_precision_is_stored_as_the_numbers_that_it_holds(weights: WeightFormat) -> None:
+    half = random_weight(40, 24).bfloat16()
+    assert all(map(torch.equal, stored(weights, half, 40), stored(weights, half.float(), 40)))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_refused(weights: WeightFormat, number: float) -> None:
+    weight = random_weight(4, 24)
+    weight[2, 3] = number
+    with pytest.raises(NotFiniteError):
+        stored(weights, weight, 4)
+
+
+def test_int8_is_off_by_half_a_step_at_most_and_keeps_what_is_largest_and_what_is_zero() -> None:
+    weight = random_weight(50, 33) * torch.logspace(-30, 30, 50)[:, None]
+    weight[7] = 0
+    values, scales = stored(Int8(), weight, 8)
+    largest = weight.abs().amax(1, keepdim=True)
+    assert torch.equal(values.abs().amax(1), torch.where(largest.squeeze(1) > 0, 127, 0))
+    dense = Int8().dense(values, scales, weight.shape, torch.float32)
+    # Half a step, and what fp32 rounds on the way there and back.
+    assert ((dense - weight).abs() <= largest / 127 * (0.5 + 1e-4)).all()
+    assert not dense[7].any()
+
+
+def test_nf4_takes_the_nearest_of_16_numbers_in_blocks_that_run_on_from_row_to_row() -> None:
+    pytest.importorskip("bitsandbytes")
+    weight, weights = random_weight(6, 80), weight_format("nf4")  # 7.5 blocks
+    values, scales = stored(weights, weight, 6)
+    blocks = torch.nn.functional.pad(weight.flatten(), (0, 32)).view(-1, 64)
+    assert torch.equal(scales, blocks.abs().amax(1))
+    table = torch.tensor(NF4)
+    nearest = ((blocks / scales[:, None])[..., None] - table).abs().argmin(-1)
+    expected = (table[nearest] * scales[:, None]).flatten()[: weight.numel()].view(6, 80)
+    torch.testing.assert_close(weights.dense(values, scales, weight.shape, torch.float32), expected)
+
+
+def test_a_format_without_its_kernels_says_which_package_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(MissingKernelsError, match="bitsandbytes"):
+        weight_format("nf4")

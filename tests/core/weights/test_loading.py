@@ -1,0 +1,124 @@
+"""Filling a frozen model from files: the same numbers, a few rows at a time."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from diffsynth_lite.core.weights import (
+    FrozenLinear,
+    Int8,
+    NotFiniteError,
+    Quantization,
+    StoredTensors,
+    load_frozen,
+)
+from diffsynth_lite.core.weights.formats import WeightFormat
+
+# As a run of several processes names it: memory that is moved there is new memory.
+CPU = torch.device("cpu:0")
+INT8 = Quantization(format=Int8(), layers=("1",), device=CPU)
+
+
+class Model(nn.Sequential):
+    """Tensors of all kinds: with two dimensions, four and none, and buffers that files hold or do not."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(20, 300), nn.Linear(300, 520), nn.Conv2d(3, 5, 2))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("count", torch.tensor([3, 4]))
+        self.register_buffer("table", torch.arange(6.0), persistent=False)
+
+
+@pytest.fixture
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(tensor.shape, generator=generator) if tensor.is_floating_point() else tensor * 5
+        for name, tensor in Model().state_dict().items()
+    }
+
+
+def files_of(tensors: dict[str, Tensor], folder: Path) -> list[Path]:
+    """The tensors in two files, with one that no model has."""
+    names = [*tensors, "unused"]
+    files = [folder / f"{place}.safetensors" for place in range(2)]
+    for place, file in enumerate(files):
+        save_file({name: tensors.get(name, torch.ones(3)).contiguous() for name in names[place::2]}, file)
+    return files
+
+
+def empty(quantization: Quantization) -> Model:
+    model = Model()
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                setattr(module, name, nn.Parameter(parameter.to("meta")))
+    quantization.apply_to(model)
+    return model
+
+
+def kept_or_bfloat16(name: str, present: torch.dtype) -> torch.dtype:
+    if not present.is_floating_point:
+        return present
+    return torch.float32 if name.startswith("2.") else torch.bfloat16
+
+
+def test_all_tensors_are_as_in_the_files_in_their_dtypes_and_frozen(
+    tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    stored = StoredTensors.in_files(files_of(tensors, tmp_path))
+    assert stored.lacking(Model()) == []
+    model = empty(INT8)
+    load_frozen(model, stored, device=CPU, dtype_of=kept_or_bfloat16)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert torch.equal(model.table, torch.arange(6.0))
+
+    layer = model[1]
+    assert isinstance(layer, FrozenLinear)
+    values, scales = Int8().empty(520, 300, CPU)
+    Int8().write(tensors["1.weight"], 0, values, scales)
+    assert torch.equal(layer.weight, values)
+    assert torch.equal(layer.weight_scale, scales)
+
+    state = model.state_dict()
+    for name, tensor in tensors.items():
+        if name != "1.weight":
+            expected = tensor.to(kept_or_bfloat16(name, tensor.dtype))
+            assert state[name].dtype == expected.dtype
+            assert torch.equal(state[name], expected), name
+    assert isinstance(model.scale, nn.Parameter)
+
+
+def test_a_weight_is_read_some_rows_at_a_time(
+    tensors: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[tuple[int, int]] = []
+    write = WeightFormat.write
+
+    def watched(self: WeightFormat, rows: Tensor, first_row: int, *memory: Tensor) -> None:
+        written.append((first_row, len(rows)))
+        write(self, rows, first_row, *memory)
+
+    monkeypatch.setattr(WeightFormat, "write", watched)
+    stored = StoredTensors.in_files(files_of(tensors, tmp_path))
+    load_frozen(empty(INT8), stored, device=CPU, dtype_of=kept_or_bfloat16)
+    assert written == [(first, 64) for first in range(0, 512, 64)] + [(512, 8)]
+
+
+def test_what_the_files_lack_and_what_has_another_shape_is_named(
+    tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    del tensors["scale"]
+    tensors["0.bias"] = torch.zeros(7)
+    stored = StoredTensors.in_files(files_of(tensors, tmp_path))
+    assert stored.lacking(Model()) == ["0.bias", "scale"]
+
+
+def test_a_weight_that_is_not_finite_is_named(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    tensors["1.weight"][400, 7] = torch.nan
+    stored = StoredTensors.in_files(files_of(tensors, tmp_path))
+    with pytest.raises(NotFiniteError, match=r"1\.weight holds numbers that are not finite"):
+        load_frozen(empty(INT8), stored, device=CPU, dtype_of=kept_or_bfloat16)

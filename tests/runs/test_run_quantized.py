@@ -1,0 +1,82 @@
+"""Whole runs on a quantised base: resumed exactly, on one process and two; a LoRA for the plain model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, forked
+
+INT8 = "model.quantize=int8"
+
+
+def adapter(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    tensors = checkpoint_tensors(folder, step)
+    return {name: value for name, value in tensors.items() if name.startswith("adapter/")}
+
+
+@pytest.fixture(params=["int8", "nf4"])
+def quantize(request: pytest.FixtureRequest) -> str:
+    if request.param == "nf4":
+        pytest.importorskip("bitsandbytes")
+    return f"model.quantize={request.param}"
+
+
+def test_a_run_says_what_it_quantised_goes_on_exactly_and_leaves_a_lora_for_the_plain_model(
+    watched_run: TinyRun, tiny_model: Path, quantize: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, plain = watched_run.root / "whole", watched_run.root / "plain"
+    settings = ("train.steps=2", "output.checkpoint_every_steps=1")
+    offload = "train.use_gradient_checkpointing_offload=true"
+    assert watched_run.train(quantize, *settings, offload, f"output.dir={whole}") == 0
+    (report,) = (row for row in watched_run.metrics(whole) if "layers_quantised" in row)
+    assert report["layers_quantised"] == 28
+    assert 0 < report["bytes_quantised"] < report["bytes_before_quantisation"] / 3
+    assert "quantised       28 layers, " in caplog.text
+    assert report["blocks_recomputed"] > 0 < report["bytes_offloaded"]
+
+    first = whole / "checkpoints" / "step-00000001"
+    assert watched_run.train(quantize, *settings, *UNWATCHED, "--resume", str(first)) == 0
+    trained = checkpoint_tensors(whole, 2)
+    assert differing(trained, checkpoint_tensors(watched_run.folder, 2)) == []
+
+    assert watched_run.train(*settings, f"output.dir={plain}") == 0
+    assert not any("layers_quantised" in row for row in watched_run.metrics(plain))
+    assert differing(adapter(whole, 2), adapter(plain, 2)) != []
+    # Drawn with the quantised base, also before training.
+    names = [path.name for path in sorted((plain / "previews").glob("step-00000000-*"))]
+    drawn, of_plain = ([(one / "previews" / name).read_bytes() for name in names] for one in (whole, plain))
+    assert len(names) == 2
+    assert drawn != of_plain
+
+    pipeline = QwenImagePipeline.from_pretrained(tiny_model)
+    pipeline.load_lora_weights(watched_run.folder / "lora")
+    loaded = {
+        f"adapter/{name.replace('.default_0.', '.')}": value
+        for name, value in pipeline.transformer.named_parameters()
+        if ".lora_" in name
+    }
+    assert differing(loaded, adapter(whole, 2)) == []
+
+
+def test_a_run_does_not_go_on_with_another_format_or_other_layers(
+    begun_run: TinyRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert begun_run.train(INT8) == 2
+    assert "model.quantize was 'none', is 'int8'" in caplog.text
+    other = begun_run.root / "other"
+    settings = (INT8, f"output.dir={other}")
+    assert begun_run.train(*settings, "train.steps=1") == 0
+    assert begun_run.train(*settings, "model.quantize_skip=[to_q]") == 2
+    assert "model.quantize_skip was [], is ['to_q']" in caplog.text
+
+
+def test_two_processes_train_on_a_quantised_base_as_one_does(tiny_run: TinyRun, quantize: str) -> None:
+    single, double = tiny_run.root / "single", tiny_run.root / "double"
+    settings = (quantize, "lora.dropout=0", "train.micro_batch_size=1", "train.steps=3")
+    assert tiny_run.train(*settings, f"output.dir={single}") == 0
+    program = forked(tiny_run, *settings, f"output.dir={double}", num_processes=2)
+    assert program.wait() == 0, program.printed()
+    losses = [[row["loss"] for row in tiny_run.metrics(path) if row.get("loss")] for path in (single, double)]
+    assert len(losses[0]) == 3
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=0)  # sums differ in their order
