@@ -210,6 +210,7 @@ def test_an_interrupted_download_goes_on_with_the_files_that_lack(
         fetched_family(tmp_path)
     assert hub.fetched.count(WEIGHTS[0]) == 1
     hub.broken, hub.fetched = set(), []
+    caplog.clear()
     with caplog.at_level(logging.INFO):
         fetched_family(tmp_path)
     assert WEIGHTS[2] in hub.fetched
