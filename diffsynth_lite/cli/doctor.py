@@ -94,7 +94,7 @@ def _joined(sign: str, groups: Sequence[Sequence[str]]) -> list[str]:
 
 def _sources(findings: Findings, title: str, unused: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("source", overflow="fold", min_width=30)
+    table.add_column("source", overflow="fold")
     table.add_column("holds")
     for name in ("captions", unused, "times a pass"):
         table.add_column(name, justify="right")

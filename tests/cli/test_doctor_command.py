@@ -32,6 +32,18 @@ def test_good_data_exit_with_0_and_have_a_page(tiny_run: TinyRun, capsys: pytest
     assert not tiny_run.folder.exists()
 
 
+def test_a_terminal_of_80_columns_shows_every_column(
+    tiny_run: TinyRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert doctor(tiny_run, "data.repeats=17") == 0
+    printed = capsys.readouterr().out
+    lines = [line.rstrip() for line in printed.splitlines()]
+    row = next(line for line in lines if "5 pictures" in line)
+    assert any(line.endswith("times a pass") for line in lines)
+    assert row.endswith(" 17")
+
+
 def test_overrides_stand_before_and_behind_flags(
     tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
