@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import get_args
 
 import torch
 from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
+from diffsynth_lite.config.model import TargetSet
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_of
 from diffsynth_lite.core.weights import MissingKernelsError, Quantization, weight_format
 from diffsynth_lite.data import BatchLayout, Record, load_image
@@ -234,12 +236,13 @@ def _targets(family: ModelFamily, config: Config) -> Sequence[str]:
     chosen = config.lora.target_modules
     if chosen is None:
         return family.default_target_modules
-    if isinstance(chosen, str) and chosen not in family.target_sets:
-        raise UserError(
-            f"lora.target_modules: {chosen} is no set of layers that {config.model.family} names; list them "
-            f"instead, or leave it out for the default, [{', '.join(family.default_target_modules)}]"
-        )
     names = [chosen] if isinstance(chosen, str) else chosen
+    unknown = [name for name in names if name in get_args(TargetSet) and name not in family.target_sets]
+    if unknown:
+        raise UserError(
+            f"lora.target_modules: {unknown[0]} is no set of layers that {config.model.family} names; list "
+            f"them instead, or leave it out for the default, [{', '.join(family.default_target_modules)}]"
+        )
     return [target for name in names for target in family.target_sets.get(name, (name,))]
 
 
@@ -341,8 +344,13 @@ def check_previews(config: Config, family: ModelFamily) -> None:
     _check_pictures_have_effect(config, family)
     for key, files in (("inputs", validation.inputs), ("last_frames", validation.last_frames)):
         for path in files:
+            file = Path(path).expanduser()
+            if not file.is_file():
+                raise UserError(
+                    f"validation.{key}: there is no file {path}; each of its entries is a picture"
+                )
             # To the last pixel: the caching pass looks for bad items, and a preview is none.
-            picture = load_image(Path(path).expanduser(), background=config.data.background)
+            picture = load_image(file, background=config.data.background)
             try:
                 family.input_size(*picture.size)
             except UserError as error:

@@ -1,6 +1,7 @@
 """What a user can get wrong: exit code 2 and one line that names it, before any weights are loaded."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,11 @@ def as_wan_pipeline(run: TinyRun) -> None:
     index.write_text(index.read_text().replace("QwenImagePipeline", "WanPipeline"))
 
 
+def cut_off_transformer(run: TinyRun) -> None:
+    weights = copied_model(run) / "transformer" / "diffusion_pytorch_model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1)
+
+
 def with_clip(run: TinyRun) -> None:
     write_video(run.root / "data" / "clip.mp4", [Image.new("RGB", (64, 32))] * 5, fps=16)
     (run.root / "data" / "clip.txt").write_text("a red circle that moves")
@@ -68,6 +74,11 @@ BEFORE_WEIGHTS: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
         lambda run: (copied_model(run) / "vae" / "diffusion_pytorch_model.safetensors").unlink(),
         (),
         "no safetensors weights",
+    ),
+    "weights that are cut off": (
+        cut_off_transformer,
+        (),
+        "transformer cannot be read (diffusion_pytorch_model.safetensors: ",
     ),
     "unknown family": (lambda run: None, ("model.family=qwen_imag",), "did you mean 'qwen_image'"),
     "family that is nowhere": (

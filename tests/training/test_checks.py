@@ -102,6 +102,13 @@ def test_a_preview_input_that_is_cut_off_is_named(root: Path) -> None:
     assert str(picture) in refusal(root, **changes)
 
 
+def test_a_preview_input_that_is_not_there_is_named_with_its_setting(root: Path) -> None:
+    changes = edit_pairs(root) | {"validation.prompts": "[make it blue]"}
+    picture = root / "no_such.jpg"
+    message = f"validation.inputs: there is no file {picture}"
+    assert message in refusal(root, **changes, **{"validation.inputs": f"[{picture}]"})
+
+
 def test_preview_inputs_that_the_family_does_not_look_at_are_refused(root: Path) -> None:
     qwen_image.tiny().save_pretrained(root / "model")
     changes = {"validation.prompts": "[a circle]", "validation.inputs": f"[{root}/data/a.png]"}
@@ -166,7 +173,8 @@ def test_a_named_set_of_layers_is_the_familys_own(root: Path, monkeypatch: pytes
         assert found == same
     monkeypatch.setattr(family, "target_sets", {})
     message = "lora.target_modules: all is no set of layers that qwen_image names; list them instead"
-    assert message in refusal(root, **{"lora.target_modules": "all"})
+    for chosen in ("all", "[img_mod.1, all]"):
+        assert message in refusal(root, **{"lora.target_modules": chosen})
 
 
 def test_an_autoencoder_that_float16_is_too_narrow_for_is_refused(root: Path) -> None:

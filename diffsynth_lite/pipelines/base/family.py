@@ -232,13 +232,15 @@ class ModelFamily(ABC):
         """Check, without loading weights, that the folder holds what training and previews need.
 
         Args:
-            with_weights: also that the weights are there.
+            with_weights: also that the weights are there, in files that are whole.
 
         Raises:
-            UserError: a missing component, missing weights, or a release that the family does not know.
+            UserError: a missing component, weights that are missing or cut off, or a release that the family
+                does not know.
         """
         if with_weights:
             self.folder.require_weights(self.components)
+            self.folder.require_whole_weights(self.components)
         for component in self.components_without_weights:
             self.folder.require_files(component)
 

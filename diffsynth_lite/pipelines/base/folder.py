@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.hub import INDEX, SMALL_SUFFIXES, HubCommit
 
@@ -96,6 +98,16 @@ class PipelineFolder:
                     f"model.path: {place}/{component} lacks {', '.join(sorted(lacking))}, which its index "
                     "lists; complete the download"
                 )
+
+    def require_whole_weights(self, components: Sequence[str]) -> None:
+        """Check by their headers that the weight files of each component are whole; no weights are read.
+
+        Raises:
+            UserError: a file is no safetensors file, or ends before the tensors that its header lists.
+        """
+        for component in components:
+            for file in self.files_to_load(component):
+                _require_whole(file)
 
     def _of_variant(self, names: Iterable[str]) -> list[str]:
         wanted = self.variant or ""
@@ -270,3 +282,14 @@ def _looks_local(location: str) -> bool:
         or not all(parts)
         or Path(parts[0]).is_dir()
     )
+
+
+def _require_whole(file: Path) -> None:
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"model.path: the weights in {file.parent} cannot be read ({file.name}: {error}); "
+            "get that file again"
+        ) from error
