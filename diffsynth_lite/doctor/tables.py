@@ -120,12 +120,19 @@ def pass_table(
     if batches := sum(row.batches_per_pass for row in buckets):
         train = data.config.train
         steps = batches * train.micro_batch_size / train.global_batch_size
-        table["one pass"] = f"{steps:.4g} steps; {train.steps} steps are {train.steps / steps:.3g} passes"
+        table["one pass"] = (
+            f"{_rounded(steps)} steps; {train.steps} steps are {_rounded(train.steps / steps)} passes"
+        )
     if estimate is None:
         table["cache"] = "off: encoded while training"
     else:
         table["cache"] = _cache_in_words(estimate)
     return table
+
+
+def _rounded(number: float) -> str:
+    """Three digits of a small number, all of a large one: never an exponent."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _cache_in_words(estimate: CacheEstimate) -> str:

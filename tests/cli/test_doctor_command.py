@@ -50,10 +50,10 @@ def test_overrides_stand_before_and_behind_flags(
     size = ("data.width=32", "data.height=48")
     page = tiny_run.root / "other.html"
     arguments = ["doctor", size[0], "--config", str(tiny_run.config), size[1], "--page", str(page)]
-    assert main([*arguments, "--sheet", "2", "train.steps=7"]) == 0
+    assert main([*arguments, "--sheet", "2", "train.steps=6000"]) == 0
     printed = capsys.readouterr().out
     assert "32x48" in printed
-    assert "7 steps are" in printed
+    assert "6000 steps are 4,800 passes" in printed
     assert page.read_text().count("data:image/jpeg") == 2
     assert "2 of 5 items" in page.read_text()
 
