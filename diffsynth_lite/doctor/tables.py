@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from diffsynth_lite import __version__
-from diffsynth_lite.core.gradient.host_pool import available_host_bytes
+from diffsynth_lite.core.transfer.host_pool import available_host_bytes
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.data import Bucket, VideoFacts, micro_batch_sizes
 from diffsynth_lite.doctor.examined import CacheEstimate, ExaminedData

@@ -27,7 +27,7 @@ from diffsynth_lite.core.gradient import (
     block_runner,
     gradient_engine,
 )
-from diffsynth_lite.core.gradient.backends import PlainBackend
+from diffsynth_lite.core.transfer.backends import PlainBackend
 
 STRATEGIES = {
     "none": KEEP,

@@ -12,7 +12,7 @@ import torch
 from meters import CountingMeter
 from tiny_run import TinyRun
 
-from diffsynth_lite.core.gradient.backends import PlainBackend
+from diffsynth_lite.core.transfer.backends import PlainBackend
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.run_folder.progress import StepResult

@@ -19,7 +19,7 @@ from gradient_models import ALL_FLAGS
 from torch import Tensor, nn
 
 from diffsynth_lite.core.gradient import GradientEngine, gradient_checkpoint_forward, gradient_engine
-from diffsynth_lite.core.gradient.backends import Copy, CudaBackend
+from diffsynth_lite.core.transfer.backends import Copy, CudaBackend
 
 pytestmark = pytest.mark.gpu
 

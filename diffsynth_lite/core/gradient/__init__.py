@@ -15,7 +15,6 @@ from diffsynth_lite.core.gradient.checkpoint import (
     gradient_flags,
 )
 from diffsynth_lite.core.gradient.engine import GradientEngine
-from diffsynth_lite.core.gradient.host_pool import HostBytesError
 from diffsynth_lite.core.gradient.policies import (
     KEEP,
     OFFLOAD,
@@ -26,6 +25,7 @@ from diffsynth_lite.core.gradient.policies import (
     Selection,
 )
 from diffsynth_lite.core.gradient.report import GradientReport, IneffectiveSwitchError
+from diffsynth_lite.core.transfer.host_pool import HostBytesError
 
 PARK = OFFLOAD
 blocks_run_by = intercept_blocks

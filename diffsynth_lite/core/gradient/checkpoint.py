@@ -42,6 +42,7 @@ class BlockCall:
 
 _engine: ContextVar[GradientEngine | None] = ContextVar("gradient_engine", default=None)
 _block_call: ContextVar[BlockCall | None] = ContextVar("block_call", default=None)
+_runs_again: ContextVar[bool] = ContextVar("runs_again", default=False)
 
 
 @contextmanager
@@ -59,6 +60,11 @@ def gradient_flags() -> GradientFlags:
     engine = _engine.get()
     off = GradientFlags(use_gradient_checkpointing=False, use_gradient_checkpointing_offload=False)
     return engine.flags if engine else off
+
+
+def runs_again() -> bool:
+    """Whether the block that is running is checkpointed: what it would save, a second run gives."""
+    return _runs_again.get()
 
 
 def current_engine() -> GradientEngine:
@@ -135,7 +141,7 @@ def _checkpointed(
         has_run = True
         run_args, run_kwargs = put_tensors(template, _unwrapped(inputs))
         # On autograd's worker threads no scope is around the blocks that this one may have.
-        with gradient_engine(engine), scope:
+        with gradient_engine(engine), _running_again(), scope:
             return block(*run_args, **run_kwargs)
 
     with engine.frame() as context:
@@ -149,6 +155,16 @@ def _checkpointed(
         ]
         with context.of_saved_tensors():
             return checkpoint(run, *inputs, use_reentrant=False)
+
+
+@contextmanager
+def _running_again() -> Iterator[None]:
+    """Scope of each run of a checkpointed block."""
+    token = _runs_again.set(True)
+    try:
+        yield
+    finally:
+        _runs_again.reset(token)
 
 
 class _RecomputeSavings:

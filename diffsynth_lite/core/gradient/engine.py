@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from diffsynth_lite.core.gradient.backends import Backend, backend_for
 from diffsynth_lite.core.gradient.frames import (
     ForwardPass,
     Frame,
@@ -24,9 +23,10 @@ from diffsynth_lite.core.gradient.frames import (
     num_bytes,
     reason_not_to_offload,
 )
-from diffsynth_lite.core.gradient.host_pool import HostBytesError, HostPool, default_host_bytes
 from diffsynth_lite.core.gradient.policies import BlockPolicy
 from diffsynth_lite.core.gradient.report import Counters, GradientReport
+from diffsynth_lite.core.transfer.backends import Backend, backend_for
+from diffsynth_lite.core.transfer.host_pool import HostBytesError, HostPool, default_host_bytes
 
 
 class GradientFlags(TypedDict):

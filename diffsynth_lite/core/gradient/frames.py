@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from diffsynth_lite.core.gradient.backends import Backend, Copy
-from diffsynth_lite.core.gradient.host_pool import HostPiece
-
-_MIN_BYTES_ON_ACCELERATORS = 64 * 1024
+from diffsynth_lite.core.transfer.backends import Backend, Copy, smallest_worth_moving
+from diffsynth_lite.core.transfer.host_pool import HostPiece
 
 
 class NotOffloadedReason(StrEnum):
@@ -33,8 +31,7 @@ def reason_not_to_offload(tensor: Tensor, min_bytes: int | None) -> NotOffloaded
     """Why ``tensor`` should stay on its device, or None if it can be offloaded.
 
     Args:
-        min_bytes: smaller tensors stay, and empty ones always. None: 64 KiB on accelerators, so that nothing
-            waits for copies that free next to nothing; 0 on CPU, where the offload is rehearsed, not needed.
+        min_bytes: smaller tensors stay, and empty ones always. None: what suits the device.
     """
     if isinstance(tensor, torch.nn.Parameter):
         return NotOffloadedReason.PARAMETER
@@ -43,7 +40,7 @@ def reason_not_to_offload(tensor: Tensor, min_bytes: int | None) -> NotOffloaded
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return NotOffloadedReason.LAYOUT
     if min_bytes is None:
-        min_bytes = 0 if tensor.device.type == "cpu" else _MIN_BYTES_ON_ACCELERATORS
+        min_bytes = smallest_worth_moving(tensor.device)
     if num_bytes(tensor) < max(min_bytes, 1):
         return NotOffloadedReason.BELOW_MIN_BYTES
     sizes = zip(tensor.shape, tensor.stride(), strict=True)

@@ -1,4 +1,4 @@
-"""How frozen weights are kept in memory, the layers that compute with them, and how both are filled."""
+"""How frozen weights are kept, the layers that compute with them, how both are filled, and streaming."""
 
 from diffsynth_lite.core.weights.formats import (
     Int8,
@@ -10,6 +10,7 @@ from diffsynth_lite.core.weights.formats import (
 )
 from diffsynth_lite.core.weights.frozen_linear import FrozenLinear, Quantization, QuantizationReport
 from diffsynth_lite.core.weights.loading import StoredTensors, load_frozen
+from diffsynth_lite.core.weights.stream import StreamReport, WeightStream, require_saving, spread_evenly
 
 __all__ = [
     "FrozenLinear",
@@ -20,7 +21,11 @@ __all__ = [
     "Quantization",
     "QuantizationReport",
     "StoredTensors",
+    "StreamReport",
     "WeightFormat",
+    "WeightStream",
     "load_frozen",
+    "require_saving",
+    "spread_evenly",
     "weight_format",
 ]

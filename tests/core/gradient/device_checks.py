@@ -15,7 +15,7 @@ from diffsynth_lite.core.gradient import (
     gradient_checkpoint_forward,
     gradient_engine,
 )
-from diffsynth_lite.core.gradient.backends import Backend
+from diffsynth_lite.core.transfer.backends import Backend
 
 NUM_BLOCKS = 8
 CHANNELS = 1024

@@ -16,7 +16,7 @@ from diffsynth_lite.core.gradient import (
     gradient_engine,
     intercept_blocks,
 )
-from diffsynth_lite.core.gradient.backends import PlainBackend
+from diffsynth_lite.core.transfer.backends import PlainBackend
 
 OFFLOAD = (False, True)
 

@@ -8,7 +8,7 @@ from device_checks import check_flags, check_full, check_offload, check_refused,
 from gradient_models import ALL_FLAGS
 from lazy_backend import LazyBackend
 
-from diffsynth_lite.core.gradient.backends import PlainBackend
+from diffsynth_lite.core.transfer.backends import PlainBackend
 
 BACKENDS = [PlainBackend, LazyBackend]
 

@@ -14,8 +14,8 @@ from diffsynth_lite.core.gradient import (
     gradient_checkpoint_forward,
     gradient_engine,
 )
-from diffsynth_lite.core.gradient.backends import Copy, PlainBackend
 from diffsynth_lite.core.gradient.frames import ForwardPass
+from diffsynth_lite.core.transfer.backends import Copy, PlainBackend
 
 OFFLOAD = (False, True)
 

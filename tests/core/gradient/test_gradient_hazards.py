@@ -31,9 +31,9 @@ from diffsynth_lite.core.gradient import (
     gradient_engine,
     intercept_blocks,
 )
-from diffsynth_lite.core.gradient.backends import PlainBackend
 from diffsynth_lite.core.gradient.frames import OffloadedTensor
-from diffsynth_lite.core.gradient.host_pool import HostPool
+from diffsynth_lite.core.transfer.backends import PlainBackend
+from diffsynth_lite.core.transfer.host_pool import HostPool
 
 OFFLOAD = (False, True)
 BACKENDS = [PlainBackend, LazyBackend]

@@ -16,9 +16,9 @@ from diffsynth_lite.core.gradient import (
     gradient_engine,
     intercept_blocks,
 )
-from diffsynth_lite.core.gradient.backends import PlainBackend
 from diffsynth_lite.core.gradient.frames import OffloadedTensor, num_bytes
-from diffsynth_lite.core.gradient.host_pool import HostPool
+from diffsynth_lite.core.transfer.backends import PlainBackend
+from diffsynth_lite.core.transfer.host_pool import HostPool
 
 
 def test_torch_alone_offloads_nothing_of_a_keyword_and_we_offload_all() -> None:

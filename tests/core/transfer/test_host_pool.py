@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
-from diffsynth_lite.core.gradient.host_pool import HostPool, available_host_bytes, default_host_bytes
+from diffsynth_lite.core.transfer.host_pool import HostPool, available_host_bytes, default_host_bytes
 
 MIB = 1024**2
 OFFLOAD = (False, True)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+_MIN_BYTES_ON_ACCELERATORS = 64 * 1024
+
 
 class Copy(Protocol):
     """A copy that may still be under way."""
@@ -39,6 +41,15 @@ class Backend(Protocol):
 def backend_for(device: torch.device) -> Backend:
     """The backend that suits ``device``: streams on CUDA, plain copies elsewhere."""
     return CudaBackend(device) if device.type == "cuda" else PlainBackend()
+
+
+def smallest_worth_moving(device: torch.device) -> int:
+    """Bytes of the smallest tensor that should leave ``device``, unless somebody says otherwise.
+
+    64 KiB on accelerators, so that nothing waits for copies that free next to nothing; 0 on the CPU, where it
+    is rehearsed, not needed.
+    """
+    return 0 if device.type == "cpu" else _MIN_BYTES_ON_ACCELERATORS
 
 
 class PlainBackend:

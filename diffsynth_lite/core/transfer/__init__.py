@@ -1,0 +1,1 @@
+"""Copies between a device and host memory, shared by all that leaves the device for a while."""

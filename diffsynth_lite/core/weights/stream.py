@@ -1,0 +1,348 @@
+"""This file streams frozen weights: those of chosen blocks live in host memory, and visit the device.
+
+The device has a few slots, each as large as the largest of these blocks. A block call waits for the copy of
+its weights into a slot, and starts those of the blocks whose turn is next: the following ones in forward, the
+ones before in backward. Nothing is copied back, since nothing changes. A slot is given to another block when
+that starts to be copied, which by the contract of backends comes after all that was computed before.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from diffsynth_lite.core.gradient.arguments import take_tensors
+from diffsynth_lite.core.gradient.checkpoint import runs_again
+from diffsynth_lite.core.gradient.frames import in_backward
+from diffsynth_lite.core.gradient.report import IneffectiveSwitchError
+from diffsynth_lite.core.transfer.backends import Backend, Copy, backend_for, smallest_worth_moving
+from diffsynth_lite.core.units import format_bytes
+from diffsynth_lite.core.weights.packing import PackedBlock, frozen_weights, packed_bytes
+
+
+def spread_evenly(num_blocks: int, num_streamed: int) -> list[int]:
+    """Places of the streamed blocks among all: spread, so that there is the most to compute between two.
+
+    Args:
+        num_blocks: blocks of the model.
+        num_streamed: at most as many.
+    """
+    return [(2 * place + 1) * num_blocks // (2 * num_streamed) for place in range(num_streamed)]
+
+
+def require_saving(
+    models: Sequence[Sequence[nn.Module]],
+    device: torch.device,
+    *,
+    num_slots: int = 2,
+    min_bytes: int | None = None,
+) -> None:
+    """Check that to stream these blocks takes less of the device than to leave their weights there.
+
+    Args:
+        models: as of :class:`WeightStream`, and all others; also on the meta device.
+
+    Raises:
+        ValueError: it does not.
+    """
+    min_bytes = smallest_worth_moving(device) if min_bytes is None else min_bytes
+    for blocks in models:
+        sizes = [packed_bytes(frozen_weights(block, min_bytes)) for block in blocks]
+        num_moving, largest = sum(map(bool, sizes)), max(sizes)
+        if not num_moving:
+            raise ValueError(
+                f"there is nothing to stream in {len(sizes)} blocks: no frozen weight of them has min_bytes, "
+                f"{min_bytes}, or more"
+            )
+        if num_moving <= num_slots:
+            raise ValueError(
+                f"{num_moving} blocks would all stay in {num_slots} slots, and nothing be saved; stream more "
+                "blocks, or take fewer slots"
+            )
+        if sum(sizes) <= num_slots * largest:
+            raise ValueError(
+                f"the weights of {num_moving} blocks take {format_bytes(sum(sizes))}, and {num_slots} slots "
+                f"for the largest {format_bytes(num_slots * largest)}, so that nothing is saved; stream "
+                "more blocks, or take fewer slots"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamReport:
+    """What a weight stream holds, and did since ``start_report``."""
+
+    blocks_streamed: int = 0
+    """Blocks whose weights live in host memory."""
+    weight_bytes_on_host: int = 0
+    """Bytes of them."""
+    weight_bytes_in_slots: int = 0
+    """Bytes of the device's slots, in place of these."""
+    streamed_blocks_run: int = 0
+    """Runs of these blocks: forward, and second ones in backward."""
+    weight_copies: int = 0
+    """Copies of a block's weights to the device."""
+    weight_bytes_copied: int = 0
+    """Bytes of these copies."""
+    late_weight_copies: int = 0
+    """Those that began only when their block was to run, so that it had to wait."""
+
+    def metrics(self) -> dict[str, float]:
+        """Every number by its name; none where nothing is streamed."""
+        return asdict(self) if self.blocks_streamed else {}
+
+    def lines(self) -> list[str]:
+        """The report for people, in the form of the gradient engine's: at most one line."""
+        if not self.blocks_streamed:
+            return []
+        held = (
+            f"{self.blocks_streamed} blocks, {format_bytes(self.weight_bytes_on_host)} on host, "
+            f"{format_bytes(self.weight_bytes_in_slots)} on device"
+        )
+        moved = f"{self.weight_copies} copies, {format_bytes(self.weight_bytes_copied)}"
+        late = f", {self.late_weight_copies} late" if self.late_weight_copies else ""
+        return [f"{'streamed':<15} {held}; {moved}{late}"]
+
+    def require_effect(self) -> None:
+        """Check that weights moved, where some are streamed.
+
+        Raises:
+            IneffectiveSwitchError: none did; the message says why.
+        """
+        if not self.blocks_streamed or self.weight_copies:
+            return
+        if not self.streamed_blocks_run:
+            problem = "none of these blocks ran: the model does not call them, or not by their forward"
+        else:
+            problem = "only blocks ran that fit into the slots together"
+        raise IneffectiveSwitchError(f"stream_blocks: on, but no weights were moved: {problem}")
+
+
+class WeightStream:
+    """Keeps the frozen weights of blocks in host memory, and brings them to the device when a block runs.
+
+    It acts innermost, around each block's ``forward``: in forward, recompute and without gradients alike.
+    Values and gradients are those of resident weights. What trains stays on the device, as do weights below
+    ``min_bytes``. Outside of its runs a block shows the weights in host memory, as plain attributes:
+    ``parameters``, ``state_dict`` and ``to`` pass them over.
+
+    A block that is checkpointed must be so by ``gradient_checkpoint_forward``. One that is not keeps its
+    activations, and none of the streamed weights: backward gets these from the slot that has them by then.
+
+    Args:
+        models: the blocks to stream, of each model in the order in which its forward pass calls them. All
+            share the slots. None streams nothing.
+        device: that the weights visit.
+        num_slots: blocks on the device at once. With one, each block waits for its copy.
+        min_bytes: smaller weights stay on the device. None: 64 KiB on accelerators, 0 on the CPU.
+        backend: makes the copies; a gradient engine of the same device should share it, so that inputs and
+            weights queue on the same streams. None: the one that suits the device.
+
+    Raises:
+        ValueError: nothing would be saved, or the system has too little host memory.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Sequence[nn.Module]],
+        device: torch.device,
+        *,
+        num_slots: int = 2,
+        min_bytes: int | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        require_saving(models, device, num_slots=num_slots, min_bytes=min_bytes)
+        self._blocks: list[PackedBlock] = []
+        self._ranges: list[range] = []  # for each block, the places of its model
+        self._backend = backend_for(device) if backend is None else backend
+        for blocks in models:
+            self._pack(blocks, device, smallest_worth_moving(device) if min_bytes is None else min_bytes)
+        size = max((block.host.numel() for block in self._blocks), default=0)
+        num_slots = num_slots if self._blocks else 0
+        self._slots = [_Slot(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(num_slots)]
+        self.start_report()
+        # Else the first blocks would come late.
+        for place in range(num_slots):
+            self._start(place, [])
+
+    @property
+    def backend(self) -> Backend | None:
+        """What makes the copies; None where nothing is streamed."""
+        return self._backend if self._blocks else None
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the device that the slots take."""
+        return sum(slot.flat.numel() for slot in self._slots)
+
+    def start_report(self) -> None:
+        """Set all counters to zero."""
+        self._num_run = self._num_copies = self._num_bytes = self._num_late = 0
+
+    def report(self) -> StreamReport:
+        """What is held, and what happened since ``start_report``."""
+        return StreamReport(
+            blocks_streamed=len(self._blocks),
+            weight_bytes_on_host=sum(block.host.numel() for block in self._blocks),
+            weight_bytes_in_slots=self.slot_bytes,
+            streamed_blocks_run=self._num_run,
+            weight_copies=self._num_copies,
+            weight_bytes_copied=self._num_bytes,
+            late_weight_copies=self._num_late,
+        )
+
+    def _pack(self, blocks: Sequence[nn.Module], device: torch.device, min_bytes: int) -> None:
+        first = len(self._blocks)
+        for block in blocks:
+            weights = frozen_weights(block, min_bytes)
+            if weights:
+                self._wrap(block, len(self._blocks))
+                self._blocks.append(PackedBlock(weights, device, self._backend))
+        places = range(first, len(self._blocks))
+        self._ranges += [places] * len(places)
+
+    def _wrap(self, block: nn.Module, place: int) -> None:
+        forward = block.forward
+
+        def streamed(_block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._run(place, forward, args, kwargs)
+
+        # A bound method, as it was before: others ask it for its module.
+        vars(block)["forward"] = MethodType(streamed, block)
+
+    def _run(
+        self, place: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        slot = self._enter(place)
+        self._num_run += 1
+        if not torch.is_grad_enabled() or runs_again():
+            return forward(*args, **kwargs)
+
+        def pack(tensor: Tensor) -> _SavedTensor | _SavedWeight:
+            return _SavedWeight(self, place, tensor) if slot.has(tensor) else _SavedTensor(tensor)
+
+        with saved_tensors_hooks(pack, lambda saved: saved.restore()):
+            output = forward(*args, **kwargs)
+        for tensor in take_tensors(output)[0]:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _gradient: self._return_to(place))
+        return output
+
+    def _return_to(self, place: int) -> None:
+        """Bring a block's weights back for its backward pass, in which its layers may ask for them again."""
+        self._enter(place)
+
+    def _enter(self, place: int) -> "_Slot":
+        """The slot with the weights of a block; copies of the blocks whose turn is next are started."""
+        wanted = self._wanted(place)
+        slot = self._slot_of(place)
+        if slot is None:
+            self._num_late += 1
+            slot = self._start(place, wanted)
+        slot.wait()
+        self._blocks[place].bind(slot.flat)
+        for following in wanted:
+            if self._slot_of(following) is None:
+                self._start(following, wanted)
+        return slot
+
+    def _wanted(self, place: int) -> list[int]:
+        """The block at ``place``, and those that run after it, as many as there are slots."""
+        own = self._ranges[place]
+        following = range(place + 1, own.stop)
+        if in_backward():
+            following = range(place - 1, own.start - 1, -1)
+        # Without gradients, as in a preview, the model mostly runs again.
+        again = [] if torch.is_grad_enabled() or in_backward() else range(own.start, place)
+        return [place, *islice(chain(following, again), len(self._slots) - 1)]
+
+    def _slot_of(self, place: int) -> "_Slot | None":
+        return next((slot for slot in self._slots if slot.place == place), None)
+
+    def _start(self, place: int, wanted: Sequence[int]) -> "_Slot":
+        """Start to copy the weights of a block into the slot of the one that is needed last."""
+
+        def distance(slot: _Slot) -> int:
+            # Forward and backward run through the blocks to and fro: the farthest is needed last.
+            return len(self._blocks) if slot.place is None else abs(slot.place - place)
+
+        slot = max((slot for slot in self._slots if slot.place not in wanted), key=distance)
+        slot.wait()
+        if slot.place is not None:
+            left = self._blocks[slot.place]
+            left.bind(left.host)
+        host = self._blocks[place].host
+        slot.start(place, host, self._backend)
+        self._num_copies += 1
+        self._num_bytes += host.numel()
+        return slot
+
+
+class _Slot:
+    """Memory of the device that holds the weights of one block at a time, or soon will.
+
+    Attributes:
+        flat: the memory, uint8.
+        place: of the block; None at first.
+    """
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self.place: int | None = None
+        self._copy: Copy | None = None
+        self._target: Tensor | None = None
+
+    def start(self, place: int, host: Tensor, backend: Backend) -> None:
+        """Start to copy the weights of a block in; the copy before was waited for."""
+        self.place, self._target = place, self.flat[: host.numel()]
+        self._copy = backend.to_device(self._target, host)
+
+    def wait(self) -> None:
+        """Let what is computed from now on come after the copy."""
+        if self._copy is not None:
+            self._copy.wait()
+            self._copy = self._target = None
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a weight in it, or a view of one."""
+        return type(tensor) is Tensor and tensor.untyped_storage().data_ptr() == self.flat.data_ptr()
+
+
+class _SavedWeight:
+    """A streamed weight, or a view of it, that backward needs: where it is in the slot of its block."""
+
+    def __init__(self, stream: WeightStream, place: int, tensor: Tensor) -> None:
+        self._stream, self._place = stream, place
+        self._dtype, self._offset = tensor.dtype, tensor.storage_offset()
+        self._shape, self._strides = tensor.shape, tensor.stride()
+
+    def restore(self) -> Tensor:
+        """The tensor, in the slot that has it now."""
+        flat = self._stream._enter(self._place).flat
+        return flat.view(self._dtype).as_strided(self._shape, self._strides, self._offset)
+
+
+class _SavedTensor:
+    """Any other tensor that backward needs."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Detached, or a saved output would hold its own graph.
+        self._tensor, self._version = tensor.detach(), tensor._version
+
+    def restore(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: it was changed in place.
+        """
+        # Autograd makes this check for the tensors that it saves itself, but not for those that hooks keep.
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self._tensor.shape)} that a block saved was changed in place "
+                "before its backward pass"
+            )
+        return self._tensor

@@ -1,0 +1,373 @@
+"""Streamed weights change no bit: whenever the copies run, together with the inputs that the engine offloads."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from gradient_models import (
+    Case,
+    Step,
+    chroma,
+    flux,
+    forward,
+    qwen_image,
+    qwen_image_with_lora,
+    sdxl_unet,
+    training_step,
+    wan,
+    with_flags,
+)
+from lazy_backend import HazardError, LazyBackend
+from torch import Tensor, nn
+
+from diffsynth_lite.core.gradient import (
+    BlockPolicy,
+    BlockStrategy,
+    GradientEngine,
+    IneffectiveSwitchError,
+    block_runner,
+    gradient_engine,
+    intercept_blocks,
+)
+from diffsynth_lite.core.transfer.backends import PlainBackend
+from diffsynth_lite.core.weights import StreamReport, WeightStream, require_saving, spread_evenly
+
+CPU = torch.device("cpu")
+KEEP, RECOMPUTE, OFFLOAD = (False, False), (True, False), (False, True)
+BACKENDS = [PlainBackend, LazyBackend]
+
+
+def qwen_image_of_six() -> Case:
+    return qwen_image(num_layers=6)
+
+
+MODELS = [qwen_image_of_six, flux, wan, sdxl_unet, chroma]
+
+
+def made(make_case: Callable[[], Case]) -> Case:
+    """A case with the weights that it has each time."""
+    torch.manual_seed(0)
+    return make_case()
+
+
+def biases_train(make_case: Callable[[], Case]) -> Case:
+    """A case in which the biases learn and all else is frozen: what each block keeps depends on its weights."""
+    case = made(make_case)
+    for name, parameter in case.model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    return case
+
+
+def blocks_of_case(case: Case) -> list[nn.Module]:
+    return [case.model.get_submodule(name) for name in case.block_names]
+
+
+def streamed(case: Case, backend: Any, *, every: int = 1, **settings: Any) -> WeightStream:
+    return WeightStream([blocks_of_case(case)[::every]], CPU, backend=backend, **settings)
+
+
+def settings_that_save(make_case: Callable[[], Case]) -> list[tuple[int, int]]:
+    """Every how many blocks are streamed, through how many slots: what is smaller than the blocks."""
+    blocks, found = blocks_of_case(biases_train(make_case)), []
+    for every, num_slots in ((1, 1), (1, 2), (2, 1), (1, 3)):
+        with suppress(ValueError):
+            require_saving([blocks[::every]], CPU, num_slots=num_slots)
+            found.append((every, num_slots))
+    assert found
+    return found
+
+
+def step_under(case: Case, engine: GradientEngine, flags: tuple[bool, bool]) -> Step:
+    """A training step with each block called with the two switches, those of Chroma by their forward."""
+    wrapped = blocks_of_case(case) if "Chroma" in type(case.model).__name__ else None
+    with gradient_engine(engine):
+        run = block_runner(len(case.block_names), *flags)
+        return training_step(case, intercept_blocks(case.model, run, blocks=wrapped))
+
+
+@pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
+@pytest.mark.parametrize("make_backend", BACKENDS)
+@pytest.mark.parametrize("make_case", MODELS)
+@pytest.mark.parametrize("flags", [KEEP, RECOMPUTE, OFFLOAD])
+def test_a_step_does_not_depend_on_where_the_weights_are_nor_on_when_copies_run(
+    make_case: Callable[[], Case], flags: tuple[bool, bool], make_backend: Callable[[], Any]
+) -> None:
+    reference = training_step(biases_train(make_case))
+    for every, num_slots in settings_that_save(make_case):
+        case, backend = biases_train(make_case), make_backend()
+        stream = streamed(case, backend, every=every, num_slots=num_slots)
+        engine = GradientEngine(backend=backend)
+        for _ in range(2):
+            assert step_under(case, engine, flags) == reference, (every, num_slots)
+        assert stream.report().weight_copies > 0
+        assert (engine.report().bytes_offloaded > 0) == (flags == OFFLOAD)
+
+
+POLICIES = [
+    BlockPolicy(select="first_k", n=1),
+    BlockPolicy(select="every_n", n=2),
+    BlockPolicy(selected=BlockStrategy(offload=True, save_attention="keep")),
+    BlockPolicy(selected=BlockStrategy(offload=True, save_attention="park")),
+    BlockPolicy(select="last_k", n=2, selected=BlockStrategy(save_attention="park")),
+]
+
+
+@pytest.mark.parametrize("make_backend", BACKENDS)
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: f"{policy.select} {policy.selected}")
+def test_no_policy_changes_a_bit(policy: BlockPolicy, make_backend: Callable[[], Any]) -> None:
+    reference = training_step(made(qwen_image_with_lora))
+    case, backend = made(qwen_image_with_lora), make_backend()
+    streamed(case, backend)
+    engine = GradientEngine(backend=backend, policy=policy)
+    for _ in range(2):
+        assert step_under(case, engine, (True, True)) == reference
+
+
+class Layer(torch.autograd.Function):
+    """A product that asks its layer for the weight once more in backward, as those of quantised weights do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        return x @ layer.weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        weight = ctx.layer.weight
+        # On the CPU the one in host memory would do as well; on a GPU it would not.
+        ctx.layer.asked_at.append(weight.untyped_storage().data_ptr())
+        return gradient @ weight, None
+
+
+class AskingBlock(nn.Module):
+    """Two such products, one of them of whole numbers, with something between them that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8).requires_grad_(False), nn.Module()
+        self.first.asked_at = []
+        values = torch.randint(-5, 5, (8, 8), dtype=torch.int8)
+        self.second.weight = nn.Parameter(values, requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor, *, extra: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        hidden = Layer.apply(x, self.first) * self.scale + extra["temb"]
+        return (hidden @ self.second.weight.float()).sin(), {"temb": extra["temb"] * self.scale}
+
+
+def asking_blocks() -> list[AskingBlock]:
+    torch.manual_seed(0)
+    return [AskingBlock() for _ in range(4)]
+
+
+def gradients_of(blocks: Sequence[AskingBlock], flags: tuple[bool, bool], engine: GradientEngine) -> list[Tensor]:
+    x, extra = torch.linspace(-1, 1, 16).reshape(2, 8), {"temb": torch.linspace(0, 1, 8)}
+    with gradient_engine(engine):
+        run = block_runner(len(blocks), *flags)
+        for place, block in enumerate(blocks):
+            x, extra = run(place, block, x, extra=extra)
+    loss = x.square().sum() + extra["temb"].sum()
+    return list(torch.autograd.grad(loss, [block.scale for block in blocks]))
+
+
+@pytest.mark.parametrize("make_backend", BACKENDS)
+@pytest.mark.parametrize("flags", [KEEP, RECOMPUTE, OFFLOAD])
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_a_layer_that_asks_for_its_weight_in_backward_gets_it(
+    num_slots: int, flags: tuple[bool, bool], make_backend: Callable[[], Any]
+) -> None:
+    reference = gradients_of(asking_blocks(), KEEP, GradientEngine())
+    blocks, backend = asking_blocks(), make_backend()
+    stream = WeightStream([blocks], CPU, num_slots=num_slots, backend=backend)
+    for _ in range(2):
+        gradients = gradients_of(blocks, flags, GradientEngine(backend=backend))
+        assert all(torch.equal(one, other) for one, other in zip(gradients, reference, strict=True))
+    asked_at = {address for block in blocks for address in block.first.asked_at}
+    assert asked_at == {slot.flat.data_ptr() for slot in stream._slots}
+
+
+@pytest.mark.parametrize("make_backend", BACKENDS)
+def test_two_graphs_a_retained_one_and_an_abandoned_one_do_not_mix(make_backend: Callable[[], Any]) -> None:
+    def losses(case: Case) -> list[Tensor]:
+        inputs = [case.inputs, qwen_image(batch_size=1).inputs]
+        return [forward(case.model, one).square().mean() for one in inputs]
+
+    def gradients(case: Case, flags: tuple[bool, bool], order: Sequence[int]) -> list[Tensor]:
+        biases = [parameter for parameter in case.model.parameters() if parameter.requires_grad]
+        with intercept_blocks(case.model, with_flags(flags)):
+            forward(case.model, case.inputs)
+            found = losses(case)
+        return [
+            gradient
+            for place in order
+            for gradient in torch.autograd.grad(
+                found[place], biases, retain_graph=True, materialize_grads=True
+            )
+        ]
+
+    order = (0, 1, 1, 0)
+    reference = gradients(biases_train(qwen_image), KEEP, order)
+    case, backend = biases_train(qwen_image), make_backend()
+    streamed(case, backend)
+    for flags in (KEEP, OFFLOAD):
+        with gradient_engine(GradientEngine(backend=backend)):
+            found = gradients(case, flags, order)
+        assert all(torch.equal(one, other) for one, other in zip(found, reference, strict=True))
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_passes_without_gradients_run_one_after_the_other_and_no_copy_is_late(num_slots: int) -> None:
+    case = biases_train(qwen_image_of_six)
+    with torch.no_grad():
+        expected = forward(case.model, case.inputs)
+        stream = streamed(case, LazyBackend(), num_slots=num_slots)
+        for _ in range(3):
+            assert torch.equal(forward(case.model, case.inputs), expected)
+    report = stream.report()
+    assert report.streamed_blocks_run == 3 * 6
+    # Each block comes once a pass; with two slots the first of the next pass are on their way by then.
+    assert report.weight_copies == (3 * 6 if num_slots == 1 else 3 * 6 + 2 - 1)
+    assert report.late_weight_copies == (3 * 6 - 1 if num_slots == 1 else 0)
+
+
+def test_a_training_step_copies_each_block_once_in_each_direction_but_those_where_it_turns() -> None:
+    case = biases_train(qwen_image_of_six)
+    stream = streamed(case, LazyBackend())
+    engine = GradientEngine()
+    for _ in range(2):
+        stream.start_report()
+        step_under(case, engine, RECOMPUTE)
+    report = stream.report()
+    assert (report.weight_copies, report.late_weight_copies) == (2 * (6 - 2), 0)
+    assert report.weight_bytes_copied == report.weight_bytes_on_host * report.weight_copies // 6
+
+
+def test_models_that_share_the_slots_take_turns() -> None:
+    references = [training_step(biases_train(make)) for make in (qwen_image, wan)]
+    cases, backend = [biases_train(make) for make in (qwen_image, wan)], LazyBackend()
+    stream = WeightStream([blocks_of_case(case) for case in cases], CPU, num_slots=1, backend=backend)
+    engine = GradientEngine(backend=backend)
+    for place in (0, 1, 1, 0):
+        assert step_under(cases[place], engine, OFFLOAD) == references[place]
+    assert stream.report().blocks_streamed == 5
+
+
+def test_what_trains_and_what_is_small_stays_and_the_rest_is_no_parameter_any_more() -> None:
+    case = qwen_image_with_lora()
+    before = dict(case.model.named_parameters())
+    min_bytes = 4096
+    stream = streamed(case, None, min_bytes=min_bytes)
+    after = dict(case.model.named_parameters())
+    gone = {name: value for name, value in before.items() if name not in after}
+    in_blocks = {name: value for name, value in before.items() if name.startswith("transformer_blocks.")}
+    assert gone.keys() == {
+        name
+        for name, value in in_blocks.items()
+        if not value.requires_grad and value.nbytes >= min_bytes
+    }
+    for name, value in gone.items():
+        module, _, attribute = name.rpartition(".")
+        assert torch.equal(getattr(case.model.get_submodule(module), attribute), value)
+    assert stream.report().weight_bytes_on_host >= sum(value.nbytes for value in gone.values())
+    assert case.model.state_dict().keys() >= {name for name, value in before.items() if value.requires_grad}
+
+
+def test_the_layout_of_a_weight_and_its_place_in_a_cache_line_stay() -> None:
+    block = nn.Module()
+    memory = torch.arange(100.0)
+    block.shifted = nn.Parameter(memory[3:27].view(4, 6), requires_grad=False)
+    block.turned = nn.Parameter(memory[32:56].view(4, 6).t(), requires_grad=False)
+    block.gaps = nn.Parameter(memory[:64].view(8, 8)[:, :4], requires_grad=False)
+    block.also_shifted = block.shifted
+    block.forward = lambda: [block.shifted, block.turned, block.also_shifted]
+    others = [nn.Linear(4, 4).requires_grad_(False) for _ in range(2)]
+    expected = [tensor.clone() for tensor in block.forward()]
+    WeightStream([[block, *others]], CPU, num_slots=1)
+    for shown in (block.forward(), [block.shifted, block.turned, block.also_shifted]):
+        assert all(torch.equal(one, other) for one, other in zip(shown, expected, strict=True))
+    assert block.turned.stride() == (1, 6)
+    assert block.shifted.data_ptr() % 64 == 12 + memory.data_ptr() % 64
+    assert [name for name, _ in block.named_parameters()] == ["gaps"]
+
+
+def test_use_before_the_wait_is_caught() -> None:
+    case = biases_train(qwen_image_of_six)
+    streamed(case, LazyBackend(forgets="in"))
+    assert forward(case.model, case.inputs).isnan().any()
+
+
+def test_a_slot_given_away_before_its_copy_arrived_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffsynth_lite.core.weights.stream._Slot.wait", lambda slot: None)
+    case, backend = biases_train(qwen_image_of_six), LazyBackend()
+    streamed(case, backend)
+    with torch.no_grad():
+        forward(case.model, case.inputs)
+    with pytest.raises(HazardError, match=r"\(in\)"):
+        backend.finish()
+
+
+def test_an_in_place_change_of_what_a_kept_block_saved_raises() -> None:
+    def block_of(weight: Tensor) -> nn.Module:
+        block = nn.Module()
+        block.weight, block.scale = nn.Parameter(weight, requires_grad=False), nn.Parameter(torch.ones(3))
+        block.forward = lambda x: (x * block.scale) * block.weight
+        return block
+
+    blocks = [block_of(torch.rand(3)) for _ in range(2)]
+    WeightStream([blocks], CPU, num_slots=1)
+    x = torch.rand(3)
+    output = blocks[1].forward(blocks[0].forward(x))
+    x.zero_()
+    with pytest.raises(RuntimeError, match=r"shape \(3,\) that a block saved was changed in place"):
+        output.sum().backward()
+
+
+def test_what_saves_nothing_is_refused_with_the_reason() -> None:
+    blocks = [nn.Linear(8, 8, device="meta").requires_grad_(False) for _ in range(4)]
+    require_saving([blocks], CPU)
+    with pytest.raises(ValueError, match="no frozen weight of them has min_bytes, 65536, or more"):
+        require_saving([blocks], torch.device("cuda"))
+    with pytest.raises(ValueError, match="4 blocks would all stay in 4 slots"):
+        require_saving([blocks], CPU, num_slots=4)
+    large = nn.Linear(100, 100, device="meta").requires_grad_(False)
+    with pytest.raises(ValueError, match=r"of 5 blocks take .* 2 slots for the largest .* nothing is saved"):
+        require_saving([[*blocks, large]], CPU)
+    with pytest.raises(ValueError, match=r"the system refused .* of host memory"):
+        WeightStream([blocks_of_case(biases_train(qwen_image))], CPU, backend=LazyBackend(host_bytes=100))
+
+
+def test_a_stream_that_moved_nothing_says_why() -> None:
+    stream = streamed(biases_train(qwen_image), None)
+    stream.start_report()
+    with pytest.raises(IneffectiveSwitchError, match=r"stream_blocks: on, .* none of these blocks ran"):
+        stream.report().require_effect()
+    with pytest.raises(IneffectiveSwitchError, match="only blocks ran that fit into the slots"):
+        StreamReport(blocks_streamed=3, streamed_blocks_run=2).require_effect()
+
+
+def test_nothing_is_streamed_where_no_model_is_given() -> None:
+    stream = WeightStream([], CPU)
+    assert (stream.backend, stream.slot_bytes) == (None, 0)
+    assert (stream.report().lines(), stream.report().metrics()) == ([], {})
+    stream.report().require_effect()
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_streamed", "places"),
+    [(60, 60, list(range(60))), (6, 3, [1, 3, 5]), (8, 2, [2, 6]), (57, 3, [9, 28, 47]), (5, 1, [2])],
+)
+def test_streamed_blocks_are_spread(num_blocks: int, num_streamed: int, places: list[int]) -> None:
+    assert spread_evenly(num_blocks, num_streamed) == places
+
+
+def test_a_block_that_fails_leaves_the_stream_as_it_was() -> None:
+    case, backend = biases_train(qwen_image), LazyBackend()
+    reference = training_step(biases_train(qwen_image))
+    streamed(case, backend)
+    handle = blocks_of_case(case)[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        forward(case.model, case.inputs)
+    handle.remove()
+    assert step_under(case, GradientEngine(backend=backend), OFFLOAD) == reference
