@@ -22,7 +22,10 @@ _BOUNDS = {
 }
 _PLANNED = frozenset(["memory.budget"])
 _AUTO_IS_PLANNED = frozenset(
-    ["train.use_gradient_checkpointing", "train.use_gradient_checkpointing_offload", "memory.policy"]
+    [
+        *("train.use_gradient_checkpointing", "train.use_gradient_checkpointing_offload"),
+        *("memory.policy", "memory.stream_blocks"),
+    ]
 )
 _RENAMED = {"image_column": "'media_column'", "caption_column": "'caption_columns', a list"}
 
@@ -32,12 +35,19 @@ def without_null(schema: Schema) -> Schema:
     return next((option for option in schema.get("anyOf", ()) if option != {"type": "null"}), schema)
 
 
-def words_for_lists(schema: Schema) -> list[str]:
-    """The words that may stand in place of the list that a setting else holds; mostly none."""
+def takes_null(schema: Schema) -> bool:
+    """Whether a setting may have no value."""
+    return {"type": "null"} in schema.get("anyOf", ())
+
+
+def words_instead(schema: Schema) -> list[str]:
+    """The words that may stand in place of the list or number that a setting else holds; mostly none."""
     value = without_null(schema)
-    if value.get("type") != "array":
-        return []
-    return [word for option in schema.get("anyOf", ()) for word in option.get("enum", ())]
+    words: list[str] = []
+    for option in schema.get("anyOf", ()):
+        if option is not value:
+            words += option.get("enum", [option["const"]] if "const" in option else [])
+    return words
 
 
 def section_of_entries(schema: Schema) -> str | None:
@@ -52,16 +62,18 @@ def in_words(schema: Schema) -> str:
     entry = value.get("items")
     if entry is None:
         choices = value.get("enum")
-        words = [f"one of {', '.join(choices)}" if choices else _KINDS[value["type"]], *_limits(value)]
+        others = words_instead(schema)
+        kind = f"one of {', '.join(choices)}" if choices else _KINDS[value["type"]]
+        words = [*others, f"or {kind}" if others else kind, *_limits(value)]
     elif section_of_entries(schema):
         words = ["a list of sections, written [{path: a}, {path: b}]"]
     else:
         many, example = _LISTED_KINDS[entry["type"]]
         listed = f"a list of {', '.join(entry.get('enum', [many]))}, written {example}"
-        others = words_for_lists(schema)
+        others = words_instead(schema)
         words = [*others, f"or {listed}" if others else listed, *_limits(value)]
         words += [f"each {limit}" for limit in _limits(entry)]
-    return ", ".join([*words, *(["or null"] if value is not schema else [])])
+    return ", ".join([*words, *(["or null"] if takes_null(schema) else [])])
 
 
 def _limits(schema: Schema) -> Iterator[str]:
@@ -92,7 +104,7 @@ def expectation(name: str, node: yaml.Node, schema: Schema) -> str:
         return words
     value = without_null(schema)
     kind = value["type"]
-    if meant := get_close_matches(node.value, [*value.get("enum", ()), *words_for_lists(schema)], n=1):
+    if meant := get_close_matches(node.value, [*value.get("enum", ()), *words_instead(schema)], n=1):
         return f"{words}; did you mean '{meant[0]}'?"
     if node.value == "auto" and name in _AUTO_IS_PLANNED:
         return f"auto is planned, not available yet; {words}"

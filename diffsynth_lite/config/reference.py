@@ -2,7 +2,14 @@
 
 import json
 
-from diffsynth_lite.config.messages import Schema, in_words, section_of_entries, without_null, words_for_lists
+from diffsynth_lite.config.messages import (
+    Schema,
+    in_words,
+    section_of_entries,
+    takes_null,
+    without_null,
+    words_instead,
+)
 from diffsynth_lite.config.schema import Config, section_types, setting_schemas
 
 _INTRODUCTION = """\
@@ -94,13 +101,13 @@ def _ways_to_write(setting: Schema) -> list[Schema]:
         return ways
     if "items" in value:
         plain["items"] = {"anyOf": _ways_to_write(value["items"])}
-        ways += [{"enum": words}] if (words := words_for_lists(setting)) else []
     elif value["type"] == "boolean":
         ways.append({"enum": _SWITCH_WORDS})
     elif value["type"] == "string" and "enum" not in value and "examples" not in value:
         plain["type"] = ["string", "number", "boolean"]  # text that looks like these needs no quotes
+    ways += [{"enum": words}] if (words := words_instead(setting)) else []
     ways.append({"$ref": "#/$defs/Reference"})
-    return [*ways, {"type": "null"}] if value is not setting else ways
+    return [*ways, {"type": "null"}] if takes_null(setting) else ways
 
 
 def _section(name: str, model: Schema, models: dict[str, Schema], *, level: int) -> str:

@@ -30,12 +30,14 @@ class Config(Settings):
         """The settings that were changed but do nothing, because what they belong to is off."""
         train, data, validation, trackers = self.train, self.data, self.validation, self.logging.trackers
         offload = train.use_gradient_checkpointing_offload or self.memory.save_attention == "park"
+        streams = self.memory.stream_blocks != 0
         previews, loss = bool(validation.prompts), validation.loss_items > 0
         checkpointing = train.use_gradient_checkpointing
         of_previews = "num_frames negative_prompt num_inference_steps guidance_scale width height"
         parts = [
-            (offload, "memory", "min_bytes host_gib", "while the offload is off"),
-            (offload, "memory", "resident_blocks prefetched_blocks", "while the offload is off"),
+            (offload or streams, "memory", "min_bytes", "while the offload is off and stream_blocks is 0"),
+            (offload, "memory", "host_gib resident_blocks prefetched_blocks", "while the offload is off"),
+            (streams, "memory", "stream_slots", "while memory.stream_blocks is 0"),
             (data.cache, "data", "num_workers", "while data.cache is off: the main process encodes"),
             (checkpointing, "memory", "skip_dead_ops", "while train.use_gradient_checkpointing is off"),
             (data.tag_shuffles > 0, "data", "tag_separator keep_tags", "while data.tag_shuffles is 0"),

@@ -110,12 +110,12 @@ class TrainSettings(Settings):
 
 
 class MemorySettings(Settings):
-    """Details of `train.use_gradient_checkpointing` and `train.use_gradient_checkpointing_offload`. None of
-    them changes the result, so all may change between the parts of a run."""
+    """Details of `train.use_gradient_checkpointing` and `train.use_gradient_checkpointing_offload`, and where
+    the frozen weights are. None of them changes the result, so all may change between the parts of a run."""
 
     min_bytes: NonNegativeInt | None = None
-    """Size in bytes of the smallest tensor that the offload moves: small ones cost more time than they save
-    memory. Null is 65536 on accelerators, and 0 on the CPU."""
+    """Size in bytes of the smallest tensor that the offload and `stream_blocks` move: small ones cost more
+    time than they save memory. Null is 65536 on accelerators, and 0 on the CPU."""
 
     host_gib: PositiveFloat | None = None
     """Most host memory in GiB that the offload takes for each device. What does not fit stays on the device;
@@ -144,6 +144,16 @@ class MemorySettings(Settings):
     """Save what attention computes in the checkpointed blocks, so that it is not computed twice: on the
     device (`keep`), or in the memory of the host (`park`). It pays most where images are large."""
 
+    stream_blocks: NonNegativeInt | Literal["all"] = 0
+    """Blocks of the transformer whose frozen weights live in host memory, and visit the device when the block
+    runs: a number of them, evenly spread, or `all`. For models that are too large for the device; the copies
+    run beside the computation. The result is the same. Of two experts, as of Wan 2.2, that many of each. Each
+    process keeps a copy of its own in host memory."""
+
+    stream_slots: PositiveInt = 2
+    """Blocks whose streamed weights are on the device at once: one computes, the others are fetched ahead.
+    With 1 the computation waits for every copy. Must be less than `stream_blocks`."""
+
     skip_dead_ops: bool = True
     """Leave out of the second run of a block the matrix products whose results no gradient needs: in LoRA
     training the last one of a feed-forward part or block, where the model family names it and the block's
@@ -158,3 +168,9 @@ class MemorySettings(Settings):
                 yield Problem(("policy", key), f"{self.policy} needs memory.{key}")
             elif is_set and self.policy not in policies:
                 yield Problem((key, "policy"), f"has no effect with memory.policy {self.policy}")
+        if isinstance(self.stream_blocks, int) and 0 < self.stream_blocks <= self.stream_slots:
+            message = (
+                f"memory.stream_blocks {self.stream_blocks} would all stay in memory.stream_slots "
+                f"{self.stream_slots}, and nothing be saved; stream more blocks, or take fewer slots"
+            )
+            yield Problem(("stream_blocks", "stream_slots"), message)

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from diffsynth_lite.config.document import NULLS, scalar, shortened
-from diffsynth_lite.config.messages import Schema, without_null
+from diffsynth_lite.config.messages import Schema, takes_null, without_null
 from diffsynth_lite.errors import UserError
 
 REFUSED: dict[str, Any] = {}
@@ -86,7 +86,7 @@ def _plain_value(text: str, schema: Schema) -> object:
     kind = without_null(schema)["type"]
     if text in NULLS:
         return None
-    if text == "None" and "anyOf" in schema:
+    if text == "None" and takes_null(schema):
         raise UserError("got 'None'; write null for no value, or put the word in quotes")
     if kind == "boolean" and text in (text.lower(), text.capitalize(), text.upper()):
         return _SWITCHES.get(text.lower(), text)

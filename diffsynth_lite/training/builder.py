@@ -11,12 +11,20 @@ from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import GradientEngine
 from diffsynth_lite.core.randomness import torch_seed
-from diffsynth_lite.core.weights import QuantizationReport
+from diffsynth_lite.core.transfer.backends import Backend
+from diffsynth_lite.core.weights import QuantizationReport, WeightStream
 from diffsynth_lite.data import Batch, BatchLayout, BatchStream, SampleSchedule, micro_batch_sizes
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import add_adapter, load_adapter_tensors
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
-from diffsynth_lite.training.checks import CheckedRun, block_policy, build_learning_rate, preview_size
+from diffsynth_lite.training.checks import (
+    CheckedRun,
+    block_policy,
+    blocks_by_model,
+    build_learning_rate,
+    preview_size,
+    streamed_blocks,
+)
 from diffsynth_lite.training.data_settings import data_sources, frame_counts_of, num_tokens_of
 from diffsynth_lite.training.distributed import LONG_WAIT
 from diffsynth_lite.training.ema import AveragedWeights
@@ -46,6 +54,7 @@ class TrainingObjects:
         batches: the micro-batches of this process for each optimizer step, in order.
         validation_loss: the loss on fixed noise.
         previews: draws the prompts.
+        weights: brings the frozen weights that live in host memory to the device.
         num_skipped_in_a_row: steps up to now that were skipped as not finite.
     """
 
@@ -61,6 +70,7 @@ class TrainingObjects:
     batches: Iterator[Sequence[Batch]]
     validation_loss: FixedNoiseLoss
     previews: Previews
+    weights: WeightStream
     num_skipped_in_a_row: int = 0
 
     @property
@@ -94,10 +104,9 @@ def build_accelerator(config: Config, tracker_folder: Path) -> Accelerator:
 def build_transformer(
     config: Config,
     checked: CheckedRun,
-    device: torch.device,
     initial: Mapping[str, torch.Tensor] | None = None,
 ) -> torch.nn.Module:
-    """The frozen transformer with its adapter, on the device; with the values of ``initial``, or new ones.
+    """The frozen transformer with its adapter, where it was loaded; with ``initial`` values, or new ones.
 
     Raises:
         UserError: the weights cannot be loaded, or not as ``model.quantize`` asks for.
@@ -118,8 +127,31 @@ def build_transformer(
     )
     if initial is not None:
         load_adapter_tensors(transformer, initial)
-    # Before the optimizer is built and restored: its state is made where the parameters are.
-    return transformer.to(device).train()
+    return transformer.train()
+
+
+def place_weights(
+    config: Config, family: ModelFamily, transformer: torch.nn.Module, device: torch.device
+) -> WeightStream:
+    """Put the transformer on the device, but for the weights that ``memory.stream_blocks`` keeps on the host.
+
+    Before the optimizer is built and restored: its state is made where the parameters are.
+
+    Raises:
+        UserError: nothing would be saved, or the host has too little memory.
+    """
+    try:
+        # First: whatever is still a parameter goes to the device with all others.
+        weights = WeightStream(
+            streamed_blocks(config, family, transformer),
+            device,
+            num_slots=config.memory.stream_slots,
+            min_bytes=config.memory.min_bytes,
+        )
+    except ValueError as error:
+        raise UserError(f"memory.stream_blocks: {error}") from error
+    transformer.to(device)
+    return weights
 
 
 def build_optimizer(config: Config, transformer: torch.nn.Module) -> torch.optim.Optimizer:
@@ -150,6 +182,7 @@ def build_run(
     *,
     accelerator: Accelerator,
     transformer: torch.nn.Module,
+    weights: WeightStream,
     optimizer: torch.optim.Optimizer,
     averaged: AveragedWeights | None,
     start_step: int,
@@ -180,6 +213,7 @@ def build_run(
             batch_size=config.train.micro_batch_size,
         ),
         previews=_build_previews(config, checked.family, encoded, preview_folder),
+        weights=weights,
     )
 
 
@@ -284,7 +318,9 @@ def _build_previews(config: Config, family: ModelFamily, encoded: TrainingData, 
     )
 
 
-def build_workload(config: Config, checked: CheckedRun, encoded: TrainingData) -> Workload:
+def build_workload(
+    config: Config, checked: CheckedRun, encoded: TrainingData, transformer: torch.nn.Module
+) -> Workload:
     """What a step holds in memory, for the advice when the device is full."""
     train, family = config.train, checked.family
     model = family.folder.component_config(family.trained[0])
@@ -294,6 +330,7 @@ def build_workload(config: Config, checked: CheckedRun, encoded: TrainingData) -
         width=heads * head_width if isinstance(heads, int) and isinstance(head_width, int) else None,
         micro_batch_size=train.micro_batch_size,
         num_blocks=checked.num_blocks,
+        streamable_bytes=_streamable_bytes(blocks_by_model(family, transformer)),
         num_checkpointed=checked.num_selected_blocks if train.use_gradient_checkpointing else 0,
         offloads=train.use_gradient_checkpointing_offload,
         # In the backward pass those of one block, and what is fetched ahead.
@@ -303,14 +340,30 @@ def build_workload(config: Config, checked: CheckedRun, encoded: TrainingData) -
     )
 
 
-def build_engine(config: Config) -> GradientEngine:
-    """The gradient engine that all blocks of the run share."""
+def _streamable_bytes(models: Sequence[Sequence[torch.nn.Module]]) -> int:
+    """Bytes of the frozen weights in blocks that are on the device, but for two blocks, which would stay."""
+    sizes = sorted(
+        sum(parameter.nbytes for parameter in block.parameters() if not parameter.requires_grad)
+        for blocks in models
+        for block in blocks
+    )
+    return sum(sizes[:-2])
+
+
+def build_engine(config: Config, backend: Backend | None = None) -> GradientEngine:
+    """The gradient engine that all blocks of the run share.
+
+    Args:
+        config: the settings of ``memory`` and the two switches.
+        backend: that streamed weights come by; None where none are.
+    """
     memory = config.memory
     return GradientEngine(
         min_bytes=memory.min_bytes,
         host_bytes=None if memory.host_gib is None else int(memory.host_gib * 1024**3),
         resident_blocks=memory.resident_blocks,
         prefetched_blocks=memory.prefetched_blocks,
+        backend=backend,
         policy=block_policy(config),
         skip_dead_ops=memory.skip_dead_ops,
         use_gradient_checkpointing=config.train.use_gradient_checkpointing,

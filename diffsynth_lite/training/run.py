@@ -24,6 +24,7 @@ from diffsynth_lite.training.builder import (
     build_transformer,
     build_workload,
     lora_alpha,
+    place_weights,
 )
 from diffsynth_lite.training.checkpoint.lora_file import read_initial_lora
 from diffsynth_lite.training.checkpoint.manifest import Checkpoint
@@ -136,7 +137,8 @@ def _train(
     _start_trackers(run, run_id)
     with run.clock.stage("model"):
         logger.info("Loading the transformer.")
-        transformer = build_transformer(run.config, run.checked, run.accelerator.device, initial)
+        transformer = build_transformer(run.config, run.checked, initial)
+        weights = place_weights(run.config, run.checked.family, transformer, run.accelerator.device)
         optimizer = build_optimizer(run.config, transformer)
         averaged = build_average(run.config, transformer)
         if checkpoint is not None:
@@ -147,6 +149,7 @@ def _train(
             encoded,
             accelerator=run.accelerator,
             transformer=transformer,
+            weights=weights,
             optimizer=optimizer,
             averaged=averaged,
             start_step=start_step,
@@ -169,8 +172,8 @@ def _train(
         best=checkpoint.documents["state"].get("best") if checkpoint else None,
     )
     try:
-        workload = build_workload(run.config, run.checked, encoded)
-        with out_of_memory_explained(workload, transformer, optimizer):
+        workload = build_workload(run.config, run.checked, encoded, transformer)
+        with out_of_memory_explained(workload, transformer, optimizer, slot_bytes=weights.slot_bytes):
             step = train(run, built, saver, stop, start_step)
     finally:
         # The wrapped model goes before its process group: as the group's last owner it deadlocked in torch's

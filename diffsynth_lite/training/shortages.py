@@ -29,6 +29,7 @@ class Workload:
         width: values of a token between blocks; None where the model does not say.
         micro_batch_size: samples in a forward.
         num_blocks: blocks of the model.
+        streamable_bytes: frozen weights that would leave the device if all blocks were streamed.
         num_checkpointed: how many of them are checkpointed; 0 with checkpointing off.
         offloads: whether the inputs of these are offloaded to host memory.
         blocks_on_device: how many have their inputs on the device at once, with offload on.
@@ -40,6 +41,7 @@ class Workload:
     width: int | None
     micro_batch_size: int
     num_blocks: int
+    streamable_bytes: int
     num_checkpointed: int
     offloads: bool
     blocks_on_device: int
@@ -56,14 +58,22 @@ class MemoryUse:
     peak: int | None
 
     @classmethod
-    def of(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> "MemoryUse":
-        """What a model and its optimizer hold, and the device's own count where it has one."""
+    def of(
+        cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, slot_bytes: int = 0
+    ) -> "MemoryUse":
+        """What a model and its optimizer hold, and the device's own count where it has one.
+
+        Args:
+            model: its parameters, on the device.
+            optimizer: of those that train.
+            slot_bytes: of the slots of weights that are streamed.
+        """
         frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         state = [value for entry in optimizer.state.values() for value in entry.values()]
         device = next(model.parameters()).device
         return cls(
-            weights=_num_bytes(frozen),
+            weights=_num_bytes(frozen) + slot_bytes,
             # Each of them has a gradient too.
             trained=2 * _num_bytes(trained) + _num_bytes(state),
             peak=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
@@ -77,7 +87,11 @@ class MemoryUse:
 
 @contextmanager
 def out_of_memory_explained(
-    workload: Workload, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    workload: Workload,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    slot_bytes: int = 0,
 ) -> Iterator[None]:
     """Scope in which a full device ends the run with what it held and what would help.
 
@@ -87,7 +101,7 @@ def out_of_memory_explained(
     try:
         yield
     except torch.OutOfMemoryError as error:
-        use = MemoryUse.of(model, optimizer)
+        use = MemoryUse.of(model, optimizer, slot_bytes=slot_bytes)
         first_line = str(error).partition("\n")[0]
         raise RunStoppedError(
             f"out of memory: {first_line} In use: {_in_words(use)}. What helps most: "
@@ -145,6 +159,7 @@ def levers(workload: Workload, use: MemoryUse) -> list[str]:
     found = list(_of_blocks(workload)) + list(_of_batches(workload, use))
     if workload.in_float32:
         found.append((use.weights // 2, "model.dtype: bfloat16"))
+    found.append((workload.streamable_bytes, "memory.stream_blocks: all"))
     known = sorted((lever for lever in found if lever[0]), key=lambda lever: -(lever[0] or 0))
     unknown = [lever for lever in found if lever[0] is None]
     return [

@@ -47,7 +47,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
     watchdog = Watchdog(run.accelerator, timedelta(minutes=config.train.step_timeout_minutes))
     shutdown = ShutdownBudget(run.grace if run.is_main else None, save_bytes=saver.num_bytes)
     requests = Requests(run.folder.path, stop, run.accelerator, config.output.checkpoint_every_minutes)
-    engine = build_engine(config)
+    engine = build_engine(config, built.weights.backend)
     report = StepReport(
         run.folder,
         metrics,
@@ -72,6 +72,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
         with run.clock.stage("first previews"), shutdown.timing("evaluation"):
             evaluate(built, saver, metrics, 0)
     logger.info("Start-up took %s.", run.clock.describe())
+    built.weights.start_report()
     stop.let_steps_finish()
     step = min(start_step, total_steps)  # train.steps may have been lowered since the checkpoint.
     with gradient_engine(engine), watchdog.watching(), report.shown(run.console):
@@ -172,13 +173,13 @@ def evaluate(built: TrainingObjects, saver: Saver, metrics: MetricsLog, step: in
 def report_memory(
     run: RunContext, built: TrainingObjects, engine: GradientEngine, metrics: MetricsLog, step: int
 ) -> None:
-    """Log what is quantised, and what checkpointing and offload did in the first step.
+    """Log what is quantised, and what checkpointing, offload and streaming did in the first step.
 
     Raises:
         UserError: a switch that is on had no effect.
     """
     train, memory = run.config.train, run.config.memory
-    report = engine.report()
+    report, streamed = engine.report(), built.weights.report()
     num_micro_batches = train.global_batch_size // (train.micro_batch_size * run.accelerator.num_processes)
     try:
         report.require_effect(
@@ -187,13 +188,14 @@ def report_memory(
             expected_blocks=run.checked.num_blocks * num_micro_batches,
             expected_checkpointed=run.checked.num_selected_blocks * num_micro_batches,
         )
+        streamed.require_effect()
     except IneffectiveSwitchError as error:
-        section = "memory" if str(error).startswith("save_attention") else "train"
+        section = "memory" if str(error).startswith(("save_attention", "stream_blocks")) else "train"
         raise UserError(f"{section}.{error}") from error
-    weights = QuantizationReport.of(built.transformer)
-    for line in (*weights.lines(), *report.lines()):
+    quantized = QuantizationReport.of(built.transformer)
+    for line in (*quantized.lines(), *report.lines(), *streamed.lines()):
         logger.info("%s", line)
-    metrics.log(step, weights.metrics() | report.metrics())
+    metrics.log(step, quantized.metrics() | report.metrics() | streamed.metrics())
 
 
 def _num_parts(batch: Batch, num_processes: int) -> float:

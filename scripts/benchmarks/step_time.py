@@ -21,7 +21,13 @@ from peft import LoraConfig
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
 from diffsynth_lite.data import Batch
-from diffsynth_lite.training.builder import TrainingObjects, build_optimizer, build_run, build_transformer
+from diffsynth_lite.training.builder import (
+    TrainingObjects,
+    build_optimizer,
+    build_run,
+    build_transformer,
+    place_weights,
+)
 from diffsynth_lite.training.checks import CheckedRun, check_run
 from diffsynth_lite.training.encoding import encode_run
 from diffsynth_lite.training.trainer import train_step
@@ -117,7 +123,8 @@ def equal_runs(
             checked,
             encoded,
             accelerator=accelerator,
-            transformer=(transformer := build_transformer(config, checked, accelerator.device)),
+            transformer=(transformer := build_transformer(config, checked)),
+            weights=place_weights(config, checked.family, transformer, accelerator.device),
             optimizer=build_optimizer(config, transformer),
             averaged=None,
             start_step=0,

@@ -84,8 +84,8 @@ def device_that_counts(held: Held) -> Iterator[None]:
     """Scope in which the answer to a full device knows its peak, as on a device that counts it."""
     use_of = MemoryUse.of
 
-    def counted(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> MemoryUse:
-        return dataclasses.replace(use_of(model, optimizer), peak=held.total)
+    def counted(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **slots: int) -> MemoryUse:
+        return dataclasses.replace(use_of(model, optimizer, **slots), peak=held.total)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MemoryUse, "of", staticmethod(counted))

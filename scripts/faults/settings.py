@@ -103,6 +103,8 @@ FREE: dict[str, Change] = {
     "memory.policy_n": ("memory.policy=first_k", "memory.policy_n=2"),
     "memory.policy_blocks": ("memory.policy=only", "memory.policy_blocks=[0]"),
     "memory.save_attention": ("memory.save_attention=keep",),
+    "memory.stream_blocks": ("memory.stream_blocks=all", "memory.stream_slots=1"),
+    "memory.stream_slots": ("memory.stream_blocks=2", "memory.stream_slots=1"),
     "memory.skip_dead_ops": ("memory.skip_dead_ops=false",),
     "validation.prompts": ("validation.prompts=[a red circle]",),
     "validation.negative_prompt": ("validation.negative_prompt=grey",),

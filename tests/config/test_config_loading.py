@@ -157,6 +157,8 @@ def test_dump_config_holds_every_setting(write, minimal):
     ("text", "settings"),
     [
         ("memory: {min_bytes: 4096}", ["memory.min_bytes"]),
+        ("memory: {min_bytes: 4096, stream_blocks: all}", []),
+        ("memory: {stream_slots: 1}", ["memory.stream_slots"]),
         ("memory: {host_gib: 2, resident_blocks: 0}", ["memory.host_gib", "memory.resident_blocks"]),
         ("memory: {min_bytes: 4096}\ntrain: {use_gradient_checkpointing_offload: on}", []),
         ("memory: {host_gib: 2, save_attention: park}", []),

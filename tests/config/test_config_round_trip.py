@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffsynth_lite.config import Config, DataSettings, SourceSettings, dump_config, load_config
-from diffsynth_lite.config.messages import Schema, section_of_entries, without_null
+from diffsynth_lite.config.messages import (
+    Schema,
+    section_of_entries,
+    takes_null,
+    without_null,
+    words_instead,
+)
 from diffsynth_lite.config.schema import section_types
 from diffsynth_lite.config.settings import Settings
 from diffsynth_lite.errors import UserError
@@ -40,7 +46,8 @@ def values_of(setting: Schema) -> st.SearchStrategy:
         values = texts(schema.get("pattern"))
     else:
         values = numbers(schema)
-    return values if schema is setting else st.none() | values
+    values |= st.sampled_from(words) if (words := words_instead(setting)) else st.nothing()
+    return st.none() | values if takes_null(setting) else values
 
 
 def sections_of(name: str, section: type[Settings]) -> st.SearchStrategy:
@@ -126,6 +133,8 @@ def consistent(name: str, values: dict) -> dict:
         is_listed = values["policy"] in ("skip", "only")
         values |= {"policy_n": (values["policy_n"] or 2) if is_counted else None}
         values |= {"policy_blocks": (values["policy_blocks"] or [3]) if is_listed else []}
+        is_moving = values["stream_blocks"] == "all" or values["stream_blocks"] > values["stream_slots"]
+        values |= {} if is_moving else {"stream_blocks": 0}
     return values
 
 

@@ -230,9 +230,11 @@ def noise_levels(sample: Sample, scheduler: Any) -> torch.Tensor:
     return levels
 
 
-def engine_with(flags: tuple[bool, bool]) -> GradientEngine:
+def engine_with(flags: tuple[bool, bool], **settings: Any) -> GradientEngine:
     """A gradient engine with these two switches."""
-    return GradientEngine(use_gradient_checkpointing=flags[0], use_gradient_checkpointing_offload=flags[1])
+    return GradientEngine(
+        use_gradient_checkpointing=flags[0], use_gradient_checkpointing_offload=flags[1], **settings
+    )
 
 
 def velocity_and_gradients(

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from family_sample import FLAGS, Sample, adapted_transformer, engine_with, velocity_and_gradients
+from family_sample import CPU, FLAGS, Sample, adapted_transformer, engine_with, velocity_and_gradients
+from lazy_backend import LazyBackend
 
-from diffsynth_lite.core.gradient import blocks_of, gradient_checkpoint_forward
+from diffsynth_lite.core.gradient import BlockPolicy, blocks_of, gradient_checkpoint_forward
+from diffsynth_lite.core.weights import WeightStream
 from diffsynth_lite.pipelines import family_names
 
 
@@ -31,6 +33,26 @@ def test_the_flags_change_neither_the_velocity_nor_any_gradient_also_with_dropou
     # The masks of dropout follow the seed.
     other_velocity, _ = velocity_and_gradients(sample, transformer, engine_with((True, False)), seed=4)
     assert not torch.equal(velocity, other_velocity)
+
+
+def test_weights_that_live_on_the_host_change_nothing_whenever_copies_run(sample: Sample) -> None:
+    resident, streamed, backend = adapted_transformer(sample), adapted_transformer(sample), LazyBackend()
+    blocks = blocks_of(streamed, sample.family.block_lists)
+    stream = WeightStream([blocks], CPU, num_slots=1, backend=backend)
+    # Some blocks keep what they compute, the others offload their inputs.
+    policy = BlockPolicy(select="every_n", n=2)
+    engines = [engine_with((False, True), backend=one, policy=policy) for one in (None, backend)]
+    velocity, gradients = velocity_and_gradients(sample, resident, engines[0])
+    other_velocity, other_gradients = velocity_and_gradients(sample, streamed, engines[1])
+    assert torch.equal(velocity, other_velocity)
+    assert gradients.keys() == other_gradients.keys()
+    for name, gradient in gradients.items():
+        other = other_gradients[name]
+        assert gradient is other is None or torch.equal(gradient, other), name
+    # What is available on this machine changes meanwhile.
+    reports = [replace(engine.report(), host_bytes_cap=0) for engine in engines]
+    assert reports[0] == reports[1]
+    assert stream.report().blocks_streamed == len(blocks)
 
 
 def targets_of(sample: Sample, name: str) -> tuple[str, ...]:

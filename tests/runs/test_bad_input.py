@@ -114,6 +114,21 @@ BEFORE_WEIGHTS: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
         ("memory.policy=skip", "memory.policy_blocks=[0, 1]"),
         "memory.policy_blocks: skip of blocks [0, 1] selects none of 2 blocks",
     ),
+    "more blocks streamed than there are": (
+        lambda run: None,
+        ("memory.stream_blocks=3", "memory.stream_slots=1"),
+        "memory.stream_blocks: 3; the model has 2 blocks: give fewer, or all",
+    ),
+    "streamed blocks that all stay on the device": (
+        lambda run: None,
+        ("memory.stream_blocks=all",),
+        "memory.stream_blocks: 2 blocks would all stay in 2 slots, and nothing be saved",
+    ),
+    "no weight large enough to be streamed": (
+        lambda run: None,
+        ("memory.stream_blocks=all", "memory.stream_slots=1", "memory.min_bytes=1000000"),
+        "memory.stream_blocks: there is nothing to stream in 2 blocks: no frozen weight of them has",
+    ),
     "attention saved without checkpointing": (
         lambda run: None,
         ("memory.save_attention=keep", "--no-use_gradient_checkpointing"),

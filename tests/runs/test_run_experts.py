@@ -64,7 +64,11 @@ def test_each_step_trains_one_expert_and_a_resumed_run_is_the_same_bit_for_bit(e
     assert len(list((whole / "previews").glob("*.mp4"))) == 2 * 2
 
     assert expert_run.train(f"output.dir={parts}", *UNWATCHED, "train.steps=3") == 0
-    assert expert_run.train(f"output.dir={parts}", *UNWATCHED, "--no-use_gradient_checkpointing_offload") == 0
+    streamed = ("memory.stream_blocks=all", "memory.stream_slots=1")
+    settings = (f"output.dir={parts}", *UNWATCHED, "--no-use_gradient_checkpointing_offload", *streamed)
+    assert expert_run.train(*settings) == 0
+    report = next(row for row in expert_run.metrics(parts) if "blocks_streamed" in row)
+    assert report["blocks_streamed"] == 2 * 2  # two blocks of each expert
     assert differing(checkpoint_tensors(whole, STEPS), checkpoint_tensors(parts, STEPS)) == []
     files = ["pytorch_lora_weights_high_noise.safetensors", "pytorch_lora_weights_low_noise.safetensors"]
     assert sorted(path.name for path in (whole / "lora").iterdir()) == files

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from accelerate.state import AcceleratorState
 from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, make_run
@@ -51,6 +52,55 @@ def test_a_policy_proves_its_effect_and_changes_no_weight(
     assert report["attention_saved"] == (2 * num_selected if saves else 0)
     assert (report["attention_bytes_offloaded"] > 0) == ("attention=park" in str(settings))
     assert (report["dead_ops_skipped"] > 0) == skips
+
+
+STREAMED = ("memory.stream_blocks=all", "memory.stream_slots=1")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("--no-use_gradient_checkpointing",),
+        ("--use_gradient_checkpointing_offload", "memory.save_attention=park"),
+        ("memory.policy=last_k", "memory.policy_n=1", "train.steps=4"),
+    ],
+)
+def test_streamed_weights_prove_their_effect_and_change_no_weight(
+    plain_run: TinyRun, settings: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    half_way = plain_run.folder / "checkpoints" / "step-00000002"
+    assert plain_run.train(f"output.dir={tmp_path}", "--resume", str(half_way), *STREAMED, *settings) == 0
+    assert differing(checkpoint_tensors(plain_run.folder, 4), checkpoint_tensors(tmp_path, 4)) == []
+    report = next(row for row in plain_run.metrics(tmp_path) if "blocks_streamed" in row)
+    assert (report["blocks_streamed"], report["weight_bytes_copied"] > 0) == (2, True)
+    runs = 2 * (2 + report["blocks_recomputed"] // 2)  # two blocks, two micro-batches
+    assert report["streamed_blocks_run"] == runs
+    assert "streamed        2 blocks, " in caplog.text
+
+
+def test_previews_and_the_lora_of_streamed_weights_are_those_of_resident_ones(watched_run: TinyRun) -> None:
+    files = []
+    for name, settings in (("resident", ()), ("streamed", STREAMED)):
+        folder = watched_run.root / name
+        assert watched_run.train(f"output.dir={folder}", "train.steps=2", *settings) == 0
+        losses = [row for row in watched_run.metrics(folder) if "train_fixed_noise_loss" in row]
+        assert len(losses) == 2
+        previews = {path.name: path.read_bytes() for path in (folder / "previews").iterdir()}
+        lora = safetensors.torch.load_file(folder / "lora" / "pytorch_lora_weights.safetensors")
+        files.append((losses, previews, lora))
+    (*of_resident, resident_lora), (*of_streamed, streamed_lora) = files
+    assert of_resident == of_streamed
+    assert differing(resident_lora, streamed_lora) == []
+
+
+def test_a_stream_that_moves_nothing_stops_the_run(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    others = [[torch.nn.Linear(4, 4).requires_grad_(False) for _ in range(2)]]
+    monkeypatch.setattr("diffsynth_lite.training.builder.streamed_blocks", lambda *_: others)
+    assert tiny_run.train(*STREAMED) == 2
+    assert "memory.stream_blocks: on, but no weights were moved: none of these blocks ran" in caplog.text
 
 
 def test_a_switch_without_effect_stops_the_run(tiny_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from diffsynth_lite.config import Config, load_config
+from diffsynth_lite.core.weights import WeightStream
 from diffsynth_lite.pipelines.qwen_image import tiny
 from diffsynth_lite.training.builder import TrainingObjects, build_optimizer, build_run, build_transformer
 from diffsynth_lite.training.checks import CheckedRun, check_run
@@ -85,6 +86,7 @@ class Prepared:
             "encoded": self.encoded,
             "accelerator": PROCESS,
             "transformer": self.transformer,
+            "weights": WeightStream([], CPU),
             "optimizer": build_optimizer(config, self.transformer),
             "averaged": None,
             "start_step": 0,
@@ -118,5 +120,5 @@ def prepare(root: Path) -> Prepared:
         encoded=encode_run(
             config, checked.family, PROCESS, records=checked.records, held_out=checked.validation_records
         ),
-        transformer=build_transformer(config, checked, CPU),
+        transformer=build_transformer(config, checked),
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from prepared_run import CPU, Prepared, prepare
+from prepared_run import Prepared, prepare
 
 from diffsynth_lite.training.builder import (
     build_accelerator,
@@ -50,7 +50,7 @@ def test_the_adapter_has_the_rank_the_alpha_and_the_dropout_asked_for(
     prepared: Prepared, changes: dict[str, str], expected: tuple[int, float, float]
 ) -> None:
     config = prepared.config(changes)
-    transformer = build_transformer(config, prepared.checked, CPU)
+    transformer = build_transformer(config, prepared.checked)
     layer = transformer.get_submodule(prepared.checked.target_layers[0])
     rank, alpha, dropout = expected
     assert layer.lora_A["default"].weight.shape[0] == rank
@@ -60,7 +60,7 @@ def test_the_adapter_has_the_rank_the_alpha_and_the_dropout_asked_for(
 
 
 def test_the_transformer_has_its_dtype_and_its_adapter_fp32_and_both_train(prepared: Prepared) -> None:
-    transformer = build_transformer(prepared.config({"model.dtype": "bfloat16"}), prepared.checked, CPU)
+    transformer = build_transformer(prepared.config({"model.dtype": "bfloat16"}), prepared.checked)
     assert all(module.training for module in transformer.modules())
     for name, value in transformer.named_parameters():
         assert value.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16)
@@ -69,7 +69,7 @@ def test_the_transformer_has_its_dtype_and_its_adapter_fp32_and_both_train(prepa
 
 def test_the_first_values_of_the_adapter_follow_the_seed_of_the_training(prepared: Prepared) -> None:
     def first_values(seed: int) -> torch.Tensor:
-        transformer = build_transformer(prepared.config({"train.seed": str(seed)}), prepared.checked, CPU)
+        transformer = build_transformer(prepared.config({"train.seed": str(seed)}), prepared.checked)
         return transformer.get_submodule(prepared.checked.target_layers[0]).lora_A["default"].weight.detach()
 
     assert torch.equal(first_values(11), first_values(11))

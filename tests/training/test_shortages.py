@@ -22,6 +22,7 @@ WORKLOAD = Workload(
     width=3072,
     micro_batch_size=2,
     num_blocks=60,
+    streamable_bytes=0,
     num_checkpointed=60,
     offloads=False,
     blocks_on_device=2,

@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 from rich.console import Console
 
 from diffsynth_lite.config import LoadedConfig, load_config
+from diffsynth_lite.core.weights import WeightStream
 from diffsynth_lite.data import Batch, Bucket
 from diffsynth_lite.errors import RunStoppedError
 from diffsynth_lite.training import trainer
@@ -84,6 +85,7 @@ def objects(model: torch.nn.Module, *steps: Sequence[Batch], **changes: Any) -> 
         "batches": iter(steps),
         "validation_loss": None,
         "previews": None,
+        "weights": WeightStream([], accelerator.device),
     }
     return TrainingObjects(**(settings | changes))
 
@@ -292,7 +294,8 @@ class Life:
             clock=StartupClock(0.0),
             grace=None,
         )
-        return train(run, None, self._saver, self._stop, start_step)
+        built = SimpleNamespace(weights=WeightStream([], process.device))
+        return train(run, built, self._saver, self._stop, start_step)
 
     def _note(self, what: str, step: int) -> None:
         self.done.append((what, step))

@@ -1,4 +1,4 @@
-"""This file packs the frozen weights of a block into one piece of host memory, and shows them to the block."""
+"""This file packs the frozen weights of a block into one piece of host memory, and lets it find them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -65,7 +65,8 @@ class PackedBlock:
         self._pieces: list[_Piece] = []
         start = 0
         for parameter, holders in weights.items():
-            # On the CPU, where it stays as it was loaded, its place in a cache line shows in the last bit of sums.
+            # On the CPU resident weights stay where they were loaded, and their place in a cache line shows
+            # in the last bit of products with a single row.
             shift = parameter.data_ptr() % _CACHE_LINE if device.type == "cpu" else 0
             piece = _Piece.of(parameter, holders, start + shift - shift % parameter.element_size())
             piece.view(host).copy_(parameter.detach())

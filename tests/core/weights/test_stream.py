@@ -1,4 +1,4 @@
-"""Streamed weights change no bit: whenever the copies run, together with the inputs that the engine offloads."""
+"""Streamed weights change no bit, whenever the copies run: theirs and those of inputs that are offloaded."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -53,7 +53,7 @@ def made(make_case: Callable[[], Case]) -> Case:
 
 
 def biases_train(make_case: Callable[[], Case]) -> Case:
-    """A case in which the biases learn and all else is frozen: what each block keeps depends on its weights."""
+    """A case in which the biases learn and all else is frozen: backward needs the weights of each block."""
     case = made(make_case)
     for name, parameter in case.model.named_parameters():
         parameter.requires_grad_(name.endswith("bias"))
@@ -69,14 +69,14 @@ def streamed(case: Case, backend: Any, *, every: int = 1, **settings: Any) -> We
 
 
 def settings_that_save(make_case: Callable[[], Case]) -> list[tuple[int, int]]:
-    """Every how many blocks are streamed, through how many slots: what is smaller than the blocks."""
+    """Every how many blocks are streamed, through how many slots: two ways that save memory, or one."""
     blocks, found = blocks_of_case(biases_train(make_case)), []
-    for every, num_slots in ((1, 1), (1, 2), (2, 1), (1, 3)):
+    for every, num_slots in ((2, 2), (1, 2), (1, 1)):
         with suppress(ValueError):
             require_saving([blocks[::every]], CPU, num_slots=num_slots)
             found.append((every, num_slots))
     assert found
-    return found
+    return found[:2]
 
 
 def step_under(case: Case, engine: GradientEngine, flags: tuple[bool, bool]) -> Step:
@@ -126,7 +126,7 @@ def test_no_policy_changes_a_bit(policy: BlockPolicy, make_backend: Callable[[],
 
 
 class Layer(torch.autograd.Function):
-    """A product that asks its layer for the weight once more in backward, as those of quantised weights do."""
+    """A product that asks its layer for the weight again in backward, as one of quantised weights does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
@@ -162,7 +162,9 @@ def asking_blocks() -> list[AskingBlock]:
     return [AskingBlock() for _ in range(4)]
 
 
-def gradients_of(blocks: Sequence[AskingBlock], flags: tuple[bool, bool], engine: GradientEngine) -> list[Tensor]:
+def gradients_of(
+    blocks: Sequence[AskingBlock], flags: tuple[bool, bool], engine: GradientEngine
+) -> list[Tensor]:
     x, extra = torch.linspace(-1, 1, 16).reshape(2, 8), {"temb": torch.linspace(0, 1, 8)}
     with gradient_engine(engine):
         run = block_runner(len(blocks), *flags)
@@ -263,9 +265,7 @@ def test_what_trains_and_what_is_small_stays_and_the_rest_is_no_parameter_any_mo
     gone = {name: value for name, value in before.items() if name not in after}
     in_blocks = {name: value for name, value in before.items() if name.startswith("transformer_blocks.")}
     assert gone.keys() == {
-        name
-        for name, value in in_blocks.items()
-        if not value.requires_grad and value.nbytes >= min_bytes
+        name for name, value in in_blocks.items() if not value.requires_grad and value.nbytes >= min_bytes
     }
     for name, value in gone.items():
         module, _, attribute = name.rpartition(".")
@@ -283,10 +283,12 @@ def test_the_layout_of_a_weight_and_its_place_in_a_cache_line_stay() -> None:
     block.also_shifted = block.shifted
     block.forward = lambda: [block.shifted, block.turned, block.also_shifted]
     others = [nn.Linear(4, 4).requires_grad_(False) for _ in range(2)]
-    expected = [tensor.clone() for tensor in block.forward()]
+    expected, row = [tensor.clone() for tensor in block.forward()], torch.rand(1, 6)
+    product = nn.functional.linear(row, block.shifted)
     WeightStream([[block, *others]], CPU, num_slots=1)
     for shown in (block.forward(), [block.shifted, block.turned, block.also_shifted]):
         assert all(torch.equal(one, other) for one, other in zip(shown, expected, strict=True))
+    assert torch.equal(nn.functional.linear(row, block.forward()[0]), product)
     assert block.turned.stride() == (1, 6)
     assert block.shifted.data_ptr() % 64 == 12 + memory.data_ptr() % 64
     assert [name for name, _ in block.named_parameters()] == ["gaps"]
