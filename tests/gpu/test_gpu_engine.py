@@ -14,6 +14,7 @@ from device_checks import (
     check_offload,
     check_refused,
     check_savings,
+    check_stream,
 )
 from gradient_models import ALL_FLAGS
 from torch import Tensor, nn
@@ -81,6 +82,16 @@ def test_with_too_little_host_memory_the_rest_stays_and_the_gradients_are_the_sa
 @pytest.mark.parametrize("offload", [False, True])
 def test_saved_attention_and_skipped_products_change_nothing(save_attention: Any, offload: bool) -> None:
     check_savings("cuda", 1024, save_attention=save_attention, offload=offload, make_backend=None)
+
+
+@pytest.mark.parametrize("make_backend", [CudaBackend, SlowBackend])
+@pytest.mark.parametrize("flags", ALL_FLAGS)
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_streamed_weights_give_the_same_gradients_even_if_their_copies_begin_late(
+    make_backend: Callable[[torch.device], Any], flags: tuple[bool, bool], num_slots: int
+) -> None:
+    backend = make_backend(cuda())
+    check_stream("cuda", ROWS_OF_16_MIB, flags=flags, num_slots=num_slots, backend=backend)
 
 
 def test_offloading_never_makes_the_host_wait() -> None:

@@ -7,6 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 from accelerate.state import AcceleratorState
+from lazy_backend import LazyBackend, LazyCopy
 from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, make_run
 
 
@@ -62,7 +63,6 @@ STREAMED = ("memory.stream_blocks=all", "memory.stream_slots=1")
     [
         ("--no-use_gradient_checkpointing",),
         ("--use_gradient_checkpointing_offload", "memory.save_attention=park"),
-        ("memory.policy=last_k", "memory.policy_n=1", "train.steps=4"),
     ],
 )
 def test_streamed_weights_prove_their_effect_and_change_no_weight(
@@ -77,6 +77,30 @@ def test_streamed_weights_prove_their_effect_and_change_no_weight(
     runs = 2 * (2 + report["blocks_recomputed"] // 2)  # two blocks, two micro-batches
     assert report["streamed_blocks_run"] == runs
     assert "streamed        2 blocks, " in caplog.text
+
+
+class WatchedBackend(LazyBackend):
+    """One that knows which ways it copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directions: set[str] = set()
+
+    def _start(self, direction: str, target: torch.Tensor, source: torch.Tensor) -> LazyCopy:
+        self.directions.add(direction)
+        return super()._start(direction, target, source)
+
+
+def test_inputs_and_weights_of_a_run_share_one_backend_and_may_both_arrive_late(
+    plain_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = WatchedBackend()
+    monkeypatch.setattr("diffsynth_lite.core.weights.stream.backend_for", lambda _device: backend)
+    half_way = plain_run.folder / "checkpoints" / "step-00000002"
+    settings = ("--use_gradient_checkpointing_offload", "memory.policy=first_k", "memory.policy_n=1")
+    assert plain_run.train(f"output.dir={tmp_path}", "--resume", str(half_way), *STREAMED, *settings) == 0
+    assert differing(checkpoint_tensors(plain_run.folder, 4), checkpoint_tensors(tmp_path, 4)) == []
+    assert backend.directions == {"in", "out"}  # weights never go out
 
 
 def test_previews_and_the_lora_of_streamed_weights_are_those_of_resident_ones(watched_run: TinyRun) -> None:

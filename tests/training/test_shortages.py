@@ -62,6 +62,11 @@ def test_blocks_that_a_policy_keeps_and_weights_in_float32_are_counted() -> None
     assert found[0] == "model.dtype: bfloat16 (about 19.5 GiB less)"
 
 
+def test_weights_that_could_be_streamed_are_counted() -> None:
+    assert texts(streamable_bytes=30_000 * MIB)[0] == "memory.stream_blocks: all (about 29.3 GiB less)"
+    assert not any("stream" in text for text in texts())
+
+
 def test_what_would_save_nothing_is_not_advised() -> None:
     few = {"num_blocks": 2, "num_checkpointed": 2}
     assert not any("offload" in text for text in texts(**few))
@@ -94,6 +99,7 @@ def test_the_error_says_what_the_memory_was_used_for() -> None:
     use = MemoryUse.of(model, optimizer)
     # 4 MiB of weights; 1 MiB trained, with its gradient, two moments and a step count of 4 bytes.
     assert (use.weights, use.trained, use.peak) == (4 * MIB, 4 * MIB + 4, None)
+    assert MemoryUse.of(model, optimizer, slot_bytes=MIB).weights == 5 * MIB
     with (
         pytest.raises(
             RunStoppedError, match=r"Tried to allocate 2 GiB.*4\.0 MiB of frozen weights.*helps most"

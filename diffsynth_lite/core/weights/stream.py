@@ -229,7 +229,7 @@ class WeightStream:
             output = forward(*args, **kwargs)
         for tensor in take_tensors(output)[0]:
             if tensor.requires_grad:
-                tensor.register_hook(lambda _gradient: self._return_to(place))
+                tensor.register_hook(lambda _gradient: self._return_to(place))  # type: ignore[no-untyped-call]
         return output
 
     def _return_to(self, place: int) -> None:
@@ -295,6 +295,10 @@ class _Slot:
         self.place: int | None = None
         self._copy: Copy | None = None
         self._target: Tensor | None = None
+
+    def __del__(self) -> None:
+        # Before the memory on both sides goes to somebody else.
+        self.wait()
 
     def start(self, place: int, host: Tensor, backend: Backend) -> None:
         """Start to copy the weights of a block in; the copy before was waited for."""

@@ -16,6 +16,7 @@ from diffsynth_lite.core.gradient import (
     gradient_engine,
 )
 from diffsynth_lite.core.transfer.backends import Backend
+from diffsynth_lite.core.weights import WeightStream
 
 NUM_BLOCKS = 8
 CHANNELS = 1024
@@ -150,3 +151,43 @@ def check_savings(
     assert (report.attention_saved, report.attention_not_saved) == (3, 0)
     assert (report.attention_bytes_offloaded > 0) == (save_attention == "park")
     assert report.dead_ops_skipped == 3
+
+
+class FrozenBlock(nn.Module):
+    """A frozen layer, and something behind it that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(CHANNELS, CHANNELS).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(CHANNELS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * self.scale).sin()
+
+
+def check_stream(
+    device: str, num_rows: int, *, flags: tuple[bool, bool], num_slots: int, backend: Backend
+) -> None:
+    """Weights in host memory give the gradients of resident ones, beside inputs that are offloaded."""
+    torch.manual_seed(0)
+    blocks = [FrozenBlock().to(device) for _ in range(NUM_BLOCKS)]
+    inputs = torch.rand(num_rows, CHANNELS, device=device)
+    engine = GradientEngine(0, backend=backend)
+
+    def gradients() -> list[Tensor]:
+        x = inputs
+        with gradient_engine(engine):
+            for block in blocks:
+                x = gradient_checkpoint_forward(block, *flags, x)
+        return list(torch.autograd.grad(x.square().sum(), [block.scale for block in blocks]))
+
+    reference = gradients()
+    stream = WeightStream([blocks], torch.device(device), num_slots=num_slots, backend=backend)
+    for _ in range(3):
+        stream.start_report()
+        assert equal(gradients(), reference)
+    report = stream.report()
+    assert report.weight_copies == 2 * (NUM_BLOCKS - num_slots)
+    # Without a second slot nothing can be fetched ahead.
+    assert report.late_weight_copies == (report.weight_copies if num_slots == 1 else 0)
+    assert engine.host_pool.num_bytes_lent == 0

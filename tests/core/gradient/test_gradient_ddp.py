@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lazy_backend import LazyBackend
 from processes import NUM_RANKS, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +17,7 @@ from diffsynth_lite.core.gradient import (
     gradient_engine,
     intercept_blocks,
 )
+from diffsynth_lite.core.weights import WeightStream
 
 ALL_FLAGS = [(False, False), (True, False), (False, True), (True, True)]
 
@@ -55,7 +57,10 @@ def equal(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def train_on_a_rank(rank: int, folder: Path) -> None:
-    """Save the mean over the ranks of the gradients without DDP, and those of DDP without and with flags."""
+    """Save the mean over the ranks of the gradients without DDP, and those of DDP without and with flags.
+
+    The last ones are those of a model whose frozen weights live in host memory.
+    """
     x = torch.linspace(-1, 1, 32).reshape(4, 8) * (rank + 1)
     mean = gradients_of_a_step(Stack(), x, None)
     for gradient in mean:
@@ -69,15 +74,23 @@ def train_on_a_rank(rank: int, folder: Path) -> None:
         model = DistributedDataParallel(Stack(), **settings)
         with gradient_engine(GradientEngine()):
             with_flags += [gradients_of_a_step(model, x, (True, True)) for _ in range(2)]
+    streamed, backend = Stack(), LazyBackend()
+    stream = WeightStream([list(streamed.blocks)], torch.device("cpu"), backend=backend)
+    model = DistributedDataParallel(streamed)
+    with gradient_engine(GradientEngine(backend=backend)):
+        with_flags += [gradients_of_a_step(model, x, flags) for flags in ALL_FLAGS for _ in range(2)]
+    assert stream.report().weight_copies > 0
     torch.save({"mean": mean, "plain": plain, "with flags": with_flags}, folder / f"rank{rank}.pt")
 
 
-def test_gradients_under_ddp_do_not_depend_on_the_flags(tmp_path: Path) -> None:
+def test_gradients_under_ddp_depend_neither_on_the_flags_nor_on_where_weights_are(
+    tmp_path: Path,
+) -> None:
     on_ranks(train_on_a_rank, tmp_path)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(NUM_RANKS))
     assert equal(first["mean"], first["plain"])
     assert equal(first["plain"], second["plain"])
-    assert len(first["with flags"]) == 2 * len(ALL_FLAGS) + 4
+    assert len(first["with flags"]) == 2 * len(ALL_FLAGS) + 4 + 2 * len(ALL_FLAGS)
     for one, other in zip(first["with flags"], second["with flags"], strict=True):
         assert equal(one, first["plain"])
         assert equal(other, first["plain"])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from device_checks import check_flags, check_full, check_offload, check_refused, check_savings
+from device_checks import check_flags, check_full, check_offload, check_refused, check_savings, check_stream
 from gradient_models import ALL_FLAGS
 from lazy_backend import LazyBackend
 
@@ -44,3 +44,12 @@ def test_saved_attention_and_skipped_products_change_nothing(
     make_backend: Callable[[], Any], save_attention: Any, offload: bool
 ) -> None:
     check_savings("cpu", 16, save_attention=save_attention, offload=offload, make_backend=make_backend)
+
+
+@pytest.mark.parametrize("make_backend", BACKENDS)
+@pytest.mark.parametrize("flags", ALL_FLAGS)
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_streamed_weights_give_the_same_gradients(
+    make_backend: Callable[[], Any], flags: tuple[bool, bool], num_slots: int
+) -> None:
+    check_stream("cpu", 4, flags=flags, num_slots=num_slots, backend=make_backend())
