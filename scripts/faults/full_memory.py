@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from diffusers import QwenImageTransformer2DModel
 from tiny_run import TinyRun, checkpoint_tensors, make_run
 
+from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.pipelines.qwen_image import QwenImage, tiny
 from faults.bench import PLAIN, Bench, Result, assert_same, train
 from faults.held_memory import Held, device_that_counts, held_by
@@ -47,6 +48,7 @@ APPLIED = {
         f"data.height={HEIGHT // 2}",
     ),
     "model.dtype: bfloat16": ("model.dtype=bfloat16",),
+    "memory.stream_blocks: all": ("memory.stream_blocks=all",),
     "memory.policy: all": ("memory.policy=all", "memory.policy_n=null"),
 }
 """What a person does who reads the answer."""
@@ -116,7 +118,7 @@ def _promises_of(message: str, held: Held, tensors: dict[str, torch.Tensor]) -> 
     trained = 2 * adapter + moments  # each has a gradient
     sizes = {"weights": held.weights, "trained": trained, "rest": held.total - held.weights - trained}
     for what, num_bytes in sizes.items():
-        assert answer[what] == f"about {num_bytes / 2**20:.2g} MiB", (what, num_bytes, message)
+        assert answer[what] == f"about {format_bytes(num_bytes)}", (what, num_bytes, message)
     levers = [_LEVER.fullmatch(text) for text in answer["levers"].split("; ")]
     assert len(levers) in (2, 3), message
     assert all(levers), message

@@ -53,7 +53,8 @@ def held_by(run: TinyRun, folder: Path, *settings: str) -> Held:
             meter.start()
             result = train_step(built, step)
         held = Held(
-            weights=_num_bytes(tensor for tensor in parameters if not tensor.requires_grad),
+            weights=_num_bytes(tensor for tensor in parameters if not tensor.requires_grad)
+            + built.weights.slot_bytes,
             trained=_num_bytes(tensor for tensor in parameters if tensor.requires_grad) + _num_bytes(state),
             step=meter.peak_bytes,
         )

@@ -39,6 +39,7 @@ def test_a_run_resumes_on_the_gpu_with_the_same_samples_and_noise(tiny_run: Tiny
         (),
         ("--use_gradient_checkpointing_offload", "memory.min_bytes=0"),
         ("--no-use_gradient_checkpointing",),
+        ("memory.stream_blocks=all", "memory.stream_slots=1", "memory.min_bytes=0"),
     ],
 )
 def test_repeatable_kernels_make_a_resumed_run_the_same_bit_for_bit(

@@ -6,6 +6,7 @@ ones before in backward. Nothing is copied back, since nothing changes. A slot i
 that starts to be copied, which by the contract of backends comes after all that was computed before.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
@@ -23,6 +24,8 @@ from diffsynth_lite.core.gradient.report import IneffectiveSwitchError
 from diffsynth_lite.core.transfer.backends import Backend, Copy, backend_for, smallest_worth_moving
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.core.weights.packing import PackedBlock, frozen_weights, packed_bytes
+
+_CopyUnderWay = tuple[Copy, Tensor, Tensor]
 
 
 def spread_evenly(num_blocks: int, num_streamed: int) -> list[int]:
@@ -243,8 +246,8 @@ class WeightStream:
         if slot is None:
             self._num_late += 1
             slot = self._start(place, wanted)
-        slot.wait()
-        self._blocks[place].bind(slot.flat)
+        if slot.wait():
+            self._blocks[place].bind(slot.flat)
         for following in wanted:
             if self._slot_of(following) is None:
                 self._start(following, wanted)
@@ -293,27 +296,32 @@ class _Slot:
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
         self.place: int | None = None
-        self._copy: Copy | None = None
-        self._target: Tensor | None = None
-
-    def __del__(self) -> None:
-        # Before the memory on both sides goes to somebody else.
-        self.wait()
+        # At most one copy, with both its tensors. One that is under way at the end is waited for before their
+        # memory goes to somebody else; not in __del__: of garbage with cycles, as blocks are, it comes too late.
+        self._under_way: list[_CopyUnderWay] = []
+        weakref.finalize(self, _wait_for, self._under_way).atexit = False
 
     def start(self, place: int, host: Tensor, backend: Backend) -> None:
         """Start to copy the weights of a block in; the copy before was waited for."""
-        self.place, self._target = place, self.flat[: host.numel()]
-        self._copy = backend.to_device(self._target, host)
+        self.place = place
+        target = self.flat[: host.numel()]
+        self._under_way.append((backend.to_device(target, host), target, host))
 
-    def wait(self) -> None:
-        """Let what is computed from now on come after the copy."""
-        if self._copy is not None:
-            self._copy.wait()
-            self._copy = self._target = None
+    def wait(self) -> bool:
+        """Let what is computed from now on come after the copy; whether there was one."""
+        was_under_way = bool(self._under_way)
+        _wait_for(self._under_way)
+        return was_under_way
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor is a weight in it, or a view of one."""
         return type(tensor) is Tensor and tensor.untyped_storage().data_ptr() == self.flat.data_ptr()
+
+
+def _wait_for(under_way: list[_CopyUnderWay]) -> None:
+    for copy, _target, _host in under_way:
+        copy.wait()
+    under_way.clear()
 
 
 class _SavedWeight:
