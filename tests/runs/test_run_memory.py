@@ -103,11 +103,15 @@ def test_inputs_and_weights_of_a_run_share_one_backend_and_may_both_arrive_late(
     assert backend.directions == {"in", "out"}  # weights never go out
 
 
-def test_previews_and_the_lora_of_streamed_weights_are_those_of_resident_ones(watched_run: TinyRun) -> None:
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_previews_and_the_lora_of_streamed_weights_are_those_of_resident_ones(
+    watched_run: TinyRun, quantize: str
+) -> None:
     files = []
     for name, settings in (("resident", ()), ("streamed", STREAMED)):
         folder = watched_run.root / name
-        assert watched_run.train(f"output.dir={folder}", "train.steps=2", *settings) == 0
+        given = (f"output.dir={folder}", "train.steps=2", f"model.quantize={quantize}", *settings)
+        assert watched_run.train(*given) == 0
         losses = [row for row in watched_run.metrics(folder) if "train_fixed_noise_loss" in row]
         assert len(losses) == 2
         previews = {path.name: path.read_bytes() for path in (folder / "previews").iterdir()}

@@ -296,8 +296,8 @@ class _Slot:
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
         self.place: int | None = None
-        # At most one copy, with both its tensors. One that is under way at the end is waited for before their
-        # memory goes to somebody else; not in __del__: of garbage with cycles, as blocks are, it comes too late.
+        # At most one copy, with both its tensors. One that is under way at the end is waited for before
+        # their memory goes to somebody else; not in __del__: of garbage with cycles, tensors go first.
         self._under_way: list[_CopyUnderWay] = []
         weakref.finalize(self, _wait_for, self._under_way).atexit = False
 

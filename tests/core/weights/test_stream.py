@@ -33,7 +33,14 @@ from diffsynth_lite.core.gradient import (
     intercept_blocks,
 )
 from diffsynth_lite.core.transfer.backends import PlainBackend
-from diffsynth_lite.core.weights import StreamReport, WeightStream, require_saving, spread_evenly
+from diffsynth_lite.core.weights import (
+    FrozenLinear,
+    Int8,
+    StreamReport,
+    WeightStream,
+    require_saving,
+    spread_evenly,
+)
 
 CPU = torch.device("cpu")
 KEEP, RECOMPUTE, OFFLOAD = (False, False), (True, False), (False, True)
@@ -146,19 +153,23 @@ class Layer(torch.autograd.Function):
 
 
 class AskingBlock(nn.Module):
-    """Two such products, one of them of whole numbers, with something between them that trains."""
+    """Such a product, a quantised layer, a weight in whole numbers, and something between that trains."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8).requires_grad_(False), nn.Module()
         self.first.asked_at = []
+        self.quantized = FrozenLinear(nn.Linear(8, 8).requires_grad_(False), Int8(), CPU)
+        self.quantized.write(torch.randn(8, 8), 0)
         values = torch.randint(-5, 5, (8, 8), dtype=torch.int8)
         self.second.weight = nn.Parameter(values, requires_grad=False)
         self.scale = nn.Parameter(torch.rand(8))
 
     def forward(self, x: Tensor, *, extra: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         hidden = Layer.apply(x, self.first) * self.scale + extra["temb"]
-        return (hidden @ self.second.weight.float()).sin(), {"temb": extra["temb"] * self.scale}
+        return (self.quantized(hidden) @ self.second.weight.float()).sin(), {
+            "temb": extra["temb"] * self.scale
+        }
 
 
 def asking_blocks() -> list[AskingBlock]:
