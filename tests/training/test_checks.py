@@ -289,4 +289,4 @@ def test_a_family_that_loads_its_model_without_quantising_it_is_refused(
     plain = qwen_image.tiny().transformer
     monkeypatch.setattr(type(checked.family), "load_transformer", lambda *_: plain)
     with pytest.raises(UserError, match=r"model\.quantize: int8 has no effect, as qwen_image loads"):
-        build_transformer(config, checked, PROCESS.device)
+        build_transformer(config, checked)

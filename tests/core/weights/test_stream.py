@@ -159,7 +159,7 @@ class AskingBlock(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(8, 8).requires_grad_(False), nn.Module()
         self.first.asked_at = []
-        self.quantized = FrozenLinear(nn.Linear(8, 8).requires_grad_(False), Int8(), CPU)
+        self.quantized = FrozenLinear(nn.Linear(8, 8, bias=False), Int8(), CPU)
         self.quantized.write(torch.randn(8, 8), 0)
         values = torch.randint(-5, 5, (8, 8), dtype=torch.int8)
         self.second.weight = nn.Parameter(values, requires_grad=False)
@@ -167,9 +167,8 @@ class AskingBlock(nn.Module):
 
     def forward(self, x: Tensor, *, extra: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         hidden = Layer.apply(x, self.first) * self.scale + extra["temb"]
-        return (self.quantized(hidden) @ self.second.weight.float()).sin(), {
-            "temb": extra["temb"] * self.scale
-        }
+        hidden = self.quantized(hidden) @ self.second.weight.float()
+        return hidden.sin(), {"temb": extra["temb"] * self.scale}
 
 
 def asking_blocks() -> list[AskingBlock]:
@@ -236,12 +235,21 @@ def test_two_graphs_a_retained_one_and_an_abandoned_one_do_not_mix(make_backend:
 
 @pytest.mark.parametrize("num_slots", [1, 2])
 def test_passes_without_gradients_run_one_after_the_other_and_no_copy_is_late(num_slots: int) -> None:
-    case = biases_train(qwen_image_of_six)
+    case, found_at = biases_train(qwen_image_of_six), set()
+
+    def note_where_weights_are(block: nn.Module, *_: Any) -> None:
+        found_at.add(block.attn.to_q.weight.untyped_storage().data_ptr())
+
+    for block in blocks_of_case(case):
+        block.register_forward_hook(note_where_weights_are)
     with torch.no_grad():
         expected = forward(case.model, case.inputs)
         stream = streamed(case, LazyBackend(), num_slots=num_slots)
+        found_at.clear()
         for _ in range(3):
             assert torch.equal(forward(case.model, case.inputs), expected)
+    # To the end of a block's run: what comes next has another slot.
+    assert found_at == {slot.flat.data_ptr() for slot in stream._slots}
     report = stream.report()
     assert report.streamed_blocks_run == 3 * 6
     # Each block comes once a pass; with two slots the first of the next pass are on their way by then.
