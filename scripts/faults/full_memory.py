@@ -57,7 +57,7 @@ _ANSWER = re.compile(
     r"In use: (?P<weights>.*) of frozen weights, (?P<trained>.*) of the LoRA and its optimizer, "
     r"(?P<rest>.*) of activations and the rest, at the peak\. What helps most: (?P<levers>.*)"
 )
-_LEVER = re.compile(r"(?P<setting>.*) \(about (?P<size>[0-9.e+]+) (?P<unit>MiB|GiB) less\)")
+_LEVER = re.compile(r"(?P<setting>.*) \(about (?P<size>[0-9.e+]+) (?P<unit>KiB|MiB|GiB) less\)")
 
 
 def run_out_of_memory(bench: Bench) -> Result:
@@ -123,7 +123,7 @@ def _promises_of(message: str, held: Held, tensors: dict[str, torch.Tensor]) -> 
     assert len(levers) in (2, 3), message
     assert all(levers), message
     return {
-        lever["setting"]: int(float(lever["size"]) * {"MiB": 2**20, "GiB": 2**30}[lever["unit"]])
+        lever["setting"]: int(float(lever["size"]) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[lever["unit"]])
         for lever in levers
         if lever
     }
