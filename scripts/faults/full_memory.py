@@ -123,7 +123,9 @@ def _promises_of(message: str, held: Held, tensors: dict[str, torch.Tensor]) -> 
     assert len(levers) in (2, 3), message
     assert all(levers), message
     return {
-        lever["setting"]: int(float(lever["size"]) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[lever["unit"]])
+        lever["setting"]: int(
+            float(lever["size"]) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[lever["unit"]]
+        )
         for lever in levers
         if lever
     }

@@ -19,6 +19,8 @@ _SIZED = ("data.width=null", "data.height=null")
 NEVER: dict[str, Change] = {
     "model.family": ("model.family=wan",),
     "model.dtype": ("model.dtype=bfloat16",),
+    "model.quantize": ("model.quantize=int8",),
+    "model.quantize_skip": ("model.quantize=int8", "model.quantize_skip=[to_q]"),
     "model.text_encoder_dtype": ("model.text_encoder_dtype=bfloat16",),
     "model.vae_dtype": ("model.vae_dtype=bfloat16",),
     "lora.rank": ("lora.rank=8",),
