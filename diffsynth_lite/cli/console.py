@@ -61,6 +61,12 @@ def configure_logging(console: Console, redactor: Redactor, *, is_main: bool = T
     handler = _ConsoleHandler(console, redactor) if is_main else logging.NullHandler()
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("diffsynth_lite").setLevel(logging.INFO)
+    logging.getLogger("transformers.utils.import_utils").addFilter(_is_not_about_torchvision)
+
+
+def _is_not_about_torchvision(record: logging.LogRecord) -> bool:
+    # transformers 5 says of each picture processor that it takes the one of Pillow, as we want it to.
+    return "requires torchvision" not in record.getMessage()
 
 
 def exit_code_of(work: Callable[[], None], redactor: Redactor, *, is_main: bool) -> int:

@@ -51,6 +51,9 @@ class WanI2V(wan.Wan):
 
     pipelines = (WanImageToVideoPipeline,)
     releases = WAN_I2V
+    size_divisor = 16
+    default_num_frames = 81
+    default_fps = 16.0
 
     @property
     def record_kinds(self) -> tuple[RecordKind, ...]:

@@ -78,6 +78,19 @@ def test_a_command_forbids_code_from_a_hub_and_masks_what_it_writes(console: Con
     assert redacted("swordfish") == "swordfish"
 
 
+def test_that_pictures_are_read_without_torchvision_is_not_warned_of(
+    console: Console, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work() -> None:
+        logger = logging.getLogger("transformers.utils.import_utils")
+        logger.warning("`CLIPImageProcessor` requires torchvision (not installed); falling back")
+        logger.warning("another warning")
+
+    with caplog.at_level(logging.WARNING):
+        assert run(work, console) == 0
+    assert [record.getMessage() for record in caplog.records] == ["another warning"]
+
+
 @pytest.mark.usefixtures("console")
 def test_a_refused_secret_is_not_shown_not_even_its_beginning(
     tmp_path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
