@@ -1,6 +1,6 @@
-"""This file fills a frozen model from safetensors files, a few rows at a time, into memory made before.
+"""This file fills a frozen model with stored tensors, a few rows at a time, into memory made before.
 
-So the most that is in memory is the model as it will be, and a few rows as they are in the file. A file's own
+So the most that is in memory is the model as it will be, and a few rows as they are stored. A file's own
 pages are the system's to drop.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from safetensors import safe_open
@@ -24,37 +24,32 @@ _NUM_ROWS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensors:
-    """The tensors of some files, of which the headers are read.
+    """Tensors that are read where they are used: those of files take no memory of their own.
 
     Attributes:
-        shapes: by name.
-        files: that hold them, by name.
+        tensors: by name, on the CPU.
     """
 
-    shapes: Mapping[str, tuple[int, ...]]
-    files: Mapping[str, Path]
+    tensors: Mapping[str, Tensor]
 
     @classmethod
     def in_files(cls, files: Sequence[Path]) -> Self:
-        """Those of safetensors files.
+        """Those of safetensors files, mapped into memory; only headers are read.
 
         Raises:
             safetensors.SafetensorError: a file is damaged.
             OSError: a file cannot be read.
         """
-        shapes: dict[str, tuple[int, ...]] = {}
-        places: dict[str, Path] = {}
+        tensors: dict[str, Tensor] = {}
         for file in files:
             with safe_open(file, framework="pt") as opened:
-                names = list(opened.keys())
-                shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in names}
-                places |= dict.fromkeys(names, file)
-        return cls(shapes=shapes, files=places)
+                tensors |= {name: opened.get_tensor(name) for name in list(opened.keys())}
+        return cls(tensors=tensors)
 
     def lacking(self, model: nn.Module) -> list[str]:
-        """Names of a plain model's tensors that are not in the files, or have another shape there."""
-        wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        return sorted(name for name, shape in wanted.items() if self.shapes.get(name) != shape)
+        """Names of a plain model's tensors that are not among these, or have another shape."""
+        shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
+        return sorted(name for name, tensor in model.state_dict().items() if shapes.get(name) != tensor.shape)
 
 
 def load_frozen(
@@ -64,7 +59,9 @@ def load_frozen(
     device: torch.device,
     dtype_of: Callable[[str, torch.dtype], torch.dtype],
 ) -> None:
-    """Make memory for all of a model's tensors, and fill it from files; the model is frozen then.
+    """Make memory for all of a model's tensors, and fill it with stored ones; the model is frozen then.
+
+    What goes to the CPU and is stored in the dtype that it is to have stays where it is: in its file.
 
     Args:
         model: with its parameters on the meta device, and each :class:`FrozenLinear` in its place.
@@ -74,39 +71,39 @@ def load_frozen(
 
     Raises:
         NotFiniteError: a weight to quantise is not finite.
-        safetensors.SafetensorError: a file is damaged.
-        OSError: a file cannot be read.
     """
-    writers = _make_memory(model.requires_grad_(False), device, dtype_of)
-    for file in dict.fromkeys(stored.files.values()):
-        names = [name for name in writers if stored.files[name] == file]
-        with safe_open(file, framework="pt") as opened:
-            for name in names:
-                _copy(opened, name, writers[name])
+    for name, write in _make_memory(model.requires_grad_(False), stored, device, dtype_of).items():
+        _copy(stored.tensors[name], name, write)
 
 
 _Write = Callable[[Tensor, int], object]
-"""Takes rows as they are in a file, and the first one's place in the tensor."""
+"""Takes rows as they are stored, and the first one's place in the tensor."""
 
 
 def _make_memory(
-    model: nn.Module, device: torch.device, dtype_of: Callable[[str, torch.dtype], torch.dtype]
+    model: nn.Module,
+    stored: StoredTensors,
+    device: torch.device,
+    dtype_of: Callable[[str, torch.dtype], torch.dtype],
 ) -> dict[str, _Write]:
-    """Memory for each tensor of the model, and what writes to it, by the tensor's name in the files."""
+    """Memory for each tensor of the model, and what writes to it where it needs to, by the stored name."""
     writers: dict[str, _Write] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
         prefix, _, leaf = name.rpartition(".")
         owner = model.get_submodule(prefix)
         if isinstance(owner, FrozenLinear) and leaf != "bias":
             writers[f"{prefix}.weight"] = owner.write
             continue
-        memory = torch.empty(tensor.shape, dtype=dtype_of(name, tensor.dtype), device=device)
+        memory, dtype = stored.tensors[name], dtype_of(name, tensor.dtype)
+        if memory.dtype != dtype or device.type != "cpu" or not memory.is_contiguous():
+            memory = torch.empty(tensor.shape, dtype=dtype, device=device)
+            writers[name] = partial(_write_plain, memory)
         is_parameter = isinstance(tensor, nn.Parameter)
         setattr(owner, leaf, nn.Parameter(memory, requires_grad=False) if is_parameter else memory)
-        writers[name] = partial(_write_plain, memory)
-    # The others are in no file: tables that a model computes when it is made.
+    # The others are not stored: tables that a model computes when it is made.
     for name, buffer in model.named_buffers():
-        if name not in writers:
+        if name not in state:
             prefix, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(prefix), leaf, buffer.to(device))
     return writers
@@ -117,15 +114,13 @@ def _write_plain(memory: Tensor, rows: Tensor, first_row: int) -> None:
     (memory[first_row : first_row + len(rows)] if memory.ndim else memory).copy_(rows)
 
 
-def _copy(opened: Any, name: str, write: _Write) -> None:
-    """Have one tensor of an open file written, some rows at a time."""
-    part = opened.get_slice(name)
-    shape = part.get_shape()
-    if not shape:
-        write(opened.get_tensor(name), 0)
+def _copy(tensor: Tensor, name: str, write: _Write) -> None:
+    """Have one stored tensor written, some rows at a time."""
+    if not tensor.ndim:
+        write(tensor, 0)
         return
-    for first_row in range(0, shape[0], _NUM_ROWS):
+    for first_row in range(0, len(tensor), _NUM_ROWS):
         try:
-            write(part[first_row : first_row + _NUM_ROWS], first_row)
+            write(tensor[first_row : first_row + _NUM_ROWS], first_row)
         except NotFiniteError as error:
             raise NotFiniteError(f"{name} {error}") from None

@@ -96,7 +96,7 @@ def _warn_of_unused(
     expected: Sequence[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     unused = [
         name
-        for name in sorted(stored.shapes.keys() - model.state_dict().keys())
+        for name in sorted(stored.tensors.keys() - model.state_dict().keys())
         if not any(re.search(pattern, name) for pattern in expected)
     ]
     if unused:

@@ -75,6 +75,8 @@ def test_all_tensors_are_as_in_the_files_in_their_dtypes_and_frozen(
     load_frozen(model, stored, device=CPU, dtype_of=kept_or_bfloat16)
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert torch.equal(model.table, torch.arange(6.0))
+    # It is in the file as it is to be.
+    assert model[2].weight.data_ptr() == stored.tensors["2.weight"].data_ptr()
 
     layer = model[1]
     assert isinstance(layer, FrozenLinear)
