@@ -1,5 +1,6 @@
 """How frozen weights are kept, the layers that compute with them, how both are filled, and streaming."""
 
+from diffsynth_lite.core.weights.float8 import StoredFormatError
 from diffsynth_lite.core.weights.formats import (
     Int8,
     MissingKernelsError,
@@ -20,6 +21,7 @@ __all__ = [
     "NotFiniteError",
     "Quantization",
     "QuantizationReport",
+    "StoredFormatError",
     "StoredTensors",
     "StreamReport",
     "WeightFormat",

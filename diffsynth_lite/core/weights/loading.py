@@ -4,8 +4,9 @@ So the most that is in memory is the model as it will be, and a few rows as they
 pages are the system's to drop.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -14,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from diffsynth_lite.core.weights.float8 import FLOAT8, StoredFormatError, separate_scales
 from diffsynth_lite.core.weights.formats import NotFiniteError
 from diffsynth_lite.core.weights.frozen_linear import FrozenLinear
 
@@ -28,23 +30,65 @@ class StoredTensors:
 
     Attributes:
         tensors: by name, on the CPU.
+        scales: what the rows of some are to be multiplied by, (rows, 1, ...), fp32, by the same names.
     """
 
     tensors: Mapping[str, Tensor]
+    scales: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def in_files(cls, files: Sequence[Path]) -> Self:
         """Those of safetensors files, mapped into memory; only headers are read.
 
         Raises:
+            StoredFormatError: weights are in a format that is not read, or lack their scales.
             safetensors.SafetensorError: a file is damaged.
             OSError: a file cannot be read.
         """
         tensors: dict[str, Tensor] = {}
+        metadata: dict[str, str] = {}
         for file in files:
             with safe_open(file, framework="pt") as opened:
                 tensors |= {name: opened.get_tensor(name) for name in list(opened.keys())}
-        return cls(tensors=tensors)
+                metadata |= opened.metadata() or {}
+        weights, scales = separate_scales(tensors, metadata)
+        return cls(tensors=weights, scales=scales)
+
+    def converted(self, convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Self:
+        """The same tensors in another layout, with their scales.
+
+        Args:
+            convert: to the other layout; it may rename tensors, leave some out, and cut them between rows
+                and put them together again.
+
+        Raises:
+            StoredFormatError: scales do not fit afterwards.
+        """
+        tensors = convert(dict(self.tensors))
+        if not self.scales:
+            return type(self)(tensors=tensors)
+        # By the same names, so that the same happens to the scale of a row as to the row.
+        ones = {name: torch.ones(()).expand(_per_row(tensor)) for name, tensor in self.tensors.items()}
+        scales = {
+            name: scale for name, scale in convert(ones | dict(self.scales)).items() if (scale != 1).any()
+        }
+        unfit = [
+            name for name in scales if name not in tensors or scales[name].shape != _per_row(tensors[name])
+        ]
+        if unfit:
+            raise StoredFormatError(
+                f"the scale of {unfit[0]} would be lost in its conversion to diffusers' layout; "
+                "take a file in bfloat16"
+            )
+        return type(self)(tensors=tensors, scales=scales)
+
+    def described(self) -> str:
+        """How most of the numbers are stored, such as ``bfloat16`` or ``float8_e4m3fn with 400 scales``."""
+        sizes: Counter[torch.dtype] = Counter()
+        for tensor in self.tensors.values():
+            sizes[tensor.dtype] += tensor.numel()
+        dtype = str(sizes.most_common(1)[0][0]).removeprefix("torch.") if sizes else "nothing"
+        return f"{dtype} with {len(self.scales)} scales" if self.scales else dtype
 
     def lacking(self, model: nn.Module) -> list[str]:
         """Names of a plain model's tensors that are not among these, or have another shape."""
@@ -70,10 +114,16 @@ def load_frozen(
         dtype_of: the dtype that a tensor is to have, by its name and its dtype in the model.
 
     Raises:
+        StoredFormatError: a scale belongs to no tensor of the model.
         NotFiniteError: a weight to quantise is not finite.
     """
+    if left_over := sorted(stored.scales.keys() - model.state_dict().keys()):
+        raise StoredFormatError(
+            f"{len(left_over)} of its scales belong to no layer of the model, such as that of "
+            f"{left_over[0]}; get the file again"
+        )
     for name, write in _make_memory(model.requires_grad_(False), stored, device, dtype_of).items():
-        _copy(stored.tensors[name], name, write)
+        _copy(stored, name, write)
 
 
 _Write = Callable[[Tensor, int], object]
@@ -114,13 +164,22 @@ def _write_plain(memory: Tensor, rows: Tensor, first_row: int) -> None:
     (memory[first_row : first_row + len(rows)] if memory.ndim else memory).copy_(rows)
 
 
-def _copy(tensor: Tensor, name: str, write: _Write) -> None:
+def _copy(stored: StoredTensors, name: str, write: _Write) -> None:
     """Have one stored tensor written, some rows at a time."""
+    tensor, scale = stored.tensors[name], stored.scales.get(name)
     if not tensor.ndim:
-        write(tensor, 0)
+        write(tensor if scale is None else tensor.float() * scale, 0)
         return
     for first_row in range(0, len(tensor), _NUM_ROWS):
+        rows = slice(first_row, first_row + _NUM_ROWS)
+        # torch computes little in 8 bits.
+        numbers = tensor[rows].float() if tensor.dtype in FLOAT8 else tensor[rows]
         try:
-            write(tensor[first_row : first_row + _NUM_ROWS], first_row)
+            write(numbers if scale is None else numbers * scale[rows], first_row)
         except NotFiniteError as error:
             raise NotFiniteError(f"{name} {error}") from None
+
+
+def _per_row(tensor: Tensor) -> tuple[int, ...]:
+    """Shape of one number for each row of a tensor."""
+    return (*tensor.shape[:1], *(1,) * (tensor.ndim - 1))

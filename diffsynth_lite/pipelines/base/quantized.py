@@ -10,7 +10,13 @@ import torch
 from accelerate import init_empty_weights
 
 from diffsynth_lite.core.gradient import blocks_in
-from diffsynth_lite.core.weights import NotFiniteError, Quantization, StoredTensors, load_frozen
+from diffsynth_lite.core.weights import (
+    NotFiniteError,
+    Quantization,
+    StoredFormatError,
+    StoredTensors,
+    load_frozen,
+)
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
 
@@ -47,14 +53,18 @@ def load_quantized(
         dtype: of all that is not quantised.
 
     Raises:
-        UserError: the files do not hold what the component's config needs, or weights that are not finite.
+        UserError: the files do not hold what the component's config needs, weights that are not finite, or
+            some in a format that is not read.
         safetensors.SafetensorError: a file is damaged.
         OSError: a file is not there, or cannot be read.
     """
     # As diffusers makes it: what a model computes when it is made is in the dtype too.
     with _default_dtype(dtype), init_empty_weights():
         model: torch.nn.Module = model_class.from_config(folder.component_config(component))
-    stored = StoredTensors.in_files(folder.files_to_load(component))
+    try:
+        stored = StoredTensors.in_files(folder.files_to_load(component))
+    except StoredFormatError as error:
+        raise _unread(folder, component, error) from error
     require_fitting(folder, component, model_class, stored.lacking(model))
     _warn_of_unused(folder, component, model, stored)
     quantization.apply_to(model)
@@ -66,6 +76,8 @@ def load_quantized(
 
     try:
         load_frozen(model, stored, device=quantization.device, dtype_of=dtype_of)
+    except StoredFormatError as error:
+        raise _unread(folder, component, error) from error
     except NotFiniteError as error:
         raise UserError(
             f"model.quantize: {folder.path / component}: {error}; get the folder again"
@@ -88,6 +100,10 @@ def require_fitting(folder: PipelineFolder, component: str, model_class: Any, la
             f"{len(lacking)} of a {model_class.__name__} are missing or of another shape, such as "
             f"{lacking[0]}; get the folder again"
         )
+
+
+def _unread(folder: PipelineFolder, component: str, error: StoredFormatError) -> UserError:
+    return UserError(f"model.path: the weights in {folder.path / component} are not read: {error}")
 
 
 def _warn_of_unused(

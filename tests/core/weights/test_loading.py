@@ -1,6 +1,7 @@
 """Filling a frozen model from files: the same numbers, a few rows at a time."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from diffsynth_lite.core.weights import (
     Int8,
     NotFiniteError,
     Quantization,
+    StoredFormatError,
     StoredTensors,
     load_frozen,
 )
@@ -124,3 +126,72 @@ def test_a_weight_that_is_not_finite_is_named(tensors: dict[str, Tensor], tmp_pa
     stored = StoredTensors.in_files(files_of(tensors, tmp_path))
     with pytest.raises(NotFiniteError, match=r"1\.weight holds numbers that are not finite"):
         load_frozen(empty(INT8), stored, device=CPU, dtype_of=kept_or_bfloat16)
+
+
+def in_8_bits(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors of the model with rows in 8 bits, each with a scale of its own or of its rows."""
+    stored: dict[str, Tensor] = {"scaled_fp8": torch.zeros(0)}
+    for place, (name, tensor) in enumerate(tensors.items()):
+        stored[name] = tensor
+        if name.endswith(".weight"):
+            stored[name] = tensor.to(torch.float8_e4m3fn)
+            scale = torch.rand(len(tensor) if place % 2 else 1) + 0.1
+            stored[f"{name.removesuffix('.weight')}.scale_weight"] = scale
+    return stored
+
+
+def halves_swapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: torch.cat(tensor.chunk(2)[::-1]) if tensor.ndim == 2 else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("convert", [dict, halves_swapped])
+def test_weights_in_8_bits_are_multiplied_by_their_scales_also_in_another_layout(
+    convert: Any, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    file = tmp_path / "scaled.safetensors"
+    stored = in_8_bits(tensors)
+    save_file(stored, file)
+    dense = dict(tensors)
+    for name in ("0.weight", "1.weight", "2.weight"):
+        scale = stored[f"{name[0]}.scale_weight"]
+        dense[name] = stored[name].float() * scale.view(-1, *(1,) * (tensors[name].ndim - 1))
+    expected = convert(dense)
+
+    found = StoredTensors.in_files([file]).converted(convert)
+    assert found.described() == "float8_e4m3fn with 3 scales"
+    model = empty(INT8)
+    load_frozen(model, found, device=CPU, dtype_of=kept_or_bfloat16)
+    values, scales = Int8().empty(520, 300, CPU)
+    Int8().write(expected.pop("1.weight"), 0, values, scales)
+    state = model.state_dict()
+    assert torch.equal(state["1.weight"], values)
+    assert torch.equal(state["1.weight_scale"], scales)
+    for name in tensors.keys() - {"1.weight"}:
+        assert torch.equal(state[name], expected[name].to(state[name].dtype)), name
+
+
+def test_weights_in_8_bits_without_scales_are_numbers_as_they_are(
+    tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    tensors["1.weight"] = tensors["1.weight"].to(torch.float8_e5m2)
+    stored = StoredTensors.in_files(files_of(tensors, tmp_path))
+    model = empty(INT8)
+    load_frozen(model, stored, device=CPU, dtype_of=kept_or_bfloat16)
+    values, scales = Int8().empty(520, 300, CPU)
+    Int8().write(tensors["1.weight"].float(), 0, values, scales)
+    assert torch.equal(model[1].weight, values)
+
+
+def test_a_scale_that_no_weight_of_the_model_takes_is_refused(tensors: dict[str, Tensor]) -> None:
+    stored = StoredTensors(tensors=tensors, scales={"7.weight": torch.ones(3, 1)})
+    with pytest.raises(StoredFormatError, match=r"1 of its scales belong .* such as that of 7\.weight"):
+        load_frozen(empty(INT8), stored, device=CPU, dtype_of=kept_or_bfloat16)
+
+
+def test_a_scale_that_does_not_follow_its_weight_to_another_layout_is_refused() -> None:
+    stored = StoredTensors(tensors={"a": torch.ones(2, 3)}, scales={"a": torch.tensor([[2.0], [3.0]])})
+    with pytest.raises(StoredFormatError, match="the scale of a would be lost"):
+        stored.converted(lambda tensors: {name: tensor.T for name, tensor in tensors.items()})
