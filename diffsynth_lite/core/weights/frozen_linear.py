@@ -1,4 +1,4 @@
-"""This file has the linear layer of frozen models: its weight is in a format, and not kept for backward."""
+"""This file has the linear layer of frozen models: its weight is in a format, and made where it is used."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,20 +75,25 @@ class FrozenLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """``x @ weight.T + bias`` for a frozen layer, which is asked for its weight once more in backward.
+    """``x @ weight.T + bias`` for a frozen layer, whose weight is made once more in backward.
 
-    Autograd would save the weight in its full size for each layer: what the format saves.
+    Autograd alone would save the weight in its full size for each layer: what the format saves.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FrozenLinear) -> Tensor:
+        # Nothing is copied. And whoever saves memory sees them as any tensors that backward needs: a
+        # checkpointed block runs again first, and streamed weights come back.
+        ctx.save_for_backward(layer.weight, layer.weight_scale)
         ctx.layer = layer
         bias = None if layer.bias is None else layer.bias.to(x.dtype)
         return nn.functional.linear(x, layer.dense(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad @ ctx.layer.dense(grad.dtype), None
+        layer = ctx.layer
+        shape = layer.out_features, layer.in_features
+        return grad @ layer.format.dense(*ctx.saved_tensors, shape, grad.dtype), None
 
 
 @dataclass(frozen=True, kw_only=True)

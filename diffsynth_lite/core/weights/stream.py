@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from diffsynth_lite.core.gradient.arguments import take_tensors
 from diffsynth_lite.core.gradient.checkpoint import runs_again
 from diffsynth_lite.core.gradient.frames import in_backward
 from diffsynth_lite.core.gradient.report import IneffectiveSwitchError
@@ -229,15 +228,7 @@ class WeightStream:
             return _SavedWeight(self, place, tensor) if slot.has(tensor) else _SavedTensor(tensor)
 
         with saved_tensors_hooks(pack, lambda saved: saved.restore()):
-            output = forward(*args, **kwargs)
-        for tensor in take_tensors(output)[0]:
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _gradient: self._return_to(place))  # type: ignore[no-untyped-call]
-        return output
-
-    def _return_to(self, place: int) -> None:
-        """Bring a block's weights back for its backward pass, in which its layers may ask for them again."""
-        self._enter(place)
+            return forward(*args, **kwargs)
 
     def _enter(self, place: int) -> "_Slot":
         """The slot with the weights of a block; copies of the blocks whose turn is next are started."""

@@ -133,51 +133,42 @@ def test_no_policy_changes_a_bit(policy: BlockPolicy, make_backend: Callable[[],
         assert step_under(case, engine, (True, True)) == reference
 
 
-class Layer(torch.autograd.Function):
-    """A product that asks its layer for the weight again in backward, as one of quantised weights does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
-        ctx.layer = layer
-        return x @ Layer.weight_of(layer).t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient @ Layer.weight_of(ctx.layer), None
-
-    @staticmethod
-    def weight_of(layer: nn.Module) -> Tensor:
-        # On the CPU the one in host memory would do as well; on a GPU it would not.
-        layer.asked_at.append(layer.weight.untyped_storage().data_ptr())
-        return layer.weight
-
-
-class AskingBlock(nn.Module):
-    """Such a product, a quantised layer, a weight in whole numbers, and something between that trains."""
+class WatchedInt8(Int8):
+    """Remembers which memory weights were made from."""
 
     def __init__(self) -> None:
+        self.read_at: set[int] = set()
+
+    def dense(self, values: Tensor, *args: Any) -> Tensor:
+        # On the CPU the values in host memory would do as well; on a GPU they would not.
+        self.read_at.add(values.untyped_storage().data_ptr())
+        return super().dense(values, *args)
+
+
+class QuantizedBlock(nn.Module):
+    """A weight in whole numbers, something that trains, and a quantised layer, which backward meets first."""
+
+    def __init__(self, weights: Int8) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(8, 8).requires_grad_(False), nn.Module()
-        self.first.asked_at = []
-        self.quantized = FrozenLinear(nn.Linear(8, 8, bias=False), Int8(), CPU)
-        self.quantized.write(torch.randn(8, 8), 0)
         values = torch.randint(-5, 5, (8, 8), dtype=torch.int8)
-        self.second.weight = nn.Parameter(values, requires_grad=False)
+        self.whole = nn.Parameter(values, requires_grad=False)
         self.scale = nn.Parameter(torch.rand(8))
+        self.last = FrozenLinear(nn.Linear(8, 8, bias=False), weights, CPU)
+        self.last.write(torch.randn(8, 8), 0)
 
     def forward(self, x: Tensor, *, extra: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        hidden = Layer.apply(x, self.first) * self.scale + extra["temb"]
-        hidden = self.quantized(hidden) @ self.second.weight.float()
-        return hidden.sin(), {"temb": extra["temb"] * self.scale}
+        hidden = (x * self.scale + extra["temb"]) @ self.whole.float()
+        extra = {"temb": extra["temb"] * self.scale}
+        return x + self.last(hidden.sin()), extra
 
 
-def asking_blocks() -> list[AskingBlock]:
+def quantized_blocks(weights: Int8) -> list[QuantizedBlock]:
     torch.manual_seed(0)
-    return [AskingBlock() for _ in range(4)]
+    return [QuantizedBlock(weights) for _ in range(4)]
 
 
 def gradients_of(
-    blocks: Sequence[AskingBlock], flags: tuple[bool, bool], engine: GradientEngine
+    blocks: Sequence[QuantizedBlock], flags: tuple[bool, bool], engine: GradientEngine
 ) -> list[Tensor]:
     x, extra = torch.linspace(-1, 1, 16).reshape(2, 8), {"temb": torch.linspace(0, 1, 8)}
     with gradient_engine(engine):
@@ -191,17 +182,17 @@ def gradients_of(
 @pytest.mark.parametrize("make_backend", BACKENDS)
 @pytest.mark.parametrize("flags", [KEEP, RECOMPUTE, OFFLOAD])
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
-def test_a_layer_that_asks_for_its_weight_in_backward_gets_it(
+def test_a_quantised_layer_makes_its_weight_from_what_is_on_the_device(
     num_slots: int, flags: tuple[bool, bool], make_backend: Callable[[], Any]
 ) -> None:
-    reference = gradients_of(asking_blocks(), KEEP, GradientEngine())
-    blocks, backend = asking_blocks(), make_backend()
+    reference = gradients_of(quantized_blocks(Int8()), KEEP, GradientEngine())
+    weights, backend = WatchedInt8(), make_backend()
+    blocks = quantized_blocks(weights)
     stream = WeightStream([blocks], CPU, num_slots=num_slots, backend=backend)
     for _ in range(2):
         gradients = gradients_of(blocks, flags, GradientEngine(backend=backend))
         assert all(torch.equal(one, other) for one, other in zip(gradients, reference, strict=True))
-    asked_at = {address for block in blocks for address in block.first.asked_at}
-    assert asked_at == {slot.flat.data_ptr() for slot in stream._slots}
+    assert weights.read_at == {slot.flat.data_ptr() for slot in stream._slots}
 
 
 @pytest.mark.parametrize("make_backend", BACKENDS)
