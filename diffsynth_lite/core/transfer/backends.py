@@ -164,7 +164,9 @@ def _pinned(num_bytes: int, device: torch.device, synchronize: Callable[[], None
     def release() -> None:
         # The device may still be copying what nobody wants any more.
         synchronize()
-        runtime.cudaHostUnregister(address)
+        # On any thread: where none was chosen, the first device would be opened beside this one.
+        with torch.cuda.device(device):
+            runtime.cudaHostUnregister(address)
 
     pages.release = release
     return buffer
