@@ -9,7 +9,10 @@ from diffsynth_lite.pipelines import ModelFamily, load_family
 
 REPOSITORY = Path(__file__).parents[1]
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-OF_BASE_CLASSES = {"check_size", "check_frames", "empty_component", "noise_path", "noise_ranges", "parts_of"}
+OF_BASE_CLASSES = {
+    *("check_size", "check_frames", "empty_component", "noise_path", "noise_ranges", "parts_of"),
+    "text_encoders",
+}
 """Members of families that have a default, which a family itself need not know."""
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
 

@@ -48,6 +48,11 @@ class ModelSettings(Settings):
     text_encoder_dtype: Precision = "bfloat16"
     """How the text encoder is kept while prompts are encoded; it is freed before training starts."""
 
+    text_encoder_quantize: Literal["none", "int8", "nf4"] = "none"
+    """How the linear layers in the text encoder's transformer layers are kept: as `text_encoder_dtype` says,
+    or in fewer bits, as with `quantize`. Prompts are encoded a little differently then; where that must not
+    be, use `memory.stream_text_encoder`."""
+
     vae_dtype: Precision = "float32"
     """How the VAE is kept while images are encoded and previews decoded. VAEs are small and lose detail in
     16 bits: change this only when a large picture does not fit."""

@@ -154,6 +154,11 @@ class MemorySettings(Settings):
     """Blocks whose streamed weights are on the device at once: one computes, the others are fetched ahead.
     With 1 the computation waits for every copy. Must be less than `stream_blocks`."""
 
+    stream_text_encoder: bool = False
+    """Keep the weights of the text encoder's transformer layers in host memory while prompts are encoded, and
+    bring each layer to the device when it runs, `stream_slots` at once. For text encoders that are too large
+    for the device. What is encoded is the same, bit for bit."""
+
     skip_dead_ops: bool = True
     """Leave out of the second run of a block the matrix products whose results no gradient needs: in LoRA
     training the last one of a feed-forward part or block, where the model family names it and the block's

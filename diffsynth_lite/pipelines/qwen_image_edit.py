@@ -86,7 +86,7 @@ class QwenImageEdit(qwen_image.QwenImage):
         pictures = PictureProcessor.from_pretrained(self.folder.path, subfolder="processor")
         pipeline = assemble(
             self.pipeline,
-            text_encoder=self.load_component("text_encoder", dtype).to(device),
+            **self.load_text_encoders(dtype, device),
             tokenizer=tokenizer,
             processor=TextAndPictures(tokenizer=tokenizer, pictures=pictures),
         )

@@ -16,13 +16,7 @@ from accelerate import Accelerator
 from diffsynth_lite.config import Config
 from diffsynth_lite.config.model import TargetSet
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_in, blocks_of
-from diffsynth_lite.core.weights import (
-    MissingKernelsError,
-    Quantization,
-    require_saving,
-    spread_evenly,
-    weight_format,
-)
+from diffsynth_lite.core.weights import Quantization, require_saving, spread_evenly
 from diffsynth_lite.data import BatchLayout, Record, load_image
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.lora import find_target_layers, layers_ending_in
@@ -33,6 +27,7 @@ from diffsynth_lite.training.dataset import read_records
 from diffsynth_lite.training.distributed import on_all_processes
 from diffsynth_lite.training.learning_rate import learning_rate_schedule
 from diffsynth_lite.training.run_folder.metrics import require_trackers
+from diffsynth_lite.training.text_encoders import require_format, text_encoder_memory
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +199,8 @@ def _check_model(
     problems.attempt(lambda: check_previews(config, family))
     problems.attempt(lambda: _check_weighting(config, family))
     problems.attempt(lambda: _check_shift(config, family))
+    memory = problems.attempt(lambda: text_encoder_memory(config, family, device))
+    family.text_encoder_memory = memory or family.text_encoder_memory
     # Frozen as in a run: what trains is not a part of it yet.
     transformer = family.empty_transformer().requires_grad_(False)
     blocks = problems.attempt(lambda: _find_blocks(family, transformer))
@@ -268,12 +265,7 @@ def _quantization(
     name, skipped = config.model.quantize, config.model.quantize_skip
     if name == "none":
         return None
-    try:
-        weights = weight_format(name)
-    except MissingKernelsError as error:
-        raise UserError(
-            f"model.quantize: {name} needs {error}, which is not installed: pip install {error}; or set int8"
-        ) from None
+    weights = require_format(name, key="model.quantize")
     model = family.parts_of(transformer)[family.trained[0]]
     layers = quantizable_layers(model, family.block_lists)
     if not layers:

@@ -117,8 +117,10 @@ class EncodingJob:
         )
         self._prompt_encoder = Encoder(
             what="captions",
-            identity=family.prompt_encoder_id(text_dtype),
-            load=lambda: family.load_prompt_encoder(text_dtype, device),
+            identity=_prompt_encoder_id(config, family),
+            load=lambda: family.text_encoder_memory.watched(
+                lambda: family.load_prompt_encoder(text_dtype, device)
+            ),
         )
 
     @property
@@ -177,6 +179,13 @@ class EncodingJob:
         key = prompt.key(self.cache, self._prompt_encoder.identity)
         self.prompts.setdefault(key, prompt)
         return key
+
+
+def _prompt_encoder_id(config: Config, family: ModelFamily) -> str:
+    identity = family.prompt_encoder_id(getattr(torch, config.model.text_encoder_dtype))
+    text_format = config.model.text_encoder_quantize
+    # Nothing is added for plain weights: these are the keys of all caches from before there were formats.
+    return identity if text_format == "none" else f"{identity} {text_format}"
 
 
 def plan_encoding(

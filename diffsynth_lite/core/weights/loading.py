@@ -105,7 +105,8 @@ def load_frozen(
 ) -> None:
     """Make memory for all of a model's tensors, and fill it with stored ones; the model is frozen then.
 
-    What goes to the CPU and is stored in the dtype that it is to have stays where it is: in its file.
+    What goes to the CPU and is stored in the dtype that it is to have stays where it is: in its file. Tensors
+    that are one in several places of the model, as tied weights are, stay one.
 
     Args:
         model: with its parameters on the meta device, and each :class:`FrozenLinear` in its place.
@@ -138,6 +139,7 @@ def _make_memory(
 ) -> dict[str, _Write]:
     """Memory for each tensor of the model, and what writes to it where it needs to, by the stored name."""
     writers: dict[str, _Write] = {}
+    made: dict[Tensor, Tensor] = {}
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():
         prefix, _, leaf = name.rpartition(".")
@@ -145,12 +147,16 @@ def _make_memory(
         if isinstance(owner, FrozenLinear) and leaf != "bias":
             writers[f"{prefix}.weight"] = owner.write
             continue
+        if tensor in made:
+            setattr(owner, leaf, made[tensor])
+            continue
         memory, dtype = stored.tensors[name], dtype_of(name, tensor.dtype)
         if memory.dtype != dtype or device.type != "cpu" or not memory.is_contiguous():
             memory = torch.empty(tensor.shape, dtype=dtype, device=device)
             writers[name] = partial(_write_plain, memory)
         is_parameter = isinstance(tensor, nn.Parameter)
-        setattr(owner, leaf, nn.Parameter(memory, requires_grad=False) if is_parameter else memory)
+        made[tensor] = nn.Parameter(memory, requires_grad=False) if is_parameter else memory
+        setattr(owner, leaf, made[tensor])
     # The others are not stored: tables that a model computes when it is made.
     for name, buffer in model.named_buffers():
         if name not in state:

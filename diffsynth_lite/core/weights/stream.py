@@ -109,8 +109,11 @@ class StreamReport:
         late = f", {self.late_weight_copies} late" if self.late_weight_copies else ""
         return [f"{'streamed':<15} {held}; {moved}{late}"]
 
-    def require_effect(self) -> None:
+    def require_effect(self, switch: str = "stream_blocks") -> None:
         """Check that weights moved, where some are streamed.
+
+        Args:
+            switch: name of the setting that streams them.
 
         Raises:
             IneffectiveSwitchError: none did; the message says why.
@@ -121,7 +124,7 @@ class StreamReport:
             problem = "none of these blocks ran: the model does not call them, or not by their forward"
         else:
             problem = "only blocks ran that fit into the slots together"
-        raise IneffectiveSwitchError(f"stream_blocks: on, but no weights were moved: {problem}")
+        raise IneffectiveSwitchError(f"{switch}: on, but no weights were moved: {problem}")
 
 
 class WeightStream:

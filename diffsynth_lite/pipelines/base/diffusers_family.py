@@ -26,6 +26,7 @@ from diffsynth_lite.pipelines.base.lora_files import read_lora_file, save_lora_f
 from diffsynth_lite.pipelines.base.quantized import load_quantized, require_fitting
 from diffsynth_lite.pipelines.base.release_folder import empty_model
 from diffsynth_lite.pipelines.base.tokenizer import load_tokenizer
+from diffsynth_lite.pipelines.base.transformers_loading import load_quantized_encoder
 
 
 def device_and_dtype(model: torch.nn.Module) -> dict[str, Any]:
@@ -94,11 +95,6 @@ class DiffusersFamily(ModelFamily):
         return tuple(dict.fromkeys((*self.trainable, *self.encoder_classes)))
 
     @property
-    def text_encoders(self) -> tuple[str, ...]:
-        """Those of ``encoder_classes`` that read prompts, in their order."""
-        return tuple(name for name in self.encoder_classes if name.startswith("text_encoder"))
-
-    @property
     def prompt_tokenizer(self) -> str:
         """The one of ``tokenizers`` that ``max_prompt_tokens`` counts by: the first, if no other is named."""
         return self.tokenizers[0]
@@ -110,7 +106,8 @@ class DiffusersFamily(ModelFamily):
     def load_component(self, name: str, dtype: torch.dtype) -> Any:
         """A component with its weights in ``dtype``, on the CPU; pickled weights are refused.
 
-        Where ``quantization`` is set, what is not of ``encoder_classes`` is quantised, and on its device.
+        Where ``quantization`` is set, what is not of ``encoder_classes`` is quantised, and on its device. So
+        are the text encoders that ``text_encoder_memory`` names.
 
         Args:
             name: folder of the component.
@@ -119,7 +116,10 @@ class DiffusersFamily(ModelFamily):
             UserError: a weight file is damaged, or the files do not hold what the component's config needs.
         """
         component_class = self.component_class(name)
+        of_text_encoder = self.text_encoder_memory.quantizations.get(name)
         try:
+            if of_text_encoder is not None:
+                return load_quantized_encoder(component_class, self.folder, name, dtype, of_text_encoder)
             if self.quantization is not None and name not in self.encoder_classes:
                 return load_quantized(component_class, self.folder, name, dtype, self.quantization)
             component, loading = component_class.from_pretrained(
@@ -169,9 +169,15 @@ class DiffusersFamily(ModelFamily):
         loaded: Any = scheduler_class
         return loaded.from_config(self.scheduler_config)
 
+    def load_text_encoders(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        """All text encoders, frozen, by folder, on the device or where ``text_encoder_memory`` puts them."""
+        encoders = {name: self.load_component(name, dtype) for name in self.text_encoders}
+        self.text_encoder_memory.place(list(encoders.values()), device)
+        return encoders
+
     def prompt_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         """The folder's pipeline with its text encoders and tokenizers alone, for ``encode_prompt``."""
-        encoders = {name: self.load_component(name, dtype).to(device) for name in self.text_encoders}
+        encoders = self.load_text_encoders(dtype, device)
         tokenizers = {name: self.load_tokenizer(name) for name in self.tokenizers}
         return assemble(self.pipeline, **encoders, **tokenizers)
 

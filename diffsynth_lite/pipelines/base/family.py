@@ -14,6 +14,7 @@ from diffsynth_lite.core.weights import Quantization
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
+from diffsynth_lite.pipelines.base.text_encoders import TextEncoderMemory
 from diffsynth_lite.releases import Release
 
 Conditioning = dict[str, torch.Tensor]
@@ -88,6 +89,7 @@ class ModelFamily(ABC):
         prompt_sees_images: whether the text encoder also sees the input pictures of an edit.
         quantization: of the blocks of the models that are trained, by names within each; None is none. A run
             sets it when it is checked.
+        text_encoder_memory: how text encoders are kept while they encode. A run sets it likewise.
     """
 
     pipeline_classes: ClassVar[tuple[str, ...]]
@@ -122,11 +124,17 @@ class ModelFamily(ABC):
             )
         self.trained = tuple(name for name in self.trainable if name in given)
         self.quantization: Quantization | None = None
+        self.text_encoder_memory = TextEncoderMemory()
 
     @property
     @abstractmethod
     def components(self) -> tuple[str, ...]:
         """Folders whose weights training and previews need; most families give it as a plain attribute."""
+
+    @property
+    def text_encoders(self) -> tuple[str, ...]:
+        """Those of ``components`` that read prompts, in their order."""
+        return tuple(name for name in self.components if name.startswith("text_encoder"))
 
     @property
     def components_without_weights(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,17 +24,25 @@ logger = logging.getLogger(__name__)
 
 
 def quantizable_layers(model: torch.nn.Module, block_lists: Sequence[str]) -> list[str]:
-    """Full names of the linear layers in a model's blocks, but for those that diffusers keeps in fp32.
+    """Full names of the linear layers in a model's blocks, as of :func:`linear_layers_in`.
+
+    Args:
+        block_lists: as of ``blocks_in``.
+    """
+    return linear_layers_in(model, blocks_in(model, block_lists))
+
+
+def linear_layers_in(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> list[str]:
+    """Full names of the linear layers in blocks of a model, but for those that its library keeps in fp32.
 
     Not those of subclasses either: who asks for the weight of one, as torch's attention does, gets no numbers
     to compute with.
 
     Args:
-        model: may be on the meta device.
-        block_lists: as of ``blocks_in``.
+        model: of diffusers or transformers; may be on the meta device.
     """
     names = {module: name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
-    in_blocks = (module for block in blocks_in(model, block_lists) for module in block.modules())
+    in_blocks = (module for block in blocks for module in block.modules())
     return [
         names[module] for module in in_blocks if module in names and not _kept_in_fp32(model, names[module])
     ]
@@ -121,7 +129,7 @@ def _warn_of_unused(
 
 
 def _kept_in_fp32(model: torch.nn.Module, name: str) -> bool:
-    """Whether diffusers keeps a tensor, or a module, in fp32 whatever dtype is asked for."""
+    """Whether the library may keep a tensor, or a module, in fp32 whatever dtype is asked for."""
     kept: Sequence[str] = getattr(model, "_keep_in_fp32_modules", None) or ()
     return not set(kept).isdisjoint(name.split("."))
 

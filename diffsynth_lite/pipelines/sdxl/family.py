@@ -212,8 +212,7 @@ class SDXL(DiffusionFamily):
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        names = () if self._trains_text else self.text_encoders
-        encoders = [self.load_component(name, dtype).to(device) for name in names]
+        encoders = [] if self._trains_text else list(self.load_text_encoders(dtype, device).values())
         tokenizers = [self.load_tokenizer(name) for name in self.tokenizers]
         return clip_prompt_encoder(tokenizers, encoders, device, zeros_for_empty=self._zeros_for_empty)
 

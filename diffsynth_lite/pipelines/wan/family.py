@@ -172,8 +172,8 @@ class Wan(ExpertFamily):
     def load_prompt_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
-        tokenizer, encoder = self.load_tokenizer(), self.load_component("text_encoder", dtype).to(device)
-        pipeline = assemble(WanPipeline, tokenizer=tokenizer, text_encoder=encoder)
+        tokenizer = self.load_tokenizer()
+        pipeline = assemble(WanPipeline, tokenizer=tokenizer, **self.load_text_encoders(dtype, device))
 
         @torch.no_grad()
         def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:

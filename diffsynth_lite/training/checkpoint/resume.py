@@ -35,7 +35,10 @@ _FIXED_SECTIONS = ("lora", "objective")
 _FREE_FIELDS = ("lora.init_from",)
 """Of these sections: a run that goes on does not look at it any more."""
 _FIXED_FIELDS = {
-    "model": ("family", "dtype", "quantize", "quantize_skip", "text_encoder_dtype", "vae_dtype"),
+    "model": (
+        *("family", "dtype", "quantize", "quantize_skip"),
+        *("text_encoder_dtype", "text_encoder_quantize", "vae_dtype"),
+    ),
     "data": (
         *("width", "height", "resolutions", "sizes", "bucket_step", "max_aspect_ratio", "upscale"),
         *("frame_counts", "fps", "clip", "clips_per_video", "crop", "crops_per_item", "background"),

@@ -1,0 +1,119 @@
+"""This file keeps text encoders in less memory while they encode: quantised, or streamed layer by layer."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TypeVar
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from diffsynth_lite.core.gradient import IneffectiveSwitchError
+from diffsynth_lite.core.weights import Quantization, QuantizationReport, WeightStream
+from diffsynth_lite.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_Prompts = TypeVar("_Prompts")
+_Encoded = TypeVar("_Encoded")
+
+
+def transformer_layers(encoder: nn.Module) -> list[list[nn.Module]]:
+    """The transformer layers of a text encoder, in call order: of the text, and of pictures if it sees any.
+
+    They are those that transformers can checkpoint.
+
+    Args:
+        encoder: of transformers; may be on the meta device.
+    """
+    stacks: dict[str, list[nn.Module]] = {}
+    for name, module in encoder.named_modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            stacks.setdefault(name.rpartition(".")[0], []).append(module)
+    return list(stacks.values())
+
+
+class TextEncoderMemory:
+    """How the text encoders of a pipeline are kept: unless said otherwise plain, and on the device.
+
+    Args:
+        quantizations: of linear layers in their transformer layers, by component.
+        num_slots: transformer layers that have their weights on the device at once, where these are streamed;
+            0 leaves all on the device.
+        min_bytes: as of :class:`~diffsynth_lite.core.weights.WeightStream`.
+    """
+
+    def __init__(
+        self,
+        *,
+        quantizations: Mapping[str, Quantization] = MappingProxyType({}),
+        num_slots: int = 0,
+        min_bytes: int | None = None,
+    ) -> None:
+        self.quantizations = quantizations
+        self._num_slots, self._min_bytes = num_slots, min_bytes
+        self._placed: tuple[QuantizationReport, WeightStream] | None = None
+
+    def streamed_layers(self, encoders: Sequence[nn.Module]) -> list[list[nn.Module]]:
+        """The layers that are streamed: those of each stack that has more of them than there are slots."""
+        stacks = [stack for encoder in encoders for stack in transformer_layers(encoder)]
+        return [stack for stack in stacks if 0 < self._num_slots < len(stack)]
+
+    def place(self, encoders: Sequence[nn.Module], device: torch.device) -> None:
+        """Put all text encoders of a pipeline on the device, but for the weights that are streamed.
+
+        Raises:
+            UserError: nothing would be saved, or the host has too little memory.
+        """
+        everything = nn.ModuleList(encoders).requires_grad_(False)  # what trains is not streamed
+        try:
+            stream = WeightStream(
+                self.streamed_layers(encoders), device, num_slots=self._num_slots, min_bytes=self._min_bytes
+            )
+        except ValueError as error:
+            raise UserError(f"memory.stream_text_encoder: {error}") from error
+        stream.start_report()
+        everything.to(device)
+        self._placed = QuantizationReport.of(everything), stream
+
+    def watched(self, load: Callable[[], Callable[[_Prompts], _Encoded]]) -> Callable[[_Prompts], _Encoded]:
+        """What ``load`` gives, which after the first prompts says what was quantised and streamed.
+
+        Args:
+            load: loads the text encoders, and hands them to ``place``.
+
+        Raises:
+            UserError: it does not, so that the settings have no effect; of what is returned, too.
+        """
+        encode = load()
+        placed, self._placed = self._placed, None
+        if not self.quantizations and not self._num_slots:
+            return encode
+        if placed is None or (self.quantizations and not placed[0].num_layers):
+            raise UserError(
+                "model.text_encoder_quantize, memory.stream_text_encoder: no effect, as this family loads "
+                "its text encoder in a way of its own; leave both out"
+            )
+        quantised, stream = placed
+        is_first = True
+
+        def watched(prompts: _Prompts) -> _Encoded:
+            nonlocal is_first
+            encoded = encode(prompts)
+            if is_first:
+                is_first = False
+                _report(quantised, stream)
+            return encoded
+
+        return watched
+
+
+def _report(quantised: QuantizationReport, stream: WeightStream) -> None:
+    streamed = stream.report()
+    try:
+        streamed.require_effect("stream_text_encoder")
+    except IneffectiveSwitchError as error:
+        raise UserError(f"memory.{error}") from None
+    for line in (*quantised.lines(), *streamed.lines()):
+        logger.info("text encoder, first caption: %s", " ".join(line.split()))

@@ -1,0 +1,110 @@
+"""This file loads models of transformers whose linear layers are kept in another format than their files.
+
+Files of one model differ in the names of their tensors with the version that wrote them, weights are tied,
+some are kept in float32, and tables are computed: transformers knows. So its own loader is run on stand-ins
+for the tensors in the files, which have their shapes and no numbers, and remember which they are. What it put
+where, and in which dtype, is then filled with the numbers.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffsynth_lite.core.weights import NotFiniteError, Quantization, StoredTensors, load_frozen
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines.base.folder import PipelineFolder
+from diffsynth_lite.pipelines.base.quantized import require_fitting
+
+_KEY = "model.text_encoder_quantize"
+
+
+def load_quantized_encoder(
+    model_class: Any, folder: PipelineFolder, component: str, dtype: torch.dtype, quantization: Quantization
+) -> nn.Module:
+    """As :func:`~diffsynth_lite.pipelines.base.quantized.load_quantized`, for a class of transformers.
+
+    Raises:
+        UserError: as there; or the files are quantised already, or weights are computed from several of them.
+        safetensors.SafetensorError: a file is damaged.
+        OSError: a file is not there, or cannot be read.
+    """
+    where = folder.path / component
+    if "quantization_config" in folder.component_config(component):
+        raise UserError(
+            f"{_KEY}: the weights in {where} are quantised already (quantization_config in config.json); "
+            "set it to none"
+        )
+    files = StoredTensors.in_files(folder.files_to_load(component))
+    model: nn.Module
+    model, loading = model_class.from_pretrained(
+        None,
+        config=model_class.config_class.from_pretrained(folder.path, subfolder=component),
+        state_dict={name: _StandIn.of(tensor.shape, name) for name, tensor in files.tensors.items()},
+        dtype=dtype,
+        ignore_mismatched_sizes=True,  # they are listed then, and refused below
+        output_loading_info=True,
+    )
+    of_other_shapes = {name for name, *_ in loading["mismatched_keys"]}
+    require_fitting(folder, component, model_class, sorted(of_other_shapes.union(loading["missing_keys"])))
+    stored = StoredTensors(tensors=_emptied(model, files))
+    quantization.apply_to(model)
+    try:
+        load_frozen(model, stored, device=quantization.device, dtype_of=lambda _name, planned: planned)
+    except NotFiniteError as error:
+        raise UserError(f"{_KEY}: {where}: {error}; get the folder again") from error
+    return model.eval()
+
+
+def _emptied(model: nn.Module, files: StoredTensors) -> dict[str, Tensor]:
+    """Put empty parameters in the place of stand-ins; what each stood for, by its name in the model."""
+    stored: dict[str, Tensor] = {}
+    empty: dict[Tensor, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, _StandIn) or tensor.source is None:
+            raise UserError(
+                f"{_KEY}: this version of transformers computes {name} of a {type(model).__name__} from "
+                "other weights when it loads one; set it to none"
+            )
+        stored[name] = files.tensors[tensor.source]
+        if tensor not in empty:  # else it is tied to one before
+            empty[tensor] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            if isinstance(tensor, nn.Parameter):
+                empty[tensor] = nn.Parameter(empty[tensor], requires_grad=False)
+        prefix, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(prefix), leaf, empty[tensor])
+    return stored
+
+
+class _StandIn(Tensor):
+    """Has the shape of a stored tensor and no numbers, and says which it is, wherever it is moved or cast.
+
+    Attributes:
+        source: the tensor's name; None where something was computed from it.
+    """
+
+    source: str | None = None
+
+    @classmethod
+    def of(cls, shape: Sequence[int], source: str) -> "_StandIn":
+        stand_in = torch.empty(shape, device="meta").as_subclass(cls)
+        stand_in.source = source
+        return stand_in
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func is Tensor.to:
+            # There are no numbers that another device could have.
+            given.pop("device", None)
+        result = super().__torch_function__(func, types, args, given)  # type: ignore[no-untyped-call]
+        if func in (Tensor.to, Tensor.detach, Tensor.__getitem__) and result.shape == args[0].shape:
+            result.source = args[0].source
+        return result

@@ -1,0 +1,105 @@
+"""This file checks how text encoders are to be kept while they encode, before any weights load."""
+
+from collections.abc import Mapping
+from itertools import chain
+
+import torch
+
+from diffsynth_lite.config import Config
+from diffsynth_lite.core.weights import (
+    MissingKernelsError,
+    Quantization,
+    WeightFormat,
+    require_saving,
+    weight_format,
+)
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.pipelines.base.quantized import linear_layers_in
+from diffsynth_lite.pipelines.base.text_encoders import TextEncoderMemory, transformer_layers
+
+
+def require_format(name: str, *, key: str) -> WeightFormat:
+    """The format of a name.
+
+    Args:
+        key: the setting that names it.
+
+    Raises:
+        UserError: its kernels are not installed.
+    """
+    try:
+        return weight_format(name)
+    except MissingKernelsError as error:
+        raise UserError(
+            f"{key}: {name} needs {error}, which is not installed: pip install {error}; or set int8"
+        ) from None
+
+
+def text_encoder_memory(config: Config, family: ModelFamily, device: torch.device) -> TextEncoderMemory:
+    """How a run keeps the family's text encoders while they encode, on the device and in host memory.
+
+    Raises:
+        UserError: a setting has no effect, or nothing would be saved; or the kernels of a format are missing.
+    """
+    quantizes, streams = config.model.text_encoder_quantize != "none", config.memory.stream_text_encoder
+    if not quantizes and not streams:
+        return TextEncoderMemory()
+    encoders = _frozen_text_encoders(family)
+    if not any(map(transformer_layers, encoders.values())):
+        key = "model.text_encoder_quantize" if quantizes else "memory.stream_text_encoder"
+        reason = "lora.components names the text encoders, which stay in model.dtype, on the device"
+        if set(family.text_encoders) - set(family.trained):
+            reason = "no transformer layers are known of the text encoder"
+        raise UserError(f"{key}: has no effect, as {reason}; leave it out")
+    memory = TextEncoderMemory(
+        quantizations=_quantizations(config, encoders, device) if quantizes else {},
+        num_slots=config.memory.stream_slots if streams else 0,
+        min_bytes=config.memory.min_bytes,
+    )
+    if streams:
+        _check_stream(config, memory, encoders, device)
+    return memory
+
+
+def _frozen_text_encoders(family: ModelFamily) -> dict[str, torch.nn.Module]:
+    """Those that are not trained, by component, on the meta device, where they can be built so."""
+    names = [name for name in family.text_encoders if name not in family.trained]
+    built = {name: family.empty_component(name) for name in names}
+    return {name: encoder.requires_grad_(False) for name, encoder in built.items() if encoder is not None}
+
+
+def _quantizations(
+    config: Config, encoders: Mapping[str, torch.nn.Module], device: torch.device
+) -> dict[str, Quantization]:
+    weights = require_format(config.model.text_encoder_quantize, key="model.text_encoder_quantize")
+    layers = {
+        name: tuple(linear_layers_in(encoder, chain.from_iterable(transformer_layers(encoder))))
+        for name, encoder in encoders.items()
+    }
+    return {
+        name: Quantization(format=weights, layers=of_encoder, device=device)
+        for name, of_encoder in layers.items()
+        if of_encoder
+    }
+
+
+def _check_stream(
+    config: Config,
+    memory: TextEncoderMemory,
+    encoders: Mapping[str, torch.nn.Module],
+    device: torch.device,
+) -> None:
+    stacks = memory.streamed_layers(list(encoders.values()))
+    if not stacks:
+        raise UserError(
+            "memory.stream_text_encoder: the text encoder has no more layers than memory.stream_slots, "
+            f"{config.memory.stream_slots}, so that all would stay on the device; take fewer slots, or set "
+            "it to false"
+        )
+    try:
+        require_saving(
+            stacks, device, num_slots=config.memory.stream_slots, min_bytes=config.memory.min_bytes
+        )
+    except ValueError as error:
+        raise UserError(f"memory.stream_text_encoder: {error}") from None
