@@ -77,6 +77,7 @@ PICTURES = {
     "captions left out": Change(captions=1, settings=("data.caption_dropout=0.5",)),
     "the VAE's type": Change(**_ALL_ITEMS, settings=("model.vae_dtype=bfloat16",)),
     "the text encoder's type": Change(**_ALL_CAPTIONS, settings=("model.text_encoder_dtype=bfloat16",)),
+    "the text encoder's format": Change(**_ALL_CAPTIONS, settings=("model.text_encoder_quantize=int8",)),
     "one weight of the VAE": Change(
         **_ALL_ITEMS, file="model/vae/diffusion_pytorch_model.safetensors", edit=_with_other_weight
     ),

@@ -1,17 +1,32 @@
-"""Every family with its blocks quantised: what is loaded, what is learned, what the gradient switches do."""
+"""Every family with its blocks quantised: what is loaded, what is learned, what the gradient switches do.
+
+And with its text encoders quantised and streamed.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
-from family_sample import CPU, Sample, adapted_transformer, engine_with, velocity_and_gradients
+from family_sample import (
+    CPU,
+    PROMPTS,
+    Sample,
+    adapted_transformer,
+    build_prompts,
+    engine_with,
+    velocity_and_gradients,
+)
+from lazy_backend import LazyBackend
 from torch import Tensor, nn
 
 from diffsynth_lite.core.gradient import blocks_in
 from diffsynth_lite.core.weights import FrozenLinear, Quantization, WeightFormat, weight_format
-from diffsynth_lite.pipelines.base.quantized import quantizable_layers
+from diffsynth_lite.pipelines import Conditioning
+from diffsynth_lite.pipelines.base.quantized import linear_layers_in, quantizable_layers
+from diffsynth_lite.pipelines.base.text_encoders import TextEncoderMemory, transformer_layers
 
 MAX_DIFFERENCES = {"int8": 0.05, "nf4": 0.6}
 """Of all gradients from those of an fp32 base, relative. The tiny models are random and narrow, so that
@@ -99,3 +114,90 @@ def test_a_lora_on_quantised_blocks_learns_nearly_what_it_learns_on_plain_ones(
     velocity_and_gradients(sample, plain, plain_engine)
     reports = [replace(one.report(), host_bytes_cap=0) for one in (engine, plain_engine)]
     assert reports[0] == reports[1]
+
+
+def quantizations(sample: Sample, weights: WeightFormat) -> dict[str, Quantization]:
+    """Of all linear layers that the family's text encoders can have in a format."""
+    encoders = {name: sample.family.empty_component(name) for name in sample.family.text_encoders}
+    return {
+        name: Quantization(
+            format=weights,
+            layers=tuple(linear_layers_in(encoder, chain.from_iterable(transformer_layers(encoder)))),
+            device=CPU,
+        )
+        for name, encoder in encoders.items()
+    }
+
+
+@contextmanager
+def kept_as(sample: Sample, memory: TextEncoderMemory) -> Iterator[None]:
+    """Scope in which the family's text encoders are kept in another way."""
+    plain, sample.family.text_encoder_memory = sample.family.text_encoder_memory, memory
+    try:
+        yield
+    finally:
+        sample.family.text_encoder_memory = plain
+
+
+def encoded(sample: Sample, memory: TextEncoderMemory) -> list[Conditioning]:
+    """The first prompt of the sample and the negative one, each alone."""
+    with kept_as(sample, memory):
+        encode = memory.watched(lambda: sample.family.load_prompt_encoder(torch.float32, CPU))
+        first, *_, negative = build_prompts(sample.family, sample.media)
+        assert first.text == PROMPTS[0]
+        return [encode([prompt])[0] for prompt in (first, negative)]
+
+
+def assert_same(ours: list[Conditioning], theirs: list[Conditioning]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_text_encoders_are_quantised_and_all_else_is_as_transformers_loads_it(sample: Sample) -> None:
+    family, given = sample.family, quantizations(sample, weight_format("int8"))
+    dtype = torch.float16  # in which transformers keeps some layers in fp32
+    for component, quantization in given.items():
+        plain, stored = (family.load_component(component, one) for one in (dtype, torch.float32))
+        with kept_as(sample, TextEncoderMemory(quantizations=given)):
+            model = family.load_component(component, dtype)
+        assert model.training == plain.training
+        frozen = [name for name, module in model.named_modules() if isinstance(module, FrozenLinear)]
+        assert frozen == list(quantization.layers) != []
+        for name in frozen:
+            layer, weight = model.get_submodule(name), stored.get_submodule(name).weight
+            values, scales = quantization.format.empty(*weight.shape, CPU)
+            quantization.format.write(weight, 0, values, scales)
+            assert torch.equal(layer.weight, values)
+            assert torch.equal(layer.weight_scale, scales)
+        # The tied ones under all of their names.
+        ours, theirs = (
+            dict(chain(one.named_parameters(remove_duplicate=False), one.named_buffers()))
+            for one in (model, plain)
+        )
+        assert len(set(theirs.values())) == len({ours[name] for name in theirs})
+        for name, tensor in theirs.items():
+            if name.rpartition(".weight")[0] not in frozen:
+                assert ours[name].dtype == tensor.dtype, name
+                assert torch.equal(ours[name], tensor), name
+
+
+def test_streamed_text_encoders_encode_as_resident_ones_do_however_late_a_copy_comes(
+    sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffsynth_lite.core.weights.stream.backend_for", lambda _device: LazyBackend())
+    assert_same(encoded(sample, TextEncoderMemory(num_slots=1)), [sample.first, sample.negative])
+
+
+def test_quantised_text_encoders_encode_nearly_the_same_streamed_or_not(
+    sample: Sample, weights: WeightFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = quantizations(sample, weights)
+    found = encoded(sample, TextEncoderMemory(quantizations=given))
+    for ours, plain in zip(found, [sample.first, sample.negative], strict=True):
+        for name in ("prompt_embeds", "pooled_prompt_embeds"):
+            if name in plain:
+                difference = (ours[name] - plain[name]).norm() / plain[name].norm()
+                assert difference < MAX_DIFFERENCES[weights.name]
+    monkeypatch.setattr("diffsynth_lite.core.weights.stream.backend_for", lambda _device: LazyBackend())
+    assert_same(encoded(sample, TextEncoderMemory(quantizations=given, num_slots=1)), found)

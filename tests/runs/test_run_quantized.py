@@ -64,6 +64,8 @@ def test_a_run_does_not_go_on_with_another_format_or_other_layers(
 ) -> None:
     assert begun_run.train(INT8) == 2
     assert "model.quantize was 'none', is 'int8'" in caplog.text
+    assert begun_run.train("model.text_encoder_quantize=int8") == 2
+    assert "model.text_encoder_quantize was 'none', is 'int8'" in caplog.text
     other = begun_run.root / "other"
     settings = (INT8, f"output.dir={other}")
     assert begun_run.train(*settings, "train.steps=1") == 0
@@ -74,8 +76,12 @@ def test_a_run_does_not_go_on_with_another_format_or_other_layers(
 def test_two_processes_train_on_a_quantised_base_as_one_does(tiny_run: TinyRun, quantize: str) -> None:
     single, double = tiny_run.root / "single", tiny_run.root / "double"
     settings = (quantize, "lora.dropout=0", "train.micro_batch_size=1", "train.steps=3")
+    settings += (quantize.replace("quantize", "text_encoder_quantize"),)
     assert tiny_run.train(*settings, f"output.dir={single}") == 0
-    program = forked(tiny_run, *settings, f"output.dir={double}", num_processes=2)
+    # They encode for themselves, each its share, with most of the text encoder in host memory.
+    streamed = ("memory.stream_text_encoder=true", "memory.stream_slots=1")
+    apart = (f"output.dir={double}", f"data.cache_dir={tiny_run.root / 'apart'}")
+    program = forked(tiny_run, *settings, *streamed, *apart, num_processes=2)
     assert program.wait() == 0, program.printed()
     losses = [[row["loss"] for row in tiny_run.metrics(path) if row.get("loss")] for path in (single, double)]
     assert len(losses[0]) == 3

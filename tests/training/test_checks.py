@@ -2,8 +2,10 @@
 
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -12,6 +14,7 @@ from prepared_run import PROCESS, load_config_of
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import flux2, ltx_video, qwen_image, qwen_image_edit, sdxl, wan_i2v
+from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training import checks
 from diffsynth_lite.training.builder import build_transformer
 from diffsynth_lite.training.checks import bind_family, check_run, distillation_warning
@@ -276,8 +279,9 @@ def test_a_format_whose_kernels_are_not_installed_is_refused_with_what_installs_
 ) -> None:
     qwen_image.tiny().save_pretrained(root / "model")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    message = "model.quantize: nf4 needs bitsandbytes, which is not installed: pip install bitsandbytes"
-    assert message in refusal(root, **{"model.quantize": "nf4"})
+    found = refusal(root, **{"model.quantize": "nf4", "model.text_encoder_quantize": "nf4"})
+    for key in ("model.quantize", "model.text_encoder_quantize"):
+        assert f"{key}: nf4 needs bitsandbytes, which is not installed: pip install bitsandbytes" in found
 
 
 def test_a_family_that_loads_its_model_without_quantising_it_is_refused(
@@ -290,3 +294,46 @@ def test_a_family_that_loads_its_model_without_quantising_it_is_refused(
     monkeypatch.setattr(type(checked.family), "load_transformer", lambda *_: plain)
     with pytest.raises(UserError, match=r"model\.quantize: int8 has no effect, as qwen_image loads"):
         build_transformer(config, checked)
+
+
+ALL_OF_SDXL = {"model.family": "sdxl", "lora.components": "[unet, text_encoder, text_encoder_2]"}
+
+
+@pytest.mark.parametrize(
+    ("build", "changes", "message"),
+    [
+        (
+            sdxl.tiny,
+            {**ALL_OF_SDXL, "model.text_encoder_quantize": "int8"},
+            "model.text_encoder_quantize: has no effect, as lora.components names the text encoders",
+        ),
+        (
+            sdxl.tiny,
+            {**ALL_OF_SDXL, "memory.stream_text_encoder": "true"},
+            "memory.stream_text_encoder: has no effect, as lora.components names the text encoders",
+        ),
+        (
+            qwen_image.tiny,
+            {"memory.stream_text_encoder": "true"},
+            "the text encoder has no more layers than memory.stream_slots, 2, so that all would stay",
+        ),
+        (
+            qwen_image.tiny,
+            {"memory.stream_text_encoder": "true", "memory.stream_slots": "1", "memory.min_bytes": "99999"},
+            "memory.stream_text_encoder: there is nothing to stream in 2 blocks",
+        ),
+    ],
+)
+def test_settings_for_text_encoders_without_effect_are_refused(
+    root: Path, build: Callable[[], Any], changes: dict[str, str], message: str
+) -> None:
+    build().save_pretrained(root / "model")
+    assert message in refusal(root, **changes)
+
+
+def test_a_text_encoder_of_unknown_layers_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    qwen_image.tiny().save_pretrained(root / "model")
+    monkeypatch.setattr(QwenImage, "empty_component", lambda *_: None)
+    monkeypatch.setattr(QwenImage, "empty_transformer", lambda _: qwen_image.tiny().transformer)
+    message = "model.text_encoder_quantize: has no effect, as no transformer layers are known of the text"
+    assert message in refusal(root, **{"model.text_encoder_quantize": "int8"})

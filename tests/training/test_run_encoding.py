@@ -65,11 +65,17 @@ def first_batches(prepared: Prepared, encoded: TrainingData, **changes: str) -> 
     return [batch for batches in itertools.islice(steps, 6) for batch in batches]
 
 
-def test_a_run_without_cache_has_the_same_batches_bit_for_bit_and_stores_nothing(prepared: Prepared) -> None:
+def test_a_run_without_cache_has_the_same_batches_bit_for_bit_and_stores_nothing(
+    prepared: Prepared, caplog: pytest.LogCaptureFixture
+) -> None:
     cached = encode(prepared)
     live_folder = prepared.root / "live"
     changes = {"data.cache": "false", "data.cache_dir": str(live_folder), "data.num_workers": "2"}
+    # Nor does it matter where the text encoder's weights wait.
+    changes |= {"memory.stream_text_encoder": "true", "memory.stream_slots": "1"}
+    caplog.set_level("INFO")
     live = encode(prepared, **changes)
+    assert caplog.text.count("text encoder, first caption: streamed 4 blocks, ") == 1
     assert live.is_live
     assert not cached.is_live
     assert not list(live_folder.rglob("*.safetensors"))
@@ -136,6 +142,22 @@ def test_the_second_start_loads_no_encoder_and_reads_no_media(
     monkeypatch.setattr("diffsynth_lite.data.media_index.check_image", refuse)
     monkeypatch.setattr("diffsynth_lite.data.media_index.file_fingerprint", refuse)
     assert encode(prepared).identity == first.identity
+
+
+def test_captions_of_a_quantised_text_encoder_are_other_entries_and_those_of_a_streamed_one_are_not(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    identities = {
+        name: encode(prepared, **changes).identity
+        for name, changes in {
+            "plain": {},
+            "streamed": {"memory.stream_text_encoder": "true", "memory.stream_slots": "1"},
+            "int8": {"model.text_encoder_quantize": "int8"},
+        }.items()
+    }
+    assert identities["plain"] == identities["streamed"]
+    assert identities["int8"].media_encoder == identities["plain"].media_encoder
+    assert identities["int8"].prompt_encoder != identities["plain"].prompt_encoder
 
 
 def test_masks_become_loss_masks_at_the_size_of_the_latents(prepared: Prepared) -> None:
