@@ -124,8 +124,8 @@ def shortages_explained() -> Iterator[None]:
         raise RunStoppedError(
             f"out of memory before training: {first_line} What helps: smaller pictures or "
             "shorter clips (data.resolutions, data.sizes, data.frame_counts), model.vae_dtype: bfloat16, "
-            "model.text_encoder_dtype: bfloat16; where captions did not fit, model.text_encoder_quantize: int8 "
-            "or nf4, or memory.stream_text_encoder: true"
+            "model.text_encoder_dtype: bfloat16; for captions, model.text_encoder_quantize: int8 or nf4, "
+            "or memory.stream_text_encoder: true"
         ) from error
     except HostBytesError as error:
         raise UserError(
