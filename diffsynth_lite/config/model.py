@@ -57,6 +57,11 @@ class ModelSettings(Settings):
     """How the VAE is kept while images are encoded and previews decoded. VAEs are small and lose detail in
     16 bits: change this only when a large picture does not fit."""
 
+    vae_tiling: bool = False
+    """Whether the VAE encodes pictures and clips, and decodes previews, in tiles of 256 or 512 pixels that
+    overlap, which needs a fraction of the memory. The numbers are others: by how much, and what is saved, is
+    in [memory.md](memory.md). Otherwise previews are decoded in tiles only where they do not fit whole."""
+
     def conflicts(self) -> Iterator[Problem]:
         if self.quantize == "none" and self.quantize_skip:
             yield _without_effect("model.quantize_skip", "model.quantize", "none", "int8 or nf4")

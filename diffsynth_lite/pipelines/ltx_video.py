@@ -225,6 +225,9 @@ class LTXVideo(DiffusersFamily):
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
         vae = self.load_component("vae", dtype).to(device)
+        # Encoding asks for it, too. Previews are not decoded so: in diffusers 0.42.1 the frames of each part
+        # but the first come one place late.
+        vae.use_framewise_decoding = self.vae_tiles is not None
         processor = assemble(LTXPipeline, vae=vae).video_processor
 
         def encode_pixels(clips: Sequence[Sequence[Image]]) -> Any:
@@ -307,7 +310,7 @@ class LTXVideo(DiffusersFamily):
         like = device_and_dtype(transformer)
         # The image-to-video pipeline hands pictures and latents to the VAE in the dtype of the prompt.
         dtype = like["dtype"] if any(request.inputs for request in requests) else vae_dtype
-        vae = self.load_component("vae", dtype).to(like["device"])
+        vae = self.load_preview_vae(dtype, like["device"])
         parts = {"vae": vae, "transformer": transformer, "scheduler": self.load_scheduler()}
         drawn = []
         for request in requests:

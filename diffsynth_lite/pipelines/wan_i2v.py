@@ -123,7 +123,7 @@ class WanI2V(wan.Wan):
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        parts = self._picture_parts(dtype, device)
+        parts = self._picture_parts(self.load_component("vae", dtype).to(device))
         pipeline = assemble(self.pipeline, **parts)
 
         def encode(media: Sequence[Media]) -> list[EncodedMedia]:
@@ -138,10 +138,10 @@ class WanI2V(wan.Wan):
 
         return encode
 
-    def _picture_parts(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-        parts = super()._picture_parts(dtype, device)
+    def _picture_parts(self, vae: Any) -> dict[str, Any]:
+        parts = super()._picture_parts(vae)
         if self._embeds_pictures:
-            parts["image_encoder"] = self.load_component("image_encoder", dtype).to(device)
+            parts["image_encoder"] = self.load_component("image_encoder", vae.dtype).to(vae.device)
             parts["image_processor"] = CLIPImageProcessorPil.from_pretrained(
                 self.folder.path, subfolder="image_processor"
             )

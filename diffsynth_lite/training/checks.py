@@ -182,6 +182,8 @@ def bind_family(config: Config, *, with_weights: bool = True) -> ModelFamily:
     family = family_class(folder, trained=config.lora.components)
     family.check_folder(with_weights=with_weights and folder.hub is None)
     family.check_vae_dtype(getattr(torch, model.vae_dtype))
+    if model.vae_tiling:
+        family.tile_vae()
     return family
 
 

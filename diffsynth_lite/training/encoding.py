@@ -3,6 +3,7 @@
 What is to be encoded is an `EncodingJob`; what the training then reads is its `TrainingData`.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from PIL.Image import Image
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import (
     BadItemsError,
+    Bucket,
     DataIdentity,
     DatasetPlan,
     Encodable,
@@ -36,12 +38,15 @@ from diffsynth_lite.data import (
     load_image,
     refuse_bad_items,
 )
-from diffsynth_lite.errors import Problems, RunStoppedError
+from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
+from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles
 from diffsynth_lite.training.data_settings import cache_folder, held_out_rules, index_file, plan_rules
 from diffsynth_lite.training.dataset import Quarantine, plan_dataset
 from diffsynth_lite.training.distributed import on_all_processes
 from diffsynth_lite.training.evaluation import ValidationItem
+
+logger = logging.getLogger(__name__)
 
 _Usable = tuple[ItemTable, DataIdentity]
 """The items of a data set of which nothing is bad, and what they are wherever their tensors may be."""
@@ -104,6 +109,7 @@ class EncodingJob:
     def __init__(self, config: Config, family: ModelFamily, device: torch.device) -> None:
         text_dtype = getattr(torch, config.model.text_encoder_dtype)
         vae_dtype = getattr(torch, config.model.vae_dtype)
+        tiles = "" if family.vae_tiles is None else f" {family.vae_tiles}"
         self.cache = TensorCache(cache_folder(config))
         self.media: dict[str, TrainingItem] = {}
         self.prompts: dict[str, PromptItem] = {}
@@ -112,7 +118,7 @@ class EncodingJob:
         self._prompt_sees_images = family.prompt_sees_images
         self._media_encoder = Encoder(
             what="items",
-            identity=family.media_encoder_id(vae_dtype),
+            identity=f"{family.media_encoder_id(vae_dtype)}{tiles}",
             load=lambda: family.load_media_encoder(vae_dtype, device),
         )
         self._prompt_encoder = Encoder(
@@ -212,6 +218,8 @@ def plan_encoding(
     job.add_dataset(
         plan_dataset(measured, held_out_rules(rules), memory, accelerator), has_unconditional=False
     )
+    if family.vae_tiles is not None:
+        _say_what_is_tiled(family.vae_tiles, [item for plan, _ in job.datasets for item in plan.items])
     index = MediaIndex(memory)
     for place, text in enumerate(validation.prompts):
         images = _preview_files(config, place) if family.prompt_sees_images else ()
@@ -219,6 +227,26 @@ def plan_encoding(
         prompt = PromptItem(text=text, images=images, content=content, background=data.background)
         job.add_preview(prompt, negative=validation.negative_prompt)
     return job
+
+
+def _say_what_is_tiled(tiles: VaeTiles, items: Sequence[TrainingItem]) -> None:
+    """Log how many items the autoencoder takes apart.
+
+    Raises:
+        UserError: none is large enough.
+    """
+
+    def is_split(bucket: Bucket) -> bool:
+        sizes = [(bucket.width, bucket.height, bucket.num_frames), *bucket.inputs]
+        return any(tiles.split(*size) for size in sizes)
+
+    num_split = sum(is_split(item.bucket) for item in items)
+    if items and not num_split:
+        raise UserError(
+            f"model.vae_tiling: true has no effect, as each of {len(items)} items fits into one of the "
+            f"{tiles}; set it to false"
+        )
+    logger.info("model.vae_tiling: %d of %d items are encoded in %s.", num_split, len(items), tiles)
 
 
 def encode_run(

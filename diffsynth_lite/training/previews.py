@@ -77,7 +77,8 @@ class Previews:
         except torch.OutOfMemoryError as error:
             logger.warning(
                 "Previews at step %d failed, out of memory: %s Training goes on. What helps: smaller ones "
-                "(validation.width, validation.height, validation.num_frames), model.vae_dtype: bfloat16",
+                "(validation.width, validation.height, validation.num_frames), memory.stream_blocks: all, "
+                "model.vae_tiling: true, model.vae_dtype: bfloat16",
                 step,
                 str(error).partition("\n")[0],
             )

@@ -24,6 +24,7 @@ NEVER: dict[str, Change] = {
     "model.text_encoder_dtype": ("model.text_encoder_dtype=bfloat16",),
     "model.text_encoder_quantize": ("model.text_encoder_quantize=int8",),
     "model.vae_dtype": ("model.vae_dtype=bfloat16",),
+    "model.vae_tiling": ("model.vae_tiling=true",),
     "lora.rank": ("lora.rank=8",),
     "lora.alpha": ("lora.alpha=4",),
     "lora.dropout": ("lora.dropout=0.2",),

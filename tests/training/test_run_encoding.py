@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import AutoencoderKLQwenImage
 from PIL import Image
 from prepared_run import CPU, PROCESS, Prepared, load_config_of, prepare
 
 from diffsynth_lite.data import Batch
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Prompt
+from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles
 from diffsynth_lite.training.checks import check_run
 from diffsynth_lite.training.encoding import TrainingData, encode_run
 
@@ -247,3 +249,35 @@ def test_one_process_of_several_encodes_the_whole_where_the_folder_is_not_shared
     rows = [encoded.items.row(place) for place in range(len(encoded.items))]
     assert "1.png" not in {row.name.split("#")[0] for row in rows}
     assert all(encoded.tensors.read(row.media_key) for row in rows)
+
+
+def test_what_is_larger_than_a_tile_is_encoded_in_tiles_under_keys_of_their_own(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    few = {"data.crops_per_item": "1", "data.tag_shuffles": "0", "data.caption_dropout": "0"}
+    tiled = few | {"model.vae_tiling": "true"}
+    with pytest.raises(
+        UserError, match=r"vae_tiling: true has no effect, as each of \d+ items fits into one"
+    ):
+        encode(prepared, **tiled)
+    small = {AutoencoderKLQwenImage: VaeTiles(side=32, stride=16)}
+    monkeypatch.setattr("diffsynth_lite.pipelines.base.vae_tiles._BY_CLASS", small)
+    caplog.set_level("INFO")
+    whole, parts = encode(prepared, **few), encode(prepared, **tiled)
+    assert "8 of 16 items are encoded in tiles of 32 pixels, 16 apart" in caplog.text
+    assert whole.identity.items == parts.identity.items
+    assert whole.identity.media_encoder != parts.identity.media_encoder
+    equal = set()
+    for one, other in zip(whole.items, parts.items, strict=True):
+        assert one.media_key != other.media_key
+        assert one.caption_keys == other.caption_keys
+        latents = [
+            data.tensors.read(row.media_key)["latents"] for data, row in ((whole, one), (parts, other))
+        ]
+        assert latents[0].shape == latents[1].shape
+        equal.add((max(one.bucket.width, one.bucket.height) <= 32, torch.equal(*latents)))
+    assert equal == {(True, True), (False, False)}
+
+    monkeypatch.setattr("diffsynth_lite.pipelines.base.vae_tiles._BY_CLASS", {})
+    with pytest.raises(UserError, match=r"model\.vae_tiling: true, but no tiles are known"):
+        encode(prepared, **tiled)

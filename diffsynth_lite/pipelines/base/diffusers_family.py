@@ -27,6 +27,7 @@ from diffsynth_lite.pipelines.base.quantized import load_quantized, require_fitt
 from diffsynth_lite.pipelines.base.release_folder import empty_model
 from diffsynth_lite.pipelines.base.tokenizer import load_tokenizer
 from diffsynth_lite.pipelines.base.transformers_loading import load_quantized_encoder
+from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles, tile_when_full, tiles_of
 
 
 def device_and_dtype(model: torch.nn.Module) -> dict[str, Any]:
@@ -107,7 +108,8 @@ class DiffusersFamily(ModelFamily):
         """A component with its weights in ``dtype``, on the CPU; pickled weights are refused.
 
         Where ``quantization`` is set, what is not of ``encoder_classes`` is quantised, and on its device. So
-        are the text encoders that ``text_encoder_memory`` names.
+        are the text encoders that ``text_encoder_memory`` names. The autoencoder, ``vae``, works in
+        ``vae_tiles``.
 
         Args:
             name: folder of the component.
@@ -140,7 +142,21 @@ class DiffusersFamily(ModelFamily):
         of_other_shapes = {tensor for tensor, *_ in loading["mismatched_keys"]}
         lacking = sorted(of_other_shapes.union(loading["missing_keys"]))
         require_fitting(self.folder, name, component_class, lacking)
+        if name == "vae" and self.vae_tiles is not None:
+            self.vae_tiles.apply_to(component)
         return component
+
+    @property
+    def known_vae_tiles(self) -> VaeTiles | None:
+        vae_class = self.encoder_classes.get("vae")
+        return vae_class and tiles_of(vae_class, self.folder.component_config("vae"))
+
+    def load_preview_vae(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """The autoencoder for previews: what it cannot decode as a whole on a full device goes in tiles."""
+        vae = self.load_component("vae", dtype).to(device)
+        if self.vae_tiles is None and self.known_vae_tiles is not None:
+            tile_when_full(vae, self.known_vae_tiles)
+        return vae
 
     def load_tokenizer(self, name: str = "tokenizer") -> Any:
         """A tokenizer, from its folder.
@@ -234,7 +250,7 @@ class DiffusersFamily(ModelFamily):
             vae_dtype: of the autoencoder, which is loaded to where ``model`` is.
             settings: further arguments of the pipeline.
         """
-        vae = self.load_component("vae", vae_dtype).to(device_and_dtype(model)["device"])
+        vae = self.load_preview_vae(vae_dtype, device_and_dtype(model)["device"])
         _decode_in_own_dtype(vae)
         parts = {self.trainable[0]: model, "vae": vae, "scheduler": self.load_scheduler()}
         pipeline = assemble(self.pipeline, **parts, **settings)

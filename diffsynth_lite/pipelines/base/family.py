@@ -15,6 +15,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
 from diffsynth_lite.pipelines.base.text_encoders import TextEncoderMemory
+from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles
 from diffsynth_lite.releases import Release
 
 Conditioning = dict[str, torch.Tensor]
@@ -90,6 +91,7 @@ class ModelFamily(ABC):
         quantization: of the blocks of the models that are trained, by names within each; None is none. A run
             sets it when it is checked.
         text_encoder_memory: how text encoders are kept while they encode. A run sets it likewise.
+        vae_tiles: that the autoencoder works in; None leaves pictures and clips whole. A run sets it, too.
     """
 
     pipeline_classes: ClassVar[tuple[str, ...]]
@@ -125,6 +127,7 @@ class ModelFamily(ABC):
         self.trained = tuple(name for name in self.trainable if name in given)
         self.quantization: Quantization | None = None
         self.text_encoder_memory = TextEncoderMemory()
+        self.vae_tiles: VaeTiles | None = None
 
     @property
     @abstractmethod
@@ -295,6 +298,24 @@ class ModelFamily(ABC):
             UserError: its activations do not fit into the dtype.
         """
         return  # most do in any
+
+    @property
+    def known_vae_tiles(self) -> VaeTiles | None:
+        """The tiles that the folder's autoencoder can work in; None where they are not known."""
+        return None
+
+    def tile_vae(self) -> None:
+        """Have the autoencoder work in the tiles that are known.
+
+        Raises:
+            UserError: there are none.
+        """
+        self.vae_tiles = self.known_vae_tiles
+        if self.vae_tiles is None:
+            raise UserError(
+                "model.vae_tiling: true, but no tiles are known for the autoencoder of this family; set it "
+                "to false"
+            )
 
     @property
     def distilled(self) -> str | None:

@@ -201,7 +201,7 @@ class Wan(ExpertFamily):
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
-        parts = self._picture_parts(dtype, device)
+        parts = self._picture_parts(self.load_component("vae", dtype).to(device))
         pipeline = assemble(WanPipeline, **parts)
 
         def latents_of(clips: Sequence[Sequence[Image]]) -> torch.Tensor:
@@ -211,9 +211,9 @@ class Wan(ExpertFamily):
 
         return lambda media: encode_clips(media, latents_of)
 
-    def _picture_parts(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    def _picture_parts(self, vae: Any) -> dict[str, Any]:
         """What makes latents of pictures and pictures of latents, as arguments of the pipeline."""
-        return {"vae": self.load_component("vae", dtype).to(device)}
+        return {"vae": vae}
 
     @cached_property
     def _vae_config(self) -> dict[str, Any]:
@@ -274,7 +274,7 @@ class Wan(ExpertFamily):
             "scheduler": self.load_scheduler(),
             "boundary_ratio": self.boundary,
             "expand_timesteps": self._is_ti2v,
-            **self._picture_parts(vae_dtype, device),
+            **self._picture_parts(self.load_preview_vae(vae_dtype, device)),
             **self._transformers(transformer),
         }
         return [self._draw(parts, request, device) for request in requests]

@@ -37,7 +37,7 @@ _FREE_FIELDS = ("lora.init_from",)
 _FIXED_FIELDS = {
     "model": (
         *("family", "dtype", "quantize", "quantize_skip"),
-        *("text_encoder_dtype", "text_encoder_quantize", "vae_dtype"),
+        *("text_encoder_dtype", "text_encoder_quantize", "vae_dtype", "vae_tiling"),
     ),
     "data": (
         *("width", "height", "resolutions", "sizes", "bucket_step", "max_aspect_ratio", "upscale"),
