@@ -13,6 +13,14 @@ from diffsynth_lite.redaction import Redactor, in_force
 
 logger = logging.getLogger(__name__)
 
+_IDLE_ADVICE = {
+    # That each picture processor is the one of Pillow, as we want it to be.
+    "transformers.utils.import_utils": "requires torchvision",
+    # That products in 4 bits have no kernel on the CPU, which nobody asks it for: weights are made first.
+    "bitsandbytes.backends.cpu.ops": "pip install kernels",
+}
+"""Warnings of other libraries that nobody should act on: words of them, by their logger."""
+
 
 class _RedactingFormatter(logging.Formatter):
     """Masks secrets in the finished line, and so also in arguments and tracebacks."""
@@ -61,12 +69,12 @@ def configure_logging(console: Console, redactor: Redactor, *, is_main: bool = T
     handler = _ConsoleHandler(console, redactor) if is_main else logging.NullHandler()
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("diffsynth_lite").setLevel(logging.INFO)
-    logging.getLogger("transformers.utils.import_utils").addFilter(_is_not_about_torchvision)
+    for name in _IDLE_ADVICE:
+        logging.getLogger(name).addFilter(_is_no_idle_advice)
 
 
-def _is_not_about_torchvision(record: logging.LogRecord) -> bool:
-    # transformers 5 says of each picture processor that it takes the one of Pillow, as we want it to.
-    return "requires torchvision" not in record.getMessage()
+def _is_no_idle_advice(record: logging.LogRecord) -> bool:
+    return _IDLE_ADVICE[record.name] not in record.getMessage()
 
 
 def exit_code_of(work: Callable[[], None], redactor: Redactor, *, is_main: bool) -> int:

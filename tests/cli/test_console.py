@@ -79,16 +79,29 @@ def test_a_command_forbids_code_from_a_hub_and_masks_what_it_writes(console: Con
     assert redacted("swordfish") == "swordfish"
 
 
-def test_that_pictures_are_read_without_torchvision_is_not_warned_of(
-    console: Console, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        (
+            "transformers.utils.import_utils",
+            "`CLIPImageProcessor` requires torchvision (not installed); falling back",
+        ),
+        (
+            "bitsandbytes.backends.cpu.ops",
+            "Failed to load CPU gemm_4bit_forward. Please make sure you already `pip install kernels`",
+        ),
+    ],
+)
+def test_advice_that_nobody_should_follow_is_not_printed(
+    name: str, advice: str, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # transformers, where it is imported, keeps its records from the root logger.
-    logger = logging.getLogger("transformers.utils.import_utils")
+    logger = logging.getLogger(name)
     handler = BufferingHandler(capacity=10)
     monkeypatch.setattr(logger, "handlers", [handler])
 
     def work() -> None:
-        logger.warning("`CLIPImageProcessor` requires torchvision (not installed); falling back")
+        logger.warning(advice)
         logger.warning("another warning")
 
     assert run(work, console) == 0

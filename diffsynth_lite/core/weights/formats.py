@@ -104,11 +104,16 @@ class Nf4(WeightFormat):
     row_step = block_size
 
     def __init__(self) -> None:
+        self._kernels()
+
+    @staticmethod
+    def _kernels() -> Any:
+        # Looked up each time: a format that held a module could not be copied with its model.
         try:
             from bitsandbytes import functional
         except ImportError as error:
             raise MissingKernelsError("bitsandbytes") from error
-        self._kernels: Any = functional
+        return functional
 
     def empty(self, num_rows: int, num_columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
         size = num_rows * num_columns
@@ -117,7 +122,7 @@ class Nf4(WeightFormat):
 
     def _write(self, rows: Tensor, first_row: int, values: Tensor, scales: Tensor) -> None:
         # Flat: blocks run on from row to row, so that no width is too odd.
-        packed, state = self._kernels.quantize_4bit(
+        packed, state = self._kernels().quantize_4bit(
             rows.flatten(), blocksize=self.block_size, quant_type="nf4"
         )
         first = first_row * rows.shape[1]
@@ -126,14 +131,15 @@ class Nf4(WeightFormat):
         scales[first_block : first_block + state.absmax.numel()] = state.absmax
 
     def dense(self, values: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        state = self._kernels.QuantState(
+        kernels = self._kernels()
+        state = kernels.QuantState(
             absmax=scales,
             shape=(math.prod(shape),),
             dtype=dtype,
             blocksize=self.block_size,
             quant_type="nf4",
         )
-        weight: Tensor = self._kernels.dequantize_4bit(values[:, None], state)
+        weight: Tensor = kernels.dequantize_4bit(values[:, None], state)
         return weight.view(*shape)
 
 

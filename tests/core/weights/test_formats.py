@@ -1,5 +1,6 @@
 """The formats of frozen weights against their definitions."""
 
+import copy
 import sys
 
 import pytest
@@ -59,6 +60,10 @@ def test_a_dense_weight_is_rounded_once(weights: WeightFormat) -> None:
 def test_a_weight_in_half_precision_is_stored_as_the_numbers_that_it_holds(weights: WeightFormat) -> None:
     half = random_weight(40, 24).bfloat16()
     assert all(map(torch.equal, stored(weights, half, 40), stored(weights, half.float(), 40)))
+
+
+def test_a_format_is_copied_with_the_model_that_has_it(weights: WeightFormat) -> None:
+    assert type(copy.deepcopy(weights)) is type(weights)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
