@@ -14,6 +14,7 @@ from diffsynth_lite.lora import adapter_size
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.release_folder import find_releases
 from diffsynth_lite.training.checks import find_targets
+from diffsynth_lite.training.text_encoders import text_encoder_memory
 
 _MAX_NAMED = 8
 _MAX_LETTERS = 60
@@ -23,7 +24,8 @@ def model_table(config: Config, family: ModelFamily) -> dict[str, str]:
     """Facts by name, in words: the release, what its files say otherwise, each component, the LoRA.
 
     Raises:
-        UserError: a file of the model's folder cannot be read, or the settings name no layers for the LoRA.
+        UserError: a file of the model's folder cannot be read, or the settings name no layers for the LoRA,
+            or have no effect on the text encoders.
     """
     transformer = family.empty_transformer()
     layers = find_targets(family, transformer, config)
@@ -65,15 +67,20 @@ def _differences(differing: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def _components(config: Config, family: ModelFamily) -> Iterator[tuple[str, str]]:
+    quantizations = text_encoder_memory(config, family, torch.device("meta")).quantizations
     for name in family.components:
         component = family.empty_component(name)
         if component is None:
             continue
         dtype = _dtype_of(config, family, name)
         number = sum(parameter.numel() for parameter in component.parameters())
-        size = format_bytes(number * getattr(torch, dtype).itemsize)
+        num_bytes = number * getattr(torch, dtype).itemsize
+        if name in quantizations:
+            quantizations[name].apply_to(component.to(getattr(torch, dtype)))
+            num_bytes = sum(parameter.nbytes for parameter in component.parameters())
+            dtype = f"{config.model.text_encoder_quantize} and {dtype}"
         trained = ", trained" if name in family.trained else ""
-        yield name, f"{number:,} parameters, {size} in {dtype}{trained}"
+        yield name, f"{number:,} parameters, {format_bytes(num_bytes)} in {dtype}{trained}"
 
 
 def _dtype_of(config: Config, family: ModelFamily, name: str) -> str:

@@ -1,7 +1,6 @@
 """This file checks how text encoders are to be kept while they encode, before any weights load."""
 
 from collections.abc import Mapping
-from itertools import chain
 
 import torch
 
@@ -15,8 +14,11 @@ from diffsynth_lite.core.weights import (
 )
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.pipelines.base.quantized import linear_layers_in
-from diffsynth_lite.pipelines.base.text_encoders import TextEncoderMemory, transformer_layers
+from diffsynth_lite.pipelines.base.text_encoders import (
+    TextEncoderMemory,
+    quantizable_encoder_layers,
+    transformer_layers,
+)
 
 
 def require_format(name: str, *, key: str) -> WeightFormat:
@@ -73,10 +75,7 @@ def _quantizations(
     config: Config, encoders: Mapping[str, torch.nn.Module], device: torch.device
 ) -> dict[str, Quantization]:
     weights = require_format(config.model.text_encoder_quantize, key="model.text_encoder_quantize")
-    layers = {
-        name: tuple(linear_layers_in(encoder, chain.from_iterable(transformer_layers(encoder))))
-        for name, encoder in encoders.items()
-    }
+    layers = {name: tuple(quantizable_encoder_layers(encoder)) for name, encoder in encoders.items()}
     return {
         name: Quantization(format=weights, layers=of_encoder, device=device)
         for name, of_encoder in layers.items()

@@ -1,10 +1,11 @@
-"""How much memory loading a transformer takes at most, against what is kept, by format and files' dtype.
+"""How much memory loading takes at most, against what is kept, by format and files' dtype.
 
-A Qwen-Image of random weights is written to disk in several files, twice: in float32 and in bfloat16. Each
-case then loads it in a process of its own, in bfloat16, through the family. Anonymous memory is what a
-process cannot give back: pages of files that it reads are the system's to drop.
+A Qwen-Image of random weights is written to disk in several files, twice: in float32 and in bfloat16. It is
+its transformer, or its text encoder. Each case then loads it in a process of its own, in bfloat16, through
+the family. Anonymous memory is what a process cannot give back: pages of files that it reads are the system's
+to drop.
 
-    python scripts/benchmarks/loading.py [--blocks 24] [--formats none int8 nf4] [--folder FOLDER]
+    python scripts/benchmarks/loading.py [--component text_encoder] [--blocks 24] [--formats none int8 nf4]
 
 Linux only: it reads /proc/self/status.
 """
@@ -19,22 +20,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import QwenImageTransformer2DModel
 from meters import mebibytes, print_table
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from diffsynth_lite.core.weights import Quantization, weight_format
 from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.base.quantized import quantizable_layers
+from diffsynth_lite.pipelines.base.text_encoders import TextEncoderMemory, quantizable_encoder_layers
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 
 NUM_FILES = 6
 INTERVAL_S = 0.001
 DTYPES = ("float32", "bfloat16")
 CPU = torch.device("cpu")
+COMPONENTS = ("transformer", "text_encoder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,41 +57,70 @@ class Loaded:
     seconds: float
 
 
-def write_model(folder: Path, num_blocks: int, width: int, dtype: torch.dtype) -> None:
-    """A transformer of random weights in ``NUM_FILES`` files with an index, a tensor at a time in memory."""
+def empty_model(component: str, num_blocks: int, width: int) -> Any:
+    """A component without numbers, on the meta device."""
     heads = width // 128
     with torch.device("meta"):
-        model = QwenImageTransformer2DModel(
-            num_layers=num_blocks, num_attention_heads=heads, joint_attention_dim=64, in_channels=64
-        )
-    component = folder / "transformer"
-    model.save_config(component)
+        if component == "transformer":
+            return QwenImageTransformer2DModel(
+                num_layers=num_blocks, num_attention_heads=heads, joint_attention_dim=64, in_channels=64
+            )
+        text = {
+            "vocab_size": 8 * width,
+            "hidden_size": width,
+            "intermediate_size": 4 * width,
+            "num_hidden_layers": num_blocks,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            # The rotary sections of time, height and width share half a head.
+            "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6},
+        }
+        vision = {"depth": 1, "hidden_size": 128, "intermediate_size": 256, "out_hidden_size": width}
+        return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+
+
+def write_model(folder: Path, component: str, num_blocks: int, width: int, dtype: torch.dtype) -> None:
+    """A component of random weights in ``NUM_FILES`` files with an index, a tensor at a time in memory."""
+    model = empty_model(component, num_blocks, width)
+    place, stem = folder / component, "diffusion_pytorch_model"
+    if component == "transformer":
+        model.save_config(place)
+    else:
+        model.config.save_pretrained(place)
+        stem = "model"
     tensors = model.state_dict()
     size = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize / NUM_FILES
     generator = torch.Generator().manual_seed(0)
     weight_map: dict[str, str] = {}
     part: dict[str, Tensor] = {}
-    for place, (name, tensor) in enumerate(tensors.items(), start=1):
+    for number, (name, tensor) in enumerate(tensors.items(), start=1):
         part[name] = torch.randn(tensor.shape, generator=generator).mul_(0.02).to(dtype)
-        if sum(each.nbytes for each in part.values()) < size and place < len(tensors):
+        if sum(each.nbytes for each in part.values()) < size and number < len(tensors):
             continue
-        file = f"diffusion_pytorch_model-{len(set(weight_map.values())) + 1:05d}.safetensors"
-        save_file(part, component / file, {"format": "pt"})
+        file = f"{stem}-{len(set(weight_map.values())) + 1:05d}.safetensors"
+        save_file(part, place / file, {"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
         part = {}
     index = {"metadata": {}, "weight_map": weight_map}
-    (component / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
-    pipeline = {"_class_name": "QwenImagePipeline", "transformer": ["diffusers", type(model).__name__]}
-    (folder / "model_index.json").write_text(json.dumps(pipeline))
+    (place / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "QwenImagePipeline"}))
 
 
-def load(folder: Path, name: str) -> torch.nn.Module:
-    """The transformer in bfloat16, with its blocks in a format or plain."""
+def load(folder: Path, component: str, name: str) -> nn.Module:
+    """The component in bfloat16, with its blocks or layers in a format or plain."""
     family = QwenImage(PipelineFolder(path=folder))
     if name != "none":
-        layers = tuple(quantizable_layers(family.empty_transformer(), family.block_lists))
-        family.quantization = Quantization(format=weight_format(name), layers=layers, device=CPU)
-    return family.load_transformer(torch.bfloat16)
+        layers = (
+            quantizable_layers(family.empty_transformer(), family.block_lists)
+            if component == "transformer"
+            else quantizable_encoder_layers(family.empty_component(component))
+        )
+        chosen = Quantization(format=weight_format(name), layers=tuple(layers), device=CPU)
+        family.quantization = chosen
+        family.text_encoder_memory = TextEncoderMemory(quantizations={"text_encoder": chosen})
+    if component == "transformer":
+        return family.load_transformer(torch.bfloat16)
+    return family.load_text_encoders(torch.bfloat16, CPU)[component]
 
 
 def anonymous_bytes() -> int:
@@ -96,7 +130,7 @@ def anonymous_bytes() -> int:
     return 1024 * int(found[1])
 
 
-def measure(run: Callable[[], torch.nn.Module]) -> Loaded:
+def measure(run: Callable[[], nn.Module]) -> Loaded:
     """What a load takes in this process, looked at each millisecond."""
     before = peak = anonymous_bytes()
     is_over = threading.Event()
@@ -117,15 +151,15 @@ def measure(run: Callable[[], torch.nn.Module]) -> Loaded:
     return Loaded(kept=kept, peak=max(peak, anonymous_bytes()) - before, seconds=seconds)
 
 
-def measure_once(folder: Path, small: Path, name: str) -> Loaded:
+def measure_once(folder: Path, small: Path, component: str, name: str) -> Loaded:
     """One load, after that of a small model has imported and set up all that a first one does."""
     torch.set_num_threads(1)
-    load(small, name)
-    return measure(lambda: load(folder, name))
+    load(small, component, name)
+    return measure(lambda: load(folder, component, name))
 
 
 def measure_all(
-    folders: Mapping[str, Path], small: Path, formats: Sequence[str]
+    folders: Mapping[str, Path], small: Path, component: str, formats: Sequence[str]
 ) -> dict[tuple[str, str], Loaded]:
     """Each case by format and dtype of the files, in a new process of its own."""
     context = multiprocessing.get_context("spawn")
@@ -133,7 +167,7 @@ def measure_all(
     for name in formats:
         for dtype, folder in folders.items():
             with context.Pool(1) as pool:
-                measured[name, dtype] = pool.apply(measure_once, (folder, small, name))
+                measured[name, dtype] = pool.apply(measure_once, (folder, small, component, name))
     return measured
 
 
@@ -141,7 +175,7 @@ def rows_of(measured: Mapping[tuple[str, str], Loaded]) -> list[dict[str, str]]:
     """A row for each case."""
     return [
         {
-            "model.quantize": name,
+            "format": name,
             "files in": dtype,
             "model, MiB": mebibytes(loaded.kept),
             "peak, MiB": mebibytes(loaded.peak),
@@ -157,6 +191,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    parser.add_argument("--component", choices=COMPONENTS, default=COMPONENTS[0], help="to load")
     parser.add_argument("--blocks", type=int, default=16, help="of the model (default: %(default)s)")
     parser.add_argument("--width", type=int, default=1024, help="a multiple of 128 (default: %(default)s)")
     parser.add_argument(
@@ -172,11 +207,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as root:
         folders = {dtype: Path(root) / dtype for dtype in DTYPES}
         for dtype, folder in folders.items():
-            write_model(folder, options.blocks, options.width, getattr(torch, dtype))
+            write_model(folder, options.component, options.blocks, options.width, getattr(torch, dtype))
         small = Path(root) / "small"
-        write_model(small, 2, 128, torch.float32)
-        rows = rows_of(measure_all(folders, small, options.formats))
-    print_table(f"Anonymous memory while {options.blocks} blocks of width {options.width} load.", rows)
+        write_model(small, options.component, 2, 128, torch.float32)
+        rows = rows_of(measure_all(folders, small, options.component, options.formats))
+    size = f"{options.blocks} blocks of width {options.width}"
+    print_table(f"Anonymous memory while {size} of a {options.component} load.", rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a quantised base changes: a LoRA's gradients on it, its size, and a LoRA that is merged into it.
+"""What quantising changes: a LoRA's gradients, what prompts are encoded to, sizes, and a LoRA that is merged.
 
 Each family's tiny model gets a LoRA on its default target modules. Its gradients are compared with those on
 the same weights in float32: by the cosine between all of them, and by the norm of their difference as a part
@@ -6,24 +6,26 @@ of theirs. All computes in float32, so that what differs is the weights. bf16 is
 for comparison. The models are random and a few channels wide.
 
     python scripts/benchmarks/quantization.py [--family NAME ...] [--formats int8 nf4]
-    python scripts/benchmarks/quantization.py --releases
+    python scripts/benchmarks/quantization.py --text-encoders [--family NAME ...] [--formats int8 nf4]
+    python scripts/benchmarks/quantization.py --releases [--text-encoders] [--formats int8 nf4]
     python scripts/benchmarks/quantization.py --model FOLDER --lora FOLDER
 
-The second form counts the bytes of what is trained of each released model, one expert of two, on torch's meta
-device. The third says how much of a Qwen-Image LoRA is lost when it is merged into weights that are then
-rounded to a format: the norm of what is lost, as a part of what the LoRA changes. Needs what the tests need,
-whose samples it uses.
+The second form compares in the same way what each family's tiny text encoders make of a few prompts. The
+third counts the bytes of what is trained of each released model, one expert of two, on torch's meta device;
+or of its text encoders, also as they are streamed, with two slots. The last says how much of a Qwen-Image
+LoRA is lost when it is merged into weights that are then rounded to a format: the norm of what is lost, as
+a part of what the LoRA changes. Needs what the tests need, whose samples it uses.
 """
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from meters import print_table
-from torch import Tensor
+from torch import Tensor, nn
 
 TESTS = Path(__file__).parents[2] / "tests"
 # Samples of all families, and the family that is kept elsewhere.
@@ -34,19 +36,28 @@ from family_sample import (  # noqa: E402
     ELSEWHERE,
     Sample,
     adapted_transformer,
+    build_prompts,
     build_sample,
     small_edit_inputs,
     velocity_and_gradients,
 )
 
 from diffsynth_lite.core.weights import Quantization, QuantizationReport, weight_format  # noqa: E402
+from diffsynth_lite.core.weights.packing import frozen_weights, packed_bytes  # noqa: E402
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, family_names, load_family  # noqa: E402
 from diffsynth_lite.pipelines.base.quantized import quantizable_layers  # noqa: E402
 from diffsynth_lite.pipelines.base.release_folder import write_release  # noqa: E402
+from diffsynth_lite.pipelines.base.text_encoders import (  # noqa: E402
+    TextEncoderMemory,
+    quantizable_encoder_layers,
+)
 from diffsynth_lite.pipelines.qwen_image import QwenImage  # noqa: E402
 
 FORMATS = ("int8", "nf4")
 META = torch.device("meta")
+NUM_SLOTS = 2
+SMALLEST_STREAMED = 64 * 1024
+"""Bytes; that of accelerators."""
 
 
 def gradients_on(sample: Sample, name: str) -> tuple[Tensor, QuantizationReport]:
@@ -76,19 +87,93 @@ def family_row(name: str, formats: Sequence[str]) -> dict[str, str]:
         for one in ("bf16", *formats):
             found, report = gradients_on(sample, one)
             row["layers"] = str(report.num_layers)
-            row[f"{one}: cosine"] = f"{torch.cosine_similarity(found, expected, dim=0):.5f}"
-            row[f"{one}: difference"] = f"{(found - expected).norm() / expected.norm():.4f}"
+            row |= compared(one, found, expected)
     return row
 
 
-def release_rows(formats: Sequence[str]) -> Iterator[dict[str, str]]:
-    """The rows of all released models: GiB of weights, plain and in each format."""
+class Rounded(TextEncoderMemory):
+    """Rounds the weights of text encoders to bfloat16, and leaves them in their dtype."""
+
+    def place(self, encoders: Sequence[nn.Module], device: torch.device) -> None:
+        for parameter in nn.ModuleList(encoders).parameters():
+            parameter.data = parameter.bfloat16().float()
+        super().place(encoders, device)
+
+
+def encoder_quantizations(family: ModelFamily, name: str, device: torch.device) -> dict[str, Quantization]:
+    """Of all that can be quantised in the family's text encoders, in a format; nothing for ``bfloat16``."""
+    if name not in FORMATS:
+        return {}
+    layers = {
+        component: tuple(quantizable_encoder_layers(family.empty_component(component)))
+        for component in family.text_encoders
+    }
+    weights = weight_format(name)
+    return {key: Quantization(format=weights, layers=found, device=device) for key, found in layers.items()}
+
+
+def encodings_with(sample: Sample, name: str) -> Tensor:
+    """What the sample's prompts are encoded to, in one vector, with weights in a format or as they are."""
+    family = sample.family
+    given = encoder_quantizations(family, name, CPU)
+    family.text_encoder_memory = Rounded() if name == "bf16" else TextEncoderMemory(quantizations=given)
+    encode = family.load_prompt_encoder(torch.float32, CPU)
+    encoded = [encode([prompt])[0] for prompt in build_prompts(family, sample.media)]
+    values = [tensor for row in encoded for tensor in row.values() if tensor.is_floating_point()]
+    return torch.cat([tensor.flatten() for tensor in values])
+
+
+def encoding_row(name: str, formats: Sequence[str]) -> dict[str, str]:
+    """The row of a family: its text encoders, and what becomes of what they encode."""
+    with TemporaryDirectory() as folder, small_edit_inputs():
+        sample = build_sample(name, Path(folder))
+        family, expected = sample.family, encodings_with(sample, "fp32")
+        row = {"family": name.rpartition(".")[2], "text encoders": encoder_names(family)}
+        for one in ("bf16", *formats):
+            row |= compared(one, encodings_with(sample, one), expected)
+    return row
+
+
+def encoder_names(family: ModelFamily) -> str:
+    """Classes of the text encoders, as they are told from others."""
+    names = [type(family.empty_component(name)).__name__ for name in family.text_encoders]
+    return ", ".join(name.removesuffix("ForConditionalGeneration") for name in names)
+
+
+def compared(name: str, found: Tensor, expected: Tensor) -> dict[str, str]:
+    """The columns of a format: how far one vector is from another."""
+    return {
+        f"{name}: cosine": f"{torch.cosine_similarity(found, expected, dim=0):.5f}",
+        f"{name}: difference": f"{(found - expected).norm() / expected.norm():.4f}",
+    }
+
+
+def release_rows(
+    formats: Sequence[str], columns: Callable[[ModelFamily, Sequence[str]], dict[str, str]]
+) -> Iterator[dict[str, str]]:
+    """The rows of all released models: their name, and what ``columns`` makes of the family of each."""
     for family_class in map(load_family, family_names()):
         for release in family_class.releases:
             with TemporaryDirectory() as folder:
                 family = family_class(write_release(release, Path(folder)))
-                sizes = {name: release_bytes(family, name) for name in ("bfloat16", *formats)}
-            yield {"model": release.name} | {name: f"{size / 2**30:.1f}" for name, size in sizes.items()}
+                yield {"model": release.name} | columns(family, formats)
+
+
+def trained_columns(family: ModelFamily, formats: Sequence[str]) -> dict[str, str]:
+    """GiB of weights of what a family trains, plain and in each format."""
+    return {name: gibibytes(release_bytes(family, name)) for name in ("bfloat16", *formats)}
+
+
+def encoder_columns(family: ModelFamily, formats: Sequence[str]) -> dict[str, str]:
+    """The text encoders, and GiB of their weights: plain, in each format, and streamed."""
+    sizes = {name: gibibytes(encoder_bytes(family, name)) for name in ("bfloat16", *formats)}
+    streamed = gibibytes(encoder_bytes(family, "bfloat16", num_slots=NUM_SLOTS))
+    return {"text encoders": encoder_names(family), **sizes, "bfloat16, streamed": streamed}
+
+
+def gibibytes(num_bytes: int) -> str:
+    """A number of bytes as the tables give it."""
+    return f"{num_bytes / 2**30:.1f}"
 
 
 def release_bytes(family: ModelFamily, name: str) -> int:
@@ -98,6 +183,23 @@ def release_bytes(family: ModelFamily, name: str) -> int:
         layers = tuple(quantizable_layers(model, family.block_lists))
         Quantization(format=weight_format(name), layers=layers, device=META).apply_to(model)
     return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def encoder_bytes(family: ModelFamily, name: str, *, num_slots: int = 0) -> int:
+    """Bytes of a family's text encoders on the device, in bfloat16 but for layers in a format.
+
+    Args:
+        num_slots: of streamed layers; 0 streams none.
+    """
+    encoders = {key: family.empty_component(key).to(torch.bfloat16) for key in family.text_encoders}
+    for key, quantization in encoder_quantizations(family, name, META).items():
+        quantization.apply_to(encoders[key])
+    everything = nn.ModuleList(encoders.values()).requires_grad_(False)
+    stacks = TextEncoderMemory(num_slots=num_slots).streamed_layers(list(encoders.values()))
+    moving = [frozen_weights(layer, SMALLEST_STREAMED) for stack in stacks for layer in stack]
+    slots = num_slots * max(map(packed_bytes, moving), default=0)
+    left = sum(weight.nbytes for weights in moving for weight in weights)
+    return sum(parameter.nbytes for parameter in everything.parameters()) - left + slots
 
 
 def updates(model: Path, lora: Path) -> Iterator[tuple[Tensor, Tensor]]:
@@ -145,6 +247,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--family", action="append", help="default: all (repeatable)")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=("int8",), help="to compare")
     parser.add_argument("--releases", action="store_true", help="count the bytes of released models")
+    parser.add_argument("--text-encoders", action="store_true", help="in place of what is trained")
     parser.add_argument("--model", type=Path, help="a Qwen-Image that --lora was trained on")
     parser.add_argument("--lora", type=Path, help="to merge into its weights")
     options = parser.parse_args(arguments)
@@ -161,11 +264,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_table("What merging loses.", merge_rows(options.model, options.lora, options.formats))
         return
     if options.releases:
-        print_table("GiB of weights of what is trained.", list(release_rows(options.formats)))
+        of, columns = "what is trained", trained_columns
+        if options.text_encoders:
+            of, columns = "text encoders", encoder_columns
+        print_table(f"GiB of weights of {of}.", list(release_rows(options.formats, columns)))
         return
     names = options.family or [*family_names(), *ELSEWHERE]
-    rows = [family_row(name, options.formats) for name in names]
-    print_table("Gradients of a LoRA, against those on float32 weights.", rows)
+    of, make_row = "Gradients of a LoRA", family_row
+    if options.text_encoders:
+        of, make_row = "Encodings of prompts", encoding_row
+    print_table(
+        f"{of}, against those on float32 weights.", [make_row(name, options.formats) for name in names]
+    )
 
 
 if __name__ == "__main__":

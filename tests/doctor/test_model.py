@@ -36,6 +36,13 @@ def test_a_release_is_told_by_its_files_and_counted_without_weights(workplace: W
     }
 
 
+def test_a_quantised_text_encoder_is_counted_as_it_is_kept(workplace: Workplace) -> None:
+    folder = released("FLUX.1 schnell", workplace.root / "model")
+    table = table_of(workplace, folder, "model.text_encoder_quantize=int8")
+    assert table["text_encoder"] == "123,060,480 parameters, 226.8 MiB in int8 and float32"
+    assert table["text_encoder_2"] == "4,762,310,656 parameters, 7.6 GiB in int8 and float32"
+
+
 def test_what_the_files_say_otherwise_is_named(workplace: Workplace) -> None:
     folder = released("FLUX.1 schnell", workplace.root / "model")
     file = folder.path / "scheduler" / "scheduler_config.json"

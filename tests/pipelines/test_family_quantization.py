@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from diffsynth_lite.core.gradient import blocks_in
 from diffsynth_lite.core.weights import FrozenLinear, Quantization, WeightFormat, weight_format
 from diffsynth_lite.pipelines import Conditioning
-from diffsynth_lite.pipelines.base.quantized import linear_layers_in, quantizable_layers
-from diffsynth_lite.pipelines.base.text_encoders import TextEncoderMemory, transformer_layers
+from diffsynth_lite.pipelines.base.quantized import quantizable_layers
+from diffsynth_lite.pipelines.base.text_encoders import TextEncoderMemory, quantizable_encoder_layers
 
 MAX_DIFFERENCES = {"int8": 0.05, "nf4": 0.6}
 """Of all gradients from those of an fp32 base, relative. The tiny models are random and narrow, so that
@@ -119,14 +119,8 @@ def test_a_lora_on_quantised_blocks_learns_nearly_what_it_learns_on_plain_ones(
 def quantizations(sample: Sample, weights: WeightFormat) -> dict[str, Quantization]:
     """Of all linear layers that the family's text encoders can have in a format."""
     encoders = {name: sample.family.empty_component(name) for name in sample.family.text_encoders}
-    return {
-        name: Quantization(
-            format=weights,
-            layers=tuple(linear_layers_in(encoder, chain.from_iterable(transformer_layers(encoder)))),
-            device=CPU,
-        )
-        for name, encoder in encoders.items()
-    }
+    layers = {name: tuple(quantizable_encoder_layers(encoder)) for name, encoder in encoders.items()}
+    return {name: Quantization(format=weights, layers=layers[name], device=CPU) for name in encoders}
 
 
 @contextmanager

@@ -16,8 +16,11 @@ from diffsynth_lite.files import write_json
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, qwen_image, wan
 from diffsynth_lite.pipelines.base import transformers_loading
-from diffsynth_lite.pipelines.base.quantized import linear_layers_in
-from diffsynth_lite.pipelines.base.text_encoders import TextEncoderMemory, transformer_layers
+from diffsynth_lite.pipelines.base.text_encoders import (
+    TextEncoderMemory,
+    quantizable_encoder_layers,
+    transformer_layers,
+)
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.pipelines.wan import Wan
 
@@ -27,8 +30,7 @@ STORED_AS = "model.layers.0.self_attn.q_proj"
 
 def quantised(family: ModelFamily) -> ModelFamily:
     """The family with its text encoder's transformer layers in int8."""
-    encoder = family.empty_component("text_encoder")
-    layers = linear_layers_in(encoder, [layer for stack in transformer_layers(encoder) for layer in stack])
+    layers = quantizable_encoder_layers(family.empty_component("text_encoder"))
     chosen = Quantization(format=Int8(), layers=tuple(layers), device=CPU)
     family.text_encoder_memory = TextEncoderMemory(quantizations={"text_encoder": chosen})
     return family

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from loading import NUM_FILES, load, measure, rows_of, write_model
 
@@ -10,12 +11,15 @@ from diffsynth_lite.core.weights import QuantizationReport
 MIB = 2**20
 
 
-def test_a_model_is_written_in_several_files_and_loaded_in_a_format(tmp_path: Path) -> None:
-    write_model(tmp_path, 2, 128, torch.float32)
-    assert len(list((tmp_path / "transformer").glob("*.safetensors"))) == NUM_FILES
-    plain, quantised = (load(tmp_path, name) for name in ("none", "int8"))
+@pytest.mark.parametrize(("component", "num_layers"), [("transformer", 28), ("text_encoder", 19)])
+def test_a_model_is_written_in_several_files_and_loaded_in_a_format(
+    tmp_path: Path, component: str, num_layers: int
+) -> None:
+    write_model(tmp_path, component, 2, 128, torch.float32)
+    assert 1 < len(list((tmp_path / component).glob("*.safetensors"))) <= NUM_FILES
+    plain, quantised = (load(tmp_path, component, name) for name in ("none", "int8"))
     assert QuantizationReport.of(plain).num_layers == 0
-    assert QuantizationReport.of(quantised).num_layers == 28
+    assert QuantizationReport.of(quantised).num_layers == num_layers
 
 
 def test_memory_that_is_held_for_a_moment_is_seen() -> None:

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 from family_sample import Sample, adapted_transformer, build_sample
-from quantization import FORMATS, family_row, merge_rows, parse_arguments, release_bytes
+from quantization import (
+    FORMATS,
+    encoder_bytes,
+    encoding_row,
+    family_row,
+    merge_rows,
+    parse_arguments,
+    release_bytes,
+)
 
 from diffsynth_lite.lora import adapter_settings, adapter_tensors
 
@@ -27,6 +35,20 @@ def test_bytes_are_those_of_the_format(sample: Sample) -> None:
     model = sample.family.empty_transformer()
     assert plain == 2 * sum(parameter.numel() for parameter in model.parameters())
     assert plain / 2 < quantised < plain
+    plain, quantised = (encoder_bytes(sample.family, name) for name in ("bfloat16", "int8"))
+    encoder = sample.family.empty_component("text_encoder")
+    assert plain == 2 * sum(parameter.numel() for parameter in encoder.parameters())
+    assert plain / 2 < quantised < plain
+    # All of its layers are smaller than what accelerators stream.
+    assert encoder_bytes(sample.family, "bfloat16", num_slots=1) == plain
+
+
+def test_encodings_are_compared_with_those_on_float32_weights() -> None:
+    row = encoding_row("qwen_image", ["int8"])
+    assert row["text encoders"] == "Qwen2_5_VL"
+    for name in ("bf16", "int8"):
+        assert 0.999 < float(row[f"{name}: cosine"]) <= 1
+        assert 0 < float(row[f"{name}: difference"]) < 0.05
 
 
 def test_merging_loses_more_the_fewer_the_bits(sample: Sample, tmp_path: Path) -> None:

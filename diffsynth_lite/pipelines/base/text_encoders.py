@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from diffsynth_lite.core.gradient import IneffectiveSwitchError
 from diffsynth_lite.core.weights import Quantization, QuantizationReport, WeightStream
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines.base.quantized import linear_layers_in
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,15 @@ def transformer_layers(encoder: nn.Module) -> list[list[nn.Module]]:
         if isinstance(module, GradientCheckpointingLayer):
             stacks.setdefault(name.rpartition(".")[0], []).append(module)
     return list(stacks.values())
+
+
+def quantizable_encoder_layers(encoder: nn.Module) -> list[str]:
+    """Full names of the linear layers in a text encoder's transformer layers that can be quantised.
+
+    Args:
+        encoder: of transformers; may be on the meta device.
+    """
+    return linear_layers_in(encoder, chain.from_iterable(transformer_layers(encoder)))
 
 
 class TextEncoderMemory:
