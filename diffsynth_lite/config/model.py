@@ -32,6 +32,15 @@ class ModelSettings(Settings):
     """Which weight files to load where a pipeline has several, such as `fp16`; null loads the plain ones.
     All components of the pipeline must have it."""
 
+    transformer_file: NonEmptyStr | None = None
+    """A safetensors file that the transformer's weights (with SDXL those of the UNet) are read from, in place
+    of those of `path`, which are then not needed and not downloaded: names as in diffusers, or as in the
+    model's own repository and in ComfyUI. It must be on this machine. All else is that of `path`, which must
+    be a pipeline of the same model: [memory.md](memory.md#from-one-file)."""
+
+    transformer_2_file: NonEmptyStr | None = None
+    """The same for the second of two experts: in Wan 2.2 14B the one for low noise."""
+
     dtype: Precision = "bfloat16"
     """How the frozen transformer is kept in memory: 2 bytes a parameter, or 4 for `float32`. LoRA weights
     are float32 whatever this says."""

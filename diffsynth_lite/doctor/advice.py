@@ -52,7 +52,8 @@ def _about_bad_items(data: ExaminedData) -> Iterator[str]:
 
 
 def _about_the_model(data: ExaminedData) -> Iterator[str]:
-    if warning := distillation_warning(data.family, data.config.model.path):
+    model = data.config.model
+    if warning := distillation_warning(data.family, model.path, model.transformer_file):
         yield warning
 
 

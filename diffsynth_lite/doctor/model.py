@@ -46,7 +46,7 @@ def _release(config: Config, family: ModelFamily) -> dict[str, str]:
     # Of several that are alike the first one speaks for all.
     first, differing = found[0]
     names = " or ".join(release.name for release in releases)
-    is_named = first.hub_id.lower() == config.model.path.lower()
+    is_named = first.hub_id.lower() == config.model.path.lower() and not family.folder.files
     facts = {
         # A model made from a release has its settings, too.
         "release": names if is_named else f"with the settings of {names}",
@@ -80,7 +80,8 @@ def _components(config: Config, family: ModelFamily) -> Iterator[tuple[str, str]
             num_bytes = sum(parameter.nbytes for parameter in component.parameters())
             dtype = f"{config.model.text_encoder_quantize} and {dtype}"
         trained = ", trained" if name in family.trained else ""
-        yield name, f"{number:,} parameters, {format_bytes(num_bytes)} in {dtype}{trained}"
+        file = f", from {family.folder.files[name].path}" if name in family.folder.files else ""
+        yield name, f"{number:,} parameters, {format_bytes(num_bytes)} in {dtype}{trained}{file}"
 
 
 def _dtype_of(config: Config, family: ModelFamily, name: str) -> str:

@@ -4,7 +4,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -22,6 +22,7 @@ from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.lora import find_target_layers, layers_ending_in
 from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder
 from diffsynth_lite.pipelines.base.quantized import quantizable_layers
+from diffsynth_lite.pipelines.base.single_file import component_files
 from diffsynth_lite.training.data_settings import check_records, plan_rules
 from diffsynth_lite.training.dataset import read_records
 from diffsynth_lite.training.distributed import on_all_processes
@@ -90,7 +91,7 @@ def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
     # The same on all processes, whichever found them.
     Problems(chain.from_iterable(on_all_processes(accelerator, lambda: problems))).require_none()
     assert family is not None
-    if warning := distillation_warning(family, config.model.path):
+    if warning := distillation_warning(family, config.model.path, config.model.transformer_file):
         logger.warning("%s", warning)
     folder, components = family.folder, family.components
     on_all_processes(accelerator, lambda: folder.download_weights(components))
@@ -104,19 +105,22 @@ def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
     )
 
 
-def distillation_warning(family: ModelFamily, location: str) -> str | None:
+def distillation_warning(family: ModelFamily, location: str, file: str | None = None) -> str | None:
     """What to know before a distilled model is trained; None of others.
 
     Args:
-        location: of the model, as it was given: where its files do not tell, its name may.
+        location: of the pipeline, as it was given: where its files do not tell, its name may.
+        file: of the transformer, as it was given; its name tells in place of the pipeline's.
     """
-    reason = family.distilled
-    if reason is None and _is_named_distilled(Path(location).name):
+    key, named, reason = "model.path", location, family.distilled
+    if reason is None and file is not None:
+        key, named = "model.transformer_file", file
+    if reason is None and _is_named_distilled(Path(named).name):
         reason = "so its name says, and none of its files; better train the model that it was made from"
     if reason is None:
         return None
     return (
-        f"model.path: {location} is distilled to few steps: {reason}. Training knows nothing of the "
+        f"{key}: {named} is distilled to few steps: {reason}. Training knows nothing of the "
         "distillation and undoes it: with the LoRA, few steps give blurred pictures."
     )
 
@@ -180,6 +184,8 @@ def bind_family(config: Config, *, with_weights: bool = True) -> ModelFamily:
     folder = resolve_folder(model.path, revision=model.revision, variant=model.variant)
     require_family(family_class, folder)
     family = family_class(folder, trained=config.lora.components)
+    given = {f"model.{name}": getattr(model, name) for name in ("transformer_file", "transformer_2_file")}
+    family.folder = replace(folder, files=component_files(given, family.denoisers))
     family.check_folder(with_weights=with_weights and folder.hub is None)
     family.check_vae_dtype(getattr(torch, model.vae_dtype))
     if model.vae_tiling:

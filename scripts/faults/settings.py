@@ -139,6 +139,8 @@ ELSEWHERE: dict[str, Change] = {
     "model.path": ("model.path=elsewhere",),
     "model.revision": ("model.revision=other",),
     "model.variant": ("model.variant=fp16",),
+    "model.transformer_file": ("model.transformer_file=other.safetensors",),
+    "model.transformer_2_file": ("model.transformer_2_file=other.safetensors",),
     "data.path": ("data.path=elsewhere",),
     "data.cache_dir": ("data.cache_dir=elsewhere",),
     "data.sources": ("data.path=null", "data.sources=[{path: elsewhere}]"),

@@ -1,6 +1,7 @@
 """Pipelines on disk and on the hub: what is found, and what is said when it is not."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import PipelineFolder, require_family, resolve_folder
 from diffsynth_lite.pipelines.base import hub as hub_module
+from diffsynth_lite.pipelines.base.folder import ComponentFile
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
 
@@ -164,6 +166,26 @@ def test_the_fingerprint_changes_with_the_config_and_with_the_weights(pipeline_f
     assert folder.fingerprint("vae") == before
     (pipeline_folder / "vae" / "config.json").write_text("{} ")
     assert folder.fingerprint("vae") != before
+
+
+def test_the_fingerprint_of_a_component_in_a_file_is_that_of_its_content_and_config(
+    pipeline_folder: Path, tmp_path: Path
+) -> None:
+    weights = pipeline_folder / "vae" / "model.safetensors"
+    file = shutil.copyfile(weights, tmp_path / "one.safetensors")
+    renamed = shutil.copyfile(file, tmp_path / "other.safetensors")
+    other = tmp_path / "another.safetensors"
+    save_file({"weight": torch.ones(200_000)}, other)
+
+    def fingerprint(path: Path) -> str:
+        files = {"vae": ComponentFile(path=path, key="model.transformer_file")}
+        return PipelineFolder(path=pipeline_folder, files=files).fingerprint("vae")
+
+    before = fingerprint(file)
+    weights.unlink()
+    assert fingerprint(renamed) == fingerprint(file) == before != fingerprint(other)
+    (pipeline_folder / "vae" / "config.json").write_text("{} ")
+    assert fingerprint(file) != before
 
 
 RESPONSE = SimpleNamespace(headers={}, request=None, status_code=404, text="", url="")

@@ -126,6 +126,16 @@ def test_weights_are_fetched_when_there_is_nothing_wrong_and_each_tokenizer_is_l
     assert loaded == ["tokenizer", "tokenizer_2"]
 
 
+def test_of_a_transformer_that_is_in_a_file_no_weights_are_fetched(
+    hub: Hub, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    file = tmp_path / "flux.safetensors"
+    file.write_bytes(files[WEIGHTS[2]])
+    family = fetched_family(tmp_path, transformer_file=str(file))
+    assert sorted(name for name in hub.fetched if name.endswith(".safetensors")) == [*WEIGHTS[:2], WEIGHTS[3]]
+    assert len(family.load_transformer(torch.float32).state_dict()) > 0
+
+
 def test_what_cannot_be_trained_is_known_before_weights_are_fetched(hub: Hub, tmp_path: Path) -> None:
     hub.files["tokenizer_2/tokenizer.json"] = b"{"
     with pytest.raises(UserError, match=r"the tokenizer in .*tokenizer_2 cannot be loaded"):

@@ -1,12 +1,14 @@
 """Whole runs of a model of two experts: each step trains one of them, and leaves the other as it was."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-import safetensors
+import safetensors.torch
 import torch
-from diffusers import WanPipeline
+from diffusers import WanPipeline, WanTransformer3DModel
+from original_layouts import original_layout
 from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, forked, tiny_picture, write_config
 
 from diffsynth_lite.data.video import write_video
@@ -22,6 +24,20 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     second = tiny_wan_transformer(32, seed=1)
     WanPipeline(**tiny().components | {LOW: second}, boundary_ratio=0.5).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def from_files(experts: Path) -> tuple[str, ...]:
+    """Settings that take the experts from a file each, and all else from a folder without them."""
+    bare = experts.parent / "bare"
+    shutil.copytree(experts, bare, ignore=shutil.ignore_patterns("diffusion_pytorch_model.*"))
+    shutil.copytree(experts / "vae", bare / "vae", dirs_exist_ok=True)
+    settings = [f"model.path={bare}"]
+    for key, name in (("transformer_file", HIGH), ("transformer_2_file", LOW)):
+        model = WanTransformer3DModel.from_pretrained(experts, subfolder=name)
+        safetensors.torch.save_file(original_layout(model), bare / f"{name}.safetensors")
+        settings.append(f"model.{key}={bare}/{name}.safetensors")
+    return tuple(settings)
 
 
 @pytest.fixture
@@ -54,7 +70,9 @@ def trained_experts(folder: Path) -> list[str]:
     return names
 
 
-def test_each_step_trains_one_expert_and_a_resumed_run_is_the_same_bit_for_bit(expert_run: TinyRun) -> None:
+def test_each_step_trains_one_expert_and_a_resumed_run_from_files_is_the_same_bit_for_bit(
+    expert_run: TinyRun, from_files: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
     whole, parts = expert_run.root / "whole", expert_run.root / "parts"
     assert expert_run.train(f"output.dir={whole}") == 0
     assert set(trained_experts(whole)) == {HIGH, LOW}
@@ -63,10 +81,13 @@ def test_each_step_trains_one_expert_and_a_resumed_run_is_the_same_bit_for_bit(e
     assert report["bytes_offloaded"] > 0
     assert len(list((whole / "previews").glob("*.mp4"))) == 2 * 2
 
-    assert expert_run.train(f"output.dir={parts}", *UNWATCHED, "train.steps=3") == 0
+    of_parts = (f"output.dir={parts}", *UNWATCHED)
+    assert expert_run.train(*of_parts, *from_files, "train.steps=3") == 0
+    assert expert_run.train(*of_parts) == 2
+    assert "model.weights was " in caplog.text
     streamed = ("memory.stream_blocks=all", "memory.stream_slots=1")
-    settings = (f"output.dir={parts}", *UNWATCHED, "--no-use_gradient_checkpointing_offload", *streamed)
-    assert expert_run.train(*settings) == 0
+    settings = (*of_parts, "--no-use_gradient_checkpointing_offload", *streamed)
+    assert expert_run.train(*settings, *from_files) == 0
     report = next(row for row in expert_run.metrics(parts) if "blocks_streamed" in row)
     assert report["blocks_streamed"] == 2 * 2  # two blocks of each expert
     assert differing(checkpoint_tensors(whole, STEPS), checkpoint_tensors(parts, STEPS)) == []
@@ -79,10 +100,11 @@ def test_each_step_trains_one_expert_and_a_resumed_run_is_the_same_bit_for_bit(e
 
 
 def test_one_expert_alone_is_trained_at_its_noise_levels_and_drawn_with_the_other(
-    expert_run: TinyRun,
+    expert_run: TinyRun, from_files: tuple[str, ...]
 ) -> None:
     alone = expert_run.root / "alone"
-    assert expert_run.train(f"output.dir={alone}", "lora.components=[transformer_2]", "train.steps=1") == 0
+    settings = (f"output.dir={alone}", "lora.components=[transformer_2]", "train.steps=1")
+    assert expert_run.train(*settings, *from_files) == 0
     assert [path.name for path in (alone / "lora").iterdir()] == [
         "pytorch_lora_weights_low_noise.safetensors"
     ]

@@ -12,6 +12,7 @@ from PIL import Image
 from prepared_run import PROCESS, load_config_of
 
 from diffsynth_lite.data.video import write_video
+from diffsynth_lite.doctor.model import model_table
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import flux2, ltx_video, qwen_image, qwen_image_edit, sdxl, wan_i2v
 from diffsynth_lite.pipelines.qwen_image import QwenImage
@@ -158,6 +159,8 @@ def test_a_name_tells_a_distilled_model_where_no_file_does(
     warning = distillation_warning(family, location)
     assert (warning is not None) == is_distilled
     assert warning is None or "so its name says, and none of its files" in warning
+    of_file = distillation_warning(family, "someone/Turbo", location)
+    assert of_file == (warning and warning.replace("model.path: ", "model.transformer_file: "))
 
 
 def test_a_named_set_of_layers_is_the_familys_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +233,20 @@ def test_a_component_that_the_pipeline_cannot_train_is_named(root: Path) -> None
     assert message in refusal(root, **{"lora.components": "[transformer, vae]"})
     checked = check_run(load_config_of(root, {"lora.components": "[transformer]"}), PROCESS)
     assert checked.family.trained == ("transformer",)
+
+
+def test_a_transformer_may_come_from_a_file_which_is_checked_with_all_else(root: Path) -> None:
+    qwen_image.tiny().save_pretrained(root / "model")
+    weights = root / "model" / "transformer" / "diffusion_pytorch_model.safetensors"
+    file = shutil.move(weights, root / "qwen_turbo.safetensors")
+    given = {"model.transformer_file": str(file)}
+    family = check_run(load_config_of(root, given), PROCESS).family
+    assert model_table(load_config_of(root, given), family)["transformer"].endswith(f", trained, from {file}")
+    message = f"model.transformer_2_file: {file} has no effect, as this pipeline has one transformer"
+    assert message in refusal(root, **given, **{"model.transformer_2_file": str(file)})
+    file.write_bytes(file.read_bytes()[:-1])
+    problems = refusal(root, **given, **{"output.dir": f"{root}/data/run"}).splitlines()
+    assert [problem.partition(":")[0] for problem in problems] == ["output.dir", "model.transformer_file"]
 
 
 def test_layers_that_are_not_to_be_quantised_are_left_out(root: Path) -> None:

@@ -23,8 +23,9 @@ from diffsynth_lite.pipelines.base.composite import Composite, join_adapter, spl
 from diffsynth_lite.pipelines.base.family import EncodedMedia, LoraFile, ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
 from diffsynth_lite.pipelines.base.lora_files import read_lora_file, save_lora_file
-from diffsynth_lite.pipelines.base.quantized import load_quantized, require_fitting
+from diffsynth_lite.pipelines.base.quantized import load_frozen_component, require_fitting
 from diffsynth_lite.pipelines.base.release_folder import empty_model
+from diffsynth_lite.pipelines.base.single_file import read_single_file
 from diffsynth_lite.pipelines.base.tokenizer import load_tokenizer
 from diffsynth_lite.pipelines.base.transformers_loading import load_quantized_encoder
 from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles, tile_when_full, tiles_of
@@ -67,6 +68,8 @@ class DiffusersFamily(ModelFamily):
         super().check_folder(with_weights=with_weights)
         for component in self.components:
             require_class(self.folder, component, self.component_class(component))
+        for component, file in self.folder.files.items():
+            read_single_file(file, self.empty_component(component))
         # Seconds; else the captions of a run would find out, or a download of gigabytes before them.
         for name in self.tokenizers:
             self.load_tokenizer(name)
@@ -96,6 +99,10 @@ class DiffusersFamily(ModelFamily):
         return tuple(dict.fromkeys((*self.trainable, *self.encoder_classes)))
 
     @property
+    def denoisers(self) -> tuple[str, ...]:
+        return tuple(name for name in self.trainable if name not in self.encoder_classes)
+
+    @property
     def prompt_tokenizer(self) -> str:
         """The one of ``tokenizers`` that ``max_prompt_tokens`` counts by: the first, if no other is named."""
         return self.tokenizers[0]
@@ -109,7 +116,7 @@ class DiffusersFamily(ModelFamily):
 
         Where ``quantization`` is set, what is not of ``encoder_classes`` is quantised, and on its device. So
         are the text encoders that ``text_encoder_memory`` names. The autoencoder, ``vae``, works in
-        ``vae_tiles``.
+        ``vae_tiles``. What the folder has a file for is read from there.
 
         Args:
             name: folder of the component.
@@ -118,12 +125,13 @@ class DiffusersFamily(ModelFamily):
             UserError: a weight file is damaged, or the files do not hold what the component's config needs.
         """
         component_class = self.component_class(name)
+        quantization = None if name in self.encoder_classes else self.quantization
         of_text_encoder = self.text_encoder_memory.quantizations.get(name)
         try:
             if of_text_encoder is not None:
                 return load_quantized_encoder(component_class, self.folder, name, dtype, of_text_encoder)
-            if self.quantization is not None and name not in self.encoder_classes:
-                return load_quantized(component_class, self.folder, name, dtype, self.quantization)
+            if quantization is not None or name in self.folder.files:
+                return load_frozen_component(component_class, self.folder, name, dtype, quantization)
             component, loading = component_class.from_pretrained(
                 self.folder.path,
                 subfolder=name,

@@ -187,6 +187,11 @@ class ModelFamily(ABC):
         return self.trainable[:1]
 
     @property
+    def denoisers(self) -> tuple[str, ...]:
+        """Those of ``trainable`` that remove noise and whose weights may come from a file, in order."""
+        return ()
+
+    @property
     def noise_path(self) -> NoisePath:
         """How data become noise: flow matching, unless the model is trained on another path."""
         return FlowMatchingPath()

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,19 @@ _SAMPLED_BLOCK_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
+class ComponentFile:
+    """A safetensors file of the user's with the weights of a component, in place of the pipeline's own.
+
+    Attributes:
+        path: of the file, which may not exist.
+        key: the setting that names it, for messages.
+    """
+
+    path: Path
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class PipelineFolder:
     """A diffusers pipeline on disk: ``model_index.json`` and one folder a component.
 
@@ -29,11 +42,13 @@ class PipelineFolder:
         path: the folder.
         variant: weight variant to load, such as ``fp16``; None for the plain files.
         hub: where to get weights that are not in the folder; None for one of the user's.
+        files: by component: its weights come from there, and those in the folder are of no use.
     """
 
     path: Path
     variant: str | None = None
     hub: HubCommit | None = None
+    files: Mapping[str, ComponentFile] = field(default_factory=dict)
 
     def pipeline_class_name(self) -> str:
         """Name of the pipeline class that ``model_index.json`` gives.
@@ -71,7 +86,7 @@ class PipelineFolder:
         return self._read_json(self.path / component / name)
 
     def require_weights(self, components: Sequence[str]) -> None:
-        """Check that each component has safetensors files of the wanted variant.
+        """Check that each component without a file of its own has safetensors files of the wanted variant.
 
         All of them are loaded in one variant; none stands in for another, as it does in diffusers.
 
@@ -80,9 +95,12 @@ class PipelineFolder:
         """
         files = {
             component: sorted(path.name for path in (self.path / component).glob("*") if path.is_file())
-            for component in components
+            for component in self._without_files(components)
         }
         self._require(files, self.path)
+
+    def _without_files(self, components: Sequence[str]) -> list[str]:
+        return [component for component in components if component not in self.files]
 
     def _require(self, files: Mapping[str, Iterable[str]], place: Path | str) -> None:
         for component, names in files.items():
@@ -100,12 +118,12 @@ class PipelineFolder:
                 )
 
     def require_whole_weights(self, components: Sequence[str]) -> None:
-        """Check by their headers that the weight files of each component are whole; no weights are read.
+        """Check by their headers that the folder's weight files are whole; no weights are read.
 
         Raises:
             UserError: a file is no safetensors file, or ends before the tensors that its header lists.
         """
-        for component in components:
+        for component in self._without_files(components):
             for file in self.files_to_load(component):
                 _require_whole(file)
 
@@ -121,6 +139,7 @@ class PipelineFolder:
         """
         if self.hub is None or self._has_weights(components):
             return
+        components = self._without_files(components)
         with self.hub.alone():
             files = self.hub.list_files(components)
             self._require(files, self.hub.repository)
@@ -156,7 +175,7 @@ class PipelineFolder:
         return (shards or single if library == "diffusers" else single or shards) or files
 
     def files_to_load(self, component: str) -> list[Path]:
-        """The weight files that a component's library loads, also shards that are missing."""
+        """The weight files of a component that its library loads, also shards that are missing."""
         folder = self.path / component
         names = sorted(path.name for path in folder.glob("*"))
         return [folder / name for name in self._loaded_files(component, names)]
@@ -178,11 +197,17 @@ class PipelineFolder:
         file that was edited between the blocks goes unnoticed.
         """
         digest = hashlib.blake2b(digest_size=16)
-        for path in self._small_files(component):
+        small = self._small_files(component)
+        if component in self.files:
+            # What else is small lists the folder's weights.
+            small = [path for path in small if path.name == "config.json"]
+        for path in small:
             digest.update(path.name.encode() + path.read_bytes())
         for path in self._weight_files(component):
             size = path.stat().st_size
-            digest.update(f"{path.name}:{size}".encode())
+            # One that the user named may be renamed.
+            name = "" if component in self.files else path.name
+            digest.update(f"{name}:{size}".encode())
             stride = max(size // _SAMPLED_BLOCKS, _SAMPLED_BLOCK_BYTES)
             with path.open("rb") as file:
                 for offset in range(0, size, stride):
@@ -198,6 +223,8 @@ class PipelineFolder:
         return sorted(path for path in (self.path / component).glob("*") if path.suffix in SMALL_SUFFIXES)
 
     def _weight_files(self, component: str) -> list[Path]:
+        if component in self.files:
+            return [self.files[component].path]
         folder = self.path / component
         return [folder / name for name in self._of_variant(sorted(path.name for path in folder.glob("*")))]
 

@@ -1,9 +1,10 @@
-"""This file loads models of diffusers whose linear layers are kept in another format than their files."""
+"""This file loads frozen models of diffusers: with linear layers in another format, or from one file."""
 
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from diffsynth_lite.core.weights import (
     load_frozen,
 )
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.pipelines.base.folder import PipelineFolder
+from diffsynth_lite.pipelines.base.folder import ComponentFile, PipelineFolder
+from diffsynth_lite.pipelines.base.single_file import read_single_file
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +50,22 @@ def linear_layers_in(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) 
     ]
 
 
-def load_quantized(
-    model_class: Any, folder: PipelineFolder, component: str, dtype: torch.dtype, quantization: Quantization
+def load_frozen_component(
+    model_class: Any,
+    folder: PipelineFolder,
+    component: str,
+    dtype: torch.dtype,
+    quantization: Quantization | None = None,
 ) -> torch.nn.Module:
-    """A component as ``from_pretrained`` gives it, but frozen, on a device, and with some layers quantised.
+    """A component as ``from_pretrained`` gives it, but frozen, and with some layers quantised, on a device.
 
     They are quantised while they are read, from the numbers in the files.
 
     Args:
         model_class: of diffusers.
-        component: its folder.
+        component: its folder, whose config it has; its weights may come from a file that ``folder`` names.
         dtype: of all that is not quantised.
+        quantization: None quantises nothing; the model is on the CPU then.
 
     Raises:
         UserError: the files do not hold what the component's config needs, weights that are not finite, or
@@ -69,27 +76,29 @@ def load_quantized(
     # As diffusers makes it: what a model computes when it is made is in the dtype too.
     with _default_dtype(dtype), init_empty_weights():
         model: torch.nn.Module = model_class.from_config(folder.component_config(component))
-    try:
-        stored = StoredTensors.in_files(folder.files_to_load(component))
-    except StoredFormatError as error:
-        raise _unread(folder, component, error) from error
-    require_fitting(folder, component, model_class, stored.lacking(model))
-    _warn_of_unused(folder, component, model, stored)
-    quantization.apply_to(model)
+    given = folder.files.get(component)
+    where = ComponentFile(path=folder.path / component, key="model.path") if given is None else given
 
     def dtype_of(name: str, present: torch.dtype) -> torch.dtype:
         if not present.is_floating_point:
             return present
         return torch.float32 if _kept_in_fp32(model, name) else dtype
 
+    device = torch.device("cpu") if quantization is None else quantization.device
     try:
-        load_frozen(model, stored, device=quantization.device, dtype_of=dtype_of)
+        if given is not None:
+            stored = read_single_file(given, model)
+        else:
+            stored = StoredTensors.in_files(folder.files_to_load(component))
+            require_fitting(folder, component, model_class, stored.lacking(model))
+        _warn_of_unused(where.path, model, stored)
+        if quantization is not None:
+            quantization.apply_to(model)
+        load_frozen(model, stored, device=device, dtype_of=dtype_of)
     except StoredFormatError as error:
-        raise _unread(folder, component, error) from error
+        raise UserError(f"{where.key}: the weights in {where.path} are not read: {error}") from error
     except NotFiniteError as error:
-        raise UserError(
-            f"model.quantize: {folder.path / component}: {error}; get the folder again"
-        ) from error
+        raise UserError(f"model.quantize: {where.path}: {error}; get it again") from error
     return model.eval()
 
 
@@ -110,13 +119,7 @@ def require_fitting(folder: PipelineFolder, component: str, model_class: Any, la
         )
 
 
-def _unread(folder: PipelineFolder, component: str, error: StoredFormatError) -> UserError:
-    return UserError(f"model.path: the weights in {folder.path / component} are not read: {error}")
-
-
-def _warn_of_unused(
-    folder: PipelineFolder, component: str, model: torch.nn.Module, stored: StoredTensors
-) -> None:
+def _warn_of_unused(place: Path, model: torch.nn.Module, stored: StoredTensors) -> None:
     expected: Sequence[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     unused = [
         name
@@ -124,8 +127,7 @@ def _warn_of_unused(
         if not any(re.search(pattern, name) for pattern in expected)
     ]
     if unused:
-        where = folder.path / component
-        logger.warning("%d tensors in %s are not used, such as %s.", len(unused), where, unused[0])
+        logger.warning("%d tensors in %s are not used, such as %s.", len(unused), place, unused[0])
 
 
 def _kept_in_fp32(model: torch.nn.Module, name: str) -> bool:

@@ -23,7 +23,7 @@ _KEY = "model.text_encoder_quantize"
 def load_quantized_encoder(
     model_class: Any, folder: PipelineFolder, component: str, dtype: torch.dtype, quantization: Quantization
 ) -> nn.Module:
-    """As :func:`~diffsynth_lite.pipelines.base.quantized.load_quantized`, for a class of transformers.
+    """As :func:`~diffsynth_lite.pipelines.base.quantized.load_frozen_component`, for a class of transformers.
 
     Raises:
         UserError: as there; or the files are quantised already, or weights are computed from several of them.

@@ -74,7 +74,7 @@ def test_the_number_of_steps_is_part_of_a_schedule_that_depends_on_it() -> None:
 
 
 FREE = {
-    "model": {"path", "revision", "variant"},
+    "model": {"path", "revision", "variant", "transformer_file", "transformer_2_file"},
     "data": {
         *("sources", "path", "dataset", "split", "revision", "metadata", "allow_outside"),
         *("media_column", "caption_columns", "input_columns"),

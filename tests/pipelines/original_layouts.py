@@ -1,0 +1,204 @@
+"""Models' tensors as their own repositories store them: the opposite of what diffusers' converters do.
+
+Whether it is, the converters say: a wrong name here is a tensor that they miss.
+"""
+
+import re
+from collections import defaultdict
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+from torch import Tensor, nn
+
+_BLOCKS_OF_FLUX = r"""
+^single_transformer_blocks                    single_blocks
+^transformer_blocks                           double_blocks
+^(double_blocks.*)ff\.                        \1img_mlp.
+^(double_blocks.*)ff_context\.                \1txt_mlp.
+_mlp\.(net\.0\.proj|linear_in)                _mlp.0
+_mlp\.(net\.2|linear_out)                     _mlp.2
+^(double_blocks.*)attn\.norm_([qk])\.weight   \1img_attn.norm.<\2>_norm.scale
+^(double_blocks.*)attn\.norm_added_([qk])\.weight  \1txt_attn.norm.<\2>_norm.scale
+^(single_blocks.*)attn\.norm_([qk])\.weight   \1norm.<\2>_norm.scale
+<q>                                           query
+<k>                                           key
+attn\.to_add_out                              txt_attn.proj
+attn\.to_out\.0                               img_attn.proj
+attn\.to_qkv_mlp_proj                         linear1
+attn\.to_out                                  linear2
+^(single_blocks.*)proj_out                    \1linear2
+^(single_blocks.*)attn\.to_q                  \1linear1
+^(single_blocks.*)attn\.to_k                  \1linear1
+^(single_blocks.*)attn\.to_v                  \1linear1
+^(single_blocks.*)proj_mlp                    \1linear1
+attn\.to_q\.                                  img_attn.qkv.
+attn\.to_k\.                                  img_attn.qkv.
+attn\.to_v\.                                  img_attn.qkv.
+attn\.add_q_proj                              txt_attn.qkv
+attn\.add_k_proj                              txt_attn.qkv
+attn\.add_v_proj                              txt_attn.qkv
+^proj_out                                     final_layer.linear
+^norm_out\.linear                             final_layer.adaLN_modulation.1
+^context_embedder                             txt_in
+^x_embedder                                   img_in
+"""
+_RULES = {
+    "FluxTransformer2DModel": rf"""
+^time_text_embed\.timestep_embedder           time_in
+^time_text_embed\.text_embedder               vector_in
+^time_text_embed\.guidance_embedder           guidance_in
+_in\.linear_1                                 _in.in_layer
+_in\.linear_2                                 _in.out_layer
+norm1\.linear                                 img_mod.lin
+norm1_context\.linear                         txt_mod.lin
+^(single.*)norm\.linear                       \1modulation.lin
+{_BLOCKS_OF_FLUX}""",
+    "ChromaTransformer2DModel": rf"""
+^(distilled_guidance_layer.*)linear_1         \1in_layer
+^(distilled_guidance_layer.*)linear_2         \1out_layer
+^(distilled_guidance_layer\.norms.*)weight    \1scale
+{_BLOCKS_OF_FLUX}""",
+    "Flux2Transformer2DModel": rf"""
+^time_guidance_embed\.timestep_embedder       time_in
+^time_guidance_embed\.guidance_embedder       guidance_in
+_in\.linear_1                                 _in.in_layer
+_in\.linear_2                                 _in.out_layer
+(modulation.*)\.linear                        \1.lin
+{_BLOCKS_OF_FLUX}""",
+    "LTXVideoTransformer3DModel": r"""
+^proj_in                                      patchify_proj
+^time_embed                                   adaln_single
+norm_q                                        q_norm
+norm_k                                        k_norm
+""",
+    "QwenImageTransformer2DModel": "",
+    "SanaTransformer2DModel": r"""
+^patch_embed                                  x_embedder
+^time_embed\.emb\.timestep_embedder\.linear_1 t_embedder.mlp.0
+^time_embed\.emb\.timestep_embedder\.linear_2 t_embedder.mlp.2
+^time_embed\.linear                           t_block.1
+^caption_projection\.linear_                  y_embedder.y_proj.fc
+^caption_norm                                 attention_y_norm
+^(proj_out|scale_shift_table)                 final_layer.\1
+final_layer\.proj_out                         final_layer.linear
+^transformer_blocks                           blocks
+attn1\.to_out\.0                              attn.proj
+attn1\.to_q                                   attn.qkv
+attn1\.to_k                                   attn.qkv
+attn1\.to_v                                   attn.qkv
+attn2\.to_out\.0                              cross_attn.proj
+attn2\.to_q                                   cross_attn.q_linear
+attn2\.to_k                                   cross_attn.kv_linear
+attn2\.to_v                                   cross_attn.kv_linear
+ff\.conv_inverted                             mlp.inverted_conv.conv
+ff\.conv_(depth|point)                        mlp.\1_conv.conv
+""",
+    "WanTransformer3DModel": r"""
+^condition_embedder\.time_embedder\.linear_1  time_embedding.0
+^condition_embedder\.time_embedder\.linear_2  time_embedding.2
+^condition_embedder\.text_embedder\.linear_1  text_embedding.0
+^condition_embedder\.text_embedder\.linear_2  text_embedding.2
+^condition_embedder\.time_proj                time_projection.1
+^condition_embedder\.image_embedder\.norm1    img_emb.proj.0
+^condition_embedder\.image_embedder\.ff\.net\.0\.proj  img_emb.proj.1
+^condition_embedder\.image_embedder\.ff\.net\.2  img_emb.proj.3
+^condition_embedder\.image_embedder\.norm2    img_emb.proj.4
+^scale_shift_table                            head.modulation
+^proj_out                                     head.head
+scale_shift_table                             modulation
+norm2                                         norm3
+attn1\.                                       self_attn.
+attn2\.                                       cross_attn.
+to_out\.0                                     o
+to_([qkv])                                    \1
+add_([kv])_proj                               \1_img
+norm_added_k                                  norm_k_img
+ffn\.net\.0\.proj                             ffn.0
+ffn\.net\.2                                   ffn.2
+""",
+    "ZImageTransformer2DModel": r"""
+^all_x_embedder\.2-1                          x_embedder
+^all_final_layer\.2-1                         final_layer
+attention\.norm_([qk])                        attention.\1_norm
+attention\.to_out\.0                          attention.out
+attention\.to_q                               attention.qkv
+attention\.to_k                               attention.qkv
+attention\.to_v                               attention.qkv
+""",
+    "AuraFlowTransformer2DModel": r"""
+^pos_embed\.pos_embed                         positional_encoding
+^pos_embed\.proj                              init_x_linear
+^context_embedder                             cond_seq_linear
+^time_step_proj\.linear_1                     t_embedder.mlp.0
+^time_step_proj\.linear_2                     t_embedder.mlp.2
+^proj_out                                     final_linear
+^norm_out\.linear                             modF.1
+^joint_transformer_blocks                     double_layers
+^single_transformer_blocks                    single_layers
+^(double.*)norm1\.linear                      \1modX.1
+^(double.*)norm1_context\.linear              \1modC.1
+^(single.*)norm1\.linear                      \1modCX.1
+^(single.*)ff\.                               \1mlp.
+ff\.                                          mlpX.
+ff_context\.                                  mlpC.
+out_projection                                c_proj
+linear_([12])                                 c_fc\1
+add_([qkv])_proj                              w1\1
+to_add_out                                    w1o
+^(double.*)to_out\.0                          \1w2o
+^(double.*)to_([qkv])                         \1w2\2
+to_out\.0                                     w1o
+to_([qkv])                                    w1\1
+""",
+}
+"""What each model's tensors are called, by rules that follow each other. Those that come to have one name
+are one tensor there, its parts in the order of the rules."""
+_SWAPPED = {
+    "FluxTransformer2DModel": "final_layer.adaLN_modulation.1",
+    "Flux2Transformer2DModel": "final_layer.adaLN_modulation.1",
+    "AuraFlowTransformer2DModel": "modF.1",
+}
+"""Layers with shift and scale, which diffusers has the other way round."""
+_MORE = {"SanaTransformer2DModel": ("pos_embed", "y_embedder.y_embedding")}
+"""What the models do not have in diffusers."""
+_WIDTH_OF_FLUX = 3072
+
+
+def original_layout(model: nn.Module) -> dict[str, Tensor] | None:
+    """The tensors of a model of diffusers in its original layout; None where diffusers knows none of it."""
+    class_name = type(model).__name__
+    if class_name not in _RULES:
+        assert class_name not in SINGLE_FILE_LOADABLE_CLASSES or class_name == "UNet2DConditionModel"
+        return None
+    rules = [rule.split() for rule in _RULES[class_name].splitlines() if rule]
+    parts: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
+    for name, tensor in model.state_dict().items():
+        place = 0
+        for index, (pattern, replacement) in enumerate(rules):
+            name, count = re.subn(pattern, replacement, name)
+            place = index if count else place
+        parts[name].append((place, tensor))
+    tensors = {name: torch.cat([part for _, part in _in_order(those)]) for name, those in parts.items()}
+    for name in tensors:
+        if name.rpartition(".")[0] == _SWAPPED.get(class_name):
+            tensors[name] = torch.cat(tensors[name].chunk(2)[::-1])
+    return tensors | {name: torch.ones(1, 2) for name in _MORE.get(class_name, ())}
+
+
+def _in_order(parts: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    return sorted(parts, key=lambda part: part[0])
+
+
+def convert_width_of(model: nn.Module, patch: pytest.MonkeyPatch) -> None:
+    """Have diffusers' converter cut a tiny model's tensors: that of FLUX.1 has the released width in it."""
+    functions: dict[str, Any] = SINGLE_FILE_LOADABLE_CLASSES.get(type(model).__name__, {})
+    converter = functions.get("checkpoint_mapping_fn")
+    if converter is None or _WIDTH_OF_FLUX not in converter.__code__.co_consts:
+        return
+    width = model.config.num_attention_heads * model.config.attention_head_dim
+    constants = tuple(width if value == _WIDTH_OF_FLUX else value for value in converter.__code__.co_consts)
+    code = converter.__code__.replace(co_consts=constants)
+    patch.setitem(functions, "checkpoint_mapping_fn", FunctionType(code, converter.__globals__))
