@@ -12,7 +12,7 @@ from original_layouts import convert_width_of, original_layout
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from diffsynth_lite.core.weights import Int8, Quantization
+from diffsynth_lite.core.weights import Int8, Quantization, StoredTensors
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, flux2
 from diffsynth_lite.pipelines.base.folder import ComponentFile
@@ -99,6 +99,21 @@ def test_a_file_in_either_layout_gives_the_model_that_the_folder_gives(
         assert differing(family.load_transformer(torch.bfloat16), plain) == [], name
         family.quantization = quantization
         assert differing(family.load_transformer(torch.bfloat16), quantised) == [], name
+
+
+def test_tensors_are_converted_where_they_are_in_the_file(
+    family: ModelFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = family.load_transformer(torch.float32)
+    convert_width_of(model, monkeypatch)
+    *_, tensors = layouts(model).values()
+    file = write(tensors, tmp_path / "x.safetensors")
+    stored = StoredTensors.in_files([file.path])
+    monkeypatch.setattr(StoredTensors, "in_files", lambda _: stored)
+    places = {tensor.untyped_storage().data_ptr() for tensor in stored.tensors.values()}
+    found = read_single_file(file, model).tensors
+    copied = {name for name in found if found[name].untyped_storage().data_ptr() not in places}
+    assert copied <= {"norm_out.linear.weight", "norm_out.linear.bias"}  # scale and shift change places
 
 
 def test_a_file_of_another_model_is_said_to_be_what_it_is(family: ModelFamily, tmp_path: Path) -> None:
