@@ -53,6 +53,16 @@ def test_repeatable_kernels_make_a_resumed_run_the_same_bit_for_bit(
     assert differing(*tensors) == []
 
 
+def test_a_streamed_text_encoder_encodes_the_same_bit_for_bit(tiny_run: TinyRun) -> None:
+    streamed = ("memory.stream_text_encoder=true", "memory.stream_slots=1", "memory.min_bytes=0")
+    entries = {}
+    for name, settings in (("resident", ()), ("streamed", streamed)):
+        cache = tiny_run.root / f"cache of {name}"
+        losses(tiny_run, name, "train.steps=1", f"data.cache_dir={cache}", *settings)
+        entries[name] = {file.name: file.read_bytes() for file in cache.rglob("*.safetensors")}
+    assert entries["resident"] == entries["streamed"] != {}
+
+
 def test_bf16_trains_with_fp32_adapter_and_finite_loss(tiny_run: TinyRun) -> None:
     values = losses(tiny_run, "bf16", "model.dtype=bfloat16", "train.mixed_precision=bf16")
     assert len(values) == 6
