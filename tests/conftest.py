@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Generator
 
 os.environ.update(
@@ -20,6 +21,8 @@ import torch
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("exploring", deadline=None)
 hypothesis.settings.load_profile("repeatable" if os.environ.get("CI") else "exploring")
+
+gc.disable()  # until all tests are imported, which makes no garbage
 
 # Two OpenMP threads on a busy two-core machine made tiny models up to 60 times slower.
 torch.set_num_threads(1)
@@ -47,8 +50,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-def pytest_collection_finish() -> None:
-    """Look for no garbage in what is imported: that took most of a tiny run."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for garbage only after the tests are imported."""
+    result = yield
+    forget_imports()
+    gc.enable()
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Forget what a test has imported, too: the libraries import most models when they are first used."""
+    num_imported = len(sys.modules)
+    result = yield
+    if len(sys.modules) > num_imported:
+        forget_imports()
+    return result
+
+
+def forget_imports() -> None:
+    """Look for no garbage in what is imported until now: that took most of a tiny run."""
     gc.collect()
     gc.freeze()
 
