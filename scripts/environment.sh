@@ -53,9 +53,15 @@ make_venv() {
     "$base" -m venv .venv || fail ".venv could not be made; see the message above"
 }
 
+# Compiles what pip installed, on all processors: pip does one file after the other.
+compile_packages() {
+    # Some packages have files for a later Python, which cannot be compiled.
+    "$PYTHON" -m compileall -qq -j 0 .venv/lib || true
+}
+
 # prepare_environment [EXTRA]: sets PYTHON to an interpreter with the package, and the extra, installed.
 prepare_environment() {
-    local extra=${1:-} own="" constraints=() package=.
+    local extra=${1:-} own="" options=() package=.
     [ -z "$extra" ] || package=".[$extra]"
     if [ -n "${DIFFSYNTH_LITE_PYTHON:-}" ]; then
         own=$DIFFSYNTH_LITE_PYTHON
@@ -70,7 +76,7 @@ prepare_environment() {
     else
         PYTHON=$PWD/.venv/bin/python
         STAMP=.venv/installed.stamp
-        constraints=(-c constraints.txt)
+        options=(-c constraints.txt --no-compile)
         [ -x "$PYTHON" ] || make_venv
     fi
     if ! is_installed "$extra"; then
@@ -78,10 +84,11 @@ prepare_environment() {
         if [ -z "$own" ]; then
             require_disk_space
             # First and alone: a package that asks for any torch would bring a newer one than is tested.
-            "$PYTHON" -m pip install --quiet "${constraints[@]}" torch || fail "torch could not be installed"
+            "$PYTHON" -m pip install --quiet "${options[@]}" torch || fail "torch could not be installed"
         fi
-        "$PYTHON" -m pip install --quiet ${constraints[@]+"${constraints[@]}"} --editable "$package" ||
+        "$PYTHON" -m pip install --quiet ${options[@]+"${options[@]}"} --editable "$package" ||
             fail "the packages could not be installed; see pip's message above"
+        [ -n "$own" ] || compile_packages
         fingerprint "$extra" >>"$STAMP"
     fi
 }
