@@ -31,12 +31,13 @@ class Config(Settings):
         train, data, validation, trackers = self.train, self.data, self.validation, self.logging.trackers
         offload = train.use_gradient_checkpointing_offload or self.memory.save_attention == "park"
         streams = self.memory.stream_blocks != 0
+        moves = offload or streams
         previews, loss = bool(validation.prompts), validation.loss_items > 0
         checkpointing = train.use_gradient_checkpointing
         of_previews = "num_frames negative_prompt num_inference_steps guidance_scale width height"
         parts = [
-            (offload or streams, "memory", "min_bytes", "while the offload is off and stream_blocks is 0"),
-            (offload, "memory", "host_gib resident_blocks prefetched_blocks", "while the offload is off"),
+            (moves, "memory", "min_bytes host_gib", "while the offload is off and stream_blocks is 0"),
+            (offload, "memory", "resident_blocks prefetched_blocks", "while the offload is off"),
             (streams, "memory", "stream_slots", "while memory.stream_blocks is 0"),
             (data.cache, "data", "num_workers", "while data.cache is off: the main process encodes"),
             (checkpointing, "memory", "skip_dead_ops", "while train.use_gradient_checkpointing is off"),

@@ -118,9 +118,10 @@ class MemorySettings(Settings):
     time than they save memory. Null is 65536 on accelerators, and 0 on the CPU."""
 
     host_gib: PositiveFloat | None = None
-    """Most host memory in GiB that the offload takes for each device. What does not fit stays on the device;
-    it must be enough for one block. Null is half of the memory that is available when training starts,
-    divided by the devices."""
+    """Most host memory in GiB for each device: for its share of the weights that `stream_blocks` keeps there,
+    which must fit, and for the offload, which takes what they leave. Inputs that do not fit stay on the
+    device; it must be enough for one block. Null bounds the offload alone, by half of the memory that is
+    available when training starts, divided by the devices."""
 
     resident_blocks: NonNegativeInt = 1
     """Blocks whose inputs are still on the device: those that ran last. 0 saves the memory of one more, but
@@ -147,8 +148,8 @@ class MemorySettings(Settings):
     stream_blocks: NonNegativeInt | Literal["all"] = 0
     """Blocks of the transformer whose frozen weights live in host memory, and visit the device when the block
     runs: a number of them, evenly spread, or `all`. For models that are too large for the device; the copies
-    run beside the computation. The result is the same. Of two experts, as of Wan 2.2, that many of each. Each
-    process keeps a copy of its own in host memory."""
+    run beside the computation. The result is the same. Of two experts, as of Wan 2.2, that many of each. The
+    processes of a machine share one copy in host memory."""
 
     stream_slots: PositiveInt = 2
     """Blocks whose streamed weights are on the device at once: one computes, the others are fetched ahead.

@@ -11,8 +11,8 @@ from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import GradientEngine
 from diffsynth_lite.core.randomness import torch_seed
-from diffsynth_lite.core.transfer.backends import Backend
-from diffsynth_lite.core.weights import QuantizationReport, WeightStream
+from diffsynth_lite.core.transfer.shared_memory import HostMemoryError
+from diffsynth_lite.core.weights import HostBlocks, QuantizationReport, WeightStream
 from diffsynth_lite.data import Batch, BatchLayout, BatchStream, SampleSchedule, micro_batch_sizes
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import add_adapter, load_adapter_tensors
@@ -20,10 +20,8 @@ from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.training.checks import (
     CheckedRun,
     block_policy,
-    blocks_by_model,
     build_learning_rate,
     preview_size,
-    streamed_blocks,
 )
 from diffsynth_lite.training.data_settings import data_sources, frame_counts_of, num_tokens_of
 from diffsynth_lite.training.distributed import LONG_WAIT
@@ -33,6 +31,7 @@ from diffsynth_lite.training.evaluation import FixedNoiseLoss
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 from diffsynth_lite.training.previews import Previews
 from diffsynth_lite.training.shortages import Workload
+from diffsynth_lite.training.streaming import streamable_bytes
 
 _SUPPORTED_DISTRIBUTION = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
@@ -105,13 +104,26 @@ def build_transformer(
     config: Config,
     checked: CheckedRun,
     initial: Mapping[str, torch.Tensor] | None = None,
+    host_blocks: HostBlocks | None = None,
 ) -> torch.nn.Module:
     """The frozen transformer with its adapter, where it was loaded; with ``initial`` values, or new ones.
 
+    Args:
+        initial: of the adapter.
+        host_blocks: those whose weights are loaded to host memory.
+
     Raises:
-        UserError: the weights cannot be loaded, or not as ``model.quantize`` asks for.
+        UserError: the weights cannot be loaded, or not as ``model.quantize`` and ``memory.stream_blocks`` ask
+            for.
     """
-    transformer = checked.family.load_transformer(getattr(torch, config.model.dtype))
+    # For this load alone: previews may load a part that is not trained.
+    checked.family.host_blocks = host_blocks
+    try:
+        transformer = checked.family.load_transformer(getattr(torch, config.model.dtype))
+    except HostMemoryError as error:
+        raise UserError(f"memory.stream_blocks: {error}") from error
+    finally:
+        checked.family.host_blocks = None
     if checked.family.quantization is not None and not QuantizationReport.of(transformer).num_layers:
         raise UserError(
             f"model.quantize: {config.model.quantize} has no effect, as {config.model.family} loads its "
@@ -128,30 +140,6 @@ def build_transformer(
     if initial is not None:
         load_adapter_tensors(transformer, initial)
     return transformer.train()
-
-
-def place_weights(
-    config: Config, family: ModelFamily, transformer: torch.nn.Module, device: torch.device
-) -> WeightStream:
-    """Put the transformer on the device, but for the weights that ``memory.stream_blocks`` keeps on the host.
-
-    Before the optimizer is built and restored: its state is made where the parameters are.
-
-    Raises:
-        UserError: nothing would be saved, or the host has too little memory.
-    """
-    try:
-        # First: whatever is still a parameter goes to the device with all others.
-        weights = WeightStream(
-            streamed_blocks(config, family, transformer),
-            device,
-            num_slots=config.memory.stream_slots,
-            min_bytes=config.memory.min_bytes,
-        )
-    except ValueError as error:
-        raise UserError(f"memory.stream_blocks: {error}") from error
-    transformer.to(device)
-    return weights
 
 
 def build_optimizer(config: Config, transformer: torch.nn.Module) -> torch.optim.Optimizer:
@@ -319,7 +307,11 @@ def _build_previews(config: Config, family: ModelFamily, encoded: TrainingData, 
 
 
 def build_workload(
-    config: Config, checked: CheckedRun, encoded: TrainingData, transformer: torch.nn.Module
+    config: Config,
+    checked: CheckedRun,
+    encoded: TrainingData,
+    transformer: torch.nn.Module,
+    weights: WeightStream,
 ) -> Workload:
     """What a step holds in memory, for the advice when the device is full."""
     train, family = config.train, checked.family
@@ -330,7 +322,7 @@ def build_workload(
         width=heads * head_width if isinstance(heads, int) and isinstance(head_width, int) else None,
         micro_batch_size=train.micro_batch_size,
         num_blocks=checked.num_blocks,
-        streamable_bytes=_streamable_bytes(blocks_by_model(family, transformer)),
+        streamable_bytes=streamable_bytes(config, family, transformer, weights),
         num_checkpointed=checked.num_selected_blocks if train.use_gradient_checkpointing else 0,
         offloads=train.use_gradient_checkpointing_offload,
         # In the backward pass those of one block, and what is fetched ahead.
@@ -340,30 +332,23 @@ def build_workload(
     )
 
 
-def _streamable_bytes(models: Sequence[Sequence[torch.nn.Module]]) -> int:
-    """Bytes of the frozen weights in blocks that are on the device, but for two blocks, which would stay."""
-    sizes = sorted(
-        sum(parameter.nbytes for parameter in block.parameters() if not parameter.requires_grad)
-        for blocks in models
-        for block in blocks
-    )
-    return sum(sizes[:-2])
-
-
-def build_engine(config: Config, backend: Backend | None = None) -> GradientEngine:
+def build_engine(config: Config, weights: WeightStream) -> GradientEngine:
     """The gradient engine that all blocks of the run share.
 
     Args:
         config: the settings of ``memory`` and the two switches.
-        backend: that streamed weights come by; None where none are.
+        weights: whose streams and host memory it shares.
     """
     memory = config.memory
+    host_bytes = None
+    if memory.host_gib is not None:
+        host_bytes = max(int(memory.host_gib * 1024**3) - weights.host_bytes, 0)
     return GradientEngine(
         min_bytes=memory.min_bytes,
-        host_bytes=None if memory.host_gib is None else int(memory.host_gib * 1024**3),
+        host_bytes=host_bytes,
         resident_blocks=memory.resident_blocks,
         prefetched_blocks=memory.prefetched_blocks,
-        backend=backend,
+        backend=weights.backend,
         policy=block_policy(config),
         skip_dead_ops=memory.skip_dead_ops,
         use_gradient_checkpointing=config.train.use_gradient_checkpointing,

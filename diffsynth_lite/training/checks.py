@@ -15,8 +15,8 @@ from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.config.model import TargetSet
-from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_in, blocks_of
-from diffsynth_lite.core.weights import Quantization, require_saving, spread_evenly
+from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_of
+from diffsynth_lite.core.weights import Quantization
 from diffsynth_lite.data import BatchLayout, Record, load_image
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.lora import find_target_layers, layers_ending_in
@@ -28,6 +28,7 @@ from diffsynth_lite.training.dataset import read_records
 from diffsynth_lite.training.distributed import on_all_processes
 from diffsynth_lite.training.learning_rate import learning_rate_schedule
 from diffsynth_lite.training.run_folder.metrics import require_trackers
+from diffsynth_lite.training.streaming import check_stream
 from diffsynth_lite.training.text_encoders import require_format, text_encoder_memory
 
 logger = logging.getLogger(__name__)
@@ -216,7 +217,7 @@ def _check_model(
     selected = problems.attempt(lambda: _select_blocks(config, len(blocks))) if blocks else []
     if blocks:
         family.quantization = problems.attempt(lambda: _quantization(family, transformer, config, device))
-        problems.attempt(lambda: _check_stream(config, family, transformer, len(blocks), device))
+        problems.attempt(lambda: check_stream(config, family, transformer, len(blocks), device))
     return _CheckedModel(
         target_layers=layers or [],
         num_blocks=len(blocks or []),
@@ -315,51 +316,6 @@ def block_policy(config: Config) -> BlockPolicy:
         blocks=tuple(memory.policy_blocks),
         selected=BlockStrategy(offload=True, save_attention=memory.save_attention),
     )
-
-
-def streamed_blocks(
-    config: Config, family: ModelFamily, transformer: torch.nn.Module
-) -> list[list[torch.nn.Module]]:
-    """The blocks of each model whose weights ``memory.stream_blocks`` keeps in host memory, in call order.
-
-    Args:
-        transformer: what the family trains; may be on the meta device.
-    """
-    count = config.memory.stream_blocks
-    if count == 0:
-        return []
-    return [
-        [blocks[place] for place in spread_evenly(len(blocks), len(blocks) if count == "all" else count)]
-        for blocks in blocks_by_model(family, transformer)
-    ]
-
-
-def blocks_by_model(family: ModelFamily, transformer: torch.nn.Module) -> list[list[torch.nn.Module]]:
-    """The blocks of what a family trains: one list, or one for each of several experts."""
-    parts = family.parts_of(transformer)
-    # Experts have blocks alike. What else is trained beside a model, such as text encoders, has not.
-    kind = type(parts[family.trained[0]])
-    return [blocks_in(part, family.block_lists) for part in parts.values() if type(part) is kind]
-
-
-def _check_stream(
-    config: Config, family: ModelFamily, transformer: torch.nn.Module, num_blocks: int, device: torch.device
-) -> None:
-    memory = config.memory
-    if memory.stream_blocks != "all" and memory.stream_blocks > num_blocks:
-        raise UserError(
-            f"memory.stream_blocks: {memory.stream_blocks}; the model has {num_blocks} blocks: give fewer, "
-            "or all"
-        )
-    try:
-        require_saving(
-            streamed_blocks(config, family, transformer),
-            device,
-            num_slots=memory.stream_slots,
-            min_bytes=memory.min_bytes,
-        )
-    except ValueError as error:
-        raise UserError(f"memory.stream_blocks: {error}") from None
 
 
 def _select_blocks(config: Config, num_blocks: int) -> list[int]:

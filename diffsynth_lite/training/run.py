@@ -13,6 +13,7 @@ from diffusers.training_utils import free_memory
 from rich.console import Console
 
 from diffsynth_lite.config import Config, LoadedConfig
+from diffsynth_lite.core.weights import WeightStream
 from diffsynth_lite.errors import RunInterrupted, UserError
 from diffsynth_lite.files import write_json, write_text
 from diffsynth_lite.training.builder import (
@@ -24,7 +25,6 @@ from diffsynth_lite.training.builder import (
     build_transformer,
     build_workload,
     lora_alpha,
-    place_weights,
 )
 from diffsynth_lite.training.checkpoint.lora_file import read_initial_lora
 from diffsynth_lite.training.checkpoint.manifest import Checkpoint
@@ -40,7 +40,7 @@ from diffsynth_lite.training.checkpoint.saver import Saver, restore
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.checks import check_run
 from diffsynth_lite.training.data_settings import shifts_by_size
-from diffsynth_lite.training.distributed import on_main_process
+from diffsynth_lite.training.distributed import on_all_processes, on_main_process
 from diffsynth_lite.training.encoding import TrainingData, encode_run
 from diffsynth_lite.training.evaluation import ValidationProtocol
 from diffsynth_lite.training.run_context import RunContext, StartupClock
@@ -48,6 +48,7 @@ from diffsynth_lite.training.run_folder.folder import RunFolder, outcome_recorde
 from diffsynth_lite.training.run_folder.metrics import MetricsFile, start_trackers
 from diffsynth_lite.training.shortages import out_of_memory_explained, shortages_explained
 from diffsynth_lite.training.stopping import GracePeriod, StopRequest, remove_old_requests
+from diffsynth_lite.training.streaming import place_weights, share_host_memory
 from diffsynth_lite.training.trainer import train
 
 logger = logging.getLogger(__name__)
@@ -137,8 +138,7 @@ def _train(
     _start_trackers(run, run_id)
     with run.clock.stage("model"):
         logger.info("Loading the transformer.")
-        transformer = build_transformer(run.config, run.checked, initial)
-        weights = place_weights(run.config, run.checked.family, transformer, run.accelerator.device)
+        transformer, weights = _load_model(run, initial)
         optimizer = build_optimizer(run.config, transformer)
         averaged = build_average(run.config, transformer)
         if checkpoint is not None:
@@ -172,7 +172,7 @@ def _train(
         best=checkpoint.documents["state"].get("best") if checkpoint else None,
     )
     try:
-        workload = build_workload(run.config, run.checked, encoded, transformer)
+        workload = build_workload(run.config, run.checked, encoded, transformer, weights)
         with out_of_memory_explained(workload, transformer, optimizer, slot_bytes=weights.slot_bytes):
             step = train(run, built, saver, stop, start_step)
     finally:
@@ -182,6 +182,21 @@ def _train(
         run.accelerator.free_memory()
         run.accelerator.end_training()
     return step
+
+
+def _load_model(
+    run: RunContext, initial: dict[str, torch.Tensor] | None
+) -> tuple[torch.nn.Module, WeightStream]:
+    """The transformer with its adapter, and the stream of what is not on the device."""
+    config, family, accelerator = run.config, run.checked.family, run.accelerator
+    host_blocks = share_host_memory(config, family, accelerator)
+    loaded: list[torch.nn.Module] = []
+    # Together: nobody may read what is shared before it is filled.
+    on_all_processes(
+        accelerator,
+        lambda: loaded.append(build_transformer(config, run.checked, initial, host_blocks)),
+    )
+    return loaded[0], place_weights(config, family, loaded[0], accelerator.device, host_blocks)
 
 
 def _encode(run: RunContext) -> TrainingData:

@@ -47,7 +47,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
     watchdog = Watchdog(run.accelerator, timedelta(minutes=config.train.step_timeout_minutes))
     shutdown = ShutdownBudget(run.grace if run.is_main else None, save_bytes=saver.num_bytes)
     requests = Requests(run.folder.path, stop, run.accelerator, config.output.checkpoint_every_minutes)
-    engine = build_engine(config, built.weights.backend)
+    engine = build_engine(config, built.weights)
     report = StepReport(
         run.folder,
         metrics,

@@ -26,10 +26,10 @@ from diffsynth_lite.training.builder import (
     build_optimizer,
     build_run,
     build_transformer,
-    place_weights,
 )
 from diffsynth_lite.training.checks import CheckedRun, check_run
 from diffsynth_lite.training.encoding import encode_run
+from diffsynth_lite.training.streaming import place_weights
 from diffsynth_lite.training.trainer import train_step
 
 Step = Callable[[int], object]

@@ -45,7 +45,7 @@ class SlowBackend(CudaBackend):
 class RefusedBackend(CudaBackend):
     """On a system that pins no memory."""
 
-    def allocate_host(self, num_bytes: int) -> Tensor | None:
+    def allocate_host(self, num_bytes: int, descriptor: int = -1) -> Tensor | None:
         return None
 
 

@@ -95,7 +95,7 @@ def test_inputs_and_weights_of_a_run_share_one_backend_and_may_both_arrive_late(
     plain_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = WatchedBackend()
-    monkeypatch.setattr("diffsynth_lite.core.weights.stream.backend_for", lambda _device: backend)
+    monkeypatch.setattr("diffsynth_lite.training.streaming.backend_for", lambda _device: backend)
     half_way = plain_run.folder / "checkpoints" / "step-00000002"
     settings = ("--use_gradient_checkpointing_offload", "memory.policy=first_k", "memory.policy_n=1")
     assert plain_run.train(f"output.dir={tmp_path}", "--resume", str(half_way), *STREAMED, *settings) == 0
@@ -126,7 +126,7 @@ def test_a_stream_that_moves_nothing_stops_the_run(
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     others = [[torch.nn.Linear(4, 4).requires_grad_(False) for _ in range(2)]]
-    monkeypatch.setattr("diffsynth_lite.training.builder.streamed_blocks", lambda *_: others)
+    monkeypatch.setattr("diffsynth_lite.training.streaming.streamed_blocks", lambda *_: others)
     assert tiny_run.train(*STREAMED) == 2
     assert "memory.stream_blocks: on, but no weights were moved: none of these blocks ran" in caplog.text
 

@@ -73,16 +73,21 @@ def test_a_run_does_not_go_on_with_another_format_or_other_layers(
     assert "model.quantize_skip was [], is ['to_q']" in caplog.text
 
 
-def test_two_processes_train_on_a_quantised_base_as_one_does(tiny_run: TinyRun, quantize: str) -> None:
+def test_two_processes_train_on_a_quantised_base_as_one_does_and_share_what_they_stream(
+    tiny_run: TinyRun, quantize: str
+) -> None:
     single, double = tiny_run.root / "single", tiny_run.root / "double"
     settings = (quantize, "lora.dropout=0", "train.micro_batch_size=1", "train.steps=3")
     settings += (quantize.replace("quantize", "text_encoder_quantize"),)
     assert tiny_run.train(*settings, f"output.dir={single}") == 0
+    streamed = ("memory.stream_blocks=all", "memory.stream_slots=1", "memory.stream_text_encoder=true")
     # They encode for themselves, each its share, with most of the text encoder in host memory.
-    streamed = ("memory.stream_text_encoder=true", "memory.stream_slots=1")
     apart = (f"output.dir={double}", f"data.cache_dir={tiny_run.root / 'apart'}")
     program = forked(tiny_run, *settings, *streamed, *apart, num_processes=2)
     assert program.wait() == 0, program.printed()
+    assert "on host (shared by 2 processes)" in program.printed()
+    (report,) = (row for row in tiny_run.metrics(double) if "blocks_streamed" in row)
+    assert (report["weight_copies_on_host"], report["processes_on_host"]) == (1, 2)
     losses = [[row["loss"] for row in tiny_run.metrics(path) if row.get("loss")] for path in (single, double)]
     assert len(losses[0]) == 3
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=0)  # sums differ in their order

@@ -14,6 +14,7 @@ from prepared_run import CPU, NUM_PICTURES, SETTINGS, Prepared, prepare
 
 from diffsynth_lite.core.gradient import GradientEngine
 from diffsynth_lite.core.randomness import normal
+from diffsynth_lite.core.weights import WeightStream
 from diffsynth_lite.data import Batch
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.qwen_image import QwenImage
@@ -168,7 +169,10 @@ CHANGES: list[tuple[dict[str, str], dict[str, Any]]] = [
 def test_a_setting_changes_what_it_stands_for_and_nothing_else(
     prepared: Prepared, changes: dict[str, str], expected: dict[str, Any]
 ) -> None:
-    assert facts(prepared.build(changes), build_engine(prepared.config(changes))) == EXPECTED | expected
+    assert (
+        facts(prepared.build(changes), build_engine(prepared.config(changes), WeightStream([], CPU)))
+        == EXPECTED | expected
+    )
 
 
 def test_the_shift_of_the_resolution_is_that_of_the_diffusers_pipeline(prepared: Prepared) -> None:

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from prepared_run import Prepared, prepare
+from prepared_run import CPU, Prepared, prepare
 
+from diffsynth_lite.core.weights import WeightStream
 from diffsynth_lite.training.builder import (
     build_accelerator,
     build_engine,
@@ -80,8 +83,16 @@ def test_the_first_values_of_the_adapter_follow_the_seed_of_the_training(prepare
 def test_the_engine_leaves_what_is_below_its_smallest_size(
     prepared: Prepared, min_bytes: str, is_offloaded: bool
 ) -> None:
-    engine = build_engine(prepared.config({"memory.min_bytes": min_bytes}))
+    engine = build_engine(prepared.config({"memory.min_bytes": min_bytes}), WeightStream([], CPU))
     assert engine.can_offload(torch.zeros(4096, dtype=torch.uint8)) is is_offloaded
+
+
+@pytest.mark.parametrize(("streamed", "left"), [(0, 2**30), (2**30 - 5, 5), (2**30 + 5, 0)])
+def test_the_engine_may_take_what_streamed_weights_leave_of_the_host_memory(
+    prepared: Prepared, streamed: int, left: int
+) -> None:
+    weights: Any = SimpleNamespace(backend=None, host_bytes=streamed)
+    assert build_engine(prepared.config({"memory.host_gib": "1"}), weights).host_pool.cap_bytes == left
 
 
 @pytest.mark.usefixtures("_fresh_accelerate_state")

@@ -28,8 +28,12 @@ class Backend(Protocol):
     Both tensors of a copy must live until it was waited for.
     """
 
-    def allocate_host(self, num_bytes: int) -> Tensor | None:
-        """Host memory that copies are fast from and to, uint8; None when the system refuses."""
+    def allocate_host(self, num_bytes: int, descriptor: int = -1) -> Tensor | None:
+        """Host memory that copies are fast from and to, uint8; None when the system refuses.
+
+        Args:
+            descriptor: of an open file that is mapped, and has at least so many bytes; -1 is new memory.
+        """
 
     def to_host(self, host: Tensor, tensor: Tensor) -> Copy:
         """Start to copy ``tensor`` into ``host``; both are dense and of the same layout."""
@@ -55,8 +59,13 @@ def smallest_worth_moving(device: torch.device) -> int:
 class PlainBackend:
     """Copies at once, in the order of the program: for the CPU, and for every device other than CUDA."""
 
-    def allocate_host(self, num_bytes: int) -> Tensor | None:
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    def allocate_host(self, num_bytes: int, descriptor: int = -1) -> Tensor | None:
+        if descriptor == -1:
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        try:
+            return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+        except OSError:
+            return None
 
     def to_host(self, host: Tensor, tensor: Tensor) -> Copy:
         host.copy_(tensor)
@@ -89,8 +98,8 @@ class CudaBackend:
         self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._device = device
 
-    def allocate_host(self, num_bytes: int) -> Tensor | None:
-        return _pinned(num_bytes, self._device, self._synchronize)
+    def allocate_host(self, num_bytes: int, descriptor: int = -1) -> Tensor | None:
+        return _pinned(num_bytes, descriptor, self._device, self._synchronize)
 
     def to_host(self, host: Tensor, tensor: Tensor) -> Copy:
         return self._copy(self._out, host, tensor)
@@ -132,8 +141,8 @@ class _StreamCopy:
 class _PinnedPages(mmap.mmap):
     """Pages that the device copies from and to directly.
 
-    Anonymous shared pages: those of a private mapping could be replaced in this process by a copy when it
-    writes to them after a fork, and the device would go on with the old ones.
+    Shared pages, also of memory without a file: those of a private mapping could be replaced in this process
+    by a copy when it writes to them after a fork, and the device would go on with the old ones.
     """
 
     release: Callable[[], None] | None = None
@@ -143,13 +152,15 @@ class _PinnedPages(mmap.mmap):
             self.release()
 
 
-def _pinned(num_bytes: int, device: torch.device, synchronize: Callable[[], None]) -> Tensor | None:
-    """Pinned memory of exactly ``num_bytes``, whole pages; None when the system refuses.
+def _pinned(
+    num_bytes: int, descriptor: int, device: torch.device, synchronize: Callable[[], None]
+) -> Tensor | None:
+    """Pinned memory of exactly ``num_bytes``, whole pages, of a file or new; None when the system refuses.
 
     ``torch.empty(pin_memory=True)`` would round up to a power of two, and keep what is freed.
     """
     try:
-        pages = _PinnedPages(-1, num_bytes)
+        pages = _PinnedPages(descriptor, num_bytes)
     except OSError:
         return None
     buffer = torch.frombuffer(pages, dtype=torch.uint8)

@@ -16,16 +16,18 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def default_host_bytes() -> int | None:
-    """Half of the available host memory, divided by the processes that share it; None where it is unknown.
-
-    Processes are counted as one for each device of this machine, or all of the run where it has none: a
-    process does not know how many run beside it.
-    """
+    """Half of the available host memory, divided by the processes that share it; None where it is unknown."""
     available = available_host_bytes()
-    if available is None:
-        return None
+    return None if available is None else available // 2 // num_local_processes()
+
+
+def num_local_processes() -> int:
+    """Processes of the run on this machine: one for each of its devices, or all where it has none.
+
+    A process does not know how many run beside it.
+    """
     num_processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    return available // 2 // min(num_processes, torch.cuda.device_count() or num_processes)
+    return min(num_processes, torch.cuda.device_count() or num_processes)
 
 
 def available_host_bytes(meminfo: Path = _MEMINFO, control_group: Path = _CONTROL_GROUP) -> int | None:

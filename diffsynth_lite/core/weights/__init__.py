@@ -11,10 +11,12 @@ from diffsynth_lite.core.weights.formats import (
 )
 from diffsynth_lite.core.weights.frozen_linear import FrozenLinear, Quantization, QuantizationReport
 from diffsynth_lite.core.weights.loading import StoredTensors, load_frozen
+from diffsynth_lite.core.weights.packing import HostBlocks, frozen_weights, packed_bytes
 from diffsynth_lite.core.weights.stream import StreamReport, WeightStream, require_saving, spread_evenly
 
 __all__ = [
     "FrozenLinear",
+    "HostBlocks",
     "Int8",
     "MissingKernelsError",
     "Nf4",
@@ -26,7 +28,9 @@ __all__ = [
     "StreamReport",
     "WeightFormat",
     "WeightStream",
+    "frozen_weights",
     "load_frozen",
+    "packed_bytes",
     "require_saving",
     "spread_evenly",
     "weight_format",

@@ -38,13 +38,13 @@ class WeightFormat(ABC):
     def empty(self, num_rows: int, num_columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Memory for the values and the scales of a weight (num_rows, num_columns)."""
 
-    def write(self, rows: Tensor, first_row: int, values: Tensor, scales: Tensor) -> None:
-        """Quantise some rows of a weight into the memory that ``empty`` gave.
+    def write(self, rows: Tensor, first_row: int, values: Tensor | None, scales: Tensor | None) -> None:
+        """Quantise some rows of a weight, on their device, into the memory that ``empty`` gave.
 
         Args:
-            rows: (R, num_columns), floating, on the device of ``values``.
+            rows: (R, num_columns), floating.
             first_row: where they stand in the weight, a multiple of ``row_step``.
-            values: of the whole weight, as ``scales``.
+            values: of the whole weight, on any device, as ``scales``; None is not written.
 
         Raises:
             NotFiniteError: a number is infinite or NaN.
@@ -52,11 +52,20 @@ class WeightFormat(ABC):
         assert first_row % self.row_step == 0, f"{self.name} is not written from row {first_row} on"
         if not rows.isfinite().all():
             raise NotFiniteError("holds numbers that are not finite")
-        self._write(rows.float(), first_row, values, scales)
+        first, num_columns = first_row * rows.shape[1], rows.shape[1]
+        written = zip((values, scales), self._quantised(rows.float()), self._spans(num_columns), strict=True)
+        for memory, part, span in written:
+            if memory is not None:
+                start = first // span
+                memory.view(-1)[start : start + part.numel()].copy_(part.view(-1))
 
     @abstractmethod
-    def _write(self, rows: Tensor, first_row: int, values: Tensor, scales: Tensor) -> None:
-        """What ``write`` does with finite rows in fp32."""
+    def _quantised(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Values and scales of finite rows in fp32."""
+
+    @abstractmethod
+    def _spans(self, num_columns: int) -> tuple[int, int]:
+        """How many weights one number of the values stands for, and one of the scales."""
 
     @abstractmethod
     def dense(self, values: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -75,13 +84,14 @@ class Int8(WeightFormat):
         values = torch.empty(num_rows, num_columns, dtype=torch.int8, device=device)
         return values, torch.empty(num_rows, 1, dtype=torch.float32, device=device)
 
-    def _write(self, rows: Tensor, first_row: int, values: Tensor, scales: Tensor) -> None:
+    def _quantised(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         # A row of zeros has no scale of its own, but must not be divided by 0.
         smallest = torch.finfo(torch.float32).tiny
         scale = (rows.abs().amax(1, keepdim=True) / _INT8_MAX).clamp_(min=smallest)
-        written = slice(first_row, first_row + len(rows))
-        scales[written] = scale
-        values[written] = (rows / scale).round_().clamp_(-_INT8_MAX, _INT8_MAX)
+        return (rows / scale).round_().clamp_(-_INT8_MAX, _INT8_MAX).to(torch.int8), scale
+
+    def _spans(self, num_columns: int) -> tuple[int, int]:
+        return 1, num_columns
 
     def dense(self, values: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         weight = torch.empty(*shape, dtype=dtype, device=values.device)
@@ -120,15 +130,15 @@ class Nf4(WeightFormat):
         values = torch.empty(-(-size // 2), dtype=torch.uint8, device=device)
         return values, torch.empty(-(-size // self.block_size), dtype=torch.float32, device=device)
 
-    def _write(self, rows: Tensor, first_row: int, values: Tensor, scales: Tensor) -> None:
+    def _quantised(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         # Flat: blocks run on from row to row, so that no width is too odd.
         packed, state = self._kernels().quantize_4bit(
             rows.flatten(), blocksize=self.block_size, quant_type="nf4"
         )
-        first = first_row * rows.shape[1]
-        first_byte, first_block = first // 2, first // self.block_size
-        values[first_byte : first_byte + packed.numel()] = packed.flatten()
-        scales[first_block : first_block + state.absmax.numel()] = state.absmax
+        return packed, state.absmax
+
+    def _spans(self, num_columns: int) -> tuple[int, int]:
+        return 2, self.block_size
 
     def dense(self, values: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         kernels = self._kernels()

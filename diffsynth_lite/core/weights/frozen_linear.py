@@ -19,7 +19,7 @@ class FrozenLinear(nn.Linear):
     gives these. Neither is cast by ``.to(dtype)``.
 
     Args:
-        layer: the one to stand for, also on the meta device; its weight is not read.
+        layer: the one to stand for, also on the meta device; its weight is not read, its bias is taken over.
         weight_format: what the weight is kept in; it is empty until rows are written.
         device: of the parameters.
     """
@@ -32,8 +32,7 @@ class FrozenLinear(nn.Linear):
         values, scales = weight_format.empty(self.out_features, self.in_features, device)
         self.weight = nn.Parameter(values, requires_grad=False)
         self.weight_scale = nn.Parameter(scales, requires_grad=False)
-        bias = None if layer.bias is None else torch.empty_like(layer.bias, device=device)
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+        self.register_parameter("bias", None if layer.bias is None else _bias_of(layer.bias, device))
 
     @property
     def plain_bytes(self) -> int:
@@ -41,12 +40,11 @@ class FrozenLinear(nn.Linear):
         return self.out_features * self.in_features * self.plain_dtype.itemsize
 
     def write(self, rows: Tensor, first_row: int) -> None:
-        """Quantise rows of the weight, (R, in_features), from any device to where they stand in it.
+        """Quantise rows of the weight, (R, in_features), on their device to where they stand in it.
 
         Raises:
             NotFiniteError: a number is infinite or NaN.
         """
-        rows = rows.to(self.weight.device)
         self.format.write(rows, first_row, self.weight.data, self.weight_scale.data)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -72,6 +70,12 @@ class FrozenLinear(nn.Linear):
 
         super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         return self
+
+
+def _bias_of(bias: Tensor, device: torch.device) -> nn.Parameter:
+    # Of the meta device there is nothing to take over.
+    made = torch.empty_like(bias, device=device)
+    return nn.Parameter(made if bias.is_meta else made.copy_(bias.detach()), requires_grad=False)
 
 
 class _Product(torch.autograd.Function):
@@ -111,11 +115,11 @@ class Quantization:
     device: torch.device
 
     def apply_to(self, model: nn.Module) -> None:
-        """Put a :class:`FrozenLinear`, still empty, in the place of each of the layers."""
+        """Put a :class:`FrozenLinear`, still empty, in the place of each of the layers, and on its device."""
         for name in self.layers:
             layer = model.get_submodule(name)
             assert type(layer) is nn.Linear, f"{name} is a {type(layer).__name__}"
-            model.set_submodule(name, FrozenLinear(layer, self.format, self.device))
+            model.set_submodule(name, FrozenLinear(layer, self.format, layer.weight.device))
 
 
 @dataclass(frozen=True, kw_only=True)

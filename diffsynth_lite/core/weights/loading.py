@@ -5,7 +5,7 @@ pages are the system's to drop.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from diffsynth_lite.core.weights.float8 import FLOAT8, StoredFormatError, separate_scales
-from diffsynth_lite.core.weights.formats import NotFiniteError
+from diffsynth_lite.core.weights.formats import NotFiniteError, WeightFormat
 from diffsynth_lite.core.weights.frozen_linear import FrozenLinear
+from diffsynth_lite.core.weights.packing import HostBlocks, place_in_line
 
 _NUM_ROWS = 64
 """Rows that are read at once; a multiple of each format's ``row_step``. While 256 rows of
@@ -101,7 +102,7 @@ def load_frozen(
     stored: StoredTensors,
     *,
     device: torch.device,
-    dtype_of: Callable[[str, torch.dtype], torch.dtype],
+    host_blocks: HostBlocks | None = None,
 ) -> None:
     """Make memory for all of a model's tensors, and fill it with stored ones; the model is frozen then.
 
@@ -109,60 +110,112 @@ def load_frozen(
     that are one in several places of the model, as tied weights are, stay one.
 
     Args:
-        model: with its parameters on the meta device, and each :class:`FrozenLinear` in its place.
+        model: with its parameters on the meta device, in the dtypes that they are to have, and each
+            :class:`FrozenLinear` in its place.
         stored: holds all tensors of the model as it is without formats; what else it holds is not read.
-        device: where the model goes.
-        dtype_of: the dtype that a tensor is to have, by its name and its dtype in the model.
+        device: where the model goes, and weights are quantised.
+        host_blocks: those whose weights go to host memory instead.
 
     Raises:
         StoredFormatError: a scale belongs to no tensor of the model.
         NotFiniteError: a weight to quantise is not finite.
+        HostMemoryError: the system has too little host memory for the blocks.
     """
     if left_over := sorted(stored.scales.keys() - model.state_dict().keys()):
         raise StoredFormatError(
             f"{len(left_over)} of its scales belong to no layer of the model, such as that of "
             f"{left_over[0]}; get the file again"
         )
-    for name, write in _make_memory(model.requires_grad_(False), stored, device, dtype_of).items():
+    in_place = _usable_in_place(model.requires_grad_(False), stored) if device.type == "cpu" else {}
+    on_host: set[nn.Parameter] = set()
+    if host_blocks is not None:
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        # Where they would be if they were not streamed.
+        on_host = host_blocks.make_memory(
+            model, lambda weight: place_in_line(in_place[names[weight]]) if names[weight] in in_place else 0
+        )
+    _make_memory(model, in_place, device, on_host)
+    filled: set[Tensor] = {model.state_dict(keep_vars=True)[name] for name in in_place} - on_host
+    if host_blocks is not None and host_blocks.memory.is_filled_elsewhere:
+        filled |= on_host
+    for name, write in _writers(model, device, filled).items():
         _copy(stored, name, write)
+
+
+def _usable_in_place(model: nn.Module, stored: StoredTensors) -> dict[str, Tensor]:
+    """The stored tensors that can serve as those of the model, on the CPU."""
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if not _is_quantised(model, name):
+            there = stored.tensors[name]
+            if there.dtype == tensor.dtype and there.is_contiguous():
+                found[name] = there
+    return found
+
+
+def _make_memory(
+    model: nn.Module, in_place: Mapping[str, Tensor], device: torch.device, on_host: Set[nn.Parameter]
+) -> None:
+    """Memory for each tensor of the model, but for those on the host, which have theirs."""
+    state = model.state_dict(keep_vars=True)
+    made: dict[Tensor, Tensor] = {tensor: tensor for tensor in on_host}
+    for name, tensor in state.items():
+        if tensor not in made:
+            memory = in_place[name] if name in in_place else torch.empty_like(tensor, device=device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[tensor] = nn.Parameter(memory, requires_grad=False) if is_parameter else memory
+        _set(model, name, made[tensor])
+    # The others are not stored: tables that a model computes when it is made.
+    for name, buffer in model.named_buffers():
+        if name not in state:
+            _set(model, name, buffer.to(device))
 
 
 _Write = Callable[[Tensor, int], object]
 """Takes rows as they are stored, and the first one's place in the tensor."""
 
 
-def _make_memory(
-    model: nn.Module,
-    stored: StoredTensors,
-    device: torch.device,
-    dtype_of: Callable[[str, torch.dtype], torch.dtype],
-) -> dict[str, _Write]:
-    """Memory for each tensor of the model, and what writes to it where it needs to, by the stored name."""
+def _writers(model: nn.Module, device: torch.device, filled: Set[Tensor]) -> dict[str, _Write]:
+    """What writes to each tensor of the model that is not filled, by the stored name."""
     writers: dict[str, _Write] = {}
-    made: dict[Tensor, Tensor] = {}
-    state = model.state_dict(keep_vars=True)
-    for name, tensor in state.items():
-        prefix, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(prefix)
-        if isinstance(owner, FrozenLinear) and leaf != "bias":
-            writers[f"{prefix}.weight"] = owner.write
+    done = set(filled)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor in done:
             continue
-        if tensor in made:
-            setattr(owner, leaf, made[tensor])
-            continue
-        memory, dtype = stored.tensors[name], dtype_of(name, tensor.dtype)
-        if memory.dtype != dtype or device.type != "cpu" or not memory.is_contiguous():
-            memory = torch.empty(tensor.shape, dtype=dtype, device=device)
-            writers[name] = partial(_write_plain, memory)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        made[tensor] = nn.Parameter(memory, requires_grad=False) if is_parameter else memory
-        setattr(owner, leaf, made[tensor])
-    # The others are not stored: tables that a model computes when it is made.
-    for name, buffer in model.named_buffers():
-        if name not in state:
-            prefix, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(prefix), leaf, buffer.to(device))
+        done.add(tensor)
+        if _is_quantised(model, name):
+            layer = name.rpartition(".")[0]
+            owner = model.get_submodule(layer)
+            assert isinstance(owner, FrozenLinear)
+            values, scales = (
+                None if part in filled else part.data for part in (owner.weight, owner.weight_scale)
+            )
+            writers[f"{layer}.weight"] = partial(_quantise, owner.format, device, values, scales)
+        else:
+            writers[name] = partial(_write_plain, tensor.data)
     return writers
+
+
+def _is_quantised(model: nn.Module, name: str) -> bool:
+    """Whether a tensor of the model is the weight of a layer in its format, or a part of it."""
+    layer, _, leaf = name.rpartition(".")
+    return leaf != "bias" and isinstance(model.get_submodule(layer), FrozenLinear)
+
+
+def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, tensor)
+
+
+def _quantise(
+    weight_format: WeightFormat,
+    device: torch.device,
+    values: Tensor | None,
+    scales: Tensor | None,
+    rows: Tensor,
+    first_row: int,
+) -> None:
+    weight_format.write(rows.to(device), first_row, values, scales)
 
 
 def _write_plain(memory: Tensor, rows: Tensor, first_row: int) -> None:

@@ -1,17 +1,17 @@
 """This file packs the frozen weights of a block into one piece of host memory, and lets it find them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from diffsynth_lite.core.transfer.backends import Backend
-from diffsynth_lite.core.units import format_bytes
+from diffsynth_lite.core.transfer.shared_memory import HostMemory
 
 _ALIGNMENT = 512
 """Bytes; where the allocator of CUDA puts tensors, so that the kernels are those of resident weights."""
 _CACHE_LINE = 64
+"""Bytes. On the CPU a weight's place in one shows in the last bit of products with a single row."""
 
 Holder = tuple[nn.Module, str]
 """A module, and the name that it has for a weight."""
@@ -34,6 +34,11 @@ def frozen_weights(block: nn.Module, min_bytes: int) -> dict[nn.Parameter, list[
     return found
 
 
+def place_in_line(tensor: Tensor) -> int:
+    """Where the first byte of a tensor is in a cache line."""
+    return tensor.data_ptr() % _CACHE_LINE
+
+
 def packed_bytes(weights: Iterable[nn.Parameter]) -> int:
     """Bytes that these weights take together, with what is left free between them."""
     return sum(_room_for(parameter) for parameter in weights)
@@ -42,39 +47,51 @@ def packed_bytes(weights: Iterable[nn.Parameter]) -> int:
 class PackedBlock:
     """The frozen weights of one block, packed in host memory.
 
-    They are plain attributes of their modules from then on: nothing that moves, lists, saves or broadcasts
-    parameters sees them. Whoever reads one gets what the block was bound to last.
+    Once they are taken out, they are plain attributes of their modules: nothing that moves, lists, saves or
+    broadcasts parameters sees them. Whoever reads one gets what the block was bound to last.
 
     Args:
-        weights: as of ``frozen_weights``; the memory that they had is free afterwards.
-        device: that the weights will visit.
-        backend: gives the host memory.
-
-    Raises:
-        ValueError: the system has no host memory for them.
+        weights: as of ``frozen_weights``; also on the meta device.
+        host: of ``packed_bytes``, uint8.
+        place_of: of each weight's first byte in a cache line.
     """
 
     def __init__(
-        self, weights: dict[nn.Parameter, list[Holder]], device: torch.device, backend: Backend
+        self,
+        weights: Mapping[nn.Parameter, list[Holder]],
+        host: Tensor,
+        place_of: Callable[[nn.Parameter], int],
     ) -> None:
-        num_bytes = packed_bytes(weights)
-        host = backend.allocate_host(num_bytes)
-        if host is None:
-            raise ValueError(f"the system refused {format_bytes(num_bytes)} of host memory for one block")
         self.host = host
         self._pieces: list[_Piece] = []
         start = 0
         for parameter, holders in weights.items():
-            # On the CPU resident weights stay where they were loaded, and their place in a cache line shows
-            # in the last bit of products with a single row.
-            shift = parameter.data_ptr() % _CACHE_LINE if device.type == "cpu" else 0
-            piece = _Piece.of(parameter, holders, start + shift - shift % parameter.element_size())
-            piece.view(host).copy_(parameter.detach())
-            self._pieces.append(piece)
+            place = place_of(parameter)
+            self._pieces.append(
+                _Piece.of(parameter, holders, start + place - place % parameter.element_size())
+            )
             start += _room_for(parameter)
-            for module, name in holders:
+
+    def put_in(self) -> Iterator[nn.Parameter]:
+        """Give the modules parameters in host memory, in place of those that they have."""
+        for piece in self._pieces:
+            parameter = nn.Parameter(piece.view(self.host), requires_grad=False)
+            for module, name in piece.holders:
+                module._parameters[name] = parameter
+            yield parameter
+
+    def copy_in(self) -> None:
+        """Copy the weights that the modules have into host memory."""
+        for piece in self._pieces:
+            module, name = piece.holders[0]
+            piece.view(self.host).copy_(module.get_parameter(name).detach())
+
+    def take_out(self) -> None:
+        """Take the parameters out of their modules; the memory that only they have is free then."""
+        for piece in self._pieces:
+            for module, name in piece.holders:
                 del module._parameters[name]
-        self.bind(host)
+        self.bind(self.host)
 
     def bind(self, memory: Tensor) -> None:
         """Let the block find its weights in ``memory``, which holds what ``host`` does, or soon will."""
@@ -82,6 +99,54 @@ class PackedBlock:
             tensor = piece.view(memory)
             for module, name in piece.holders:
                 vars(module)[name] = tensor
+
+
+class HostBlocks:
+    """Blocks whose weights are loaded to host memory at once, where a stream takes them over.
+
+    Args:
+        blocks_of: those of a model, which may be on the meta device.
+        device: where all else goes, and weights are quantised.
+        min_bytes: smaller weights go to the device.
+        memory: for the others.
+
+    Attributes:
+        packed: what was loaded, by its block.
+    """
+
+    def __init__(
+        self,
+        blocks_of: Callable[[nn.Module], Sequence[nn.Module]],
+        device: torch.device,
+        *,
+        min_bytes: int,
+        memory: HostMemory,
+    ) -> None:
+        self.device, self.memory = device, memory
+        self.packed: dict[nn.Module, PackedBlock] = {}
+        self._blocks_of, self._min_bytes = blocks_of, min_bytes
+
+    def make_memory(self, model: nn.Module, place_of: Callable[[nn.Parameter], int]) -> set[nn.Parameter]:
+        """Give the model's blocks weights in host memory, which are to be filled.
+
+        Args:
+            model: frozen, on the meta device, in the dtypes that it is to have.
+            place_of: as of :class:`PackedBlock`.
+
+        Returns:
+            These weights.
+
+        Raises:
+            HostMemoryError: the system has too little memory for them.
+        """
+        made: set[nn.Parameter] = set()
+        for block in self._blocks_of(model):
+            weights = frozen_weights(block, self._min_bytes)
+            if weights:
+                memory = self.memory.take(packed_bytes(weights))
+                self.packed[block] = PackedBlock(weights, memory, place_of)
+                made.update(self.packed[block].put_in())
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ that starts to be copied, which by the contract of backends comes after all that
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from types import MethodType
@@ -21,8 +21,15 @@ from diffsynth_lite.core.gradient.checkpoint import runs_again
 from diffsynth_lite.core.gradient.frames import in_backward
 from diffsynth_lite.core.gradient.report import IneffectiveSwitchError
 from diffsynth_lite.core.transfer.backends import Backend, Copy, backend_for, smallest_worth_moving
+from diffsynth_lite.core.transfer.shared_memory import HostMemory
 from diffsynth_lite.core.units import format_bytes
-from diffsynth_lite.core.weights.packing import PackedBlock, frozen_weights, packed_bytes
+from diffsynth_lite.core.weights.packing import (
+    HostBlocks,
+    PackedBlock,
+    frozen_weights,
+    packed_bytes,
+    place_in_line,
+)
 
 _CopyUnderWay = tuple[Copy, Tensor, Tensor]
 
@@ -81,7 +88,11 @@ class StreamReport:
     blocks_streamed: int = 0
     """Blocks whose weights live in host memory."""
     weight_bytes_on_host: int = 0
-    """Bytes of them."""
+    """Bytes of them, of all processes of this machine together."""
+    weight_copies_on_host: int = 1
+    """How often they are there: once, or once for each process."""
+    processes_on_host: int = 1
+    """Processes of this machine that stream them."""
     weight_bytes_in_slots: int = 0
     """Bytes of the device's slots, in place of these."""
     streamed_blocks_run: int = 0
@@ -101,8 +112,12 @@ class StreamReport:
         """The report for people, in the form of the gradient engine's: at most one line."""
         if not self.blocks_streamed:
             return []
+        shared = ""
+        if self.processes_on_host > 1:
+            how = "shared by" if self.weight_copies_on_host == 1 else "a copy in each of"
+            shared = f" ({how} {self.processes_on_host} processes)"
         held = (
-            f"{self.blocks_streamed} blocks, {format_bytes(self.weight_bytes_on_host)} on host, "
+            f"{self.blocks_streamed} blocks, {format_bytes(self.weight_bytes_on_host)} on host{shared}, "
             f"{format_bytes(self.weight_bytes_in_slots)} on device"
         )
         moved = f"{self.weight_copies} copies, {format_bytes(self.weight_bytes_copied)}"
@@ -145,7 +160,9 @@ class WeightStream:
         num_slots: blocks on the device at once. With one, each block waits for its copy.
         min_bytes: smaller weights stay on the device. None: 64 KiB on accelerators, 0 on the CPU.
         backend: makes the copies; a gradient engine of the same device should share it, so that inputs and
-            weights queue on the same streams. None: the one that suits the device.
+            weights queue on the same streams. None: that of ``loaded``, or the one that suits the device.
+        loaded: blocks that are in host memory already. Weights of others are copied there, for this process
+            alone.
 
     Raises:
         ValueError: nothing would be saved, or the system has too little host memory.
@@ -159,13 +176,19 @@ class WeightStream:
         num_slots: int = 2,
         min_bytes: int | None = None,
         backend: Backend | None = None,
+        loaded: HostBlocks | None = None,
     ) -> None:
         require_saving(models, device, num_slots=num_slots, min_bytes=min_bytes)
         self._blocks: list[PackedBlock] = []
         self._ranges: list[range] = []  # for each block, the places of its model
-        self._backend = backend_for(device) if backend is None else backend
+        if backend is None:
+            backend = backend_for(device) if loaded is None else loaded.memory.backend
+        self._backend, self._device = backend, device
+        self._min_bytes = smallest_worth_moving(device) if min_bytes is None else min_bytes
+        self._num_host_copies = 1 if loaded is None else loaded.memory.num_copies
+        self._num_host_processes = 1 if loaded is None else loaded.memory.num_processes
         for blocks in models:
-            self._pack(blocks, device, smallest_worth_moving(device) if min_bytes is None else min_bytes)
+            self._pack(blocks, {} if loaded is None else loaded.packed)
         size = max((block.host.numel() for block in self._blocks), default=0)
         num_slots = num_slots if self._blocks else 0
         self._slots = [_Slot(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(num_slots)]
@@ -184,6 +207,15 @@ class WeightStream:
         """Bytes of the device that the slots take."""
         return sum(slot.flat.numel() for slot in self._slots)
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that are this process's share."""
+        return self._bytes_on_machine // self._num_host_processes
+
+    @property
+    def _bytes_on_machine(self) -> int:
+        return self._num_host_copies * sum(block.host.numel() for block in self._blocks)
+
     def start_report(self) -> None:
         """Set all counters to zero."""
         self._num_run = self._num_copies = self._num_bytes = self._num_late = 0
@@ -192,7 +224,9 @@ class WeightStream:
         """What is held, and what happened since ``start_report``."""
         return StreamReport(
             blocks_streamed=len(self._blocks),
-            weight_bytes_on_host=sum(block.host.numel() for block in self._blocks),
+            weight_bytes_on_host=self._bytes_on_machine,
+            weight_copies_on_host=self._num_host_copies,
+            processes_on_host=self._num_host_processes,
             weight_bytes_in_slots=self.slot_bytes,
             streamed_blocks_run=self._num_run,
             weight_copies=self._num_copies,
@@ -200,15 +234,29 @@ class WeightStream:
             late_weight_copies=self._num_late,
         )
 
-    def _pack(self, blocks: Sequence[nn.Module], device: torch.device, min_bytes: int) -> None:
+    def _pack(self, blocks: Sequence[nn.Module], loaded: Mapping[nn.Module, PackedBlock]) -> None:
         first = len(self._blocks)
         for block in blocks:
-            weights = frozen_weights(block, min_bytes)
-            if weights:
+            packed = loaded[block] if block in loaded else self._copied(block)
+            if packed is not None:
+                packed.take_out()
                 self._wrap(block, len(self._blocks))
-                self._blocks.append(PackedBlock(weights, device, self._backend))
+                self._blocks.append(packed)
         places = range(first, len(self._blocks))
         self._ranges += [places] * len(places)
+
+    def _copied(self, block: nn.Module) -> PackedBlock | None:
+        """The block with its weights in host memory of this process; None of one that has none to move."""
+        weights = frozen_weights(block, self._min_bytes)
+        if not weights:
+            return None
+        host = HostMemory(self._backend).take(packed_bytes(weights))
+        # On the CPU resident weights stay where they were loaded.
+        packed = PackedBlock(
+            weights, host, place_in_line if self._device.type == "cpu" else lambda _weight: 0
+        )
+        packed.copy_in()
+        return packed
 
     def _wrap(self, block: nn.Module, place: int) -> None:
         forward = block.forward

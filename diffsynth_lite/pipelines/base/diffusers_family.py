@@ -114,9 +114,9 @@ class DiffusersFamily(ModelFamily):
     def load_component(self, name: str, dtype: torch.dtype) -> Any:
         """A component with its weights in ``dtype``, on the CPU; pickled weights are refused.
 
-        Where ``quantization`` is set, what is not of ``encoder_classes`` is quantised, and on its device. So
-        are the text encoders that ``text_encoder_memory`` names. The autoencoder, ``vae``, works in
-        ``vae_tiles``. What the folder has a file for is read from there.
+        Where ``quantization`` or ``host_blocks`` is set, what is not of ``encoder_classes`` is loaded as they
+        say, and to their device; text encoders as ``text_encoder_memory`` says. The autoencoder, ``vae``,
+        works in ``vae_tiles``. What the folder has a file for is read from there.
 
         Args:
             name: folder of the component.
@@ -125,13 +125,16 @@ class DiffusersFamily(ModelFamily):
             UserError: a weight file is damaged, or the files do not hold what the component's config needs.
         """
         component_class = self.component_class(name)
-        quantization = None if name in self.encoder_classes else self.quantization
+        is_encoder = name in self.encoder_classes
+        quantization, host_blocks = (None, None) if is_encoder else (self.quantization, self.host_blocks)
         of_text_encoder = self.text_encoder_memory.quantizations.get(name)
         try:
             if of_text_encoder is not None:
                 return load_quantized_encoder(component_class, self.folder, name, dtype, of_text_encoder)
-            if quantization is not None or name in self.folder.files:
-                return load_frozen_component(component_class, self.folder, name, dtype, quantization)
+            if quantization or host_blocks or name in self.folder.files:
+                return load_frozen_component(
+                    component_class, self.folder, name, dtype, quantization, host_blocks
+                )
             component, loading = component_class.from_pretrained(
                 self.folder.path,
                 subfolder=name,

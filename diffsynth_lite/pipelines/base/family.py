@@ -10,7 +10,7 @@ import torch
 from PIL.Image import Image
 
 from diffsynth_lite.core.noise import FlowMatchingPath, NoisePath
-from diffsynth_lite.core.weights import Quantization
+from diffsynth_lite.core.weights import HostBlocks, Quantization
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
@@ -90,6 +90,8 @@ class ModelFamily(ABC):
         prompt_sees_images: whether the text encoder also sees the input pictures of an edit.
         quantization: of the blocks of the models that are trained, by names within each; None is none. A run
             sets it when it is checked.
+        host_blocks: of these models, whose weights are loaded to host memory; None is none. A run sets it
+            while it loads what it trains.
         text_encoder_memory: how text encoders are kept while they encode. A run sets it likewise.
         vae_tiles: that the autoencoder works in; None leaves pictures and clips whole. A run sets it, too.
     """
@@ -126,6 +128,7 @@ class ModelFamily(ABC):
             )
         self.trained = tuple(name for name in self.trainable if name in given)
         self.quantization: Quantization | None = None
+        self.host_blocks: HostBlocks | None = None
         self.text_encoder_memory = TextEncoderMemory()
         self.vae_tiles: VaeTiles | None = None
 

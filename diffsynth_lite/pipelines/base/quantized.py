@@ -1,4 +1,4 @@
-"""This file loads frozen models of diffusers: with linear layers in another format, or from one file."""
+"""This file loads frozen models of diffusers: each tensor in its format, to where it is going to be."""
 
 import logging
 import re
@@ -12,6 +12,7 @@ from accelerate import init_empty_weights
 
 from diffsynth_lite.core.gradient import blocks_in
 from diffsynth_lite.core.weights import (
+    HostBlocks,
     NotFiniteError,
     Quantization,
     StoredFormatError,
@@ -50,24 +51,40 @@ def linear_layers_in(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) 
     ]
 
 
+def set_formats(model: torch.nn.Module, dtype: torch.dtype, quantization: Quantization | None) -> None:
+    """Let a model on the meta device have the dtypes and the layers that it is loaded with.
+
+    Args:
+        model: of diffusers.
+        dtype: of all that is not quantised, but for what diffusers keeps in fp32.
+    """
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if _kept_in_fp32(model, name) else dtype)
+    if quantization is not None:
+        quantization.apply_to(model)
+
+
 def load_frozen_component(
     model_class: Any,
     folder: PipelineFolder,
     component: str,
     dtype: torch.dtype,
     quantization: Quantization | None = None,
+    host_blocks: HostBlocks | None = None,
 ) -> torch.nn.Module:
-    """A component as ``from_pretrained`` gives it, but frozen, and with some layers quantised, on a device.
-
-    They are quantised while they are read, from the numbers in the files.
+    """A component as ``from_pretrained`` gives it, but frozen, and each tensor where it is going to be.
 
     Args:
         model_class: of diffusers.
         component: its folder, whose config it has; its weights may come from a file that ``folder`` names.
         dtype: of all that is not quantised.
-        quantization: None quantises nothing; the model is on the CPU then.
+        quantization: of some of its layers, while they are read, from the numbers in the files; None is none.
+        host_blocks: blocks whose weights go to host memory; None is none. All else goes to the device that
+            this or ``quantization`` names, or stays on the CPU.
 
     Raises:
+        HostMemoryError: the system has too little host memory for the blocks.
         UserError: the files do not hold what the component's config needs, weights that are not finite, or
             some in a format that is not read.
         safetensors.SafetensorError: a file is damaged.
@@ -78,13 +95,8 @@ def load_frozen_component(
         model: torch.nn.Module = model_class.from_config(folder.component_config(component))
     given = folder.files.get(component)
     where = ComponentFile(path=folder.path / component, key="model.path") if given is None else given
-
-    def dtype_of(name: str, present: torch.dtype) -> torch.dtype:
-        if not present.is_floating_point:
-            return present
-        return torch.float32 if _kept_in_fp32(model, name) else dtype
-
-    device = torch.device("cpu") if quantization is None else quantization.device
+    placing = host_blocks or quantization
+    device = torch.device("cpu") if placing is None else placing.device
     try:
         if given is not None:
             stored = read_single_file(given, model)
@@ -92,9 +104,8 @@ def load_frozen_component(
             stored = StoredTensors.in_files(folder.files_to_load(component))
             require_fitting(folder, component, model_class, stored.lacking(model))
         _warn_of_unused(where.path, model, stored)
-        if quantization is not None:
-            quantization.apply_to(model)
-        load_frozen(model, stored, device=device, dtype_of=dtype_of)
+        set_formats(model, dtype, quantization)
+        load_frozen(model, stored, device=device, host_blocks=host_blocks)
     except StoredFormatError as error:
         raise UserError(f"{where.key}: the weights in {where.path} are not read: {error}") from error
     except NotFiniteError as error:

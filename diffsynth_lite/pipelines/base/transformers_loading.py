@@ -51,7 +51,7 @@ def load_quantized_encoder(
     stored = StoredTensors(tensors=_emptied(model, files))
     quantization.apply_to(model)
     try:
-        load_frozen(model, stored, device=quantization.device, dtype_of=lambda _name, planned: planned)
+        load_frozen(model, stored, device=quantization.device)
     except NotFiniteError as error:
         raise UserError(f"{_KEY}: {where}: {error}; get the folder again") from error
     return model.eval()

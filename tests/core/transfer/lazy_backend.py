@@ -6,6 +6,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from diffsynth_lite.core.transfer.backends import PlainBackend
+
 GARBAGE = 0xFF  # NaN in every floating-point dtype, -1 in signed integers
 
 
@@ -30,7 +32,9 @@ class LazyBackend:
         self.forgets = forgets
         self._host_bytes = host_bytes
 
-    def allocate_host(self, num_bytes: int) -> Tensor | None:
+    def allocate_host(self, num_bytes: int, descriptor: int = -1) -> Tensor | None:
+        if descriptor != -1:
+            return PlainBackend().allocate_host(num_bytes, descriptor)
         if self._host_bytes is not None:
             if num_bytes > self._host_bytes:
                 return None

@@ -8,8 +8,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from diffsynth_lite.core.transfer.backends import PlainBackend
+from diffsynth_lite.core.transfer.shared_memory import HostMemory
 from diffsynth_lite.core.weights import (
     FrozenLinear,
+    HostBlocks,
     Int8,
     NotFiniteError,
     Quantization,
@@ -54,10 +57,10 @@ def files_of(tensors: dict[str, Tensor], folder: Path) -> list[Path]:
 
 def empty(quantization: Quantization) -> Model:
     model = Model()
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                setattr(module, name, nn.Parameter(parameter.to("meta")))
+    for name, parameter in list(model.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        dtype = kept_or_bfloat16(name, parameter.dtype)
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(parameter.to("meta", dtype)))
     quantization.apply_to(model)
     return model
 
@@ -74,7 +77,7 @@ def test_all_tensors_are_as_in_the_files_in_their_dtypes_and_frozen(
     stored = StoredTensors.in_files(files_of(tensors, tmp_path))
     assert stored.lacking(Model()) == []
     model = empty(INT8)
-    load_frozen(model, stored, device=CPU, dtype_of=kept_or_bfloat16)
+    load_frozen(model, stored, device=CPU)
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert torch.equal(model.table, torch.arange(6.0))
     # It is in the file as it is to be.
@@ -96,6 +99,41 @@ def test_all_tensors_are_as_in_the_files_in_their_dtypes_and_frozen(
     assert isinstance(model.scale, nn.Parameter)
 
 
+class Fills(HostMemory):
+    """Memory of this process that is never taken for empty."""
+
+    def take(self, num_bytes: int) -> Tensor:
+        return super().take(num_bytes).fill_(7)
+
+
+@pytest.mark.parametrize("is_filled_elsewhere", [False, True])
+@pytest.mark.parametrize("min_bytes", [0, 10_000])
+def test_weights_of_blocks_are_put_into_host_memory_unless_another_process_does_it(
+    is_filled_elsewhere: bool, min_bytes: int, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    memory = Fills(PlainBackend(), is_filled_elsewhere=is_filled_elsewhere)
+    blocks = HostBlocks(lambda model: [model[1], model[2]], CPU, min_bytes=min_bytes, memory=memory)
+    stored = StoredTensors.in_files(files_of(tensors, tmp_path))
+    model, resident = empty(INT8), empty(INT8)
+    load_frozen(model, stored, device=CPU, host_blocks=blocks)
+    load_frozen(resident, stored, device=CPU)
+    on_host = {"1.weight", "1.weight_scale", "1.bias", "2.weight", "2.bias"}
+    if min_bytes:
+        on_host = {"1.weight"}
+    assert len(blocks.packed) == len({name[0] for name in on_host})
+    ranges = [(block.host.data_ptr(), block.host.nbytes) for block in blocks.packed.values()]
+    for name, tensor in resident.state_dict().items():
+        found = model.state_dict()[name]
+        assert (found.dtype, found.stride()) == (tensor.dtype, tensor.stride())
+        is_there = any(start <= found.data_ptr() < start + size for start, size in ranges)
+        assert is_there == (name in on_host), name
+        if is_there and is_filled_elsewhere:
+            assert (found.view(torch.uint8) == 7).all()
+        else:
+            assert torch.equal(found, tensor), name
+        assert found.data_ptr() % 64 == tensor.data_ptr() % 64
+
+
 def test_a_weight_is_read_some_rows_at_a_time(
     tensors: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +146,7 @@ def test_a_weight_is_read_some_rows_at_a_time(
 
     monkeypatch.setattr(WeightFormat, "write", watched)
     stored = StoredTensors.in_files(files_of(tensors, tmp_path))
-    load_frozen(empty(INT8), stored, device=CPU, dtype_of=kept_or_bfloat16)
+    load_frozen(empty(INT8), stored, device=CPU)
     assert written == [(first, 64) for first in range(0, 512, 64)] + [(512, 8)]
 
 
@@ -125,7 +163,7 @@ def test_a_weight_that_is_not_finite_is_named(tensors: dict[str, Tensor], tmp_pa
     tensors["1.weight"][400, 7] = torch.nan
     stored = StoredTensors.in_files(files_of(tensors, tmp_path))
     with pytest.raises(NotFiniteError, match=r"1\.weight holds numbers that are not finite"):
-        load_frozen(empty(INT8), stored, device=CPU, dtype_of=kept_or_bfloat16)
+        load_frozen(empty(INT8), stored, device=CPU)
 
 
 def in_8_bits(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -163,7 +201,7 @@ def test_weights_in_8_bits_are_multiplied_by_their_scales_also_in_another_layout
     found = StoredTensors.in_files([file]).converted(convert)
     assert found.described() == "float8_e4m3fn with 3 scales"
     model = empty(INT8)
-    load_frozen(model, found, device=CPU, dtype_of=kept_or_bfloat16)
+    load_frozen(model, found, device=CPU)
     values, scales = Int8().empty(520, 300, CPU)
     Int8().write(expected.pop("1.weight"), 0, values, scales)
     state = model.state_dict()
@@ -179,7 +217,7 @@ def test_weights_in_8_bits_without_scales_are_numbers_as_they_are(
     tensors["1.weight"] = tensors["1.weight"].to(torch.float8_e5m2)
     stored = StoredTensors.in_files(files_of(tensors, tmp_path))
     model = empty(INT8)
-    load_frozen(model, stored, device=CPU, dtype_of=kept_or_bfloat16)
+    load_frozen(model, stored, device=CPU)
     values, scales = Int8().empty(520, 300, CPU)
     Int8().write(tensors["1.weight"].float(), 0, values, scales)
     assert torch.equal(model[1].weight, values)
@@ -188,7 +226,7 @@ def test_weights_in_8_bits_without_scales_are_numbers_as_they_are(
 def test_a_scale_that_no_weight_of_the_model_takes_is_refused(tensors: dict[str, Tensor]) -> None:
     stored = StoredTensors(tensors=tensors, scales={"7.weight": torch.ones(3, 1)})
     with pytest.raises(StoredFormatError, match=r"1 of its scales belong .* such as that of 7\.weight"):
-        load_frozen(empty(INT8), stored, device=CPU, dtype_of=kept_or_bfloat16)
+        load_frozen(empty(INT8), stored, device=CPU)
 
 
 def test_a_scale_that_does_not_follow_its_weight_to_another_layout_is_refused() -> None:

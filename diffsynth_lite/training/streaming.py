@@ -1,0 +1,211 @@
+"""This file decides which frozen weights live in host memory, and puts all of them where they belong."""
+
+from collections.abc import Sequence
+
+import torch
+from accelerate import Accelerator
+
+from diffsynth_lite.config import Config
+from diffsynth_lite.core.gradient import blocks_in
+from diffsynth_lite.core.transfer.backends import backend_for, smallest_worth_moving
+from diffsynth_lite.core.transfer.host_pool import available_host_bytes, num_local_processes
+from diffsynth_lite.core.transfer.shared_memory import HostMemory
+from diffsynth_lite.core.units import format_bytes
+from diffsynth_lite.core.weights import (
+    HostBlocks,
+    WeightStream,
+    frozen_weights,
+    packed_bytes,
+    require_saving,
+    spread_evenly,
+)
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.pipelines.base.quantized import set_formats
+from diffsynth_lite.training.distributed import on_all_processes
+
+
+def streamed_blocks(
+    config: Config, family: ModelFamily, transformer: torch.nn.Module
+) -> list[list[torch.nn.Module]]:
+    """The blocks of each model whose weights ``memory.stream_blocks`` keeps in host memory, in call order.
+
+    Args:
+        transformer: what the family trains; may be on the meta device.
+    """
+    if config.memory.stream_blocks == 0:
+        return []
+    return [_streamed_of(config, blocks) for blocks in blocks_by_model(family, transformer)]
+
+
+def blocks_by_model(family: ModelFamily, transformer: torch.nn.Module) -> list[list[torch.nn.Module]]:
+    """The blocks of what a family trains: one list, or one for each of several experts."""
+    return [blocks_in(part, family.block_lists) for part in _models(family, transformer)]
+
+
+def _models(family: ModelFamily, transformer: torch.nn.Module) -> list[torch.nn.Module]:
+    parts = family.parts_of(transformer)
+    # Experts have blocks alike. What else is trained beside a model, such as text encoders, has not.
+    kind = type(parts[family.trained[0]])
+    return [part for part in parts.values() if type(part) is kind]
+
+
+def _streamed_of(config: Config, blocks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    count = config.memory.stream_blocks
+    return [blocks[place] for place in spread_evenly(len(blocks), len(blocks) if count == "all" else count)]
+
+
+def check_stream(
+    config: Config, family: ModelFamily, transformer: torch.nn.Module, num_blocks: int, device: torch.device
+) -> None:
+    """Check that to stream weights saves memory of the device, and that the host has enough.
+
+    Args:
+        transformer: on the meta device; it has the formats of the run afterwards.
+        num_blocks: of one model.
+
+    Raises:
+        UserError: naming the setting, and what would do.
+    """
+    memory = config.memory
+    if memory.stream_blocks == 0:
+        return
+    if memory.stream_blocks != "all" and memory.stream_blocks > num_blocks:
+        raise UserError(
+            f"memory.stream_blocks: {memory.stream_blocks}; the model has {num_blocks} blocks: give fewer, "
+            "or all"
+        )
+    blocks = _blocks_as_loaded(config, family, transformer)
+    try:
+        require_saving(blocks, device, num_slots=memory.stream_slots, min_bytes=memory.min_bytes)
+    except ValueError as error:
+        raise UserError(f"memory.stream_blocks: {error}") from None
+    _require_host_memory(
+        config,
+        _packed_bytes(config, blocks, device),
+        available_host_bytes(),
+        num_processes=num_local_processes(),
+    )
+
+
+def share_host_memory(config: Config, family: ModelFamily, accelerator: Accelerator) -> HostBlocks | None:
+    """The streamed blocks, with the host memory that their weights are loaded to; None where there are none.
+
+    The processes of a machine share it where they can; all of them call this together.
+
+    Raises:
+        UserError: they cannot, and the host has too little memory for a copy each.
+    """
+    if config.memory.stream_blocks == 0:
+        return None
+    device, available = accelerator.device, available_host_bytes()
+    blocks = _blocks_as_loaded(config, family, family.empty_transformer().requires_grad_(False))
+    num_bytes = _packed_bytes(config, blocks, device)
+    memory = HostMemory.of_machine(
+        num_bytes,
+        (family.fingerprint(), config.model, config.memory),
+        backend_for(device),
+        lambda value: on_all_processes(accelerator, lambda: value),
+    )
+    on_all_processes(
+        accelerator,
+        lambda: _require_host_memory(
+            config, num_bytes, available, num_copies=memory.num_copies, num_processes=memory.num_processes
+        ),
+    )
+    return HostBlocks(
+        lambda model: _streamed_of(config, blocks_in(model, family.block_lists)),
+        device,
+        min_bytes=_min_bytes(config, device),
+        memory=memory,
+    )
+
+
+def place_weights(
+    config: Config,
+    family: ModelFamily,
+    transformer: torch.nn.Module,
+    device: torch.device,
+    loaded: HostBlocks | None = None,
+) -> WeightStream:
+    """Put the transformer on the device, but for the weights that ``memory.stream_blocks`` keeps on the host.
+
+    Before the optimizer is built and restored: its state is made where the parameters are.
+
+    Args:
+        loaded: blocks that are in host memory already; others are copied there.
+
+    Raises:
+        UserError: nothing would be saved, or the host has too little memory.
+    """
+    try:
+        # First: whatever is still a parameter goes to the device with all others.
+        weights = WeightStream(
+            streamed_blocks(config, family, transformer),
+            device,
+            num_slots=config.memory.stream_slots,
+            min_bytes=config.memory.min_bytes,
+            loaded=loaded,
+        )
+    except ValueError as error:
+        raise UserError(f"memory.stream_blocks: {error}") from error
+    transformer.to(device)
+    return weights
+
+
+def streamable_bytes(
+    config: Config, family: ModelFamily, transformer: torch.nn.Module, weights: WeightStream
+) -> int:
+    """How much less of the device would be taken if all blocks were streamed.
+
+    Args:
+        transformer: on the device.
+        weights: those of it that are streamed.
+    """
+    min_bytes = _min_bytes(config, next(transformer.parameters()).device)
+    sizes = [
+        packed_bytes(frozen_weights(block, min_bytes))
+        for blocks in blocks_by_model(family, transformer)
+        for block in blocks
+    ]
+    slots = max(config.memory.stream_slots * max(sizes), weights.slot_bytes)
+    return max(sum(sizes) + weights.slot_bytes - slots, 0)
+
+
+def _blocks_as_loaded(
+    config: Config, family: ModelFamily, transformer: torch.nn.Module
+) -> list[list[torch.nn.Module]]:
+    """The streamed blocks of each model, which is on the meta device and gets the formats of the run."""
+    for model in _models(family, transformer):
+        set_formats(model, getattr(torch, config.model.dtype), family.quantization)
+    return streamed_blocks(config, family, transformer)
+
+
+def _packed_bytes(config: Config, models: Sequence[Sequence[torch.nn.Module]], device: torch.device) -> int:
+    min_bytes = _min_bytes(config, device)
+    return sum(packed_bytes(frozen_weights(block, min_bytes)) for blocks in models for block in blocks)
+
+
+def _min_bytes(config: Config, device: torch.device) -> int:
+    min_bytes = config.memory.min_bytes
+    return smallest_worth_moving(device) if min_bytes is None else min_bytes
+
+
+def _require_host_memory(
+    config: Config, num_bytes: int, available: int | None, *, num_copies: int = 1, num_processes: int
+) -> None:
+    """Check that a machine holds the streamed weights, and each of its devices the share of them."""
+    total = num_copies * num_bytes
+    copies = f", a copy in each of {num_copies} processes," if num_copies > 1 else ""
+    if available is not None and total > available:
+        raise UserError(
+            f"memory.stream_blocks: the streamed weights{copies} take {format_bytes(total)} of host memory, "
+            f"and {format_bytes(available)} are available; stream fewer blocks, set model.quantize, or end "
+            "what else runs on this machine"
+        )
+    limit, share = config.memory.host_gib, total // num_processes
+    if limit is not None and share > limit * 1024**3:
+        raise UserError(
+            f"memory.host_gib: {limit:.3g} GiB for each device do not hold its share of the streamed "
+            f"weights{copies} {format_bytes(share)}; raise it, or stream fewer blocks"
+        )
