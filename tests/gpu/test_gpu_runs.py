@@ -33,22 +33,25 @@ def test_a_run_resumes_on_the_gpu_with_the_same_samples_and_noise(tiny_run: Tiny
     assert names[0] == names[1]
 
 
+REPEATABLE = ("train.deterministic=true", "model.dtype=bfloat16", "train.mixed_precision=bf16")
+STREAMED = ("memory.stream_blocks=all", "memory.stream_slots=1", "memory.min_bytes=0")
+
+
 @pytest.mark.parametrize(
     "second_half",
     [
         (),
         ("--use_gradient_checkpointing_offload", "memory.min_bytes=0"),
         ("--no-use_gradient_checkpointing",),
-        ("memory.stream_blocks=all", "memory.stream_slots=1", "memory.min_bytes=0"),
+        STREAMED,
     ],
 )
 def test_repeatable_kernels_make_a_resumed_run_the_same_bit_for_bit(
     tiny_run: TinyRun, second_half: tuple[str, ...]
 ) -> None:
-    repeatable = ("train.deterministic=true", "model.dtype=bfloat16", "train.mixed_precision=bf16")
-    whole = losses(tiny_run, "whole", *repeatable)
-    losses(tiny_run, "parts", *repeatable, "train.steps=4")
-    assert losses(tiny_run, "parts", *repeatable, *second_half) == whole
+    whole = losses(tiny_run, "whole", *REPEATABLE)
+    losses(tiny_run, "parts", *REPEATABLE, "train.steps=4")
+    assert losses(tiny_run, "parts", *REPEATABLE, *second_half) == whole
     tensors = [checkpoint_tensors(tiny_run.root / folder, 6) for folder in ("whole", "parts")]
     assert differing(*tensors) == []
 
@@ -61,6 +64,16 @@ def test_a_streamed_text_encoder_encodes_the_same_bit_for_bit(tiny_run: TinyRun)
         losses(tiny_run, name, "train.steps=1", f"data.cache_dir={cache}", *settings)
         entries[name] = {file.name: file.read_bytes() for file in cache.rglob("*.safetensors")}
     assert entries["resident"] == entries["streamed"] != {}
+
+
+@pytest.mark.parametrize("quantize", ["int8", "nf4"])
+def test_streamed_weights_of_a_quantised_base_change_no_bit(tiny_run: TinyRun, quantize: str) -> None:
+    if quantize == "nf4":
+        pytest.importorskip("bitsandbytes")
+    settings = (*REPEATABLE, f"model.quantize={quantize}")
+    assert losses(tiny_run, "streamed", *settings, *STREAMED) == losses(tiny_run, "resident", *settings)
+    tensors = [checkpoint_tensors(tiny_run.root / folder, 6) for folder in ("streamed", "resident")]
+    assert differing(*tensors) == []
 
 
 def test_bf16_trains_with_fp32_adapter_and_finite_loss(tiny_run: TinyRun) -> None:

@@ -195,7 +195,7 @@ class WeightStream:
         self.start_report()
         # Else the first blocks would come late.
         for place in range(num_slots):
-            self._start(place, [])
+            self._start(place, range(num_slots))
 
     @property
     def backend(self) -> Backend | None:
@@ -309,13 +309,8 @@ class WeightStream:
         return next((slot for slot in self._slots if slot.place == place), None)
 
     def _start(self, place: int, wanted: Sequence[int]) -> "_Slot":
-        """Start to copy the weights of a block into the slot of the one that is needed last."""
-
-        def distance(slot: _Slot) -> int:
-            # Forward and backward run through the blocks to and fro: the farthest is needed last.
-            return len(self._blocks) if slot.place is None else abs(slot.place - place)
-
-        slot = max((slot for slot in self._slots if slot.place not in wanted), key=distance)
+        """Start to copy the weights of a block into a slot that no block which is wanted has."""
+        slot = next(slot for slot in self._slots if slot.place not in wanted)
         slot.wait()
         if slot.place is not None:
             left = self._blocks[slot.place]

@@ -16,7 +16,7 @@ from diffsynth_lite.core.gradient import (
     gradient_engine,
 )
 from diffsynth_lite.core.transfer.backends import Backend
-from diffsynth_lite.core.weights import WeightStream
+from diffsynth_lite.core.weights import FrozenLinear, Int8, WeightStream
 
 NUM_BLOCKS = 8
 CHANNELS = 1024
@@ -154,15 +154,18 @@ def check_savings(
 
 
 class FrozenBlock(nn.Module):
-    """A frozen layer, and something behind it that trains."""
+    """A frozen layer, something behind it that trains, and a quantised layer, which backward meets first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(CHANNELS, CHANNELS).requires_grad_(False)
         self.scale = nn.Parameter(torch.ones(CHANNELS))
+        last = nn.Linear(CHANNELS, 64, bias=False)
+        self.last = FrozenLinear(last, Int8(), last.weight.device)
+        self.last.write(last.weight.detach(), 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.layer(x) * self.scale).sin()
+        return x + self.last((self.layer(x) * self.scale).sin()).repeat(1, CHANNELS // 64)
 
 
 def check_stream(

@@ -243,6 +243,10 @@ def test_passes_without_gradients_run_one_after_the_other_and_no_copy_is_late(nu
     assert found_at == {slot.flat.data_ptr() for slot in stream._slots}
     report = stream.report()
     assert report.streamed_blocks_run == 3 * 6
+    # And afterwards those in host memory again.
+    weights = [block.attn.to_q.weight for block in blocks_of_case(biases_train(qwen_image_of_six))]
+    shown = [block.attn.to_q.weight for block in blocks_of_case(case)]
+    assert all(torch.equal(one, other) for one, other in zip(shown, weights, strict=True))
     # Each block comes once a pass; with two slots the first of the next pass are on their way by then.
     assert report.weight_copies == (3 * 6 if num_slots == 1 else 3 * 6 + 2 - 1)
     assert report.late_weight_copies == (3 * 6 - 1 if num_slots == 1 else 0)
@@ -268,6 +272,16 @@ def test_models_that_share_the_slots_take_turns() -> None:
     for place in (0, 1, 1, 0):
         assert step_under(cases[place], engine, OFFLOAD) == references[place]
     assert stream.report().blocks_streamed == 5
+
+
+def test_a_model_fetches_no_block_of_another() -> None:
+    models = [quantized_blocks(Int8()) for _ in range(2)]
+    stream = WeightStream(models, CPU, backend=LazyBackend())
+    stream.start_report()
+    for _ in range(2):
+        gradients_of(models[0], RECOMPUTE, GradientEngine())
+    report = stream.report()
+    assert (report.weight_copies, report.late_weight_copies) == (2 * 2 * (4 - 2), 0)
 
 
 def test_what_trains_and_what_is_small_stays_and_the_rest_is_no_parameter_any_more() -> None:
