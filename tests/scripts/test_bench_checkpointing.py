@@ -13,20 +13,20 @@ from subjects import Size, build_subject
 
 BLOCKS = 8
 SMALL = {
-    "ltx": Size(num_blocks=BLOCKS, num_heads=1, height=128, width=256, num_frames=9),
-    "wan": Size(num_blocks=4, num_heads=1, height=64, width=64, num_frames=5),
-    "qwen": Size(num_blocks=4, num_heads=1, height=64, width=128, num_frames=1),
+    "ltx": Size(num_blocks=BLOCKS, num_heads=1, height=256, width=512, num_frames=9),
+    "wan": Size(num_blocks=6, num_heads=1, height=128, width=128, num_frames=5),
+    "qwen": Size(num_blocks=6, num_heads=1, height=128, width=256, num_frames=1),
 }
 HIDDEN_BYTES = {
-    "ltx": 2 * 4 * 8 * 64 * 4,  # tokens x width x 4 bytes
-    "wan": 2 * 4 * 4 * 128 * 4,
-    "qwen": (4 * 8 + 512) * 128 * 4,  # picture and text
+    "ltx": 2 * 8 * 16 * 64 * 4,  # tokens x width x 4 bytes
+    "wan": 2 * 8 * 8 * 128 * 4,
+    "qwen": (8 * 16 + 512) * 128 * 4,  # picture and text
 }
 ATTENTION_BYTES = {
     # Output, and a number for each head and token; a block of LTX and Wan has attention twice.
-    "ltx": 2 * 64 * (64 + 1) * 4,
-    "wan": 2 * 32 * (128 + 1) * 4,
-    "qwen": (32 + 512) * (128 + 1) * 4,
+    "ltx": 2 * 256 * (64 + 1) * 4,
+    "wan": 2 * 128 * (128 + 1) * 4,
+    "qwen": (128 + 512) * (128 + 1) * 4,
 }
 
 
@@ -50,7 +50,7 @@ def script() -> tuple[dict[str, Figures], str]:
         return measured
 
     options = "--device cpu --train lora --rank 2 --warmup 0 --rounds 1"
-    size = f"--num-blocks {BLOCKS} --heads 1 --height 128 --width 256 --frames 9"
+    size = f"--num-blocks {BLOCKS} --heads 1 --height 256 --width 512 --frames 9"
     printed = StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.setattr(checkpointing, "measure", keep_figures)
@@ -122,7 +122,7 @@ def test_without_a_frozen_weight_there_is_no_row_of_dead_products() -> None:
 
 def test_the_script_prints_its_rows_as_a_table(script: tuple[dict[str, Figures], str]) -> None:
     figures, printed = script
-    assert "num_heads=1, height=128, width=256, num_frames=9" in printed
+    assert "num_heads=1, height=256, width=512, num_frames=9" in printed
     header = next(line for line in printed.splitlines() if line.startswith("| recompute"))
     columns = [column.strip() for column in header.strip("|").split("|")]
     assert columns[:5] == ["recompute", "it/s", "time", "after forward", "a block more"]
