@@ -3,8 +3,7 @@
 import statistics
 import sys
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,8 +12,7 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 from subjects import Subject
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 from trained_model import TrainedModel
 
 from diffsynth_lite.core.gradient import (
@@ -27,7 +25,7 @@ from diffsynth_lite.core.gradient import (
     block_runner,
     gradient_engine,
 )
-from diffsynth_lite.core.transfer.backends import PlainBackend
+from diffsynth_lite.core.planning import CountingMeter, HostBackend
 
 STRATEGIES = {
     "none": KEEP,
@@ -54,42 +52,6 @@ class Memory:
     after_forward: int
     peak: int
     host: int
-
-
-class LiveBytes:
-    """Bytes of tensor storages, each counted once and as long as it is alive.
-
-    Attributes:
-        num_bytes: now.
-        peak_bytes: most since it was last set.
-    """
-
-    def __init__(self) -> None:
-        self.num_bytes = self.peak_bytes = 0
-        self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
-
-    def add(self, tensor: Tensor, *, is_counted: bool = True) -> None:
-        """Count the storage of ``tensor`` from now on, unless it is known; or know it as not counted."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._storages:
-            return
-        size = storage.nbytes() if is_counted else 0
-        self._storages[key] = weakref.ref(storage, lambda _: self._forget(key)), size
-        self._grow(size)
-
-    def ignore(self, tensor: Tensor) -> None:
-        """Count the storage of ``tensor`` no longer."""
-        self._forget(tensor.untyped_storage()._cdata)
-        self.add(tensor, is_counted=False)
-
-    def _forget(self, key: int) -> None:
-        _, size = self._storages.pop(key, (None, 0))
-        self._grow(-size)
-
-    def _grow(self, size: int) -> None:
-        self.num_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
 
 class Meter(Protocol):
@@ -134,49 +96,6 @@ class CudaMeter:
         return torch.cuda.max_memory_allocated() - self._before
 
     def ignore(self, tensor: Tensor) -> None: ...
-
-
-class CountingMeter(TorchDispatchMode):
-    """Memory of the storages that operators return. What kernels use inside of themselves is not seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._live, self._before = LiveBytes(), 0
-
-    def start(self) -> None:
-        self._before = self._live.peak_bytes = self._live.num_bytes
-
-    @property
-    def num_bytes(self) -> int:
-        return self._live.num_bytes - self._before
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._live.peak_bytes - self._before
-
-    def ignore(self, tensor: Tensor) -> None:
-        self._live.ignore(tensor)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        for tensor in _tensors((*args, *kwargs.values())):
-            self._live.add(tensor, is_counted=False)  # from outside
-        value = func(*args, **kwargs)
-        for tensor in _tensors((value,)):
-            self._live.add(tensor)
-        return value
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments or results of an operator; torch's pytree takes far longer."""
-    for value in values:
-        # A product that waits in a recompute is of a class of its own, and has no memory yet.
-        if type(value) in (Tensor, nn.Parameter):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 class Method(Protocol):
@@ -233,18 +152,6 @@ class EngineMethod:
 
     def host_bytes(self) -> int:
         return self.engine.host_pool.num_bytes_lent
-
-
-class HostBackend(PlainBackend):
-    """Plain copies into memory that stands for the host's: on ``device`` itself, but not counted there."""
-
-    def __init__(self, device: torch.device, meter: Meter) -> None:
-        self._device, self._meter = device, meter
-
-    def allocate_host(self, num_bytes: int) -> Tensor:
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        self._meter.ignore(buffer)
-        return buffer
 
 
 def measure_memory(subject: TrainedModel, method: Method, meter: Meter) -> Memory:

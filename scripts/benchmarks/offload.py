@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from meters import (
     EngineMethod,
-    LiveBytes,
     Memory,
     Meter,
     Method,
@@ -34,6 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from diffsynth_lite.core.gradient import OFFLOAD, RECOMPUTE, BlockPolicy
+from diffsynth_lite.core.planning import LiveBytes
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Span = tuple[float, float]

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+
+from diffsynth_lite.core.planning import ON_ALL_DEVICES, FusedKernels
+from diffsynth_lite.pipelines.base.quantized import kept_in_fp32
 
 
 class TrainedModel:
@@ -65,29 +66,11 @@ class TrainedModel:
 
     def attention(self) -> AbstractContextManager[Any]:
         """Scope in which attention is one kernel, also on meta."""
-        return FusedAttention() if self.device.type == "meta" else nullcontext()
-
-
-class FusedAttention(TorchFunctionMode):
-    """Scope in which attention runs in one kernel, as on other devices; on meta torch takes it apart."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not functional.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        return _attend(*args, **(kwargs or {}))
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=attn_mask)[
-        0
-    ]
+        return FusedKernels(ON_ALL_DEVICES) if self.device.type == "meta" else nullcontext()
 
 
 def _cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast to ``dtype``, but for the parts that ``from_pretrained`` keeps in float32."""
-    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, weight in model.named_parameters():
-        if kept.isdisjoint(name.split(".")):
+        if not kept_in_fp32(model, name):
             weight.data = weight.data.to(dtype)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from meters import CountingMeter
 from tiny_run import TinyRun
 
+from diffsynth_lite.core.planning import CountingMeter
 from diffsynth_lite.core.transfer.backends import PlainBackend
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects

@@ -3,7 +3,7 @@
 import offload
 import pytest
 import torch
-from offload import Figures, measure, parse_arguments
+from offload import Figures, covered_ratio, measure, parse_arguments
 from subjects import Size, build_subject
 
 SIZE = Size(num_blocks=6, num_heads=1, height=64, width=64, num_frames=9)
@@ -68,3 +68,20 @@ def test_on_a_gpu_copies_run_beside_kernels() -> None:
     hidden = 11 * 16 * 24 * 2048 * 2
     growth = rows["offload"].memory[8].after_forward - rows["offload"].memory[4].after_forward
     assert growth < hidden
+
+
+@pytest.mark.parametrize(
+    ("spans", "covers", "ratio"),
+    [
+        ([(0, 10)], [(0, 10)], 1),
+        ([(0, 10)], [], 0),
+        ([(0, 10), (20, 30)], [(5, 25)], 0.5),
+        ([(0, 10)], [(2, 4), (3, 6), (3, 5), (8, 20)], 0.6),
+        ([(2, 4), (2, 6)], [(5, 9), (0, 3)], 0.5),
+        ([], [(0, 1)], None),
+    ],
+)
+def test_the_covered_ratio_is_the_share_of_the_spans_that_lies_in_covers(
+    spans: list[tuple[float, float]], covers: list[tuple[float, float]], ratio: float | None
+) -> None:
+    assert covered_ratio(spans, covers) == ratio

@@ -7,6 +7,7 @@ from diffsynth_lite.core.weights.formats import (
     Nf4,
     NotFiniteError,
     WeightFormat,
+    counted_format,
     weight_format,
 )
 from diffsynth_lite.core.weights.frozen_linear import FrozenLinear, Quantization, QuantizationReport
@@ -28,6 +29,7 @@ __all__ = [
     "StreamReport",
     "WeightFormat",
     "WeightStream",
+    "counted_format",
     "frozen_weights",
     "load_frozen",
     "packed_bytes",

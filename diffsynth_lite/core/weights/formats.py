@@ -34,6 +34,14 @@ class WeightFormat(ABC):
     name: ClassVar[str]
     row_step: ClassVar[int] = 1
 
+    def require_kernels(self) -> None:
+        """Check that the format can be computed with.
+
+        Raises:
+            MissingKernelsError: its kernels are not installed.
+        """
+        return  # most need torch alone
+
     @abstractmethod
     def empty(self, num_rows: int, num_columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Memory for the values and the scales of a weight (num_rows, num_columns)."""
@@ -103,18 +111,12 @@ class Nf4(WeightFormat):
     """4.5 bits a weight: each block of 64 as places in a table of 16 numbers, times a scale in fp32.
 
     Source: QLoRA (Dettmers et al. 2023, arXiv:2305.14314), section 3, by the kernels of bitsandbytes and
-    without its second quantisation, of the scales.
-
-    Raises:
-        MissingKernelsError: bitsandbytes is not installed.
+    without its second quantisation, of the scales. On the meta device it needs none.
     """
 
     name = "nf4"
     block_size: ClassVar[int] = 64
     row_step = block_size
-
-    def __init__(self) -> None:
-        self._kernels()
 
     @staticmethod
     def _kernels() -> Any:
@@ -124,6 +126,9 @@ class Nf4(WeightFormat):
         except ImportError as error:
             raise MissingKernelsError("bitsandbytes") from error
         return functional
+
+    def require_kernels(self) -> None:
+        self._kernels()
 
     def empty(self, num_rows: int, num_columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
         size = num_rows * num_columns
@@ -141,6 +146,8 @@ class Nf4(WeightFormat):
         return 2, self.block_size
 
     def dense(self, values: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if values.is_meta:
+            return torch.empty(*shape, dtype=dtype, device=values.device)
         kernels = self._kernels()
         state = kernels.QuantState(
             absmax=scales,
@@ -157,9 +164,16 @@ _FORMATS: dict[str, type[WeightFormat]] = {one.name: one for one in (Int8, Nf4)}
 
 
 def weight_format(name: str) -> WeightFormat:
-    """The format of a name, ``int8`` or ``nf4``.
+    """The format of a name, ``int8`` or ``nf4``, ready to compute.
 
     Raises:
         MissingKernelsError: its kernels are not installed.
     """
+    chosen = counted_format(name)
+    chosen.require_kernels()
+    return chosen
+
+
+def counted_format(name: str) -> WeightFormat:
+    """The same for weights on the meta device, which needs no kernels."""
     return _FORMATS[name]()

@@ -47,7 +47,7 @@ def linear_layers_in(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) 
     names = {module: name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
     in_blocks = (module for block in blocks for module in block.modules())
     return [
-        names[module] for module in in_blocks if module in names and not _kept_in_fp32(model, names[module])
+        names[module] for module in in_blocks if module in names and not kept_in_fp32(model, names[module])
     ]
 
 
@@ -60,7 +60,7 @@ def set_formats(model: torch.nn.Module, dtype: torch.dtype, quantization: Quanti
     """
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():
-            tensor.data = tensor.data.to(torch.float32 if _kept_in_fp32(model, name) else dtype)
+            tensor.data = tensor.data.to(torch.float32 if kept_in_fp32(model, name) else dtype)
     if quantization is not None:
         quantization.apply_to(model)
 
@@ -141,7 +141,7 @@ def _warn_of_unused(place: Path, model: torch.nn.Module, stored: StoredTensors) 
         logger.warning("%d tensors in %s are not used, such as %s.", len(unused), place, unused[0])
 
 
-def _kept_in_fp32(model: torch.nn.Module, name: str) -> bool:
+def kept_in_fp32(model: torch.nn.Module, name: str) -> bool:
     """Whether the library may keep a tensor, or a module, in fp32 whatever dtype is asked for."""
     kept: Sequence[str] = getattr(model, "_keep_in_fp32_modules", None) or ()
     return not set(kept).isdisjoint(name.split("."))

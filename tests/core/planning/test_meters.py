@@ -1,9 +1,9 @@
-"""The memory that the benchmarks count is that of the tensors that are there, no more and no less."""
+"""The memory that is counted is that of the tensors that are there, no more and no less."""
 
 import pytest
 import torch
-from meters import CountingMeter, LiveBytes
-from offload import covered_ratio
+
+from diffsynth_lite.core.planning.meters import CountingMeter, LiveBytes
 
 KIB = 1024
 
@@ -52,20 +52,3 @@ def test_saved_tensors_and_gradients_are_counted_as_autograd_keeps_them(device: 
         assert meter.num_bytes == KIB
         x.grad = None
         assert meter.num_bytes == 0
-
-
-@pytest.mark.parametrize(
-    ("spans", "covers", "ratio"),
-    [
-        ([(0, 10)], [(0, 10)], 1),
-        ([(0, 10)], [], 0),
-        ([(0, 10), (20, 30)], [(5, 25)], 0.5),
-        ([(0, 10)], [(2, 4), (3, 6), (3, 5), (8, 20)], 0.6),
-        ([(2, 4), (2, 6)], [(5, 9), (0, 3)], 0.5),
-        ([], [(0, 1)], None),
-    ],
-)
-def test_the_covered_ratio_is_the_share_of_the_spans_that_lies_in_covers(
-    spans: list[tuple[float, float]], covers: list[tuple[float, float]], ratio: float | None
-) -> None:
-    assert covered_ratio(spans, covers) == ratio

@@ -1,0 +1,26 @@
+"""What training takes, counted on the meta device: nothing is loaded and nothing computed."""
+
+from diffsynth_lite.core.planning.counts import Repeat, StepBytes, count_step, fewer_blocks
+from diffsynth_lite.core.planning.kernels import (
+    ON_ALL_DEVICES,
+    ON_CUDA,
+    CudaAutocast,
+    FusedKernels,
+    cast_frozen_inputs,
+)
+from diffsynth_lite.core.planning.meters import CountingMeter, HostBackend, LiveBytes
+
+__all__ = [
+    "ON_ALL_DEVICES",
+    "ON_CUDA",
+    "CountingMeter",
+    "CudaAutocast",
+    "FusedKernels",
+    "HostBackend",
+    "LiveBytes",
+    "Repeat",
+    "StepBytes",
+    "cast_frozen_inputs",
+    "count_step",
+    "fewer_blocks",
+]

@@ -1,0 +1,228 @@
+"""This file counts what a training step holds, from a few blocks of each kind in place of all.
+
+A step is a row of segments: before the blocks, the forward pass of each, between forward and backward, the
+backward pass of each, and after them. In a run of blocks that are alike and treated alike, segments repeat:
+each changes what is held by the same bytes, and needs the same for a while beside that. So a few blocks of a
+run say what any number of them takes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+
+from diffsynth_lite.core.gradient.arguments import take_tensors
+from diffsynth_lite.core.gradient.engine import GradientEngine
+from diffsynth_lite.core.gradient.frames import in_backward
+from diffsynth_lite.core.planning.kernels import CudaAutocast
+from diffsynth_lite.core.planning.meters import CountingMeter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeat:
+    """Blocks, neighbours in a counted model, that stand for more.
+
+    Attributes:
+        first: place of the first of them in call order.
+        num_blocks: how many they are.
+        num_left_out: how often they come again in the whole model, beside those that are there.
+    """
+
+    first: int
+    num_blocks: int
+    num_left_out: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """What a training step holds beside weights and inputs.
+
+    Attributes:
+        kept: on the device between forward and backward.
+        peak: most on the device in the whole step, gradients included.
+        host: in host memory between forward and backward.
+    """
+
+    kept: int
+    peak: int
+    host: int
+
+
+def fewer_blocks(kinds: Sequence[Any], num_kept: int) -> tuple[list[int], list[Repeat]]:
+    """Which blocks of a list stand for all.
+
+    Args:
+        kinds: of all blocks in call order; those that are alike and treated alike are equal.
+        num_kept: how often what repeats itself is kept; at least 4, so that a middle one has neighbours on
+            both sides that have such neighbours.
+
+    Returns:
+        The places of the blocks that are kept, and which of these stand for more, by places among them.
+    """
+    kept: list[int] = []
+    repeats: list[Repeat] = []
+    place = 0
+    while place < len(kinds):
+        period, times = _longest_repeat(kinds[place:], num_kept)
+        if times > num_kept:
+            first = len(kept) + (num_kept // 2) * period
+            repeats.append(Repeat(first=first, num_blocks=period, num_left_out=times - num_kept))
+        kept += range(place, place + min(times, num_kept) * period)
+        place += times * period
+    return kept, repeats
+
+
+def _longest_repeat(kinds: Sequence[Any], num_kept: int) -> tuple[int, int]:
+    """Length of the shortest pattern that is at the start more than ``num_kept`` times, and how often."""
+    for period in range(1, len(kinds) // (num_kept + 1) + 1):
+        times = 1
+        while kinds[times * period : (times + 1) * period] == kinds[:period]:
+            times += 1
+        if times > num_kept:
+            return period, times
+    return 1, 1
+
+
+def count_step(
+    loss: Callable[[], Tensor],
+    backward: Callable[[Tensor], None],
+    blocks: Sequence[nn.Module],
+    meter: CountingMeter,
+    engine: GradientEngine,
+    *,
+    autocast: CudaAutocast | None = None,
+    repeats: Sequence[Repeat] = (),
+) -> StepBytes:
+    """Take a training step, and say what it holds if some blocks stand for more.
+
+    Args:
+        loss: the forward pass, through the engine. The step before was of the same kind, so that the engine
+            knows what the blocks share.
+        backward: the backward pass of it.
+        blocks: all that the forward pass calls, in call order.
+        meter: is entered, and does not count what the engine offloads.
+        engine: that runs the blocks.
+        autocast: of the forward pass on meta; None is none, or a real one.
+        repeats: which blocks stand for more, in call order.
+    """
+    recorder = _Recorder(meter, engine, blocks)
+    with meter, recorder.watching(), autocast.releases_told(recorder.release) if autocast else nullcontext():
+        meter.start()
+        recorder.mark("before")
+        value = loss()
+        recorder.mark("between")
+        backward(value)
+        del value
+        recorder.mark("end")
+    return _stretched(recorder.segments(), repeats)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Segment:
+    """A part of a step.
+
+    Attributes:
+        change: how many more bytes are on the device at its end than at its start.
+        extra: most bytes on the device in it, beside those at its start.
+        host_change: as ``change``, in host memory.
+    """
+
+    change: int
+    extra: int
+    host_change: int
+
+
+class _Recorder:
+    """Notes what is held where each part of a step begins, and the peak since the one before.
+
+    Parts are named ``("forward", place)`` of a block, ``("release", place)`` where what autocast made of its
+    weights goes, and ``("backward", place)``; and ``before`` and so on.
+    """
+
+    def __init__(self, meter: CountingMeter, engine: GradientEngine, blocks: Sequence[nn.Module]) -> None:
+        self._meter, self._engine, self._blocks = meter, engine, blocks
+        self._places = {weight: place for place, block in enumerate(blocks) for weight in block.parameters()}
+        self._marks: dict[Any, tuple[int, int, int]] = {}
+
+    def mark(self, name: Any) -> None:
+        """Note that a part begins, unless it has begun already."""
+        if name in self._marks:
+            return
+        host = self._engine.host_pool.num_bytes_lent
+        self._marks[name] = self._meter.num_bytes, self._meter.peak_bytes, host
+        self._meter.restart_peak()
+
+    def release(self, weight: nn.Parameter) -> None:
+        """Note that what autocast made of a block's weights goes."""
+        self.mark(("release", self._places.get(weight)))
+
+    def segments(self) -> dict[Any, _Segment]:
+        """The parts by name, in order."""
+        return {
+            name: _Segment(
+                change=after[0] - before[0], extra=after[1] - before[0], host_change=after[2] - before[2]
+            )
+            for (name, before), (_, after) in pairwise(self._marks.items())
+        }
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Scope in which each block's forward, and the gradients of what it returns, are noted."""
+        hooks = [
+            hook
+            for place, block in enumerate(self._blocks)
+            for hook in (
+                block.register_forward_pre_hook(lambda *_, place=place: self._begin(place)),
+                block.register_forward_hook(
+                    lambda _block, _args, output, place=place: self._follow(place, output)
+                ),
+            )
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _begin(self, place: int) -> None:
+        if not in_backward():
+            self.mark(("forward", place))
+
+    def _follow(self, place: int, output: Any) -> None:
+        if in_backward():
+            return
+        for tensor in take_tensors(output)[0]:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _gradient: self.mark(("backward", place)))  # type: ignore[no-untyped-call]
+
+
+def _stretched(segments: dict[Any, _Segment], repeats: Sequence[Repeat]) -> StepBytes:
+    """What the whole step holds, with the segments of blocks that stand for more as often as they come."""
+    level = host = peak = kept = most_on_host = 0
+    for name in _with_repeats(segments, repeats):
+        if name == "between":
+            kept, most_on_host = level, host
+        if name not in segments:  # of a block that needs no gradient
+            continue
+        segment = segments[name]
+        peak = max(peak, level + segment.extra)
+        level, host = level + segment.change, host + segment.host_change
+    return StepBytes(kept=kept, peak=peak, host=most_on_host)
+
+
+def _with_repeats(names: Iterable[Any], repeats: Sequence[Repeat]) -> Iterator[Any]:
+    """Names of segments in order, those of blocks that stand for more as often as they come in the model."""
+    again: dict[Any, list[Any]] = {}
+    for repeat in repeats:
+        places = range(repeat.first, repeat.first + repeat.num_blocks)
+        for phase in ("forward", "release"):
+            again[phase, places[-1]] = [(phase, place) for place in places] * repeat.num_left_out
+        again["backward", places[0]] = [
+            ("backward", place) for place in reversed(places)
+        ] * repeat.num_left_out
+    for name in names:
+        yield name
+        yield from again.get(name, [])

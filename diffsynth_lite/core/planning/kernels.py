@@ -1,0 +1,147 @@
+"""This file has a model on the meta device call what it would call on a GPU, so that it can be counted.
+
+On meta torch takes attention and norms apart, and has no autocast. Here attention is one kernel, and
+so may be the norm that GPUs have one for; autocast is done as on CUDA.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from diffsynth_lite.core.weights import FrozenLinear
+
+IN_LOWER_PRECISION = frozenset(
+    (
+        *("conv1d", "conv2d", "conv3d", "conv_tbc", "convolution"),
+        *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+        *("addmm", "addmv", "addr", "addbmm", "baddbmm", "bmm", "mm", "mv", "matmul", "einsum"),
+        *("chain_matmul", "linalg_multi_dot", "linalg_vecdot"),
+        *("linear", "prelu", "scaled_dot_product_attention"),
+    )
+)
+"""Functions whose inputs autocast casts on CUDA.
+
+Source, as of the next two: ``ATen/autocast_mode.h`` of torch 2.13, without losses, recurrent cells and what
+has no function of its own.
+"""
+IN_FLOAT32 = frozenset(
+    (
+        *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "logsumexp"),
+        *("pow", "reciprocal", "rsqrt", "sinh", "softplus", "tan", "renorm", "dist", "cdist", "pdist"),
+        *("layer_norm", "rms_norm", "group_norm", "cosine_similarity", "mse_loss", "interpolate"),
+    )
+)
+"""Those whose inputs it casts to fp32; ``interpolate`` stands for all ``upsample_...``."""
+TO_FLOAT32 = frozenset(("prod", "softmax", "log_softmax", "cumprod", "cumsum", "sum"))
+"""Those that it has return fp32 unless they are told otherwise."""
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output: Tensor = kernel(query, key, value, attn_mask=attn_mask)[0]
+    return output
+
+
+def _normalize(
+    input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    output: Tensor = torch.ops.aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
+    return output
+
+
+Replacements = Mapping[Any, Callable[..., Any]]
+"""What is called in place of functions."""
+
+ON_ALL_DEVICES: Replacements = {functional.scaled_dot_product_attention: _attend}
+"""Attention is one kernel on the CPU, too."""
+ON_CUDA: Replacements = {**ON_ALL_DEVICES, functional.rms_norm: _normalize}
+
+
+class FusedKernels(TorchFunctionMode):
+    """Scope in which some functions run in one kernel that torch takes apart on meta."""
+
+    def __init__(self, replaced: Replacements) -> None:
+        super().__init__()
+        self._replaced = replaced
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._replaced.get(func, func)(*args, **(kwargs or {}))
+
+
+class CudaAutocast(TorchFunctionMode):
+    """Scope of autocast to bf16, as on CUDA, for a model on the meta device.
+
+    What other functions call inside of themselves is not cast, nor are the inputs of autograd functions
+    of ours: ``cast_frozen_inputs`` is for those.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._casts: dict[nn.Parameter, Tensor] = {}
+        self._is_forward = False
+        self._release: Callable[[nn.Parameter], object] = lambda _: None
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Scope of the model's forward pass, in which a trained weight is cast once and kept to its end."""
+        self._is_forward = True
+        try:
+            with self:
+                yield
+        finally:
+            self._is_forward = False
+            for weight in list(self._casts):
+                self._release(weight)
+                del self._casts[weight]
+
+    @contextmanager
+    def releases_told(self, release: Callable[[nn.Parameter], object]) -> Iterator[None]:
+        """Scope in which ``release`` is called with each weight before what it was cast to is let go."""
+        before, self._release = self._release, release
+        try:
+            yield
+        finally:
+            self._release = before
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in IN_LOWER_PRECISION:
+            return func(*map(self._lower, args), **{key: self._lower(one) for key, one in kwargs.items()})
+        if name in IN_FLOAT32:
+            return func(*map(_upper, args), **{key: _upper(one) for key, one in kwargs.items()})
+        if name in TO_FLOAT32 and _is_castable(args[0]) and kwargs.get("dtype") is None:
+            kwargs = {**kwargs, "dtype": torch.float32}
+        return func(*args, **kwargs)
+
+    def _lower(self, value: Any) -> Any:
+        if not _is_castable(value) or value.dtype == torch.bfloat16:
+            return value
+        if not (self._is_forward and isinstance(value, nn.Parameter) and value.requires_grad):
+            return value.to(torch.bfloat16)
+        if value not in self._casts:
+            self._casts[value] = value.to(torch.bfloat16)
+        return self._casts[value]
+
+
+def cast_frozen_inputs(model: nn.Module) -> None:
+    """Have each :class:`FrozenLinear` of a model cast its input, as it does under real autocast."""
+    for module in model.modules():
+        if isinstance(module, FrozenLinear):
+            module.register_forward_pre_hook(lambda _layer, inputs: (inputs[0].to(torch.bfloat16),))
+
+
+def _upper(value: Any) -> Any:
+    return value.float() if _is_castable(value) else value
+
+
+def _is_castable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64

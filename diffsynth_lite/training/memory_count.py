@@ -1,0 +1,406 @@
+"""This file counts what a training step takes on the device and in host memory, before anything is loaded.
+
+The settings of a folder are enough: the model is built on torch's meta device, with a few blocks in place of
+all. What kernels, the allocator and the driver take for themselves is not counted.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from torch import Tensor, nn
+
+from diffsynth_lite.core.gradient import BlockPolicy, GradientEngine, blocks_in, gradient_engine
+from diffsynth_lite.core.planning import (
+    ON_CUDA,
+    CountingMeter,
+    CudaAutocast,
+    FusedKernels,
+    HostBackend,
+    Repeat,
+    StepBytes,
+    cast_frozen_inputs,
+    count_step,
+    fewer_blocks,
+)
+from diffsynth_lite.core.transfer.backends import smallest_worth_moving
+from diffsynth_lite.core.weights import (
+    Quantization,
+    counted_format,
+    frozen_weights,
+    packed_bytes,
+    spread_evenly,
+)
+from diffsynth_lite.lora import adapter_size, add_adapter, layers_ending_in
+from diffsynth_lite.pipelines import Conditioning, ModelFamily
+from diffsynth_lite.pipelines.base.quantized import kept_in_fp32, linear_layers_in
+
+_META = torch.device("meta")
+_MOMENTS = 2
+"""Numbers that AdamW keeps of each one that trains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """What decides how much memory a step of a model takes, by the names of the settings.
+
+    Attributes:
+        accumulates: whether a step has several micro-batches, whose gradients are added up.
+        policy: which blocks are checkpointed, and what they keep.
+        has_average: whether a moving average of the LoRA is kept.
+    """
+
+    micro_batch_size: int = 1
+    accumulates: bool = False
+    has_average: bool = False
+    mixed_precision: Literal["no", "bf16"] = "bf16"
+    use_gradient_checkpointing: bool = True
+    use_gradient_checkpointing_offload: bool = False
+    policy: BlockPolicy = BlockPolicy()  # noqa: RUF009 (frozen)
+    resident_blocks: int = 1
+    prefetched_blocks: int = 1
+    skip_dead_ops: bool = True
+    min_bytes: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    quantize: Literal["none", "int8", "nf4"] = "none"
+    quantize_skip: tuple[str, ...] = ()
+    stream_blocks: int | Literal["all"] = 0
+    stream_slots: int = 2
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything that blocks keep goes to host memory."""
+        saves = self.policy.selected.save_attention == "park" and self.use_gradient_checkpointing
+        return self.use_gradient_checkpointing_offload or saves
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCount:
+    """Bytes that training holds, on the device but where it says otherwise.
+
+    Attributes:
+        weights: frozen, and all the time on the device.
+        slots: that streamed weights visit.
+        lora: weights of the LoRA, and of its moving average.
+        optimizer: AdamW's state.
+        gradients: of the LoRA, at the end of the backward pass.
+        step: what a step holds beside these, its gradients included.
+        weights_on_host: frozen, in host memory.
+    """
+
+    weights: int
+    slots: int
+    lora: int
+    optimizer: int
+    gradients: int
+    step: StepBytes
+    weights_on_host: int
+
+    @property
+    def device(self) -> int:
+        """Most on the device at once."""
+        return self.weights + self.slots + self.lora + self.optimizer + self.step.peak
+
+    @property
+    def host(self) -> int:
+        """Most in host memory at once."""
+        return self.weights_on_host + self.step.host
+
+
+class MemoryCounter:
+    """Counts steps of what a family trains, with a LoRA on some of its layers, at one size.
+
+    Of several models that are trained the first runs in a step; weights and LoRA are those of all.
+
+    Args:
+        family: bound to a folder, with or without weights.
+        layers: full names, in the family's ``empty_transformer()``, of those with a LoRA.
+        rank: of the LoRA.
+        dropout: of the LoRA.
+        latents_shape: of one sample.
+        conditioning: of one sample; its values do not matter.
+    """
+
+    def __init__(
+        self,
+        family: ModelFamily,
+        layers: Sequence[str],
+        *,
+        rank: int,
+        dropout: float = 0.0,
+        latents_shape: Sequence[int],
+        conditioning: Conditioning,
+    ) -> None:
+        self._family = family
+        self._rank, self._dropout = rank, dropout
+        self._latents_shape, self._conditioning = tuple(latents_shape), conditioning
+        model = family.empty_transformer()
+        self._lora_bytes = torch.float32.itemsize * adapter_size(model, layers, rank=rank)
+        # Names within the first model, which runs.
+        prefix = "" if len(family.trained) == 1 else f"{family.trained[0]}."
+        self._layers = [name.removeprefix(prefix) for name in layers if name.startswith(prefix)]
+        self._weights: dict[Any, list[_ModelBytes]] = {}
+        self._steps: dict[StepSettings, StepBytes] = {}
+
+    def count(self, settings: StepSettings) -> MemoryCount:
+        """What training under these settings holds.
+
+        Raises:
+            UserError: ``quantize_skip`` names layers that are not there.
+        """
+        models = self._model_bytes(settings)
+        streamed = [block for model in models for block in model.streamed(settings.stream_blocks)]
+        resident = sum(model.total for model in models) - sum(block.plain for block in streamed)
+        return MemoryCount(
+            weights=resident,
+            slots=settings.stream_slots * max((block.packed for block in streamed), default=0),
+            lora=self._lora_bytes * (2 if settings.has_average else 1),
+            optimizer=_MOMENTS * self._lora_bytes,
+            gradients=self._lora_bytes,
+            step=self._step_bytes(settings),
+            weights_on_host=sum(block.packed for block in streamed),
+        )
+
+    def _model_bytes(self, settings: StepSettings) -> list["_ModelBytes"]:
+        """Of each model that is trained."""
+        key = settings.dtype, settings.quantize, settings.quantize_skip, settings.min_bytes
+        if key not in self._weights:
+            first = self._family.trained[0]
+            parts = self._family.parts_of(self._family.empty_transformer())
+            # What else is trained beside a model, such as text encoders, is neither quantised nor streamed.
+            self._weights[key] = [
+                _ModelBytes.of(
+                    self._prepared(part, settings) if type(part) is type(parts[first]) else part,
+                    blocks_in(part, self._family.block_lists) if type(part) is type(parts[first]) else [],
+                    smallest_worth_moving(_META) if settings.min_bytes is None else settings.min_bytes,
+                )
+                for part in parts.values()
+            ]
+        return self._weights[key]
+
+    def _prepared(self, model: nn.Module, settings: StepSettings) -> nn.Module:
+        """The model with weights as a run keeps them."""
+        model.requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            if not kept_in_fp32(model, name):
+                parameter.data = parameter.data.to(settings.dtype)
+        if settings.quantize != "none":
+            names = linear_layers_in(model, blocks_in(model, self._family.block_lists))
+            skipped = layers_ending_in(
+                names, settings.quantize_skip, key="model.quantize_skip", owner=type(model).__name__
+            )
+            layers = tuple(name for name in names if name not in set(skipped))
+            Quantization(format=counted_format(settings.quantize), layers=layers, device=_META).apply_to(
+                model
+            )
+        return model
+
+    def _step_bytes(self, settings: StepSettings) -> StepBytes:
+        # Where weights are changes no activation.
+        settings = replace(settings, stream_blocks=0, stream_slots=2, has_average=False)
+        if settings not in self._steps:
+            self._steps[settings] = self._counted(settings)
+        return self._steps[settings]
+
+    def _counted(self, settings: StepSettings) -> StepBytes:
+        """A step of the first model with a few of its blocks, and what that says of all of them."""
+        family = type(self._family)(self._family.folder, trained=self._family.trained[:1])
+        reduced = _Reduced.of(family, self._layers, settings)
+        model = self._prepared(reduced.model, settings)
+        add_adapter(model, reduced.layers, rank=self._rank, alpha=1, dropout=self._dropout, seed=0)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(_META)
+        step = _MetaStep(model.train(), settings, reduced.policy)
+        size = settings.micro_batch_size
+        noisy = torch.empty(size, *self._latents_shape, device=_META)
+        sigma = torch.full((size,), 0.5, device=_META)
+
+        def loss() -> Tensor:
+            estimate = family.predict(model, noisy, sigma, [self._conditioning] * size)
+            return estimate.float().square().mean()
+
+        if settings.offloads:
+            # In the first step an engine learns what blocks share.
+            step.backward(step.forward(loss))
+            model.zero_grad()
+        if settings.accumulates:
+            for parameter in model.parameters():
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        found = count_step(
+            lambda: step.forward(loss),
+            step.backward,
+            blocks_in(model, family.block_lists),
+            step.meter,
+            step.engine,
+            autocast=step.autocast,
+            repeats=reduced.repeats,
+        )
+        added = self._lora_bytes if settings.accumulates else 0
+        return replace(found, peak=found.peak + added)
+
+
+@dataclass(frozen=True)
+class _BlockBytes:
+    """What the weights of a block take that can be streamed: where they are now, and packed in a slot."""
+
+    plain: int
+    packed: int
+
+
+@dataclass(frozen=True)
+class _ModelBytes:
+    """What the weights of a model take, and those of its blocks that can be streamed, in call order."""
+
+    total: int
+    blocks: list[_BlockBytes]
+
+    @classmethod
+    def of(cls, model: nn.Module, blocks: Sequence[nn.Module], min_bytes: int) -> "_ModelBytes":
+        movable = [frozen_weights(block, min_bytes) for block in blocks]
+        return cls(
+            total=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
+            blocks=[
+                _BlockBytes(sum(weight.nbytes for weight in weights), packed_bytes(weights))
+                for weights in movable
+            ],
+        )
+
+    def streamed(self, number: int | Literal["all"]) -> list[_BlockBytes]:
+        """The blocks that ``memory.stream_blocks`` streams."""
+        if not number or not self.blocks:
+            return []
+        wanted = len(self.blocks) if number == "all" else number
+        return [self.blocks[place] for place in spread_evenly(len(self.blocks), wanted)]
+
+
+@dataclass(frozen=True)
+class _Reduced:
+    """A model with a few blocks in place of all, and what belongs to it.
+
+    Attributes:
+        layers: those with a LoRA, by their names in it.
+        policy: what happens to its blocks.
+        repeats: which of its blocks stand for more.
+    """
+
+    model: nn.Module
+    layers: list[str]
+    policy: BlockPolicy
+    repeats: list[Repeat]
+
+    @classmethod
+    def of(cls, family: ModelFamily, layers: Sequence[str], settings: StepSettings) -> "_Reduced":
+        """What the family trains, so that a step of it shows a step of the whole model."""
+        model = family.empty_transformer()
+        num_blocks = len(blocks_in(model, family.block_lists))
+        chosen = set(settings.policy.selection(num_blocks))
+        num_kept = 3 + max(1, settings.resident_blocks, settings.prefetched_blocks)
+        names, selected, repeats = list(layers), [], []
+        place = num_after = 0
+        for block_list in family.block_lists:
+            blocks = blocks_in(model, [block_list])
+            is_list = isinstance(model.get_submodule(block_list), nn.ModuleList)
+            names_of = [f"{block_list}.{index}" for index in range(len(blocks))] if is_list else [block_list]
+            kinds = [
+                (*_kind(block, f"{name}.", layers), place + index in chosen)
+                for index, (block, name) in enumerate(zip(blocks, names_of, strict=True))
+            ]
+            kept, found = fewer_blocks(kinds, num_kept)
+            if len(kept) < len(blocks):
+                model.set_submodule(block_list, nn.ModuleList([blocks[index] for index in kept]))
+                names = _renamed(names, block_list, kept)
+            repeats += [replace(repeat, first=repeat.first + num_after) for repeat in found]
+            selected += [num_after + new for new, index in enumerate(kept) if place + index in chosen]
+            place, num_after = place + len(blocks), num_after + len(kept)
+        policy = BlockPolicy(
+            select="only",
+            blocks=tuple(selected),
+            selected=settings.policy.selected,
+            others=settings.policy.others,
+        )
+        return cls(model, names, policy, repeats)
+
+
+def _kind(block: nn.Module, prefix: str, layers: Sequence[str]) -> tuple[Any, ...]:
+    """Equal for blocks that are alike: their class, shapes of weights, and layers with a LoRA."""
+    shapes = tuple((name, tuple(weight.shape)) for name, weight in block.named_parameters())
+    adapted = frozenset(name.removeprefix(prefix) for name in layers if name.startswith(prefix))
+    return type(block), shapes, adapted
+
+
+def _renamed(names: Sequence[str], block_list: str, kept: Sequence[int]) -> list[str]:
+    """Names of layers after some blocks of a list were left out."""
+    renamed, prefix = [], f"{block_list}."
+    for name in names:
+        if not name.startswith(prefix):
+            renamed.append(name)
+            continue
+        index, _, rest = name.removeprefix(prefix).partition(".")
+        if int(index) in kept:
+            renamed.append(f"{prefix}{kept.index(int(index))}.{rest}")
+    return renamed
+
+
+class _MetaStep:
+    """Forward and backward of a model on meta, as on a GPU and under the run's precision.
+
+    Attributes:
+        meter: counts, and leaves out what is offloaded.
+        engine: runs the blocks.
+        autocast: of the forward pass; None where the run has none.
+    """
+
+    def __init__(self, model: nn.Module, settings: StepSettings, policy: BlockPolicy) -> None:
+        self.meter = CountingMeter()
+        self.engine = GradientEngine(
+            min_bytes=settings.min_bytes,
+            # Nothing is allocated, so that no memory of this machine limits it.
+            host_bytes=sys.maxsize,
+            resident_blocks=settings.resident_blocks,
+            prefetched_blocks=settings.prefetched_blocks,
+            backend=HostBackend(_META, self.meter),
+            policy=policy,
+            skip_dead_ops=settings.skip_dead_ops,
+            use_gradient_checkpointing=settings.use_gradient_checkpointing,
+            use_gradient_checkpointing_offload=settings.use_gradient_checkpointing_offload,
+        )
+        self._kernels = FusedKernels(ON_CUDA)
+        self.autocast: CudaAutocast | None = None
+        if settings.mixed_precision == "bf16":
+            self.autocast = CudaAutocast()
+            cast_frozen_inputs(model)
+            _wrap_forward(model, self.autocast)
+
+    def forward(self, loss: Callable[[], Tensor]) -> Tensor:
+        """The loss."""
+        with self._kernels, gradient_engine(self.engine):
+            return loss()
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of the loss; gradients are kept."""
+        with self._kernels, self.autocast or nullcontext():
+            # What backward() calls: itself it would leave the scopes, which the recompute needs.
+            torch.autograd.Variable._execution_engine.run_backward(
+                (loss,),
+                (torch.ones_like(loss),),
+                False,
+                False,
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
+
+
+def _wrap_forward(model: nn.Module, autocast: CudaAutocast) -> None:
+    """As ``accelerator.prepare`` does: autocast in the forward pass, and its result in fp32."""
+    forward = model.forward
+
+    def under_autocast(*args: Any, **kwargs: Any) -> Any:
+        with autocast.forward():
+            return forward(*args, **kwargs)
+
+    vars(model)["forward"] = convert_outputs_to_fp32(under_autocast)

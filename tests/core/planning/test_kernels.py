@@ -1,0 +1,99 @@
+"""On meta a model is cast as CUDA's autocast would, and calls the kernels that there are on a GPU."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from diffsynth_lite.core.planning.kernels import (
+    IN_FLOAT32,
+    IN_LOWER_PRECISION,
+    ON_CUDA,
+    TO_FLOAT32,
+    CudaAutocast,
+    FusedKernels,
+    cast_frozen_inputs,
+)
+from diffsynth_lite.core.planning.meters import CountingMeter
+from diffsynth_lite.core.weights import FrozenLinear, Int8
+
+HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def listed(macro: str) -> set[str]:
+    """What torch's header lists under a macro."""
+    text = HEADER.read_text().partition(f"#define {macro}(_)")[2].partition("\n\n")[0]
+    return set(re.findall(r"_\((\w+)", text))
+
+
+@pytest.mark.skipif(not HEADER.exists(), reason="this torch comes without its headers")
+def test_the_lists_are_those_of_the_installed_torch() -> None:
+    lower, upper = listed("AT_FORALL_LOWER_PRECISION_FP"), listed("AT_FORALL_FP32")
+    assert lower >= IN_LOWER_PRECISION
+    assert upper | {"interpolate"} >= IN_FLOAT32
+    assert {"linear", "matmul", "conv2d"} <= IN_LOWER_PRECISION
+    no_names_of_their_own = ("_", "upsample", "gru", "lstm", "rnn")
+    losses = ("loss", "loss2d", "logits", "div", "_norm")
+    left_out = {
+        name
+        for name in (lower | upper) - IN_LOWER_PRECISION - IN_FLOAT32
+        if not name.startswith(no_names_of_their_own) and not name.endswith(losses)
+    }
+    assert not left_out
+    assert listed("AT_FORALL_FP32_SET_OPT_DTYPE") >= TO_FLOAT32
+
+
+def test_products_are_in_bf16_and_norms_sums_and_powers_in_float32() -> None:
+    x, full = meta(4, 4), meta(4, 4, dtype=FP32)
+    with CudaAutocast():
+        products = [
+            full @ x,
+            torch.mm(full, x),
+            functional.linear(full, full),
+            torch.einsum("ij,jk->ik", full, x),
+        ]
+        norms = [functional.layer_norm(x, (4,)), functional.rms_norm(x, (4,))]
+        others = [*norms, x.sum(), x.softmax(-1), x**2, torch.rsqrt(x)]
+        assert {one.dtype for one in products} == {BF16}
+        assert {one.dtype for one in others} == {FP32}
+        assert (x * x).dtype == functional.silu(x).dtype == x.mean().dtype == BF16
+        assert x.sum(dtype=BF16).dtype == BF16
+
+
+def test_a_trained_weight_is_cast_once_in_a_forward_pass_and_let_go_with_it() -> None:
+    weight, autocast, meter = nn.Parameter(meta(256, 256, dtype=FP32)), CudaAutocast(), CountingMeter()
+    x, told = meta(256), []
+    with meter, autocast.releases_told(told.append):
+        meter.start()
+        with autocast.forward():
+            for _ in range(2):
+                functional.linear(x, weight).detach()
+            assert meter.num_bytes == weight.numel() * BF16.itemsize
+        assert told == [weight]
+        assert meter.num_bytes == 0
+
+
+def test_a_frozen_layer_in_a_format_gets_its_input_in_bf16() -> None:
+    layer = FrozenLinear(nn.Linear(8, 8, dtype=BF16, device="meta"), Int8(), torch.device("meta"))
+    cast_frozen_inputs(layer)
+    assert layer(meta(8, dtype=FP32)).dtype == BF16
+
+
+def test_a_norm_keeps_its_input_and_a_number_for_each_row_as_the_kernel_of_a_gpu_does() -> None:
+    x, norm, meter = (
+        meta(64, 256, dtype=FP32).requires_grad_(),
+        nn.RMSNorm(256, device="meta"),
+        CountingMeter(),
+    )
+    with meter, FusedKernels(ON_CUDA):
+        meter.start()
+        output = norm.requires_grad_(False)(x)
+        assert meter.num_bytes == output.nbytes + 64 * FP32.itemsize

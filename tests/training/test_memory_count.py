@@ -1,0 +1,122 @@
+"""What is counted on meta with a few blocks is what all of them take, and what a step on the CPU holds."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from family_inputs import COUNTED, CountedRelease
+from family_subject import conditioning_of, family_of
+
+from diffsynth_lite.core.gradient import (
+    BlockPolicy,
+    BlockStrategy,
+    GradientEngine,
+    blocks_in,
+    gradient_engine,
+)
+from diffsynth_lite.core.planning import kernels
+from diffsynth_lite.core.planning import StepBytes, count_step
+from diffsynth_lite.core.planning import CountingMeter, HostBackend
+from diffsynth_lite.core.weights import Int8, Quantization
+from diffsynth_lite.lora import add_adapter, find_target_layers
+from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.pipelines.base.quantized import linear_layers_in
+from diffsynth_lite.training import memory_count
+from diffsynth_lite.training.memory_count import MemoryCounter, StepSettings
+
+CPU = torch.device("cpu")
+RANK = 4
+PARK = BlockStrategy(offload=True, save_attention="park")
+OFFLOADED = StepSettings(use_gradient_checkpointing_offload=True, min_bytes=0)
+
+
+@contextmanager
+def narrow(family: str, num_blocks: int) -> Iterator[tuple[ModelFamily, CountedRelease]]:
+    """A release of a family with a few heads and blocks."""
+    release = next(release for release in COUNTED if release.family == family)
+    with family_of(release, {**dict.fromkeys(release.depths, num_blocks), **release.small}) as found:
+        yield found, release
+
+
+def counter_of(family: ModelFamily, release: CountedRelease) -> MemoryCounter:
+    pixels = release.small_pixels
+    return MemoryCounter(
+        family,
+        targets(family, family.empty_transformer()),
+        rank=RANK,
+        latents_shape=family.latents_shape(*pixels),
+        conditioning=conditioning_of(family, release, pixels),
+    )
+
+
+def targets(family: ModelFamily, model: torch.nn.Module) -> list[str]:
+    return find_target_layers(
+        model, family.default_target_modules, unused_modules=family.unused_modules(model)
+    )
+
+
+@pytest.mark.parametrize("name", ["flux", "z_image"])
+def test_a_few_blocks_of_each_list_take_what_all_of_them_take(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(OFFLOADED, policy=BlockPolicy(select="last_k", n=5, selected=PARK))
+    with narrow(name, 7) as (family, release):
+        few = counter_of(family, release).count(settings)
+        monkeypatch.setattr(memory_count, "fewer_blocks", lambda kinds, _: (list(range(len(kinds))), []))
+        assert counter_of(family, release).count(settings) == few
+    assert few.step.host > 0
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_a_step_on_the_cpu_under_autocast_holds_what_is_counted(
+    quantize: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Autocast of the CPU leaves norms and sums in bf16.
+    monkeypatch.setattr(kernels, "IN_FLOAT32", frozenset())
+    monkeypatch.setattr(kernels, "TO_FLOAT32", frozenset())
+    monkeypatch.setattr(memory_count, "ON_CUDA", kernels.ON_ALL_DEVICES)
+    settings = replace(OFFLOADED, quantize=quantize, micro_batch_size=2, accumulates=True)
+    with narrow("qwen_image", 2) as (family, release):
+        counted = counter_of(family, release).count(settings)
+        held = held_on_cpu(family, release, settings)
+    # Of the norm before the last layer: mean and deviation of 256 tokens, which only the CPU keeps in bf16.
+    means = 2 * 2 * 256 * torch.bfloat16.itemsize
+    expected = StepBytes(kept=held.kept + means, peak=held.peak + counted.gradients, host=held.host)
+    assert counted.step == expected
+
+
+def held_on_cpu(family: ModelFamily, release: CountedRelease, settings: StepSettings) -> StepBytes:
+    """What a second micro-batch really holds."""
+    (component,) = family.trained
+    model = family.component_class(component).from_config(family.folder.component_config(component))
+    for weight in model.requires_grad_(False).parameters():
+        weight.data = weight.data.bfloat16()
+    if settings.quantize == "int8":
+        layers = tuple(linear_layers_in(model, blocks_in(model, family.block_lists)))
+        Quantization(format=Int8(), layers=layers, device=CPU).apply_to(model)
+    add_adapter(model, targets(family, model), rank=RANK, alpha=1, dropout=0, seed=0)
+    model.train()
+    forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    model.forward = convert_outputs_to_fp32(forward)  # as accelerate does
+    size, pixels, meter = settings.micro_batch_size, release.small_pixels, CountingMeter()
+    conditioning = [conditioning_of(family, release, pixels)] * size
+    noisy, sigma = torch.zeros(size, *family.latents_shape(*pixels)), torch.full((size,), 0.5)
+    engine = GradientEngine(
+        min_bytes=0,
+        host_bytes=sys.maxsize,
+        backend=HostBackend(CPU, meter),
+        use_gradient_checkpointing=True,
+        use_gradient_checkpointing_offload=True,
+    )
+
+    def loss() -> torch.Tensor:
+        with gradient_engine(engine):
+            return family.predict(model, noisy, sigma, conditioning).float().square().mean()
+
+    loss().backward()
+    return count_step(loss, torch.Tensor.backward, blocks_in(model, family.block_lists), meter, engine)
