@@ -37,7 +37,7 @@ from diffsynth_lite.core.weights import (
 )
 from diffsynth_lite.lora import adapter_size, add_adapter, layers_ending_in
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
-from diffsynth_lite.pipelines.base.quantized import kept_in_fp32, linear_layers_in
+from diffsynth_lite.pipelines.base.quantized import kept_in_fp32, quantizable_layers
 
 _META = torch.device("meta")
 _MOMENTS = 2
@@ -123,6 +123,9 @@ class MemoryCounter:
         dropout: of the LoRA.
         latents_shape: of one sample.
         conditioning: of one sample; its values do not matter.
+
+    Attributes:
+        num_blocks: of one model.
     """
 
     def __init__(
@@ -143,6 +146,7 @@ class MemoryCounter:
         # Names within the first model, which runs.
         prefix = "" if len(family.trained) == 1 else f"{family.trained[0]}."
         self._layers = [name.removeprefix(prefix) for name in layers if name.startswith(prefix)]
+        self.num_blocks = len(blocks_in(family.parts_of(model)[family.trained[0]], family.block_lists))
         self._weights: dict[Any, list[_ModelBytes]] = {}
         self._steps: dict[StepSettings, StepBytes] = {}
 
@@ -189,7 +193,7 @@ class MemoryCounter:
             if not kept_in_fp32(model, name):
                 parameter.data = parameter.data.to(settings.dtype)
         if settings.quantize != "none":
-            names = linear_layers_in(model, blocks_in(model, self._family.block_lists))
+            names = quantizable_layers(model, self._family.block_lists)
             skipped = layers_ending_in(
                 names, settings.quantize_skip, key="model.quantize_skip", owner=type(model).__name__
             )

@@ -71,8 +71,8 @@ def held_by(run: TinyRun, folder: Path, *settings: str) -> Held:
 def _not_counted(meter: CountingMeter) -> Any:
     allocate = PlainBackend.allocate_host
 
-    def allocate_host(self: PlainBackend, num_bytes: int) -> torch.Tensor | None:
-        buffer = allocate(self, num_bytes)
+    def allocate_host(self: PlainBackend, num_bytes: int, descriptor: int = -1) -> torch.Tensor | None:
+        buffer = allocate(self, num_bytes, descriptor)
         if buffer is not None:
             meter.ignore(buffer)
         return buffer

@@ -19,19 +19,18 @@ from diffsynth_lite.core.gradient import (
     blocks_in,
     gradient_engine,
 )
-from diffsynth_lite.core.planning import kernels
-from diffsynth_lite.core.planning import StepBytes, count_step
-from diffsynth_lite.core.planning import CountingMeter, HostBackend
+from diffsynth_lite.core.planning import CountingMeter, HostBackend, StepBytes, count_step, kernels
 from diffsynth_lite.core.weights import Int8, Quantization
 from diffsynth_lite.lora import add_adapter, find_target_layers
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.pipelines.base.quantized import linear_layers_in
+from diffsynth_lite.pipelines.base.quantized import quantizable_layers
 from diffsynth_lite.training import memory_count
 from diffsynth_lite.training.memory_count import MemoryCounter, StepSettings
 
 CPU = torch.device("cpu")
 RANK = 4
 PARK = BlockStrategy(offload=True, save_attention="park")
+RESIDENT = StepSettings()
 OFFLOADED = StepSettings(use_gradient_checkpointing_offload=True, min_bytes=0)
 
 
@@ -60,16 +59,55 @@ def targets(family: ModelFamily, model: torch.nn.Module) -> list[str]:
     )
 
 
-@pytest.mark.parametrize("name", ["flux", "z_image"])
-def test_a_few_blocks_of_each_list_take_what_all_of_them_take(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_few_blocks_of_each_list_take_what_all_of_them_take(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = replace(OFFLOADED, policy=BlockPolicy(select="last_k", n=5, selected=PARK))
-    with narrow(name, 7) as (family, release):
+    with narrow("flux", 7) as (family, release):
         few = counter_of(family, release).count(settings)
         monkeypatch.setattr(memory_count, "fewer_blocks", lambda kinds, _: (list(range(len(kinds))), []))
         assert counter_of(family, release).count(settings) == few
     assert few.step.host > 0
+
+
+def test_weights_that_are_streamed_are_on_the_host_and_the_device_has_slots_for_the_largest_block() -> None:
+    with narrow("flux", 2) as (family, release):
+        counter = counter_of(family, release)
+        model = family.empty_transformer().to(torch.bfloat16)
+        blocks = blocks_in(model, family.block_lists)
+        sizes = [sum(weight.nbytes for weight in weights_to_move(block)) for block in blocks]
+        packed = [
+            sum(-(-(weight.nbytes + 64) // 512) * 512 for weight in weights_to_move(block))
+            for block in blocks
+        ]
+        resident, streamed, half, int8, nf4 = (
+            counter.count(replace(RESIDENT, **settings))
+            for settings in (
+                {},
+                {"stream_blocks": "all", "stream_slots": 3},
+                {"stream_blocks": 2},
+                {"quantize": "int8"},
+                {"quantize": "nf4"},
+            )
+        )
+        names = quantizable_layers(model, family.block_lists)
+        quantised = [model.get_submodule(name).weight for name in names]
+    assert resident.weights == sum(weight.nbytes for weight in model.parameters())
+    assert (resident.slots, resident.host) == (0, 0)
+    assert streamed.weights == resident.weights - sum(sizes)
+    assert (streamed.slots, streamed.weights_on_host) == (3 * max(packed), sum(packed))
+    # Evenly spread: the second block of each kind.
+    assert half.weights_on_host == packed[1] + packed[3]
+    rows, numbers = sum(weight.shape[0] for weight in quantised), sum(weight.numel() for weight in quantised)
+    assert resident.weights - int8.weights == numbers * (2 - 1) - rows * 4
+    assert resident.weights - nf4.weights == numbers * 2 - numbers // 2 - numbers // 64 * 4
+    assert streamed.step == half.step == resident.step
+    # While one layer computes, its weight is there as it was.
+    assert int8.step.peak - resident.step.peak <= max(weight.nbytes for weight in quantised)
+    assert resident.optimizer == 2 * resident.lora == 2 * resident.gradients
+    assert resident.device == resident.weights + 3 * resident.lora + resident.step.peak
+
+
+def weights_to_move(block: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [weight for weight in block.parameters() if weight.nbytes >= 64 * 1024]
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
@@ -97,7 +135,7 @@ def held_on_cpu(family: ModelFamily, release: CountedRelease, settings: StepSett
     for weight in model.requires_grad_(False).parameters():
         weight.data = weight.data.bfloat16()
     if settings.quantize == "int8":
-        layers = tuple(linear_layers_in(model, blocks_in(model, family.block_lists)))
+        layers = tuple(quantizable_layers(model, family.block_lists))
         Quantization(format=Int8(), layers=layers, device=CPU).apply_to(model)
     add_adapter(model, targets(family, model), rank=RANK, alpha=1, dropout=0, seed=0)
     model.train()

@@ -111,7 +111,7 @@ class HostBackend(PlainBackend):
     def __init__(self, device: torch.device, meter: IgnoresTensors) -> None:
         self._device, self._meter = device, meter
 
-    def allocate_host(self, num_bytes: int) -> Tensor | None:
+    def allocate_host(self, num_bytes: int, descriptor: int = -1) -> Tensor | None:
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         self._meter.ignore(buffer)
         return buffer
