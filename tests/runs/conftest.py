@@ -1,6 +1,5 @@
 """The tiny pipeline that all runs share, and a fresh accelerate state for each test."""
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 from accelerate.state import AcceleratorState
 from processes import kill_children
-from tiny_run import UNWATCHED, TinyRun, make_run
+from tiny_run import UNWATCHED, TinyRun, copy_run, make_run
 
 from diffsynth_lite.pipelines.qwen_image import tiny
 
@@ -43,10 +42,7 @@ def _two_steps(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Ti
 @pytest.fixture
 def begun_run(tmp_path: Path, _two_steps: TinyRun) -> TinyRun:
     """A tiny run, of which two steps are done, with data and cache of its own."""
-    root = shutil.copytree(_two_steps.root, tmp_path, dirs_exist_ok=True)
-    config = root / _two_steps.config.name
-    config.write_text(config.read_text().replace(str(_two_steps.root), str(root)))
-    return replace(_two_steps, root=root, config=config)
+    return copy_run(_two_steps, tmp_path)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""A score of the quickstart, the first argument, that draws with 12 steps, which show what its 20 do."""
+"""A score of the quickstart, the first argument, that draws with 8 steps, which show what its 20 do."""
 
 import runpy
 import sys
@@ -10,6 +10,6 @@ sys.path.insert(0, str(EXAMPLE))
 import comparison  # noqa: E402
 
 if __name__ == "__main__":
-    comparison.NUM_STEPS = 12
+    comparison.NUM_STEPS = 8
     sys.argv = sys.argv[1:]
     runpy.run_path(str(EXAMPLE / sys.argv[0]), run_name="__main__")

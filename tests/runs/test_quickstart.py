@@ -10,9 +10,10 @@ from diffsynth_lite.cli.train import main
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "examples" / "quickstart"
-# The other tests cover previews, checkpointing and offload, which change no weight.
+# The other tests cover previews, losses on fixed noise, checkpointing and offload, which change no weight.
 FASTER = (
     "validation.prompts=[]",
+    "validation.loss_items=0",
     "train.use_gradient_checkpointing=false",
     "train.use_gradient_checkpointing_offload=false",
 )

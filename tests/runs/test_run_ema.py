@@ -1,9 +1,13 @@
 """Runs that keep a moving average of the LoRA beside it."""
 
+from pathlib import Path
+
+import pytest
 import torch
+from accelerate.state import AcceleratorState
 from diffusers import QwenImagePipeline
 from safetensors.torch import load_file
-from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing
+from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, make_run
 
 SETTINGS = (
     *("train.ema_decay=0.6", "train.lr_scheduler=cosine", "train.warmup_steps=2"),
@@ -45,44 +49,57 @@ def test_a_run_that_forgets_its_average_would_be_another(tiny_run: TinyRun, monk
     assert all(name.startswith("ema/") for name in changed)
 
 
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> TinyRun:
+    """A run without an average, with one that is evaluated, also half-way, and with one that is not."""
+    run = make_run(tmp_path_factory.mktemp("evaluated"), tiny_model)
+    for name, settings in (
+        ("plain", ()),
+        ("averaged", ("train.ema_decay=0.9",)),
+        ("own", ("train.ema_decay=0.9", "validation.use_ema=false")),
+    ):
+        given = ("train.steps=3", "validation.every_steps=2", *settings)
+        assert run.train(f"output.dir={run.root / name}", *given) == 0
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return run
+
+
 def test_the_average_is_exported_beside_the_lora_and_changes_nothing_in_it(
-    watched_run: TinyRun, tiny_model
+    evaluated: TinyRun, tiny_model: Path
 ) -> None:
-    plain, averaged = watched_run.root / "plain", watched_run.root / "averaged"
-    assert watched_run.train(f"output.dir={plain}", *UNWATCHED) == 0
-    assert watched_run.train(f"output.dir={averaged}", "train.ema_decay=0.6", "validation.every_steps=2") == 0
-    tensors = checkpoint_tensors(averaged, 6)
+    plain, averaged = evaluated.root / "plain", evaluated.root / "averaged"
+    tensors = checkpoint_tensors(averaged, 3)
     own = {name: value for name, value in tensors.items() if not name.startswith("ema/")}
-    assert differing(own, checkpoint_tensors(plain, 6)) == []
+    assert differing(own, checkpoint_tensors(plain, 3)) == []
     pipeline = QwenImagePipeline.from_pretrained(tiny_model, dtype=torch.float32)
     pipeline.load_lora_weights(averaged / "lora_ema")
     loaded = {name: value for name, value in pipeline.transformer.named_parameters() if ".lora_" in name}
+    assert loaded
     for name, value in loaded.items():
         assert torch.equal(value, tensors[f"ema/{name.replace('.default_0', '.default')}"]), name
     assert pipeline.transformer.peft_config["default_0"].lora_alpha == 8
     assert not (plain / "lora_ema").exists()
 
 
-def test_previews_and_loss_are_those_of_the_average_unless_asked_otherwise(watched_run: TinyRun) -> None:
-    def evaluated(name: str, *settings: str) -> tuple[bytes, float]:
-        folder = watched_run.root / name
-        assert watched_run.train(f"output.dir={folder}", "train.steps=3", *settings) == 0
+def test_previews_and_loss_are_those_of_the_average_unless_asked_otherwise(evaluated: TinyRun) -> None:
+    def shown(name: str) -> tuple[bytes, float]:
+        folder = evaluated.root / name
         (preview,) = (folder / "previews").glob("step-00000003-prompt-00-*.png")
-        loss = next(
-            row["train_fixed_noise_loss"] for row in watched_run.metrics(folder)[::-1] if "train" in str(row)
-        )
-        return preview.read_bytes(), loss
+        losses = [
+            row["train_fixed_noise_loss"]
+            for row in evaluated.metrics(folder)
+            if "train_fixed_noise_loss" in row
+        ]
+        assert len(losses) == 3
+        return preview.read_bytes(), losses[-1]
 
-    plain = evaluated("plain")
-    averaged = evaluated("averaged", "train.ema_decay=0.9")
-    own = evaluated("own", "train.ema_decay=0.9", "validation.use_ema=false")
-    assert own == plain
+    plain, averaged = shown("plain"), shown("averaged")
+    assert shown("own") == plain
     assert averaged[0] != plain[0]
     assert averaged[1] != plain[1]
 
 
-def test_an_average_may_begin_in_the_middle_when_that_is_allowed(tiny_run: TinyRun) -> None:
-    assert tiny_run.train("train.steps=4") == 0
-    assert tiny_run.train("train.ema_decay=0.6") == 2
-    assert tiny_run.train("train.ema_decay=0.6", "resume.allow=[train.ema_decay]") == 0
-    assert any(name.startswith("ema/") for name in checkpoint_tensors(tiny_run.folder, 6))
+def test_an_average_may_begin_in_the_middle_when_that_is_allowed(begun_run: TinyRun) -> None:
+    assert begun_run.train("train.ema_decay=0.6") == 2
+    assert begun_run.train("train.ema_decay=0.6", "resume.allow=[train.ema_decay]") == 0
+    assert any(name.startswith("ema/") for name in checkpoint_tensors(begun_run.folder, 6))

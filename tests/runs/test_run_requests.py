@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, dropping
+from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, copy_run, differing, dropping, make_run
 
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training import trainer
@@ -238,6 +239,21 @@ def test_a_damaged_best_checkpoint_is_the_best_no_more(
     assert differing(best_lora(tiny_run), lora_of_step(tiny_run, 6)) == []
 
 
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> TinyRun:
+    """A run of four steps, of which the second was the best on held-out data."""
+    run = make_run(tmp_path_factory.mktemp("measured"), tiny_model)
+    settings = (
+        *(*UNWATCHED, *held_out(run), "validation.every_steps=2", "train.ema_decay=0.6"),
+        "output.keep_checkpoints=1",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        measure(patch, 9.0, 1.0, 2.0)
+        assert run.train(*settings, "train.steps=4") == 0
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return replace(run, settings=settings)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -249,29 +265,25 @@ def test_a_damaged_best_checkpoint_is_the_best_no_more(
     ],
 )
 def test_a_best_that_was_measured_otherwise_is_compared_with_nothing(
-    tiny_run: TinyRun,
+    measured: TinyRun,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     change: str,
     named: str | None,
 ) -> None:
-    settings = (
-        *(*held_out(tiny_run), "validation.every_steps=2", "train.ema_decay=0.6"),
-        "output.keep_checkpoints=1",
-    )
-    shutil.copytree(tiny_run.root / "data", tiny_run.root / "moved")
-    (shutil.copytree(tiny_run.root / "data", tiny_run.root / "fewer") / "0.png").unlink()
-    measure(monkeypatch, 9.0, 1.0, 2.0)
-    assert tiny_run.train(*settings, "train.steps=4") == 0
+    run = copy_run(measured, tmp_path)
+    shutil.copytree(run.root / "data", run.root / "moved")
+    (shutil.copytree(run.root / "data", run.root / "fewer") / "0.png").unlink()
     measure(monkeypatch, 3.0)
-    assert tiny_run.train(*settings, change.format(root=tiny_run.root)) == 0
+    assert run.train(change.format(root=run.root)) == 0
     assert caplog.text.count("cannot be compared") == bool(named)
     assert named is None or named in caplog.text
     expected = ([6], 6) if named else ([2, 6], 2)
-    assert (steps_kept(tiny_run), best_of(tiny_run, 6)["step"]) == expected
+    assert (steps_kept(run), best_of(run, 6)["step"]) == expected
     source = "adapter" if named and "use_ema" in named else "ema"
-    assert differing(best_lora(tiny_run), lora_of_step(tiny_run, best_of(tiny_run, 6)["step"], source)) == []
-    assert (tiny_run.folder / ".left-lora_best-1").exists() is bool(named)
+    assert differing(best_lora(run), lora_of_step(run, best_of(run, 6)["step"], source)) == []
+    assert (run.folder / ".left-lora_best-1").exists() is bool(named)
 
 
 def test_a_best_of_which_nothing_says_how_it_was_measured_is_compared_with_nothing(

@@ -3,10 +3,11 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,15 @@ def make_run(root: Path, model: Path) -> TinyRun:
         tiny_picture(80 + place, 48, 10 + place).save(data / f"{place}.png")
         (data / f"{place}.txt").write_text("a red circle" + " on a white background" * (place % 2))
     return TinyRun(root=root, config=write_config(root, model, data))
+
+
+def copy_run(run: TinyRun, root: Path) -> TinyRun:
+    """The run with all that it has done, and with data and cache of its own."""
+    shutil.copytree(run.root, root, dirs_exist_ok=True)
+    config = root / run.config.name
+    config.write_text(config.read_text().replace(str(run.root), str(root)))
+    settings = tuple(setting.replace(str(run.root), str(root)) for setting in run.settings)
+    return replace(run, root=root, config=config, settings=settings)
 
 
 def make_mixed_run(root: Path, model: Path) -> TinyRun:
