@@ -25,17 +25,16 @@ run() {
         124 | 137) outcome="over ${limit_s} s" failed=1 ;;
         *) outcome=failed failed=1 ;;
     esac
-    table+=("$(printf '%-30s %-10s %4d s  %s' \
+    table+=("$(printf '%-44s %-10s %4d s  %s' \
         "$name" "$outcome" $((SECONDS - started_at)) "$(tail -n 1 "$output")")")
 }
 
-run "tests" 240 "$PYTHON" -m pytest -m gpu
+run "tests" 210 "$PYTHON" -m pytest -m gpu
 run "quickstart pictures" 30 "$PYTHON" examples/quickstart/make_data.py --output runs/quickstart_data
-for checkpointing in true false; do
-    run "step time, checkpointing $checkpointing" 60 \
-        "$PYTHON" scripts/benchmarks/step_time.py "train.use_gradient_checkpointing=$checkpointing"
+for setting in train.use_gradient_checkpointing={true,false} memory.stream_blocks=all model.quantize=int8; do
+    run "step time, ${setting#*.}" 45 "$PYTHON" scripts/benchmarks/step_time.py "$setting"
 done
-run "checkpointing" 120 "$PYTHON" scripts/benchmarks/checkpointing.py
+run "checkpointing" 100 "$PYTHON" scripts/benchmarks/checkpointing.py
 run "offload" 80 "$PYTHON" scripts/benchmarks/offload.py
 
 echo

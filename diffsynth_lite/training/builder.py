@@ -328,8 +328,13 @@ def build_workload(
         # In the backward pass those of one block, and what is fetched ahead.
         blocks_on_device=max(config.memory.resident_blocks, 1 + config.memory.prefetched_blocks),
         has_token_budget=train.micro_batch_tokens is not None,
-        in_float32=config.model.dtype == "float32",
+        float32_bytes=_float32_bytes(transformer) if config.model.dtype == "float32" else 0,
     )
+
+
+def _float32_bytes(model: torch.nn.Module) -> int:
+    frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
+    return sum(parameter.nbytes for parameter in frozen if parameter.dtype == torch.float32)
 
 
 def build_engine(config: Config, weights: WeightStream) -> GradientEngine:

@@ -34,7 +34,7 @@ class Workload:
         offloads: whether the inputs of these are offloaded to host memory.
         blocks_on_device: how many have their inputs on the device at once, with offload on.
         has_token_budget: whether a token budget decides how many samples go through at once.
-        in_float32: whether the frozen weights are in fp32.
+        float32_bytes: frozen weights on the device that ``model.dtype`` keeps in fp32.
     """
 
     tokens: int
@@ -46,7 +46,7 @@ class Workload:
     offloads: bool
     blocks_on_device: int
     has_token_budget: bool
-    in_float32: bool
+    float32_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +158,7 @@ def shortages_explained() -> Iterator[None]:
 def levers(workload: Workload, use: MemoryUse) -> list[str]:
     """The settings that would save memory, the one that saves most first, each with an estimate."""
     found = list(_of_blocks(workload)) + list(_of_batches(workload, use))
-    if workload.in_float32:
-        found.append((use.weights // 2, "model.dtype: bfloat16"))
+    found.append((workload.float32_bytes // 2, "model.dtype: bfloat16"))
     found.append((workload.streamable_bytes, "memory.stream_blocks: all"))
     known = sorted((lever for lever in found if lever[0]), key=lambda lever: -(lever[0] or 0))
     unknown = [lever for lever in found if lever[0] is None]

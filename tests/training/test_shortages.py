@@ -27,7 +27,7 @@ WORKLOAD = Workload(
     offloads=False,
     blocks_on_device=2,
     has_token_budget=False,
-    in_float32=False,
+    float32_bytes=0,
 )
 USE = MemoryUse(weights=40_000 * MIB, trained=600 * MIB, peak=46_600 * MIB)
 
@@ -57,7 +57,7 @@ def test_without_checkpointing_that_is_what_helps_most() -> None:
 
 
 def test_blocks_that_a_policy_keeps_and_weights_in_float32_are_counted() -> None:
-    found = texts(num_checkpointed=50, in_float32=True)
+    found = texts(num_checkpointed=50, float32_bytes=40_000 * MIB)
     assert "memory.policy: all (about 8.4 GiB less)" in found
     assert found[0] == "model.dtype: bfloat16 (about 19.5 GiB less)"
 

@@ -16,7 +16,7 @@ class FrozenLinear(nn.Linear):
 
     Its two frozen parameters are ordinary tensors: what moves, broadcasts or lists tensors needs to know
     nothing of them. ``weight`` holds the format's values and not numbers to compute with; :meth:`dense`
-    gives these. Neither is cast by ``.to(dtype)``.
+    gives these. Nothing of the layer is cast by ``.to(dtype)``.
 
     Args:
         layer: the one to stand for, also on the meta device; its weight is not read, its bias is taken over.

@@ -157,7 +157,7 @@ def stream_order() -> Iterator[tuple[StreamOrder, CudaBackend]]:
     order = StreamOrder()
 
     class Backend(CudaBackend):
-        def allocate_host(self, num_bytes: int) -> Tensor:
+        def allocate_host(self, num_bytes: int, descriptor: int = -1) -> Tensor:
             return order.host_memory(num_bytes)
 
     with pytest.MonkeyPatch.context() as patch, order:
