@@ -31,12 +31,29 @@ def tiny_run(watched_run: TinyRun) -> TinyRun:
     return replace(watched_run, settings=UNWATCHED)
 
 
-@pytest.fixture(scope="session")
-def _two_steps(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> TinyRun:
-    run = replace(make_run(tmp_path_factory.mktemp("two steps"), tiny_model), settings=UNWATCHED)
-    assert run.train("train.steps=2") == 0
+def trained_run(root: Path, model: Path, *settings: str) -> TinyRun:
+    """A tiny run that is done up to a step."""
+    run = replace(make_run(root, model), settings=UNWATCHED)
+    assert run.train(*settings) == 0
     AcceleratorState._reset_state(reset_partial_state=True)
     return run
+
+
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> TinyRun:
+    """A tiny run that was not interrupted, to compare others with."""
+    return trained_run(tmp_path_factory.mktemp("whole"), tiny_model)
+
+
+@pytest.fixture
+def finished_run(tmp_path: Path, whole_run: TinyRun) -> TinyRun:
+    """A copy of it."""
+    return copy_run(whole_run, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def _two_steps(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> TinyRun:
+    return trained_run(tmp_path_factory.mktemp("two steps"), tiny_model, "train.steps=2")
 
 
 @pytest.fixture

@@ -129,32 +129,31 @@ def test_what_has_no_repeatable_kernel_is_named_on_the_screen_and_in_the_status(
     assert "CUBLAS_WORKSPACE_CONFIG is ':4096:2' in the environment" in caplog.messages[-1]
 
 
-def test_a_run_that_forgets_the_optimizer_would_be_another_run(tiny_run: TinyRun, monkeypatch) -> None:
-    whole, parts = tiny_run.root / "whole", tiny_run.root / "parts"
-    assert tiny_run.train(f"output.dir={whole}") == 0
-    assert tiny_run.train(f"output.dir={parts}", "train.steps=4") == 0
+def test_a_run_that_forgets_the_optimizer_would_be_another_run(
+    whole_run: TinyRun, begun_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("diffsynth_lite.training.checkpoint.saver.load_optimizer", lambda *_args: None)
-    assert tiny_run.train(f"output.dir={parts}") == 0
-    assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(parts, 6)) != []
+    assert begun_run.train() == 0
+    tensors = checkpoint_tensors(whole_run.folder, 6)
+    assert differing(tensors, checkpoint_tensors(begun_run.folder, 6)) != []
 
 
 def test_a_finished_run_says_where_its_results_are_and_changes_nothing(
-    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
+    finished_run: TinyRun, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert tiny_run.train() == 0
-    before = {path: path.stat().st_mtime_ns for path in tiny_run.folder.rglob("*") if path.name != ".lock"}
-    caplog.clear()
-    assert tiny_run.train() == 0
-    assert f"LoRA: {tiny_run.folder / 'lora'}" in caplog.text
+    before = {
+        path: path.stat().st_mtime_ns for path in finished_run.folder.rglob("*") if path.name != ".lock"
+    }
+    assert finished_run.train() == 0
+    assert f"LoRA: {finished_run.folder / 'lora'}" in caplog.text
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_a_run_folder_that_was_moved_resumes(tiny_run: TinyRun) -> None:
-    assert tiny_run.train("train.steps=4") == 0
-    moved = tiny_run.root / "elsewhere" / "moved"
+def test_a_run_folder_that_was_moved_resumes(begun_run: TinyRun) -> None:
+    moved = begun_run.root / "elsewhere" / "moved"
     moved.parent.mkdir()
-    shutil.move(tiny_run.folder, moved)
-    assert tiny_run.train(f"output.dir={moved}") == 0
+    shutil.move(begun_run.folder, moved)
+    assert begun_run.train(f"output.dir={moved}") == 0
     assert (moved / "checkpoints" / "step-00000006").is_dir()
 
 
@@ -199,13 +198,12 @@ def test_resume_must_needs_a_checkpoint_and_none_needs_an_empty_folder(
     assert "resume.source: none starts a new run" in caplog.text
 
 
-def test_resuming_from_an_earlier_checkpoint_sets_later_ones_aside(tiny_run: TinyRun) -> None:
-    assert tiny_run.train() == 0
-    expected = checkpoint_tensors(tiny_run.folder, 6)
-    earlier = tiny_run.folder / "checkpoints" / "step-00000004"
-    assert tiny_run.train("--resume", str(earlier)) == 0
-    assert differing(expected, checkpoint_tensors(tiny_run.folder, 6)) == []
-    names = [path.name for path in (tiny_run.folder / "checkpoints").iterdir()]
+def test_resuming_from_an_earlier_checkpoint_sets_later_ones_aside(finished_run: TinyRun) -> None:
+    expected = checkpoint_tensors(finished_run.folder, 6)
+    earlier = finished_run.folder / "checkpoints" / "step-00000004"
+    assert finished_run.train("--resume", str(earlier)) == 0
+    assert differing(expected, checkpoint_tensors(finished_run.folder, 6)) == []
+    names = [path.name for path in (finished_run.folder / "checkpoints").iterdir()]
     assert ".left-step-00000006-1" in names
 
 
@@ -218,11 +216,11 @@ def test_a_folder_with_other_files_is_left_alone(tiny_run: TinyRun, caplog: pyte
 
 
 def test_a_failing_preview_warns_and_training_goes_on(
-    watched_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    watched_run: TinyRun,
+    whole_run: TinyRun,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    plain = watched_run.root / "plain"
-    assert watched_run.train(f"output.dir={plain}", *UNWATCHED) == 0
-
     def fail(*_args: object) -> None:
         torch.rand(3)  # random state and mode must be as before all the same
         raise RuntimeError("no memory for a picture")
@@ -231,7 +229,8 @@ def test_a_failing_preview_warns_and_training_goes_on(
     assert watched_run.train("validation.every_steps=2") == 0
     assert caplog.text.count("Previews at step") == 4
     assert "no memory for a picture" in caplog.text
-    assert differing(checkpoint_tensors(plain, 6), checkpoint_tensors(watched_run.folder, 6)) == []
+    own = checkpoint_tensors(watched_run.folder, 6)
+    assert differing(checkpoint_tensors(whole_run.folder, 6), own) == []
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_the_run_goes_on(
@@ -256,16 +255,15 @@ def test_a_step_that_is_not_finite_is_skipped_and_the_run_goes_on(
 
 
 def test_too_many_skipped_steps_in_a_row_stop_the_run(
-    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    begun_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert tiny_run.train("train.steps=2") == 0
-    before = checkpoint_tensors(tiny_run.folder, 2)
+    before = checkpoint_tensors(begun_run.folder, 2)
     predict = QwenImage.predict
     monkeypatch.setattr(QwenImage, "predict", lambda *args, **kwargs: predict(*args, **kwargs) * float("nan"))
-    assert tiny_run.train("train.steps=20", "output.checkpoint_every_steps=20") == 3
+    assert begun_run.train("train.steps=20", "output.checkpoint_every_steps=20") == 3
     assert "step 7: loss and gradients were not finite in 5 steps in a row" in caplog.text
-    assert tiny_run.status()["state"] == "stopped"
-    assert differing(before, checkpoint_tensors(tiny_run.folder, 2)) == []
+    assert begun_run.status()["state"] == "stopped"
+    assert differing(before, checkpoint_tensors(begun_run.folder, 2)) == []
 
 
 def test_a_run_without_a_checkpoint_is_not_written_over_by_another(

@@ -55,11 +55,9 @@ def lora_of_step(run: TinyRun, step: int, source: str = "adapter") -> dict[str, 
 
 
 def test_a_run_saves_samples_and_stops_when_asked_and_goes_on_as_if_it_had_not(
-    watched_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+    watched_run: TinyRun, whole_run: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = watched_run.root / "whole"
     settings = ("output.checkpoint_every_steps=6", "output.keep_checkpoints=9")
-    assert watched_run.train(f"output.dir={whole}", *settings, *UNWATCHED) == 0
     dropping(watched_run, monkeypatch, SAVE=1, SAMPLE=2, STOP=4)
     assert watched_run.train(*settings) == 75
     assert steps_kept(watched_run) == [1, 4]
@@ -68,7 +66,8 @@ def test_a_run_saves_samples_and_stops_when_asked_and_goes_on_as_if_it_had_not(
     assert watched_run.status()["state"] == "interrupted"
     monkeypatch.undo()
     assert watched_run.train(*settings, *UNWATCHED) == 0
-    assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(watched_run.folder, 6)) == []
+    tensors = checkpoint_tensors(whole_run.folder, 6)
+    assert differing(tensors, checkpoint_tensors(watched_run.folder, 6)) == []
 
 
 def test_who_watches_a_run_sees_its_step(tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
