@@ -47,7 +47,7 @@ room for it. All is of one commit. After an interruption the same command goes o
 the files that are complete, and begins the others anew. With `HF_HUB_OFFLINE=1`, or while the hub cannot be
 reached, the cache is enough where it has all of them. `diffsynth-lite doctor` fetches no weights.
 
-The transformer may also come from one safetensors file, as ComfyUI has them: `model.transformer_file`
+The transformer may also come from one file, as ComfyUI has them: `model.transformer_file`
 ([memory.md](memory.md#from-one-file)).
 
 A distilled release makes pictures in few steps, mostly without guidance. Training knows nothing of the

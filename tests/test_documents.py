@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).parents[1]
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 OF_BASE_CLASSES = {
     *("check_size", "check_frames", "empty_component", "noise_path", "noise_ranges", "parts_of"),
-    *("denoisers", "text_encoders"),
+    *("denoisers", "take_files", "text_encoders"),
     *("known_vae_tiles", "tile_vae"),
 }
 """Members of families that have a default, which a family itself need not know."""

@@ -33,10 +33,11 @@ class ModelSettings(Settings):
     All components of the pipeline must have it."""
 
     transformer_file: NonEmptyStr | None = None
-    """A safetensors file that the transformer's weights (with SDXL those of the UNet) are read from, in place
-    of those of `path`, which are then not needed and not downloaded: names as in diffusers, or as in the
-    model's own repository and in ComfyUI. It must be on this machine. All else is that of `path`, which must
-    be a pipeline of the same model: [memory.md](memory.md#from-one-file)."""
+    """A safetensors or GGUF file that the transformer's weights are read from, in place of those of `path`,
+    which are then not needed and not downloaded: names as in diffusers, or as in the model's own repository
+    and in ComfyUI; in 16 or 32 bits, fp8 or fp8_scaled. Of a checkpoint of SDXL the text encoders and the VAE
+    are read, too. It must be on this machine. All else is that of `path`, which must be a pipeline of the
+    same model: [memory.md](memory.md#from-one-file)."""
 
     transformer_2_file: NonEmptyStr | None = None
     """The same for the second of two experts: in Wan 2.2 14B the one for low noise."""

@@ -4,7 +4,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -186,7 +186,7 @@ def bind_family(config: Config, *, with_weights: bool = True) -> ModelFamily:
     require_family(family_class, folder)
     family = family_class(folder, trained=config.lora.components)
     given = {f"model.{name}": getattr(model, name) for name in ("transformer_file", "transformer_2_file")}
-    family.folder = replace(folder, files=component_files(given, family.denoisers))
+    family.take_files(component_files(given, family.denoisers))
     family.check_folder(with_weights=with_weights and folder.hub is None)
     family.check_vae_dtype(getattr(torch, model.vae_dtype))
     if model.vae_tiling:

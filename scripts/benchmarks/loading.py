@@ -2,7 +2,8 @@
 
 A Qwen-Image of random weights is written to disk in several files, twice: in float32 and in bfloat16. It is
 its transformer, or its text encoder. Or it is the transformer of a FLUX.1, always as wide as the released
-one, in one file and the original layout, which diffusers converts. Each case then loads it in a process of
+one, in one file and the original layout, which diffusers converts, in bfloat16 and in 8 bits with scales, as
+ComfyUI has it. Each case then loads it in a process of
 its own, in bfloat16, through the family. Anonymous memory is what a process cannot give back: pages of files
 that it reads are the system's to drop.
 
@@ -113,13 +114,8 @@ def write_model(folder: Path, component: str, num_blocks: int, width: int, dtype
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "QwenImagePipeline"}))
 
 
-def write_flux(folder: Path, num_blocks: int, dtype: torch.dtype) -> None:
+def write_flux(folder: Path, num_blocks: int, tensors: dict[str, Tensor]) -> None:
     """The transformer of a FLUX.1 in one file, by the names of its own repository, and its settings."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        name: torch.randn(shape, generator=generator).mul_(0.02).to(dtype)
-        for name, shape in flux_shapes(num_blocks).items()
-    }
     with torch.device("meta"):
         model = FluxTransformer2DModel(
             num_layers=num_blocks, num_single_layers=num_blocks, guidance_embeds=True
@@ -127,6 +123,27 @@ def write_flux(folder: Path, num_blocks: int, dtype: torch.dtype) -> None:
     model.save_config(folder / "transformer")
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
     save_file(tensors, folder / FLUX_FILE)
+
+
+def in_8_bits(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same with each matrix in 8 bits, and its scale."""
+    stored: dict[str, Tensor] = {"scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
+    for name, tensor in tensors.items():
+        stored[name] = tensor
+        if tensor.ndim == 2:
+            scale = tensor.abs().max().float() / torch.finfo(torch.float8_e4m3fn).max
+            stored[name] = (tensor / scale).to(torch.float8_e4m3fn)
+            stored[f"{name.removesuffix('.weight')}.scale_weight"] = scale
+    return stored
+
+
+def flux_tensors(num_blocks: int) -> dict[str, Tensor]:
+    """Random numbers in bfloat16 by the original names of a FLUX.1."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=generator).mul_(0.02).bfloat16()
+        for name, shape in flux_shapes(num_blocks).items()
+    }
 
 
 def flux_shapes(num_blocks: int) -> dict[str, tuple[int, ...]]:
@@ -266,8 +283,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folders = {dtype: Path(root) / dtype for dtype in DTYPES}
         small = Path(root) / "small"
         if options.component == "flux_file":
-            write_flux(small, options.blocks, torch.bfloat16)
-            folders = {"bfloat16": small}
+            tensors = flux_tensors(options.blocks)
+            folders = {"bfloat16": small, "fp8_scaled": Path(root) / "fp8_scaled"}
+            write_flux(small, options.blocks, tensors)
+            write_flux(folders["fp8_scaled"], options.blocks, in_8_bits(tensors))
+            del tensors
         else:
             for dtype, folder in folders.items():
                 write_model(folder, options.component, options.blocks, options.width, getattr(torch, dtype))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+from sdxl_checkpoint import unet_layout
 from torch import Tensor, nn
 
 _BLOCKS_OF_FLUX = r"""
@@ -170,8 +171,10 @@ _WIDTH_OF_FLUX = 3072
 def original_layout(model: nn.Module) -> dict[str, Tensor] | None:
     """The tensors of a model of diffusers in its original layout; None where diffusers knows none of it."""
     class_name = type(model).__name__
+    if class_name == "UNet2DConditionModel":
+        return unet_layout(model)
     if class_name not in _RULES:
-        assert class_name not in SINGLE_FILE_LOADABLE_CLASSES or class_name == "UNet2DConditionModel"
+        assert class_name not in SINGLE_FILE_LOADABLE_CLASSES
         return None
     rules = [rule.split() for rule in _RULES[class_name].splitlines() if rule]
     parts: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)

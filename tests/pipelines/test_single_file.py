@@ -1,7 +1,6 @@
 """The transformer from one file: the same weights in either layout of each family, and what is refused."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
 from family_sample import CPU, Sample
 from original_layouts import convert_width_of, original_layout
 from safetensors.torch import save_file
+from stored_weights import scaled
 from torch import Tensor, nn
 
 from diffsynth_lite.core.weights import Int8, Quantization, StoredTensors
@@ -31,7 +31,7 @@ KINDS = {
     "LTXVideoTransformer3DModel": ("an LTX-Video", "ltx-video"),
     "QwenImageTransformer2DModel": ("a Qwen-Image", "a Qwen-Image"),
     "SanaTransformer2DModel": ("a Sana", "sana"),
-    "UNet2DConditionModel": ("a UNet", ""),
+    "UNet2DConditionModel": ("a UNet", "a UNet of SDXL"),
     "WanTransformer3DModel": ("a Wan", "wan-"),
     "ZImageTransformer2DModel": ("z-image", "z-image"),
 }
@@ -45,8 +45,7 @@ def write(tensors: dict[str, Tensor], file: Path) -> ComponentFile:
 
 def bind(family: ModelFamily, file: ComponentFile) -> None:
     """Have the family read its transformer, or UNet, from a file."""
-    files = component_files({file.key: str(file.path)}, family.denoisers)
-    family.folder = replace(family.folder, files=files)
+    family.take_files(component_files({file.key: str(file.path)}, family.denoisers))
 
 
 def with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -114,6 +113,19 @@ def test_tensors_are_converted_where_they_are_in_the_file(
     found = read_single_file(file, model).tensors
     copied = {name for name in found if found[name].untyped_storage().data_ptr() not in places}
     assert copied <= {"norm_out.linear.weight", "norm_out.linear.bias"}  # scale and shift change places
+
+
+def test_weights_with_scales_are_the_exact_products(
+    family: ModelFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = family.load_transformer(torch.float32)
+    convert_width_of(model, monkeypatch)
+    *_, tensors = layouts(model).values()
+    loaded = []
+    for stored in scaled(tensors):
+        bind(family, write(stored, tmp_path / "x.safetensors"))
+        loaded.append(family.load_transformer(torch.float32))
+    assert differing(*loaded) == []
 
 
 def test_a_file_of_another_model_is_said_to_be_what_it_is(family: ModelFamily, tmp_path: Path) -> None:
@@ -200,7 +212,7 @@ def test_what_cannot_be_read_is_refused(wan: nn.Module, tmp_path: Path) -> None:
     for name, problem in (
         ("none.safetensors", "is not there; give a file on this machine"),
         (".", "is a folder"),
-        ("model.ckpt", r"is no \.safetensors file"),
+        ("model.ckpt", r"is no \.safetensors, \.sft or \.gguf file"),
         ("cut.safetensors", "cannot be read .* get that file again"),
     ):
         with pytest.raises(UserError, match=problem):

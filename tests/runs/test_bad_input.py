@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 from tiny_run import TinyRun
 
 from diffsynth_lite.data.video import write_video
@@ -51,6 +53,12 @@ def cut_off_transformer(run: TinyRun) -> None:
     os.truncate(weights, weights.stat().st_size - 1)
 
 
+def from_file_without_a_scale(run: TinyRun) -> None:
+    stored = {"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "scaled_fp8": torch.zeros(0)}
+    save_file(stored, run.root / "x.safetensors")
+    rewrite("model:\n", f"model:\n  transformer_file: {run.root}/x.safetensors\n")(run)
+
+
 def with_clip(run: TinyRun) -> None:
     write_video(run.root / "data" / "clip.mp4", [Image.new("RGB", (64, 32))] * 5, fps=16)
     (run.root / "data" / "clip.txt").write_text("a red circle that moves")
@@ -74,6 +82,11 @@ BEFORE_WEIGHTS: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
         lambda run: (copied_model(run) / "vae" / "diffusion_pytorch_model.safetensors").unlink(),
         (),
         "no safetensors weights",
+    ),
+    "weights without their scales": (
+        from_file_without_a_scale,
+        (),
+        "x.safetensors is not read: 1 of its layers in 8 bits lack their scale or their weight",
     ),
     "weights that are cut off": (
         cut_off_transformer,

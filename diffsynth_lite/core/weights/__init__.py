@@ -1,6 +1,6 @@
 """How frozen weights are kept, the layers that compute with them, how both are filled, and streaming."""
 
-from diffsynth_lite.core.weights.float8 import StoredFormatError
+from diffsynth_lite.core.weights.float8 import StoredFormatError, is_scale
 from diffsynth_lite.core.weights.formats import (
     Int8,
     MissingKernelsError,
@@ -11,12 +11,14 @@ from diffsynth_lite.core.weights.formats import (
     weight_format,
 )
 from diffsynth_lite.core.weights.frozen_linear import FrozenLinear, Quantization, QuantizationReport
+from diffsynth_lite.core.weights.gguf import GgufTensors
 from diffsynth_lite.core.weights.loading import StoredTensors, load_frozen
 from diffsynth_lite.core.weights.packing import HostBlocks, frozen_weights, packed_bytes
 from diffsynth_lite.core.weights.stream import StreamReport, WeightStream, require_saving, spread_evenly
 
 __all__ = [
     "FrozenLinear",
+    "GgufTensors",
     "HostBlocks",
     "Int8",
     "MissingKernelsError",
@@ -31,6 +33,7 @@ __all__ = [
     "WeightStream",
     "counted_format",
     "frozen_weights",
+    "is_scale",
     "load_frozen",
     "packed_bytes",
     "require_saving",

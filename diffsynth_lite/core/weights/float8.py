@@ -62,7 +62,7 @@ def separate_scales(
     for layer, one in settings.items():
         _require_format(layer, one, tensors)
     scales = dict(_scales(tensors))
-    weights = {name: tensor for name, tensor in tensors.items() if not _is_about_weights(name)}
+    weights = {name: tensor for name, tensor in tensors.items() if not is_scale(name)}
     marked = {f"{layer}.weight" for layer in settings}
     if scales or marked or any(_is_old_marker(name) for name in tensors):
         in_8_bits = {name for name, tensor in weights.items() if tensor.dtype in FLOAT8}
@@ -80,8 +80,8 @@ def _is_old_marker(name: str) -> bool:
     return name == _OLD_MARKER or name.endswith(f".{_OLD_MARKER}")
 
 
-def _is_about_weights(name: str) -> bool:
-    """Whether a tensor is no weight, but says something of weights."""
+def is_scale(name: str) -> bool:
+    """Whether a tensor is no weight, but a scale or a marker of weights in 8 bits."""
     return name.endswith((_MARKER, *_SCALES, *_OF_ACTIVATIONS)) or _is_old_marker(name)
 
 
@@ -91,7 +91,7 @@ def _refuse_others(tensors: Mapping[str, Tensor]) -> None:
         if known is not None:
             raise StoredFormatError(f"it is in {known} ({name}), which is not read; {_WOULD_DO}")
         narrow = tensor.dtype.itemsize == 1 and tensor.dtype not in FLOAT8
-        if narrow and not _is_about_weights(name):
+        if narrow and not is_scale(name):
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise StoredFormatError(f"it holds {name} in {dtype}, which is not read; {_WOULD_DO}")
 

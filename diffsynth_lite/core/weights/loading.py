@@ -31,11 +31,12 @@ class StoredTensors:
 
     Attributes:
         tensors: by name, on the CPU.
-        scales: what the rows of some are to be multiplied by, (rows, 1, ...), fp32, by the same names.
+        per_row: a number for each row of some, (rows, 1, ...), by the same names: what it is to be
+            multiplied by.
     """
 
     tensors: Mapping[str, Tensor]
-    scales: Mapping[str, Tensor] = field(default_factory=dict)
+    per_row: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def in_files(cls, files: Sequence[Path]) -> Self:
@@ -53,10 +54,27 @@ class StoredTensors:
                 tensors |= {name: opened.get_tensor(name) for name in list(opened.keys())}
                 metadata |= opened.metadata() or {}
         weights, scales = separate_scales(tensors, metadata)
-        return cls(tensors=weights, scales=scales)
+        return cls(tensors=weights, per_row=scales)
+
+    def shape(self, name: str) -> torch.Size:
+        """Shape of a tensor's numbers."""
+        return self.tensors[name].shape
+
+    def numbers(self, name: str, rows: slice) -> Tensor:
+        """Rows of a tensor as floating-point numbers, of a dtype to compute with.
+
+        Args:
+            rows: of a tensor without dimensions, all.
+        """
+        tensor, scale = self.tensors[name], self.per_row.get(name)
+        if tensor.ndim:
+            tensor, scale = tensor[rows], None if scale is None else scale[rows]
+        if tensor.dtype in FLOAT8:  # torch computes little in them
+            tensor = tensor.float()
+        return tensor if scale is None else tensor * scale
 
     def converted(self, convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Self:
-        """The same tensors in another layout, with their scales.
+        """The same tensors in another layout, with the numbers of their rows.
 
         Args:
             convert: to the other layout; it may rename tensors, leave some out, and cut them between rows
@@ -66,22 +84,18 @@ class StoredTensors:
             StoredFormatError: scales do not fit afterwards.
         """
         tensors = convert(dict(self.tensors))
-        if not self.scales:
+        if not self.per_row:
             return type(self)(tensors=tensors)
-        # By the same names, so that the same happens to the scale of a row as to the row.
-        ones = {name: torch.ones(()).expand(_per_row(tensor)) for name, tensor in self.tensors.items()}
-        scales = {
-            name: scale for name, scale in convert(ones | dict(self.scales)).items() if (scale != 1).any()
-        }
-        unfit = [
-            name for name in scales if name not in tensors or scales[name].shape != _per_row(tensors[name])
-        ]
-        if unfit:
-            raise StoredFormatError(
-                f"the scale of {unfit[0]} would be lost in its conversion to diffusers' layout; "
-                "take a file in bfloat16"
-            )
-        return type(self)(tensors=tensors, scales=scales)
+        # By the same names, so that the same happens to the number of a row as to the row.
+        ones = {name: torch.ones(()).expand(_one_a_row(tensor)) for name, tensor in self.tensors.items()}
+        moved = {name: one for name, one in convert(ones | dict(self.per_row)).items() if (one != 1).any()}
+        for name, one in moved.items():
+            if name not in tensors or one.shape != _one_a_row(tensors[name]):
+                raise StoredFormatError(
+                    f"the scale of {name} would be lost in its conversion to diffusers' layout; "
+                    "take a file in bfloat16"
+                )
+        return type(self)(tensors=tensors, per_row=moved)
 
     def described(self) -> str:
         """How most of the numbers are stored, such as ``bfloat16`` or ``float8_e4m3fn with 400 scales``."""
@@ -89,12 +103,16 @@ class StoredTensors:
         for tensor in self.tensors.values():
             sizes[tensor.dtype] += tensor.numel()
         dtype = str(sizes.most_common(1)[0][0]).removeprefix("torch.") if sizes else "nothing"
-        return f"{dtype} with {len(self.scales)} scales" if self.scales else dtype
+        return f"{dtype} with {len(self.per_row)} scales" if self.per_row else dtype
 
     def lacking(self, model: nn.Module) -> list[str]:
         """Names of a plain model's tensors that are not among these, or have another shape."""
-        shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
+        shapes = {name: self.shape(name) for name in self.tensors}
         return sorted(name for name, tensor in model.state_dict().items() if shapes.get(name) != tensor.shape)
+
+    def scales_left_over(self, model: nn.Module) -> list[str]:
+        """Names of what has numbers for its rows, and is no tensor of a plain model."""
+        return sorted(self.per_row.keys() - model.state_dict().keys())
 
 
 def load_frozen(
@@ -117,15 +135,9 @@ def load_frozen(
         host_blocks: those whose weights go to host memory instead.
 
     Raises:
-        StoredFormatError: a scale belongs to no tensor of the model.
         NotFiniteError: a weight to quantise is not finite.
         HostMemoryError: the system has too little host memory for the blocks.
     """
-    if left_over := sorted(stored.scales.keys() - model.state_dict().keys()):
-        raise StoredFormatError(
-            f"{len(left_over)} of its scales belong to no layer of the model, such as that of "
-            f"{left_over[0]}; get the file again"
-        )
     in_place = _usable_in_place(model.requires_grad_(False), stored) if device.type == "cpu" else {}
     on_host: set[nn.Parameter] = set()
     if host_blocks is not None:
@@ -225,20 +237,14 @@ def _write_plain(memory: Tensor, rows: Tensor, first_row: int) -> None:
 
 def _copy(stored: StoredTensors, name: str, write: _Write) -> None:
     """Have one stored tensor written, some rows at a time."""
-    tensor, scale = stored.tensors[name], stored.scales.get(name)
-    if not tensor.ndim:
-        write(tensor if scale is None else tensor.float() * scale, 0)
-        return
-    for first_row in range(0, len(tensor), _NUM_ROWS):
-        rows = slice(first_row, first_row + _NUM_ROWS)
-        # torch computes little in 8 bits.
-        numbers = tensor[rows].float() if tensor.dtype in FLOAT8 else tensor[rows]
+    num_rows = len(stored.tensors[name]) if stored.tensors[name].ndim else 1
+    for first_row in range(0, num_rows, _NUM_ROWS):
         try:
-            write(numbers if scale is None else numbers * scale[rows], first_row)
+            write(stored.numbers(name, slice(first_row, first_row + _NUM_ROWS)), first_row)
         except NotFiniteError as error:
             raise NotFiniteError(f"{name} {error}") from None
 
 
-def _per_row(tensor: Tensor) -> tuple[int, ...]:
+def _one_a_row(tensor: Tensor) -> tuple[int, ...]:
     """Shape of one number for each row of a tensor."""
     return (*tensor.shape[:1], *(1,) * (tensor.ndim - 1))

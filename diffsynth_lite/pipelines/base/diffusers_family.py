@@ -27,7 +27,7 @@ from diffsynth_lite.pipelines.base.quantized import load_frozen_component, requi
 from diffsynth_lite.pipelines.base.release_folder import empty_model
 from diffsynth_lite.pipelines.base.single_file import read_single_file
 from diffsynth_lite.pipelines.base.tokenizer import load_tokenizer
-from diffsynth_lite.pipelines.base.transformers_loading import load_quantized_encoder
+from diffsynth_lite.pipelines.base.transformers_loading import load_frozen_encoder
 from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles, tile_when_full, tiles_of
 
 
@@ -125,12 +125,13 @@ class DiffusersFamily(ModelFamily):
             UserError: a weight file is damaged, or the files do not hold what the component's config needs.
         """
         component_class = self.component_class(name)
-        is_encoder = name in self.encoder_classes
-        quantization, host_blocks = (None, None) if is_encoder else (self.quantization, self.host_blocks)
-        of_text_encoder = self.text_encoder_memory.quantizations.get(name)
+        quantization, host_blocks = self.quantization, self.host_blocks
+        if name in self.encoder_classes:
+            quantization, host_blocks = self.text_encoder_memory.quantizations.get(name), None
+        is_from_transformers = issubclass(component_class, PreTrainedModel)
         try:
-            if of_text_encoder is not None:
-                return load_quantized_encoder(component_class, self.folder, name, dtype, of_text_encoder)
+            if is_from_transformers and (quantization or name in self.folder.files):
+                return load_frozen_encoder(component_class, self.folder, name, dtype, quantization)
             if quantization or host_blocks or name in self.folder.files:
                 return load_frozen_component(
                     component_class, self.folder, name, dtype, quantization, host_blocks

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from diffsynth_lite.core.noise import FlowMatchingPath, NoisePath
 from diffsynth_lite.core.weights import HostBlocks, Quantization
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt, RecordKind
-from diffsynth_lite.pipelines.base.folder import PipelineFolder
+from diffsynth_lite.pipelines.base.folder import ComponentFile, PipelineFolder
 from diffsynth_lite.pipelines.base.text_encoders import TextEncoderMemory
 from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles
 from diffsynth_lite.releases import Release
@@ -246,6 +246,10 @@ class ModelFamily(ABC):
     def needs_inputs(self) -> bool:
         """Whether the model needs a picture to start from, beside a prompt."""
         return not {"image", "video"} & set(self.record_kinds)
+
+    def take_files(self, files: Mapping[str, ComponentFile]) -> None:
+        """Have ``denoisers`` read from these files; raises UserError where one is not for this family."""
+        self.folder = replace(self.folder, files=files)
 
     def check_folder(self, *, with_weights: bool = True) -> None:
         """Check, without loading weights, that the folder holds what training and previews need.

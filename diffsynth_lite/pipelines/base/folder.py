@@ -10,6 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from diffsynth_lite.core.weights import is_scale
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.hub import INDEX, SMALL_SUFFIXES, HubCommit
 
@@ -118,14 +119,20 @@ class PipelineFolder:
                 )
 
     def require_whole_weights(self, components: Sequence[str]) -> None:
-        """Check by their headers that the folder's weight files are whole; no weights are read.
+        """Check by their headers that the folder's weight files are whole, and weights alone; none are read.
 
         Raises:
-            UserError: a file is no safetensors file, or ends before the tensors that its header lists.
+            UserError: a file is no safetensors file, or ends before the tensors that its header lists; or it
+                holds scales that the component's library knows nothing of, and would leave out.
         """
         for component in self._without_files(components):
-            for file in self.files_to_load(component):
-                _require_whole(file)
+            names = [name for file in self.files_to_load(component) for name in _names_in(file)]
+            scale = next(filter(is_scale, names), None)
+            if scale is not None and "quantization_config" not in self.component_config(component):
+                raise UserError(
+                    f"model.path: the weights in {self.path / component} have scales ({scale}), as ComfyUI's "
+                    "fp8_scaled files; these are read from model.transformer_file alone, not from a folder"
+                )
 
     def _of_variant(self, names: Iterable[str]) -> list[str]:
         wanted = self.variant or ""
@@ -311,10 +318,10 @@ def _looks_local(location: str) -> bool:
     )
 
 
-def _require_whole(file: Path) -> None:
+def _names_in(file: Path) -> list[str]:
     try:
-        with safe_open(file, framework="pt"):
-            pass
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.keys())
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"model.path: the weights in {file.parent} cannot be read ({file.name}: {error}); "

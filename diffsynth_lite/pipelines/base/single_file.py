@@ -1,4 +1,4 @@
-"""This file reads a transformer from one safetensors file, in diffusers' layout or the model's original one.
+"""This file reads models from one file of weights, in diffusers' layout or the model's original one.
 
 Names and layouts are converted by diffusers' own functions for single files; those that read nothing but the
 tensors: the settings of the model are the pipeline's.
@@ -12,20 +12,35 @@ from typing import Any, TypeAlias
 
 import torch
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
-from diffusers.loaders.single_file_utils import CHECKPOINT_KEY_NAMES, infer_diffusers_model_type
-from safetensors import SafetensorError
+from diffusers.loaders.single_file_utils import (
+    CHECKPOINT_KEY_NAMES,
+    convert_ldm_unet_checkpoint,
+    convert_ldm_vae_checkpoint,
+    convert_open_clip_checkpoint,
+    infer_diffusers_model_type,
+)
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from diffsynth_lite.core.weights import StoredFormatError, StoredTensors
+from diffsynth_lite.core.weights import GgufTensors, MissingKernelsError, StoredFormatError, StoredTensors
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.folder import ComponentFile
 
 Conversion: TypeAlias = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-"""From tensors by the names in a file to those of a model of diffusers; what is of no model is kept."""
+"""From tensors by the names in a file to those of a model of diffusers or transformers."""
 
+_SUFFIXES = (".safetensors", ".sft", ".gguf")
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.")
 """What the names of a model's tensors begin with where a file could hold other models, too."""
+_PREFIXES_OF_SDXL = MappingProxyType(
+    {
+        "AutoencoderKL": ("first_stage_model.",),
+        "CLIPTextModel": ("conditioner.embedders.0.transformer.",),
+        "CLIPTextModelWithProjection": ("conditioner.embedders.1.model.",),
+    }
+)
+"""Likewise of the other models in a checkpoint of SDXL, by their classes."""
 _OF_ANOTHER_MODEL = (KeyError, IndexError, ValueError, AttributeError, RuntimeError)
 """What diffusers' functions raise where they miss a tensor, or cannot split one of another shape."""
 _LORA = re.compile(r"\.lora\.|\.(lora|hada|lokr)_")
@@ -39,6 +54,7 @@ _KINDS = MappingProxyType(
         r"^condition_embedder\.time_embedder\.": "a Wan in diffusers' layout",
         r"^proj_in\.": "an LTX-Video in diffusers' layout",
         r"^down_blocks\.1\.attentions\.0\.proj_in\.": "a UNet in diffusers' layout",
+        r"^label_emb\.": "a UNet of SDXL",
         r"^(text_model|model\.layers|model\.language_model|encoder\.block|shared)\.": "a text encoder",
         r"^(decoder|first_stage_model|vae)\.": "an autoencoder",
     }
@@ -67,14 +83,34 @@ def component_files(given: Mapping[str, str | None], components: Sequence[str]) 
     return files
 
 
-def read_single_file(file: ComponentFile, model: nn.Module) -> StoredTensors:
-    """The tensors of a model by its own names, and whatever else is in its file; only headers are read.
+def names_in(file: ComponentFile) -> frozenset[str]:
+    """Names of the tensors in a safetensors file; none of what :func:`read_single_file` refuses."""
+    try:
+        with safe_open(file.path, framework="pt") as opened:
+            return frozenset(opened.keys())
+    except (SafetensorError, OSError):
+        return frozenset()
+
+
+def holds(names: Collection[str], model_class: type) -> bool:
+    """Whether some of a checkpoint's tensors are those of a text encoder or autoencoder of SDXL.
 
     Args:
-        model: of a class of diffusers, with the settings of the pipeline's folder; on the meta device.
+        model_class: its class.
+    """
+    return any(name.startswith(_PREFIXES_OF_SDXL[model_class.__name__]) for name in names)
+
+
+def read_single_file(file: ComponentFile, model: nn.Module) -> StoredTensors:
+    """The tensors of a model by its own names, and others that seem to be its own; only headers are read.
+
+    Args:
+        model: of a class of diffusers or transformers, with the settings of the pipeline's folder; on the
+            meta device.
 
     Raises:
-        UserError: the file is missing, damaged or something else, and the message says what it seems to be.
+        UserError: the file is missing, damaged, in a format that is not read, or something else, and the
+            message says what it seems to be.
     """
     stored = _stored_in(file)
     names = stored.tensors.keys()
@@ -82,7 +118,8 @@ def read_single_file(file: ComponentFile, model: nn.Module) -> StoredTensors:
         raise UserError(
             f"{file.key}: {file.path} is a LoRA, not a model; name it as lora.init_from to start from it"
         )
-    prefix = next((one for one in _PREFIXES if any(name.startswith(one) for name in names)), "")
+    prefixes = _PREFIXES_OF_SDXL.get(type(model).__name__, _PREFIXES)
+    prefix = next((one for one in prefixes if any(name.startswith(one) for name in names)), "")
     try:
         found = stored.converted(_conversion(names, prefix, model))
     except StoredFormatError as error:
@@ -92,8 +129,13 @@ def read_single_file(file: ComponentFile, model: nn.Module) -> StoredTensors:
     if lacking := found.lacking(model):
         is_named_so = found.tensors.keys() >= set(lacking)
         kind = "one of another size or version" if is_named_so else _kind(stored.tensors, prefix)
-        problem = _misfit(found.tensors, lacking, model)
+        problem = _misfit(found, lacking, model)
         raise UserError(f"{file.key}: {file.path} {problem}; it seems to be {kind}")
+    if left_over := found.scales_left_over(model):
+        raise UserError(
+            f"{file.key}: {file.path} is not read: {len(left_over)} of its scales belong to no layer of the "
+            f"model, such as that of {left_over[0]}; get the file again"
+        )
     return found
 
 
@@ -101,27 +143,81 @@ def _conversion(names: Collection[str], prefix: str, model: nn.Module) -> Conver
     """How what a file holds by these names gets those of a model, and its layout.
 
     Returns:
-        A function that makes views, but for a few small tensors. It raises various errors where the tensors
-        are those of another model.
+        A function that makes views, but for a few small tensors, and leaves out what does not have the
+        prefix. It raises various errors where the tensors are those of another model.
     """
     own = {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-    classes = (SINGLE_FILE_LOADABLE_CLASSES.get(one.__name__) for one in type(model).__mro__)
-    functions = next(filter(None, classes), None)
+    convert_own = _converter(model)
     if model.state_dict().keys() <= set(own.values()):
-        functions = None
+        convert_own = None
 
     def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        left = {name: tensor for name, tensor in tensors.items() if name not in own}
         named = {inner: tensors[name] for name, inner in own.items()}
-        if functions is None:
-            return left | named
-        config: Any = model.config
+        if convert_own is None:
+            return named
         with _PartsInPlace():
-            converted = functions["checkpoint_mapping_fn"](checkpoint=named, config=dict(config))
+            converted = convert_own(named, model)
         # What it used it has taken out of ``named``.
-        return left | named | {name: tensor for name, tensor in converted.items() if tensor is not None}
+        return named | {name: tensor for name, tensor in converted.items() if tensor is not None}
 
     return convert
+
+
+_Converter: TypeAlias = Callable[[dict[str, Tensor], Any], Mapping[str, Tensor | None]]
+"""Takes tensors without a prefix, which it takes out, and the model."""
+
+
+def _converter(model: nn.Module) -> _Converter | None:
+    class_name = type(model).__name__
+    if class_name in _OF_SDXL:
+        return _OF_SDXL[class_name]
+    classes = (SINGLE_FILE_LOADABLE_CLASSES.get(one.__name__) for one in type(model).__mro__)
+    functions = next(filter(None, classes), None)
+    if functions is None:
+        return None
+    convert = functions["checkpoint_mapping_fn"]
+    return lambda tensors, one: convert(checkpoint=tensors, config=dict(one.config))
+
+
+def _unet(tensors: dict[str, Tensor], model: Any) -> Mapping[str, Tensor]:
+    prefixed = {f"{_PREFIXES[0]}{name}": tensor for name, tensor in _taken(tensors).items()}
+    converted: dict[str, Tensor] = convert_ldm_unet_checkpoint(prefixed, dict(model.config))
+    return converted
+
+
+def _vae(tensors: dict[str, Tensor], model: Any) -> Mapping[str, Tensor]:
+    converted: dict[str, Tensor] = convert_ldm_vae_checkpoint(_taken(tensors), dict(model.config))
+    return converted
+
+
+def _clip(tensors: dict[str, Tensor], model: Any) -> Mapping[str, Tensor]:
+    # transformers 5 has no such level in its CLIPTextModel, and no table of positions in any.
+    level = "" if hasattr(model, "text_model") else "text_model."
+    named = {name.removeprefix(level): tensor for name, tensor in _taken(tensors).items()}
+    return {name: tensor for name, tensor in named.items() if not name.endswith("position_ids")}
+
+
+def _open_clip(tensors: dict[str, Tensor], model: Any) -> Mapping[str, Tensor]:
+    converted: dict[str, Tensor] = convert_open_clip_checkpoint(model, _taken(tensors), prefix="")
+    return converted
+
+
+def _taken(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All of them, taken out."""
+    taken = dict(tensors)
+    tensors.clear()
+    return taken
+
+
+_OF_SDXL: Mapping[str, _Converter] = MappingProxyType(
+    {
+        "AutoencoderKL": _vae,
+        "CLIPTextModel": _clip,
+        "CLIPTextModelWithProjection": _open_clip,
+        "UNet2DConditionModel": _unet,
+    }
+)
+"""Those of the classes whose layouts are known by whole checkpoints."""
 
 
 class _PartsInPlace(TorchFunctionMode):
@@ -141,22 +237,26 @@ def _stored_in(file: ComponentFile) -> StoredTensors:
         problem = "is a folder; name a file, or give the folder of a whole pipeline as model.path"
     elif not path.is_file():
         problem = "is not there; give a file on this machine, as none is downloaded"
-    elif path.suffix != ".safetensors":
-        problem = "is no .safetensors file, and no other kind is read; get the model as one"
+    elif path.suffix not in _SUFFIXES:
+        problem = "is no .safetensors, .sft or .gguf file, and no other kind is read; get the model as one"
     if problem is not None:
         raise UserError(f"{file.key}: {path} {problem}")
     try:
-        return StoredTensors.in_files([path])
+        return GgufTensors.in_file(path) if path.suffix == ".gguf" else StoredTensors.in_files([path])
+    except MissingKernelsError as error:
+        raise UserError(
+            f"{file.key}: {path} needs {error}, which is not installed: pip install {error}"
+        ) from error
     except StoredFormatError as error:
         raise UserError(f"{file.key}: {path} is not read: {error}") from error
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file.key}: {path} cannot be read ({error}); get that file again") from error
 
 
-def _misfit(converted: Mapping[str, Tensor], lacking: Sequence[str], model: nn.Module) -> str:
-    wanted, example = model.state_dict(), lacking[0]
-    found = converted.get(example)
-    how = "is missing" if found is None else f"is {list(found.shape)}, not {list(wanted[example].shape)}"
+def _misfit(converted: StoredTensors, lacking: Sequence[str], model: nn.Module) -> str:
+    wanted, example, how = model.state_dict(), lacking[0], "is missing"
+    if example in converted.tensors:
+        how = f"is {list(converted.shape(example))}, not {list(wanted[example].shape)}"
     return (
         f"does not fit model.path: of the {len(wanted)} tensors of its {type(model).__name__} {len(lacking)} "
         f"are missing or of another shape, such as {example}, which {how}"

@@ -1,4 +1,4 @@
-"""This file loads models of transformers whose linear layers are kept in another format than their files.
+"""This file loads frozen models of transformers: with linear layers in another format, or from one file.
 
 Files of one model differ in the names of their tensors with the version that wrote them, weights are tied,
 some are kept in float32, and tables are computed: transformers knows. So its own loader is run on stand-ins
@@ -12,16 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffsynth_lite.core.weights import NotFiniteError, Quantization, StoredTensors, load_frozen
+from diffsynth_lite.core.weights import (
+    NotFiniteError,
+    Quantization,
+    StoredFormatError,
+    StoredTensors,
+    load_frozen,
+)
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
 from diffsynth_lite.pipelines.base.quantized import require_fitting
+from diffsynth_lite.pipelines.base.release_folder import empty_model
+from diffsynth_lite.pipelines.base.single_file import read_single_file
 
 _KEY = "model.text_encoder_quantize"
 
 
-def load_quantized_encoder(
-    model_class: Any, folder: PipelineFolder, component: str, dtype: torch.dtype, quantization: Quantization
+def load_frozen_encoder(
+    model_class: Any,
+    folder: PipelineFolder,
+    component: str,
+    dtype: torch.dtype,
+    quantization: Quantization | None = None,
 ) -> nn.Module:
     """As :func:`~diffsynth_lite.pipelines.base.quantized.load_frozen_component`, for a class of transformers.
 
@@ -30,36 +42,52 @@ def load_quantized_encoder(
         safetensors.SafetensorError: a file is damaged.
         OSError: a file is not there, or cannot be read.
     """
-    where = folder.path / component
-    if "quantization_config" in folder.component_config(component):
-        raise UserError(
-            f"{_KEY}: the weights in {where} are quantised already (quantization_config in config.json); "
-            "set it to none"
-        )
-    files = StoredTensors.in_files(folder.files_to_load(component))
+    given = folder.files.get(component)
+    where = folder.path / component if given is None else given.path
+    files = _stored_tensors(model_class, folder, component)
     model: nn.Module
     model, loading = model_class.from_pretrained(
         None,
         config=model_class.config_class.from_pretrained(folder.path, subfolder=component),
-        state_dict={name: _StandIn.of(tensor.shape, name) for name, tensor in files.tensors.items()},
+        state_dict={name: _StandIn.of(files.shape(name), name) for name in files.tensors},
         dtype=dtype,
         ignore_mismatched_sizes=True,  # they are listed then, and refused below
         output_loading_info=True,
     )
     of_other_shapes = {name for name, *_ in loading["mismatched_keys"]}
     require_fitting(folder, component, model_class, sorted(of_other_shapes.union(loading["missing_keys"])))
-    stored = StoredTensors(tensors=_emptied(model, files))
-    quantization.apply_to(model)
+    sources = _emptied(model)
+    stored = files.converted(lambda one: {name: one[source] for name, source in sources.items()})
+    device = torch.device("cpu")
+    if quantization is not None:
+        quantization.apply_to(model)
+        device = quantization.device
     try:
-        load_frozen(model, stored, device=quantization.device)
+        load_frozen(model, stored, device=device)
     except NotFiniteError as error:
-        raise UserError(f"{_KEY}: {where}: {error}; get the folder again") from error
+        raise UserError(f"{_KEY}: {where}: {error}; get it again") from error
     return model.eval()
 
 
-def _emptied(model: nn.Module, files: StoredTensors) -> dict[str, Tensor]:
-    """Put empty parameters in the place of stand-ins; what each stood for, by its name in the model."""
-    stored: dict[str, Tensor] = {}
+def _stored_tensors(model_class: Any, folder: PipelineFolder, component: str) -> StoredTensors:
+    config = folder.component_config(component)
+    if component in folder.files:
+        return read_single_file(folder.files[component], empty_model(model_class, config))
+    where = folder.path / component
+    if "quantization_config" in config:
+        raise UserError(
+            f"{_KEY}: the weights in {where} are quantised already (quantization_config in config.json); "
+            "set it to none"
+        )
+    try:
+        return StoredTensors.in_files(folder.files_to_load(component))
+    except StoredFormatError as error:
+        raise UserError(f"model.path: the weights in {where} cannot be read: {error}") from error
+
+
+def _emptied(model: nn.Module) -> dict[str, str]:
+    """Put empty parameters in the place of stand-ins; what each stood for, by names in the model."""
+    sources: dict[str, str] = {}
     empty: dict[Tensor, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, _StandIn) or tensor.source is None:
@@ -67,14 +95,14 @@ def _emptied(model: nn.Module, files: StoredTensors) -> dict[str, Tensor]:
                 f"{_KEY}: this version of transformers computes {name} of a {type(model).__name__} from "
                 "other weights when it loads one; set it to none"
             )
-        stored[name] = files.tensors[tensor.source]
+        sources[name] = tensor.source
         if tensor not in empty:  # else it is tied to one before
             empty[tensor] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             if isinstance(tensor, nn.Parameter):
                 empty[tensor] = nn.Parameter(empty[tensor], requires_grad=False)
         prefix, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(prefix), leaf, empty[tensor])
-    return stored
+    return sources
 
 
 class _StandIn(Tensor):

@@ -4,7 +4,9 @@ Layouts: b batch, c latent channels, h and w latent height and width; l tokens, 
 Sources: diffusers ``unet_2d_condition.py`` and ``pipeline_stable_diffusion_xl.py``.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -27,11 +29,12 @@ from diffsynth_lite.media import Crop, Media, Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
 from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.folder import PipelineFolder
+from diffsynth_lite.pipelines.base.folder import ComponentFile, PipelineFolder
 from diffsynth_lite.pipelines.base.latents import (
     encode_scaled_latents,
     scaled_latents_shape,
 )
+from diffsynth_lite.pipelines.base.single_file import holds, names_in
 from diffsynth_lite.pipelines.sdxl.text_encoders import (
     clip_prompt_embeds,
     clip_prompt_encoder,
@@ -42,6 +45,10 @@ from diffsynth_lite.testing.autoencoders import tiny_sdxl_vae
 from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_clip_text_with_projection
 from diffsynth_lite.testing.tokenizers import clip_tokenizer
 
+logger = logging.getLogger(__name__)
+
+_OF_EDM = frozenset({"edm_mean", "edm_std", "edm_vpred.sigma_max"})
+"""Names of tensors that only such checkpoints have. Source: as of ``_settings_of_file``."""
 _TEXT_ENCODERS = {"text_encoder": CLIPTextModel, "text_encoder_2": CLIPTextModelWithProjection}
 
 
@@ -159,6 +166,56 @@ class SDXL(DiffusionFamily):
                 f"lora.components: [{', '.join(self.trained)}] is no choice here; use [unet], or "
                 f"[{', '.join(self.trainable)}]"
             )
+
+    def take_files(self, files: Mapping[str, ComponentFile]) -> None:
+        """Also the text encoders and the autoencoder are read from the UNet's file, where it holds them.
+
+        Raises:
+            UserError: as there; or the UNet is trained on the noise levels of EDM.
+        """
+        super().take_files(files)
+        file = self.folder.files.get("unet")
+        if file is None:
+            return
+        names = names_in(file)
+        if other := sorted(_OF_EDM.intersection(names)):
+            raise UserError(
+                f"{file.key}: {file.path} is a model on the noise levels of EDM ({other[0]}), which this "
+                "family does not train; take one that predicts noise or v"
+            )
+        found = {name: file for name, one in self.encoder_classes.items() if holds(names, one)}
+        self.folder = replace(self.folder, files={**self.folder.files, **found})
+        if lacking := [name for name in self.encoder_classes if name not in found]:
+            logger.info("%s has no %s: those of model.path are used.", file.path, ", ".join(lacking))
+
+    @cached_property
+    def _settings_of_file(self) -> dict[str, Any]:
+        """What a checkpoint says of its noise, by tensors of these names.
+
+        Sources: ``SDXL.model_type`` in ComfyUI's ``supported_models.py`` for the names; for zero SNR Lin et
+        al. 2023 (arXiv:2305.08891), and the documentation of diffusers' schedulers.
+        """
+        file = self.folder.files.get("unet")
+        names = names_in(file) if file else frozenset()
+        if "v_pred" not in names:
+            return {}
+        zero_snr = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+        return {"prediction_type": "v_prediction"} | (zero_snr if "ztsnr" in names else {})
+
+    @cached_property
+    def scheduler_config(self) -> dict[str, Any]:
+        """Settings of the folder's scheduler, but for what the file of the UNet says otherwise."""
+        return self.folder.component_config("scheduler") | self._settings_of_file
+
+    def check_scheduler(self, scheduler: Any) -> None:
+        super().check_scheduler(scheduler)
+        for name, value in self._settings_of_file.items():
+            if scheduler.config.get(name) != value:
+                file = self.folder.files["unet"]
+                raise UserError(
+                    f"{file.key}: {file.path} needs a sampler with {name}: {value}, which "
+                    f"{type(scheduler).__name__} of model.path does not have; EulerDiscreteScheduler does"
+                )
 
     @property
     def _trains_text(self) -> bool:

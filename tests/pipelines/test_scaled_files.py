@@ -1,0 +1,106 @@
+"""Files with weights in formats of their own: what is read of them, and what is refused by name."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from original_layouts import convert_width_of, original_layout
+from safetensors.torch import load_file, save_file
+from stored_weights import E4M3, comfy_quant, scaled
+from torch import Tensor
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines import PipelineFolder
+from diffsynth_lite.pipelines.base.folder import ComponentFile
+from diffsynth_lite.pipelines.base.quantized import load_frozen_component
+from diffsynth_lite.pipelines.flux import Flux, tiny
+
+KEY = "model.transformer_file"
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("flux")
+    tiny().save_pretrained(folder)
+    return folder
+
+
+def loaded(folder: Path, file: Path) -> dict[str, Tensor]:
+    """FLUX.1 with its weights from a file, in fp32."""
+    files = {"transformer": ComponentFile(path=file, key=KEY)}
+    bound = PipelineFolder(path=folder, files=files)
+    return load_frozen_component(FluxTransformer2DModel, bound, "transformer", torch.float32).state_dict()
+
+
+def test_a_gguf_file_in_the_original_layout_gives_the_numbers_that_gguf_makes(
+    flux: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    model = FluxTransformer2DModel.from_pretrained(flux, subfolder="transformer")
+    convert_width_of(model, monkeypatch)
+    writer = gguf.GGUFWriter(tmp_path / "flux.gguf", "flux")
+    original, dense = original_layout(model), {}
+    assert original is not None
+    for name, tensor in original.items():
+        can_be_q8 = tensor.ndim == 2 and tensor.shape[1] % 32 == 0
+        kind = gguf.GGMLQuantizationType.Q8_0 if can_be_q8 else gguf.GGMLQuantizationType.F32
+        stored = gguf.quants.quantize(tensor.numpy(), kind)
+        writer.add_tensor(name, stored, raw_dtype=kind)
+        dense[name] = torch.from_numpy(gguf.quants.dequantize(stored, kind).copy())
+    assert any(not torch.equal(dense[name], tensor) for name, tensor in original.items())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    save_file(dense, tmp_path / "flux.safetensors")
+    ours, theirs = (loaded(flux, tmp_path / f"flux.{ending}") for ending in ("gguf", "safetensors"))
+    assert [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])] == []
+
+
+@pytest.fixture(scope="module")
+def in_8_bits(flux: Path) -> dict[str, Tensor]:
+    """The transformer's tensors with scales, in diffusers' layout."""
+    tensors = load_file(flux / "transformer" / "diffusion_pytorch_model.safetensors")
+    return scaled(tensors)[0]
+
+
+LEFT_OVER = {"b.weight": torch.ones(2, 2).to(E4M3), "b.scale_weight": torch.tensor(0.5)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"x_embedder.scale_weight": None}, r"lack their scale or their weight, such as x_embedder\.weight"),
+        (LEFT_OVER, r"1 of its scales belong to no layer of the model, such as that of b\.weight"),
+        ({"x_embedder.comfy_quant": comfy_quant("nvfp4")}, "x_embedder is in nvfp4, which is not read"),
+        ({"a.wscales": torch.ones(1)}, r"it is in SVDQuant \(Nunchaku\) \(a\.wscales\), which is not read"),
+    ],
+)
+def test_a_file_with_scales_that_do_not_fit_or_in_another_format_is_refused(
+    flux: Path, in_8_bits: dict[str, Tensor], tmp_path: Path, changed: dict[str, Tensor | None], told: str
+) -> None:
+    tensors = {name: tensor for name, tensor in (in_8_bits | changed).items() if tensor is not None}
+    file = tmp_path / "flux.safetensors"
+    save_file(tensors, file)
+    with pytest.raises(UserError, match=f"{KEY}: {file} is not read: .*{told}"):
+        loaded(flux, file)
+
+
+def test_a_gguf_file_needs_a_package(flux: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    file = tmp_path / "flux.gguf"
+    file.touch()
+    with pytest.raises(UserError, match=f"{KEY}: {file} needs gguf, which .*: pip install gguf"):
+        loaded(flux, file)
+
+
+def test_scales_in_a_folder_are_refused_whoever_would_load_it(
+    flux: Path, in_8_bits: dict[str, Tensor], tmp_path: Path
+) -> None:
+    shutil.copytree(flux, tmp_path, dirs_exist_ok=True)
+    save_file(in_8_bits, tmp_path / "transformer" / "diffusion_pytorch_model.safetensors")
+    with pytest.raises(UserError, match=r"transformer have scales .* are read from model\.transformer_file"):
+        Flux(PipelineFolder(path=tmp_path)).check_folder()
