@@ -62,7 +62,7 @@ class TextEncoderMemory:
         num_slots: int = 0,
         min_bytes: int | None = None,
     ) -> None:
-        self.quantizations = quantizations
+        self.quantizations = dict(quantizations)  # a mapping proxy goes to no other process
         self._num_slots, self._min_bytes = num_slots, min_bytes
         self._placed: tuple[QuantizationReport, WeightStream] | None = None
 
