@@ -141,6 +141,13 @@ def test_a_file_of_another_model_is_said_to_be_what_it_is(family: ModelFamily, t
                 read_single_file(file, wanted)
 
 
+def test_files_are_those_of_the_denoisers_in_their_order() -> None:
+    files = component_files({KEY: None, "second": "~/low.safetensors"}, ("transformer", "transformer_2"))
+    assert files == {"transformer_2": ComponentFile(path=Path.home() / "low.safetensors", key="second")}
+    with pytest.raises(UserError, match=f"{KEY}: x has no effect, .* of a family that reads no such file"):
+        component_files({KEY: "x"}, ())
+
+
 @pytest.fixture(scope="module")
 def wan() -> nn.Module:
     return tiny_wan_transformer(16).to("meta")
