@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import WanPipeline
 from diffusers.training_utils import free_memory
 from family_sample import CPU, PROMPTS, engine_with
 from wan_pipelines import BOUNDARY, two_experts
 
 from diffsynth_lite.core.gradient import gradient_engine
+from diffsynth_lite.core.weights import Quantization, QuantizationReport, WeightStream, weight_format
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter, find_target_layers
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import Conditioning, PipelineFolder, PreviewRequest
 from diffsynth_lite.pipelines.base.composite import Composite
+from diffsynth_lite.pipelines.base.quantized import quantizable_layers
 from diffsynth_lite.pipelines.wan import Wan, tiny
 
 SIGMA = torch.tensor([0.1, 0.95, 0.875, 0.8749])
@@ -193,16 +196,21 @@ def test_previews_draw_with_both_experts_whichever_are_trained(
     assert [frame.tobytes() for frame in drawn[0]] == [frame.tobytes() for frame in drawn[1]]
 
     pipeline = two_experts()
-    model = adapted(family).eval()
-    for name, expert in family.parts_of(model).items():
-        pipeline.register_modules(**{name: expert})
+    pipeline.register_modules(**family.parts_of(adapted(family).eval()))
     calls = dict.fromkeys(family.trainable, 0)
     for name in calls:
         pipeline.components[name].register_forward_pre_hook(
             lambda _module, _args, name=name: calls.update({name: calls[name] + 1})
         )
-    expected = pipeline(
-        prompt_embeds=family._prompt_embeds(conditioning[:1]),
+    expected = drawn_by(pipeline, family._prompt_embeds(conditioning[:1]))
+    assert [frame.tobytes() for frame in drawn[0]] == expected
+    assert min(calls.values()) > 0
+
+
+def drawn_by(pipeline: WanPipeline, prompt_embeds: torch.Tensor) -> list[bytes]:
+    """The frames of ``request``, by a pipeline of diffusers."""
+    frames = pipeline(
+        prompt_embeds=prompt_embeds,
         guidance_scale=1.0,
         width=64,
         height=32,
@@ -211,8 +219,42 @@ def test_previews_draw_with_both_experts_whichever_are_trained(
         generator=torch.Generator().manual_seed(0),
         output_type="pil",
     ).frames[0]
-    assert [frame.tobytes() for frame in drawn[0]] == [frame.tobytes() for frame in expected]
-    assert min(calls.values()) > 0
+    return [frame.tobytes() for frame in frames]
+
+
+def test_the_expert_that_is_not_trained_is_drawn_with_in_the_format_of_the_other_and_streamed(
+    folder: PipelineFolder, conditioning: list[Conditioning]
+) -> None:
+    family = Wan(folder, trained=["transformer_2"])
+    layers = quantizable_layers(family.empty_transformer(), family.block_lists)
+    family.quantization = Quantization(format=weight_format("int8"), layers=tuple(layers), device=CPU)
+    pipeline, resident = two_experts(), family.load_component("transformer", torch.float32)
+    pipeline.register_modules(transformer=resident, transformer_2=adapted(family).eval())
+    expected = drawn_by(pipeline, family._prompt_embeds(conditioning[:1]))
+
+    model = adapted(family).eval()
+    WeightStream([list(model.blocks)], CPU, num_slots=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    (drawn,) = family.sample(model, torch.float32, [request(conditioning)])
+    assert [frame.tobytes() for frame in drawn] == expected
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    experts = family._transformers(model)
+    assert experts["transformer_2"] is model
+    other = experts["transformer"]
+    assert QuantizationReport.of(other) == QuantizationReport.of(resident)
+    assert QuantizationReport.of(other).num_layers == len(layers)
+    assert [name for name, _ in other.named_parameters() if name.startswith("blocks.")] == []
+
+
+def test_an_expert_for_which_the_host_has_no_room_goes_to_the_device(
+    folder: PipelineFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffsynth_lite.pipelines.wan.experts.available_host_bytes", lambda: 1000)
+    family = Wan(folder, trained=["transformer_2"])
+    other = family._transformers(family.load_transformer(torch.float32))["transformer"]
+    assert len(list(other.blocks.parameters())) > 0
 
 
 def test_an_expert_that_is_not_trained_is_drawn_with_in_the_dtype_of_the_other(

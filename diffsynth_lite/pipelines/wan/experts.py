@@ -3,11 +3,16 @@
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from diffsynth_lite.core.gradient import blocks_in
+from diffsynth_lite.core.transfer.host_pool import available_host_bytes
+from diffsynth_lite.core.weights import WeightStream
+from diffsynth_lite.core.weights.packing import frozen_weights, packed_bytes
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
@@ -17,13 +22,17 @@ from diffsynth_lite.pipelines.base.folder import PipelineFolder
 _EXPERTS = MappingProxyType({"transformer": "high_noise", "transformer_2": "low_noise"})
 """Folders of the two, and the noise that each removes."""
 
+_NUM_SLOTS = 2
+"""One block computes while the next arrives."""
+
 
 class ExpertFamily(DiffusersFamily):
     """A family of which some folders hold two experts, and others one transformer.
 
     Unless ``lora.components`` names one expert, both are trained and in memory together; each optimizer step
     trains one of them. Each LoRA is a file of its own. Previews always draw with both: where only one is
-    trained, each preview reads the other from disk and holds it beside the first until all are drawn.
+    trained, the other is read from disk each time, in the format of the first, and the weights of its blocks
+    visit the device from host memory, one after the other, so that the two are never there together.
     """
 
     @cached_property
@@ -93,12 +102,13 @@ class ExpertFamily(DiffusersFamily):
         """What ``predict`` gives, by one transformer, which is that for all these noise levels."""
 
     def _transformers(self, trained: torch.nn.Module) -> dict[str, torch.nn.Module]:
-        """All transformers of the pipeline by name; what is not trained is read from disk."""
+        """All transformers of the pipeline by name; what is not trained is read from disk, and streamed."""
         transformers: dict[str, Any] = dict(self.parts_of(trained))
         one = transformers[self.trained[0]]
         for name in set(self.trainable) - transformers.keys():
-            other = self.load_component(name, one.dtype)
-            transformers[name] = other.requires_grad_(False).to(one.device)
+            other = self.load_component(name, one.dtype).requires_grad_(False)
+            _stream(blocks_in(other, self.block_lists), one.device)
+            transformers[name] = other.to(one.device)
         return transformers
 
 
@@ -124,6 +134,14 @@ def estimates_by_expert(
         return estimates[0]
     order = torch.tensor([place for _, chosen in used for place in chosen])
     return torch.cat(estimates)[order.argsort().to(sigma.device)]
+
+
+def _stream(blocks: Sequence[torch.nn.Module], device: torch.device) -> None:
+    """Keep the weights of frozen blocks in host memory for as long as they live, if it has room for them."""
+    needed = packed_bytes(chain.from_iterable(frozen_weights(block, min_bytes=0) for block in blocks))
+    available = available_host_bytes()
+    if available is None or needed < available:
+        WeightStream([blocks], device, num_slots=min(_NUM_SLOTS, len(blocks) - 1))
 
 
 def _boundary_of(folder: PipelineFolder) -> float | None:
