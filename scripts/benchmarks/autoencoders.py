@@ -92,7 +92,9 @@ def encode(vae: Any, pixels: Tensor) -> Tensor:
 
 def decode(vae: Any, latents: Tensor) -> Tensor:
     """The pixels of latents."""
-    pixels: Tensor = vae.decode(latents).sample
+    # From 0.9.1 on that of LTX-Video is told how noisy the latents are.
+    timestep = [torch.zeros(1, device=latents.device)] if vae.config.get("timestep_conditioning") else []
+    pixels: Tensor = vae.decode(latents, *timestep).sample
     return pixels
 
 

@@ -68,11 +68,16 @@ def predict(sample: Sample, transformer: torch.nn.Module) -> torch.Tensor:
     return sample.family.predict(transformer, sample.latents, SIGMA, sample.conditioning)
 
 
-def test_previews_have_the_size_asked_for_and_repeat_exactly(sample: Sample) -> None:
-    family = sample.family
+def test_previews_have_the_size_asked_for_and_repeat_exactly(
+    sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, loaded = sample.family, []
+    load = family.load_preview_vae
+    monkeypatch.setattr(family, "load_preview_vae", lambda *given: loaded.append(load(*given)) or loaded[-1])
     transformer = adapted_transformer(sample).eval()
     request = sample.request(num_inference_steps=2, guidance_scale=2.0, seed=5)
     first, second = (family.sample(transformer, torch.float32, [request])[0] for _ in range(2))
+    assert len(loaded) == 2  # what decodes in tiles on a full device
     size = (4 * family.size_divisor, 2 * family.size_divisor)
     assert [frame.size for frame in first] == [size] * len(sample.media[0].frames)
     assert [frame.tobytes() for frame in first] == [frame.tobytes() for frame in second]

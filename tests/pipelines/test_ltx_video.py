@@ -272,3 +272,18 @@ def test_the_facts_of_the_family(sample: Sample) -> None:
     assert (family.size_divisor, family.frame_step, family.default_fps) == (32, 8, 25)
     assert family.default_num_frames % 8 == 1
     assert len(build_media(family)[0].frames) == 17
+
+
+def test_in_tiles_clips_are_encoded_in_parts_but_decoded_whole(
+    sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = LTXVideo(sample.family.folder)
+    vaes: list[AutoencoderKLLTXVideo] = []
+    load = family.load_component
+    monkeypatch.setattr(family, "load_component", lambda *given: vaes.append(load(*given)) or vaes[-1])
+    for expected in ([(False, False), (False, False)], [(True, True), (True, False)]):
+        vaes.clear()
+        family.load_media_encoder(torch.float32, CPU)
+        family.load_preview_vae(torch.float32, CPU)
+        assert [(vae.use_tiling, vae.use_framewise_decoding) for vae in vaes] == expected
+        family.tile_vae()
