@@ -3,21 +3,22 @@
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from diffsynth_lite.core.gradient import blocks_in
+from diffsynth_lite.core.transfer.backends import backend_for, smallest_worth_moving
 from diffsynth_lite.core.transfer.host_pool import available_host_bytes
-from diffsynth_lite.core.weights import WeightStream
-from diffsynth_lite.core.weights.packing import frozen_weights, packed_bytes
+from diffsynth_lite.core.transfer.shared_memory import HostMemory
+from diffsynth_lite.core.weights import HostBlocks, WeightStream, frozen_weights, packed_bytes
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
+from diffsynth_lite.pipelines.base.quantized import set_formats
 
 _EXPERTS = MappingProxyType({"transformer": "high_noise", "transformer_2": "low_noise"})
 """Folders of the two, and the noise that each removes."""
@@ -106,10 +107,39 @@ class ExpertFamily(DiffusersFamily):
         transformers: dict[str, Any] = dict(self.parts_of(trained))
         one = transformers[self.trained[0]]
         for name in set(self.trainable) - transformers.keys():
-            other = self.load_component(name, one.dtype).requires_grad_(False)
-            _stream(blocks_in(other, self.block_lists), one.device)
-            transformers[name] = other.to(one.device)
+            transformers[name] = self._load_streamed(name, one.dtype, one.device)
         return transformers
+
+    def _load_streamed(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+        """A frozen expert whose blocks have their weights in host memory, if that has room for them."""
+        empty = self.empty_component(name).requires_grad_(False)
+        set_formats(empty, dtype, self.quantization)
+        min_bytes = smallest_worth_moving(device)
+        sizes = [
+            packed_bytes(frozen_weights(block, min_bytes)) for block in blocks_in(empty, self.block_lists)
+        ]
+        available = available_host_bytes()
+        if available is not None and sum(sizes) > available:
+            whole: torch.nn.Module = self.load_component(name, dtype).requires_grad_(False)
+            return whole.to(device)
+        self.host_blocks = HostBlocks(
+            lambda model: blocks_in(model, self.block_lists),
+            device,
+            min_bytes=min_bytes,
+            memory=HostMemory(backend_for(device)),
+        )
+        try:
+            expert: torch.nn.Module = self.load_component(name, dtype).requires_grad_(False)
+            # The stream lives as long as the blocks, which call it.
+            WeightStream(
+                [blocks_in(expert, self.block_lists)],
+                device,
+                num_slots=min(_NUM_SLOTS, len(sizes) - 1),
+                loaded=self.host_blocks,
+            )
+        finally:
+            self.host_blocks = None
+        return expert.to(device)
 
 
 def estimates_by_expert(
@@ -134,14 +164,6 @@ def estimates_by_expert(
         return estimates[0]
     order = torch.tensor([place for _, chosen in used for place in chosen])
     return torch.cat(estimates)[order.argsort().to(sigma.device)]
-
-
-def _stream(blocks: Sequence[torch.nn.Module], device: torch.device) -> None:
-    """Keep the weights of frozen blocks in host memory for as long as they live, if it has room for them."""
-    needed = packed_bytes(chain.from_iterable(frozen_weights(block, min_bytes=0) for block in blocks))
-    available = available_host_bytes()
-    if available is None or needed < available:
-        WeightStream([blocks], device, num_slots=min(_NUM_SLOTS, len(blocks) - 1))
 
 
 def _boundary_of(folder: PipelineFolder) -> float | None:
