@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
-from meters import CountingMeter, print_table
+from meters import print_table
 from torch import Tensor, nn
-from trained_model import FusedAttention
 
+from diffsynth_lite.core.planning import ON_ALL_DEVICES, CountingMeter, FusedKernels
 from diffsynth_lite.pipelines import family_names, load_family
 from diffsynth_lite.pipelines.base.release_folder import class_of, empty_model, full_config
 from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles, tiles_of
@@ -142,7 +142,7 @@ def size_name(size: Size) -> str:
 def peak_bytes(call: Callable[[], object]) -> int:
     """Bytes of most tensors at once, beside those that there were before."""
     meter = CountingMeter()
-    with torch.no_grad(), FusedAttention(), meter:
+    with torch.no_grad(), FusedKernels(ON_ALL_DEVICES), meter:
         meter.start()
         call()
         return meter.peak_bytes
