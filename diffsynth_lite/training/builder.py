@@ -31,7 +31,7 @@ from diffsynth_lite.training.evaluation import FixedNoiseLoss
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 from diffsynth_lite.training.previews import Previews
 from diffsynth_lite.training.shortages import Workload
-from diffsynth_lite.training.streaming import streamable_bytes
+from diffsynth_lite.training.streaming import quantizable_bytes, streamable_bytes
 
 _SUPPORTED_DISTRIBUTION = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
@@ -323,6 +323,7 @@ def build_workload(
         micro_batch_size=train.micro_batch_size,
         num_blocks=checked.num_blocks,
         streamable_bytes=streamable_bytes(config, family, transformer, weights),
+        quantizable_bytes=quantizable_bytes(family, transformer),
         num_checkpointed=checked.num_selected_blocks if train.use_gradient_checkpointing else 0,
         offloads=train.use_gradient_checkpointing_offload,
         # In the backward pass those of one block, and what is fetched ahead.

@@ -30,6 +30,7 @@ class Workload:
         micro_batch_size: samples in a forward.
         num_blocks: blocks of the model.
         streamable_bytes: frozen weights that would leave the device if all blocks were streamed.
+        quantizable_bytes: what those on the device would take less in int8.
         num_checkpointed: how many of them are checkpointed; 0 with checkpointing off.
         offloads: whether the inputs of these are offloaded to host memory.
         blocks_on_device: how many have their inputs on the device at once, with offload on.
@@ -42,6 +43,7 @@ class Workload:
     micro_batch_size: int
     num_blocks: int
     streamable_bytes: int
+    quantizable_bytes: int
     num_checkpointed: int
     offloads: bool
     blocks_on_device: int
@@ -129,7 +131,7 @@ def shortages_explained() -> Iterator[None]:
         ) from error
     except HostBytesError as error:
         raise UserError(
-            f"memory.host_gib: {error.host_bytes / 1024**3:.3g} GiB do not hold the "
+            f"memory.host_gib: {error.host_bytes / 1024**3:.3g} GiB for the offload do not hold the "
             f"{error.block_bytes / 1024**3:.3g} GiB that one block offloads; raise it, or lower "
             "train.micro_batch_size, or turn offload off"
         ) from error
@@ -160,6 +162,7 @@ def levers(workload: Workload, use: MemoryUse) -> list[str]:
     found = list(_of_blocks(workload)) + list(_of_batches(workload, use))
     found.append((workload.float32_bytes // 2, "model.dtype: bfloat16"))
     found.append((workload.streamable_bytes, "memory.stream_blocks: all"))
+    found.append((workload.quantizable_bytes, "model.quantize: int8, in a new run"))
     known = sorted((lever for lever in found if lever[0]), key=lambda lever: -(lever[0] or 0))
     unknown = [lever for lever in found if lever[0] is None]
     return [

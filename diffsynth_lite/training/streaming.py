@@ -1,6 +1,7 @@
 """This file decides which frozen weights live in host memory, and puts all of them where they belong."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from accelerate import Accelerator
@@ -13,6 +14,7 @@ from diffsynth_lite.core.transfer.shared_memory import HostMemory
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.core.weights import (
     HostBlocks,
+    Int8,
     WeightStream,
     frozen_weights,
     packed_bytes,
@@ -172,6 +174,22 @@ def streamable_bytes(
     return max(sum(sizes) + weights.slot_bytes - slots, 0)
 
 
+def quantizable_bytes(family: ModelFamily, transformer: torch.nn.Module) -> int:
+    """How much less the plain linear layers in blocks would take of the device in int8.
+
+    Args:
+        transformer: on the device, but for weights that are streamed, which are not counted.
+    """
+    saved = 0
+    for block in chain.from_iterable(blocks_by_model(family, transformer)):
+        for module in block.modules():
+            weight = module._parameters.get("weight")
+            if type(module) is torch.nn.Linear and weight is not None and not weight.requires_grad:
+                quantised = Int8().empty(module.out_features, module.in_features, torch.device("meta"))
+                saved += weight.nbytes - sum(part.nbytes for part in quantised)
+    return saved
+
+
 def _blocks_as_loaded(
     config: Config, family: ModelFamily, transformer: torch.nn.Module
 ) -> list[list[torch.nn.Module]]:
@@ -196,8 +214,8 @@ def _require_host_memory(
 ) -> None:
     """Check that a machine holds the streamed weights, and each of its devices the share of them."""
     total = num_copies * num_bytes
-    copies = f", a copy in each of {num_copies} processes," if num_copies > 1 else ""
     if available is not None and total > available:
+        copies = f" in {num_copies} copies, as processes cannot share them," if num_copies > 1 else ""
         raise UserError(
             f"memory.stream_blocks: the streamed weights{copies} take {format_bytes(total)} of host memory, "
             f"and {format_bytes(available)} are available; stream fewer blocks, set model.quantize, or end "
@@ -207,5 +225,5 @@ def _require_host_memory(
     if limit is not None and share > limit * 1024**3:
         raise UserError(
             f"memory.host_gib: {limit:.3g} GiB for each device do not hold its share of the streamed "
-            f"weights{copies} {format_bytes(share)}; raise it, or stream fewer blocks"
+            f"weights, {format_bytes(share)}; raise it, or stream fewer blocks"
         )

@@ -49,6 +49,7 @@ APPLIED = {
     ),
     "model.dtype: bfloat16": ("model.dtype=bfloat16",),
     "memory.stream_blocks: all": ("memory.stream_blocks=all",),
+    "model.quantize: int8, in a new run": ("model.quantize=int8",),
     "memory.policy: all": ("memory.policy=all", "memory.policy_n=null"),
 }
 """What a person does who reads the answer."""

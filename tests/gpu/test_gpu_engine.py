@@ -1,5 +1,6 @@
 """On a CUDA device copies overlap with the computation, nothing waits on the host, and no number changes."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -154,6 +155,25 @@ def test_a_copy_to_the_host_completes_while_the_device_computes() -> None:
     assert not computed.query()
     assert host.view(torch.float32).sum() == MIB
     copy.wait()
+
+
+def test_memory_that_is_mapped_twice_is_pinned_in_both_places() -> None:
+    descriptor = os.memfd_create("shared")
+    os.posix_fallocate(descriptor, 0, 4 * MIB)
+    first, second = CudaBackend(cuda()), CudaBackend(cuda())
+    written, read = (backend.allocate_host(4 * MIB, descriptor) for backend in (first, second))
+    os.close(descriptor)
+    assert written is not None
+    assert read is not None
+    assert written.is_pinned()
+    assert read.is_pinned()
+    assert written.data_ptr() != read.data_ptr()
+    values = torch.arange(MIB, device="cuda", dtype=torch.int32)
+    first.to_host(written.view(torch.int32), values)
+    torch.cuda.synchronize()
+    arrived = torch.zeros_like(values)
+    second.to_device(arrived, read.view(torch.int32)).wait()
+    assert torch.equal(arrived, values)
 
 
 class Product(nn.Module):

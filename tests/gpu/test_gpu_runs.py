@@ -76,6 +76,19 @@ def test_streamed_weights_of_a_quantised_base_change_no_bit(tiny_run: TinyRun, q
     assert differing(*tensors) == []
 
 
+@pytest.mark.parametrize("min_bytes", [0, 4096])
+def test_weights_that_are_loaded_straight_to_host_memory_are_those_of_the_device(
+    tiny_run: TinyRun, min_bytes: int
+) -> None:
+    # Quantised on the device, whether they stay there or not. With 4096 most scales stay.
+    settings = ("train.deterministic=true", "model.quantize=int8", "model.dtype=bfloat16")
+    settings += ("train.mixed_precision=bf16", "train.steps=2")
+    streamed = ("memory.stream_blocks=all", "memory.stream_slots=1", f"memory.min_bytes={min_bytes}")
+    assert losses(tiny_run, "streamed", *settings, *streamed) == losses(tiny_run, "resident", *settings)
+    tensors = [checkpoint_tensors(tiny_run.root / folder, 2) for folder in ("streamed", "resident")]
+    assert differing(*tensors) == []
+
+
 def test_bf16_trains_with_fp32_adapter_and_finite_loss(tiny_run: TinyRun) -> None:
     values = losses(tiny_run, "bf16", "model.dtype=bfloat16", "train.mixed_precision=bf16")
     assert len(values) == 6

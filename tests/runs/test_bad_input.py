@@ -142,6 +142,11 @@ BEFORE_WEIGHTS: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
         ("memory.stream_blocks=all", "memory.stream_slots=1", "memory.min_bytes=1000000"),
         "memory.stream_blocks: there is nothing to stream in 2 blocks: no frozen weight of them has",
     ),
+    "more streamed than the host memory allowed": (
+        lambda run: None,
+        ("memory.stream_blocks=all", "memory.stream_slots=1", "memory.host_gib=0.0001"),
+        "memory.host_gib: 0.0001 GiB for each device do not hold its share of the streamed weights, 686",
+    ),
     "attention saved without checkpointing": (
         lambda run: None,
         ("memory.save_attention=keep", "--no-use_gradient_checkpointing"),

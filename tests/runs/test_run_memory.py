@@ -134,6 +134,16 @@ def test_a_stream_that_moves_nothing_stops_the_run(
     assert "memory.stream_blocks: on, but no weights were moved: none of these blocks ran" in caplog.text
 
 
+def test_more_streamed_than_the_host_has_is_refused_before_anything_is_encoded(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("diffsynth_lite.training.streaming.available_host_bytes", lambda: 600 * 1024)
+    assert tiny_run.train(*STREAMED) == 2
+    assert "memory.stream_blocks: the streamed weights take 686.0 KiB of host memory, and" in caplog.text
+    assert "600.0 KiB are available; stream fewer blocks" in caplog.text
+    assert "encoding" not in caplog.text
+
+
 def test_a_switch_without_effect_stops_the_run(tiny_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
     assert tiny_run.train("--use_gradient_checkpointing_offload", "memory.min_bytes=1000000000") == 2
     assert "use_gradient_checkpointing_offload" in caplog.text
@@ -144,7 +154,7 @@ def test_a_host_memory_too_small_for_one_block_stops_the_run_before_the_first_st
     watched_run: TinyRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert watched_run.train("--use_gradient_checkpointing_offload", "memory.host_gib=0.000004") == 2
-    assert "memory.host_gib: 4e-06 GiB do not hold the" in caplog.text
+    assert "memory.host_gib: 4e-06 GiB for the offload do not hold the" in caplog.text
     assert not any("grad_norm" in row for row in watched_run.metrics())
 
 

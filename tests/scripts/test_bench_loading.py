@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import streamed_loading
 import torch
 from loading import NUM_FILES, load, measure, rows_of, write_model
 
@@ -20,6 +21,16 @@ def test_a_model_is_written_in_several_files_and_loaded_in_a_format(
     plain, quantised = (load(tmp_path, component, name) for name in ("none", "int8"))
     assert QuantizationReport.of(plain).num_layers == 0
     assert QuantizationReport.of(quantised).num_layers == num_layers
+
+
+def test_a_model_is_loaded_with_its_blocks_in_host_memory(tmp_path: Path) -> None:
+    write_model(tmp_path, "transformer", 3, 128, torch.float32)
+    plain = load(tmp_path, "transformer", "int8")
+    streamed, stream = streamed_loading.load(tmp_path, "int8", streamed_loading.own_memory)
+    assert stream.report().blocks_streamed == 3
+    in_blocks = sum(value.nbytes for value in plain.transformer_blocks.parameters())
+    assert in_blocks <= stream.host_bytes < 1.1 * in_blocks
+    assert list(streamed.transformer_blocks.parameters()) == []
 
 
 def test_memory_that_is_held_for_a_moment_is_seen() -> None:

@@ -23,6 +23,7 @@ WORKLOAD = Workload(
     micro_batch_size=2,
     num_blocks=60,
     streamable_bytes=0,
+    quantizable_bytes=0,
     num_checkpointed=60,
     offloads=False,
     blocks_on_device=2,
@@ -65,6 +66,13 @@ def test_blocks_that_a_policy_keeps_and_weights_in_float32_are_counted() -> None
 def test_weights_that_could_be_streamed_are_counted() -> None:
     assert texts(streamable_bytes=30_000 * MIB)[0] == "memory.stream_blocks: all (about 29.3 GiB less)"
     assert not any("stream" in text for text in texts())
+
+
+def test_weights_that_could_be_quantised_are_counted() -> None:
+    assert (
+        texts(quantizable_bytes=10_240 * MIB)[0] == "model.quantize: int8, in a new run (about 10.0 GiB less)"
+    )
+    assert not any("quantize" in text for text in texts())
 
 
 def test_what_would_save_nothing_is_not_advised() -> None:
