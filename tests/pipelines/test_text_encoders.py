@@ -8,6 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 from family_sample import CPU
+from lazy_backend import LazyBackend
 from torch import Tensor, nn
 
 from diffsynth_lite.core.weights import Int8, Quantization, QuantizationReport
@@ -15,7 +16,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import write_json
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, qwen_image, wan
-from diffsynth_lite.pipelines.base import transformers_loading
+from diffsynth_lite.pipelines.base import text_encoders, transformers_loading
 from diffsynth_lite.pipelines.base.text_encoders import (
     TextEncoderMemory,
     quantizable_encoder_layers,
@@ -157,8 +158,18 @@ def test_what_was_done_is_said_once_after_the_first_prompt(
         encode([Prompt(text=text)])
     quantised_line, streamed_line = caplog.messages
     assert quantised_line.startswith("text encoder, first caption: quantised 24 layers, ")
-    # Both layers of the text, of which the last one and, ahead, the first one again were copied.
     assert streamed_line.startswith("text encoder, first caption: streamed 4 blocks, ")
+    # The two layers of the text ran; with one slot each waits for its copy.
+    assert "; 2 copies, " in streamed_line
+    assert streamed_line.endswith(", 2 late")
+
+
+def test_too_little_host_memory_is_refused(folder: PipelineFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_encoders, "backend_for", lambda _device: LazyBackend(host_bytes=0))
+    family = QwenImage(folder)
+    family.text_encoder_memory = TextEncoderMemory(num_slots=1)
+    with pytest.raises(UserError, match=r"memory\.stream_text_encoder: the system refused .* of host memory"):
+        family.load_prompt_encoder(torch.float32, CPU)
 
 
 def test_a_stream_that_moves_nothing_is_an_error(folder: PipelineFolder) -> None:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from diffsynth_lite.core.gradient import count_blocks
 from diffsynth_lite.core.noise import resolution_mu
+from diffsynth_lite.core.weights import HostBlocks
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media
 from diffsynth_lite.pipelines.base.composite import Composite, join_adapter, split_adapter
@@ -111,7 +112,7 @@ class DiffusersFamily(ModelFamily):
         """The class, of diffusers or transformers, that the family loads a component with."""
         return self.encoder_classes.get(name, self.transformer_class)
 
-    def load_component(self, name: str, dtype: torch.dtype) -> Any:
+    def load_component(self, name: str, dtype: torch.dtype, encoder_blocks: HostBlocks | None = None) -> Any:
         """A component with its weights in ``dtype``, on the CPU; pickled weights are refused.
 
         Where ``quantization`` or ``host_blocks`` is set, what is not of ``encoder_classes`` is loaded as they
@@ -120,6 +121,8 @@ class DiffusersFamily(ModelFamily):
 
         Args:
             name: folder of the component.
+            encoder_blocks: the layers of a text encoder that are loaded to host memory, and the device that
+                all else of it goes to; None loads it as any other.
 
         Raises:
             UserError: a weight file is damaged, or the files do not hold what the component's config needs.
@@ -127,15 +130,12 @@ class DiffusersFamily(ModelFamily):
         component_class = self.component_class(name)
         quantization, host_blocks = self.quantization, self.host_blocks
         if name in self.encoder_classes:
-            quantization, host_blocks = self.text_encoder_memory.quantizations.get(name), None
+            quantization, host_blocks = self.text_encoder_memory.quantizations.get(name), encoder_blocks
         is_from_transformers = issubclass(component_class, PreTrainedModel)
         try:
-            if is_from_transformers and (quantization or name in self.folder.files):
-                return load_frozen_encoder(component_class, self.folder, name, dtype, quantization)
             if quantization or host_blocks or name in self.folder.files:
-                return load_frozen_component(
-                    component_class, self.folder, name, dtype, quantization, host_blocks
-                )
+                load = load_frozen_encoder if is_from_transformers else load_frozen_component
+                return load(component_class, self.folder, name, dtype, quantization, host_blocks)
             component, loading = component_class.from_pretrained(
                 self.folder.path,
                 subfolder=name,
@@ -199,8 +199,10 @@ class DiffusersFamily(ModelFamily):
 
     def load_text_encoders(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         """All text encoders, frozen, by folder, on the device or where ``text_encoder_memory`` puts them."""
-        encoders = {name: self.load_component(name, dtype) for name in self.text_encoders}
-        self.text_encoder_memory.place(list(encoders.values()), device)
+        memory = self.text_encoder_memory
+        blocks = memory.host_blocks(device)
+        encoders = {name: self.load_component(name, dtype, blocks) for name in self.text_encoders}
+        memory.place(list(encoders.values()), device, blocks)
         return encoders
 
     def prompt_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:

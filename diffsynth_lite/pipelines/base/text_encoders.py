@@ -11,7 +11,9 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from diffsynth_lite.core.gradient import IneffectiveSwitchError
-from diffsynth_lite.core.weights import Quantization, QuantizationReport, WeightStream
+from diffsynth_lite.core.transfer.backends import backend_for, smallest_worth_moving
+from diffsynth_lite.core.transfer.shared_memory import HostMemory
+from diffsynth_lite.core.weights import HostBlocks, Quantization, QuantizationReport, WeightStream
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.quantized import linear_layers_in
 
@@ -66,13 +68,29 @@ class TextEncoderMemory:
         self._num_slots, self._min_bytes = num_slots, min_bytes
         self._placed: tuple[QuantizationReport, WeightStream] | None = None
 
+    def host_blocks(self, device: torch.device) -> HostBlocks | None:
+        """Where text encoders are loaded to, in place of the device; None where they are not streamed."""
+        if not self._num_slots:
+            return None
+        return HostBlocks(
+            lambda encoder: list(chain.from_iterable(self.streamed_layers([encoder]))),
+            device,
+            min_bytes=smallest_worth_moving(device) if self._min_bytes is None else self._min_bytes,
+            memory=HostMemory(backend_for(device)),
+        )
+
     def streamed_layers(self, encoders: Sequence[nn.Module]) -> list[list[nn.Module]]:
         """The layers that are streamed: those of each stack that has more of them than there are slots."""
         stacks = [stack for encoder in encoders for stack in transformer_layers(encoder)]
         return [stack for stack in stacks if 0 < self._num_slots < len(stack)]
 
-    def place(self, encoders: Sequence[nn.Module], device: torch.device) -> None:
+    def place(
+        self, encoders: Sequence[nn.Module], device: torch.device, loaded: HostBlocks | None = None
+    ) -> None:
         """Put all text encoders of a pipeline on the device, but for the weights that are streamed.
+
+        Args:
+            loaded: of :meth:`host_blocks`, where they were loaded so.
 
         Raises:
             UserError: nothing would be saved, or the host has too little memory.
@@ -80,7 +98,11 @@ class TextEncoderMemory:
         everything = nn.ModuleList(encoders).requires_grad_(False)  # what trains is not streamed
         try:
             stream = WeightStream(
-                self.streamed_layers(encoders), device, num_slots=self._num_slots, min_bytes=self._min_bytes
+                self.streamed_layers(encoders),
+                device,
+                num_slots=self._num_slots,
+                min_bytes=self._min_bytes,
+                loaded=loaded,
             )
         except ValueError as error:
             raise UserError(f"memory.stream_text_encoder: {error}") from error

@@ -1,4 +1,4 @@
-"""This file loads frozen models of transformers: with linear layers in another format, or from one file.
+"""This file loads frozen models of transformers: each tensor in its format, to where it is going to be.
 
 Files of one model differ in the names of their tensors with the version that wrote them, weights are tied,
 some are kept in float32, and tables are computed: transformers knows. So its own loader is run on stand-ins
@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diffsynth_lite.core.transfer.shared_memory import HostMemoryError
 from diffsynth_lite.core.weights import (
+    HostBlocks,
     NotFiniteError,
     Quantization,
     StoredFormatError,
@@ -25,7 +27,7 @@ from diffsynth_lite.pipelines.base.quantized import require_fitting
 from diffsynth_lite.pipelines.base.release_folder import empty_model
 from diffsynth_lite.pipelines.base.single_file import read_single_file
 
-_KEY = "model.text_encoder_quantize"
+_KEYS = "model.text_encoder_quantize, memory.stream_text_encoder"
 
 
 def load_frozen_encoder(
@@ -34,11 +36,13 @@ def load_frozen_encoder(
     component: str,
     dtype: torch.dtype,
     quantization: Quantization | None = None,
+    host_blocks: HostBlocks | None = None,
 ) -> nn.Module:
     """As :func:`~diffsynth_lite.pipelines.base.quantized.load_frozen_component`, for a class of transformers.
 
     Raises:
-        UserError: as there; or the files are quantised already, or weights are computed from several of them.
+        UserError: as there; or the files are quantised already, or weights are computed from several of them;
+            or the system has too little host memory.
         safetensors.SafetensorError: a file is damaged.
         OSError: a file is not there, or cannot be read.
     """
@@ -58,14 +62,16 @@ def load_frozen_encoder(
     require_fitting(folder, component, model_class, sorted(of_other_shapes.union(loading["missing_keys"])))
     sources = _emptied(model)
     stored = files.converted(lambda one: {name: one[source] for name, source in sources.items()})
-    device = torch.device("cpu")
     if quantization is not None:
         quantization.apply_to(model)
-        device = quantization.device
+    placing = host_blocks or quantization
+    device = torch.device("cpu") if placing is None else placing.device
     try:
-        load_frozen(model, stored, device=device)
+        load_frozen(model, stored, device=device, host_blocks=host_blocks)
     except NotFiniteError as error:
-        raise UserError(f"{_KEY}: {where}: {error}; get it again") from error
+        raise UserError(f"model.text_encoder_quantize: {where}: {error}; get it again") from error
+    except HostMemoryError as error:
+        raise UserError(f"memory.stream_text_encoder: {error}") from error
     return model.eval()
 
 
@@ -76,8 +82,8 @@ def _stored_tensors(model_class: Any, folder: PipelineFolder, component: str) ->
     where = folder.path / component
     if "quantization_config" in config:
         raise UserError(
-            f"{_KEY}: the weights in {where} are quantised already (quantization_config in config.json); "
-            "set it to none"
+            f"{_KEYS}: the weights in {where} are quantised already (quantization_config in config.json); "
+            "leave both out"
         )
     try:
         return StoredTensors.in_files(folder.files_to_load(component))
@@ -92,8 +98,8 @@ def _emptied(model: nn.Module) -> dict[str, str]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, _StandIn) or tensor.source is None:
             raise UserError(
-                f"{_KEY}: this version of transformers computes {name} of a {type(model).__name__} from "
-                "other weights when it loads one; set it to none"
+                f"{_KEYS}: this version of transformers computes {name} of a {type(model).__name__} from "
+                "other weights when it loads one; leave both out"
             )
         sources[name] = tensor.source
         if tensor not in empty:  # else it is tied to one before
