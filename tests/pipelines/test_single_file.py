@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
+from diffusers import CogVideoXTransformer3DModel, QwenImageTransformer2DModel, WanTransformer3DModel
 from family_sample import CPU, Sample
 from original_layouts import convert_width_of, original_layout
 from safetensors.torch import save_file
@@ -176,6 +176,14 @@ def test_a_file_of_something_else_is_refused_by_what_it_seems_to_be(
     file = write({name: torch.ones(1) for name in names}, tmp_path / "x.safetensors")
     with pytest.raises(UserError, match=f"{KEY}: {file.path} .*{kind}"):
         read_single_file(file, wan)
+
+
+def test_of_a_class_that_diffusers_knows_one_layout_of_that_is_said(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = CogVideoXTransformer3DModel(num_layers=1, use_rotary_positional_embeddings=True)
+    file = write({"a": torch.ones(1)}, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match=r"by diffusers' names: it knows no others of that class"):
+        read_single_file(file, model)
 
 
 def test_the_same_model_in_another_size_is_refused_with_a_shape(wan: nn.Module, tmp_path: Path) -> None:
