@@ -107,7 +107,8 @@ def test_a_failure_is_logged_and_mode_and_random_state_are_as_before(
         assert model.training
     assert "Previews at step 3 failed" in caplog.text
     assert "no memory for a picture" in caplog.text
-    assert ("validation.width" in caplog.text) is (error is torch.OutOfMemoryError)
+    for setting in ("validation.width", "memory.stream_blocks: all", "model.vae_tiling: true"):
+        assert (setting in caplog.text) is (error is torch.OutOfMemoryError)
 
 
 def test_an_error_without_a_message_is_logged_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

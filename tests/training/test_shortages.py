@@ -120,9 +120,15 @@ def test_the_error_says_what_the_memory_was_used_for() -> None:
 def test_a_full_disk_and_a_full_device_are_explained() -> None:
     with pytest.raises(RunStoppedError, match="no space left on the disk"), shortages_explained():
         raise OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(RunStoppedError, match=r"before training.*vae_dtype"), shortages_explained():
+    with (
+        pytest.raises(RunStoppedError, match=r"before training.*vae_tiling: true.*vae_dtype"),
+        shortages_explained(),
+    ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
-    with pytest.raises(RunStoppedError, match=r"before training.*vae_dtype"), shortages_explained():
+    with (
+        pytest.raises(RunStoppedError, match=r"before training.*vae_tiling: true.*vae_dtype"),
+        shortages_explained(),
+    ):
         raise torch.OutOfMemoryError
     with pytest.raises(UserError, match="cache/ab: Read-only file system"), shortages_explained():
         raise OSError(errno.EROFS, "Read-only file system", "cache/ab")

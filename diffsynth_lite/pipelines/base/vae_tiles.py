@@ -31,7 +31,7 @@ class VaeTiles:
     Attributes:
         side: of a tile, in pixels.
         stride: pixels from one tile to the next.
-        num_frames: frames of a clip from which on it is encoded in parts of that many; None is never.
+        num_frames: a clip of more frames is encoded in parts of that many and one more; None is never.
         patch: pixels of a side that the autoencoder merges into one before it counts them.
     """
 
