@@ -139,6 +139,10 @@ class Chroma(Flux):
 
         return encode
 
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
+        width = self.folder.component_config("transformer")["joint_attention_dim"]
+        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width)}
+
     def predict(
         self,
         transformer: torch.nn.Module,

@@ -240,6 +240,12 @@ class Flux(DiffusersFamily):
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
         return latents_shape[-2] * latents_shape[-1] // _PATCH**2
 
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
+        config = self.folder.component_config("transformer")
+        width, pooled_width = config["joint_attention_dim"], config["pooled_projection_dim"]
+        embeds = torch.ones(self.max_prompt_tokens, width), torch.ones(pooled_width)
+        return dict(zip(_EMBEDS, embeds, strict=True))
+
     def predict(
         self,
         transformer: torch.nn.Module,

@@ -243,6 +243,10 @@ class Flux2(DiffusersFamily):
     def earlier_shift(self, latents_shape: Sequence[int]) -> float:
         return super().family_shift(latents_shape)
 
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
+        width = self.folder.component_config("transformer")["joint_attention_dim"]
+        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width)}
+
     def predict(
         self,
         transformer: torch.nn.Module,

@@ -274,6 +274,11 @@ class LTXVideo(DiffusersFamily):
     def earlier_shift(self, latents_shape: Sequence[int]) -> float:
         return super().family_shift(latents_shape)
 
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
+        width = self.folder.component_config("transformer")["caption_channels"]
+        rate = torch.tensor(self.default_fps)
+        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width), "frame_rate": rate}
+
     def predict(
         self,
         transformer: torch.nn.Module,

@@ -168,6 +168,10 @@ class QwenImage(DiffusersFamily):
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
         return latents_shape[-2] * latents_shape[-1] // _PATCH**2
 
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
+        width = self.folder.component_config("transformer")["joint_attention_dim"]
+        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width)}
+
     def predict(
         self,
         transformer: torch.nn.Module,

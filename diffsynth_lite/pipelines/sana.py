@@ -162,6 +162,10 @@ class Sana(DiffusersFamily):
         # A folder saved by an older diffusers lacks it.
         return float(self.folder.component_config("transformer").get("timestep_scale", 1.0))
 
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
+        width = self.folder.component_config("transformer")["caption_channels"]
+        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width)}
+
     def predict(
         self,
         transformer: torch.nn.Module,

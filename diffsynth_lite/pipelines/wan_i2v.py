@@ -190,13 +190,21 @@ class WanI2V(wan.Wan):
         return super().family_shift(latents_shape)
 
     def num_condition_values(self, latents_shape: Sequence[int]) -> int:
+        return sum(map(math.prod, self._condition_shapes(latents_shape).values()))
+
+    def _condition_shapes(self, latents_shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         channels, *sides = latents_shape
-        num_values = (self._vae_config["scale_factor_temporal"] + channels) * math.prod(sides)
+        shapes = {"condition_latents": (self._vae_config["scale_factor_temporal"] + channels, *sides)}
         if self._embeds_pictures:
             config = self.folder.component_config("image_encoder")
             num_tokens = (config["image_size"] // config["patch_size"]) ** 2 + 1
-            num_values += (1 + self._leads_to_last_frame) * num_tokens * config["hidden_size"]
-        return int(num_values)
+            shapes["image_embeds"] = (1 + self._leads_to_last_frame, num_tokens, config["hidden_size"])
+        return shapes
+
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
+        shapes = self._condition_shapes(latents_shape)
+        given = {name: torch.ones(shape) for name, shape in shapes.items()}
+        return super().example_conditioning(latents_shape) | given
 
     def _model_input(
         self, noisy_latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sequence[Conditioning]

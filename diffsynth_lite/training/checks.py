@@ -214,7 +214,7 @@ def _check_model(
     transformer = family.empty_transformer().requires_grad_(False)
     blocks = problems.attempt(lambda: _find_blocks(family, transformer))
     layers = problems.attempt(lambda: find_targets(family, transformer, config)) if blocks else []
-    selected = problems.attempt(lambda: _select_blocks(config, len(blocks))) if blocks else []
+    selected = problems.attempt(lambda: select_blocks(config, len(blocks))) if blocks else []
     if blocks:
         family.quantization = problems.attempt(lambda: _quantization(family, transformer, config, device))
         problems.attempt(lambda: check_stream(config, family, transformer, len(blocks), device))
@@ -318,7 +318,12 @@ def block_policy(config: Config) -> BlockPolicy:
     )
 
 
-def _select_blocks(config: Config, num_blocks: int) -> list[int]:
+def select_blocks(config: Config, num_blocks: int) -> list[int]:
+    """The blocks that ``memory.policy`` checkpoints.
+
+    Raises:
+        UserError: it names blocks that the model does not have, or none.
+    """
     key = "policy_n" if config.memory.policy_n else "policy_blocks"
     try:
         return block_policy(config).selection(num_blocks)

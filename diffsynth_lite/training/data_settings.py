@@ -88,6 +88,18 @@ def num_tokens_of(bucket: Bucket, family: ModelFamily) -> int:
     return sum(family.num_tokens(family.latents_shape(*shape)) for shape in frames)
 
 
+def sizes_of(config: Config, family: ModelFamily) -> list[Bucket]:
+    """The sizes that the config names; of a resolution its square, and one of half its edge."""
+    data, divisor = config.data, family.size_divisor
+    edges = [edge // part for edge in data.resolutions for part in (1, 2)]
+    squares = [2 * (max(divisor, edge // divisor * divisor),) for edge in edges]
+    return [
+        Bucket(width=width, height=height, num_frames=num_frames)
+        for width, height in data.given_sizes or squares
+        for num_frames in frame_counts_of(config, family)
+    ]
+
+
 def shifts_by_size(
     config: Config, family: ModelFamily, shift: Callable[[Sequence[int]], float]
 ) -> dict[str, float]:
@@ -99,16 +111,9 @@ def shifts_by_size(
     Args:
         shift: of the shape of one sample's latents.
     """
-    data, divisor = config.data, family.size_divisor
-    edges = [edge // part for edge in data.resolutions for part in (1, 2)]
-    squares = [2 * (max(divisor, edge // divisor * divisor),) for edge in edges]
-    sizes = [
-        Bucket(width=width, height=height, num_frames=num_frames)
-        for width, height in data.given_sizes or squares
-        for num_frames in frame_counts_of(config, family)
-    ]
     return {
-        size.name: shift(family.latents_shape(size.width, size.height, size.num_frames)) for size in sizes
+        size.name: shift(family.latents_shape(size.width, size.height, size.num_frames))
+        for size in sizes_of(config, family)
     }
 
 

@@ -173,34 +173,27 @@ class MemoryCounter:
         """Of each model that is trained."""
         key = settings.dtype, settings.quantize, settings.quantize_skip, settings.min_bytes
         if key not in self._weights:
-            first = self._family.trained[0]
-            parts = self._family.parts_of(self._family.empty_transformer())
-            # What else is trained beside a model, such as text encoders, is neither quantised nor streamed.
-            self._weights[key] = [
-                _ModelBytes.of(
-                    self._prepared(part, settings) if type(part) is type(parts[first]) else part,
-                    blocks_in(part, self._family.block_lists) if type(part) is type(parts[first]) else [],
-                    smallest_worth_moving(_META) if settings.min_bytes is None else settings.min_bytes,
-                )
-                for part in parts.values()
-            ]
+            min_bytes = smallest_worth_moving(_META) if settings.min_bytes is None else settings.min_bytes
+            parts = list(self._family.parts_of(self._family.empty_transformer()).values())
+            self._weights[key] = []
+            for part in parts:
+                kept, blocks = _cast(part, settings), list[nn.Module]()
+                # What else is trained, such as text encoders, is neither quantised nor streamed.
+                if type(part) is type(parts[0]):
+                    kept = self._quantized(kept, settings)
+                    blocks = blocks_in(kept, self._family.block_lists)
+                self._weights[key].append(_ModelBytes.of(kept, blocks, min_bytes))
         return self._weights[key]
 
-    def _prepared(self, model: nn.Module, settings: StepSettings) -> nn.Module:
-        """The model with weights as a run keeps them."""
-        model.requires_grad_(False)
-        for name, parameter in model.named_parameters():
-            if not kept_in_fp32(model, name):
-                parameter.data = parameter.data.to(settings.dtype)
-        if settings.quantize != "none":
-            names = quantizable_layers(model, self._family.block_lists)
-            skipped = layers_ending_in(
-                names, settings.quantize_skip, key="model.quantize_skip", owner=type(model).__name__
-            )
-            layers = tuple(name for name in names if name not in set(skipped))
-            Quantization(format=counted_format(settings.quantize), layers=layers, device=_META).apply_to(
-                model
-            )
+    def _quantized(self, model: nn.Module, settings: StepSettings) -> nn.Module:
+        """The model with its blocks in the settings' format."""
+        if settings.quantize == "none":
+            return model
+        names = quantizable_layers(model, self._family.block_lists)
+        owner = f"the blocks of {type(model).__name__}"
+        skipped = layers_ending_in(names, settings.quantize_skip, key="model.quantize_skip", owner=owner)
+        layers = tuple(name for name in names if name not in set(skipped))
+        Quantization(format=counted_format(settings.quantize), layers=layers, device=_META).apply_to(model)
         return model
 
     def _step_bytes(self, settings: StepSettings) -> StepBytes:
@@ -214,7 +207,7 @@ class MemoryCounter:
         """A step of the first model with a few of its blocks, and what that says of all of them."""
         family = type(self._family)(self._family.folder, trained=self._family.trained[:1])
         reduced = _Reduced.of(family, self._layers, settings)
-        model = self._prepared(reduced.model, settings)
+        model = self._quantized(_cast(reduced.model, settings), settings)
         add_adapter(model, reduced.layers, rank=self._rank, alpha=1, dropout=self._dropout, seed=0)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(_META)
@@ -245,6 +238,15 @@ class MemoryCounter:
         )
         added = self._lora_bytes if settings.accumulates else 0
         return replace(found, peak=found.peak + added)
+
+
+def _cast(model: nn.Module, settings: StepSettings) -> nn.Module:
+    """The model, frozen, in the settings' dtype but for what stays in fp32."""
+    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if not kept_in_fp32(model, name):
+            parameter.data = parameter.data.to(settings.dtype)
+    return model
 
 
 @dataclass(frozen=True)

@@ -72,11 +72,7 @@ def check_stream(
     memory = config.memory
     if memory.stream_blocks == 0:
         return
-    if memory.stream_blocks != "all" and memory.stream_blocks > num_blocks:
-        raise UserError(
-            f"memory.stream_blocks: {memory.stream_blocks}; the model has {num_blocks} blocks: give fewer, "
-            "or all"
-        )
+    require_as_many_blocks(config, num_blocks)
     blocks = _blocks_as_loaded(config, family, transformer)
     try:
         require_saving(blocks, device, num_slots=memory.stream_slots, min_bytes=memory.min_bytes)
@@ -88,6 +84,19 @@ def check_stream(
         available_host_bytes(),
         num_processes=num_local_processes(),
     )
+
+
+def require_as_many_blocks(config: Config, num_blocks: int) -> None:
+    """Check that a model has as many blocks as ``memory.stream_blocks`` streams.
+
+    Raises:
+        UserError: it has fewer.
+    """
+    number = config.memory.stream_blocks
+    if number != "all" and number > num_blocks:
+        raise UserError(
+            f"memory.stream_blocks: {number}; the model has {num_blocks} blocks: give fewer, or all"
+        )
 
 
 def share_host_memory(config: Config, family: ModelFamily, accelerator: Accelerator) -> HostBlocks | None:

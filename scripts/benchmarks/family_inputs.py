@@ -8,8 +8,6 @@ from diffsynth_lite.pipelines import releases_of
 from diffsynth_lite.releases import Release
 from diffsynth_lite.releases.release import Pixels
 
-Shape = tuple[int, ...]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CountedRelease:
@@ -22,10 +20,7 @@ class CountedRelease:
         counted: which of the family's block lists, or of the blocks outside of a list, stand for all; none:
             all of them are counted. Not the last block, which is offloaded in another way.
         pixels: of what it makes.
-        encoded: shapes of what its encoders give beside the latents, by name, without a batch axis.
-        switches: names of what they say with yes or no; here it is no.
         num_inputs: pictures of the same size that an edit starts from.
-        condition_channels: of latents of the same size that say what is given.
         small: further settings of what is trained of it, for a CPU.
         small_pixels: likewise.
     """
@@ -35,10 +30,7 @@ class CountedRelease:
     depths: tuple[str, ...] = ("num_layers",)
     counted: tuple[str, ...] = ()
     pixels: Pixels = (1024, 1024, 1)
-    encoded: Mapping[str, Shape]
-    switches: tuple[str, ...] = ()
     num_inputs: int = 0
-    condition_channels: int = 0
     small: Mapping[str, Any]
     small_pixels: Pixels = (256, 256, 1)
 
@@ -50,7 +42,6 @@ class CountedRelease:
 
 _TWO_LISTS = ("num_layers", "num_single_layers")
 _TWO_HEADS = {"num_attention_heads": 2}
-_FLUX_ENCODED = {"prompt_embeds": (512, 4096), "pooled_prompt_embeds": (768,)}
 _CLIP, _SMALL_CLIP = (832, 480, 81), (224, 128, 33)
 
 COUNTED = (
@@ -58,31 +49,25 @@ COUNTED = (
         family="chroma",
         name="Chroma1 HD",
         depths=_TWO_LISTS,
-        encoded={"prompt_embeds": (512, 4096)},
         small={"num_attention_heads": 2, "approximator_hidden_dim": 256},
     ),
-    CountedRelease(
-        family="flux", name="FLUX.1 dev", depths=_TWO_LISTS, encoded=_FLUX_ENCODED, small=_TWO_HEADS
-    ),
+    CountedRelease(family="flux", name="FLUX.1 dev", depths=_TWO_LISTS, small=_TWO_HEADS),
     CountedRelease(
         family="flux2",
         name="FLUX.2 dev",
         depths=_TWO_LISTS,
-        encoded={"prompt_embeds": (512, 15360)},
         small=_TWO_HEADS,
     ),
     CountedRelease(
         family="flux2",
         name="FLUX.2 klein base 4B",
         depths=_TWO_LISTS,
-        encoded={"prompt_embeds": (512, 7680)},
         small=_TWO_HEADS,
     ),
     CountedRelease(
         family="flux_kontext",
         name="FLUX.1 Kontext dev",
         depths=_TWO_LISTS,
-        encoded=_FLUX_ENCODED,
         num_inputs=1,
         small=_TWO_HEADS,
     ),
@@ -90,24 +75,19 @@ COUNTED = (
         family="ltx_video",
         name="LTX-Video 0.9",
         pixels=(768, 512, 81),
-        encoded={"prompt_embeds": (128, 4096), "frame_rate": ()},
         small={"num_attention_heads": 4, "cross_attention_dim": 256},
         small_pixels=(384, 256, 41),
     ),
-    CountedRelease(
-        family="qwen_image", name="Qwen-Image", encoded={"prompt_embeds": (512, 3584)}, small=_TWO_HEADS
-    ),
+    CountedRelease(family="qwen_image", name="Qwen-Image", small=_TWO_HEADS),
     CountedRelease(
         family="qwen_image_edit",
         name="Qwen-Image-Edit",
         num_inputs=1,
-        encoded={"prompt_embeds": (1024, 3584)},
         small=_TWO_HEADS,
     ),
     CountedRelease(
         family="sana",
         name="Sana 1.0 1.6B",
-        encoded={"prompt_embeds": (300, 2304)},
         small={
             "num_attention_heads": 8,
             "num_cross_attention_heads": 2,
@@ -129,15 +109,12 @@ COUNTED = (
             "up_blocks.1.resnets.1",
             "up_blocks.2.resnets.1",
         ),
-        encoded={"prompt_embeds": (77, 2048), "pooled_prompt_embeds": (1280,), "time_ids": (6,)},
-        switches=("is_zero",),
         small={"block_out_channels": (64, 128, 256), "attention_head_dim": (1, 2, 4)},
     ),
     CountedRelease(
         family="wan",
         name="Wan 2.1 T2V 14B",
         pixels=_CLIP,
-        encoded={"prompt_embeds": (512, 4096)},
         small={"num_attention_heads": 2, "ffn_dim": 691},
         small_pixels=_SMALL_CLIP,
     ),
@@ -145,8 +122,6 @@ COUNTED = (
         family="wan_i2v",
         name="Wan 2.1 I2V 14B 480P",
         pixels=_CLIP,
-        encoded={"prompt_embeds": (512, 4096), "image_embeds": (1, 257, 1280)},
-        condition_channels=20,
         small={"num_attention_heads": 2, "ffn_dim": 691, "added_kv_proj_dim": 256},
         small_pixels=_SMALL_CLIP,
     ),
@@ -154,7 +129,6 @@ COUNTED = (
         family="z_image",
         name="Z-Image",
         depths=("n_layers", "n_refiner_layers"),
-        encoded={"prompt_embeds": (512, 2560)},
         small={"dim": 256, "n_heads": 2, "n_kv_heads": 2},
     ),
 )

@@ -114,13 +114,10 @@ class _NoBlock(nn.Module):
 def conditioning_of(family: ModelFamily, release: CountedRelease, pixels: Pixels) -> Conditioning:
     """What the family's encoders would give for one sample, of ones."""
     width, height, _ = pixels
-    shapes = dict(release.encoded)
-    for place in range(release.num_inputs):
-        shapes[f"{INPUT}{place}"] = family.latents_shape(width, height, 1)
-    if release.condition_channels:
-        shapes["condition_latents"] = release.condition_channels, *family.latents_shape(*pixels)[1:]
-    tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
-    return tensors | {name: torch.tensor(False) for name in release.switches}
+    given = family.example_conditioning(family.latents_shape(*pixels))
+    assert given is not None, f"{release.family} does not say it"
+    picture = torch.ones(family.latents_shape(width, height, 1))
+    return given | {f"{INPUT}{place}": picture for place in range(release.num_inputs)}
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from diffsynth_lite.core.noise import DiffusionPath
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder
+from diffsynth_lite.pipelines.base.batching import INPUT
 
 SIGMA = torch.tensor([0.1, 0.5, 0.9])
 
@@ -41,6 +42,21 @@ def test_the_base_is_loaded_frozen_and_in_the_dtype_asked_for(sample: Sample) ->
         kept = any(part in in_fp32 for part in name.split("."))
         assert parameter.dtype == (torch.float32 if kept else torch.bfloat16), name
     assert not any(parameter.requires_grad for parameter in transformer.parameters())
+
+
+def test_an_example_of_the_conditioning_is_what_the_encoders_give_of_a_prompt_as_long_as_may_be(
+    sample: Sample,
+) -> None:
+    example = sample.family.example_conditioning(sample.latents.shape[1:])
+    if example is None:
+        pytest.skip("this family does not say it: its steps cannot be counted")
+    given = {name: value for name, value in sample.conditioning[0].items() if not name.startswith(INPUT)}
+    assert example.keys() == given.keys()
+    for name, value in given.items():
+        # The first axis of a prompt is that of its tokens.
+        longest = (sample.family.max_prompt_tokens, *value.shape[1:])
+        assert example[name].shape == (longest if name == "prompt_embeds" else value.shape), name
+        assert example[name].is_floating_point() == value.is_floating_point(), name
 
 
 def test_a_saved_lora_draws_the_same_in_the_diffusers_pipeline(sample: Sample, tmp_path: Path) -> None:

@@ -60,11 +60,7 @@ class PreviewRequest:
     seed: int
 
     def call_arguments(self, noise_device: torch.device | str = "cpu") -> dict[str, Any]:
-        """What the calls of all pipelines of diffusers take: size, steps, and the starting noise's generator.
-
-        Args:
-            noise_device: where the pipeline draws noise, which differs between devices.
-        """
+        """What all pipelines of diffusers take; they draw the starting noise on ``noise_device``."""
         return {
             "width": self.width,
             "height": self.height,
@@ -406,6 +402,10 @@ class ModelFamily(ABC):
     def earlier_shift(self, latents_shape: Sequence[int]) -> float:
         """What ``family_shift`` was where a family has corrected it: of checkpoints that do not hold it."""
         return self.family_shift(latents_shape)
+
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning | None:
+        """Ones, as a sample with these latents and the longest prompt is conditioned; None where not said."""
+        return None
 
     @abstractmethod
     def predict(

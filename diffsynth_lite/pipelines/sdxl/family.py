@@ -309,6 +309,16 @@ class SDXL(DiffusionFamily):
         """Those of its largest attention, on the second level."""
         return latents_shape[-2] * latents_shape[-1] // 4
 
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
+        width = self.folder.component_config("unet")["cross_attention_dim"]
+        pooled_width = self.folder.component_config("text_encoder_2")["projection_dim"]
+        return {
+            "prompt_embeds": torch.ones(self.max_prompt_tokens, width),
+            "pooled_prompt_embeds": torch.ones(pooled_width),
+            "time_ids": torch.ones(6, dtype=torch.int64),
+            "is_zero": torch.tensor(False),
+        }
+
     def predict(
         self,
         transformer: torch.nn.Module,

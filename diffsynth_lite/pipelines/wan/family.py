@@ -229,6 +229,10 @@ class Wan(ExpertFamily):
         _, num_frames, height, width = latents_shape
         return num_frames * height * width // _PATCH**2
 
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
+        width = self.folder.component_config(self.trained[0])["text_dim"]
+        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width)}
+
     def _estimate(
         self,
         transformer: torch.nn.Module,

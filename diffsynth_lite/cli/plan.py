@@ -1,0 +1,108 @@
+"""Say what training takes of the device and of host memory, and which settings fit, before any download."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from diffsynth_lite.config import Config, load_config
+
+if TYPE_CHECKING:
+    from diffsynth_lite.training.memory_count import MemoryCount
+    from diffsynth_lite.training.memory_plan import Choice
+
+_GIB = 1024**3
+_SMALLER: tuple[Literal["int8", "nf4"], ...] = ("int8", "nf4")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``diffsynth-lite plan``."""
+    parser.add_argument(
+        "--config", required=True, help="yaml file; a bare name is also looked for in configs/"
+    )
+    parser.add_argument(
+        "--device-gib", type=_gib, help="memory of the device that is free for training; settings that fit it"
+    )
+    parser.add_argument(
+        "--host-gib", type=_gib, default=math.inf, help="host memory that is free (default: any amount)"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for train.py")
+
+
+def run(parsed: argparse.Namespace) -> None:
+    """Count, and print.
+
+    Raises:
+        UserError: the model's settings are not at hand, or its steps cannot be counted.
+    """
+    loaded = load_config(parsed.config, parsed.overrides)
+    # The libraries take seconds to import: a wrong config is refused before that.
+    from diffsynth_lite.training.memory_plan import (
+        choices,
+        counter_of,
+        family_without_weights,
+        largest_size,
+        step_settings,
+    )
+
+    config, console = loaded.config, Console()
+    with family_without_weights(config) as family:
+        counter, settings = counter_of(config, family), step_settings(config, family)
+        size = largest_size(config, family)
+        console.print(f"{config.model.family}, {size.name}, micro-batch of {settings.micro_batch_size}")
+        console.print(_needs(counter.count(settings)))
+        if parsed.device_gib is None:
+            return
+        room = {"device_bytes": parsed.device_gib * _GIB, "host_bytes": parsed.host_gib * _GIB}
+        for name in dict.fromkeys((settings.quantize, *_SMALLER)):
+            found = choices(counter, replace(settings, quantize=name), **room)
+            if found:
+                _print_choices(console, config, found, changes_numbers=name != settings.quantize)
+                return
+    host = "" if math.isinf(parsed.host_gib) else f" with {parsed.host_gib:g} GiB of host memory"
+    console.print(f"Nothing fits {parsed.device_gib:g} GiB{host}.")
+
+
+def _needs(count: "MemoryCount") -> Table:
+    table = Table(title="As the config says, GiB", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for name in ("device", "host"):
+        table.add_column(name, justify="right")
+    rows: dict[str, tuple[float, float]] = {
+        "frozen weights": (count.weights, count.weights_on_host),
+        "slots of streamed weights": (count.slots, 0),
+        "LoRA": (count.lora, 0),
+        "its optimizer": (count.optimizer, 0),
+        "activations and gradients, at most": (count.step.peak, count.step.host),
+        "together": (count.device, count.host),
+    }
+    for name, sizes in rows.items():
+        table.add_row(name, *(f"{size / _GIB:.2f}" for size in sizes))
+    return table
+
+
+def _print_choices(
+    console: Console, config: Config, found: "Sequence[Choice]", *, changes_numbers: bool
+) -> None:
+    console.print(
+        "Settings that fit; with another model.quantize, the numbers are others:"
+        if changes_numbers
+        else "Settings that fit, and give the same numbers:"
+    )
+    for choice in found:
+        device, host = (size / _GIB for size in (choice.count.device, choice.count.host))
+        console.print(f"{device:.1f} GiB, {host:.1f} GiB on the host:", highlight=False)
+        changes = " ".join(choice.overrides(config)) or "as the config says"
+        console.print(f"  {changes}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _gib(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: a number of GiB above 0")
+    return value

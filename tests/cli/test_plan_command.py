@@ -1,0 +1,73 @@
+"""The plan as a command: what a config takes and which settings fit, without weights or a download."""
+
+import pytest
+from tiny_run import TinyRun
+
+from diffsynth_lite.cli.main import main
+from diffsynth_lite.core.gradient import KEEP
+from diffsynth_lite.training import memory_plan
+
+ANY = ("data.path=pictures", "output.dir=runs/one")
+
+
+def plan(*arguments: str) -> int:
+    return main(["plan", *arguments])
+
+
+def row(printed: str, name: str) -> list[float]:
+    (line,) = [line for line in printed.splitlines() if line.strip().startswith(name)]
+    return [float(cell) for cell in line.split(name)[1].split()]
+
+
+def test_a_release_is_planned_from_its_numbers_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--config", "sana_lora.yaml", "memory.stream_blocks=all", *ANY) == 0
+    printed = capsys.readouterr().out
+    assert "sana, 1024x1024, micro-batch of 1" in printed
+    names = ("slots of streamed weights", "LoRA", "its optimizer", "activations and gradients, at most")
+    device = [row(printed, name)[0] for name in ("frozen weights", *names)]
+    assert row(printed, "together")[0] == pytest.approx(sum(device), abs=0.03)
+    assert row(printed, "its optimizer")[0] == pytest.approx(2 * row(printed, "LoRA")[0], abs=0.02)
+    # What the model's settings say that lies on the host, in bfloat16.
+    assert row(printed, "frozen weights")[1] > row(printed, "slots of streamed weights")[0] > 0
+
+
+def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
+    tiny_run: TinyRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_plan, "_STRATEGIES", (KEEP,))
+
+    def last_of(gib: str) -> list[str]:
+        assert plan("--config", str(tiny_run.config), "--device-gib", gib, "train.micro_batch_size=2") == 0
+        printed = capsys.readouterr().out.splitlines()
+        assert "qwen_image, 64x32, micro-batch of 2" in printed
+        return [line.strip() for line in printed[-3:]]
+
+    assert last_of("1") == [
+        "Settings that fit, and give the same numbers:",
+        "0.0 GiB, 0.0 GiB on the host:",
+        "train.use_gradient_checkpointing=false",
+    ]
+    assert last_of("1e-8")[-1] == "Nothing fits 1e-08 GiB."
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        (
+            "model.path=nobody/nothing",
+            "neither a folder nor a known release of qwen_image (Qwen/",
+        ),
+        ("memory.stream_blocks=61", "memory.stream_blocks: 61; the model has 60 blocks"),
+        ("lora.target_modules=[nothing]", "lora.target_modules: nothing match no linear layer"),
+    ],
+)
+def test_what_no_run_could_do_is_refused(setting: str, words: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert plan("--config", "qwen_lora.yaml", setting, *ANY) == 2
+    assert words in caplog.text
+
+
+@pytest.mark.parametrize("gib", ["-1", "inf", "much"])
+def test_a_device_has_some_memory(gib: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan("--config", "qwen_lora.yaml", "--device-gib", gib)
+    assert "--device-gib" in capsys.readouterr().err
