@@ -3,7 +3,7 @@
 The streams are pretended, and what is given to them runs at once. But each knows what of the others it has
 waited for. So two accesses to the same memory, one of them a write, are found where nothing orders them: a
 GPU may do them in any order. The same goes for memory that is given back, since the allocator hands it to
-what is computed next.
+what is computed next. And what is computed with host memory is found, which a GPU refuses.
 """
 
 from collections.abc import Iterator
@@ -23,6 +23,10 @@ from diffsynth_lite.core.transfer.backends import CudaBackend
 
 class UnorderedError(AssertionError):
     """A GPU might do one thing before the other."""
+
+
+class OnHostError(AssertionError):
+    """A GPU would compute with host memory."""
 
 
 class Stream:
@@ -118,6 +122,8 @@ class StreamOrder(TorchDispatchMode):
         ]
         written += [(kwargs or {}).get("out")]
         inputs = take_tensors((args, kwargs))[0]
+        if func is not torch.ops.aten.copy_.default and any(map(self._is_on_host, inputs)):
+            raise OnHostError(f"{func.name()} is asked to compute with host memory")
         changed = {id(tensor) for tensor in take_tensors(written)[0]}
         for tensor in inputs:
             self._access(tensor, is_write=id(tensor) in changed)
@@ -142,6 +148,9 @@ class StreamOrder(TorchDispatchMode):
                     f"{'a write' if wrote else 'a read'} on another stream"
                 )
         accesses[self.current, is_write, start, end] = self.current.num_operations
+
+    def _is_on_host(self, tensor: Tensor) -> bool:
+        return self._memory_of(tensor).pool is None
 
     def _memory_of(self, tensor: Tensor) -> _Memory:
         storage = tensor.untyped_storage()

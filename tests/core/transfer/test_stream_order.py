@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from device_checks import check_full, check_offload, check_savings, check_stream
-from stream_order import Stream, UnorderedError, stream_order
+from stream_order import OnHostError, Stream, UnorderedError, stream_order
 
 KEEP, RECOMPUTE, OFFLOAD = (False, False), (True, False), (False, True)
 
@@ -48,6 +48,13 @@ def test_whoever_waits_comes_after_a_copy_and_so_does_the_stream_that_gets_its_m
         with order.on(other):
             copy.wait()
         del tensor
+
+
+def test_what_is_computed_with_host_memory_is_found() -> None:
+    with stream_order() as (_, backend):
+        host = backend.allocate_host(64)
+        with pytest.raises(OnHostError, match="aten::add"):
+            host + 1
 
 
 def without_waiting_for_what_was_computed(self: Stream, other: Stream) -> None:
