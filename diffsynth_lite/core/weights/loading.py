@@ -147,7 +147,8 @@ def load_frozen(
             model, lambda weight: place_in_line(in_place[names[weight]]) if names[weight] in in_place else 0
         )
     _make_memory(model, in_place, device, on_host)
-    filled: set[Tensor] = {model.state_dict(keep_vars=True)[name] for name in in_place} - on_host
+    state = model.state_dict(keep_vars=True)
+    filled: set[Tensor] = {state[name] for name in in_place} - on_host
     if host_blocks is not None and host_blocks.memory.is_filled_elsewhere:
         filled |= on_host
     for name, write in _writers(model, device, filled).items():
