@@ -50,7 +50,6 @@ def write(tensors: dict[str, Tensor], file: Path) -> Path:
 def bound(folder: Path, file: Path | None = None, trained: tuple[str, ...] = ("unet",)) -> SDXL:
     family = SDXL(PipelineFolder(path=folder), trained=trained)
     family.take_files({} if file is None else {"unet": ComponentFile(path=file, key=KEY)})
-    family.check_folder()
     return family
 
 
@@ -103,7 +102,9 @@ def test_a_file_with_a_unet_alone_leaves_the_rest_to_the_folder(
 ) -> None:
     with caplog.at_level(logging.INFO):
         family = bound(places["base"], places["unet"])
+        family.check_folder()
     assert "unet.safetensors has no text_encoder, text_encoder_2, vae: those of model.path are" in caplog.text
+    assert f"unet of {places['unet']}: float32." in caplog.text
     assert_same(
         family.load_transformer(torch.float32), bound(places["finetune"]).load_transformer(torch.float32)
     )
@@ -124,6 +125,9 @@ def test_the_file_says_what_the_unet_predicts(places: dict[str, Path], tmp_path:
     config = family.load_scheduler().config
     assert (config.rescale_betas_zero_snr, config.timestep_spacing) == (True, "trailing")
     assert family.distilled is None
+    family.scheduler_config["_class_name"] = "PNDMScheduler"
+    with pytest.raises(UserError, match=f"{KEY}: .* needs a sampler that knows rescale_betas_zero_snr"):
+        family.check_scheduler(family.load_scheduler())
 
 
 def test_a_checkpoint_of_edm_is_refused(places: dict[str, Path], tmp_path: Path) -> None:
@@ -142,7 +146,7 @@ def test_a_checkpoint_of_another_model_is_refused(places: dict[str, Path], tmp_p
     wider = tensors | {label: tensors[label].repeat(1, 2)}
     for changed, kind in ((sd, "what diffusers calls v1"), (wider, "label_emb|add_embedding")):
         with pytest.raises(UserError, match=rf"{KEY}: .* does not fit model.path: .*{kind}"):
-            bound(places["base"], write(changed, tmp_path / "other.safetensors"))
+            bound(places["base"], write(changed, tmp_path / "other.safetensors")).check_folder()
 
 
 def test_a_checkpoint_in_plain_8_bits_is_cast(places: dict[str, Path], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """This file does what all families of diffusers have in common: loading components, and adapter files."""
 
 import inspect
+import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ from diffsynth_lite.pipelines.base.single_file import read_single_file
 from diffsynth_lite.pipelines.base.tokenizer import load_tokenizer
 from diffsynth_lite.pipelines.base.transformers_loading import load_frozen_encoder
 from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles, tile_when_full, tiles_of
+
+logger = logging.getLogger(__name__)
 
 
 def device_and_dtype(model: torch.nn.Module) -> dict[str, Any]:
@@ -70,7 +73,8 @@ class DiffusersFamily(ModelFamily):
         for component in self.components:
             require_class(self.folder, component, self.component_class(component))
         for component, file in self.folder.files.items():
-            read_single_file(file, self.empty_component(component))
+            stored = read_single_file(file, self.empty_component(component))
+            logger.info("%s of %s: %s.", component, file.path, stored.described())
         # Seconds; else the captions of a run would find out, or a download of gigabytes before them.
         for name in self.tokenizers:
             self.load_tokenizer(name)

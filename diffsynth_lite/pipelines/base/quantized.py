@@ -100,7 +100,6 @@ def load_frozen_component(
     try:
         if given is not None:
             stored = read_single_file(given, model)
-            logger.info("%s of %s: %s.", component, given.path, stored.described())
         else:
             stored = StoredTensors.in_files(folder.files_to_load(component))
             require_fitting(folder, component, model_class, stored.lacking(model))

@@ -4,6 +4,7 @@ Layouts: b batch, c latent channels, h and w latent height and width; l tokens, 
 Sources: diffusers ``unet_2d_condition.py`` and ``pipeline_stable_diffusion_xl.py``.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -209,12 +210,13 @@ class SDXL(DiffusionFamily):
 
     def check_scheduler(self, scheduler: Any) -> None:
         super().check_scheduler(scheduler)
-        for name, value in self._settings_of_file.items():
-            if scheduler.config.get(name) != value:
+        known = inspect.signature(type(scheduler)).parameters  # its config also keeps what it does not know
+        for name in self._settings_of_file:
+            if name not in known:
                 file = self.folder.files["unet"]
                 raise UserError(
-                    f"{file.key}: {file.path} needs a sampler with {name}: {value}, which "
-                    f"{type(scheduler).__name__} of model.path does not have; EulerDiscreteScheduler does"
+                    f"{file.key}: {file.path} needs a sampler that knows {name}, which "
+                    f"{type(scheduler).__name__} of model.path does not; EulerDiscreteScheduler does"
                 )
 
     @property
