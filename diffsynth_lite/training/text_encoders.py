@@ -5,10 +5,15 @@ from collections.abc import Mapping
 import torch
 
 from diffsynth_lite.config import Config
+from diffsynth_lite.core.transfer.backends import smallest_worth_moving
+from diffsynth_lite.core.transfer.host_pool import available_host_bytes, num_local_processes
+from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.core.weights import (
     MissingKernelsError,
     Quantization,
     WeightFormat,
+    frozen_weights,
+    packed_bytes,
     require_saving,
     weight_format,
 )
@@ -42,7 +47,8 @@ def text_encoder_memory(config: Config, family: ModelFamily, device: torch.devic
     """How a run keeps the family's text encoders while they encode, on the device and in host memory.
 
     Raises:
-        UserError: a setting has no effect, or nothing would be saved; or the kernels of a format are missing.
+        UserError: a setting has no effect, nothing would be saved, the kernels of a format are missing, or
+            the host has too little memory.
     """
     quantizes, streams = config.model.text_encoder_quantize != "none", config.memory.stream_text_encoder
     if not quantizes and not streams:
@@ -89,6 +95,10 @@ def _check_stream(
     encoders: Mapping[str, torch.nn.Module],
     device: torch.device,
 ) -> None:
+    for name, encoder in encoders.items():
+        encoder.to(getattr(torch, config.model.text_encoder_dtype))
+        if name in memory.quantizations:
+            memory.quantizations[name].apply_to(encoder)
     stacks = memory.streamed_layers(list(encoders.values()))
     if not stacks:
         raise UserError(
@@ -96,9 +106,18 @@ def _check_stream(
             f"{config.memory.stream_slots}, so that all would stay on the device; take fewer slots, or set "
             "it to false"
         )
+    min_bytes = config.memory.min_bytes
+    min_bytes = smallest_worth_moving(device) if min_bytes is None else min_bytes
     try:
-        require_saving(
-            stacks, device, num_slots=config.memory.stream_slots, min_bytes=config.memory.min_bytes
-        )
+        require_saving(stacks, device, num_slots=config.memory.stream_slots, min_bytes=min_bytes)
     except ValueError as error:
         raise UserError(f"memory.stream_text_encoder: {error}") from None
+    num_bytes = sum(packed_bytes(frozen_weights(layer, min_bytes)) for stack in stacks for layer in stack)
+    # Each process encodes when it has something to encode, and loads for itself.
+    total, available = num_local_processes() * num_bytes, available_host_bytes()
+    if available is not None and total > available:
+        raise UserError(
+            f"memory.stream_text_encoder: the layers take {format_bytes(total)} of host memory, a copy for "
+            f"each process, and {format_bytes(available)} are available; set model.text_encoder_quantize, or "
+            "end what else runs on this machine"
+        )

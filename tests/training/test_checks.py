@@ -348,6 +348,16 @@ def test_settings_for_text_encoders_without_effect_are_refused(
     assert message in refusal(root, **changes)
 
 
+def test_a_streamed_text_encoder_that_the_host_does_not_hold_is_refused(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qwen_image.tiny().save_pretrained(root / "model")
+    monkeypatch.setattr("diffsynth_lite.training.text_encoders.available_host_bytes", lambda: 20 * 1024)
+    streamed = {"memory.stream_text_encoder": "true", "memory.stream_slots": "1"}
+    message = "memory.stream_text_encoder: the layers take 64.0 KiB of host memory, a copy for"
+    assert message in refusal(root, **streamed)
+
+
 def test_a_text_encoder_of_unknown_layers_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     qwen_image.tiny().save_pretrained(root / "model")
     monkeypatch.setattr(QwenImage, "empty_component", lambda *_: None)
