@@ -54,7 +54,7 @@ _KINDS = MappingProxyType(
         r"^condition_embedder\.time_embedder\.": "a Wan in diffusers' layout",
         r"^proj_in\.": "an LTX-Video in diffusers' layout",
         r"^down_blocks\.1\.attentions\.0\.proj_in\.": "a UNet in diffusers' layout",
-        r"^label_emb\.": "a UNet of SDXL",
+        r"^label_emb\.": "a UNet of SDXL, or of its refiner",
         r"^(text_model|model\.layers|model\.language_model|encoder\.block|shared)\.": "a text encoder",
         r"^(decoder|first_stage_model|vae)\.": "an autoencoder",
     }
