@@ -112,18 +112,24 @@ def share_host_memory(config: Config, family: ModelFamily, accelerator: Accelera
     device, available = accelerator.device, available_host_bytes()
     blocks = _blocks_as_loaded(config, family, family.empty_transformer().requires_grad_(False))
     num_bytes = _packed_bytes(config, blocks, device)
+
+    def require(num_copies: int, num_processes: int) -> None:
+        on_all_processes(
+            accelerator,
+            lambda: _require_host_memory(
+                config, num_bytes, available, num_copies=num_copies, num_processes=num_processes
+            ),
+        )
+
+    # Since the run was checked, less may have become available; what is asked for is taken at once.
+    require(1, num_local_processes())
     memory = HostMemory.of_machine(
         num_bytes,
         (family.fingerprint(), config.model, config.memory),
         backend_for(device),
         lambda value: on_all_processes(accelerator, lambda: value),
     )
-    on_all_processes(
-        accelerator,
-        lambda: _require_host_memory(
-            config, num_bytes, available, num_copies=memory.num_copies, num_processes=memory.num_processes
-        ),
-    )
+    require(1 if memory.is_shared else memory.num_processes, memory.num_processes)
     return HostBlocks(
         lambda model: _streamed_of(config, blocks_in(model, family.block_lists)),
         device,

@@ -10,6 +10,9 @@ from accelerate.state import AcceleratorState
 from lazy_backend import LazyBackend, LazyCopy
 from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, make_run
 
+from diffsynth_lite.core.transfer.backends import PlainBackend
+from diffsynth_lite.core.transfer.shared_memory import HostMemory
+
 
 @pytest.fixture(scope="module")
 def plain_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> TinyRun:
@@ -142,6 +145,20 @@ def test_more_streamed_than_the_host_has_is_refused_before_anything_is_encoded(
     assert "memory.stream_blocks: the streamed weights take 686.0 KiB of host memory, and" in caplog.text
     assert "600.0 KiB are available; stream fewer blocks" in caplog.text
     assert "encoding" not in caplog.text
+
+
+def test_the_host_needs_room_for_one_copy_where_processes_share_it_and_else_for_one_each(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr("diffsynth_lite.training.streaming.available_host_bytes", lambda: 700 * 1024)
+    settings = (*STREAMED, *UNWATCHED, "train.steps=1")
+    for shared in (None, torch.empty(686 * 1024, dtype=torch.uint8)):
+        found = HostMemory(PlainBackend(), shared, num_processes=2)
+        monkeypatch.setattr(HostMemory, "of_machine", lambda *_, found=found: found)
+        assert tiny_run.train(*settings) == (2 if shared is None else 0)
+    assert "the streamed weights in 2 copies, as processes cannot share them, take 1.3 MiB" in caplog.text
+    assert "686.0 KiB on host (shared by 2 processes)" in caplog.text
 
 
 def test_a_switch_without_effect_stops_the_run(tiny_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:

@@ -78,9 +78,14 @@ class HostMemory:
         return cls(backend, shared, is_filled_elsewhere=not is_first, num_processes=len(beside))
 
     @property
+    def is_shared(self) -> bool:
+        """Whether there is one copy for all processes of this machine."""
+        return self._shared is not None
+
+    @property
     def num_copies(self) -> int:
-        """How many copies this machine holds: 1 where the processes share what was taken."""
-        return 1 if self._shared is not None and self._num_taken else self.num_processes
+        """How many copies this machine holds; of what was not taken here each process has its own."""
+        return 1 if self.is_shared and self._num_taken else self.num_processes
 
     def take(self, num_bytes: int) -> Tensor:
         """The next piece, uint8; all processes take pieces of the same sizes in the same order.
