@@ -106,7 +106,8 @@ def _layer_settings(
     """
     for name, tensor in tensors.items():
         if name.endswith(_MARKER):
-            yield name.removesuffix(_MARKER), _json_object(bytes(tensor.flatten().tolist()), name)
+            text = bytes(tensor.flatten().tolist()) if tensor.dtype == torch.uint8 else b""
+            yield name.removesuffix(_MARKER), _json_object(text, name)
     if _HEADER in metadata:
         layers = _json_object(metadata[_HEADER], _HEADER).get("layers")
         if not isinstance(layers, dict) or not all(isinstance(one, dict) for one in layers.values()):

@@ -79,6 +79,7 @@ def test_a_file_without_scales_and_marker_holds_plain_numbers(dtype: torch.dtype
         (NEW | {"a.comfy_quant": as_bytes(MARKER | {"convrot": True})}, "a is in float8_e4m3fn with convrot"),
         (NEW | {"a.comfy_quant": as_bytes({"format": "float8_e5m2"})}, "but marked as float8_e5m2"),
         (NEW | {"a.comfy_quant": as_bytes([1])}, r"a\.comfy_quant holds no JSON object"),
+        (NEW | {"a.comfy_quant": torch.tensor([-1.0])}, r"a\.comfy_quant holds no JSON object"),
         (NEW | {"a.weight_scale_2": torch.tensor(1.0)}, r"it is in nvfp4 \(a\.weight_scale_2\)"),
         ({"a.wscales": torch.ones(4)}, "it is in SVDQuant"),
         ({"a.weight": torch.zeros(4, dtype=torch.uint8)}, r"it holds a\.weight in uint8"),
