@@ -1,6 +1,7 @@
 """Say what training takes of the device and of host memory, and which settings fit, before any download."""
 
 import argparse
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,8 @@ from diffsynth_lite.config import Config, load_config
 if TYPE_CHECKING:
     from diffsynth_lite.training.memory_count import MemoryCount
     from diffsynth_lite.training.memory_plan import Choice
+
+logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
 _SMALLER: tuple[Literal["int8", "nf4"], ...] = ("int8", "nf4")
@@ -50,6 +53,8 @@ def run(parsed: argparse.Namespace) -> None:
         step_settings,
     )
 
+    for warning in loaded.warnings:
+        logger.warning("%s", warning)
     config, console = loaded.config, Console()
     with family_without_weights(config) as family:
         counter, settings = counter_of(config, family), step_settings(config, family)

@@ -304,7 +304,7 @@ class _Reduced:
         model = family.empty_transformer()
         num_blocks = len(blocks_in(model, family.block_lists))
         chosen = set(settings.policy.selection(num_blocks))
-        num_kept = 3 + max(1, settings.resident_blocks, settings.prefetched_blocks)
+        num_neighbours = max(1, settings.resident_blocks, settings.prefetched_blocks)
         names, selected, repeats = list(layers), [], []
         place = num_after = 0
         for block_list in family.block_lists:
@@ -315,7 +315,7 @@ class _Reduced:
                 (*_kind(block, f"{name}.", layers), place + index in chosen)
                 for index, (block, name) in enumerate(zip(blocks, names_of, strict=True))
             ]
-            kept, found = fewer_blocks(kinds, num_kept)
+            kept, found = fewer_blocks(kinds, num_neighbours)
             if len(kept) < len(blocks):
                 model.set_submodule(block_list, nn.ModuleList([blocks[index] for index in kept]))
                 names = _renamed(names, block_list, kept)

@@ -51,17 +51,19 @@ class StepBytes:
     host: int
 
 
-def fewer_blocks(kinds: Sequence[Any], num_kept: int) -> tuple[list[int], list[Repeat]]:
+def fewer_blocks(kinds: Sequence[Any], num_neighbours: int) -> tuple[list[int], list[Repeat]]:
     """Which blocks of a list stand for all.
 
     Args:
         kinds: of all blocks in call order; those that are alike and treated alike are equal.
-        num_kept: how often what repeats itself is kept; at least 4, so that a middle one has neighbours on
-            both sides that have such neighbours.
+        num_neighbours: blocks on either side of one that can change what is held while it runs, at least 1:
+            those whose inputs are on the device at the same time.
 
     Returns:
         The places of the blocks that are kept, and which of these stand for more, by places among them.
     """
+    # The one that stands for more has as many on both sides, and one more before it.
+    num_kept = 2 * num_neighbours + 2
     kept: list[int] = []
     repeats: list[Repeat] = []
     place = 0

@@ -38,7 +38,7 @@ def test_four_of_what_repeats_itself_are_kept_and_the_third_stands_for_the_rest(
     kinds: str, kept: list[int], repeats: list[tuple[int, int, int]]
 ) -> None:
     expected = [Repeat(first=first, num_blocks=blocks, num_left_out=out) for first, blocks, out in repeats]
-    assert fewer_blocks(kinds, 4) == (kept, expected)
+    assert fewer_blocks(kinds, 1) == (kept, expected)
 
 
 class Block(nn.Module):
@@ -52,10 +52,18 @@ class Block(nn.Module):
         return (x * self.weight).exp().sin()
 
 
-def counted(blocks: nn.ModuleList, policy: BlockPolicy, *repeats: Repeat) -> StepBytes:
+def counted(
+    blocks: nn.ModuleList, policy: BlockPolicy, *repeats: Repeat, num_neighbours: int = 1
+) -> StepBytes:
     meter = CountingMeter()
     backend = HostBackend(META, meter)
-    engine = GradientEngine(min_bytes=0, host_bytes=sys.maxsize, backend=backend)
+    engine = GradientEngine(
+        min_bytes=0,
+        host_bytes=sys.maxsize,
+        resident_blocks=num_neighbours,
+        prefetched_blocks=num_neighbours,
+        backend=backend,
+    )
     x = torch.empty(256, device=META)
 
     def loss() -> Tensor:
@@ -92,3 +100,11 @@ def test_blocks_that_are_kept_after_others_that_are_offloaded_take_what_they_do_
     whole = counted(nn.ModuleList(Block() for _ in range(12)), first_five)
     repeats = (Repeat(first=2, num_blocks=1, num_left_out=1), Repeat(first=6, num_blocks=1, num_left_out=3))
     assert counted(nn.ModuleList(Block() for _ in range(8)), first_four, *repeats) == whole
+
+
+def test_more_blocks_are_counted_where_more_are_on_the_device_at_once() -> None:
+    policy = BlockPolicy(selected=OFFLOAD)
+    kept, repeats = fewer_blocks("a" * 12, 3)
+    assert len(kept) == 8
+    few = counted(nn.ModuleList(Block() for _ in kept), policy, *repeats, num_neighbours=3)
+    assert few == counted(nn.ModuleList(Block() for _ in range(12)), policy, num_neighbours=3)
