@@ -41,6 +41,7 @@ from diffsynth_lite.core.weights import (
     require_saving,
     spread_evenly,
 )
+from diffsynth_lite.core.weights.packing import PackedBlock, frozen_weights, packed_bytes
 
 CPU = torch.device("cpu")
 KEEP, RECOMPUTE, OFFLOAD = (False, False), (True, False), (False, True)
@@ -320,6 +321,15 @@ def test_the_layout_of_a_weight_and_its_place_in_a_cache_line_stay() -> None:
     assert block.turned.stride() == (1, 6)
     assert block.shifted.data_ptr() % 64 == 12 + memory.data_ptr() % 64
     assert [name for name, _ in block.named_parameters()] == ["gaps"]
+
+
+def test_for_a_gpu_weights_are_packed_where_its_allocator_would_put_them() -> None:
+    block = nn.Sequential(nn.Linear(5, 7), nn.Linear(3, 3)).requires_grad_(False)
+    weights = frozen_weights(block, 0)
+    packed = PackedBlock(weights, torch.empty(packed_bytes(weights), dtype=torch.uint8), lambda _weight: 0)
+    packed.take_out()
+    shown = [tensor for layer in block for tensor in (layer.weight, layer.bias)]
+    assert [tensor.storage_offset() * tensor.itemsize for tensor in shown] == [0, 512, 1024, 1536]
 
 
 def test_use_before_the_wait_is_caught() -> None:
