@@ -137,7 +137,10 @@ class _MemoryFile:
     @classmethod
     def made(cls, num_bytes: int) -> Self | None:
         """One of so many bytes, which the system gives at once; None where it does not."""
-        descriptor = os.memfd_create("streamed-weights")
+        try:
+            descriptor = os.memfd_create("streamed-weights")
+        except OSError:
+            return None
         try:
             # Else a lack of memory would end the process that writes to it.
             os.posix_fallocate(descriptor, 0, num_bytes)

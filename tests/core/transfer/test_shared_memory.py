@@ -100,14 +100,22 @@ def test_each_machine_has_a_copy_of_its_own() -> None:
     assert {(memory.num_copies, memory.num_processes) for memory in found} == {(1, 2)}
 
 
-@pytest.mark.parametrize("reason", ["other contents", "one cannot map it", "no such system", "no memory"])
+def refuse(*_arguments: object) -> int:
+    raise OSError("not permitted")
+
+
+@pytest.mark.parametrize(
+    "reason", ["other contents", "one cannot map it", "no such system", "not permitted", "no memory"]
+)
 def test_where_they_cannot_share_each_process_has_a_copy(
     reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if reason == "no such system":
         monkeypatch.setattr(shared_memory, "_reach", lambda: None)
+    if reason == "not permitted":
+        monkeypatch.setattr("os.memfd_create", refuse, raising=False)
     if reason == "no memory":
-        monkeypatch.setattr(_MemoryFile, "made", lambda _num_bytes: None)
+        monkeypatch.setattr("os.posix_fallocate", refuse, raising=False)
     found = memories(
         *("same", "other" if reason == "other contents" else "same"),
         backends=(PlainBackend, MapsNothing if reason == "one cannot map it" else PlainBackend),

@@ -24,8 +24,6 @@ def frozen_and_plain(
     plain = layer_of(24, 40, bias=bias).to(dtype)
     frozen = FrozenLinear(plain, Int8(), CPU)
     frozen.write(plain.weight.detach(), 0)
-    if plain.bias is not None:
-        frozen.bias.data.copy_(plain.bias)
     plain.weight = nn.Parameter(frozen.dense(dtype))
     return frozen, plain.requires_grad_(False)
 
