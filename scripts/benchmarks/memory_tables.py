@@ -38,6 +38,8 @@ from diffsynth_lite.training.memory_count import MemoryCount, MemoryCounter, Ste
 
 SHOWN = ("Qwen-Image", "Wan 2.1 T2V 14B", "FLUX.2 dev")
 FORMATS = {"none": "bfloat16", "int8": "int8", "nf4": "nf4"}
+CHECKED = ("every block", "offload every block and attention")
+"""What happens to blocks where few are compared with all."""
 RANK = 32
 GIB = 1024**3
 STEPS = {
@@ -145,8 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = options.model or ([release.name for release in COUNTED] if options.whole else SHOWN)
     releases = [release for release in COUNTED if release.name in names]
     if options.whole:
-        checked = ("every block", "offload every block and attention")
-        print_table("A few blocks and all.", [whole_row(one, name) for one in releases for name in checked])
+        print_table("A few blocks and all.", [whole_row(one, name) for one in releases for name in CHECKED])
         return
     for release in releases:
         print_release(release)
