@@ -73,6 +73,13 @@ def test_models_and_prompts_are_those_of_the_checkpoint(places: dict[str, Path])
     assert all(torch.equal(tensor, from_folder[name]) for name, tensor in from_file.items())
 
 
+def test_its_autoencoder_works_in_tiles_where_that_is_asked_for(places: dict[str, Path]) -> None:
+    family = bound(places["base"], places["checkpoint"])
+    assert not family.load_component("vae", torch.float32).use_tiling
+    family.tile_vae()
+    assert family.load_component("vae", torch.float32).use_tiling
+
+
 def test_its_text_encoders_can_be_quantised(places: dict[str, Path]) -> None:
     loaded = []
     for family in (bound(places["base"], places["checkpoint"]), bound(places["finetune"])):

@@ -25,7 +25,7 @@ from diffsynth_lite.pipelines.base.composite import Composite, join_adapter, spl
 from diffsynth_lite.pipelines.base.family import EncodedMedia, LoraFile, ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
 from diffsynth_lite.pipelines.base.lora_files import read_lora_file, save_lora_file
-from diffsynth_lite.pipelines.base.quantized import load_frozen_component, require_fitting
+from diffsynth_lite.pipelines.base.quantized import load_frozen_component, load_plain_component
 from diffsynth_lite.pipelines.base.release_folder import empty_model
 from diffsynth_lite.pipelines.base.single_file import read_single_file
 from diffsynth_lite.pipelines.base.tokenizer import load_tokenizer
@@ -135,29 +135,18 @@ class DiffusersFamily(ModelFamily):
         quantization, host_blocks = self.quantization, self.host_blocks
         if name in self.encoder_classes:
             quantization, host_blocks = self.text_encoder_memory.quantizations.get(name), encoder_blocks
-        is_from_transformers = issubclass(component_class, PreTrainedModel)
         try:
             if quantization or host_blocks or name in self.folder.files:
+                is_from_transformers = issubclass(component_class, PreTrainedModel)
                 load = load_frozen_encoder if is_from_transformers else load_frozen_component
-                return load(component_class, self.folder, name, dtype, quantization, host_blocks)
-            component, loading = component_class.from_pretrained(
-                self.folder.path,
-                subfolder=name,
-                variant=self.folder.variant,
-                dtype=dtype,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,  # they are listed then, and refused below
-                output_loading_info=True,
-            )
+                component = load(component_class, self.folder, name, dtype, quantization, host_blocks)
+            else:
+                component = load_plain_component(component_class, self.folder, name, dtype)
         except (SafetensorError, OSError) as error:
             raise UserError(
                 f"model.path: the weights in {self.folder.path / name} cannot be read "
                 f"({' '.join(str(error).split())}); get the folder again"
             ) from error
-        # Made up otherwise: transformers fills them with random numbers and logs a table.
-        of_other_shapes = {tensor for tensor, *_ in loading["mismatched_keys"]}
-        lacking = sorted(of_other_shapes.union(loading["missing_keys"]))
-        require_fitting(self.folder, name, component_class, lacking)
         if name == "vae" and self.vae_tiles is not None:
             self.vae_tiles.apply_to(component)
         return component

@@ -1,8 +1,8 @@
-"""This file loads frozen models of diffusers: each tensor in its format, to where it is going to be."""
+"""This file loads models: by their library, or frozen ones of diffusers with each tensor in its format."""
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,44 @@ def load_frozen_component(
     except NotFiniteError as error:
         raise UserError(f"model.quantize: {where.path}: {error}; get it again") from error
     return model.eval()
+
+
+def load_plain_component(
+    model_class: Any, folder: PipelineFolder, component: str, dtype: torch.dtype
+) -> torch.nn.Module:
+    """A component as ``from_pretrained`` gives it, on the CPU.
+
+    Args:
+        model_class: of diffusers or transformers.
+        component: its folder.
+        dtype: of its weights.
+
+    Raises:
+        UserError: the files do not hold what the component's config needs.
+        safetensors.SafetensorError: a file is damaged.
+        OSError: a file is not there, or cannot be read.
+    """
+    model: torch.nn.Module
+    model, loading = model_class.from_pretrained(
+        folder.path,
+        subfolder=component,
+        variant=folder.variant,
+        dtype=dtype,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,  # they are listed then, and refused below
+        output_loading_info=True,
+    )
+    require_fitting(folder, component, model_class, lacking_by(loading))
+    return model
+
+
+def lacking_by(loading: Mapping[str, Any]) -> list[str]:
+    """Names of tensors that ``from_pretrained`` says are missing, or of another shape.
+
+    It makes them up: transformers fills them with random numbers, and logs a table.
+    """
+    of_other_shapes = {name for name, *_ in loading["mismatched_keys"]}
+    return sorted(of_other_shapes.union(loading["missing_keys"]))
 
 
 def require_fitting(folder: PipelineFolder, component: str, model_class: Any, lacking: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from diffsynth_lite.core.weights import (
 )
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
-from diffsynth_lite.pipelines.base.quantized import require_fitting
+from diffsynth_lite.pipelines.base.quantized import lacking_by, require_fitting
 from diffsynth_lite.pipelines.base.release_folder import empty_model
 from diffsynth_lite.pipelines.base.single_file import read_single_file
 
@@ -58,8 +58,7 @@ def load_frozen_encoder(
         ignore_mismatched_sizes=True,  # they are listed then, and refused below
         output_loading_info=True,
     )
-    of_other_shapes = {name for name, *_ in loading["mismatched_keys"]}
-    require_fitting(folder, component, model_class, sorted(of_other_shapes.union(loading["missing_keys"])))
+    require_fitting(folder, component, model_class, lacking_by(loading))
     sources = _emptied(model)
     stored = files.converted(lambda one: {name: one[source] for name, source in sources.items()})
     if quantization is not None:
