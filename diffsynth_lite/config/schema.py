@@ -31,14 +31,15 @@ class Config(Settings):
         train, data, validation, trackers = self.train, self.data, self.validation, self.logging.trackers
         offload = train.use_gradient_checkpointing_offload or self.memory.save_attention == "park"
         streams = self.memory.stream_blocks != 0
-        moves = offload or streams
+        visits = streams or self.memory.stream_text_encoder
         previews, loss = bool(validation.prompts), validation.loss_items > 0
         checkpointing = train.use_gradient_checkpointing
         of_previews = "num_frames negative_prompt num_inference_steps guidance_scale width height"
         parts = [
-            (moves, "memory", "min_bytes host_gib", "while the offload is off and stream_blocks is 0"),
+            (offload or visits, "memory", "min_bytes", "while the offload is off and nothing is streamed"),
+            (offload or streams, "memory", "host_gib", "while the offload is off and stream_blocks is 0"),
             (offload, "memory", "resident_blocks prefetched_blocks", "while the offload is off"),
-            (streams, "memory", "stream_slots", "while memory.stream_blocks is 0"),
+            (visits, "memory", "stream_slots", "while nothing is streamed"),
             (data.cache, "data", "num_workers", "while data.cache is off: the main process encodes"),
             (checkpointing, "memory", "skip_dead_ops", "while train.use_gradient_checkpointing is off"),
             (data.tag_shuffles > 0, "data", "tag_separator keep_tags", "while data.tag_shuffles is 0"),

@@ -114,8 +114,8 @@ class MemorySettings(Settings):
     the frozen weights are. None of them changes the result, so all may change between the parts of a run."""
 
     min_bytes: NonNegativeInt | None = None
-    """Size in bytes of the smallest tensor that the offload and `stream_blocks` move: small ones cost more
-    time than they save memory. Null is 65536 on accelerators, and 0 on the CPU."""
+    """Size in bytes of the smallest tensor that the offload and streaming move: small ones cost more time
+    than they save memory. Null is 65536 on accelerators, and 0 on the CPU."""
 
     host_gib: PositiveFloat | None = None
     """Most host memory in GiB for each device: for its share of the weights that `stream_blocks` keeps there,
@@ -153,7 +153,8 @@ class MemorySettings(Settings):
 
     stream_slots: PositiveInt = 2
     """Blocks whose streamed weights are on the device at once: one computes, the others are fetched ahead.
-    With 1 the computation waits for every copy. Must be less than `stream_blocks`."""
+    With 1 the computation waits for every copy. Must be less than `stream_blocks`. Of layers of a text
+    encoder that is streamed, that many."""
 
     stream_text_encoder: bool = False
     """Keep the weights of the text encoder's transformer layers in host memory while prompts are encoded, and

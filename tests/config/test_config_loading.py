@@ -159,6 +159,8 @@ def test_dump_config_holds_every_setting(write, minimal):
         ("memory: {min_bytes: 4096}", ["memory.min_bytes"]),
         ("memory: {min_bytes: 4096, stream_blocks: all}", []),
         ("memory: {stream_slots: 1}", ["memory.stream_slots"]),
+        ("memory: {stream_slots: 1, min_bytes: 9, stream_text_encoder: on}", []),
+        ("memory: {host_gib: 2, stream_text_encoder: on}", ["memory.host_gib"]),
         ("memory: {host_gib: 2, resident_blocks: 0}", ["memory.host_gib", "memory.resident_blocks"]),
         ("memory: {min_bytes: 4096}\ntrain: {use_gradient_checkpointing_offload: on}", []),
         ("memory: {host_gib: 2, save_attention: park}", []),

@@ -109,7 +109,7 @@ def load_frozen_component(
     except StoredFormatError as error:
         raise UserError(f"{where.key}: the weights in {where.path} are not read: {error}") from error
     except NotFiniteError as error:
-        raise UserError(f"model.quantize: {where.path}: {error}; get it again") from error
+        raise UserError(f"{where.key}: {where.path}: {error}; get it again") from error
     return model.eval()
 
 

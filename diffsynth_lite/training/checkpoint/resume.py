@@ -61,9 +61,17 @@ _SHIFT_SETTINGS = ("objective.shift", "objective.shift_value")
 """Free to change where the shifts stay the same."""
 _SAME_SHIFT = 1e-9
 """Relative; the last digits of an exponential are not the same on all machines."""
-_WAYS_TO_A_SHIFT = (
-    "objective.shift: resolution takes the sampler's where that grows with the size, and static any one value"
-)
+_WEIGHTS = "model.weights"
+_WAYS = {
+    _WEIGHTS: (
+        "model.weights is what is in the files of model.path, or in model.transformer_file, wherever they are"
+    ),
+    _SHIFT_AT: (
+        "objective.shift: resolution takes the sampler's where that grows with the size, and static any one "
+        "value"
+    ),
+}
+"""How what no setting of its own decides is restored, by how its keys begin."""
 _MAX_NAMED = 5
 _PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 
@@ -108,7 +116,7 @@ def settings_fingerprint(
         shifts: what ``objective.shift`` gives, by the name of a size.
     """
     values = config.model_dump()
-    fingerprint: RunFingerprint = {"model.weights": model_fingerprint}
+    fingerprint: RunFingerprint = {_WEIGHTS: model_fingerprint}
     for section in _FIXED_SECTIONS:
         fingerprint |= {f"{section}.{name}": value for name, value in values[section].items()}
     for section, names in _FIXED_FIELDS.items():
@@ -177,8 +185,8 @@ def require_same(
     named = "; ".join(str(change) for change in refused[:_MAX_NAMED])
     more = f" and {len(refused) - _MAX_NAMED} more" if len(refused) > _MAX_NAMED else ""
     permissions = list(dict.fromkeys(change.permission for change in refused))
-    of_shift = any(change.key.startswith(_SHIFT_AT) for change in refused)
-    how = f" ({_WAYS_TO_A_SHIFT})" if of_shift else ""
+    ways = [way for key, way in _WAYS.items() if any(change.key.startswith(key) for change in refused)]
+    how = f" ({'; '.join(ways)})" if ways else ""
     way = f"Restore these to continue that run{how}, or set another output.dir to start a new one"
     if None not in permissions:
         needed = ", ".join(map(str, dict.fromkeys([*allow, *permissions])))
