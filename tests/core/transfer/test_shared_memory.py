@@ -116,6 +116,7 @@ def test_where_they_cannot_share_each_process_has_a_copy(
         monkeypatch.setattr("os.memfd_create", refuse, raising=False)
     if reason == "no memory":
         monkeypatch.setattr("os.posix_fallocate", refuse, raising=False)
+    before = num_open_files()
     found = memories(
         *("same", "other" if reason == "other contents" else "same"),
         backends=(PlainBackend, MapsNothing if reason == "one cannot map it" else PlainBackend),
@@ -126,6 +127,7 @@ def test_where_they_cannot_share_each_process_has_a_copy(
     assert [int(piece[0]) for piece in pieces] == [5, 6]
     assert {(memory.num_copies, memory.num_processes) for memory in found} == {(2, 2)}
     assert not any(memory.is_filled_elsewhere for memory in found)
+    assert num_open_files() == before
 
 
 def test_a_process_alone_takes_new_memory_and_a_lack_of_it_is_an_error() -> None:
