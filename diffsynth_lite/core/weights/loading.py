@@ -86,11 +86,15 @@ class StoredTensors:
         tensors = convert(dict(self.tensors))
         if not self.per_row:
             return type(self)(tensors=tensors)
-        # By the same names, so that the same happens to the number of a row as to the row.
-        ones = {name: torch.ones(()).expand(_one_a_row(tensor)) for name, tensor in self.tensors.items()}
-        moved = {name: one for name, one in convert(ones | dict(self.per_row)).items() if (one != 1).any()}
-        for name, one in moved.items():
-            if name not in tensors or one.shape != _one_a_row(tensors[name]):
+        # By the same names, so that the same happens to the number of a row as to the row; none of them is 0.
+        zeros = {name: torch.zeros(()).expand(_one_a_row(tensor)) for name, tensor in self.tensors.items()}
+        moved = {name: rows for name, rows in convert(zeros | dict(self.per_row)).items() if rows.any()}
+        # Of a file that has scales each weight in 8 bits has one.
+        in_8_bits = {name for name, tensor in tensors.items() if tensor.dtype in FLOAT8}
+        for name in sorted(in_8_bits | moved.keys()):
+            rows = moved.get(name)
+            own = tensors.get(name)
+            if own is None or rows is None or rows.shape != _one_a_row(own) or not rows.all():
                 raise StoredFormatError(
                     f"the scale of {name} would be lost in its conversion to diffusers' layout; "
                     "take a file in bfloat16"

@@ -228,7 +228,18 @@ def test_a_scale_that_no_weight_of_the_model_takes_is_named(tensors: dict[str, T
     assert stored.scales_left_over(Model()) == ["7.weight"]
 
 
-def test_a_scale_that_does_not_follow_its_weight_to_another_layout_is_refused() -> None:
-    stored = StoredTensors(tensors={"a": torch.ones(2, 3)}, per_row={"a": torch.tensor([[2.0], [3.0]])})
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda tensors: {name: tensor.T for name, tensor in tensors.items()},
+        lambda tensors: {"a" if tensor.shape[1] > 1 else "b": tensor for tensor in tensors.values()},
+        lambda tensors: {name: tensor for name, tensor in tensors.items() if tensor.shape[1] > 1},
+        lambda tensors: {"a": torch.cat([tensors["a"], tensors["b"].to(tensors["a"].dtype)])},
+    ],
+    ids=["turned", "named otherwise", "left out", "joined to a weight without one"],
+)
+def test_a_scale_that_does_not_follow_its_weight_to_another_layout_is_refused(convert: Any) -> None:
+    tensors = {"b": torch.ones(2, 3), "a": torch.ones(2, 3).to(torch.float8_e4m3fn)}
+    stored = StoredTensors(tensors=tensors, per_row={"a": torch.tensor([[2.0], [3.0]])})
     with pytest.raises(StoredFormatError, match="the scale of a would be lost"):
-        stored.converted(lambda tensors: {name: tensor.T for name, tensor in tensors.items()})
+        stored.converted(convert)
