@@ -248,10 +248,14 @@ def test_the_expert_that_is_not_trained_is_drawn_with_in_the_format_of_the_other
     assert [name for name, _ in other.named_parameters() if name.startswith("blocks.")] == []
 
 
-def test_an_expert_for_which_the_host_has_no_room_goes_to_the_device(
-    folder: PipelineFolder, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("told_by", "answer"),
+    [("available_host_bytes", lambda: 1000), ("smallest_worth_moving", lambda _: 2**20)],
+)
+def test_an_expert_for_which_the_host_has_no_room_or_that_is_too_small_goes_to_the_device(
+    told_by: str, answer: Any, folder: PipelineFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diffsynth_lite.pipelines.wan.experts.available_host_bytes", lambda: 1000)
+    monkeypatch.setattr(f"diffsynth_lite.pipelines.wan.experts.{told_by}", answer)
     family = Wan(folder, trained=["transformer_2"])
     other = family._transformers(family.load_transformer(torch.float32))["transformer"]
     assert len(list(other.blocks.parameters())) > 0

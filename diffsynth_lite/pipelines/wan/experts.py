@@ -12,7 +12,7 @@ from diffsynth_lite.core.gradient import blocks_in
 from diffsynth_lite.core.transfer.backends import backend_for, smallest_worth_moving
 from diffsynth_lite.core.transfer.host_pool import available_host_bytes
 from diffsynth_lite.core.transfer.shared_memory import HostMemory
-from diffsynth_lite.core.weights import HostBlocks, WeightStream, frozen_weights, packed_bytes
+from diffsynth_lite.core.weights import HostBlocks, WeightStream, frozen_weights, packed_bytes, require_saving
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
@@ -111,15 +111,12 @@ class ExpertFamily(DiffusersFamily):
         return transformers
 
     def _load_streamed(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-        """A frozen expert whose blocks have their weights in host memory, if that has room for them."""
+        """A frozen expert with its blocks in host memory, where that has room and something is saved."""
         empty = self.empty_component(name).requires_grad_(False)
         set_formats(empty, dtype, self.quantization)
-        min_bytes = smallest_worth_moving(device)
-        sizes = [
-            packed_bytes(frozen_weights(block, min_bytes)) for block in blocks_in(empty, self.block_lists)
-        ]
-        available = available_host_bytes()
-        if available is not None and sum(sizes) > available:
+        blocks, min_bytes = blocks_in(empty, self.block_lists), smallest_worth_moving(device)
+        num_slots = min(_NUM_SLOTS, len(blocks) - 1)
+        if not _can_stream(blocks, device, num_slots=num_slots, min_bytes=min_bytes):
             whole: torch.nn.Module = self.load_component(name, dtype).requires_grad_(False)
             return whole.to(device)
         self.host_blocks = HostBlocks(
@@ -134,12 +131,26 @@ class ExpertFamily(DiffusersFamily):
             WeightStream(
                 [blocks_in(expert, self.block_lists)],
                 device,
-                num_slots=min(_NUM_SLOTS, len(sizes) - 1),
+                num_slots=num_slots,
+                min_bytes=min_bytes,
                 loaded=self.host_blocks,
             )
         finally:
             self.host_blocks = None
         return expert.to(device)
+
+
+def _can_stream(
+    blocks: Sequence[torch.nn.Module], device: torch.device, *, num_slots: int, min_bytes: int
+) -> bool:
+    """Whether these blocks, on the meta device, take less of the device so, and the host has the room."""
+    try:
+        require_saving([blocks], device, num_slots=num_slots, min_bytes=min_bytes)
+    except ValueError:
+        return False
+    num_bytes = sum(packed_bytes(frozen_weights(block, min_bytes)) for block in blocks)
+    available = available_host_bytes()
+    return num_slots > 0 and (available is None or num_bytes <= available)
 
 
 def estimates_by_expert(
