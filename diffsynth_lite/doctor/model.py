@@ -67,7 +67,8 @@ def _differences(differing: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def _components(config: Config, family: ModelFamily) -> Iterator[tuple[str, str]]:
-    quantizations = text_encoder_memory(config, family, torch.device("meta")).quantizations
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    quantizations = text_encoder_memory(config, family, device).quantizations
     for name in family.components:
         component = family.empty_component(name)
         if component is None:

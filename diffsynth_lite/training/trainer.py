@@ -219,6 +219,7 @@ def _skip(
     if built.num_skipped_in_a_row == _MAX_SKIPPED_IN_A_ROW:
         raise RunStoppedError(
             f"step {step}: loss and gradients were not finite in {_MAX_SKIPPED_IN_A_ROW} steps in a row; "
-            f"last on {names}. Checkpoints hold finite weights only. Look at these items, or start a new "
-            "run with a lower train.learning_rate or train.mixed_precision=no"
+            f"last on {names}. Checkpoints hold finite weights only. Look at these items, at the "
+            "model's files where no step was ever finite, or start a new run with a lower "
+            "train.learning_rate or train.mixed_precision=no"
         )

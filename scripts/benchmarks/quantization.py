@@ -42,7 +42,12 @@ from family_sample import (  # noqa: E402
     velocity_and_gradients,
 )
 
-from diffsynth_lite.core.weights import Quantization, QuantizationReport, weight_format  # noqa: E402
+from diffsynth_lite.core.weights import (  # noqa: E402
+    Quantization,
+    QuantizationReport,
+    counted_format,
+    weight_format,
+)
 from diffsynth_lite.core.weights.packing import frozen_weights, packed_bytes  # noqa: E402
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, family_names, load_family  # noqa: E402
 from diffsynth_lite.pipelines.base.quantized import quantizable_layers  # noqa: E402
@@ -108,7 +113,7 @@ def encoder_quantizations(family: ModelFamily, name: str, device: torch.device) 
         component: tuple(quantizable_encoder_layers(family.empty_component(component)))
         for component in family.text_encoders
     }
-    weights = weight_format(name)
+    weights = counted_format(name) if device == META else weight_format(name)
     return {key: Quantization(format=weights, layers=found, device=device) for key, found in layers.items()}
 
 
@@ -181,7 +186,7 @@ def release_bytes(family: ModelFamily, name: str) -> int:
     model = family.parts_of(family.empty_transformer())[family.trained[0]].to(torch.bfloat16)
     if name in FORMATS:
         layers = tuple(quantizable_layers(model, family.block_lists))
-        Quantization(format=weight_format(name), layers=layers, device=META).apply_to(model)
+        Quantization(format=counted_format(name), layers=layers, device=META).apply_to(model)
     return sum(parameter.nbytes for parameter in model.parameters())
 
 

@@ -80,7 +80,7 @@ def test_a_misspelt_folder_beside_existing_ones_is_not_taken_for_a_hub_id(
 
 
 def test_a_file_is_not_a_pipeline(pipeline_folder: Path) -> None:
-    with pytest.raises(UserError, match="is a file"):
+    with pytest.raises(UserError, match=r"is a file; .*model\.transformer_file"):
         resolve_folder(str(pipeline_folder / "model_index.json"))
 
 

@@ -271,7 +271,10 @@ def resolve_folder(
             )
         return PipelineFolder(path=local, variant=variant)
     if local.exists():
-        raise UserError(f"model.path: {location} is a file; give the pipeline's folder or a hub id")
+        raise UserError(
+            f"model.path: {location} is a file; give the pipeline's folder or a hub id, and the file "
+            "as model.transformer_file"
+        )
     if _looks_local(location):
         raise UserError(f"model.path: there is no folder {location} (a hub id has the form owner/name)")
     hub = HubCommit.find(location, revision)
