@@ -243,3 +243,13 @@ def test_a_scale_that_does_not_follow_its_weight_to_another_layout_is_refused(co
     stored = StoredTensors(tensors=tensors, per_row={"a": torch.tensor([[2.0], [3.0]])})
     with pytest.raises(StoredFormatError, match="the scale of a would be lost"):
         stored.converted(convert)
+
+
+def test_a_tensor_that_is_turned_is_copied_to_have_the_strides_of_any_other(
+    tensors: dict[str, Tensor],
+) -> None:
+    turned = tensors["2.weight"].transpose(0, 1).contiguous().transpose(0, 1)
+    model = empty(INT8)
+    load_frozen(model, StoredTensors(tensors=tensors | {"2.weight": turned}), device=CPU)
+    assert model[2].weight.is_contiguous()
+    assert torch.equal(model[2].weight, tensors["2.weight"])
