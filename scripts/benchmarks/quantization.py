@@ -43,12 +43,14 @@ from family_sample import (  # noqa: E402
 )
 
 from diffsynth_lite.core.weights import (  # noqa: E402
+    HostBlocks,
     Quantization,
     QuantizationReport,
     counted_format,
+    frozen_weights,
+    packed_bytes,
     weight_format,
 )
-from diffsynth_lite.core.weights.packing import frozen_weights, packed_bytes  # noqa: E402
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, family_names, load_family  # noqa: E402
 from diffsynth_lite.pipelines.base.quantized import quantizable_layers  # noqa: E402
 from diffsynth_lite.pipelines.base.release_folder import write_release  # noqa: E402
@@ -99,10 +101,12 @@ def family_row(name: str, formats: Sequence[str]) -> dict[str, str]:
 class Rounded(TextEncoderMemory):
     """Rounds the weights of text encoders to bfloat16, and leaves them in their dtype."""
 
-    def place(self, encoders: Sequence[nn.Module], device: torch.device) -> None:
+    def place(
+        self, encoders: Sequence[nn.Module], device: torch.device, loaded: HostBlocks | None = None
+    ) -> None:
         for parameter in nn.ModuleList(encoders).parameters():
             parameter.data = parameter.bfloat16().float()
-        super().place(encoders, device)
+        super().place(encoders, device, loaded)
 
 
 def encoder_quantizations(family: ModelFamily, name: str, device: torch.device) -> dict[str, Quantization]:
