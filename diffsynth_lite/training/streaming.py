@@ -153,7 +153,7 @@ def place_weights(
         loaded: blocks that are in host memory already; others are copied there.
 
     Raises:
-        UserError: nothing would be saved, or the host has too little memory.
+        UserError: nothing would be saved, the host has too little memory, or a weight is not finite.
     """
     try:
         # First: whatever is still a parameter goes to the device with all others.
@@ -167,7 +167,18 @@ def place_weights(
     except ValueError as error:
         raise UserError(f"memory.stream_blocks: {error}") from error
     transformer.to(device)
+    _require_finite(family, transformer)
     return weights
+
+
+def _require_finite(family: ModelFamily, transformer: torch.nn.Module) -> None:
+    """Check the weights on the device; those in a format or on the host were checked as they were read."""
+    for name, parameter in transformer.named_parameters():
+        if not parameter.isfinite().all():
+            keys = sorted({file.key for file in family.folder.files.values()}) or ["model.path"]
+            raise UserError(
+                f"{' or '.join(keys)}: {name} of the model holds numbers that are not finite; get it again"
+            )
 
 
 def streamable_bytes(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_run import TinyRun
 
 from diffsynth_lite.data.video import write_video
@@ -178,6 +178,17 @@ def test_it_is_refused_in_one_line_before_weights_are_loaded(
     assert len(errors) == 1
     assert message in errors[0]
     assert "Traceback" not in caplog.text
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(
+    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = copied_model(tiny_run) / "transformer" / "diffusion_pytorch_model.safetensors"
+    stored = load_file(weights)
+    stored["proj_out.bias"][0] = torch.nan
+    save_file(stored, weights)
+    assert tiny_run.train() == 2
+    assert "model.path: proj_out.bias of the model holds numbers that are not finite" in caplog.text
 
 
 def test_several_mistakes_are_all_reported_at_once(

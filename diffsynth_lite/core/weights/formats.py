@@ -20,7 +20,17 @@ class MissingKernelsError(ImportError):
 
 
 class NotFiniteError(ValueError):
-    """A weight holds infinities or NaN, which no format can keep."""
+    """A weight holds infinities or NaN, which no model can compute with."""
+
+
+def require_finite(rows: Tensor) -> None:
+    """Check that a weight, or some rows of it, are numbers.
+
+    Raises:
+        NotFiniteError: one is infinite or NaN.
+    """
+    if not rows.isfinite().all():
+        raise NotFiniteError("holds numbers that are not finite")
 
 
 class WeightFormat(ABC):
@@ -58,8 +68,7 @@ class WeightFormat(ABC):
             NotFiniteError: a number is infinite or NaN.
         """
         assert first_row % self.row_step == 0, f"{self.name} is not written from row {first_row} on"
-        if not rows.isfinite().all():
-            raise NotFiniteError("holds numbers that are not finite")
+        require_finite(rows)
         first, num_columns = first_row * rows.shape[1], rows.shape[1]
         written = zip((values, scales), self._quantised(rows.float()), self._spans(num_columns), strict=True)
         for memory, part, span in written:

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from diffsynth_lite.core.weights.float8 import FLOAT8, StoredFormatError, separate_scales
-from diffsynth_lite.core.weights.formats import NotFiniteError, WeightFormat
+from diffsynth_lite.core.weights.formats import NotFiniteError, WeightFormat, require_finite
 from diffsynth_lite.core.weights.frozen_linear import FrozenLinear
 from diffsynth_lite.core.weights.packing import HostBlocks, place_in_line
 
@@ -139,7 +139,7 @@ def load_frozen(
         host_blocks: those whose weights go to host memory instead.
 
     Raises:
-        NotFiniteError: a weight to quantise is not finite.
+        NotFiniteError: a weight is not finite; those that stay in their file are not looked at.
         HostMemoryError: the system has too little host memory for the blocks.
     """
     in_place = _usable_in_place(model.requires_grad_(False), stored) if device.type == "cpu" else {}
@@ -237,7 +237,9 @@ def _quantise(
 
 def _write_plain(memory: Tensor, rows: Tensor, first_row: int) -> None:
     # A tensor without dimensions has no rows.
-    (memory[first_row : first_row + len(rows)] if memory.ndim else memory).copy_(rows)
+    part = memory[first_row : first_row + len(rows)] if memory.ndim else memory
+    part.copy_(rows)
+    require_finite(part)
 
 
 def _copy(stored: StoredTensors, name: str, write: _Write) -> None:

@@ -1,5 +1,6 @@
 """Filling a frozen model from files: the same numbers, a few rows at a time."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,11 +160,14 @@ def test_what_the_files_lack_and_what_has_another_shape_is_named(
     assert stored.lacking(Model()) == ["0.bias", "scale"]
 
 
-def test_a_weight_that_is_not_finite_is_named(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+@pytest.mark.parametrize("layers", [INT8.layers, ()])
+def test_a_weight_that_is_not_finite_is_named(
+    tensors: dict[str, Tensor], tmp_path: Path, layers: tuple[str, ...]
+) -> None:
     tensors["1.weight"][400, 7] = torch.nan
     stored = StoredTensors.in_files(files_of(tensors, tmp_path))
     with pytest.raises(NotFiniteError, match=r"1\.weight holds numbers that are not finite"):
-        load_frozen(empty(INT8), stored, device=CPU)
+        load_frozen(empty(replace(INT8, layers=layers)), stored, device=CPU)
 
 
 def in_8_bits(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
