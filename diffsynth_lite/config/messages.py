@@ -22,10 +22,7 @@ _BOUNDS = {
 }
 _PLANNED = frozenset(["memory.budget"])
 _AUTO_IS_PLANNED = frozenset(
-    [
-        *("train.use_gradient_checkpointing", "train.use_gradient_checkpointing_offload"),
-        *("memory.policy", "memory.stream_blocks"),
-    ]
+    ["train.use_gradient_checkpointing", "train.use_gradient_checkpointing_offload", "memory.policy"]
 )
 _RENAMED = {"image_column": "'media_column'", "caption_column": "'caption_columns', a list"}
 

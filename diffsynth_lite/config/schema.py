@@ -40,6 +40,12 @@ class Config(Settings):
             (offload or streams, "memory", "host_gib", "while the offload is off and stream_blocks is 0"),
             (offload, "memory", "resident_blocks prefetched_blocks", "while the offload is off"),
             (visits, "memory", "stream_slots", "while nothing is streamed"),
+            (
+                self.memory.stream_blocks == "auto",
+                "memory",
+                "device_gib",
+                "unless memory.stream_blocks is auto",
+            ),
             (data.cache, "data", "num_workers", "while data.cache is off: the main process encodes"),
             (checkpointing, "memory", "skip_dead_ops", "while train.use_gradient_checkpointing is off"),
             (data.tag_shuffles > 0, "data", "tag_separator keep_tags", "while data.tag_shuffles is 0"),

@@ -145,16 +145,21 @@ class MemorySettings(Settings):
     """Save what attention computes in the checkpointed blocks, so that it is not computed twice: on the
     device (`keep`), or in the memory of the host (`park`). It pays most where images are large."""
 
-    stream_blocks: NonNegativeInt | Literal["all"] = 0
+    stream_blocks: NonNegativeInt | Literal["all", "auto"] = 0
     """Blocks of the transformer whose frozen weights live in host memory, and visit the device when the block
-    runs: a number of them, evenly spread, or `all`. For models that are too large for the device; the copies
-    run beside the computation. The result is the same. Of two experts, as of Wan 2.2, that many of each. The
-    processes of a machine share one copy in host memory."""
+    runs: a number of them, evenly spread, `all`, or as few as let the steps fit the device (`auto`). For
+    models that are too large for the device; the copies run beside the computation. The result is the same.
+    Of two experts, as of Wan 2.2, that many of each. The processes of a machine share one copy in host
+    memory."""
 
     stream_slots: PositiveInt = 2
     """Blocks whose streamed weights are on the device at once: one computes, the others are fetched ahead.
     With 1 the computation waits for every copy. Must be less than `stream_blocks`. Of layers of a text
     encoder that is streamed, that many."""
+
+    device_gib: PositiveFloat | None = None
+    """Most device memory in GiB that training steps are to take, by count, for `stream_blocks: auto`. Null is
+    nine tenths of what is free when training starts; on the CPU there is no limit."""
 
     stream_text_encoder: bool = False
     """Keep the weights of the text encoder's transformer layers in host memory while prompts are encoded, and

@@ -4,6 +4,7 @@ import logging
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from diffsynth_lite.training.data_settings import shifts_by_size
 from diffsynth_lite.training.distributed import on_all_processes, on_main_process
 from diffsynth_lite.training.encoding import TrainingData, encode_run
 from diffsynth_lite.training.evaluation import ValidationProtocol
+from diffsynth_lite.training.memory_plan import with_streamed_blocks
 from diffsynth_lite.training.run_context import RunContext, StartupClock
 from diffsynth_lite.training.run_folder.folder import RunFolder, outcome_recorded
 from diffsynth_lite.training.run_folder.metrics import MetricsFile, start_trackers
@@ -80,8 +82,9 @@ def run_training(
     accelerator = build_accelerator(config, folder.path / "trackers")
     with clock.stage("checks"), shortages_explained():
         checked = check_run(config, accelerator)
+        config = with_streamed_blocks(config, checked.family, accelerator)
     run = RunContext(
-        loaded=loaded,
+        loaded=replace(loaded, config=config),
         accelerator=accelerator,
         folder=folder,
         store=CheckpointStore(

@@ -54,6 +54,7 @@ def _models(family: ModelFamily, transformer: torch.nn.Module) -> list[torch.nn.
 
 def _streamed_of(config: Config, blocks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     count = config.memory.stream_blocks
+    assert count != "auto", "a number was chosen before"
     return [blocks[place] for place in spread_evenly(len(blocks), len(blocks) if count == "all" else count)]
 
 
@@ -70,7 +71,7 @@ def check_stream(
         UserError: naming the setting, and what would do.
     """
     memory = config.memory
-    if memory.stream_blocks == 0:
+    if memory.stream_blocks in (0, "auto"):
         return
     require_as_many_blocks(config, num_blocks)
     blocks = _blocks_as_loaded(config, family, transformer)
@@ -93,7 +94,7 @@ def require_as_many_blocks(config: Config, num_blocks: int) -> None:
         UserError: it has fewer.
     """
     number = config.memory.stream_blocks
-    if number != "all" and number > num_blocks:
+    if isinstance(number, int) and number > num_blocks:
         raise UserError(
             f"memory.stream_blocks: {number}; the model has {num_blocks} blocks: give fewer, or all"
         )

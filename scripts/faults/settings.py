@@ -107,6 +107,7 @@ FREE: dict[str, Change] = {
     "memory.policy_n": ("memory.policy=first_k", "memory.policy_n=2"),
     "memory.policy_blocks": ("memory.policy=only", "memory.policy_blocks=[0]"),
     "memory.save_attention": ("memory.save_attention=keep",),
+    "memory.device_gib": ("memory.stream_blocks=auto", "memory.device_gib=1"),
     "memory.stream_blocks": ("memory.stream_blocks=all", "memory.stream_slots=1"),
     "memory.stream_slots": ("memory.stream_blocks=2", "memory.stream_slots=1"),
     "memory.stream_text_encoder": ("memory.stream_text_encoder=true", "memory.stream_slots=1"),

@@ -133,7 +133,9 @@ def consistent(name: str, values: dict) -> dict:
         is_listed = values["policy"] in ("skip", "only")
         values |= {"policy_n": (values["policy_n"] or 2) if is_counted else None}
         values |= {"policy_blocks": (values["policy_blocks"] or [3]) if is_listed else []}
-        is_moving = values["stream_blocks"] == "all" or values["stream_blocks"] > values["stream_slots"]
+        is_moving = (
+            isinstance(values["stream_blocks"], str) or values["stream_blocks"] > values["stream_slots"]
+        )
         values |= {} if is_moving else {"stream_blocks": 0}
     return values
 

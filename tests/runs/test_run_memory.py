@@ -10,8 +10,10 @@ from accelerate.state import AcceleratorState
 from lazy_backend import LazyBackend, LazyCopy
 from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, make_run
 
+from diffsynth_lite.config import load_config
 from diffsynth_lite.core.transfer.backends import PlainBackend
 from diffsynth_lite.core.transfer.shared_memory import HostMemory
+from diffsynth_lite.training.memory_plan import counter_of, family_without_weights, step_settings
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,32 @@ def test_streamed_weights_prove_their_effect_and_change_no_weight(
     runs = 2 * (2 + report["blocks_recomputed"] // 2)  # two blocks, two micro-batches
     assert report["streamed_blocks_run"] == runs
     assert "streamed        2 blocks, " in caplog.text
+
+
+def test_as_few_blocks_are_streamed_as_fit_by_count(
+    plain_run: TinyRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    settings = ("memory.stream_blocks=auto", "memory.stream_slots=1", "memory.min_bytes=0")
+    config = load_config(plain_run.config, (*plain_run.settings, *settings)).config
+    with family_without_weights(config) as family:
+        counter, step = counter_of(config, family), step_settings(config, family)
+    counts = [counter.count(replace(step, stream_blocks=number)).device / 1024**3 for number in (0, 2)]
+    half_way = plain_run.folder / "checkpoints" / "step-00000002"
+    start = (f"output.dir={tmp_path}", "--resume", str(half_way), *settings)
+
+    assert plain_run.train(*start, f"memory.device_gib={counts[1] * 0.99}") == 2
+    assert "memory.stream_blocks: auto; with all blocks streamed a step takes" in caplog.text
+    assert plain_run.train(*start, f"memory.device_gib={sum(counts) / 2}") == 0
+    assert "memory.stream_blocks: auto streams 2 of 2 blocks" in caplog.text
+    assert differing(checkpoint_tensors(plain_run.folder, 4), checkpoint_tensors(tmp_path, 4)) == []
+    report = next(row for row in plain_run.metrics(tmp_path) if "blocks_streamed" in row)
+    assert report["blocks_streamed"] == 2
+    # It is finished: nothing is loaded any more.
+    assert plain_run.train(*start, f"memory.device_gib={counts[0] * 1.01}") == 0
+    assert "memory.stream_blocks: auto streams 0 of 2 blocks" in caplog.text
+    assert plain_run.train(*start) == 0
+    assert "auto streams nothing: the device is the host" in caplog.text
 
 
 class WatchedBackend(LazyBackend):
