@@ -56,21 +56,26 @@ def test_the_sets_hold_all_linear_layers_of_the_blocks_and_those_of_their_attent
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_every_adapter_of_a_set_learns_whatever_the_flags_and_draws_the_same_in_the_diffusers_pipeline(
-    sample: Sample, name: str, tmp_path: Path
-) -> None:
-    family, targets = sample.family, set_of(sample, name)
-    if targets == tuple(family.default_target_modules):
-        pytest.skip("these are the default's, which have tests of their own")
-    transformer = adapted_transformer(sample, targets=targets)
+def test_every_adapter_of_a_set_learns_and_the_flags_change_nothing(sample: Sample, name: str) -> None:
+    transformer = adapted_transformer(sample, targets=set_of(sample, name))
     velocity, gradients = velocity_and_gradients(sample, transformer)
     assert [layer for layer, gradient in gradients.items() if gradient is None or not gradient.any()] == []
-    other_velocity, other_gradients = velocity_and_gradients(sample, transformer, engine_with((True, True)))
-    assert torch.equal(velocity, other_velocity)
-    for layer, gradient in gradients.items():
-        assert torch.equal(gradient, other_gradients[layer]), layer
+    engine = engine_with((True, True))
+    # What the recompute left out and was needed after all runs at once in the second step.
+    for _ in range(2):
+        other_velocity, other_gradients = velocity_and_gradients(sample, transformer, engine)
+        assert torch.equal(velocity, other_velocity)
+        for layer, gradient in gradients.items():
+            assert torch.equal(gradient, other_gradients[layer]), layer
 
-    tensors = adapter_tensors(transformer.eval())
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_lora_of_a_set_draws_the_same_in_the_diffusers_pipeline(
+    sample: Sample, name: str, tmp_path: Path
+) -> None:
+    family = sample.family
+    transformer = adapted_transformer(sample, targets=set_of(sample, name)).eval()
+    tensors = adapter_tensors(transformer)
     family.save_lora(tmp_path, tensors, adapter_settings(transformer))
     read, _ = family.read_lora(tmp_path)
     assert read.keys() == tensors.keys()
