@@ -23,6 +23,7 @@ from diffsynth_lite.core.planning import (
     HostBackend,
     Repeat,
     StepBytes,
+    backward_in_scope,
     cast_frozen_inputs,
     count_step,
     fewer_blocks,
@@ -389,16 +390,7 @@ class _MetaStep:
     def backward(self, loss: Tensor) -> None:
         """The backward pass of the loss; gradients are kept."""
         with self._kernels, self.autocast or nullcontext():
-            # What backward() calls: itself it would leave the scopes, which the recompute needs.
-            torch.autograd.Variable._execution_engine.run_backward(
-                (loss,),
-                (torch.ones_like(loss),),
-                False,
-                False,
-                (),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
+            backward_in_scope(loss)
 
 
 def _wrap_forward(model: nn.Module, autocast: CudaAutocast) -> None:

@@ -261,24 +261,25 @@ def rows_of(measured: Mapping[tuple[str, str], Loaded]) -> list[dict[str, str]]:
     ]
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """The arguments of both benchmarks of loading."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--component", choices=COMPONENTS, default=COMPONENTS[0], help="to load")
     parser.add_argument("--blocks", type=int, default=16, help="of the model (default: %(default)s)")
     parser.add_argument("--width", type=int, default=1024, help="a multiple of 128 (default: %(default)s)")
     parser.add_argument(
         "--formats", nargs="+", choices=("none", "int8", "nf4"), default=("none", "int8"), help="to measure"
     )
     parser.add_argument("--folder", type=Path, help="where the files go for a while")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the files, measure, print the table."""
-    options = parse_arguments(arguments)
+    parser = argument_parser(__doc__)
+    parser.add_argument("--component", choices=COMPONENTS, default=COMPONENTS[0], help="to load")
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.folder) as root:
         folders = {dtype: Path(root) / dtype for dtype in DTYPES}
         small = Path(root) / "small"

@@ -12,7 +12,6 @@ they share. A page that several processes have counts for each by its part (PSS)
 Linux only: it reads /proc/self/status and smaps_rollup.
 """
 
-import argparse
 import json
 import multiprocessing
 import re
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.multiprocessing as multiprocessing_of_torch
-from loading import CPU, DTYPES, Loaded, measure, write_model
+from loading import CPU, DTYPES, Loaded, argument_parser, measure, write_model
 from meters import mebibytes, print_table
 from torch import distributed, nn
 
@@ -174,23 +173,9 @@ def sharing_rows(folder: Path, small: Path, formats: Sequence[str]) -> list[dict
     return rows
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--blocks", type=int, default=16, help="of the model (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=1024, help="a multiple of 128 (default: %(default)s)")
-    parser.add_argument(
-        "--formats", nargs="+", choices=("none", "int8", "nf4"), default=("none", "int8"), help="to measure"
-    )
-    parser.add_argument("--folder", type=Path, help="where the files go for a while")
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the files, measure, print both tables."""
-    options = parse_arguments(arguments)
+    options = argument_parser(__doc__).parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.folder) as root:
         folders = {dtype: Path(root) / dtype for dtype in DTYPES}
         for dtype, folder in folders.items():

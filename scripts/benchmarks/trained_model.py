@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from diffsynth_lite.core.planning import ON_ALL_DEVICES, FusedKernels
+from diffsynth_lite.core.planning import ON_ALL_DEVICES, FusedKernels, backward_in_scope
 from diffsynth_lite.pipelines.base.quantized import kept_in_fp32
 
 
@@ -53,16 +53,7 @@ class TrainedModel:
             loss.backward()
             return
         with self.attention():
-            # What backward() calls: itself it would leave the scope, which the recompute needs.
-            torch.autograd.Variable._execution_engine.run_backward(
-                (loss,),
-                (torch.ones_like(loss),),
-                False,
-                False,
-                (),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
+            backward_in_scope(loss)
 
     def attention(self) -> AbstractContextManager[Any]:
         """Scope in which attention is one kernel, also on meta."""

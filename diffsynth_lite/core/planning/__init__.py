@@ -6,6 +6,7 @@ from diffsynth_lite.core.planning.kernels import (
     ON_CUDA,
     CudaAutocast,
     FusedKernels,
+    backward_in_scope,
     cast_frozen_inputs,
 )
 from diffsynth_lite.core.planning.meters import CountingMeter, HostBackend, LiveBytes
@@ -20,6 +21,7 @@ __all__ = [
     "LiveBytes",
     "Repeat",
     "StepBytes",
+    "backward_in_scope",
     "cast_frozen_inputs",
     "count_step",
     "fewer_blocks",

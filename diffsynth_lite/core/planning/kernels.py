@@ -132,6 +132,20 @@ class CudaAutocast(TorchFunctionMode):
         return self._casts[value]
 
 
+def backward_in_scope(loss: Tensor) -> None:
+    """The backward pass of ``loss``, under the scopes of this file that are entered; gradients are kept."""
+    # What backward() calls: itself it would leave the scopes, which the recompute needs.
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,),
+        (torch.ones_like(loss),),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
 def cast_frozen_inputs(model: nn.Module) -> None:
     """Have each :class:`FrozenLinear` of a model cast its input, as it does under real autocast."""
     for module in model.modules():
