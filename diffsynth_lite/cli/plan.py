@@ -14,8 +14,8 @@ from rich.table import Table
 from diffsynth_lite.config import Config, load_config
 
 if TYPE_CHECKING:
-    from diffsynth_lite.training.memory_count import MemoryCount
-    from diffsynth_lite.training.memory_plan import Choice
+    from diffsynth_lite.training.planning.choices import Choice
+    from diffsynth_lite.training.planning.memory_count import MemoryCount
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ def run(parsed: argparse.Namespace) -> None:
     """
     loaded = load_config(parsed.config, parsed.overrides)
     # The libraries take seconds to import: a wrong config is refused before that.
-    from diffsynth_lite.training.memory_plan import (
-        choices,
+    from diffsynth_lite.training.planning.choices import choices
+    from diffsynth_lite.training.planning.subject import (
         counter_of,
         family_without_weights,
         largest_size,

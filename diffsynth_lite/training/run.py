@@ -44,7 +44,7 @@ from diffsynth_lite.training.data_settings import shifts_by_size
 from diffsynth_lite.training.distributed import on_all_processes, on_main_process
 from diffsynth_lite.training.encoding import TrainingData, encode_run
 from diffsynth_lite.training.evaluation import ValidationProtocol
-from diffsynth_lite.training.memory_plan import with_streamed_blocks
+from diffsynth_lite.training.planning.automatic import with_streamed_blocks
 from diffsynth_lite.training.run_context import RunContext, StartupClock
 from diffsynth_lite.training.run_folder.folder import RunFolder, outcome_recorded
 from diffsynth_lite.training.run_folder.metrics import MetricsFile, start_trackers

@@ -33,8 +33,8 @@ from diffsynth_lite.core.planning import Repeat, fewer_blocks
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.pipelines import load_family
 from diffsynth_lite.pipelines.base.release_folder import write_release
-from diffsynth_lite.training import memory_count
-from diffsynth_lite.training.memory_count import MemoryCount, MemoryCounter, StepSettings
+from diffsynth_lite.training.planning import memory_count
+from diffsynth_lite.training.planning.memory_count import MemoryCount, MemoryCounter, StepSettings
 
 SHOWN = ("Qwen-Image", "Wan 2.1 T2V 14B", "FLUX.2 dev")
 FORMATS = {"none": "bfloat16", "int8": "int8", "nf4": "nf4"}

@@ -5,7 +5,7 @@ from tiny_run import TinyRun
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.core.gradient import KEEP
-from diffsynth_lite.training import memory_plan
+from diffsynth_lite.training.planning import choices
 
 ANY = ("data.path=pictures", "output.dir=runs/one")
 
@@ -34,7 +34,7 @@ def test_a_release_is_planned_from_its_numbers_alone(capsys: pytest.CaptureFixtu
 def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
     tiny_run: TinyRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_plan, "_STRATEGIES", (KEEP,))
+    monkeypatch.setattr(choices, "_STRATEGIES", (KEEP,))
 
     def last_of(gib: str) -> list[str]:
         assert plan("--config", str(tiny_run.config), "--device-gib", gib, "train.micro_batch_size=2") == 0

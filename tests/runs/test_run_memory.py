@@ -13,7 +13,7 @@ from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, make_run
 from diffsynth_lite.config import load_config
 from diffsynth_lite.core.transfer.backends import PlainBackend
 from diffsynth_lite.core.transfer.shared_memory import HostMemory
-from diffsynth_lite.training.memory_plan import counter_of, family_without_weights, step_settings
+from diffsynth_lite.training.planning.subject import counter_of, family_without_weights, step_settings
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import pytest
 
 from diffsynth_lite.config import load_config
 from diffsynth_lite.core.planning import StepBytes
-from diffsynth_lite.training.memory_count import MemoryCount, StepSettings
-from diffsynth_lite.training.memory_plan import Choice, choices
+from diffsynth_lite.training.planning.choices import Choice, choices
+from diffsynth_lite.training.planning.memory_count import MemoryCount, StepSettings
 
 
 @dataclass

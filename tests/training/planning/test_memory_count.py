@@ -24,8 +24,8 @@ from diffsynth_lite.core.weights import Int8, Quantization
 from diffsynth_lite.lora import add_adapter, find_target_layers
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.quantized import quantizable_layers
-from diffsynth_lite.training import memory_count
-from diffsynth_lite.training.memory_count import MemoryCounter, StepSettings
+from diffsynth_lite.training.planning import memory_count
+from diffsynth_lite.training.planning.memory_count import MemoryCounter, StepSettings
 
 CPU = torch.device("cpu")
 RANK = 4

@@ -1,0 +1,112 @@
+"""This file says what of a config is counted, without weights: its model, its largest size, its settings."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from diffsynth_lite.config import Config
+from diffsynth_lite.core.gradient import blocks_in
+from diffsynth_lite.data import Bucket
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines import ModelFamily, load_family
+from diffsynth_lite.pipelines.base.batching import INPUT
+from diffsynth_lite.pipelines.base.release_folder import write_release
+from diffsynth_lite.training.checks import bind_family, block_policy, find_targets, select_blocks
+from diffsynth_lite.training.data_settings import num_tokens_of, sizes_of
+from diffsynth_lite.training.planning.memory_count import MemoryCounter, StepSettings
+from diffsynth_lite.training.streaming import require_as_many_blocks
+
+
+@contextmanager
+def family_without_weights(config: Config) -> Iterator[ModelFamily]:
+    """The family of a config, bound to its local folder, or to the settings of a release that is known.
+
+    Raises:
+        UserError: there is neither; and what ``bind_family`` raises.
+    """
+    family_class, location = load_family(config.model.family), config.model.path
+    if Path(location).expanduser().is_dir():
+        yield bind_family(config, with_weights=False)
+        return
+    named = [release for release in family_class.releases if release.hub_id.lower() == location.lower()]
+    if not named:
+        known = ", ".join(release.hub_id for release in family_class.releases)
+        raise UserError(
+            f"model.path: {location} is neither a folder nor a known release of {config.model.family} "
+            f"({known or 'there is none'}); give its folder, once it is there"
+        )
+    with TemporaryDirectory() as folder:
+        yield family_class(write_release(named[0], Path(folder)), trained=config.lora.components)
+
+
+def largest_size(config: Config, family: ModelFamily) -> Bucket:
+    """Of the sizes that the config names, the one with the most tokens."""
+    return max(sizes_of(config, family), key=lambda size: num_tokens_of(size, family))
+
+
+def step_settings(config: Config, family: ModelFamily) -> StepSettings:
+    """What of a config decides how much memory a step takes, in one process."""
+    train, memory, model = config.train, config.memory, config.model
+    size = train.micro_batch_size
+    if train.micro_batch_tokens is not None:
+        size = max(1, train.micro_batch_tokens // num_tokens_of(largest_size(config, family), family))
+    return StepSettings(
+        micro_batch_size=size,
+        accumulates=train.global_batch_size > train.micro_batch_size,
+        has_average=train.ema_decay is not None,
+        mixed_precision=train.mixed_precision,
+        use_gradient_checkpointing=train.use_gradient_checkpointing,
+        use_gradient_checkpointing_offload=train.use_gradient_checkpointing_offload,
+        policy=block_policy(config),
+        resident_blocks=memory.resident_blocks,
+        prefetched_blocks=memory.prefetched_blocks,
+        skip_dead_ops=memory.skip_dead_ops,
+        min_bytes=memory.min_bytes,
+        dtype=getattr(torch, model.dtype),
+        quantize=model.quantize,
+        quantize_skip=tuple(model.quantize_skip),
+        stream_blocks=0 if memory.stream_blocks == "auto" else memory.stream_blocks,
+        stream_slots=memory.stream_slots,
+    )
+
+
+def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
+    """Counts steps of a config at its largest size, with a prompt as long as may be.
+
+    Raises:
+        UserError: the family does not say what its steps are conditioned on; or the config names layers or
+            blocks that are not there.
+    """
+    model = family.empty_transformer()
+    num_blocks = len(blocks_in(family.parts_of(model)[family.trained[0]], family.block_lists))
+    select_blocks(config, num_blocks)
+    require_as_many_blocks(config, num_blocks)
+    size = largest_size(config, family)
+    shape = family.latents_shape(size.width, size.height, size.num_frames)
+    conditioning = family.example_conditioning(shape)
+    if conditioning is None:
+        raise UserError(
+            f"model.family: {config.model.family} does not say what its model is conditioned on "
+            "(example_conditioning), so that its steps cannot be counted"
+        )
+    picture = torch.ones(family.latents_shape(size.width, size.height, 1))
+    inputs = {f"{INPUT}{place}": picture for place in range(_num_inputs(config, family))}
+    return MemoryCounter(
+        family,
+        find_targets(family, model, config),
+        rank=config.lora.rank,
+        dropout=config.lora.dropout,
+        latents_shape=shape,
+        conditioning=conditioning | inputs,
+    )
+
+
+def _num_inputs(config: Config, family: ModelFamily) -> int:
+    """Pictures that an item of an edit starts from, each taken to be as large as what is made."""
+    given = [
+        len(source.input_columns) or len(source.input_dirs) for source in config.data.sources_by_key.values()
+    ]
+    return max(*given, int(family.record_kinds == ("edit",)))
