@@ -13,7 +13,7 @@ from diffsynth_lite.doctor.findings import counted
 from diffsynth_lite.lora import adapter_size
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.release_folder import find_releases
-from diffsynth_lite.training.checks import find_targets
+from diffsynth_lite.training.checks import find_targets, transformer_quantization
 from diffsynth_lite.training.text_encoders import text_encoder_memory
 
 _MAX_NAMED = 8
@@ -31,7 +31,7 @@ def model_table(config: Config, family: ModelFamily) -> dict[str, str]:
     layers = find_targets(family, transformer, config)
     return (
         _release(config, family)
-        | dict(_components(config, family))
+        | dict(_components(config, family, transformer))
         | {"LoRA": _lora(config, transformer, layers)}
     )
 
@@ -66,9 +66,14 @@ def _differences(differing: Mapping[str, tuple[Any, Any]]) -> str:
     return "; ".join([*named, *([f"and {more} more"] if more else [])])
 
 
-def _components(config: Config, family: ModelFamily) -> Iterator[tuple[str, str]]:
+def _components(config: Config, family: ModelFamily, transformer: nn.Module) -> Iterator[tuple[str, str]]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    quantizations = text_encoder_memory(config, family, device).quantizations
+    formats = {
+        name: (config.model.text_encoder_quantize, quantization)
+        for name, quantization in text_encoder_memory(config, family, device).quantizations.items()
+    }
+    if quantization := transformer_quantization(family, transformer, config, device):
+        formats |= {name: (config.model.quantize, quantization) for name in family.denoisers}
     for name in family.components:
         component = family.empty_component(name)
         if component is None:
@@ -76,10 +81,13 @@ def _components(config: Config, family: ModelFamily) -> Iterator[tuple[str, str]
         dtype = _dtype_of(config, family, name)
         number = sum(parameter.numel() for parameter in component.parameters())
         num_bytes = number * getattr(torch, dtype).itemsize
-        if name in quantizations:
-            quantizations[name].apply_to(component.to(getattr(torch, dtype)))
+        if name in formats:
+            kept_in, quantization = formats[name]
+            for parameter in component.requires_grad_(False).parameters():
+                parameter.data = parameter.data.to(getattr(torch, dtype))
+            quantization.apply_to(component)
             num_bytes = sum(parameter.nbytes for parameter in component.parameters())
-            dtype = f"{config.model.text_encoder_quantize} and {dtype}"
+            dtype = f"{kept_in} and {dtype}"
         trained = ", trained" if name in family.trained else ""
         file = f", from {family.folder.files[name].path}" if name in family.folder.files else ""
         yield name, f"{number:,} parameters, {format_bytes(num_bytes)} in {dtype}{trained}{file}"

@@ -216,7 +216,9 @@ def _check_model(
     layers = problems.attempt(lambda: find_targets(family, transformer, config)) if blocks else []
     selected = problems.attempt(lambda: select_blocks(config, len(blocks))) if blocks else []
     if blocks:
-        family.quantization = problems.attempt(lambda: _quantization(family, transformer, config, device))
+        family.quantization = problems.attempt(
+            lambda: transformer_quantization(family, transformer, config, device)
+        )
         problems.attempt(lambda: check_stream(config, family, transformer, len(blocks), device))
     return _CheckedModel(
         target_layers=layers or [],
@@ -268,9 +270,14 @@ def _find_blocks(family: ModelFamily, transformer: torch.nn.Module) -> list[torc
         raise UserError(f"train.use_gradient_checkpointing: {error}") from None
 
 
-def _quantization(
+def transformer_quantization(
     family: ModelFamily, transformer: torch.nn.Module, config: Config, device: torch.device
 ) -> Quantization | None:
+    """How a run keeps the linear layers in the blocks of what it trains; None where they stay as they are.
+
+    Raises:
+        UserError: the setting has no effect or leaves out all layers, or the format's kernels are missing.
+    """
     name, skipped = config.model.quantize, config.model.quantize_skip
     if name == "none":
         return None

@@ -274,7 +274,8 @@ def _conclude(run: RunContext, step: int) -> None:
 
 
 def _results(folder: RunFolder) -> str:
-    return f"LoRA: {folder.lora_folder}; previews: {folder.previews_folder}; metrics: {folder.metrics_file}"
+    previews = f"previews: {folder.previews_folder}; " if folder.previews_folder.is_dir() else ""
+    return f"LoRA: {folder.lora_folder}; {previews}metrics: {folder.metrics_file}"
 
 
 @contextmanager

@@ -25,12 +25,12 @@ def table_of(workplace: Workplace, folder: PipelineFolder, *overrides: str) -> d
 
 
 def test_a_release_is_told_by_its_files_and_counted_without_weights(workplace: Workplace) -> None:
-    settings = ("lora.rank=16", "model.text_encoder_quantize=int8")
+    settings = ("lora.rank=16", "model.quantize=int8", "model.text_encoder_quantize=int8")
     table = table_of(workplace, released("FLUX.1 schnell", workplace.root / "model"), *settings)
     assert table == {
         "release": "with the settings of FLUX.1 schnell",
         "licence of it": "Apache-2.0",
-        "transformer": "11,891,178,560 parameters, 22.1 GiB in bfloat16, trained",
+        "transformer": "11,891,178,560 parameters, 11.1 GiB in int8 and bfloat16, trained",
         "text_encoder": "123,060,480 parameters, 226.8 MiB in int8 and float32",
         "text_encoder_2": "4,762,310,656 parameters, 7.6 GiB in int8 and float32",
         "vae": "83,819,683 parameters, 319.7 MiB in float32",

@@ -66,7 +66,7 @@ def require_saving(
         if not num_moving:
             raise ValueError(
                 f"there is nothing to stream in {len(sizes)} blocks: no frozen weight of them has min_bytes, "
-                f"{min_bytes}, or more"
+                f"{min_bytes}, or more; lower min_bytes"
             )
         if num_moving <= num_slots:
             raise ValueError(
