@@ -9,20 +9,37 @@ from diffsynth_lite.core.planning.kernels import (
     backward_in_scope,
     cast_frozen_inputs,
 )
-from diffsynth_lite.core.planning.meters import CountingMeter, HostBackend, LiveBytes
+from diffsynth_lite.core.planning.meters import CountingMeter, HostBackend, IgnoresTensors, LiveBytes
+from diffsynth_lite.core.planning.work import (
+    BlockWork,
+    Kernel,
+    Kernels,
+    MeteredFormat,
+    StepWork,
+    WorkMeter,
+    count_work,
+)
 
 __all__ = [
     "ON_ALL_DEVICES",
     "ON_CUDA",
+    "BlockWork",
     "CountingMeter",
     "CudaAutocast",
     "FusedKernels",
     "HostBackend",
+    "IgnoresTensors",
+    "Kernel",
+    "Kernels",
     "LiveBytes",
+    "MeteredFormat",
     "Repeat",
     "StepBytes",
+    "StepWork",
+    "WorkMeter",
     "backward_in_scope",
     "cast_frozen_inputs",
     "count_step",
+    "count_work",
     "fewer_blocks",
 ]

@@ -111,7 +111,8 @@ def count_step(
         repeats: which blocks stand for more, in call order.
     """
     recorder = _Recorder(meter, engine, blocks)
-    with meter, recorder.watching(), autocast.releases_told(recorder.release) if autocast else nullcontext():
+    released = autocast.releases_told(recorder.release) if autocast else nullcontext()
+    with meter, told_of_parts(blocks, recorder.mark), released:
         meter.start()
         recorder.mark("before")
         value = loss()
@@ -145,7 +146,7 @@ class _Recorder:
     """
 
     def __init__(self, meter: CountingMeter, engine: GradientEngine, blocks: Sequence[nn.Module]) -> None:
-        self._meter, self._engine, self._blocks = meter, engine, blocks
+        self._meter, self._engine = meter, engine
         self._places = {weight: place for place, block in enumerate(blocks) for weight in block.parameters()}
         self._marks: dict[Any, tuple[int, int, int]] = {}
 
@@ -170,41 +171,53 @@ class _Recorder:
             for (name, before), (_, after) in pairwise(self._marks.items())
         }
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Scope in which each block's forward, and the gradients of what it returns, are noted."""
-        hooks = [
-            hook
-            for place, block in enumerate(self._blocks)
-            for hook in (
-                block.register_forward_pre_hook(lambda *_, place=place: self._begin(place)),
-                block.register_forward_hook(
-                    lambda _block, _args, output, place=place: self._follow(place, output)
-                ),
-            )
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
-    def _begin(self, place: int) -> None:
+@contextmanager
+def told_of_parts(
+    blocks: Sequence[nn.Module],
+    begin: Callable[[tuple[str, int]], None],
+    end: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
+    """Scope in which ``begin`` is called where the forward pass of each block begins, and its backward pass.
+
+    Args:
+        blocks: all that a forward pass calls, in call order.
+        begin: gets ``("forward", place)`` and ``("backward", place)``; the latter once for each tensor that
+            the block returns.
+        end: is called where the forward pass of each block ends.
+    """
+
+    def forward(place: int) -> None:
         if not in_backward():
-            self.mark(("forward", place))
+            begin(("forward", place))
 
-    def _follow(self, place: int, output: Any) -> None:
+    def follow(place: int, output: Any) -> None:
         if in_backward():
             return
+        end()
         for tensor in take_tensors(output)[0]:
             if tensor.requires_grad:
-                tensor.register_hook(lambda _gradient: self.mark(("backward", place)))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda _gradient: begin(("backward", place)))  # type: ignore[no-untyped-call]
+
+    hooks = [
+        hook
+        for place, block in enumerate(blocks)
+        for hook in (
+            block.register_forward_pre_hook(lambda *_, place=place: forward(place)),
+            block.register_forward_hook(lambda _block, _args, output, place=place: follow(place, output)),
+        )
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _stretched(segments: dict[Any, _Segment], repeats: Sequence[Repeat]) -> StepBytes:
     """What the whole step holds, with the segments of blocks that stand for more as often as they come."""
     level = host = peak = kept = most_on_host = 0
-    for name in _with_repeats(segments, repeats):
+    for name in with_repeats(segments, repeats):
         if name == "between":
             kept, most_on_host = level, host
         if name not in segments:  # of a block that needs no gradient
@@ -215,8 +228,8 @@ def _stretched(segments: dict[Any, _Segment], repeats: Sequence[Repeat]) -> Step
     return StepBytes(kept=kept, peak=peak, host=most_on_host)
 
 
-def _with_repeats(names: Iterable[Any], repeats: Sequence[Repeat]) -> Iterator[Any]:
-    """Names of segments in order, those of blocks that stand for more as often as they come in the model."""
+def with_repeats(names: Iterable[Any], repeats: Sequence[Repeat]) -> Iterator[Any]:
+    """Parts of a step, in order; those of blocks that stand for more come as often as in the whole model."""
     again: dict[Any, list[Any]] = {}
     for repeat in repeats:
         places = range(repeat.first, repeat.first + repeat.num_blocks)

@@ -21,6 +21,7 @@ from diffsynth_lite.core.planning import (
     CudaAutocast,
     FusedKernels,
     HostBackend,
+    IgnoresTensors,
     Repeat,
     StepBytes,
     backward_in_scope,
@@ -127,6 +128,7 @@ class MemoryCounter:
 
     Attributes:
         num_blocks: of one model.
+        lora_bytes: of the weights of the LoRA, in fp32.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class MemoryCounter:
         self._rank, self._dropout = rank, dropout
         self._latents_shape, self._conditioning = tuple(latents_shape), conditioning
         model = family.empty_transformer()
-        self._lora_bytes = torch.float32.itemsize * adapter_size(model, layers, rank=rank)
+        self.lora_bytes = torch.float32.itemsize * adapter_size(model, layers, rank=rank)
         # Names within the first model, which runs.
         prefix = "" if len(family.trained) == 1 else f"{family.trained[0]}."
         self._layers = [name.removeprefix(prefix) for name in layers if name.startswith(prefix)]
@@ -158,17 +160,26 @@ class MemoryCounter:
             UserError: ``quantize_skip`` names layers that are not there.
         """
         models = self._model_bytes(settings)
-        streamed = [block for model in models for block in model.streamed(settings.stream_blocks)]
+        streamed = [block for model in models for block in model.streamed(settings.stream_blocks).values()]
         resident = sum(model.total for model in models) - sum(block.plain for block in streamed)
         return MemoryCount(
             weights=resident,
             slots=settings.stream_slots * max((block.packed for block in streamed), default=0),
-            lora=self._lora_bytes * (2 if settings.has_average else 1),
-            optimizer=_MOMENTS * self._lora_bytes,
-            gradients=self._lora_bytes,
+            lora=self.lora_bytes * (2 if settings.has_average else 1),
+            optimizer=_MOMENTS * self.lora_bytes,
+            gradients=self.lora_bytes,
             step=self._step_bytes(settings),
             weights_on_host=sum(block.packed for block in streamed),
         )
+
+    def streamed_bytes(self, settings: StepSettings) -> dict[int, int]:
+        """Bytes that a copy to a slot takes, of each streamed block of one model, by its place.
+
+        Raises:
+            UserError: as ``count``.
+        """
+        streamed = self._model_bytes(settings)[0].streamed(settings.stream_blocks)
+        return {place: block.packed for place, block in streamed.items() if block.packed}
 
     def _model_bytes(self, settings: StepSettings) -> list["_ModelBytes"]:
         """Of each model that is trained."""
@@ -206,13 +217,40 @@ class MemoryCounter:
 
     def _counted(self, settings: StepSettings) -> StepBytes:
         """A step of the first model with a few of its blocks, and what that says of all of them."""
+        meter = CountingMeter()
+        step = self.step_on_meta(settings, meter)
+        step.warm_up(settings)
+        if settings.accumulates:
+            for parameter in step.model.parameters():
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        found = count_step(
+            step.forward,
+            step.backward,
+            step.blocks,
+            meter,
+            step.engine,
+            autocast=step.autocast,
+            repeats=step.repeats,
+        )
+        added = self.lora_bytes if settings.accumulates else 0
+        return replace(found, peak=found.peak + added)
+
+    def step_on_meta(self, settings: StepSettings, meter: IgnoresTensors) -> "MetaStep":
+        """A step of the first model, with a few of its blocks in place of all.
+
+        Args:
+            settings: of the step.
+            meter: is told what stands for host memory.
+
+        Raises:
+            UserError: as ``count``.
+        """
         family = type(self._family)(self._family.folder, trained=self._family.trained[:1])
         reduced = _Reduced.of(family, self._layers, settings)
         model = self._quantized(_cast(reduced.model, settings), settings)
         add_adapter(model, reduced.layers, rank=self._rank, alpha=1, dropout=self._dropout, seed=0)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(_META)
-        step = _MetaStep(model.train(), settings, reduced.policy)
         size = settings.micro_batch_size
         noisy = torch.empty(size, *self._latents_shape, device=_META)
         sigma = torch.full((size,), 0.5, device=_META)
@@ -221,24 +259,8 @@ class MemoryCounter:
             estimate = family.predict(model, noisy, sigma, [self._conditioning] * size)
             return estimate.float().square().mean()
 
-        if settings.offloads:
-            # In the first step an engine learns what blocks share.
-            step.backward(step.forward(loss))
-            model.zero_grad()
-        if settings.accumulates:
-            for parameter in model.parameters():
-                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        found = count_step(
-            lambda: step.forward(loss),
-            step.backward,
-            blocks_in(model, family.block_lists),
-            step.meter,
-            step.engine,
-            autocast=step.autocast,
-            repeats=reduced.repeats,
-        )
-        added = self._lora_bytes if settings.accumulates else 0
-        return replace(found, peak=found.peak + added)
+        blocks = blocks_in(model, family.block_lists)
+        return MetaStep(model.train(), loss, settings, meter, blocks, reduced)
 
 
 def _cast(model: nn.Module, settings: StepSettings) -> nn.Module:
@@ -276,12 +298,12 @@ class _ModelBytes:
             ],
         )
 
-    def streamed(self, number: int | Literal["all"]) -> list[_BlockBytes]:
-        """The blocks that ``memory.stream_blocks`` streams."""
+    def streamed(self, number: int | Literal["all"]) -> dict[int, _BlockBytes]:
+        """The blocks that ``memory.stream_blocks`` streams, by their places."""
         if not number or not self.blocks:
-            return []
+            return {}
         wanted = len(self.blocks) if number == "all" else number
-        return [self.blocks[place] for place in spread_evenly(len(self.blocks), wanted)]
+        return {place: self.blocks[place] for place in spread_evenly(len(self.blocks), wanted)}
 
 
 @dataclass(frozen=True)
@@ -352,25 +374,36 @@ def _renamed(names: Sequence[str], block_list: str, kept: Sequence[int]) -> list
     return renamed
 
 
-class _MetaStep:
+class MetaStep:
     """Forward and backward of a model on meta, as on a GPU and under the run's precision.
 
     Attributes:
-        meter: counts, and leaves out what is offloaded.
-        engine: runs the blocks.
+        model: with its adapters.
+        blocks: that its forward pass calls, in call order.
+        repeats: which of them stand for more.
+        engine: runs them.
         autocast: of the forward pass; None where the run has none.
     """
 
-    def __init__(self, model: nn.Module, settings: StepSettings, policy: BlockPolicy) -> None:
-        self.meter = CountingMeter()
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[], Tensor],
+        settings: StepSettings,
+        meter: IgnoresTensors,
+        blocks: Sequence[nn.Module],
+        reduced: _Reduced,
+    ) -> None:
+        self.model, self.blocks, self.repeats = model, blocks, reduced.repeats
+        self._loss = loss
         self.engine = GradientEngine(
             min_bytes=settings.min_bytes,
             # Nothing is allocated, so that no memory of this machine limits it.
             host_bytes=sys.maxsize,
             resident_blocks=settings.resident_blocks,
             prefetched_blocks=settings.prefetched_blocks,
-            backend=HostBackend(_META, self.meter),
-            policy=policy,
+            backend=HostBackend(_META, meter),
+            policy=reduced.policy,
             skip_dead_ops=settings.skip_dead_ops,
             use_gradient_checkpointing=settings.use_gradient_checkpointing,
             use_gradient_checkpointing_offload=settings.use_gradient_checkpointing_offload,
@@ -382,10 +415,17 @@ class _MetaStep:
             cast_frozen_inputs(model)
             _wrap_forward(model, self.autocast)
 
-    def forward(self, loss: Callable[[], Tensor]) -> Tensor:
+    def warm_up(self, settings: StepSettings) -> None:
+        """Take a step where one is needed before what the steps do is always the same."""
+        if settings.offloads:
+            # In the first step an engine learns what blocks share.
+            self.backward(self.forward())
+            self.model.zero_grad()
+
+    def forward(self) -> Tensor:
         """The loss."""
         with self._kernels, gradient_engine(self.engine):
-            return loss()
+            return self._loss()
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of the loss; gradients are kept."""

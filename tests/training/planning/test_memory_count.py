@@ -25,7 +25,9 @@ from diffsynth_lite.lora import add_adapter, find_target_layers
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.quantized import quantizable_layers
 from diffsynth_lite.training.planning import memory_count
+from diffsynth_lite.training.planning.device_speed import gpu_named
 from diffsynth_lite.training.planning.memory_count import MemoryCounter, StepSettings
+from diffsynth_lite.training.planning.step_time import StepTimer
 
 CPU = torch.device("cpu")
 RANK = 4
@@ -61,10 +63,14 @@ def targets(family: ModelFamily, model: torch.nn.Module) -> list[str]:
 
 def test_a_few_blocks_of_each_list_take_what_all_of_them_take(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = replace(OFFLOADED, policy=BlockPolicy(select="last_k", n=5, selected=PARK))
-    with narrow("flux", 7) as (family, release):
-        few = counter_of(family, release).count(settings)
+    timed, speed = replace(settings, policy=BlockPolicy(select="last_k", n=5)), gpu_named("RTX 4090").speed()
+    with narrow("flux", 5) as (family, release):
+        counter = counter_of(family, release)
+        few, seconds = counter.count(settings), StepTimer(counter, speed).seconds(timed)
         monkeypatch.setattr(memory_count, "fewer_blocks", lambda kinds, _: (list(range(len(kinds))), []))
-        assert counter_of(family, release).count(settings) == few
+        counter = counter_of(family, release)
+        assert counter.count(settings) == few
+        assert StepTimer(counter, speed).seconds(timed) == seconds
     assert few.step.host > 0
 
 

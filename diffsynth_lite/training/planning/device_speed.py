@@ -1,0 +1,232 @@
+"""This file says how fast devices are: what data sheets say, and what we take a training step to reach of it.
+
+Nothing of it was measured by us. So seconds are a first guess, and what settings cost beside each other says
+more: most of what is wrong here is wrong for all of them alike.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from diffsynth_lite.core.planning import Kernel, Kernels
+from diffsynth_lite.errors import UserError
+
+_PRODUCTS, _ATTENTION, _ATTENTION_BACKWARD = 0.75, 0.6, 0.5
+_MEMORY, _BUS = 0.85, 0.8
+"""Assumptions: the parts of a data sheet's numbers that kernels and copies reach."""
+_LAUNCH_SECONDS = 8e-6
+"""An assumption: what Python and the driver need for each kernel."""
+
+_TRANSFERS = {4: 16e9, 5: 32e9}
+"""Bits a second of one lane each way, by the generation of PCI Express; 128 of 130 are data (PCI-SIG)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpeed:
+    """How fast a device really is.
+
+    Attributes:
+        product_flops: operations a second of matrix products and convolutions, by the dtype of their result.
+        attention_flops: the same of attention.
+        attention_backward_flops: the same of its backward pass.
+        memory_bytes: bytes a second that kernels read and write.
+        dequantised_bytes: the same where frozen weights are made again.
+        to_host_bytes: bytes a second over the bus to host memory.
+        to_device_bytes: the same, back.
+        launch_seconds: from one kernel to the next, if they did nothing.
+        is_asynchronous: kernels are launched ahead while others run, and copies run beside them; if not,
+            one thing comes after the other.
+    """
+
+    product_flops: Mapping[torch.dtype, float]
+    attention_flops: float
+    attention_backward_flops: float
+    memory_bytes: float
+    dequantised_bytes: float
+    to_host_bytes: float
+    to_device_bytes: float
+    launch_seconds: float
+    is_asynchronous: bool = True
+
+    def seconds(self, kernels: Kernels) -> float:
+        """How long these kernels take, one after the other."""
+        running = sum(number * self._running(kernel) for kernel, number in kernels.items())
+        launching = self.launch_seconds * kernels.total()
+        return max(running, launching) if self.is_asynchronous else running + launching
+
+    def _running(self, kernel: Kernel) -> float:
+        bandwidth = self.dequantised_bytes if kernel.kind == "dequantise" else self.memory_bytes
+        moving = kernel.num_bytes / bandwidth
+        if not kernel.flops:
+            return moving
+        if kernel.kind == "attention":
+            return max(moving, kernel.flops / self.attention_flops)
+        if kernel.kind == "attention backward":
+            return max(moving, kernel.flops / self.attention_backward_flops)
+        flops = self.product_flops.get(kernel.dtype, self.product_flops[torch.float32])
+        return max(moving, kernel.flops / flops)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A graphics card, as its maker describes it.
+
+    Attributes:
+        name: as people call it.
+        memory_gib: of the card.
+        bf16: dense TFLOPS of the tensor cores in bf16, added up in fp32.
+        fp32: TFLOPS in fp32.
+        bandwidth: of its memory, GB a second.
+        pcie: generation of PCI Express.
+        lanes: of it.
+        source: where the numbers are from.
+        device_names: what CUDA calls it, without "NVIDIA", where that is another name.
+    """
+
+    name: str
+    memory_gib: int
+    bf16: float
+    fp32: float
+    bandwidth: float
+    pcie: int
+    lanes: int = 16
+    source: str
+    device_names: tuple[str, ...] = ()
+
+    def speed(self) -> DeviceSpeed:
+        """What a training step is taken to reach."""
+        bus = _BUS * self.lanes * _TRANSFERS[self.pcie] * 128 / 130 / 8
+        return DeviceSpeed(
+            product_flops={
+                torch.bfloat16: _PRODUCTS * self.bf16 * 1e12,
+                torch.float16: _PRODUCTS * self.bf16 * 1e12,
+                torch.float32: _PRODUCTS * self.fp32 * 1e12,
+            },
+            attention_flops=_ATTENTION * self.bf16 * 1e12,
+            attention_backward_flops=_ATTENTION_BACKWARD * self.bf16 * 1e12,
+            memory_bytes=_MEMORY * self.bandwidth * 1e9,
+            dequantised_bytes=_MEMORY * self.bandwidth * 1e9,
+            to_host_bytes=bus,
+            to_device_bytes=bus,
+            launch_seconds=_LAUNCH_SECONDS,
+        )
+
+
+_AMPERE = "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
+_ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
+_BLACKWELL = (
+    "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
+)
+_A100 = (
+    "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
+    "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
+)
+_H100 = "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet"
+_H200 = "https://www.nvidia.com/en-us/data-center/h200/"
+_GEFORCE = "https://www.nvidia.com/en-us/geforce/graphics-cards"
+
+GPUS = (
+    Gpu(
+        name="RTX 3060 12GB",
+        memory_gib=12,
+        bf16=25.5,  # of 101 in fp16 with sparsity, added up in fp16: a quarter
+        fp32=12.7,
+        bandwidth=360,
+        pcie=4,
+        source=f"{_GEFORCE}/30-series/rtx-3060-3060ti/",
+        device_names=("GeForce RTX 3060",),
+    ),
+    Gpu(name="RTX 3090", memory_gib=24, bf16=71, fp32=35.6, bandwidth=936, pcie=4, source=_AMPERE),
+    Gpu(
+        name="RTX 4060 Ti 16GB",
+        memory_gib=16,
+        bf16=44.1,  # of 353 in fp8 with sparsity: an eighth
+        fp32=22.1,
+        bandwidth=288,
+        pcie=4,
+        lanes=8,
+        source=f"{_GEFORCE}/40-series/rtx-4060-4060ti/",
+        device_names=("GeForce RTX 4060 Ti",),
+    ),
+    Gpu(
+        name="RTX 4070 Ti SUPER",
+        memory_gib=16,
+        bf16=88.2,  # of 706 in fp8 with sparsity: an eighth
+        fp32=44.1,
+        bandwidth=672,
+        pcie=4,
+        source=f"{_GEFORCE}/40-series/rtx-4070-family/",
+    ),
+    Gpu(name="RTX 4080", memory_gib=16, bf16=97.5, fp32=48.7, bandwidth=716.8, pcie=4, source=_ADA),
+    Gpu(name="RTX 4090", memory_gib=24, bf16=165.2, fp32=82.6, bandwidth=1008, pcie=4, source=_ADA),
+    Gpu(name="RTX 5080", memory_gib=16, bf16=112.6, fp32=56.3, bandwidth=960, pcie=5, source=_BLACKWELL),
+    Gpu(name="RTX 5090", memory_gib=32, bf16=209.5, fp32=104.8, bandwidth=1792, pcie=5, source=_BLACKWELL),
+    Gpu(
+        name="A100 40GB",
+        memory_gib=40,
+        bf16=312,
+        fp32=19.5,
+        bandwidth=1555,
+        pcie=4,
+        source=_A100,
+        device_names=("A100-SXM4-40GB", "A100-PCIE-40GB"),
+    ),
+    Gpu(
+        name="A100 80GB",
+        memory_gib=80,
+        bf16=312,
+        fp32=19.5,
+        bandwidth=2039,
+        pcie=4,
+        source=_A100,
+        device_names=("A100-SXM4-80GB", "A100 80GB PCIe"),
+    ),
+    Gpu(
+        name="L40S",
+        memory_gib=48,
+        bf16=362,
+        fp32=91.6,
+        bandwidth=864,
+        pcie=4,
+        source="https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413",
+    ),
+    Gpu(
+        name="H100",
+        memory_gib=80,
+        bf16=989.5,  # half of what is given with sparsity, as of the H200
+        fp32=67,
+        bandwidth=3350,
+        pcie=5,
+        source=_H100,
+        device_names=("H100 80GB HBM3",),
+    ),
+    Gpu(
+        name="H200",
+        memory_gib=141,
+        bf16=989.5,
+        fp32=67,
+        bandwidth=4800,
+        pcie=5,
+        source=_H200,
+    ),
+)
+ASSUMED_GPU = "RTX 4090"
+"""Whose ratios order settings where no card is named."""
+
+
+def gpu_named(name: str) -> Gpu:
+    """The card that people, or CUDA, call so; capitals, spaces, "NVIDIA" and "GeForce" do not matter.
+
+    Raises:
+        UserError: none of those that are known is called so.
+    """
+    for gpu in GPUS:
+        if _plain(name) in map(_plain, (gpu.name, *gpu.device_names)):
+            return gpu
+    raise UserError(f"--gpu {name}: not known; known are {', '.join(gpu.name for gpu in GPUS)}")
+
+
+def _plain(name: str) -> str:
+    words = name.casefold().replace("nvidia", "").replace("geforce", "")
+    return "".join(character for character in words if character.isalnum())
