@@ -8,8 +8,9 @@ and in brackets that in host memory. What kernels, the allocator and CUDA itself
     python scripts/benchmarks/memory_tables.py [--model NAME ...]
     python scripts/benchmarks/memory_tables.py --whole [--model NAME ...]
 
-A count takes a few blocks of each kind in place of all. The second form counts all blocks as well, of all
-releases unless told otherwise, and says how the two differ.
+A count takes a few blocks of each kind in place of all. The second form counts all blocks as well, of every
+release unless told otherwise, those that share model and size once, and says how the two differ. All of them
+take most of an hour.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from unittest.mock import patch
 
 import torch
 from families import HEADINGS
-from family_inputs import COUNTED, CountedRelease
+from family_inputs import COUNTED, CountedRelease, every_release
 from family_subject import conditioning_of
 from meters import STRATEGIES, print_table
 
@@ -36,10 +37,17 @@ from diffsynth_lite.pipelines.base.release_folder import write_release
 from diffsynth_lite.training.planning import memory_count
 from diffsynth_lite.training.planning.memory_count import MemoryCount, MemoryCounter, StepSettings
 
+RELEASED = tuple(every_release())
 SHOWN = ("Qwen-Image", "Wan 2.1 T2V 14B", "FLUX.2 dev")
 FORMATS = {"none": "bfloat16", "int8": "int8", "nf4": "nf4"}
-CHECKED = ("every block", "offload every block and attention")
-"""What happens to blocks where few are compared with all."""
+CHECKED = (
+    ("none", "none"),
+    ("none", "every block"),
+    ("none", "offload every block"),
+    ("none", "offload every block and attention"),
+    ("int8", "every block"),
+)
+"""The format of weights, and what happens to blocks, where few are compared with all."""
 RANK = 32
 GIB = 1024**3
 STEPS = {
@@ -93,13 +101,11 @@ def _total(count: MemoryCount) -> str:
 
 def print_release(release: CountedRelease) -> None:
     """Print the table of a release."""
-    width, height, num_frames = release.pixels
-    frames = f", {num_frames} frames" if num_frames > 1 else ""
     with counter_of(release) as counter:
         table = list(rows(counter))
         count = counter.count(next(iter(STEPS.values())))
         print_table(
-            f"{release.name}, {width} x {height}{frames}. A LoRA of rank {RANK} and AdamW take "
+            f"{_named(release)}. A LoRA of rank {RANK} and AdamW take "
             f"{gib(count.lora + count.optimizer)} GiB, which are in the columns from none on.",
             table,
         )
@@ -110,24 +116,35 @@ def every_block(kinds: Sequence[Any], _: int) -> tuple[list[int], list[Repeat]]:
     return list(range(len(kinds))), []
 
 
-def whole_row(release: CountedRelease, name: str) -> dict[str, str]:
-    """A count with a few blocks beside that with all."""
-    found, seconds = [], []
-    for chosen in (fewer_blocks, every_block):
-        with counter_of(release) as counter, patch.object(memory_count, "fewer_blocks", chosen):
-            began = time.process_time()
-            found.append(counter.count(STEPS[name]))
-            seconds.append(time.process_time() - began)
-    few, whole = found
-    return {
-        "model": release.name,
-        "blocks": HEADINGS[name],
-        "few, GiB": f"{few.device / GIB:.3f}",
-        "all, GiB": f"{whole.device / GIB:.3f}",
-        "bytes apart": f"{max(abs(few.device - whole.device), abs(few.host - whole.host)):,}",
-        "few, s": f"{seconds[0]:.1f}",
-        "all, s": f"{seconds[1]:.1f}",
+def whole_row(release: CountedRelease) -> dict[str, str]:
+    """Counts with a few blocks beside those with all."""
+    row, seconds = {"model": _named(release)}, [0.0, 0.0]
+    num_bytes_apart, ratio_apart = 0, 0.0
+    for quantize, name in CHECKED:
+        settings, found = replace(STEPS[name], quantize=quantize), []
+        for place, chosen in enumerate((fewer_blocks, every_block)):
+            with counter_of(release) as counter, patch.object(memory_count, "fewer_blocks", chosen):
+                began = time.process_time()
+                found.append(counter.count(settings))
+                seconds[place] += time.process_time() - began
+        few, whole = found
+        num_bytes_apart = max(num_bytes_apart, abs(few.device - whole.device), abs(few.host - whole.host))
+        ratio_apart = max(ratio_apart, abs(few.device / whole.device - 1))
+        heading = HEADINGS[name] + ("" if quantize == "none" else f", {quantize}")
+        row[heading] = _total(whole)
+    return row | {
+        "bytes apart": f"{num_bytes_apart:,}",
+        "%": f"{100 * ratio_apart:.2f}",
+        "s, with few": f"{seconds[0]:.1f}",
+        "s, with all": f"{seconds[1]:.1f}",
     }
+
+
+def _named(release: CountedRelease) -> str:
+    width, height, num_frames = release.pixels
+    frames = f" x {num_frames}" if num_frames > 1 else ""
+    edit = ", edit" if release.num_inputs else ""
+    return f"{release.name}{edit}, {width} x {height}{frames}"
 
 
 def gib(num_bytes: float) -> str:
@@ -140,17 +157,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--model", action="append", choices=[release.name for release in COUNTED])
+    parser.add_argument(
+        "--model", action="append", choices=sorted({one.name for one in (*COUNTED, *RELEASED)})
+    )
     parser.add_argument("--whole", action="store_true", help="count all blocks, too")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    names = options.model or ([release.name for release in COUNTED] if options.whole else SHOWN)
-    releases = [release for release in COUNTED if release.name in names]
     if options.whole:
-        print_table("A few blocks and all.", [whole_row(one, name) for one in releases for name in CHECKED])
+        wanted = [one for one in RELEASED if not options.model or one.name in options.model]
+        print_table("A few blocks and all.", [whole_row(one) for one in wanted])
         return
-    for release in releases:
-        print_release(release)
+    for release in COUNTED:
+        if release.name in (options.model or SHOWN):
+            print_release(release)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""The table of what training takes has a row for each format and number of streamed blocks."""
+"""The tables of what training takes: rows for each format and number of streamed blocks, and each release."""
 
 import memory_tables
 import pytest
-from memory_tables import main
+from memory_tables import RELEASED, main
+
+from diffsynth_lite.pipelines import family_names
 
 SANA = "Sana 1.0 1.6B"
 
@@ -32,8 +34,14 @@ def test_rows_are_the_formats_with_no_half_of_the_and_all_blocks_streamed(
 def test_a_few_blocks_are_compared_with_all(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(memory_tables, "CHECKED", ("every block",))
+    monkeypatch.setattr(memory_tables, "CHECKED", (("int8", "every block"),))
     main(["--whole", "--model", SANA])
     headings, _, *rows = table(capsys.readouterr().out)
-    apart = headings.index("bytes apart")
-    assert [row[apart] for row in rows] == ["0"]
+    assert headings[:5] == ["model", "every, int8", "bytes apart", "%", "s, with few"]
+    assert [row[:1] + row[2:4] for row in rows] == [[f"{SANA}, 1024 x 1024", "0", "0.00"]]
+
+
+def test_every_family_has_a_release_that_is_compared() -> None:
+    families = {release.family for release in RELEASED}
+    assert families == {*family_names()}
+    assert {release.num_inputs for release in RELEASED if release.family == "flux2"} == {0, 1}

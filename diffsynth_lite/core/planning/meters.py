@@ -55,11 +55,15 @@ class IgnoresTensors(Protocol):
 
 
 class CountingMeter(TorchDispatchMode):
-    """Memory of the storages that operators return. What kernels use inside of themselves is not seen."""
+    """Memory of the storages that operators return. What kernels use inside of themselves is not seen.
 
-    def __init__(self) -> None:
+    Args:
+        device: whose memory is counted; None counts that of all.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._live, self._before = LiveBytes(), 0
+        self._live, self._before, self._device = LiveBytes(), 0, device
 
     def start(self) -> None:
         """Begin to measure: what is there now does not count."""
@@ -91,7 +95,7 @@ class CountingMeter(TorchDispatchMode):
             self._live.add(tensor, is_counted=False)  # from outside
         value = func(*args, **kwargs)
         for tensor in _tensors((value,)):
-            self._live.add(tensor)
+            self._live.add(tensor, is_counted=self._device in (None, tensor.device))
         return value
 
 

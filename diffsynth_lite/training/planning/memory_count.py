@@ -217,9 +217,12 @@ class MemoryCounter:
 
     def _counted(self, settings: StepSettings) -> StepBytes:
         """A step of the first model with a few of its blocks, and what that says of all of them."""
-        meter = CountingMeter()
+        meter = CountingMeter(_META)
         step = self.step_on_meta(settings, meter)
-        step.warm_up(settings)
+        with meter:
+            step.warm_up(settings)
+        # What the model keeps of its first step, such as rotary tables, stays on the device.
+        lasting = meter.num_bytes
         if settings.accumulates:
             for parameter in step.model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
@@ -233,7 +236,7 @@ class MemoryCounter:
             repeats=step.repeats,
         )
         added = self.lora_bytes if settings.accumulates else 0
-        return replace(found, peak=found.peak + added)
+        return replace(found, kept=found.kept + lasting, peak=found.peak + lasting + added)
 
     def step_on_meta(self, settings: StepSettings, meter: IgnoresTensors) -> "MetaStep":
         """A step of the first model, with a few of its blocks in place of all.

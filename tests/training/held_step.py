@@ -1,0 +1,56 @@
+"""What a training step on the CPU really holds, for comparison with a count."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from diffsynth_lite.core.gradient import GradientEngine, blocks_in, gradient_engine
+from diffsynth_lite.core.planning import CountingMeter, HostBackend, StepBytes, count_step
+from diffsynth_lite.pipelines import Conditioning, ModelFamily
+from diffsynth_lite.training.planning.memory_count import StepSettings
+
+CPU = torch.device("cpu")
+
+
+def step_on_cpu(
+    family: ModelFamily,
+    model: torch.nn.Module,
+    settings: StepSettings,
+    *,
+    latents_shape: Sequence[int],
+    conditioning: Conditioning,
+) -> StepBytes:
+    """What a second step holds or, where the settings accumulate, a second micro-batch.
+
+    Args:
+        model: in training mode, with a LoRA, and with the autocast and the format of the settings.
+        latents_shape: of one sample.
+        conditioning: of one sample.
+    """
+    size, meter = settings.micro_batch_size, CountingMeter()
+    noisy, sigma = torch.zeros(size, *latents_shape), torch.full((size,), 0.5)
+    engine = GradientEngine(
+        min_bytes=settings.min_bytes,
+        host_bytes=sys.maxsize,
+        backend=HostBackend(CPU, meter),
+        policy=settings.policy,
+        use_gradient_checkpointing=settings.use_gradient_checkpointing,
+        use_gradient_checkpointing_offload=settings.use_gradient_checkpointing_offload,
+    )
+
+    def loss() -> torch.Tensor:
+        with gradient_engine(engine):
+            return family.predict(model, noisy, sigma, [conditioning] * size).float().square().mean()
+
+    with meter:
+        loss().backward()
+        model.zero_grad()
+    lasting = meter.num_bytes
+    if settings.accumulates:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    blocks = blocks_in(model, family.block_lists)
+    held = count_step(loss, torch.Tensor.backward, blocks, meter, engine)
+    return replace(held, kept=held.kept + lasting, peak=held.peak + lasting)
