@@ -34,7 +34,7 @@ from diffsynth_lite.core.planning import Repeat, fewer_blocks
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.pipelines import load_family
 from diffsynth_lite.pipelines.base.release_folder import write_release
-from diffsynth_lite.training.planning import memory_count
+from diffsynth_lite.training.planning import few_blocks
 from diffsynth_lite.training.planning.memory_count import MemoryCount, MemoryCounter, StepSettings
 
 RELEASED = tuple(every_release())
@@ -123,7 +123,7 @@ def whole_row(release: CountedRelease) -> dict[str, str]:
     for quantize, name in CHECKED:
         settings, found = replace(STEPS[name], quantize=quantize), []
         for place, chosen in enumerate((fewer_blocks, every_block)):
-            with counter_of(release) as counter, patch.object(memory_count, "fewer_blocks", chosen):
+            with counter_of(release) as counter, patch.object(few_blocks, "fewer_blocks", chosen):
                 began = time.process_time()
                 found.append(counter.count(settings))
                 seconds[place] += time.process_time() - began

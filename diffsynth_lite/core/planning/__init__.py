@@ -1,6 +1,6 @@
 """What training takes, counted on the meta device: nothing is loaded and nothing computed."""
 
-from diffsynth_lite.core.planning.counts import Repeat, StepBytes, count_step, fewer_blocks
+from diffsynth_lite.core.planning.counts import CountedStep, Repeat, StepBytes, count_step, fewer_blocks
 from diffsynth_lite.core.planning.kernels import (
     ON_ALL_DEVICES,
     ON_CUDA,
@@ -24,6 +24,7 @@ __all__ = [
     "ON_ALL_DEVICES",
     "ON_CUDA",
     "BlockWork",
+    "CountedStep",
     "CountingMeter",
     "CudaAutocast",
     "FusedKernels",

@@ -6,7 +6,7 @@ each changes what is held by the same bytes, and needs the same for a while besi
 run say what any number of them takes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -96,9 +96,8 @@ def count_step(
     engine: GradientEngine,
     *,
     autocast: CudaAutocast | None = None,
-    repeats: Sequence[Repeat] = (),
-) -> StepBytes:
-    """Take a training step, and say what it holds if some blocks stand for more.
+) -> "CountedStep":
+    """Take a training step, and note what each part of it holds.
 
     Args:
         loss: the forward pass, through the engine. The step before was of the same kind, so that the engine
@@ -108,7 +107,6 @@ def count_step(
         meter: is entered, and does not count what the engine offloads.
         engine: that runs the blocks.
         autocast: of the forward pass on meta; None is none, or a real one.
-        repeats: which blocks stand for more, in call order.
     """
     recorder = _Recorder(meter, engine, blocks)
     released = autocast.releases_told(recorder.release) if autocast else nullcontext()
@@ -120,7 +118,7 @@ def count_step(
         backward(value)
         del value
         recorder.mark("end")
-    return _stretched(recorder.segments(), repeats)
+    return CountedStep(recorder.segments())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +134,30 @@ class _Segment:
     change: int
     extra: int
     host_change: int
+
+
+@dataclass(frozen=True)
+class CountedStep:
+    """The parts of a step, by name and in order, that was counted with a few blocks."""
+
+    _segments: Mapping[Any, _Segment]
+
+    def stretched(self, repeats: Sequence[Repeat] = ()) -> StepBytes:
+        """What the step holds if some blocks stand for more: their parts come as often as they do.
+
+        Args:
+            repeats: which blocks these are, in call order; without, all are there.
+        """
+        level = host = peak = kept = most_on_host = 0
+        for name in with_repeats(self._segments, repeats):
+            if name == "between":
+                kept, most_on_host = level, host
+            if name not in self._segments:  # of a block that needs no gradient
+                continue
+            segment = self._segments[name]
+            peak = max(peak, level + segment.extra)
+            level, host = level + segment.change, host + segment.host_change
+        return StepBytes(kept=kept, peak=peak, host=most_on_host)
 
 
 class _Recorder:
@@ -212,20 +234,6 @@ def told_of_parts(
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _stretched(segments: dict[Any, _Segment], repeats: Sequence[Repeat]) -> StepBytes:
-    """What the whole step holds, with the segments of blocks that stand for more as often as they come."""
-    level = host = peak = kept = most_on_host = 0
-    for name in with_repeats(segments, repeats):
-        if name == "between":
-            kept, most_on_host = level, host
-        if name not in segments:  # of a block that needs no gradient
-            continue
-        segment = segments[name]
-        peak = max(peak, level + segment.extra)
-        level, host = level + segment.change, host + segment.host_change
-    return StepBytes(kept=kept, peak=peak, host=most_on_host)
 
 
 def with_repeats(names: Iterable[Any], repeats: Sequence[Repeat]) -> Iterator[Any]:

@@ -6,6 +6,7 @@ there are, and bytes over the bus. How long it takes is another question.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from diffsynth_lite.core.gradient.blocks import changed_attributes
 from diffsynth_lite.core.gradient.checkpoint import runs_again
 from diffsynth_lite.core.gradient.frames import in_backward, num_bytes
 from diffsynth_lite.core.planning.counts import Repeat, told_of_parts, with_repeats
@@ -228,11 +230,10 @@ class MeteredFormat(WeightFormat):
         self._inner, self._meter = inner, meter
 
     @classmethod
-    def put_in(cls, model: nn.Module, meter: WorkMeter) -> None:
-        """Have all layers of a model noted."""
-        for module in model.modules():
-            if isinstance(module, FrozenLinear):
-                module.format = cls(module.format, meter)
+    def in_layers_of(cls, model: nn.Module, meter: WorkMeter) -> AbstractContextManager[None]:
+        """Scope in which all layers of a model are noted."""
+        layers = [module for module in model.modules() if isinstance(module, FrozenLinear)]
+        return changed_attributes({layer: {"format": cls(layer.format, meter)} for layer in layers})
 
     def empty(self, num_rows: int, num_columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
         return self._inner.empty(num_rows, num_columns, device)

@@ -5,7 +5,7 @@ all. What kernels, the allocator and the driver take for themselves is not count
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -17,17 +17,16 @@ from torch import Tensor, nn
 from diffsynth_lite.core.gradient import BlockPolicy, GradientEngine, blocks_in, gradient_engine
 from diffsynth_lite.core.planning import (
     ON_CUDA,
+    CountedStep,
     CountingMeter,
     CudaAutocast,
     FusedKernels,
     HostBackend,
     IgnoresTensors,
-    Repeat,
     StepBytes,
     backward_in_scope,
     cast_frozen_inputs,
     count_step,
-    fewer_blocks,
 )
 from diffsynth_lite.core.transfer.backends import smallest_worth_moving
 from diffsynth_lite.core.weights import (
@@ -40,6 +39,7 @@ from diffsynth_lite.core.weights import (
 from diffsynth_lite.lora import adapter_size, add_adapter, layers_ending_in
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
 from diffsynth_lite.pipelines.base.quantized import kept_in_fp32, quantizable_layers
+from diffsynth_lite.training.planning.few_blocks import BlockLists, FewBlocks
 
 _META = torch.device("meta")
 _MOMENTS = 2
@@ -73,11 +73,29 @@ class StepSettings:
     stream_blocks: int | Literal["all"] = 0
     stream_slots: int = 2
 
+    def in_effect(self) -> "StepSettings":
+        """The same for all settings under which activations are: those with the same strategies."""
+        selected, others = (
+            strategy.under(self.use_gradient_checkpointing, self.use_gradient_checkpointing_offload)
+            for strategy in (self.policy.selected, self.policy.others)
+        )
+        policy = BlockPolicy() if selected == others else self.policy
+        return replace(
+            self,
+            use_gradient_checkpointing=selected.recompute or others.recompute,
+            use_gradient_checkpointing_offload=selected.offload or others.offload,
+            policy=replace(policy, selected=selected, others=others),
+            # Where weights are changes no activation, nor does an average.
+            stream_blocks=0,
+            stream_slots=2,
+            has_average=False,
+        )
+
     @property
     def offloads(self) -> bool:
         """Whether anything that blocks keep goes to host memory."""
-        saves = self.policy.selected.save_attention == "park" and self.use_gradient_checkpointing
-        return self.use_gradient_checkpointing_offload or saves
+        applied = self.in_effect().policy
+        return any(one.offload or one.save_attention == "park" for one in (applied.selected, applied.others))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +131,12 @@ class MemoryCount:
         return self.weights_on_host + self.step.host
 
 
+@dataclass(frozen=True)
+class _Sample:
+    latents_shape: tuple[int, ...]
+    conditioning: Conditioning
+
+
 class MemoryCounter:
     """Counts steps of what a family trains, with a LoRA on some of its layers, at one size.
 
@@ -143,15 +167,19 @@ class MemoryCounter:
     ) -> None:
         self._family = family
         self._rank, self._dropout = rank, dropout
-        self._latents_shape, self._conditioning = tuple(latents_shape), conditioning
+        self._sample = _Sample(tuple(latents_shape), conditioning)
         model = family.empty_transformer()
         self.lora_bytes = torch.float32.itemsize * adapter_size(model, layers, rank=rank)
         # Names within the first model, which runs.
         prefix = "" if len(family.trained) == 1 else f"{family.trained[0]}."
-        self._layers = [name.removeprefix(prefix) for name in layers if name.startswith(prefix)]
-        self.num_blocks = len(blocks_in(family.parts_of(model)[family.trained[0]], family.block_lists))
+        first = [name.removeprefix(prefix) for name in layers if name.startswith(prefix)]
+        self._first = type(family)(family.folder, trained=family.trained[:1])
+        part = family.parts_of(model)[family.trained[0]]
+        self._block_lists = BlockLists(part, family.block_lists, first)
+        self.num_blocks = self._block_lists.num_blocks
         self._weights: dict[Any, list[_ModelBytes]] = {}
-        self._steps: dict[StepSettings, StepBytes] = {}
+        self._models: dict[Any, _MetaModel] = {}
+        self._steps: dict[Any, CountedStep] = {}
 
     def count(self, settings: StepSettings) -> MemoryCount:
         """What training under these settings holds.
@@ -209,34 +237,28 @@ class MemoryCounter:
         return model
 
     def _step_bytes(self, settings: StepSettings) -> StepBytes:
-        # Where weights are changes no activation.
-        settings = replace(settings, stream_blocks=0, stream_slots=2, has_average=False)
-        if settings not in self._steps:
-            self._steps[settings] = self._counted(settings)
-        return self._steps[settings]
+        """What a step holds; each kind of step is counted once, and stands for models of any length."""
+        settings = settings.in_effect()
+        few = self._few_blocks(settings)
+        settings = replace(settings, policy=few.policy)
+        key = settings, few.kinds
+        if key not in self._steps:
+            self._steps[key] = self._counted(settings, few)
+        found, lasting = self._steps[key].stretched(few.repeats), self._model_of(settings, few).lasting
+        added = self.lora_bytes if settings.accumulates else 0
+        return replace(found, kept=found.kept + lasting, peak=found.peak + lasting + added)
 
-    def _counted(self, settings: StepSettings) -> StepBytes:
-        """A step of the first model with a few of its blocks, and what that says of all of them."""
+    def _counted(self, settings: StepSettings, few: FewBlocks) -> CountedStep:
+        """A step of the first model with a few of its blocks."""
         meter = CountingMeter(_META)
-        step = self.step_on_meta(settings, meter)
-        with meter:
-            step.warm_up(settings)
-        # What the model keeps of its first step, such as rotary tables, stays on the device.
-        lasting = meter.num_bytes
+        step = self._step_of(settings, few, meter)
+        step.warm_up(settings)
         if settings.accumulates:
             for parameter in step.model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        found = count_step(
-            step.forward,
-            step.backward,
-            step.blocks,
-            meter,
-            step.engine,
-            autocast=step.autocast,
-            repeats=step.repeats,
+        return count_step(
+            step.forward, step.backward, step.blocks, meter, step.engine, autocast=step.autocast
         )
-        added = self.lora_bytes if settings.accumulates else 0
-        return replace(found, kept=found.kept + lasting, peak=found.peak + lasting + added)
 
     def step_on_meta(self, settings: StepSettings, meter: IgnoresTensors) -> "MetaStep":
         """A step of the first model, with a few of its blocks in place of all.
@@ -248,22 +270,30 @@ class MemoryCounter:
         Raises:
             UserError: as ``count``.
         """
-        family = type(self._family)(self._family.folder, trained=self._family.trained[:1])
-        reduced = _Reduced.of(family, self._layers, settings)
-        model = self._quantized(_cast(reduced.model, settings), settings)
-        add_adapter(model, reduced.layers, rank=self._rank, alpha=1, dropout=self._dropout, seed=0)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(_META)
-        size = settings.micro_batch_size
-        noisy = torch.empty(size, *self._latents_shape, device=_META)
-        sigma = torch.full((size,), 0.5, device=_META)
+        return self._step_of(settings, self._few_blocks(settings), meter)
 
-        def loss() -> Tensor:
-            estimate = family.predict(model, noisy, sigma, [self._conditioning] * size)
-            return estimate.float().square().mean()
+    def _few_blocks(self, settings: StepSettings) -> FewBlocks:
+        num_neighbours = max(1, settings.resident_blocks, settings.prefetched_blocks)
+        return self._block_lists.few(settings.policy, num_neighbours=num_neighbours)
 
-        blocks = blocks_in(model, family.block_lists)
-        return MetaStep(model.train(), loss, settings, meter, blocks, reduced)
+    def _step_of(self, settings: StepSettings, few: FewBlocks, meter: IgnoresTensors) -> "MetaStep":
+        model = self._model_of(settings, few)
+        model.model.zero_grad()
+        return MetaStep(model, self._first, self._sample, settings, meter, few)
+
+    def _model_of(self, settings: StepSettings, few: FewBlocks) -> "_MetaModel":
+        formats = settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision
+        key = few.kinds, formats, settings.micro_batch_size
+        if key not in self._models:
+            model = self._first.empty_transformer()
+            layers = self._block_lists.keep_in(model, few)
+            model = self._quantized(_cast(model, settings), settings)
+            add_adapter(model, layers, rank=self._rank, alpha=1, dropout=self._dropout, seed=0)
+            made, meter = _MetaModel.of(model, settings.mixed_precision), CountingMeter(_META)
+            with torch.no_grad(), meter:
+                MetaStep(made, self._first, self._sample, settings, meter, few).forward()
+            self._models[key] = replace(made, lasting=meter.num_bytes)
+        return self._models[key]
 
 
 def _cast(model: nn.Module, settings: StepSettings) -> nn.Module:
@@ -310,71 +340,28 @@ class _ModelBytes:
 
 
 @dataclass(frozen=True)
-class _Reduced:
-    """A model with a few blocks in place of all, and what belongs to it.
+class _MetaModel:
+    """A model on meta with a few blocks and its LoRA, as a run of a precision has it.
 
     Attributes:
-        layers: those with a LoRA, by their names in it.
-        policy: what happens to its blocks.
-        repeats: which of its blocks stand for more.
+        autocast: of its forward pass; None where the run has none.
+        lasting: bytes of what it keeps of its first step, such as rotary tables.
     """
 
     model: nn.Module
-    layers: list[str]
-    policy: BlockPolicy
-    repeats: list[Repeat]
+    autocast: CudaAutocast | None
+    lasting: int = 0
 
     @classmethod
-    def of(cls, family: ModelFamily, layers: Sequence[str], settings: StepSettings) -> "_Reduced":
-        """What the family trains, so that a step of it shows a step of the whole model."""
-        model = family.empty_transformer()
-        num_blocks = len(blocks_in(model, family.block_lists))
-        chosen = set(settings.policy.selection(num_blocks))
-        num_neighbours = max(1, settings.resident_blocks, settings.prefetched_blocks)
-        names, selected, repeats = list(layers), [], []
-        place = num_after = 0
-        for block_list in family.block_lists:
-            blocks = blocks_in(model, [block_list])
-            is_list = isinstance(model.get_submodule(block_list), nn.ModuleList)
-            names_of = [f"{block_list}.{index}" for index in range(len(blocks))] if is_list else [block_list]
-            kinds = [
-                (*_kind(block, f"{name}.", layers), place + index in chosen)
-                for index, (block, name) in enumerate(zip(blocks, names_of, strict=True))
-            ]
-            kept, found = fewer_blocks(kinds, num_neighbours)
-            if len(kept) < len(blocks):
-                model.set_submodule(block_list, nn.ModuleList([blocks[index] for index in kept]))
-                names = _renamed(names, block_list, kept)
-            repeats += [replace(repeat, first=repeat.first + num_after) for repeat in found]
-            selected += [num_after + new for new, index in enumerate(kept) if place + index in chosen]
-            place, num_after = place + len(blocks), num_after + len(kept)
-        policy = BlockPolicy(
-            select="only",
-            blocks=tuple(selected),
-            selected=settings.policy.selected,
-            others=settings.policy.others,
-        )
-        return cls(model, names, policy, repeats)
-
-
-def _kind(block: nn.Module, prefix: str, layers: Sequence[str]) -> tuple[Any, ...]:
-    """Equal for blocks that are alike: their class, shapes of weights, and layers with a LoRA."""
-    shapes = tuple((name, tuple(weight.shape)) for name, weight in block.named_parameters())
-    adapted = frozenset(name.removeprefix(prefix) for name in layers if name.startswith(prefix))
-    return type(block), shapes, adapted
-
-
-def _renamed(names: Sequence[str], block_list: str, kept: Sequence[int]) -> list[str]:
-    """Names of layers after some blocks of a list were left out."""
-    renamed, prefix = [], f"{block_list}."
-    for name in names:
-        if not name.startswith(prefix):
-            renamed.append(name)
-            continue
-        index, _, rest = name.removeprefix(prefix).partition(".")
-        if int(index) in kept:
-            renamed.append(f"{prefix}{kept.index(int(index))}.{rest}")
-    return renamed
+    def of(cls, model: nn.Module, precision: str) -> "_MetaModel":
+        """The model under a precision, ready to train."""
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(_META)
+        autocast = CudaAutocast() if precision == "bf16" else None
+        if autocast:
+            cast_frozen_inputs(model)
+            _wrap_forward(model, autocast)
+        return cls(model.train(), autocast)
 
 
 class MetaStep:
@@ -390,15 +377,16 @@ class MetaStep:
 
     def __init__(
         self,
-        model: nn.Module,
-        loss: Callable[[], Tensor],
+        model: _MetaModel,
+        family: ModelFamily,
+        sample: _Sample,
         settings: StepSettings,
         meter: IgnoresTensors,
-        blocks: Sequence[nn.Module],
-        reduced: _Reduced,
+        few: FewBlocks,
     ) -> None:
-        self.model, self.blocks, self.repeats = model, blocks, reduced.repeats
-        self._loss = loss
+        self.model, self.autocast = model.model, model.autocast
+        self.blocks = blocks_in(self.model, family.block_lists)
+        self.repeats = few.repeats
         self.engine = GradientEngine(
             min_bytes=settings.min_bytes,
             # Nothing is allocated, so that no memory of this machine limits it.
@@ -406,17 +394,16 @@ class MetaStep:
             resident_blocks=settings.resident_blocks,
             prefetched_blocks=settings.prefetched_blocks,
             backend=HostBackend(_META, meter),
-            policy=reduced.policy,
+            policy=few.policy,
             skip_dead_ops=settings.skip_dead_ops,
             use_gradient_checkpointing=settings.use_gradient_checkpointing,
             use_gradient_checkpointing_offload=settings.use_gradient_checkpointing_offload,
         )
         self._kernels = FusedKernels(ON_CUDA)
-        self.autocast: CudaAutocast | None = None
-        if settings.mixed_precision == "bf16":
-            self.autocast = CudaAutocast()
-            cast_frozen_inputs(model)
-            _wrap_forward(model, self.autocast)
+        self._family, size = family, settings.micro_batch_size
+        self._conditioning = [sample.conditioning] * size
+        self._noisy = torch.empty(size, *sample.latents_shape, device=_META)
+        self._sigma = torch.full((size,), 0.5, device=_META)
 
     def warm_up(self, settings: StepSettings) -> None:
         """Take a step where one is needed before what the steps do is always the same."""
@@ -428,7 +415,8 @@ class MetaStep:
     def forward(self) -> Tensor:
         """The loss."""
         with self._kernels, gradient_engine(self.engine):
-            return self._loss()
+            estimate = self._family.predict(self.model, self._noisy, self._sigma, self._conditioning)
+            return estimate.float().square().mean()
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of the loss; gradients are kept."""

@@ -112,10 +112,10 @@ class StepTimer:
             meter = WorkMeter()
             step = self._counter.step_on_meta(settings, meter)
             step.warm_up(settings)
-            MeteredFormat.put_in(step.model, meter)
-            self._works[settings] = count_work(
-                step.forward, step.backward, step.blocks, meter, repeats=step.repeats
-            )
+            with MeteredFormat.in_layers_of(step.model, meter):
+                self._works[settings] = count_work(
+                    step.forward, step.backward, step.blocks, meter, repeats=step.repeats
+                )
         return self._works[settings]
 
 

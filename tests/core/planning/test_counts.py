@@ -75,7 +75,7 @@ def counted(
 
     loss().backward()
     blocks.zero_grad()
-    return count_step(loss, Tensor.backward, list(blocks), meter, engine, repeats=repeats)
+    return count_step(loss, Tensor.backward, list(blocks), meter, engine).stretched(repeats)
 
 
 @pytest.mark.parametrize(

@@ -156,9 +156,8 @@ def test_bytes_over_the_bus_are_those_of_a_real_step() -> None:
 def test_a_weight_that_is_made_again_is_read_in_its_format_and_written_once() -> None:
     layer = FrozenLinear(nn.Linear(WIDTH, WIDTH, device=META), Int8(), META)
     meter = WorkMeter()
-    MeteredFormat.put_in(layer, meter)
     meter.begin("before")
-    with meter:
+    with meter, MeteredFormat.in_layers_of(layer, meter):
         layer(torch.empty(TOKENS, WIDTH, device=META))
     made = Kernel("dequantise", FP32, 0, WIDTH * WIDTH + WIDTH * FP32.itemsize + WEIGHT)
     assert meter.kernels("before")[made] == 1

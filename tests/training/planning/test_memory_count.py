@@ -12,12 +12,12 @@ from family_subject import conditioning_of, family_of
 from held_step import CPU, step_on_cpu
 
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_in
-from diffsynth_lite.core.planning import StepBytes, kernels
+from diffsynth_lite.core.planning import StepBytes, count_step, kernels
 from diffsynth_lite.core.weights import Int8, Quantization
 from diffsynth_lite.lora import add_adapter, find_target_layers
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.quantized import quantizable_layers
-from diffsynth_lite.training.planning import memory_count
+from diffsynth_lite.training.planning import few_blocks, memory_count
 from diffsynth_lite.training.planning.device_speed import gpu_named
 from diffsynth_lite.training.planning.memory_count import MemoryCounter, StepSettings
 from diffsynth_lite.training.planning.step_time import StepTimer
@@ -53,17 +53,27 @@ def targets(family: ModelFamily, model: torch.nn.Module) -> list[str]:
     )
 
 
-def test_a_few_blocks_of_each_list_take_what_all_of_them_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = replace(OFFLOADED, policy=BlockPolicy(select="last_k", n=5, selected=PARK))
-    timed, speed = replace(settings, policy=BlockPolicy(select="last_k", n=5)), gpu_named("RTX 4090").speed()
-    with narrow("flux", 5) as (family, release):
+@pytest.mark.parametrize(("name", "num_blocks", "numbers"), [("flux", 5, [5]), ("wan", 9, [4, 5])])
+def test_a_few_blocks_of_each_list_take_what_all_of_them_take(
+    name: str, num_blocks: int, numbers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(memory_count, "count_step", lambda *a, **k: counted.append(1) or count_step(*a, **k))
+    policies = [BlockPolicy(select="last_k", n=n) for n in numbers]
+    mixtures = [replace(OFFLOADED, policy=replace(policy, selected=PARK)) for policy in policies]
+    timed, speed = replace(OFFLOADED, policy=policies[0]), gpu_named("RTX 4090").speed()
+    with narrow(name, num_blocks) as (family, release):
         counter = counter_of(family, release)
-        few, seconds = counter.count(settings), StepTimer(counter, speed).seconds(timed)
-        monkeypatch.setattr(memory_count, "fewer_blocks", lambda kinds, _: (list(range(len(kinds))), []))
-        counter = counter_of(family, release)
-        assert counter.count(settings) == few
-        assert StepTimer(counter, speed).seconds(timed) == seconds
-    assert few.step.host > 0
+        few = [counter.count(settings) for settings in mixtures]
+        # Another number of blocks that are treated alike takes no other count.
+        assert len(counted) == 1
+        seconds = StepTimer(counter, speed).seconds(timed)
+        monkeypatch.setattr(few_blocks, "fewer_blocks", lambda kinds, _: (list(range(len(kinds))), []))
+        whole = counter_of(family, release)
+        assert [whole.count(settings) for settings in mixtures] == few
+        assert StepTimer(whole, speed).seconds(timed) == seconds
+    assert len({count.device for count in few}) == len(few)
+    assert all(count.step.host > 0 for count in few)
 
 
 def test_weights_that_are_streamed_are_on_the_host_and_the_device_has_slots_for_the_largest_block() -> None:
