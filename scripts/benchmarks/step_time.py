@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
-from peft import LoraConfig
+from peer_loops.bare import BareLoop
 
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
@@ -137,58 +136,20 @@ def equal_runs(
 
 def bare_step(subject: Subject, batches: Iterator[list[Batch]]) -> Step:
     """What a person would write by hand with diffusers and peft, without any of the trainer's code."""
-    config, device = subject.config, subject.device
-    dtype = getattr(torch, config.model.dtype)
-    model = QwenImageTransformer2DModel.from_pretrained(
-        subject.model_folder, subfolder="transformer", dtype=dtype
-    )
-    model.requires_grad_(False)
-    model.add_adapter(
-        LoraConfig(r=config.lora.rank, lora_alpha=config.lora.rank, target_modules=list(subject.layers))
-    )
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.data = parameter.data.float()
-    model.to(device).train()
-    if config.train.use_gradient_checkpointing:
-        model.enable_gradient_checkpointing()
-    optimizer = torch.optim.AdamW(
-        trained, lr=config.train.learning_rate, weight_decay=config.train.weight_decay, fused=True
-    )
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.train.mixed_precision == "bf16")
-
-    def take(_step: int) -> None:
-        micro_batches = next(batches)
-        for batch in micro_batches:
-            latents, noise = batch.latents.to(device), batch.noise.to(device)
-            sigma = torch.sigmoid(torch.special.ndtri(batch.uniform) * 1.2 + 0.3).to(device)
-            level = sigma.view(-1, 1, 1, 1, 1)
-            noisy = ((1 - level) * latents + level * noise).to(dtype)
-            count, channels, _, height, width = noisy.shape
-            prompts = [sample["prompt_embeds"] for sample in batch.conditioning]
-            lengths = torch.tensor([len(prompt) for prompt in prompts])
-            embeds = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device, dtype)
-            mask = (torch.arange(embeds.shape[1])[None] < lengths[:, None]).to(device)
-            with autocast:
-                tokens = model(
-                    hidden_states=QwenImagePipeline._pack_latents(
-                        noisy[:, :, 0], count, channels, height, width
-                    ),
-                    timestep=sigma,
-                    encoder_hidden_states=embeds,
-                    encoder_hidden_states_mask=None if mask.all() else mask,
-                    img_shapes=[[(1, height // 2, width // 2)]] * count,
-                    return_dict=False,
-                )[0]
-            velocity = QwenImagePipeline._unpack_latents(tokens, height, width, vae_scale_factor=1)
-            loss = (velocity.float() - (noise - latents)).square().mean()
-            (loss / len(micro_batches)).backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.item()
-
-    return take
+    config = subject.config
+    steps = BareLoop(
+        subject.model_folder,
+        subject.layers,
+        batches,
+        rank=config.lora.rank,
+        checkpointing=config.train.use_gradient_checkpointing,
+        learning_rate=config.train.learning_rate,
+        weight_decay=config.train.weight_decay,
+        device=subject.device,
+        dtype=getattr(torch, config.model.dtype),
+        autocast=config.train.mixed_precision == "bf16",
+    ).steps()
+    return lambda _step: next(steps)
 
 
 if __name__ == "__main__":
