@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dic
 from torch import nn
 
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora.linear import use_lora_linear
 
 _ADAPTER = "default"
 _ALWAYS_SAVED = ("r", "lora_alpha")
@@ -32,6 +33,7 @@ def add_adapter(
     model.requires_grad_(False)
     # Full names, not endings: the layers left out in the last block then need no exclude list in the file.
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(layers))
+    use_lora_linear(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model.add_adapter(config, adapter_name=_ADAPTER)  # type: ignore[operator]  # of every diffusers model

@@ -7,7 +7,6 @@ from diffsynth_lite.core.planning.kernels import (
     CudaAutocast,
     FusedKernels,
     backward_in_scope,
-    cast_frozen_inputs,
 )
 from diffsynth_lite.core.planning.meters import CountingMeter, HostBackend, IgnoresTensors, LiveBytes
 from diffsynth_lite.core.planning.work import (
@@ -39,7 +38,6 @@ __all__ = [
     "StepWork",
     "WorkMeter",
     "backward_in_scope",
-    "cast_frozen_inputs",
     "count_step",
     "count_work",
     "fewer_blocks",

@@ -5,15 +5,15 @@ so may be the norm that GPUs have one for; autocast is done as on CUDA.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from diffsynth_lite.core.weights import FrozenLinear
+from diffsynth_lite.core.autocast import autocast_on_meta
 
 IN_LOWER_PRECISION = frozenset(
     (
@@ -78,15 +78,24 @@ class FusedKernels(TorchFunctionMode):
 class CudaAutocast(TorchFunctionMode):
     """Scope of autocast to bf16, as on CUDA, for a model on the meta device.
 
-    What other functions call inside of themselves is not cast, nor are the inputs of autograd functions
-    of ours: ``cast_frozen_inputs`` is for those.
+    What other functions call inside of themselves is not cast. Layers of ours ask for the dtype.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._casts: dict[nn.Parameter, Tensor] = {}
         self._is_forward = False
+        self._dtype = ExitStack()
         self._release: Callable[[nn.Parameter], object] = lambda _: None
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._dtype.enter_context(autocast_on_meta(torch.bfloat16))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._dtype.close()
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -144,13 +153,6 @@ def backward_in_scope(loss: Tensor) -> None:
         allow_unreachable=True,
         accumulate_grad=True,
     )
-
-
-def cast_frozen_inputs(model: nn.Module) -> None:
-    """Have each :class:`FrozenLinear` of a model cast its input, as it does under real autocast."""
-    for module in model.modules():
-        if isinstance(module, FrozenLinear):
-            module.register_forward_pre_hook(lambda _layer, inputs: (inputs[0].to(torch.bfloat16),))
 
 
 def _upper(value: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from diffsynth_lite.core.autocast import autocast_dtype
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.core.weights.formats import WeightFormat
 
@@ -54,9 +55,7 @@ class FrozenLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features), in the input's dtype or autocast's."""
-        device_type = input.device.type
-        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-            input = input.to(torch.get_autocast_dtype(device_type))
+        input = input.to(autocast_dtype(input.device) or input.dtype)
         output: Tensor = _Product.apply(input, self)  # type: ignore[no-untyped-call]
         return output
 

@@ -25,7 +25,6 @@ from diffsynth_lite.core.planning import (
     IgnoresTensors,
     StepBytes,
     backward_in_scope,
-    cast_frozen_inputs,
     count_step,
 )
 from diffsynth_lite.core.transfer.backends import smallest_worth_moving
@@ -359,7 +358,6 @@ class _MetaModel:
             parameter.data = parameter.data.to(_META)
         autocast = CudaAutocast() if precision == "bf16" else None
         if autocast:
-            cast_frozen_inputs(model)
             _wrap_forward(model, autocast)
         return cls(model.train(), autocast)
 

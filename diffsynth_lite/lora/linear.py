@@ -1,0 +1,97 @@
+"""This file has the linear layer with a LoRA: peft's own, which keeps and does less for the same bits.
+
+Under autocast peft casts a layer's input once for the frozen product and once for the LoRA's, which keeps the
+cast for backward. So query, key and value keep three copies of one tensor, and what is in the lower precision
+already goes to fp32 and back first. Here all that read a tensor share one cast of it. And an update that is
+scaled by 1 is not multiplied.
+"""
+
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import Linear
+from torch import Tensor, nn
+
+from diffsynth_lite.core.autocast import autocast_dtype
+from diffsynth_lite.core.weights import FrozenLinear
+
+_CAST = "cast_of_this"
+"""Where a tensor has the cast of it that is shared."""
+
+
+class LoraLinear(Linear):  # type: ignore[misc]  # peft has no types
+    """peft's layer, with the same bits of values and gradients; all but a plain LoRA is left to peft."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """(..., in_features) to (..., out_features), in the dtype of the frozen layer's output."""
+        adapter = self._plain_adapter()
+        if adapter is None or args or kwargs:
+            left: Tensor = super().forward(x, *args, **kwargs)
+            return left
+        down, up, scaling = self.lora_A[adapter], self.lora_B[adapter], self.scaling[adapter]
+        lower = autocast_dtype(x.device)
+        if lower is None:
+            result = self.base_layer(x)
+            update = up(down(self._cast_input_dtype(x, down.weight.dtype)))
+        else:
+            result = self.base_layer(shared_cast(x, lower))
+            update = up(down(shared_cast(x, lower)))
+        if scaling != 1:
+            update = update * scaling
+        output: Tensor = (result + update).to(result.dtype)
+        return output
+
+    def _plain_adapter(self) -> str | None:
+        """The one adapter that is active, if it is a LoRA without dropout or anything else."""
+        names = self.active_adapters
+        if len(names) != 1 or self.disable_adapters or self.merged:
+            return None
+        name: str = names[0]
+        is_plain = (
+            name in self.lora_A
+            and name not in self.lora_variant
+            and isinstance(self.lora_dropout[name], nn.Identity)
+        )
+        return name if is_plain else None
+
+
+def use_lora_linear(config: LoraConfig) -> None:
+    """Have peft put a :class:`LoraLinear` around plain and frozen layers; others get what peft has."""
+
+    def layer_around(target: nn.Module, adapter_name: str, **kwargs: Any) -> LoraLinear | None:
+        is_known = type(target) in (nn.Linear, FrozenLinear)
+        return LoraLinear(target, adapter_name, **kwargs) if is_known else None
+
+    config._register_custom_module({nn.Linear: layer_around})
+
+
+def shared_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in autocast's dtype, in memory that all share who cast the same ``x`` while it is there.
+
+    Each has a gradient of its own, in ``x.dtype`` when it is added to others, as where autocast casts.
+    What autocast casts only once itself (leaves), and what nothing is kept of, comes back as it is.
+    """
+    is_kept = torch.is_grad_enabled() and not x.is_leaf
+    # A compiler shares by itself.
+    if x.dtype == dtype or not is_kept or torch.compiler.is_compiling():
+        return x
+    version, cast = vars(x).get(_CAST, (None, None))
+    if version != x._version or cast.dtype != dtype:
+        cast = x.detach().to(dtype)
+        vars(x)[_CAST] = x._version, cast
+    output: Tensor = _Cast.apply(x, cast)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Cast(torch.autograd.Function):
+    """``x.to(cast.dtype)``, which is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cast: Tensor) -> Tensor:
+        ctx.dtype = x.dtype
+        return cast.view_as(cast)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None

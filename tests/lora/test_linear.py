@@ -1,0 +1,180 @@
+"""The layer with a LoRA against peft's own: the same bits, with less kept for backward."""
+
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+import torch
+from diffusers.loaders import PeftAdapterMixin
+from peft import LoraConfig
+from peft.tuners.lora import Linear
+from torch import Tensor, nn
+
+from diffsynth_lite.core.weights import Int8, Quantization
+from diffsynth_lite.lora import add_adapter
+from diffsynth_lite.lora.linear import LoraLinear, shared_cast, use_lora_linear
+
+FP32, BF16 = torch.float32, torch.bfloat16
+LAYERS = ("first", "query", "key", "value", "out")
+NUM_TOKENS, WIDTH = 5, 12
+
+
+class Attending(nn.Module, PeftAdapterMixin):  # type: ignore[misc]
+    """Query, key and value of one tensor, and a layer whose input is in autocast's dtype already."""
+
+    dtype: torch.dtype
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value = (nn.Linear(WIDTH, 16) for _ in range(3))
+        self.out = nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x).float()).to(x.dtype)
+        return self.out(self.query(x).sigmoid() * self.key(x) + self.value(x)) + x
+
+
+def model_of(dtype: torch.dtype = FP32, *, is_quantised: bool = False) -> Attending:
+    torch.manual_seed(0)
+    model = Attending().to(dtype)
+    model.dtype = dtype
+    model.norm.float()
+    if is_quantised:
+        weights = {name: model.get_submodule(name).weight.detach() for name in LAYERS}
+        Quantization(format=Int8(), layers=LAYERS, device=torch.device("cpu")).apply_to(model)
+        for name, weight in weights.items():
+            model.get_submodule(name).write(weight, 0)  # type: ignore[operator]
+    return model
+
+
+def adapted(model: Attending, *, alpha: float = 2, dropout: float = 0) -> Attending:
+    add_adapter(model, LAYERS, rank=2, alpha=alpha, dropout=dropout, seed=0)
+    return filled(model)
+
+
+def filled(model: Attending) -> Attending:
+    """With an adapter that changes the output."""
+    for weight in trained(model):
+        nn.init.normal_(weight)
+    return model
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [weight for weight in model.parameters() if weight.requires_grad]
+
+
+def step(model: Attending, *, autocast: bool = False) -> list[Tensor]:
+    """The output, and all gradients."""
+    torch.manual_seed(1)
+    dtype = FP32 if autocast else model.dtype
+    x = torch.randn(2, NUM_TOKENS, WIDTH).to(dtype).requires_grad_()
+    with torch.autocast("cpu", BF16, enabled=autocast):
+        output = model(x)
+    output.float().square().sum().backward()
+    gradients = [x.grad, *(weight.grad for weight in trained(model))]
+    model.zero_grad()
+    return [output.detach(), *(gradient for gradient in gradients if gradient is not None)]
+
+
+def as_peft(call: Callable[[], list[Tensor]]) -> list[Tensor]:
+    with patch.object(LoraLinear, "forward", Linear.forward):
+        return call()
+
+
+def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    assert all(one.dtype == other.dtype for one, other in zip(ours, theirs, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("alpha", [2, 3])
+@pytest.mark.parametrize("is_quantised", [False, True])
+@pytest.mark.parametrize(("weights", "autocast"), [(FP32, False), (BF16, False), (FP32, True), (BF16, True)])
+def test_values_and_gradients_are_those_of_peft(
+    weights: torch.dtype, autocast: bool, is_quantised: bool, alpha: float
+) -> None:
+    model = adapted(model_of(weights, is_quantised=is_quantised), alpha=alpha)
+    assert all(type(model.get_submodule(name)) is LoraLinear for name in LAYERS)
+    assert_equal(step(model, autocast=autocast), as_peft(lambda: step(model, autocast=autocast)))
+
+
+def kept_bytes(model: Attending) -> int:
+    """What autograd keeps of a forward pass under autocast, each memory once, without weights."""
+    kept: dict[int, Tensor] = {}
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    x = torch.randn(2, NUM_TOKENS, WIDTH)
+    with torch.autocast("cpu", BF16), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(x).sum()
+    del loss
+    return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in weights)
+
+
+def test_query_key_and_value_keep_one_cast_of_what_they_read() -> None:
+    model = adapted(model_of())
+    ours = kept_bytes(model)
+    with patch.object(LoraLinear, "forward", Linear.forward):
+        theirs = kept_bytes(model)
+    assert theirs - ours == 2 * (2 * NUM_TOKENS * WIDTH * BF16.itemsize)
+
+
+def test_a_tensor_that_was_changed_or_is_wanted_in_another_dtype_is_cast_again() -> None:
+    x = torch.zeros(3, requires_grad=True) + 1
+    first, second = shared_cast(x, BF16), shared_cast(x, BF16)
+    assert first.data_ptr() == second.data_ptr()
+    assert shared_cast(x, torch.float16).dtype == torch.float16
+    x.add_(1)
+    assert torch.equal(shared_cast(x, BF16), torch.full((3,), 2, dtype=BF16))
+
+
+def with_two_adapters(model: Attending) -> Attending:
+    adapted(model).add_adapter(LoraConfig(r=3, target_modules=["query", "out"]), adapter_name="other")
+    model.set_adapter(["default", "other"])
+    return filled(model)
+
+
+def with_dora(model: Attending) -> Attending:
+    config = LoraConfig(r=2, target_modules=list(LAYERS), use_dora=True)
+    use_lora_linear(config)
+    model.requires_grad_(False).add_adapter(config)
+    return filled(model)
+
+
+def merged(model: Attending) -> Attending:
+    for layer in adapted(model).modules():
+        if isinstance(layer, LoraLinear):
+            layer.merge()
+    return model
+
+
+def disabled(model: Attending) -> Attending:
+    adapted(model).disable_adapters()
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+@pytest.mark.parametrize(
+    "change",
+    [with_two_adapters, with_dora, merged, disabled, lambda model: adapted(model, dropout=0.5)],
+    ids=["two adapters", "DoRA", "merged", "disabled", "dropout"],
+)
+def test_what_is_not_a_plain_lora_is_left_to_peft(change: Callable[[Attending], Attending]) -> None:
+    model = change(model_of())
+    with patch.object(Linear, "forward", autospec=True, side_effect=Linear.forward) as left:
+        ours = step(model, autocast=True)
+    assert left.call_count
+    assert_equal(ours, as_peft(lambda: step(model, autocast=True)))
+
+
+def test_layers_of_other_classes_get_what_peft_has_for_them() -> None:
+    class Special(nn.Linear): ...
+
+    model = model_of()
+    model.out = Special(16, WIDTH)
+    adapted(model)
+    assert type(model.query) is LoraLinear
+    assert type(model.out) is Linear
