@@ -1,7 +1,8 @@
 """The yaml of a run as typed, checked settings; imports no torch, so a wrong config is refused at once."""
 
 from diffsynth_lite.config.data import DataSettings, SourceSettings
-from diffsynth_lite.config.loader import LoadedConfig, dump_config, find_config_file, load_config
+from diffsynth_lite.config.files import find_config_file
+from diffsynth_lite.config.loader import LoadedConfig, dump_config, load_config
 from diffsynth_lite.config.run import AllowedChange
 from diffsynth_lite.config.schema import Config, section_types
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import reduce
 from itertools import count
@@ -13,15 +14,8 @@ import yaml
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
-from diffsynth_lite.config.document import (
-    YamlError,
-    is_nothing,
-    line_of,
-    read_yaml,
-    scalar,
-    shortened,
-    shown,
-)
+from diffsynth_lite.config.document import is_nothing, line_of, read_yaml, scalar, shortened, shown
+from diffsynth_lite.config.files import ConfigFile
 from diffsynth_lite.config.messages import (
     Schema,
     expectation,
@@ -37,8 +31,8 @@ from diffsynth_lite.config.values import REFUSED, has_reference, read_value, res
 from diffsynth_lite.errors import UserError
 
 _FORM = "write section.key=value, such as train.steps=10"
-# Problems are listed by the line of the file, then by the argument of the command line, then what is missing.
-_FIRST_ARGUMENT, _MISSING = 1 << 30, 1 << 31
+# Problems are listed by file and line, then by the argument of the command line, then what is missing.
+_LINES, _FIRST_ARGUMENT, _MISSING = 1 << 20, 1 << 30, 1 << 31
 
 _Path: TypeAlias = tuple[str | int, ...]
 """The keys that lead to a setting, such as ``("data", "sources", 0, "path")``."""
@@ -49,7 +43,8 @@ class _Place:
     """Where something was written.
 
     Args:
-        order: the number of the line, or of the argument from ``_FIRST_ARGUMENT`` on.
+        order: the number of the line, plus ``_LINES`` for each file before; of an argument, from
+            ``_FIRST_ARGUMENT`` on.
         text: for messages, such as ``recipe.yaml:3``.
         setting: the one that an argument names itself.
     """
@@ -89,11 +84,10 @@ class ConfigBuilder:
     """Takes what a file and then the command line say, and makes a config of it, or lists all that is wrong.
 
     Args:
-        path: the yaml file, for messages.
+        path: of the file that is named, for messages.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path
         self._models = setting_schemas()
         self._sections: dict[str, dict[str, Schema]] = {
             name: self._models[model.__name__]["properties"] for name, model in section_types().items()
@@ -102,29 +96,21 @@ class ConfigBuilder:
         self._given: dict[_Path, _Given] = {}
         self._places: dict[_Path, _Place] = {(): _Place(1, f"{path}:1")}
         self._problems: list[tuple[int, str]] = []
-        self._arguments = count(_FIRST_ARGUMENT)
+        self._files, self._arguments = count(0, _LINES), count(_FIRST_ARGUMENT)
 
-    def add_file(self, text: str) -> None:
-        """Takes the settings of the file.
-
-        Raises:
-            UserError: it is not the yaml of a config; its settings are judged by :meth:`build`.
-        """
-        try:
-            root = read_yaml(text)
-        except YamlError as error:
-            raise UserError(f"{self._file}:{error.line}: {error}") from None
-        if is_nothing(root):
-            raise UserError(f"{self._file}:1: is empty; start from a copy of configs/qwen_lora.yaml")
-        if not isinstance(root, yaml.MappingNode):
-            example = "such as 'train:' and below it '  steps: 1000'"
-            raise UserError(f"{self._file}:1: must be sections with settings, {example}")
+    def add_file(self, file: ConfigFile) -> None:
+        """Takes the settings of a file, which win over those that were taken before."""
+        above = next(self._files)
 
         def place_of(node: yaml.Node) -> _Place:
-            return _Place(line_of(node), f"{self._file}:{line_of(node)}")
+            return _Place(above + line_of(node), f"{file.path}:{line_of(node)}")
 
-        for path, node in self._without_repeats(root.value, (), place_of):
+        for path, node in self._without_repeats(file.sections, (), place_of):
             self._add_section(path, node, place_of)
+
+    def written(self) -> dict[str, dict[str, Any]]:
+        """What was taken so far, by section, with references as they were written."""
+        return deepcopy({name: values for name, values in self._values.items() if values})
 
     def add_override(self, text: str) -> None:
         """Takes one setting from ``section.key=value``, which wins over those that were taken before."""
@@ -215,8 +201,9 @@ class ConfigBuilder:
                 self._report(place_of(key), path, message)
                 continue
             keys[key.value] = key
-            self._judge_replaced(path)
-            self._forget(path)
+            if section:  # of a section that comes again only the settings that do
+                self._judge_replaced(path)
+                self._forget(path)
             self._places[path] = place_of(key)
             yield path, node
 

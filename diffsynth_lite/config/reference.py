@@ -2,6 +2,7 @@
 
 import json
 
+from diffsynth_lite.config.files import EXTENDS
 from diffsynth_lite.config.messages import (
     Schema,
     in_words,
@@ -28,6 +29,9 @@ its YAML extension) completes, explains and checks the settings; in a file elsew
   `'validation.prompts=[a cat, a dog]'` or `'data.sources=[{path: photos}, {path: drawings, repeats: 2}]'`.
 - **Which file.** `--config NAME` takes a path; a bare file name is looked for in the working folder, then in
   the recipes that come with the package.
+- **On top of another file.** `extends: qwen_lora.yaml` in a line of its own takes the settings of that file,
+  and its own win; a list is taken as a whole. The other file is looked for beside this one, then among the
+  recipes, and may extend one itself. The run folder's copy says in one file what all of them say.
 - **Paths** are relative to the working folder.
 - **Values** are read by the type of their setting. A switch is `true` or `false` (`on`, `off`, `yes` and `no`
   will do). Text stays as typed, also `yes`, `0123` or `1:30`; quotes are needed around text with `: ` or
@@ -39,6 +43,7 @@ its YAML extension) completes, explains and checks the settings; in a file elsew
 - **Yaml** anchors, aliases, tags and several documents in one file are refused.
 """
 _REFERENCE = "${section.key} is another setting, ${oc.env:NAME} an environment variable; also within a text."
+_EXTENDS = "A file whose settings are taken, those of this one on top; beside it, or a recipe."
 _SWITCH_WORDS = [
     written for word in ("yes", "no", "on", "off") for written in (word, word.capitalize(), word.upper())
 ]
@@ -63,14 +68,28 @@ def render_schema() -> str:
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "A training run of diffsynth_lite",
         "type": "object",
-        "properties": {
+        "properties": {EXTENDS: {"description": _EXTENDS, "type": "string", "minLength": 1}}
+        | {
             # A section with nothing in it is null to yaml.
             name: _section_for_editors(models[model.__name__]) | {"type": ["object", "null"]}
             for name, model in section_types().items()
         },
-        "required": document["required"],
+        # What a file must say, the one that it extends may have said.
+        "if": {"required": [EXTENDS]},
+        "else": {
+            "required": document["required"],
+            "properties": {
+                name: {"required": models[model.__name__]["required"]}
+                for name, model in section_types().items()
+                if "required" in models[model.__name__]
+            },
+        },
         "additionalProperties": False,
-        "$defs": {name: _section_for_editors(models[name]) for name in models if name in of_entries}
+        "$defs": {
+            name: _section_for_editors(models[name]) | {"required": models[name].get("required", [])}
+            for name in models
+            if name in of_entries
+        }
         | {"Reference": {"description": _REFERENCE, "type": "string", "pattern": r"\$\{"}},
     }
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
@@ -87,7 +106,6 @@ def _section_for_editors(model: Schema) -> Schema:
         "description": _on_one_line(model["description"]),
         "type": "object",
         "properties": settings,
-        "required": model.get("required", []),
         "additionalProperties": False,
     }
 

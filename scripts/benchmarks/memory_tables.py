@@ -15,7 +15,7 @@ take most of an hour.
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -118,26 +118,39 @@ def every_block(kinds: Sequence[Any], _: int) -> tuple[list[int], list[Repeat]]:
 
 def whole_row(release: CountedRelease) -> dict[str, str]:
     """Counts with a few blocks beside those with all."""
-    row, seconds = {"model": _named(release)}, [0.0, 0.0]
-    num_bytes_apart, ratio_apart = 0, 0.0
-    for quantize, name in CHECKED:
-        settings, found = replace(STEPS[name], quantize=quantize), []
-        for place, chosen in enumerate((fewer_blocks, every_block)):
-            with counter_of(release) as counter, patch.object(few_blocks, "fewer_blocks", chosen):
-                began = time.process_time()
-                found.append(counter.count(settings))
-                seconds[place] += time.process_time() - began
-        few, whole = found
-        num_bytes_apart = max(num_bytes_apart, abs(few.device - whole.device), abs(few.host - whole.host))
-        ratio_apart = max(ratio_apart, abs(few.device / whole.device - 1))
-        heading = HEADINGS[name] + ("" if quantize == "none" else f", {quantize}")
-        row[heading] = _total(whole)
-    return row | {
-        "bytes apart": f"{num_bytes_apart:,}",
+    (few, few_s), (whole, whole_s) = (
+        checked_counts(release, chosen) for chosen in (fewer_blocks, every_block)
+    )
+    pairs = [(few[name], count) for name, count in whole.items()]
+    differences = [(one.device - other.device, one.host - other.host) for one, other in pairs]
+    ratio_apart = max(abs(one.device / other.device - 1) for one, other in pairs)
+    return {
+        "model": _named(release),
+        **{name: _total(count) for name, count in whole.items()},
+        "bytes apart": f"{max(abs(number) for pair in differences for number in pair):,}",
         "%": f"{100 * ratio_apart:.2f}",
-        "s, with few": f"{seconds[0]:.1f}",
-        "s, with all": f"{seconds[1]:.1f}",
+        "s, with few": f"{few_s:.1f}",
+        "s, with all": f"{whole_s:.1f}",
     }
+
+
+def checked_counts(
+    release: CountedRelease, chosen: Callable[..., tuple[list[int], list[Repeat]]]
+) -> tuple[dict[str, MemoryCount], float]:
+    """Counts by their headings, and the seconds that they took together.
+
+    Args:
+        chosen: which blocks are counted.
+    """
+    began = time.process_time()
+    with counter_of(release) as counter, patch.object(few_blocks, "fewer_blocks", chosen):
+        counts = {
+            HEADINGS[name] + ("" if quantize == "none" else f", {quantize}"): counter.count(
+                replace(STEPS[name], quantize=quantize)
+            )
+            for quantize, name in CHECKED
+        }
+    return counts, time.process_time() - began
 
 
 def _named(release: CountedRelease) -> str:

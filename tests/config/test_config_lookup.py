@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from diffsynth_lite.config import find_config_file, load_config, loader
+from diffsynth_lite.config import files, find_config_file, load_config
 from diffsynth_lite.errors import UserError
 
 RECIPES = Path(__file__).parents[2] / "configs"
@@ -39,7 +39,7 @@ def test_an_installed_package_has_its_recipes_inside(tmp_path, monkeypatch):
     for folder in ("diffsynth_lite/configs", "configs"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "installed.yaml").touch()
-    monkeypatch.setattr(loader, "__file__", str(tmp_path / "diffsynth_lite" / "config" / "loader.py"))
+    monkeypatch.setattr(files, "__file__", str(tmp_path / "diffsynth_lite" / "config" / "files.py"))
     assert find_config_file("installed.yaml") == tmp_path / "diffsynth_lite" / "configs" / "installed.yaml"
 
 

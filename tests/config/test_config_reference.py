@@ -129,7 +129,8 @@ def test_a_wrong_key_or_value_is_underlined(minimal: str, setting: str, place: s
     assert problems(f"{minimal}{setting}\n") == [place]
 
 
-def test_what_a_file_must_give_is_underlined_where_it_is_missing() -> None:
+def test_what_a_file_must_give_is_underlined_where_it_is_missing_and_not_where_another_may_give_it() -> None:
+    assert problems("extends: qwen_lora.yaml\nmodel: {quantize: int8}\n") == []
     assert problems("model: {family: a}\ndata: {sources: [{pth: a}], sizes: [64]}\n") == [
         "",
         "data.sizes",

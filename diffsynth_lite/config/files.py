@@ -1,0 +1,161 @@
+"""Finds and reads the files of a config: the one that is named, and those that it extends."""
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+import yaml
+
+from diffsynth_lite.config.document import YamlError, is_nothing, line_of, read_yaml, shown
+from diffsynth_lite.errors import UserError
+
+EXTENDS = "extends"
+"""The key that names the file that one extends."""
+
+# Many times the size of a config; a file of weights named by mistake is not read into memory.
+_LARGEST_FILE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigFile:
+    """A yaml file, read.
+
+    Args:
+        path: where it is.
+        text: what is in it.
+        sections: its top-level keys, ``extends`` left out, and what was written for them.
+    """
+
+    path: Path
+    text: str
+    sections: list[tuple[yaml.ScalarNode, yaml.Node]]
+
+
+def read_config_files(path: Path) -> list[ConfigFile]:
+    """A file and those that it extends: the one that extends none comes first.
+
+    Raises:
+        UserError: a file cannot be read or is not the yaml of a config; or ``extends`` names no file, or one
+            that extends this one.
+    """
+    files: list[ConfigFile] = []
+    seen: list[Path] = []
+    next_path: Path | None = path
+    while next_path is not None:
+        seen.append(next_path.resolve())
+        text = _read_text(next_path)
+        entries = _top_level(next_path, text)
+        sections = [(key, node) for key, node in entries if key.value != EXTENDS]
+        files.insert(0, ConfigFile(path=next_path, text=text, sections=sections))
+        next_path = _extended(next_path, [entry for entry in entries if entry[0].value == EXTENDS], seen)
+    return files
+
+
+def find_config_file(name: str | Path) -> Path:
+    """The file of that name: as given, or in the recipes that come with this package for a bare file name.
+
+    Raises:
+        UserError: there is no such file; the message says where it was looked for and what is there.
+    """
+    given = Path(name)
+    try:
+        exists = given.exists()
+    except OSError as error:
+        raise UserError(f"--config {name}: cannot be read: {error.strerror}") from None
+    if given.is_dir():
+        raise UserError(f"--config {name}: is a folder; name a yaml file")
+    if exists:
+        return given
+    if given.name != str(name):
+        raise UserError(
+            f"--config {name}: there is no such file; check the path (working folder: {Path.cwd()})"
+        )
+    return _find_recipe(given.name, f"--config {name}", Path.cwd())
+
+
+def _find_recipe(name: str, asked: str, looked_in: Path) -> Path:
+    """A recipe that comes with this package, those for a card among them.
+
+    Args:
+        name: of its file.
+        asked: what named it, for messages.
+        looked_in: the folder that does not have it.
+    """
+    recipes = _recipe_folder()
+    found = {path.name: path for path in sorted(recipes.rglob("*.yaml"), reverse=True)}
+    if name in found:
+        return found[name]
+    close = get_close_matches(name, found, n=1)
+    hint = f"did you mean '{close[0]}'? " if close else ""
+    known = sorted(path.name for path in recipes.glob("*.yaml"))
+    raise UserError(
+        f"{asked}: not found in {looked_in} nor in {recipes}; "
+        f"{hint}There: {', '.join(known) or 'no yaml file'}"
+    )
+
+
+def _recipe_folder() -> Path:
+    """The folder ``configs`` of an installed wheel, or of the repository around a checkout."""
+    package = Path(__file__).parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def _extended(path: Path, written: list[tuple[yaml.ScalarNode, yaml.Node]], seen: list[Path]) -> Path | None:
+    """The file that one extends.
+
+    Args:
+        path: of the file that extends it.
+        written: its keys ``extends``, with their values.
+        seen: the files so far, this one last.
+    """
+    if not written:
+        return None
+    (key, node), *again = written
+    if again:
+        place = f"{path}:{line_of(again[0][0])} {EXTENDS}"
+        raise UserError(f"{place}: is there already, on line {line_of(key)}; keep one of them")
+    place = f"{path}:{line_of(key)} {EXTENDS}"
+    if not isinstance(node, yaml.ScalarNode) or not node.value:
+        raise UserError(
+            f"{place}: got {shown(node)}; must be the name of one yaml file, as in qwen_lora.yaml"
+        )
+    name: str = node.value
+    found = path.parent / name
+    if not found.is_file():
+        if Path(name).name != name:
+            raise UserError(f"{place}: there is no file {found}; its path is relative to that of this file")
+        found = _find_recipe(name, f"{place}: {name}", path.parent)
+    if found.resolve() in seen:
+        circle = " -> ".join(file.name for file in [*seen[seen.index(found.resolve()) :], found])
+        raise UserError(f"{place}: a file cannot extend itself: {circle}")
+    return found
+
+
+def _top_level(path: Path, text: str) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
+    """The keys of a file, and what was written for them."""
+    try:
+        root = read_yaml(text)
+    except YamlError as error:
+        raise UserError(f"{path}:{error.line}: {error}") from None
+    if is_nothing(root):
+        raise UserError(f"{path}:1: is empty; start from a copy of configs/qwen_lora.yaml")
+    if not isinstance(root, yaml.MappingNode):
+        example = "such as 'train:' and below it '  steps: 1000'"
+        raise UserError(f"{path}:1: must be sections with settings, {example}")
+    entries: list[tuple[yaml.ScalarNode, yaml.Node]] = root.value
+    return entries
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+        if len(content) > _LARGEST_FILE:
+            raise UserError(f"{path}:1: too large for a config; name a yaml file")
+        return content.decode("utf-8")
+    except OSError as error:
+        raise UserError(f"{path}:1: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}:{line}: is not UTF-8 text; save it as UTF-8") from None
