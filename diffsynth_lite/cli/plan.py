@@ -15,11 +15,17 @@ from diffsynth_lite.config import Config, load_config
 
 if TYPE_CHECKING:
     from diffsynth_lite.training.planning.choices import Choice
+    from diffsynth_lite.training.planning.device_speed import Gpu
     from diffsynth_lite.training.planning.memory_count import MemoryCount
+    from diffsynth_lite.training.planning.step_time import StepTimer
 
 logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
+_PREDICTED = (
+    "A step of batch {} is predicted to take {:.2f} s on one {}: from its data sheet, and what we assume is "
+    "reached of it. Nothing on a GPU confirms it."
+)
 _SMALLER: tuple[Literal["int8", "nf4"], ...] = ("int8", "nf4")
 
 
@@ -34,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host-gib", type=_gib, default=math.inf, help="host memory that is free (default: any amount)"
     )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="graphics card, such as 'RTX 4090': how long a step takes, its memory"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for train.py")
 
 
@@ -41,36 +50,46 @@ def run(parsed: argparse.Namespace) -> None:
     """Count, and print.
 
     Raises:
-        UserError: the model's settings are not at hand, or its steps cannot be counted.
+        UserError: the card is not known, the model's settings are not at hand, or its steps cannot be
+            counted.
     """
     loaded = load_config(parsed.config, parsed.overrides)
     # The libraries take seconds to import: a wrong config is refused before that.
     from diffsynth_lite.training.planning.choices import choices
+    from diffsynth_lite.training.planning.device_speed import ASSUMED_GPU, gpu_here, gpu_named
     from diffsynth_lite.training.planning.subject import (
         counter_of,
         family_without_weights,
         largest_size,
         step_settings,
+        timer_of,
     )
 
     for warning in loaded.warnings:
         logger.warning("%s", warning)
     config, console = loaded.config, Console()
+    gpu = gpu_named(parsed.gpu) if parsed.gpu else gpu_here()
+    device_gib = gpu.training_gib if gpu and parsed.device_gib is None else parsed.device_gib
     with family_without_weights(config) as family:
         counter, settings = counter_of(config, family), step_settings(config, family)
         size = largest_size(config, family)
         console.print(f"{config.model.family}, {size.name}, micro-batch of {settings.micro_batch_size}")
         console.print(_needs(counter.count(settings)))
-        if parsed.device_gib is None:
+        timer = timer_of(config, counter, gpu or gpu_named(ASSUMED_GPU))
+        if gpu:
+            seconds, samples = timer.seconds(settings), config.train.global_batch_size
+            console.print(_PREDICTED.format(samples, seconds, gpu.name), highlight=False)
+        if device_gib is None:
             return
-        room = {"device_bytes": parsed.device_gib * _GIB, "host_bytes": parsed.host_gib * _GIB}
+        room = {"device_bytes": device_gib * _GIB, "host_bytes": parsed.host_gib * _GIB}
         for name in dict.fromkeys((settings.quantize, *_SMALLER)):
             found = choices(counter, replace(settings, quantize=name), **room)
             if found:
-                _print_choices(console, config, found, changes_numbers=name != settings.quantize)
+                times = _times(found, timer, gpu)
+                _print_choices(console, config, found, times, changes_numbers=name != settings.quantize)
                 return
     host = "" if math.isinf(parsed.host_gib) else f" with {parsed.host_gib:g} GiB of host memory"
-    console.print(f"Nothing fits {parsed.device_gib:g} GiB{host}.")
+    console.print(f"Nothing fits {device_gib:g} GiB{host}.")
 
 
 def _needs(count: "MemoryCount") -> Table:
@@ -92,18 +111,31 @@ def _needs(count: "MemoryCount") -> Table:
 
 
 def _print_choices(
-    console: Console, config: Config, found: "Sequence[Choice]", *, changes_numbers: bool
+    console: Console,
+    config: Config,
+    found: "Sequence[Choice]",
+    times: Sequence[str],
+    *,
+    changes_numbers: bool,
 ) -> None:
     console.print(
         "Settings that fit; with another model.quantize, the numbers are others:"
         if changes_numbers
         else "Settings that fit, and give the same numbers:"
     )
-    for choice in found:
+    for choice, time in zip(found, times, strict=True):
         device, host = (size / _GIB for size in (choice.count.device, choice.count.host))
-        console.print(f"{device:.1f} GiB, {host:.1f} GiB on the host:", highlight=False)
+        console.print(f"{device:.1f} GiB, {host:.1f} GiB on the host, {time}:", highlight=False)
         changes = " ".join(choice.overrides(config)) or "as the config says"
         console.print(f"  {changes}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _times(found: "Sequence[Choice]", timer: "StepTimer", gpu: "Gpu | None") -> list[str]:
+    """How long a step takes under each of these settings; of no card, beside the fastest."""
+    seconds = [timer.seconds(choice.settings) for choice in found]
+    if gpu:
+        return [f"{one:.2f} s a step" for one in seconds]
+    return [f"{one / min(seconds):.2f} of the fastest's time" for one in seconds]
 
 
 def _gib(text: str) -> float:
