@@ -3,7 +3,7 @@
 import argparse
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -12,20 +12,16 @@ from rich.console import Console
 from rich.table import Table
 
 from diffsynth_lite.config import Config, load_config
+from diffsynth_lite.errors import UserError
 
 if TYPE_CHECKING:
     from diffsynth_lite.training.planning.choices import Choice
-    from diffsynth_lite.training.planning.device_speed import Gpu
     from diffsynth_lite.training.planning.memory_count import MemoryCount
-    from diffsynth_lite.training.planning.step_time import StepTimer
+    from diffsynth_lite.training.planning.phases import Phase
 
 logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
-_PREDICTED = (
-    "A step of batch {} is predicted to take {:.2f} s on one {}: from its data sheet, and what we assume is "
-    "reached of it. Nothing on a GPU confirms it."
-)
 _SMALLER: tuple[Literal["int8", "nf4"], ...] = ("int8", "nf4")
 
 
@@ -40,9 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host-gib", type=_gib, default=math.inf, help="host memory that is free (default: any amount)"
     )
-    parser.add_argument(
-        "--gpu", metavar="NAME", help="graphics card, such as 'RTX 4090': how long a step takes, its memory"
-    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for train.py")
 
 
@@ -50,53 +43,44 @@ def run(parsed: argparse.Namespace) -> None:
     """Count, and print.
 
     Raises:
-        UserError: the card is not known, the model's settings are not at hand, or its steps cannot be
-            counted.
+        UserError: the model's settings are not at hand, or its steps cannot be counted.
     """
     loaded = load_config(parsed.config, parsed.overrides)
     # The libraries take seconds to import: a wrong config is refused before that.
     from diffsynth_lite.training.planning.choices import choices
-    from diffsynth_lite.training.planning.device_speed import ASSUMED_GPU, gpu_here, gpu_named
+    from diffsynth_lite.training.planning.phases import PhaseCounter
     from diffsynth_lite.training.planning.subject import (
         counter_of,
         family_without_weights,
         largest_size,
+        num_inputs_of,
         step_settings,
-        timer_of,
     )
 
     for warning in loaded.warnings:
         logger.warning("%s", warning)
     config, console = loaded.config, Console()
-    gpu = gpu_named(parsed.gpu) if parsed.gpu else gpu_here()
-    device_gib = gpu.training_gib if gpu and parsed.device_gib is None else parsed.device_gib
     with family_without_weights(config) as family:
         counter, settings = counter_of(config, family), step_settings(config, family)
         size = largest_size(config, family)
         console.print(f"{config.model.family}, {size.name}, micro-batch of {settings.micro_batch_size}")
         console.print(_needs(counter.count(settings)))
-        timer = timer_of(config, counter, gpu or gpu_named(ASSUMED_GPU))
-        if gpu:
-            seconds, samples = timer.seconds(settings), config.train.global_batch_size
-            console.print(_PREDICTED.format(samples, seconds, gpu.name), highlight=False)
-        if device_gib is None:
+        num_inputs = num_inputs_of(config, family)
+        phases = PhaseCounter(config, family, counter, size=size, num_inputs=num_inputs)
+        _print_phases(console, lambda: phases.count(settings))
+        if parsed.device_gib is None:
             return
-        room = {"device_bytes": device_gib * _GIB, "host_bytes": parsed.host_gib * _GIB}
+        room = {"device_bytes": parsed.device_gib * _GIB, "host_bytes": parsed.host_gib * _GIB}
         for name in dict.fromkeys((settings.quantize, *_SMALLER)):
             found = choices(counter, replace(settings, quantize=name), **room)
             if found:
-                times = _times(found, timer, gpu)
-                _print_choices(console, config, found, times, changes_numbers=name != settings.quantize)
+                _print_choices(console, config, found, changes_numbers=name != settings.quantize)
                 return
     host = "" if math.isinf(parsed.host_gib) else f" with {parsed.host_gib:g} GiB of host memory"
-    console.print(f"Nothing fits {device_gib:g} GiB{host}.")
+    console.print(f"Nothing fits {parsed.device_gib:g} GiB{host}.")
 
 
 def _needs(count: "MemoryCount") -> Table:
-    table = Table(title="As the config says, GiB", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("")
-    for name in ("device", "host"):
-        table.add_column(name, justify="right")
     rows: dict[str, tuple[float, float]] = {
         "frozen weights": (count.weights, count.weights_on_host),
         "slots of streamed weights": (count.slots, 0),
@@ -105,37 +89,50 @@ def _needs(count: "MemoryCount") -> Table:
         "activations and gradients, at most": (count.step.peak, count.step.host),
         "together": (count.device, count.host),
     }
+    return _table("Training steps as the config says, GiB", rows)
+
+
+def _print_phases(console: Console, count: "Callable[[], Sequence[Phase]]") -> None:
+    try:
+        phases = count()
+    except UserError as error:  # steps were counted all the same
+        console.print(str(error), highlight=False, markup=False, soft_wrap=True)
+        return
+    console.print(_table("Each phase at most, GiB", {one.name: (one.device, one.host) for one in phases}))
+    console.print(_most(phases), highlight=False, soft_wrap=True)
+
+
+def _most(phases: "Sequence[Phase]") -> str:
+    largest = max(phases, key=lambda phase: phase.device)
+    text = f"The most: {largest.device / _GIB:.1f} GiB on the device, while {largest.name}"
+    if largest.least_device < largest.device:
+        text += f" (with a VAE in tiles, as it is where that does not fit: {largest.least_device / _GIB:.1f})"
+    return text + "."
+
+
+def _table(title: str, rows: Mapping[str, tuple[float, float]]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for name in ("device", "host"):
+        table.add_column(name, justify="right")
     for name, sizes in rows.items():
         table.add_row(name, *(f"{size / _GIB:.2f}" for size in sizes))
     return table
 
 
 def _print_choices(
-    console: Console,
-    config: Config,
-    found: "Sequence[Choice]",
-    times: Sequence[str],
-    *,
-    changes_numbers: bool,
+    console: Console, config: Config, found: "Sequence[Choice]", *, changes_numbers: bool
 ) -> None:
     console.print(
         "Settings that fit; with another model.quantize, the numbers are others:"
         if changes_numbers
         else "Settings that fit, and give the same numbers:"
     )
-    for choice, time in zip(found, times, strict=True):
+    for choice in found:
         device, host = (size / _GIB for size in (choice.count.device, choice.count.host))
-        console.print(f"{device:.1f} GiB, {host:.1f} GiB on the host, {time}:", highlight=False)
+        console.print(f"{device:.1f} GiB, {host:.1f} GiB on the host:", highlight=False)
         changes = " ".join(choice.overrides(config)) or "as the config says"
         console.print(f"  {changes}", soft_wrap=True, highlight=False, markup=False)
-
-
-def _times(found: "Sequence[Choice]", timer: "StepTimer", gpu: "Gpu | None") -> list[str]:
-    """How long a step takes under each of these settings; of no card, beside the fastest."""
-    seconds = [timer.seconds(choice.settings) for choice in found]
-    if gpu:
-        return [f"{one:.2f} s a step" for one in seconds]
-    return [f"{one / min(seconds):.2f} of the fastest's time" for one in seconds]
 
 
 def _gib(text: str) -> float:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from diffsynth_lite.core.planning import ON_ALL_DEVICES, CountingMeter, FusedKernels
 from diffsynth_lite.pipelines import family_names, load_family
 from diffsynth_lite.pipelines.base.release_folder import class_of, empty_model, full_config
-from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles, tiles_of
+from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles, has_frames, tiles_of
 from diffsynth_lite.testing.autoencoders import (
     tiny_dc_vae,
     tiny_flux2_vae,
@@ -76,11 +76,6 @@ def noise_clip(size: Size) -> Tensor:
     picture_chw = torch.fft.ifft2(torch.fft.fft2(white_chw) / frequency).real
     picture_chw = (picture_chw / picture_chw.std() / 2).clamp(-1, 1)
     return torch.stack([picture_chw.roll(4 * place, dims=-1) for place in range(num_frames)], dim=1)
-
-
-def has_frames(vae: Any) -> bool:
-    """Whether an autoencoder takes (B, 3, F, H, W), also of pictures."""
-    return hasattr(vae, "temperal_downsample") or getattr(vae, "temporal_compression_ratio", 1) > 1
 
 
 def encode(vae: Any, pixels: Tensor) -> Tensor:

@@ -47,8 +47,6 @@ from diffsynth_lite.core.weights import (  # noqa: E402
     Quantization,
     QuantizationReport,
     counted_format,
-    frozen_weights,
-    packed_bytes,
     weight_format,
 )
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, family_names, load_family  # noqa: E402
@@ -203,12 +201,10 @@ def encoder_bytes(family: ModelFamily, name: str, *, num_slots: int = 0) -> int:
     encoders = {key: family.empty_component(key).to(torch.bfloat16) for key in family.text_encoders}
     for key, quantization in encoder_quantizations(family, name, META).items():
         quantization.apply_to(encoders[key])
-    everything = nn.ModuleList(encoders.values()).requires_grad_(False)
-    stacks = TextEncoderMemory(num_slots=num_slots).streamed_layers(list(encoders.values()))
-    moving = [frozen_weights(layer, SMALLEST_STREAMED) for stack in stacks for layer in stack]
-    slots = num_slots * max(map(packed_bytes, moving), default=0)
-    left = sum(weight.nbytes for weights in moving for weight in weights)
-    return sum(parameter.nbytes for parameter in everything.parameters()) - left + slots
+    nn.ModuleList(encoders.values()).requires_grad_(False)
+    memory = TextEncoderMemory(num_slots=num_slots, min_bytes=SMALLEST_STREAMED)
+    on_device, _ = memory.num_bytes(list(encoders.values()), META)
+    return on_device
 
 
 def updates(model: Path, lora: Path) -> Iterator[tuple[Tensor, Tensor]]:

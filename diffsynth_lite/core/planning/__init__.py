@@ -9,6 +9,7 @@ from diffsynth_lite.core.planning.kernels import (
     backward_in_scope,
 )
 from diffsynth_lite.core.planning.meters import CountingMeter, HostBackend, IgnoresTensors, LiveBytes
+from diffsynth_lite.core.planning.stand_ins import StandIns, one_pixel, zeros_like
 from diffsynth_lite.core.planning.work import (
     BlockWork,
     Kernel,
@@ -34,6 +35,7 @@ __all__ = [
     "LiveBytes",
     "MeteredFormat",
     "Repeat",
+    "StandIns",
     "StepBytes",
     "StepWork",
     "WorkMeter",
@@ -41,4 +43,6 @@ __all__ = [
     "count_step",
     "count_work",
     "fewer_blocks",
+    "one_pixel",
+    "zeros_like",
 ]

@@ -73,6 +73,10 @@ class CountingMeter(TorchDispatchMode):
         """Look for the peak from here on."""
         self._live.peak_bytes = self._live.num_bytes
 
+    def reach(self, num_bytes: int) -> None:
+        """Note that so many bytes are held for a moment."""
+        self._live.peak_bytes = max(self._live.peak_bytes, self._before + num_bytes)
+
     @property
     def num_bytes(self) -> int:
         """Bytes now."""
@@ -91,22 +95,22 @@ class CountingMeter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for tensor in _tensors((*args, *kwargs.values())):
+        for tensor in tensors_in((*args, *kwargs.values())):
             self._live.add(tensor, is_counted=False)  # from outside
         value = func(*args, **kwargs)
-        for tensor in _tensors((value,)):
+        for tensor in tensors_in((value,)):
             self._live.add(tensor, is_counted=self._device in (None, tensor.device))
         return value
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors among the arguments or results of an operator; torch's pytree takes far longer."""
     for value in values:
         # A product that waits in a recompute is of a class of its own, and has no memory yet.
         if type(value) in (Tensor, nn.Parameter):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 class HostBackend(PlainBackend):

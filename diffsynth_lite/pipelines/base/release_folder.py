@@ -43,6 +43,8 @@ def write_release(release: Release, path: Path) -> PipelineFolder:
     for name, tokenizer in release.tokenizers.items():
         index[name] = ["transformers", tokenizer.class_name]
         _write_json(path / name / "tokenizer_config.json", {"tokenizer_class": tokenizer.class_name})
+        if tokenizer.class_name.endswith("Processor"):
+            _write_json(path / name / "preprocessor_config.json", {})  # the class's defaults
     _write_json(path / "model_index.json", index)
     return PipelineFolder(path=path)
 

@@ -13,7 +13,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from diffsynth_lite.core.gradient import IneffectiveSwitchError
 from diffsynth_lite.core.transfer.backends import backend_for, smallest_worth_moving
 from diffsynth_lite.core.transfer.shared_memory import HostMemory
-from diffsynth_lite.core.weights import HostBlocks, Quantization, QuantizationReport, WeightStream
+from diffsynth_lite.core.weights import (
+    HostBlocks,
+    Quantization,
+    QuantizationReport,
+    WeightStream,
+    frozen_weights,
+    packed_bytes,
+)
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.quantized import linear_layers_in
 
@@ -83,6 +90,22 @@ class TextEncoderMemory:
         """The layers that are streamed: those of each stack that has more of them than there are slots."""
         stacks = [stack for encoder in encoders for stack in transformer_layers(encoder)]
         return [stack for stack in stacks if 0 < self._num_slots < len(stack)]
+
+    def num_bytes(self, encoders: Sequence[nn.Module], device: torch.device) -> tuple[int, int]:
+        """What the weights of text encoders take on the device, slots included, and in host memory.
+
+        Args:
+            encoders: on any device, or on meta; frozen, in their dtypes and formats.
+            device: that they are for.
+        """
+        total = sum(weight.nbytes for weight in nn.ModuleList(encoders).parameters())
+        min_bytes = smallest_worth_moving(device) if self._min_bytes is None else self._min_bytes
+        moving = [
+            frozen_weights(layer, min_bytes) for stack in self.streamed_layers(encoders) for layer in stack
+        ]
+        slots = self._num_slots * max(map(packed_bytes, moving), default=0)
+        left = sum(weight.nbytes for weights in moving for weight in weights)
+        return total - left + slots, sum(map(packed_bytes, moving))
 
     def place(
         self, encoders: Sequence[nn.Module], device: torch.device, loaded: HostBlocks | None = None

@@ -110,6 +110,11 @@ def tiles_of(vae_class: Any, config: Mapping[str, Any]) -> VaeTiles | None:
     return replace(tiles, side=tiles.side * patch, stride=tiles.stride * patch, patch=patch)
 
 
+def has_frames(vae: Any) -> bool:
+    """Whether an autoencoder takes (B, 3, F, H, W), also of pictures."""
+    return hasattr(vae, "temperal_downsample") or getattr(vae, "temporal_compression_ratio", 1) > 1
+
+
 def tile_when_full(vae: Any, tiles: VaeTiles) -> None:
     """Have an autoencoder decode in tiles from when a whole picture or clip first did not fit on the device.
 

@@ -23,8 +23,8 @@ from diffsynth_lite.pipelines.base.quantized import set_formats
 _EXPERTS = MappingProxyType({"transformer": "high_noise", "transformer_2": "low_noise"})
 """Folders of the two, and the noise that each removes."""
 
-_NUM_SLOTS = 2
-"""One block computes while the next arrives."""
+NUM_SLOTS = 2
+"""Of an expert that is not trained: one block computes while the next arrives."""
 
 
 class ExpertFamily(DiffusersFamily):
@@ -115,7 +115,7 @@ class ExpertFamily(DiffusersFamily):
         empty = self.empty_component(name).requires_grad_(False)
         set_formats(empty, dtype, self.quantization)
         blocks, min_bytes = blocks_in(empty, self.block_lists), smallest_worth_moving(device)
-        num_slots = min(_NUM_SLOTS, len(blocks) - 1)
+        num_slots = min(NUM_SLOTS, len(blocks) - 1)
         if not _can_stream(blocks, device, num_slots=num_slots, min_bytes=min_bytes):
             whole: torch.nn.Module = self.load_component(name, dtype).requires_grad_(False)
             return whole.to(device)

@@ -284,15 +284,24 @@ class MemoryCounter:
         formats = settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision
         key = few.kinds, formats, settings.micro_batch_size
         if key not in self._models:
-            model = self._first.empty_transformer()
-            layers = self._block_lists.keep_in(model, few)
-            model = self._quantized(_cast(model, settings), settings)
-            add_adapter(model, layers, rank=self._rank, alpha=1, dropout=self._dropout, seed=0)
-            made, meter = _MetaModel.of(model, settings.mixed_precision), CountingMeter(_META)
+            made, meter = self._built(settings, few, settings.mixed_precision), CountingMeter(_META)
             with torch.no_grad(), meter:
                 MetaStep(made, self._first, self._sample, settings, meter, few).forward()
             self._models[key] = replace(made, lasting=meter.num_bytes)
         return self._models[key]
+
+    def _built(self, settings: StepSettings, few: FewBlocks, precision: str) -> "_MetaModel":
+        model = self._first.empty_transformer()
+        layers = self._block_lists.keep_in(model, few)
+        model = self._quantized(_cast(model, settings), settings)
+        add_adapter(model, layers, rank=self._rank, alpha=1, dropout=self._dropout, seed=0)
+        return _MetaModel.of(model, precision)
+
+    def model_that_draws(self, settings: StepSettings) -> nn.Module:
+        """The first model, with a few of its blocks and its LoRA, on meta, as it is called for previews."""
+        # Of several models the pipeline calls each by itself; what is prepared is all of them as one.
+        precision = settings.mixed_precision if len(self._family.trained) == 1 else "no"
+        return self._built(settings, self._few_blocks(settings), precision).model.eval()
 
 
 def _cast(model: nn.Module, settings: StepSettings) -> nn.Module:

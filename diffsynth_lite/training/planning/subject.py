@@ -16,9 +16,7 @@ from diffsynth_lite.pipelines.base.batching import INPUT
 from diffsynth_lite.pipelines.base.release_folder import write_release
 from diffsynth_lite.training.checks import bind_family, block_policy, find_targets, select_blocks
 from diffsynth_lite.training.data_settings import num_tokens_of, sizes_of
-from diffsynth_lite.training.planning.device_speed import Gpu
 from diffsynth_lite.training.planning.memory_count import MemoryCounter, StepSettings
-from diffsynth_lite.training.planning.step_time import StepTimer
 from diffsynth_lite.training.streaming import require_as_many_blocks
 
 
@@ -95,7 +93,7 @@ def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
             "(example_conditioning), so that its steps cannot be counted"
         )
     picture = torch.ones(family.latents_shape(size.width, size.height, 1))
-    inputs = {f"{INPUT}{place}": picture for place in range(_num_inputs(config, family))}
+    inputs = {f"{INPUT}{place}": picture for place in range(num_inputs_of(config, family))}
     return MemoryCounter(
         family,
         find_targets(family, model, config),
@@ -106,12 +104,7 @@ def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
     )
 
 
-def timer_of(config: Config, counter: MemoryCounter, gpu: Gpu) -> StepTimer:
-    """Predicts how long optimizer steps of a config take in one process on a card."""
-    return StepTimer(counter, gpu.speed(), batch_size=config.train.global_batch_size)
-
-
-def _num_inputs(config: Config, family: ModelFamily) -> int:
+def num_inputs_of(config: Config, family: ModelFamily) -> int:
     """Pictures that an item of an edit starts from, each taken to be as large as what is made."""
     given = [
         len(source.input_columns) or len(source.input_dirs) for source in config.data.sources_by_key.values()

@@ -1,0 +1,135 @@
+"""This file counts what encoding takes: the longest prompt, and the largest picture or clip."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+
+from diffsynth_lite.config import Config
+from diffsynth_lite.core.planning import StandIns
+from diffsynth_lite.core.weights import Quantization, counted_format
+from diffsynth_lite.data import Bucket
+from diffsynth_lite.media import Prompt
+from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.pipelines.base.text_encoders import TextEncoderMemory, quantizable_encoder_layers
+from diffsynth_lite.pipelines.base.vae_tiles import has_frames
+from diffsynth_lite.training.planning.without_weights import (
+    copied_bytes,
+    counted_silently,
+    frozen_component,
+    without_weights,
+)
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+_WORDS = 100
+_COPIES_OF_PIXELS = 3
+"""In fp32, that diffusers' processors have at once of a clip that they make a tensor of: 3.0 were measured of
+81 frames of 832 x 480. Beside them are its frames, in 8 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderBytes:
+    """What an encoder takes.
+
+    Attributes:
+        device: its weights there, with the slots of those that are streamed.
+        calls: most that it holds on the device beside them while it encodes.
+        host: its weights in host memory.
+        passing: most that is in host memory beside them, while it is loaded or gets what it encodes.
+    """
+
+    device: int
+    calls: int
+    host: int
+    passing: int
+
+
+def count_prompt_encoder(config: Config, family: ModelFamily, size: Bucket, num_inputs: int) -> EncoderBytes:
+    """The text encoders that are not trained, with a prompt as long as may be; prompts come one by one.
+
+    Args:
+        size: of the pictures to edit, which the text encoder may see.
+        num_inputs: how many they are.
+
+    Raises:
+        UserError: what the family loads cannot be counted.
+    """
+    dtype = getattr(torch, config.model.text_encoder_dtype)
+    names = [name for name in family.text_encoders if name not in family.trained]
+    encoders = {name: frozen_component(family, name, dtype) for name in names}
+    copies = sum(copied_bytes(family, config.model.path, name, encoder) for name, encoder in encoders.items())
+    quantizations = {}
+    if config.model.text_encoder_quantize != "none":
+        weights = counted_format(config.model.text_encoder_quantize)
+        layers = {name: tuple(quantizable_encoder_layers(encoder)) for name, encoder in encoders.items()}
+        quantizations = {
+            name: Quantization(format=weights, layers=of_encoder, device=_META)
+            for name, of_encoder in layers.items()
+        }
+    memory = TextEncoderMemory(
+        quantizations=quantizations,
+        num_slots=config.memory.stream_slots if config.memory.stream_text_encoder else 0,
+        min_bytes=config.memory.min_bytes,
+    )
+    for name, quantization in quantizations.items():
+        quantization.apply_to(encoders[name])
+    on_device, on_host = memory.num_bytes(list(encoders.values()), _META)
+    is_filled_in_place = quantizations or on_host
+    return EncoderBytes(
+        device=on_device,
+        calls=_calls_with_longest_prompt(family, memory, dtype, size, num_inputs),
+        host=on_host,
+        passing=0 if is_filled_in_place else copies,
+    )
+
+
+def _calls_with_longest_prompt(
+    family: ModelFamily, memory: TextEncoderMemory, dtype: torch.dtype, size: Bucket, num_inputs: int
+) -> int:
+    counted = StandIns()
+    copied = without_weights(family, counted, trained=family.trained)
+    # Where weights are changes nothing of what calls hold.
+    copied.text_encoder_memory = TextEncoderMemory(quantizations=memory.quantizations)
+    # Qwen-Image encodes twice as many tokens as it keeps; with pictures, nothing is cut.
+    num_tokens = family.max_prompt_tokens * (1 if family.prompt_sees_images else 2)
+    images = [Image.new("RGB", (size.width, size.height))] * (num_inputs if family.prompt_sees_images else 0)
+    with counted_silently():
+        (length,) = copied.prompt_lengths(["word " * _WORDS])
+        text = "word " * math.ceil(num_tokens / length * _WORDS)
+        encode = copied.load_prompt_encoder(dtype, _CPU)
+        encode([Prompt(text=text, images=tuple(images))])
+    return counted.peak
+
+
+def count_media_encoder(config: Config, family: ModelFamily, size: Bucket, num_inputs: int) -> EncoderBytes:
+    """The autoencoder and what else is loaded with it, with a picture or clip; these come one by one.
+
+    Args:
+        size: of it.
+        num_inputs: pictures of that size that it starts from.
+
+    Raises:
+        UserError: what the family loads cannot be counted.
+    """
+    dtype = getattr(torch, config.model.vae_dtype)
+    counted = StandIns()
+    copied = without_weights(family, counted, trained=family.trained, vae_tiling=config.model.vae_tiling)
+    with counted_silently():
+        copied.load_media_encoder(dtype, _CPU)
+    vae = copied.loaded["vae"]
+    sizes = [(size.width, size.height, size.num_frames)]
+    if num_inputs:
+        sizes.append((*family.input_size(size.width, size.height), 1))
+    for width, height, num_frames in sizes:
+        frames = [num_frames] if has_frames(vae) else []
+        with torch.no_grad():
+            vae.encode(torch.zeros((), dtype=dtype).expand(1, 3, *frames, height, width))
+    copies = sum(copied_bytes(family, config.model.path, name, one) for name, one in copied.loaded.items())
+    pixels = 3 * size.width * size.height * size.num_frames
+    return EncoderBytes(
+        device=sum(weight.nbytes for one in copied.loaded.values() for weight in one.parameters()),
+        calls=counted.peak,
+        host=0,
+        passing=max(copies, pixels * (1 + _COPIES_OF_PIXELS * torch.float32.itemsize)),
+    )

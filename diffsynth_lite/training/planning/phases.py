@@ -1,0 +1,153 @@
+"""This file counts what each phase of a run takes: encoding, loading, training, drawing previews."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from diffsynth_lite.config import Config
+from diffsynth_lite.data import Bucket
+from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.pipelines.wan.experts import NUM_SLOTS
+from diffsynth_lite.training.planning.encoder_count import (
+    EncoderBytes,
+    count_media_encoder,
+    count_prompt_encoder,
+)
+from diffsynth_lite.training.planning.memory_count import MemoryCount, MemoryCounter, StepSettings
+from diffsynth_lite.training.planning.preview_count import PreviewBytes, count_preview
+from diffsynth_lite.training.planning.without_weights import copied_bytes, frozen_component
+
+PhaseName = Literal["encoding media", "encoding prompts", "loading", "training", "drawing previews"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """What a phase of a run takes at most.
+
+    Attributes:
+        name: of it.
+        device: bytes there.
+        host: bytes of host memory.
+        least_device: bytes of the device where it has no more: previews are then decoded in tiles.
+    """
+
+    name: PhaseName
+    device: int
+    host: int
+    least_device: int
+
+    def fits(self, device_bytes: float, host_bytes: float) -> bool:
+        """Whether it takes no more than this."""
+        return self.least_device <= device_bytes and self.host <= host_bytes
+
+
+class PhaseCounter:
+    """Counts the phases of a run, in one process.
+
+    Encoders are counted once, and previews once for all settings that keep the model alike.
+
+    Args:
+        config: of the run.
+        family: bound to a folder, with or without weights.
+        counter: of its training steps.
+        size: the largest one that is trained on.
+        num_inputs: pictures of that size that an item starts from.
+    """
+
+    def __init__(
+        self, config: Config, family: ModelFamily, counter: MemoryCounter, *, size: Bucket, num_inputs: int
+    ) -> None:
+        self._config, self._family, self._counter = config, family, counter
+        self._size, self._num_inputs = size, num_inputs
+        self._previews: dict[Any, PreviewBytes] = {}
+
+    def count(self, settings: StepSettings) -> list[Phase]:
+        """The phases of a run that takes its steps under these settings, in order.
+
+        Raises:
+            UserError: the family loads its models in a way of its own, so that they cannot be counted; or
+                what ``MemoryCounter.count`` raises.
+        """
+        step = self._counter.count(settings)
+        phases = [*self._encoding(), self._loading(step, settings), self._training(step)]
+        if self._config.validation.prompts:
+            phases.append(self._drawing(step, settings))
+        return phases
+
+    @cached_property
+    def _media(self) -> EncoderBytes:
+        return count_media_encoder(self._config, self._family, self._size, self._num_inputs)
+
+    @cached_property
+    def _prompts(self) -> EncoderBytes:
+        return count_prompt_encoder(self._config, self._family, self._size, self._num_inputs)
+
+    def _encoding(self) -> list[Phase]:
+        """One encoder after the other, unless both stay."""
+        beside = self._beside
+        encoders: dict[PhaseName, EncoderBytes] = {
+            "encoding media": self._media,
+            "encoding prompts": self._prompts,
+        }
+        beside = self._beside
+        return [
+            _phase(name, max(one.device, beside.device) + one.calls, max(one.host, beside.host) + one.passing)
+            for name, one in encoders.items()
+        ]
+
+    @property
+    def _beside(self) -> EncoderBytes:
+        """What stays beside the model: both encoders, where data are encoded while it trains."""
+        if self._config.data.cache:
+            return EncoderBytes(device=0, calls=0, host=0, passing=0)
+        encoders = self._media, self._prompts
+        return EncoderBytes(
+            device=sum(one.device for one in encoders),
+            calls=max(one.calls for one in encoders),
+            host=sum(one.host for one in encoders),
+            passing=max(one.passing for one in encoders),
+        )
+
+    def _loading(self, step: MemoryCount, settings: StepSettings) -> Phase:
+        """Weights, in place or cast by their library; the optimizer's state is made in the first step."""
+        family, copied = self._family, 0
+        if settings.quantize == "none" and not settings.stream_blocks:
+            parts = {name: frozen_component(family, name, settings.dtype) for name in family.trained}
+            copied = sum(
+                copied_bytes(family, self._config.model.path, name, part) for name, part in parts.items()
+            )
+        device = step.weights + step.slots + step.lora
+        return _phase(
+            "loading", self._beside.device + device, self._beside.host + step.weights_on_host + copied
+        )
+
+    def _training(self, step: MemoryCount) -> Phase:
+        beside = self._beside
+        # A batch is encoded between two steps.
+        peak = max(step.device, step.device - step.step.peak + beside.calls)
+        return _phase("training", beside.device + peak, beside.host + step.host)
+
+    def _drawing(self, step: MemoryCount, settings: StepSettings) -> Phase:
+        """The model without gradients, and the autoencoder, which is loaded for it; between two steps."""
+        key = settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision
+        if key not in self._previews:
+            self._previews[key] = count_preview(self._config, self._family, self._counter, settings)
+        drawn = self._previews[key]
+        held = step.device - step.step.peak + self._beside.device + drawn.weights
+        if settings.has_average and self._config.validation.use_ema:
+            held += self._counter.lora_bytes  # what is trained waits while the average draws
+        host = self._beside.host + step.host + drawn.copies
+        if set(self._family.denoisers) - set(self._family.trained):
+            # The other expert draws, too, and waits in host memory.
+            other = self._counter.count(replace(settings, stream_blocks="all", stream_slots=NUM_SLOTS))
+            held, host = held + other.weights + other.slots, host + other.weights_on_host
+        return Phase(
+            name="drawing previews",
+            device=held + drawn.calls,
+            host=host,
+            least_device=held + drawn.calls_in_tiles,
+        )
+
+
+def _phase(name: PhaseName, device: int, host: int) -> Phase:
+    return Phase(name=name, device=device, host=host, least_device=device)

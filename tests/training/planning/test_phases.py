@@ -1,0 +1,81 @@
+"""What encoding and previews are counted to hold is what the real models hold in their calls."""
+
+import importlib
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from family_sample import CPU, clip
+from measured_calls import MeasuredCalls
+
+from diffsynth_lite.config import Config, load_config
+from diffsynth_lite.core.planning import ON_ALL_DEVICES, StandIns
+from diffsynth_lite.lora import add_adapter
+from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.pipelines import ModelFamily, load_family
+from diffsynth_lite.training.checks import bind_family, find_targets
+from diffsynth_lite.training.evaluation import evaluation_mode
+from diffsynth_lite.training.planning import encoder_count, preview_count
+from diffsynth_lite.training.planning.phases import Phase, PhaseCounter
+from diffsynth_lite.training.planning.preview_count import preview_request
+from diffsynth_lite.training.planning.subject import counter_of, largest_size, step_settings
+
+CONFIG = """
+model: {{family: {family}, path: {folder}, dtype: float32, text_encoder_dtype: float32}}
+data: {{path: pictures, width: 64, height: 32, frame_counts: {frames}}}
+train: {{mixed_precision: "no"}}
+validation: {{prompts: [a ring], guidance_scale: 2.0, width: 64, height: 64}}
+output: {{dir: run}}
+"""
+FRAMES = {"wan": 9}
+
+
+def config_of(family: str, folder: Path, *overrides: str) -> Config:
+    """Of the family's tiny pipeline, which is saved unless it is there."""
+    if not folder.exists():
+        importlib.import_module(load_family(family).__module__).tiny().save_pretrained(folder)
+    file = folder.with_suffix(".yaml")
+    file.write_text(CONFIG.format(family=family, folder=folder, frames=[FRAMES.get(family, 1)]))
+    return load_config(str(file), overrides).config
+
+
+def phases_of(config: Config, family: ModelFamily) -> dict[str, Phase]:
+    counter = counter_of(config, family)
+    phases = PhaseCounter(config, family, counter, size=largest_size(config, family), num_inputs=0)
+    return {phase.name: phase for phase in phases.count(step_settings(config, family))}
+
+
+@pytest.mark.parametrize("name", ["qwen_image", "sdxl", "wan"])
+def test_encoding_and_previews_hold_what_is_counted(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (encoder_count, preview_count):
+        monkeypatch.setattr(module, "StandIns", partial(StandIns, ON_ALL_DEVICES))
+    config = config_of(name, tmp_path / "tiny")
+    family = bind_family(config)
+    counted = phases_of(config, family)
+
+    prompts, media, preview = (MeasuredCalls() for _ in range(3))
+    load = family.load_component
+    monkeypatch.setattr(family, "load_component", prompts.measuring(load))
+    family.load_prompt_encoder(torch.float32, CPU)([Prompt(text="word " * 1000)])
+    monkeypatch.setattr(family, "load_component", media.measuring(load))
+    frames = clip(64, 32, FRAMES.get(name, 1), 10)
+    family.load_media_encoder(torch.float32, CPU)([Media(frames=frames)])
+    monkeypatch.setattr(family, "load_component", load)
+    model = family.load_transformer(torch.float32)
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    add_adapter(model, find_targets(family, model, config), rank=config.lora.rank, alpha=1, dropout=0, seed=0)
+    lora = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    monkeypatch.setattr(family, "load_component", preview.measuring(load))
+    preview.measure(model, "model", "forward")
+    with evaluation_mode(model):
+        family.sample(model, torch.float32, [preview_request(config, family)])
+
+    for phase, calls in (("encoding prompts", prompts), ("encoding media", media)):
+        assert counted[phase].device == sum(calls.weights.values()) + calls.peak
+    drawing = counted["drawing previews"]
+    found = held + 3 * lora + preview.weights["vae"] + preview.peak
+    assert drawing.device == pytest.approx(found, rel=0.001)
+    assert drawing.least_device <= drawing.device
