@@ -16,12 +16,17 @@ from diffsynth_lite.errors import UserError
 
 if TYPE_CHECKING:
     from diffsynth_lite.training.planning.choices import Choice
+    from diffsynth_lite.training.planning.device_speed import Gpu
     from diffsynth_lite.training.planning.memory_count import MemoryCount
     from diffsynth_lite.training.planning.phases import Phase
 
 logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
+_PREDICTED = (
+    "A step of batch {} is predicted to take {:.2f} s on one {}: from its data sheet, and what we assume is "
+    "reached of it. Nothing on a GPU confirms it."
+)
 _SMALLER: tuple[Literal["int8", "nf4"], ...] = ("int8", "nf4")
 
 
@@ -36,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host-gib", type=_gib, default=math.inf, help="host memory that is free (default: any amount)"
     )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="graphics card, such as 'RTX 4090': how long a step takes, its memory"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for train.py")
 
 
@@ -43,11 +51,13 @@ def run(parsed: argparse.Namespace) -> None:
     """Count, and print.
 
     Raises:
-        UserError: the model's settings are not at hand, or its steps cannot be counted.
+        UserError: the card is not known, the model's settings are not at hand, or its steps cannot be
+            counted.
     """
     loaded = load_config(parsed.config, parsed.overrides)
     # The libraries take seconds to import: a wrong config is refused before that.
-    from diffsynth_lite.training.planning.choices import choices
+    from diffsynth_lite.training.planning.choices import Room, choices
+    from diffsynth_lite.training.planning.device_speed import ASSUMED_GPU, gpu_here, gpu_named
     from diffsynth_lite.training.planning.phases import PhaseCounter
     from diffsynth_lite.training.planning.subject import (
         counter_of,
@@ -55,11 +65,14 @@ def run(parsed: argparse.Namespace) -> None:
         largest_size,
         num_inputs_of,
         step_settings,
+        timer_of,
     )
 
     for warning in loaded.warnings:
         logger.warning("%s", warning)
     config, console = loaded.config, Console()
+    gpu = gpu_named(parsed.gpu) if parsed.gpu else gpu_here()
+    device_gib = gpu.training_gib if gpu and parsed.device_gib is None else parsed.device_gib
     with family_without_weights(config) as family:
         counter, settings = counter_of(config, family), step_settings(config, family)
         size = largest_size(config, family)
@@ -68,16 +81,20 @@ def run(parsed: argparse.Namespace) -> None:
         num_inputs = num_inputs_of(config, family)
         phases = PhaseCounter(config, family, counter, size=size, num_inputs=num_inputs)
         _print_phases(console, lambda: phases.count(settings))
-        if parsed.device_gib is None:
+        timer = timer_of(config, counter, gpu or gpu_named(ASSUMED_GPU))
+        if gpu:
+            seconds, samples = timer.seconds(settings), config.train.global_batch_size
+            console.print(_PREDICTED.format(samples, seconds, gpu.name), highlight=False)
+        if device_gib is None:
             return
-        room = {"device_bytes": parsed.device_gib * _GIB, "host_bytes": parsed.host_gib * _GIB}
+        room = Room(device=device_gib * _GIB, host=parsed.host_gib * _GIB)
         for name in dict.fromkeys((settings.quantize, *_SMALLER)):
-            found = choices(counter, replace(settings, quantize=name), **room)
+            found = choices(counter, timer.seconds, [replace(settings, quantize=name)], room)
             if found:
-                _print_choices(console, config, found, changes_numbers=name != settings.quantize)
+                _print_choices(console, config, found, gpu, changes_numbers=name != settings.quantize)
                 return
     host = "" if math.isinf(parsed.host_gib) else f" with {parsed.host_gib:g} GiB of host memory"
-    console.print(f"Nothing fits {parsed.device_gib:g} GiB{host}.")
+    console.print(f"Nothing fits {device_gib:g} GiB{host}.")
 
 
 def _needs(count: "MemoryCount") -> Table:
@@ -121,7 +138,12 @@ def _table(title: str, rows: Mapping[str, tuple[float, float]]) -> Table:
 
 
 def _print_choices(
-    console: Console, config: Config, found: "Sequence[Choice]", *, changes_numbers: bool
+    console: Console,
+    config: Config,
+    found: "Sequence[Choice]",
+    gpu: "Gpu | None",
+    *,
+    changes_numbers: bool,
 ) -> None:
     console.print(
         "Settings that fit; with another model.quantize, the numbers are others:"
@@ -130,7 +152,10 @@ def _print_choices(
     )
     for choice in found:
         device, host = (size / _GIB for size in (choice.count.device, choice.count.host))
-        console.print(f"{device:.1f} GiB, {host:.1f} GiB on the host:", highlight=False)
+        time = f"{choice.seconds / found[0].seconds:.2f} of the fastest's time"
+        if gpu:
+            time = f"{choice.seconds:.2f} s a step, {time}"
+        console.print(f"{device:.1f} GiB, {host:.1f} GiB on the host, {time}:", highlight=False)
         changes = " ".join(choice.overrides(config)) or "as the config says"
         console.print(f"  {changes}", soft_wrap=True, highlight=False, markup=False)
 

@@ -1,5 +1,7 @@
 """The plan as a command: what a config takes and which settings fit, without weights or a download."""
 
+import re
+
 import pytest
 from tiny_run import TinyRun
 
@@ -36,17 +38,22 @@ def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
 ) -> None:
     monkeypatch.setattr(choices, "_STRATEGIES", (KEEP,))
 
-    def last_of(gib: str) -> list[str]:
-        assert plan("--config", str(tiny_run.config), "--device-gib", gib, "train.micro_batch_size=2") == 0
+    def last_of(gib: str, *gpu: str) -> list[str]:
+        room = ("--device-gib", gib, *gpu)
+        assert plan("--config", str(tiny_run.config), *room, "train.micro_batch_size=2") == 0
         printed = capsys.readouterr().out.splitlines()
         assert "qwen_image, 64x32, micro-batch of 2" in printed
         return [line.strip() for line in printed[-3:]]
 
     assert last_of("1") == [
         "Settings that fit, and give the same numbers:",
-        "0.0 GiB, 0.0 GiB on the host:",
+        "0.0 GiB, 0.0 GiB on the host, 1.00 of the fastest's time:",
         "train.use_gradient_checkpointing=false",
     ]
+    # Kernels that do next to nothing take what Python needs for each.
+    assert re.fullmatch(
+        r"0.0 GiB, .*, 0.0\d s a step, 1.00 of .*:", last_of("1", "--gpu", "NVIDIA RTX 4090")[1]
+    )
     assert last_of("1e-8")[-1] == "Nothing fits 1e-08 GiB."
 
 
@@ -59,6 +66,7 @@ def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
         ),
         ("memory.stream_blocks=61", "memory.stream_blocks: 61; the model has 60 blocks"),
         ("lora.target_modules=[nothing]", "lora.target_modules: nothing match no linear layer"),
+        ("--gpu=RTX 1", "--gpu RTX 1: not known; known are RTX 3060 12GB, RTX 3090,"),
     ],
 )
 def test_what_no_run_could_do_is_refused(setting: str, words: str, caplog: pytest.LogCaptureFixture) -> None:

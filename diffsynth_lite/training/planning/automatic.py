@@ -13,14 +13,11 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.distributed import on_all_processes
 from diffsynth_lite.training.planning.choices import least_streamed
+from diffsynth_lite.training.planning.device_speed import COUNTED_SHARE
 from diffsynth_lite.training.planning.subject import counter_of, step_settings
 from diffsynth_lite.training.streaming import check_stream
 
 logger = logging.getLogger(__name__)
-
-_SHARE_COUNTED = 0.9
-"""Of what is free on a device. The rest is for what is not counted: kernels, what the allocator cannot use;
-how much these take was measured on no GPU."""
 
 
 def with_streamed_blocks(config: Config, family: ModelFamily, accelerator: Accelerator) -> Config:
@@ -38,21 +35,21 @@ def with_streamed_blocks(config: Config, family: ModelFamily, accelerator: Accel
         logger.info("memory.stream_blocks: auto streams nothing: the device is the host.")
         return plain
     counter, settings = counter_of(plain, family), step_settings(plain, family)
-    choice = least_streamed(counter, settings, device_bytes)
-    if choice is None:
+    streamed = least_streamed(counter, settings, device_bytes)
+    if streamed is None:
         least = counter.count(replace(settings, stream_blocks="all")).device
         raise UserError(
             f"memory.stream_blocks: auto; with all blocks streamed a step takes {format_bytes(least)} by "
             f"count, and {format_bytes(int(device_bytes))} may be taken: `diffsynth-lite plan` says what fits"
         )
-    chosen = _with_number(config, int(choice.settings.stream_blocks))
+    chosen = _with_number(config, int(streamed.stream_blocks))
     frozen = family.empty_transformer().requires_grad_(False)
     check_stream(chosen, family, frozen, counter.num_blocks, accelerator.device)
     logger.info(
         "memory.stream_blocks: auto streams %d of %d blocks: a step takes %s by count, of %s.",
         chosen.memory.stream_blocks,
         counter.num_blocks,
-        format_bytes(choice.count.device),
+        format_bytes(counter.count(streamed).device),
         format_bytes(int(device_bytes)),
     )
     return chosen
@@ -69,4 +66,4 @@ def _device_bytes(config: Config, device: torch.device) -> float:
     if device.type != "cuda":
         return math.inf
     free, _ = torch.cuda.mem_get_info(device)
-    return _SHARE_COUNTED * free
+    return COUNTED_SHARE * free

@@ -1,21 +1,56 @@
-"""This file finds settings of a step that fit a device and its host, by count."""
+"""This file finds settings of a step that fit a device and its host, the fastest first.
+
+What happens to all blocks, or to the first of them while the others are kept, is searched together with how
+many blocks are streamed. What is kept comes last: it is freed before the blocks that are computed again need
+memory.
+"""
 
 import json
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.core.gradient import KEEP, BlockPolicy, BlockStrategy
+from diffsynth_lite.core.gradient import KEEP, OFFLOAD, RECOMPUTE, BlockPolicy, BlockStrategy
 from diffsynth_lite.training.planning.memory_count import MemoryCount, MemoryCounter, StepSettings
 
-_STRATEGIES = (
-    KEEP,
-    BlockStrategy(save_attention="keep"),
-    BlockStrategy(save_attention="park"),
-    BlockStrategy(offload=True, save_attention="park"),
-    BlockStrategy(),
-    BlockStrategy(offload=True),
-)
-"""What may happen to all blocks: first what computes least again, then what copies least."""
+NUM_CHOICES = 8
+_ATTENTION_KEPT = BlockStrategy(save_attention="keep")
+_ATTENTION_OFFLOADED = BlockStrategy(save_attention="park")
+_BOTH_OFFLOADED = BlockStrategy(offload=True, save_attention="park")
+_STRATEGIES = (KEEP, _ATTENTION_KEPT, _ATTENTION_OFFLOADED, _BOTH_OFFLOADED, RECOMPUTE, OFFLOAD)
+"""What may happen to blocks."""
+_SAME_SECONDS = 0.001
+"""Relative: what is predicted to be closer than this counts as equally fast."""
+_MOST_COUNTS = 2
+"""Of the mixtures of two strategies, each of a second or more: in most models these cover nearly all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What a process may take.
+
+    Attributes:
+        device: bytes of its device.
+        host: bytes of host memory.
+        num_sharing: processes of the machine, which share streamed weights.
+        offload_ratio: part of what the weights leave of host memory that the offload may take.
+    """
+
+    device: float
+    host: float
+    num_sharing: int = 1
+    offload_ratio: float = 1.0
+
+    def holds(self, count: MemoryCount) -> bool:
+        """Whether a step takes no more than this."""
+        return count.device <= self.device and self.host_needed(count) <= self.host
+
+    def host_needed(self, count: MemoryCount) -> float:
+        """Bytes of host memory that there must be for a step."""
+        return count.weights_on_host / self.num_sharing + count.step.host / self.offload_ratio
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,33 +60,38 @@ class Choice:
     Attributes:
         settings: of the step.
         count: what it takes.
+        seconds: that it is predicted to take, which says more beside those of another choice.
     """
 
     settings: StepSettings
     count: MemoryCount
+    seconds: float
 
     def overrides(self, config: Config) -> list[str]:
         """What the settings change of a config, as ``key=value`` for the command line."""
-        step, strategy = self.settings, self.settings.policy.selected
-        wanted: dict[str, object] = {
-            "model.quantize": step.quantize,
-            "memory.stream_blocks": step.stream_blocks,
-            "train.use_gradient_checkpointing": step.use_gradient_checkpointing,
-            "train.use_gradient_checkpointing_offload": step.use_gradient_checkpointing_offload,
-            "memory.policy": "all",
-            "memory.policy_n": None,
-            "memory.policy_blocks": [],
-            "memory.save_attention": strategy.save_attention,
-        }
-        changed = {key: value for key, value in wanted.items() if _setting(config, key) != value}
         return [
             f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-            for key, value in changed.items()
+            for key, value in changed_settings(self.settings, config).items()
         ]
 
-    def fits(self, device_bytes: float, host_bytes: float) -> bool:
-        """Whether it takes no more than this."""
-        return self.count.device <= device_bytes and self.count.host <= host_bytes
+
+def changed_settings(settings: StepSettings, config: Config) -> dict[str, Any]:
+    """What settings of a step change of a config, by dotted key."""
+    policy = settings.policy
+    wanted: dict[str, Any] = {
+        "model.quantize": settings.quantize,
+        "train.micro_batch_size": settings.micro_batch_size,
+        "memory.stream_blocks": settings.stream_blocks,
+        "train.use_gradient_checkpointing": settings.use_gradient_checkpointing,
+        "train.use_gradient_checkpointing_offload": settings.use_gradient_checkpointing_offload,
+        "memory.policy": policy.select,
+        "memory.policy_n": policy.n,
+        "memory.policy_blocks": list(policy.blocks),
+        "memory.save_attention": policy.selected.save_attention,
+    }
+    if config.train.micro_batch_tokens is not None:
+        del wanted["train.micro_batch_size"]
+    return {key: value for key, value in wanted.items() if _setting(config, key) != value}
 
 
 def _setting(config: Config, key: str) -> object:
@@ -61,38 +101,156 @@ def _setting(config: Config, key: str) -> object:
 
 
 def choices(
-    counter: MemoryCounter, settings: StepSettings, *, device_bytes: float, host_bytes: float
+    counter: MemoryCounter,
+    seconds: Callable[[StepSettings], float],
+    kinds: Sequence[StepSettings],
+    room: Room,
 ) -> list[Choice]:
-    """Settings that fit, and give the same numbers: of what happens to all blocks, and how many are streamed.
+    """The best settings that fit, the fastest first: of those that are as fast, what takes the host least.
 
-    As few as do are streamed. First those that stream least, then those that compute least again, then those
-    that copy least. How long a step takes is not known.
+    None of them takes as long as another, or longer, and no less memory.
+
+    Args:
+        counter: of the model.
+        seconds: that an optimizer step takes.
+        kinds: settings as they may be, but for what happens to blocks and how many are streamed.
+        room: that there is.
     """
-    fitting = [
-        choice
-        for strategy in _STRATEGIES
-        if (choice := least_streamed(counter, _under(settings, strategy), device_bytes)) is not None
-        and choice.fits(device_bytes, host_bytes)
-    ]
-    return sorted(fitting, key=lambda choice: choice.count.weights_on_host)
+    search = _Search(counter, seconds, room)
+    found = [choice for settings in kinds for choice in search.best_of_each_kind(settings)]
+    found.sort(key=lambda choice: (choice.seconds, room.host_needed(choice.count), choice.count.device))
+    best: list[Choice] = []
+    for choice in found:
+        if len(best) < NUM_CHOICES and not any(_is_no_better(choice, other, room) for other in best):
+            best = [other for other in best if not _is_no_better(other, choice, room)] + [choice]
+    return best
 
 
-def _under(settings: StepSettings, strategy: BlockStrategy) -> StepSettings:
-    """The settings with all blocks treated alike, and none streamed."""
+def _is_no_better(choice: Choice, other: Choice, room: Room) -> bool:
+    return (
+        other.seconds <= choice.seconds * (1 + _SAME_SECONDS)
+        and other.count.device <= choice.count.device
+        and room.host_needed(other.count) <= room.host_needed(choice.count)
+    )
+
+
+def least_streamed(
+    counter: MemoryCounter, settings: StepSettings, device_bytes: float
+) -> StepSettings | None:
+    """The settings with as few streamed blocks as fit the device; None where no number does."""
+    tried = [replace(settings, stream_blocks=number) for number in _numbers_streamed(counter, settings)]
+    place = bisect_left(tried, True, key=lambda one: counter.count(one).device <= device_bytes)
+    return tried[place] if place < len(tried) else None
+
+
+def _numbers_streamed(counter: MemoryCounter, settings: StepSettings) -> list[int]:
+    return [0, *range(settings.stream_slots + 1, counter.num_blocks + 1)]
+
+
+def least_of_device(counter: MemoryCounter, settings: StepSettings) -> StepSettings:
+    """The settings with what takes least of the device: all blocks are streamed, and treated alike."""
+    tried = [replace(_under(settings, strategy), stream_blocks="all") for strategy in _STRATEGIES]
+    if counter.num_blocks <= settings.stream_slots:
+        tried = [replace(one, stream_blocks=0) for one in tried]
+    return min(tried, key=lambda one: counter.count(one).device)
+
+
+def _under(settings: StepSettings, strategy: BlockStrategy, num_first: int | None = None) -> StepSettings:
+    """The settings with all blocks, or the first ones, treated in a way, and none streamed."""
+    # As a config says it: the strategy of a policy offloads where the switch permits it.
+    selected = BlockStrategy(offload=True, save_attention=strategy.save_attention)
+    policy = BlockPolicy(selected=selected)
+    if num_first is not None:
+        policy = BlockPolicy(select="first_k", n=num_first, selected=selected)
     return replace(
         settings,
         use_gradient_checkpointing=strategy.recompute,
         use_gradient_checkpointing_offload=strategy.offload,
-        policy=BlockPolicy(selected=strategy),
+        policy=policy,
         stream_blocks=0,
     )
 
 
-def least_streamed(counter: MemoryCounter, settings: StepSettings, device_bytes: float) -> Choice | None:
-    """The settings with as few streamed blocks as fit the device; None where no number does."""
-    for number in (0, *range(settings.stream_slots + 1, counter.num_blocks + 1)):
-        tried = replace(settings, stream_blocks=number)
-        count = counter.count(tried)
-        if count.device <= device_bytes:
-            return Choice(settings=tried, count=count)
-    return None
+class _Search:
+    """The fastest settings of each kind: of a strategy, mixed with blocks that are kept or not, streamed
+    or not.
+    """
+
+    def __init__(self, counter: MemoryCounter, seconds: Callable[[StepSettings], float], room: Room) -> None:
+        self._counter, self._seconds, self._room = counter, seconds, room
+
+    def best_of_each_kind(self, settings: StepSettings) -> Iterator[Choice]:
+        """Those that fit."""
+        effective = [strategy for strategy in _STRATEGIES if self._has_effect(settings, strategy)]
+        for strategy in effective:
+            alike = least_streamed(self._counter, _under(settings, strategy), self._room.device)
+            if alike is not None:
+                yield from self._if_it_fits(alike)
+        if self._counter.count(_under(settings, KEEP)).device > self._room.device:
+            for strategy in self._worth_mixing(settings, effective):
+                yield from self._mixtures(settings, strategy)
+
+    def _if_it_fits(self, settings: StepSettings) -> list[Choice]:
+        count = self._counter.count(settings)
+        if not self._room.holds(count):
+            return []
+        return [Choice(settings=settings, count=count, seconds=self._seconds(settings))]
+
+    def _has_effect(self, settings: StepSettings, strategy: BlockStrategy) -> bool:
+        """Whether a strategy does all that it says; what has no effect stops a run."""
+        if strategy.save_attention == "no":
+            return not strategy.offload or self._step(settings, strategy).host > 0
+        without = RECOMPUTE if not strategy.offload else OFFLOAD
+        saves = self._step(settings, strategy) != self._step(settings, without)
+        return saves and self._has_effect(settings, without)
+
+    def _step(self, settings: StepSettings, strategy: BlockStrategy) -> Any:
+        return self._counter.count(_under(settings, strategy)).step
+
+    def _worth_mixing(
+        self, settings: StepSettings, effective: Sequence[BlockStrategy]
+    ) -> Iterator[BlockStrategy]:
+        """Of strategies that take host memory, and of others, that which costs least for what it saves."""
+        kept = _under(settings, KEEP)
+        device, seconds = self._counter.count(kept).device, self._seconds(kept)
+
+        def cost(strategy: BlockStrategy) -> float:
+            treated = _under(settings, strategy)
+            saved = device - self._counter.count(treated).device
+            return (self._seconds(treated) - seconds) / saved if saved > 0 else float("inf")
+
+        for takes_host in (False, True):
+            of_kind = [
+                strategy
+                for strategy in effective
+                if strategy.recompute and (self._step(settings, strategy).host > 0) == takes_host
+            ]
+            if of_kind:
+                yield min(of_kind, key=cost)
+
+    def _mixtures(self, settings: StepSettings, strategy: BlockStrategy) -> Iterator[Choice]:
+        """The fastest that stream nothing, and that stream; as few blocks as fit are not kept."""
+        numbers = self._numbers_mixed(settings, strategy)
+        streaming = list[Choice]()
+        for num_streamed in _numbers_streamed(self._counter, settings):
+            tried = [
+                replace(_under(settings, strategy, number), stream_blocks=num_streamed) for number in numbers
+            ]
+            place = bisect_left(
+                tried, True, key=lambda one: self._counter.count(one).device <= self._room.device
+            )
+            found = self._if_it_fits(tried[place]) if place < len(tried) else []
+            if num_streamed:
+                streaming += found
+            else:
+                yield from found
+        if streaming:
+            yield min(streaming, key=lambda choice: choice.seconds)
+
+    def _numbers_mixed(self, settings: StepSettings, strategy: BlockStrategy) -> list[int]:
+        """How many blocks may be treated so while the others are kept, as far as few counts tell."""
+        by_count = defaultdict[Any, list[int]](list)
+        for number in range(1, self._counter.num_blocks):
+            by_count[self._counter.counted_as(_under(settings, strategy, number))].append(number)
+        most = sorted(by_count.values(), key=len, reverse=True)[:_MOST_COUNTS]
+        return sorted(number for numbers in most for number in numbers)

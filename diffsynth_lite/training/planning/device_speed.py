@@ -12,6 +12,9 @@ import torch
 from diffsynth_lite.core.planning import Kernel, Kernels
 from diffsynth_lite.errors import UserError
 
+COUNTED_SHARE = 0.9
+"""Of what is free on a device. The rest is for what is not counted: kernels, what the allocator cannot use;
+how much these take was measured on no GPU."""
 _PRODUCTS, _ATTENTION, _ATTENTION_BACKWARD = 0.75, 0.6, 0.5
 _MEMORY, _BUS = 0.85, 0.8
 """Assumptions: the parts of a data sheet's numbers that kernels and copies reach."""
@@ -93,6 +96,11 @@ class Gpu:
     lanes: int = 16
     source: str
     device_names: tuple[str, ...] = ()
+
+    @property
+    def training_gib(self) -> float:
+        """What of its memory is taken to be free for training."""
+        return COUNTED_SHARE * self.memory_gib
 
     def speed(self) -> DeviceSpeed:
         """What a training step is taken to reach."""
@@ -221,10 +229,20 @@ def gpu_named(name: str) -> Gpu:
     Raises:
         UserError: none of those that are known is called so.
     """
-    for gpu in GPUS:
-        if _plain(name) in map(_plain, (gpu.name, *gpu.device_names)):
-            return gpu
-    raise UserError(f"--gpu {name}: not known; known are {', '.join(gpu.name for gpu in GPUS)}")
+    found = _known(name)
+    if found is None:
+        raise UserError(f"--gpu {name}: not known; known are {', '.join(gpu.name for gpu in GPUS)}")
+    return found
+
+
+def gpu_here() -> Gpu | None:
+    """The first CUDA device of this machine, if there is one and it is known."""
+    return _known(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
+
+
+def _known(name: str) -> Gpu | None:
+    wanted = _plain(name)
+    return next((gpu for gpu in GPUS if wanted in map(_plain, (gpu.name, *gpu.device_names))), None)
 
 
 def _plain(name: str) -> str:

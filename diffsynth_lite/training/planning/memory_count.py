@@ -235,16 +235,24 @@ class MemoryCounter:
         Quantization(format=counted_format(settings.quantize), layers=layers, device=_META).apply_to(model)
         return model
 
-    def _step_bytes(self, settings: StepSettings) -> StepBytes:
-        """What a step holds; each kind of step is counted once, and stands for models of any length."""
+    def counted_as(self, settings: StepSettings) -> Any:
+        """Equal for settings whose activations one count tells, which takes a second or more."""
+        return self._count_of(settings)[0]
+
+    def _count_of(self, settings: StepSettings) -> tuple[tuple[StepSettings, tuple[int, ...]], FewBlocks]:
+        """What is counted for these settings, and the blocks that stand for theirs."""
         settings = settings.in_effect()
         few = self._few_blocks(settings)
-        settings = replace(settings, policy=few.policy)
-        key = settings, few.kinds
+        return (replace(settings, policy=few.policy), few.kinds), few
+
+    def _step_bytes(self, settings: StepSettings) -> StepBytes:
+        """What a step holds; each kind of step is counted once, and stands for models of any length."""
+        key, few = self._count_of(settings)
+        counted = key[0]
         if key not in self._steps:
-            self._steps[key] = self._counted(settings, few)
-        found, lasting = self._steps[key].stretched(few.repeats), self._model_of(settings, few).lasting
-        added = self.lora_bytes if settings.accumulates else 0
+            self._steps[key] = self._counted(counted, few)
+        found, lasting = self._steps[key].stretched(few.repeats), self._model_of(counted, few).lasting
+        added = self.lora_bytes if counted.accumulates else 0
         return replace(found, kept=found.kept + lasting, peak=found.peak + lasting + added)
 
     def _counted(self, settings: StepSettings, few: FewBlocks) -> CountedStep:

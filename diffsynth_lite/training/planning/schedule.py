@@ -55,6 +55,8 @@ def simulated(
         num_slots: as in ``WeightStream``.
         resident_blocks: as in ``GradientEngine``, as the next.
     """
+    if not weights and not any(block.sent for block in blocks):
+        return before + between + sum(block.forward + block.recompute + block.backward for block in blocks)
     streams = _Streams(speed)
     slots = _Slots(streams, weights or {}, num_slots)
     offloaded = _Offloaded(streams, blocks, resident_blocks, prefetched_blocks)

@@ -16,7 +16,9 @@ from diffsynth_lite.pipelines.base.batching import INPUT
 from diffsynth_lite.pipelines.base.release_folder import write_release
 from diffsynth_lite.training.checks import bind_family, block_policy, find_targets, select_blocks
 from diffsynth_lite.training.data_settings import num_tokens_of, sizes_of
+from diffsynth_lite.training.planning.device_speed import Gpu
 from diffsynth_lite.training.planning.memory_count import MemoryCounter, StepSettings
+from diffsynth_lite.training.planning.step_time import StepTimer
 from diffsynth_lite.training.streaming import require_as_many_blocks
 
 
@@ -102,6 +104,11 @@ def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
         latents_shape=shape,
         conditioning=conditioning | inputs,
     )
+
+
+def timer_of(config: Config, counter: MemoryCounter, gpu: Gpu) -> StepTimer:
+    """Predicts how long optimizer steps of a config take in one process on a card."""
+    return StepTimer(counter, gpu.speed(), batch_size=config.train.global_batch_size)
 
 
 def num_inputs_of(config: Config, family: ModelFamily) -> int:
