@@ -35,7 +35,8 @@ from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.pipelines import load_family
 from diffsynth_lite.pipelines.base.release_folder import write_release
 from diffsynth_lite.training.planning import few_blocks
-from diffsynth_lite.training.planning.memory_count import MemoryCount, MemoryCounter, StepSettings
+from diffsynth_lite.training.planning.memory_count import MemoryCount, MemoryCounter
+from diffsynth_lite.training.planning.step import StepSettings
 
 RELEASED = tuple(every_release())
 SHOWN = ("Qwen-Image", "Wan 2.1 T2V 14B", "FLUX.2 dev")

@@ -1,26 +1,24 @@
 """What a step of each family is counted to hold is what it holds on the CPU, to the byte."""
 
-import pytest
 import torch
 from family_sample import Sample, adapted_transformer
 from held_step import step_on_cpu
 
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy
-from diffsynth_lite.core.planning import kernels
 from diffsynth_lite.lora import find_target_layers
-from diffsynth_lite.training.planning import memory_count
-from diffsynth_lite.training.planning.memory_count import MemoryCounter, StepSettings
+from diffsynth_lite.training.planning.memory_count import MemoryCounter
+from diffsynth_lite.training.planning.step import StepSettings
 
 
 def test_a_step_holds_what_is_counted_of_blocks_that_are_kept_and_of_those_that_are_recomputed(
-    sample: Sample, monkeypatch: pytest.MonkeyPatch
+    sample: Sample,
 ) -> None:
-    monkeypatch.setattr(memory_count, "ON_CUDA", kernels.ON_ALL_DEVICES)
     settings = StepSettings(
         micro_batch_size=2,
         mixed_precision="no",
         policy=BlockPolicy(select="every_n", n=2, selected=BlockStrategy(save_attention="keep")),
         dtype=torch.float32,
+        device_type="cpu",
     )
     family, model = sample.family, adapted_transformer(sample)
     inputs = {"latents_shape": sample.latents.shape[1:], "conditioning": sample.conditioning[0]}

@@ -9,7 +9,7 @@ import torch
 from diffsynth_lite.core.gradient import GradientEngine, blocks_in, gradient_engine
 from diffsynth_lite.core.planning import CountingMeter, HostBackend, StepBytes, count_step
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
-from diffsynth_lite.training.planning.memory_count import StepSettings
+from diffsynth_lite.training.planning.step import StepSettings
 
 CPU = torch.device("cpu")
 

@@ -81,8 +81,11 @@ class CudaAutocast(TorchFunctionMode):
     What other functions call inside of themselves is not cast. Layers of ours ask for the dtype.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, in_float32: frozenset[str] = IN_FLOAT32, to_float32: frozenset[str] = TO_FLOAT32
+    ) -> None:
         super().__init__()
+        self._in_float32, self._to_float32 = in_float32, to_float32
         self._casts: dict[nn.Parameter, Tensor] = {}
         self._is_forward = False
         self._dtype = ExitStack()
@@ -96,6 +99,11 @@ class CudaAutocast(TorchFunctionMode):
     def __exit__(self, *exception: Any) -> None:
         self._dtype.close()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def of_the_cpu(cls) -> "CudaAutocast":
+        """As on the CPU, where norms and sums stay in bf16."""
+        return cls(frozenset(), frozenset())
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -125,9 +133,9 @@ class CudaAutocast(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in IN_LOWER_PRECISION:
             return func(*map(self._lower, args), **{key: self._lower(one) for key, one in kwargs.items()})
-        if name in IN_FLOAT32:
+        if name in self._in_float32:
             return func(*map(_upper, args), **{key: _upper(one) for key, one in kwargs.items()})
-        if name in TO_FLOAT32 and _is_castable(args[0]) and kwargs.get("dtype") is None:
+        if name in self._to_float32 and _is_castable(args[0]) and kwargs.get("dtype") is None:
             kwargs = {**kwargs, "dtype": torch.float32}
         return func(*args, **kwargs)
 

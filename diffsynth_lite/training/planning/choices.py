@@ -14,7 +14,8 @@ from typing import Any
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import KEEP, OFFLOAD, RECOMPUTE, BlockPolicy, BlockStrategy
-from diffsynth_lite.training.planning.memory_count import MemoryCount, MemoryCounter, StepSettings
+from diffsynth_lite.training.planning.memory_count import MemoryCount, MemoryCounter
+from diffsynth_lite.training.planning.step import StepSettings
 
 NUM_CHOICES = 8
 _ATTENTION_KEPT = BlockStrategy(save_attention="keep")

@@ -4,30 +4,21 @@ The settings of a folder are enough: the model is built on torch's meta device, 
 all. What kernels, the allocator and the driver take for themselves is not counted.
 """
 
-import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from accelerate.utils import convert_outputs_to_fp32
-from torch import Tensor, nn
+from torch import nn
 
-from diffsynth_lite.core.gradient import BlockPolicy, GradientEngine, blocks_in, gradient_engine
+from diffsynth_lite.core.gradient import blocks_in
 from diffsynth_lite.core.planning import (
-    ON_CUDA,
     CountedStep,
     CountingMeter,
-    CudaAutocast,
-    FusedKernels,
-    HostBackend,
     IgnoresTensors,
     StepBytes,
-    backward_in_scope,
     count_step,
 )
-from diffsynth_lite.core.transfer.backends import smallest_worth_moving
 from diffsynth_lite.core.weights import (
     Quantization,
     counted_format,
@@ -39,62 +30,11 @@ from diffsynth_lite.lora import adapter_size, add_adapter, layers_ending_in
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
 from diffsynth_lite.pipelines.base.quantized import kept_in_fp32, quantizable_layers
 from diffsynth_lite.training.planning.few_blocks import BlockLists, FewBlocks
+from diffsynth_lite.training.planning.step import MetaModel, MetaStep, Sample, StepSettings
 
 _META = torch.device("meta")
 _MOMENTS = 2
 """Numbers that AdamW keeps of each one that trains."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSettings:
-    """What decides how much memory a step of a model takes, by the names of the settings.
-
-    Attributes:
-        accumulates: whether a step has several micro-batches, whose gradients are added up.
-        policy: which blocks are checkpointed, and what they keep.
-        has_average: whether a moving average of the LoRA is kept.
-    """
-
-    micro_batch_size: int = 1
-    accumulates: bool = False
-    has_average: bool = False
-    mixed_precision: Literal["no", "bf16"] = "bf16"
-    use_gradient_checkpointing: bool = True
-    use_gradient_checkpointing_offload: bool = False
-    policy: BlockPolicy = BlockPolicy()  # noqa: RUF009 (frozen)
-    resident_blocks: int = 1
-    prefetched_blocks: int = 1
-    skip_dead_ops: bool = True
-    min_bytes: int | None = None
-    dtype: torch.dtype = torch.bfloat16
-    quantize: Literal["none", "int8", "nf4"] = "none"
-    quantize_skip: tuple[str, ...] = ()
-    stream_blocks: int | Literal["all"] = 0
-    stream_slots: int = 2
-
-    def in_effect(self) -> "StepSettings":
-        """The same for all settings under which activations are: those with the same strategies."""
-        selected, others = (
-            strategy.under(self.use_gradient_checkpointing, self.use_gradient_checkpointing_offload)
-            for strategy in (self.policy.selected, self.policy.others)
-        )
-        policy = BlockPolicy() if selected == others else self.policy
-        return replace(
-            self,
-            use_gradient_checkpointing=selected.recompute or others.recompute,
-            use_gradient_checkpointing_offload=selected.offload or others.offload,
-            policy=replace(policy, selected=selected, others=others),
-            # Where weights are changes no activation, nor does an average.
-            stream_blocks=0,
-            stream_slots=2,
-            has_average=False,
-        )
-
-    @property
-    def offloads(self) -> bool:
-        """Whether anything that blocks keep goes to host memory."""
-        applied = self.in_effect().policy
-        return any(one.offload or one.save_attention == "park" for one in (applied.selected, applied.others))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +70,6 @@ class MemoryCount:
         return self.weights_on_host + self.step.host
 
 
-@dataclass(frozen=True)
-class _Sample:
-    latents_shape: tuple[int, ...]
-    conditioning: Conditioning
-
-
 class MemoryCounter:
     """Counts steps of what a family trains, with a LoRA on some of its layers, at one size.
 
@@ -166,7 +100,7 @@ class MemoryCounter:
     ) -> None:
         self._family = family
         self._rank, self._dropout = rank, dropout
-        self._sample = _Sample(tuple(latents_shape), conditioning)
+        self._sample = Sample(tuple(latents_shape), conditioning)
         model = family.empty_transformer()
         self.lora_bytes = torch.float32.itemsize * adapter_size(model, layers, rank=rank)
         # Names within the first model, which runs.
@@ -177,7 +111,7 @@ class MemoryCounter:
         self._block_lists = BlockLists(part, family.block_lists, first)
         self.num_blocks = self._block_lists.num_blocks
         self._weights: dict[Any, list[_ModelBytes]] = {}
-        self._models: dict[Any, _MetaModel] = {}
+        self._models: dict[Any, MetaModel] = {}
         self._steps: dict[Any, CountedStep] = {}
 
     def count(self, settings: StepSettings) -> MemoryCount:
@@ -210,9 +144,9 @@ class MemoryCounter:
 
     def _model_bytes(self, settings: StepSettings) -> list["_ModelBytes"]:
         """Of each model that is trained."""
-        key = settings.dtype, settings.quantize, settings.quantize_skip, settings.min_bytes
+        min_bytes = settings.smallest_moved
+        key = settings.dtype, settings.quantize, settings.quantize_skip, min_bytes
         if key not in self._weights:
-            min_bytes = smallest_worth_moving(_META) if settings.min_bytes is None else settings.min_bytes
             parts = list(self._family.parts_of(self._family.empty_transformer()).values())
             self._weights[key] = []
             for part in parts:
@@ -267,7 +201,7 @@ class MemoryCounter:
             step.forward, step.backward, step.blocks, meter, step.engine, autocast=step.autocast
         )
 
-    def step_on_meta(self, settings: StepSettings, meter: IgnoresTensors) -> "MetaStep":
+    def step_on_meta(self, settings: StepSettings, meter: IgnoresTensors) -> MetaStep:
         """A step of the first model, with a few of its blocks in place of all.
 
         Args:
@@ -283,27 +217,29 @@ class MemoryCounter:
         num_neighbours = max(1, settings.resident_blocks, settings.prefetched_blocks)
         return self._block_lists.few(settings.policy, num_neighbours=num_neighbours)
 
-    def _step_of(self, settings: StepSettings, few: FewBlocks, meter: IgnoresTensors) -> "MetaStep":
+    def _step_of(self, settings: StepSettings, few: FewBlocks, meter: IgnoresTensors) -> MetaStep:
         model = self._model_of(settings, few)
         model.model.zero_grad()
-        return MetaStep(model, self._first, self._sample, settings, meter, few)
+        settings = replace(settings, policy=few.policy)
+        return MetaStep(model, self._first, self._sample, settings, meter, few.repeats)
 
-    def _model_of(self, settings: StepSettings, few: FewBlocks) -> "_MetaModel":
+    def _model_of(self, settings: StepSettings, few: FewBlocks) -> MetaModel:
         formats = settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision
-        key = few.kinds, formats, settings.micro_batch_size
+        key = few.kinds, formats, settings.micro_batch_size, settings.device_type
         if key not in self._models:
             made, meter = self._built(settings, few, settings.mixed_precision), CountingMeter(_META)
+            few_settings = replace(settings, policy=few.policy)
             with torch.no_grad(), meter:
-                MetaStep(made, self._first, self._sample, settings, meter, few).forward()
+                MetaStep(made, self._first, self._sample, few_settings, meter, few.repeats).forward()
             self._models[key] = replace(made, lasting=meter.num_bytes)
         return self._models[key]
 
-    def _built(self, settings: StepSettings, few: FewBlocks, precision: str) -> "_MetaModel":
+    def _built(self, settings: StepSettings, few: FewBlocks, precision: str) -> MetaModel:
         model = self._first.empty_transformer()
         layers = self._block_lists.keep_in(model, few)
         model = self._quantized(_cast(model, settings), settings)
         add_adapter(model, layers, rank=self._rank, alpha=1, dropout=self._dropout, seed=0)
-        return _MetaModel.of(model, precision)
+        return MetaModel.of(model, precision, settings.device_type)
 
     def model_that_draws(self, settings: StepSettings) -> nn.Module:
         """The first model, with a few of its blocks and its LoRA, on meta, as it is called for previews."""
@@ -353,98 +289,3 @@ class _ModelBytes:
             return {}
         wanted = len(self.blocks) if number == "all" else number
         return {place: self.blocks[place] for place in spread_evenly(len(self.blocks), wanted)}
-
-
-@dataclass(frozen=True)
-class _MetaModel:
-    """A model on meta with a few blocks and its LoRA, as a run of a precision has it.
-
-    Attributes:
-        autocast: of its forward pass; None where the run has none.
-        lasting: bytes of what it keeps of its first step, such as rotary tables.
-    """
-
-    model: nn.Module
-    autocast: CudaAutocast | None
-    lasting: int = 0
-
-    @classmethod
-    def of(cls, model: nn.Module, precision: str) -> "_MetaModel":
-        """The model under a precision, ready to train."""
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(_META)
-        autocast = CudaAutocast() if precision == "bf16" else None
-        if autocast:
-            _wrap_forward(model, autocast)
-        return cls(model.train(), autocast)
-
-
-class MetaStep:
-    """Forward and backward of a model on meta, as on a GPU and under the run's precision.
-
-    Attributes:
-        model: with its adapters.
-        blocks: that its forward pass calls, in call order.
-        repeats: which of them stand for more.
-        engine: runs them.
-        autocast: of the forward pass; None where the run has none.
-    """
-
-    def __init__(
-        self,
-        model: _MetaModel,
-        family: ModelFamily,
-        sample: _Sample,
-        settings: StepSettings,
-        meter: IgnoresTensors,
-        few: FewBlocks,
-    ) -> None:
-        self.model, self.autocast = model.model, model.autocast
-        self.blocks = blocks_in(self.model, family.block_lists)
-        self.repeats = few.repeats
-        self.engine = GradientEngine(
-            min_bytes=settings.min_bytes,
-            # Nothing is allocated, so that no memory of this machine limits it.
-            host_bytes=sys.maxsize,
-            resident_blocks=settings.resident_blocks,
-            prefetched_blocks=settings.prefetched_blocks,
-            backend=HostBackend(_META, meter),
-            policy=few.policy,
-            skip_dead_ops=settings.skip_dead_ops,
-            use_gradient_checkpointing=settings.use_gradient_checkpointing,
-            use_gradient_checkpointing_offload=settings.use_gradient_checkpointing_offload,
-        )
-        self._kernels = FusedKernels(ON_CUDA)
-        self._family, size = family, settings.micro_batch_size
-        self._conditioning = [sample.conditioning] * size
-        self._noisy = torch.empty(size, *sample.latents_shape, device=_META)
-        self._sigma = torch.full((size,), 0.5, device=_META)
-
-    def warm_up(self, settings: StepSettings) -> None:
-        """Take a step where one is needed before what the steps do is always the same."""
-        if settings.offloads:
-            # In the first step an engine learns what blocks share.
-            self.backward(self.forward())
-            self.model.zero_grad()
-
-    def forward(self) -> Tensor:
-        """The loss."""
-        with self._kernels, gradient_engine(self.engine):
-            estimate = self._family.predict(self.model, self._noisy, self._sigma, self._conditioning)
-            return estimate.float().square().mean()
-
-    def backward(self, loss: Tensor) -> None:
-        """The backward pass of the loss; gradients are kept."""
-        with self._kernels, self.autocast or nullcontext():
-            backward_in_scope(loss)
-
-
-def _wrap_forward(model: nn.Module, autocast: CudaAutocast) -> None:
-    """As ``accelerator.prepare`` does: autocast in the forward pass, and its result in fp32."""
-    forward = model.forward
-
-    def under_autocast(*args: Any, **kwargs: Any) -> Any:
-        with autocast.forward():
-            return forward(*args, **kwargs)
-
-    vars(model)["forward"] = convert_outputs_to_fp32(under_autocast)

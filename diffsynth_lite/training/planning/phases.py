@@ -13,8 +13,9 @@ from diffsynth_lite.training.planning.encoder_count import (
     count_media_encoder,
     count_prompt_encoder,
 )
-from diffsynth_lite.training.planning.memory_count import MemoryCount, MemoryCounter, StepSettings
+from diffsynth_lite.training.planning.memory_count import MemoryCount, MemoryCounter
 from diffsynth_lite.training.planning.preview_count import PreviewBytes, count_preview
+from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.without_weights import copied_bytes, frozen_component
 
 PhaseName = Literal["encoding media", "encoding prompts", "loading", "training", "drawing previews"]

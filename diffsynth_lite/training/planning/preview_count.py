@@ -12,7 +12,8 @@ from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.training.checks import preview_size
 from diffsynth_lite.training.data_settings import frame_counts_of
 from diffsynth_lite.training.evaluation import evaluation_mode
-from diffsynth_lite.training.planning.memory_count import MemoryCounter, StepSettings
+from diffsynth_lite.training.planning.memory_count import MemoryCounter
+from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.without_weights import (
     copied_bytes,
     counted_silently,

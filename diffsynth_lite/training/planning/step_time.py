@@ -17,8 +17,9 @@ from diffsynth_lite.core.planning import (
     count_work,
 )
 from diffsynth_lite.training.planning.device_speed import DeviceSpeed
-from diffsynth_lite.training.planning.memory_count import MemoryCounter, StepSettings
+from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.schedule import BlockTime, Sending, simulated
+from diffsynth_lite.training.planning.step import StepSettings
 
 _OFFLOADED = BlockStrategy(offload=True)
 _ATTENTION_OFFLOADED = BlockStrategy(save_attention="park")

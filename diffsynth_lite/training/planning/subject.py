@@ -17,7 +17,8 @@ from diffsynth_lite.pipelines.base.release_folder import write_release
 from diffsynth_lite.training.checks import bind_family, block_policy, find_targets, select_blocks
 from diffsynth_lite.training.data_settings import num_tokens_of, sizes_of
 from diffsynth_lite.training.planning.device_speed import Gpu
-from diffsynth_lite.training.planning.memory_count import MemoryCounter, StepSettings
+from diffsynth_lite.training.planning.memory_count import MemoryCounter
+from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.step_time import StepTimer
 from diffsynth_lite.training.streaming import require_as_many_blocks
 

@@ -7,7 +7,8 @@ import pytest
 from diffsynth_lite.config import load_config
 from diffsynth_lite.core.planning import StepBytes
 from diffsynth_lite.training.planning.choices import Choice, Room, choices, least_of_device
-from diffsynth_lite.training.planning.memory_count import MemoryCount, StepSettings
+from diffsynth_lite.training.planning.memory_count import MemoryCount
+from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.subject import step_settings
 
 ANY = 1e9

@@ -12,14 +12,15 @@ from family_subject import conditioning_of, family_of
 from held_step import CPU, step_on_cpu
 
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_in
-from diffsynth_lite.core.planning import StepBytes, count_step, kernels
+from diffsynth_lite.core.planning import StepBytes, count_step
 from diffsynth_lite.core.weights import Int8, Quantization
 from diffsynth_lite.lora import add_adapter, find_target_layers
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.quantized import quantizable_layers
 from diffsynth_lite.training.planning import few_blocks, memory_count
 from diffsynth_lite.training.planning.device_speed import gpu_named
-from diffsynth_lite.training.planning.memory_count import MemoryCounter, StepSettings
+from diffsynth_lite.training.planning.memory_count import MemoryCounter
+from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.step_time import StepTimer
 
 RANK = 4
@@ -118,12 +119,10 @@ def weights_to_move(block: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [weight for weight in block.parameters() if weight.nbytes >= 64 * 1024]
 
 
-def test_a_step_on_the_cpu_under_autocast_holds_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Autocast of the CPU leaves norms and sums in bf16.
-    monkeypatch.setattr(kernels, "IN_FLOAT32", frozenset())
-    monkeypatch.setattr(kernels, "TO_FLOAT32", frozenset())
-    monkeypatch.setattr(memory_count, "ON_CUDA", kernels.ON_ALL_DEVICES)
-    settings = replace(OFFLOADED, quantize="int8", micro_batch_size=2, accumulates=True)
+def test_a_step_on_the_cpu_under_autocast_holds_what_is_counted() -> None:
+    settings = replace(
+        OFFLOADED, quantize="int8", micro_batch_size=2, accumulates=True, device_type="cpu", min_bytes=None
+    )
     with narrow("qwen_image", 2) as (family, release):
         counted = counter_of(family, release).count(settings)
         pixels = release.small_pixels

@@ -1,0 +1,197 @@
+"""This file takes a training step on torch's meta device, as a device would under given settings."""
+
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from torch import Tensor, nn
+
+from diffsynth_lite.core.gradient import BlockPolicy, GradientEngine, blocks_in, gradient_engine
+from diffsynth_lite.core.planning import (
+    ON_ALL_DEVICES,
+    ON_CUDA,
+    CudaAutocast,
+    FusedKernels,
+    HostBackend,
+    IgnoresTensors,
+    Repeat,
+    backward_in_scope,
+)
+from diffsynth_lite.core.transfer.backends import smallest_worth_moving
+from diffsynth_lite.pipelines import Conditioning, ModelFamily
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """What decides how much memory a step of a model takes, by the names of the settings.
+
+    Attributes:
+        accumulates: whether a step has several micro-batches, whose gradients are added up.
+        policy: which blocks are checkpointed, and what they keep.
+        has_average: whether a moving average of the LoRA is kept.
+        device_type: kernels and autocast of CUDA and the CPU are not the same.
+    """
+
+    micro_batch_size: int = 1
+    accumulates: bool = False
+    has_average: bool = False
+    mixed_precision: Literal["no", "bf16"] = "bf16"
+    use_gradient_checkpointing: bool = True
+    use_gradient_checkpointing_offload: bool = False
+    policy: BlockPolicy = BlockPolicy()  # noqa: RUF009 (frozen)
+    resident_blocks: int = 1
+    prefetched_blocks: int = 1
+    skip_dead_ops: bool = True
+    min_bytes: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    quantize: Literal["none", "int8", "nf4"] = "none"
+    quantize_skip: tuple[str, ...] = ()
+    stream_blocks: int | Literal["all"] = 0
+    stream_slots: int = 2
+    device_type: Literal["cuda", "cpu"] = "cuda"
+
+    @property
+    def smallest_moved(self) -> int:
+        """Bytes of the smallest tensor that is offloaded or streamed."""
+        if self.min_bytes is not None:
+            return self.min_bytes
+        return smallest_worth_moving(torch.device(self.device_type))
+
+    def in_effect(self) -> "StepSettings":
+        """The same for all settings under which activations are: those with the same strategies."""
+        selected, others = (
+            strategy.under(self.use_gradient_checkpointing, self.use_gradient_checkpointing_offload)
+            for strategy in (self.policy.selected, self.policy.others)
+        )
+        policy = BlockPolicy() if selected == others else self.policy
+        return replace(
+            self,
+            use_gradient_checkpointing=selected.recompute or others.recompute,
+            use_gradient_checkpointing_offload=selected.offload or others.offload,
+            policy=replace(policy, selected=selected, others=others),
+            # Where weights are changes no activation, nor does an average.
+            stream_blocks=0,
+            stream_slots=2,
+            has_average=False,
+        )
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything that blocks keep goes to host memory."""
+        applied = self.in_effect().policy
+        return any(one.offload or one.save_attention == "park" for one in (applied.selected, applied.others))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a model is given of one sample: the shape of its latents, and its conditioning."""
+
+    latents_shape: tuple[int, ...]
+    conditioning: Conditioning
+
+
+@dataclass(frozen=True)
+class MetaModel:
+    """A model on meta with a few blocks and its LoRA, as a run of a precision has it.
+
+    Attributes:
+        autocast: of its forward pass; None where the run has none.
+        lasting: bytes of what it keeps of its first step, such as rotary tables.
+    """
+
+    model: nn.Module
+    autocast: CudaAutocast | None
+    lasting: int = 0
+
+    @classmethod
+    def of(cls, model: nn.Module, precision: str, device_type: str) -> "MetaModel":
+        """The model under a precision, ready to train."""
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(_META)
+        autocast = None
+        if precision == "bf16":
+            autocast = CudaAutocast() if device_type == "cuda" else CudaAutocast.of_the_cpu()
+        if autocast:
+            _wrap_forward(model, autocast)
+        return cls(model.train(), autocast)
+
+
+class MetaStep:
+    """Forward and backward of a model on meta, as on a device and under the run's precision.
+
+    Args:
+        settings: with the policy of the model's blocks.
+        meter: is told what stands for host memory.
+
+    Attributes:
+        model: with its adapters.
+        blocks: that its forward pass calls, in call order.
+        repeats: which of them stand for more.
+        engine: runs them.
+        autocast: of the forward pass; None where the run has none.
+    """
+
+    def __init__(
+        self,
+        model: MetaModel,
+        family: ModelFamily,
+        sample: Sample,
+        settings: StepSettings,
+        meter: IgnoresTensors,
+        repeats: Sequence[Repeat],
+    ) -> None:
+        self.model, self.autocast = model.model, model.autocast
+        self.blocks = blocks_in(self.model, family.block_lists)
+        self.repeats = repeats
+        self.engine = GradientEngine(
+            min_bytes=settings.smallest_moved,
+            # Nothing is allocated, so that no memory of this machine limits it.
+            host_bytes=sys.maxsize,
+            resident_blocks=settings.resident_blocks,
+            prefetched_blocks=settings.prefetched_blocks,
+            backend=HostBackend(_META, meter),
+            policy=settings.policy,
+            skip_dead_ops=settings.skip_dead_ops,
+            use_gradient_checkpointing=settings.use_gradient_checkpointing,
+            use_gradient_checkpointing_offload=settings.use_gradient_checkpointing_offload,
+        )
+        self._kernels = FusedKernels(ON_CUDA if settings.device_type == "cuda" else ON_ALL_DEVICES)
+        self._family, size = family, settings.micro_batch_size
+        self._conditioning = [sample.conditioning] * size
+        self._noisy = torch.empty(size, *sample.latents_shape, device=_META)
+        self._sigma = torch.full((size,), 0.5, device=_META)
+
+    def warm_up(self, settings: StepSettings) -> None:
+        """Take a step where one is needed before what the steps do is always the same."""
+        if settings.offloads:
+            # In the first step an engine learns what blocks share.
+            self.backward(self.forward())
+            self.model.zero_grad()
+
+    def forward(self) -> Tensor:
+        """The loss."""
+        with self._kernels, gradient_engine(self.engine):
+            estimate = self._family.predict(self.model, self._noisy, self._sigma, self._conditioning)
+            return estimate.float().square().mean()
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of the loss; gradients are kept."""
+        with self._kernels, self.autocast or nullcontext():
+            backward_in_scope(loss)
+
+
+def _wrap_forward(model: nn.Module, autocast: CudaAutocast) -> None:
+    """As ``accelerator.prepare`` does: autocast in the forward pass, and its result in fp32."""
+    forward = model.forward
+
+    def under_autocast(*args: Any, **kwargs: Any) -> Any:
+        with autocast.forward():
+            return forward(*args, **kwargs)
+
+    vars(model)["forward"] = convert_outputs_to_fp32(under_autocast)
