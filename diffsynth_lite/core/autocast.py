@@ -1,12 +1,19 @@
-"""This file says what autocast has a layer compute in, also on meta, where torch has none."""
+"""This file says what autocast has a layer compute in, also on meta, where torch has none.
+
+And it has layers that read the same tensor share one cast of it.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
+from torch import Tensor
 
 _ON_META: ContextVar[torch.dtype | None] = ContextVar("autocast_on_meta", default=None)
+_CAST = "cast_of_this"
+"""Where a tensor has the cast of it that is shared."""
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -26,3 +33,40 @@ def autocast_on_meta(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         _ON_META.reset(token)
+
+
+def shared_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in autocast's dtype, in memory that all share who cast the same ``x`` while it is there.
+
+    Each has a gradient of its own, in ``x.dtype`` when it is added to others, as where autocast casts.
+    Leaves come back as they are, of which autocast itself casts those that train once, and so does what
+    nothing is kept of.
+    """
+    is_kept = torch.is_grad_enabled() and not x.is_leaf
+    # A compiler shares by itself.
+    if x.dtype == dtype or not is_kept or torch.compiler.is_compiling():
+        return x
+    version, cast = vars(x).get(_CAST, (None, None))
+    if version != x._version or cast.dtype != dtype:
+        cast = x.detach().to(dtype)
+        vars(x)[_CAST] = x._version, cast
+    output: Tensor = _Cast.apply(x, cast)  # type: ignore[no-untyped-call]
+    return output
+
+
+def drop_cast(x: Tensor) -> None:
+    """Let go of the cast that others shared, for a tensor that outlives them, such as a block's input."""
+    vars(x).pop(_CAST, None)
+
+
+class _Cast(torch.autograd.Function):
+    """``x.to(cast.dtype)``, which is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cast: Tensor) -> Tensor:
+        ctx.dtype = x.dtype
+        return cast.view_as(cast)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None

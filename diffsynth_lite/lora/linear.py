@@ -8,16 +8,12 @@ scaled by 1 is not multiplied.
 
 from typing import Any
 
-import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
-from diffsynth_lite.core.autocast import autocast_dtype
+from diffsynth_lite.core.autocast import autocast_dtype, shared_cast
 from diffsynth_lite.core.weights import FrozenLinear
-
-_CAST = "cast_of_this"
-"""Where a tensor has the cast of it that is shared."""
 
 
 class LoraLinear(Linear):  # type: ignore[misc]  # peft has no types
@@ -64,34 +60,3 @@ def use_lora_linear(config: LoraConfig) -> None:
         return LoraLinear(target, adapter_name, **kwargs) if is_known else None
 
     config._register_custom_module({nn.Linear: layer_around})
-
-
-def shared_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` in autocast's dtype, in memory that all share who cast the same ``x`` while it is there.
-
-    Each has a gradient of its own, in ``x.dtype`` when it is added to others, as where autocast casts.
-    What autocast casts only once itself (leaves), and what nothing is kept of, comes back as it is.
-    """
-    is_kept = torch.is_grad_enabled() and not x.is_leaf
-    # A compiler shares by itself.
-    if x.dtype == dtype or not is_kept or torch.compiler.is_compiling():
-        return x
-    version, cast = vars(x).get(_CAST, (None, None))
-    if version != x._version or cast.dtype != dtype:
-        cast = x.detach().to(dtype)
-        vars(x)[_CAST] = x._version, cast
-    output: Tensor = _Cast.apply(x, cast)  # type: ignore[no-untyped-call]
-    return output
-
-
-class _Cast(torch.autograd.Function):
-    """``x.to(cast.dtype)``, which is there already."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cast: Tensor) -> Tensor:
-        ctx.dtype = x.dtype
-        return cast.view_as(cast)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.dtype), None

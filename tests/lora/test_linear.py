@@ -10,9 +10,12 @@ from peft import LoraConfig
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
+from diffsynth_lite.core.autocast import shared_cast
+from diffsynth_lite.core.gradient import gradient_checkpoint_forward
+from diffsynth_lite.core.planning import CountingMeter
 from diffsynth_lite.core.weights import Int8, Quantization
 from diffsynth_lite.lora import add_adapter
-from diffsynth_lite.lora.linear import LoraLinear, shared_cast, use_lora_linear
+from diffsynth_lite.lora.linear import LoraLinear, use_lora_linear
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LAYERS = ("first", "query", "key", "value", "out")
@@ -120,6 +123,15 @@ def test_query_key_and_value_keep_one_cast_of_what_they_read() -> None:
     with patch.object(LoraLinear, "forward", Linear.forward):
         theirs = kept_bytes(model)
     assert theirs - ours == 2 * (2 * NUM_TOKENS * WIDTH * BF16.itemsize)
+
+
+def test_of_a_block_that_runs_again_no_cast_is_kept() -> None:
+    model = adapted(model_of())
+    x = torch.randn(2, NUM_TOKENS, WIDTH, requires_grad=True) + 1  # which a layer of the block reads
+    with CountingMeter() as meter, torch.autocast("cpu", BF16, cache_enabled=False):
+        meter.start()
+        output = gradient_checkpoint_forward(model, True, False, x)
+        assert meter.num_bytes == output.nbytes
 
 
 def test_a_tensor_that_was_changed_or_is_wanted_in_another_dtype_is_cast_again() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from diffsynth_lite.core.autocast import drop_cast
 from diffsynth_lite.core.gradient.arguments import put_tensors, take_tensors
 from diffsynth_lite.core.gradient.attention import SavedAttention
 from diffsynth_lite.core.gradient.blocks import (
@@ -139,10 +140,15 @@ def _checkpointed(
             engine.recomputing()
         scope = savings.recompute() if has_run else savings.forward()
         has_run = True
-        run_args, run_kwargs = put_tensors(template, _unwrapped(inputs))
+        given = _unwrapped(inputs)
+        run_args, run_kwargs = put_tensors(template, given)
         # On autograd's worker threads no scope is around the blocks that this one may have.
         with gradient_engine(engine), _running_again(), scope:
-            return block(*run_args, **run_kwargs)
+            output = block(*run_args, **run_kwargs)
+        # Inputs stay until the recompute, and nothing else of this run does.
+        for tensor in given:
+            drop_cast(tensor)
+        return output
 
     with engine.frame() as context:
         if strategy.checkpoint is not None:
