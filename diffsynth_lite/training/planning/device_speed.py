@@ -188,8 +188,9 @@ GPUS = (
         bandwidth=2039,
         pcie=4,
         source=_A100,
-        device_names=("A100-SXM4-80GB", "A100 80GB PCIe"),
+        device_names=("A100-SXM4-80GB",),
     ),
+    Gpu(name="A100 80GB PCIe", memory_gib=80, bf16=312, fp32=19.5, bandwidth=1935, pcie=4, source=_A100),
     Gpu(
         name="L40S",
         memory_gib=48,
@@ -236,8 +237,15 @@ def gpu_named(name: str) -> Gpu:
 
 
 def gpu_here() -> Gpu | None:
-    """The first CUDA device of this machine, if there is one and it is known."""
-    return _known(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
+    """The first CUDA device of this machine, if there is one and it is known.
+
+    Cards with less memory go by the same names to CUDA, such as GeForce RTX 4060 Ti; these are not known.
+    """
+    if not torch.cuda.is_available():
+        return None
+    device = torch.cuda.get_device_properties(0)
+    found = _known(device.name)
+    return found if found and device.total_memory >= found.training_gib * 1024**3 else None
 
 
 def _known(name: str) -> Gpu | None:

@@ -2,12 +2,13 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from diffsynth_lite.core.planning import Kernel
-from diffsynth_lite.training.planning.device_speed import GPUS, DeviceSpeed, gpu_named
+from diffsynth_lite.training.planning.device_speed import GPUS, DeviceSpeed, gpu_here, gpu_named
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SPEED = DeviceSpeed(
@@ -54,6 +55,16 @@ def test_small_kernels_take_as_long_as_it_takes_to_launch_them() -> None:
 )
 def test_a_card_is_found_by_what_people_and_cuda_call_it(called: str, name: str) -> None:
     assert gpu_named(called).name == name
+
+
+@pytest.mark.parametrize(("memory_gib", "is_known"), [(15.6, True), (7.6, False)])
+def test_a_card_of_this_machine_with_less_memory_than_the_one_of_its_name_is_not_known(
+    memory_gib: float, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = SimpleNamespace(name="NVIDIA GeForce RTX 4060 Ti", total_memory=memory_gib * 1024**3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _place: device)
+    assert (gpu_here() is not None) == is_known
 
 
 def test_every_card_reaches_less_than_its_data_sheet_says_and_has_a_source() -> None:
