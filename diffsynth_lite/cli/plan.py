@@ -3,7 +3,7 @@
 import argparse
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -15,10 +15,11 @@ from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.errors import UserError
 
 if TYPE_CHECKING:
-    from diffsynth_lite.training.planning.choices import Choice
+    from diffsynth_lite.training.planning.choices import Choice, Room
     from diffsynth_lite.training.planning.device_speed import Gpu
     from diffsynth_lite.training.planning.memory_count import MemoryCount
-    from diffsynth_lite.training.planning.phases import Phase
+    from diffsynth_lite.training.planning.phases import Phase, PhaseCounter
+    from diffsynth_lite.training.planning.step import StepSettings
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def run(parsed: argparse.Namespace) -> None:
         console.print(_needs(counter.count(settings)))
         num_inputs = num_inputs_of(config, family)
         phases = PhaseCounter(config, family, counter, size=size, num_inputs=num_inputs)
-        _print_phases(console, lambda: phases.count(settings))
+        _print_phases(console, phases, settings)
         timer = timer_of(config, counter, gpu or gpu_named(ASSUMED_GPU))
         if gpu:
             seconds, samples = timer.seconds(settings), config.train.global_batch_size
@@ -92,6 +93,7 @@ def run(parsed: argparse.Namespace) -> None:
             found = choices(counter, timer.seconds, [replace(settings, quantize=name)], room)
             if found:
                 _print_choices(console, config, found, gpu, changes_numbers=name != settings.quantize)
+                _print_remedies(console, phases, found[0].settings, room)
                 return
     host = "" if math.isinf(parsed.host_gib) else f" with {parsed.host_gib:g} GiB of host memory"
     console.print(f"Nothing fits {device_gib:g} GiB{host}.")
@@ -109,14 +111,40 @@ def _needs(count: "MemoryCount") -> Table:
     return _table("Training steps as the config says, GiB", rows)
 
 
-def _print_phases(console: Console, count: "Callable[[], Sequence[Phase]]") -> None:
+def _print_phases(console: Console, counter: "PhaseCounter", settings: "StepSettings") -> None:
     try:
-        phases = count()
+        phases = counter.count(settings)
     except UserError as error:  # steps were counted all the same
         console.print(str(error), highlight=False, markup=False, soft_wrap=True)
         return
     console.print(_table("Each phase at most, GiB", {one.name: (one.device, one.host) for one in phases}))
     console.print(_most(phases), highlight=False, soft_wrap=True)
+
+
+def _print_remedies(console: Console, phases: "PhaseCounter", settings: "StepSettings", room: "Room") -> None:
+    """Which other phases do not fit with these settings of the steps, and what would help."""
+    from diffsynth_lite.training.planning.choices import as_overrides
+    from diffsynth_lite.training.planning.remedies import remedies
+
+    try:
+        found = list(remedies(phases, settings, room))
+    except UserError:  # said before
+        return
+    for remedy in found:
+        text = f"{remedy.before.name.capitalize()} does not fit: {_sizes(remedy.before)}"
+        if remedy.after is None:
+            console.print(f"{text}. Nothing is known that would help.", highlight=False, soft_wrap=True)
+            continue
+        numbers = " and gives other numbers" if remedy.changes_numbers else ""
+        text = f"{text}. It takes {_sizes(remedy.after)}{numbers} with:"
+        console.print(text, highlight=False, soft_wrap=True)
+        console.print(f"  {' '.join(as_overrides(remedy.changes))}", highlight=False, markup=False)
+    if not found:
+        console.print("With the first of these, all other phases fit, too.")
+
+
+def _sizes(phase: "Phase") -> str:
+    return f"{phase.least_device / _GIB:.1f} GiB, {phase.host / _GIB:.1f} GiB on the host"
 
 
 def _most(phases: "Sequence[Phase]") -> str:

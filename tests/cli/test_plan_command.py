@@ -29,6 +29,9 @@ def test_a_release_is_planned_from_its_numbers_alone(capsys: pytest.CaptureFixtu
     device = [row(printed, name)[0] for name in ("frozen weights", *names)]
     assert row(printed, "together")[0] == pytest.approx(sum(device), abs=0.03)
     assert row(printed, "its optimizer")[0] == pytest.approx(2 * row(printed, "LoRA")[0], abs=0.02)
+    assert row(printed, "training") == row(printed, "together")
+    most = row(printed, "encoding prompts")[0]
+    assert f"The most: {most:.1f} GiB on the device, while encoding prompts." in printed
     # What the model's settings say that lies on the host, in bfloat16.
     assert row(printed, "frozen weights")[1] > row(printed, "slots of streamed weights")[0] > 0
 
@@ -43,12 +46,13 @@ def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
         assert plan("--config", str(tiny_run.config), *room, "train.micro_batch_size=2") == 0
         printed = capsys.readouterr().out.splitlines()
         assert "qwen_image, 64x32, micro-batch of 2" in printed
-        return [line.strip() for line in printed[-3:]]
+        return [line.strip() for line in printed[-4:]]
 
     assert last_of("1") == [
         "Settings that fit, and give the same numbers:",
         "0.0 GiB, 0.0 GiB on the host, 1.00 of the fastest's time:",
         "train.use_gradient_checkpointing=false",
+        "With the first of these, all other phases fit, too.",
     ]
     # Kernels that do next to nothing take what Python needs for each.
     assert re.fullmatch(

@@ -66,13 +66,14 @@ class StandIns:
             name: for ``calls``.
             returned: names of the methods that are called, and what the caller gets in place of a tensor that
                 each returns; None is ``forward``, which gives zeros of its shape.
-            repeated: modules in it that run again and again on alike inputs, such as tiles: once is enough.
+            repeated: modules in it that run again and again on alike inputs, such as tiles, and are counted
+                once; an empty name is the model itself.
         """
         weights = _Weights(model)
         for module in map(model.get_submodule, repeated):
             vars(module)["forward"] = _Repeated(module.forward, lambda: self._meter)
         for method, convert in (returned or {"forward": zeros_like}).items():
-            vars(model)[method] = self._counting(getattr(model, method), name, weights, convert)
+            vars(model)[method] = self._counting(model, name, method, weights, convert)
         weights.hide()
         return model
 
@@ -83,20 +84,23 @@ class StandIns:
 
     def _counting(
         self,
-        method: Callable[..., Any],
+        model: nn.Module,
         name: str,
+        method: str,
         weights: "_Weights",
         convert: Callable[[Tensor], Tensor],
     ) -> Callable[..., Any]:
+        function = getattr(model, method)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             if weights.is_shown:  # by itself, in another call
-                return method(*args, **kwargs)
+                return function(*args, **kwargs)
             self._meter = meter = CountingMeter()
             with weights.shown(), FusedKernels(self._kernels), meter, _KnownNumbers():
                 meter.start()
                 given: Any = _mapped((args, kwargs), _without_numbers)
-                result = method(*given[0], **given[1])
-            self.calls.append(CountedCall(model=name, method=method.__name__, peak=meter.peak_bytes))
+                result = function(*given[0], **given[1])
+            self.calls.append(CountedCall(model=name, method=method, peak=meter.peak_bytes))
             return _mapped(result, convert)
 
         return call

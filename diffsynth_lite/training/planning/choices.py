@@ -8,7 +8,7 @@ memory.
 import json
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,10 +70,14 @@ class Choice:
 
     def overrides(self, config: Config) -> list[str]:
         """What the settings change of a config, as ``key=value`` for the command line."""
-        return [
-            f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-            for key, value in changed_settings(self.settings, config).items()
-        ]
+        return as_overrides(changed_settings(self.settings, config))
+
+
+def as_overrides(changes: Mapping[str, object]) -> list[str]:
+    """Settings, by key, as ``key=value`` for the command line."""
+    return [
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()
+    ]
 
 
 def changed_settings(settings: StepSettings, config: Config) -> dict[str, Any]:

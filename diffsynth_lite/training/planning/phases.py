@@ -1,8 +1,9 @@
 """This file counts what each phase of a run takes: encoding, loading, training, drawing previews."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import Bucket
@@ -16,6 +17,7 @@ from diffsynth_lite.training.planning.encoder_count import (
 from diffsynth_lite.training.planning.memory_count import MemoryCount, MemoryCounter
 from diffsynth_lite.training.planning.preview_count import PreviewBytes, count_preview
 from diffsynth_lite.training.planning.step import StepSettings
+from diffsynth_lite.training.planning.subject import with_changes
 from diffsynth_lite.training.planning.without_weights import copied_bytes, frozen_component
 
 PhaseName = Literal["encoding media", "encoding prompts", "loading", "training", "drawing previews"]
@@ -53,53 +55,75 @@ class PhaseCounter:
         counter: of its training steps.
         size: the largest one that is trained on.
         num_inputs: pictures of that size that an item starts from.
+
+    Attributes:
+        config: as given, as are ``family`` and ``size``.
     """
 
     def __init__(
         self, config: Config, family: ModelFamily, counter: MemoryCounter, *, size: Bucket, num_inputs: int
     ) -> None:
-        self._config, self._family, self._counter = config, family, counter
-        self._size, self._num_inputs = size, num_inputs
+        self.config, self.family, self._counter = config, family, counter
+        self.size, self._num_inputs = size, num_inputs
         self._previews: dict[Any, PreviewBytes] = {}
 
     def count(self, settings: StepSettings) -> list[Phase]:
         """The phases of a run that takes its steps under these settings, in order.
 
         Raises:
+            UserError: as ``phase``.
+        """
+        return [self.phase(name, settings) for name in get_args(PhaseName)]
+
+    def phase(self, name: PhaseName, settings: StepSettings) -> Phase:
+        """One of them.
+
+        Raises:
             UserError: the family loads its models in a way of its own, so that they cannot be counted; or
                 what ``MemoryCounter.count`` raises.
         """
-        step = self._counter.count(settings)
-        phases = [*self._encoding(), self._loading(step, settings), self._training(step)]
-        if self._config.validation.prompts:
-            phases.append(self._drawing(step, settings))
-        return phases
+        match name:
+            case "encoding media":
+                return self._encoding(name, self._media)
+            case "encoding prompts":
+                return self._encoding(name, self._prompts)
+            case "loading":
+                return self._loading(self._counter.count(settings), settings)
+            case "training":
+                return self._training(self._counter.count(settings))
+            case "drawing previews" if self.config.validation.prompts:
+                return self._drawing(self._counter.count(settings), settings)
+            case "drawing previews":
+                return _phase(name, 0, 0)
+
+    def changed(self, changes: Mapping[str, object]) -> "PhaseCounter":
+        """Of the same run with other settings, by key, that do not touch the steps or the data."""
+        return PhaseCounter(
+            with_changes(self.config, changes),
+            self.family,
+            self._counter,
+            size=self.size,
+            num_inputs=self._num_inputs,
+        )
 
     @cached_property
     def _media(self) -> EncoderBytes:
-        return count_media_encoder(self._config, self._family, self._size, self._num_inputs)
+        return count_media_encoder(self.config, self.family, self.size, self._num_inputs)
 
     @cached_property
     def _prompts(self) -> EncoderBytes:
-        return count_prompt_encoder(self._config, self._family, self._size, self._num_inputs)
+        return count_prompt_encoder(self.config, self.family, self.size, self._num_inputs)
 
-    def _encoding(self) -> list[Phase]:
+    def _encoding(self, name: PhaseName, encoder: EncoderBytes) -> Phase:
         """One encoder after the other, unless both stay."""
         beside = self._beside
-        encoders: dict[PhaseName, EncoderBytes] = {
-            "encoding media": self._media,
-            "encoding prompts": self._prompts,
-        }
-        beside = self._beside
-        return [
-            _phase(name, max(one.device, beside.device) + one.calls, max(one.host, beside.host) + one.passing)
-            for name, one in encoders.items()
-        ]
+        device, host = max(encoder.device, beside.device), max(encoder.host, beside.host)
+        return _phase(name, device + encoder.calls, host + encoder.passing)
 
     @property
     def _beside(self) -> EncoderBytes:
         """What stays beside the model: both encoders, where data are encoded while it trains."""
-        if self._config.data.cache:
+        if self.config.data.cache:
             return EncoderBytes(device=0, calls=0, host=0, passing=0)
         encoders = self._media, self._prompts
         return EncoderBytes(
@@ -111,11 +135,11 @@ class PhaseCounter:
 
     def _loading(self, step: MemoryCount, settings: StepSettings) -> Phase:
         """Weights, in place or cast by their library; the optimizer's state is made in the first step."""
-        family, copied = self._family, 0
+        family, copied = self.family, 0
         if settings.quantize == "none" and not settings.stream_blocks:
             parts = {name: frozen_component(family, name, settings.dtype) for name in family.trained}
             copied = sum(
-                copied_bytes(family, self._config.model.path, name, part) for name, part in parts.items()
+                copied_bytes(family, self.config.model.path, name, part) for name, part in parts.items()
             )
         device = step.weights + step.slots + step.lora
         return _phase(
@@ -132,13 +156,13 @@ class PhaseCounter:
         """The model without gradients, and the autoencoder, which is loaded for it; between two steps."""
         key = settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision
         if key not in self._previews:
-            self._previews[key] = count_preview(self._config, self._family, self._counter, settings)
+            self._previews[key] = count_preview(self.config, self.family, self._counter, settings)
         drawn = self._previews[key]
         held = step.device - step.step.peak + self._beside.device + drawn.weights
-        if settings.has_average and self._config.validation.use_ema:
+        if settings.has_average and self.config.validation.use_ema:
             held += self._counter.lora_bytes  # what is trained waits while the average draws
         host = self._beside.host + step.host + drawn.copies
-        if set(self._family.denoisers) - set(self._family.trained):
+        if set(self.family.denoisers) - set(self.family.trained):
             # The other expert draws, too, and waits in host memory.
             other = self._counter.count(replace(settings, stream_blocks="all", stream_slots=NUM_SLOTS))
             held, host = held + other.weights + other.slots, host + other.weights_on_host

@@ -56,7 +56,9 @@ def count_preview(
     counted = StandIns()
     # All experts, also those that are not trained.
     copied = without_weights(family, counted, trained=family.denoisers, vae_tiling=config.model.vae_tiling)
-    models = {name: counted.put(counter.model_that_draws(settings), name) for name in copied.trained}
+    models = {
+        name: counted.put(counter.model_that_draws(settings), name, repeated=("",)) for name in copied.trained
+    }
     model = Composite(models) if len(models) > 1 else models[copied.trained[0]]
     with counted_silently(), evaluation_mode(model):
         copied.sample(model, getattr(torch, config.model.vae_dtype), [preview_request(config, family)])

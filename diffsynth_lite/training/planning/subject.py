@@ -1,6 +1,6 @@
 """This file says what of a config is counted, without weights: its model, its largest size, its settings."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -110,6 +110,16 @@ def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
 def timer_of(config: Config, counter: MemoryCounter, gpu: Gpu) -> StepTimer:
     """Predicts how long optimizer steps of a config take in one process on a card."""
     return StepTimer(counter, gpu.speed(), batch_size=config.train.global_batch_size)
+
+
+def with_changes(config: Config, changes: Mapping[str, object]) -> Config:
+    """A config with other values, by key such as ``memory.stream_blocks``, which are valid."""
+    sections: dict[str, dict[str, object]] = {}
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=changed)
 
 
 def num_inputs_of(config: Config, family: ModelFamily) -> int:

@@ -118,6 +118,9 @@ class WithoutWeights(DiffusersFamily):
             self.vae_tiles.apply_to(model)
         is_tiled_when_full = self.vae_tiles is None and self.known_vae_tiles is not None
         decoded = _FirstFull() if is_tiled_when_full else one_pixel
+        for blend in ("blend_v", "blend_h", "blend_t"):
+            # Each of its thousand operations holds but a line of pixels.
+            vars(model)[blend] = lambda _before, tile, _extent: tile
         returned = {"encode": zeros_like, "decode": decoded}
         return self.counted.put(model, name, returned, repeated=("encoder", "decoder"))
 

@@ -1,6 +1,8 @@
 """What encoding and previews are counted to hold is what the real models hold in their calls."""
 
 import importlib
+import math
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +19,10 @@ from diffsynth_lite.pipelines import ModelFamily, load_family
 from diffsynth_lite.training.checks import bind_family, find_targets
 from diffsynth_lite.training.evaluation import evaluation_mode
 from diffsynth_lite.training.planning import encoder_count, preview_count
+from diffsynth_lite.training.planning.choices import Room
 from diffsynth_lite.training.planning.phases import Phase, PhaseCounter
 from diffsynth_lite.training.planning.preview_count import preview_request
+from diffsynth_lite.training.planning.remedies import Remedy, remedies
 from diffsynth_lite.training.planning.subject import counter_of, largest_size, step_settings
 
 CONFIG = """
@@ -40,10 +44,13 @@ def config_of(family: str, folder: Path, *overrides: str) -> Config:
     return load_config(str(file), overrides).config
 
 
-def phases_of(config: Config, family: ModelFamily) -> dict[str, Phase]:
+def counter_of_phases(config: Config, family: ModelFamily) -> PhaseCounter:
     counter = counter_of(config, family)
-    phases = PhaseCounter(config, family, counter, size=largest_size(config, family), num_inputs=0)
-    return {phase.name: phase for phase in phases.count(step_settings(config, family))}
+    return PhaseCounter(config, family, counter, size=largest_size(config, family), num_inputs=0)
+
+
+def by_name(phases: Iterable[Phase]) -> dict[str, Phase]:
+    return {phase.name: phase for phase in phases}
 
 
 @pytest.mark.parametrize("name", ["qwen_image", "sdxl", "wan"])
@@ -54,7 +61,7 @@ def test_encoding_and_previews_hold_what_is_counted(
         monkeypatch.setattr(module, "StandIns", partial(StandIns, ON_ALL_DEVICES))
     config = config_of(name, tmp_path / "tiny")
     family = bind_family(config)
-    counted = phases_of(config, family)
+    counted = by_name(counter_of_phases(config, family).count(step_settings(config, family)))
 
     prompts, media, preview = (MeasuredCalls() for _ in range(3))
     load = family.load_component
@@ -79,3 +86,39 @@ def test_encoding_and_previews_hold_what_is_counted(
     found = held + 3 * lora + preview.weights["vae"] + preview.peak
     assert drawing.device == pytest.approx(found, rel=0.001)
     assert drawing.least_device <= drawing.device
+
+
+def test_what_does_not_fit_is_helped_by_what_changes_least(tmp_path: Path) -> None:
+    given = ["memory.stream_slots=1", "memory.min_bytes=0", "data.width=320"]
+    config = config_of("qwen_image", tmp_path / "tiny", *given)
+    family, settings = bind_family(config), step_settings(config, bind_family(config))
+    phases = counter_of_phases(config, family)
+    plain = by_name(phases.count(settings))
+
+    def helping(name: str, *, device: float, host: float = math.inf) -> Remedy:
+        found = remedies(phases, settings, Room(device=device, host=host))
+        return next(remedy for remedy in found if remedy.before == plain[name])
+
+    prompts, media = plain["encoding prompts"].device, plain["encoding media"].device
+    streamed = helping("encoding prompts", device=prompts - 1)
+    assert (streamed.changes, streamed.changes_numbers) == ({"memory.stream_text_encoder": True}, False)
+    assert streamed.after is not None
+    assert streamed.after.device < prompts
+    assert streamed.after.host > 0
+    # What is streamed waits on the host.
+    quantised = helping("encoding prompts", device=prompts - 1, host=streamed.after.host - 1)
+    assert (quantised.changes, quantised.changes_numbers) == ({"model.text_encoder_quantize": "int8"}, True)
+    assert helping("encoding media", device=media - 1).changes == {"model.vae_tiling": True}
+    assert helping("encoding media", device=1).after is None
+    smaller = helping("drawing previews", device=plain["drawing previews"].least_device - 1)
+    assert smaller.changes == {"model.vae_dtype": "bfloat16"}
+
+    # Encoders that stay beside the model.
+    live = phases.changed({"data.cache": False})
+    beside = by_name(live.count(settings))
+    encoders = beside["training"].device - plain["training"].device
+    assert beside["loading"].device - plain["loading"].device == encoders
+    assert 0 < encoders < prompts + media
+    for remedy in remedies(live, settings, Room(device=beside["training"].device - 1, host=math.inf)):
+        assert remedy.changes == {"data.cache": True}
+    assert by_name(phases.changed({"validation.prompts": []}).count(settings))["drawing previews"].device == 0
