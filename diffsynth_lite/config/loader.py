@@ -80,7 +80,7 @@ def _in_one(files: Sequence[ConfigFile], written: dict[str, dict[str, Any]]) -> 
     if len(files) == 1:
         return files[0].text
     names = ", which extends ".join(file.path.name for file in reversed(files))
-    return f"# What {names} says.\n\n{write_yaml(written)}"
+    return f"# What {names}, says.\n\n{write_yaml(written)}"
 
 
 def _secrets_in(unresolved: dict[str, dict[str, Any]]) -> Iterator[Problem]:

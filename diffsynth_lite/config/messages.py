@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import yaml
 
 from diffsynth_lite.config.document import NULLS
+from diffsynth_lite.config.files import EXTENDS
 
 Schema: TypeAlias = dict[str, Any]
 """The JSON schema of one setting, as pydantic makes it."""
@@ -119,11 +120,13 @@ def unknown_section(name: str, sections: Mapping[str, Collection[str]]) -> str:
         name: what was written.
         sections: the keys of every section, by its name.
     """
+    if name == EXTENDS:  # in a file it is none
+        return "is for files; name a file that has it"
     key = name.rpartition(".")[2]
     homes = _homes(key, sections)
     if homes:
         return f"'{key}' belongs under {' or '.join(homes)}, as {homes[0]}.{key}"
-    if close := get_close_matches(name, sections, n=1):
+    if close := get_close_matches(name, [*sections, EXTENDS], n=1):
         return f"unknown section; did you mean '{close[0]}'?"
     if elsewhere := _close_elsewhere(key, sections):
         return f"unknown section; did you mean '{elsewhere}'?"

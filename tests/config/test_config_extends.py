@@ -33,7 +33,7 @@ def test_the_settings_of_both_hold_and_those_of_the_first_win(files, tmp_path):
     assert loaded.config.logging.project == "runs/one"
     # The copy in the run folder needs none of them, and leaves out the command line.
     names = "top.yaml, which extends middle.yaml, which extends base.yaml"
-    assert loaded.source_text.startswith(f"# What {names} says.\n")
+    assert loaded.source_text.startswith(f"# What {names}, says.\n")
     assert "project: ${output.dir}" in loaded.source_text
     copy = tmp_path / "copy.yaml"
     copy.write_text(loaded.source_text)
@@ -87,3 +87,16 @@ def test_a_file_that_cannot_be_extended_is_refused_at_the_line_that_names_it(fil
     number = 3 if "already" in reason else 2
     assert place == (f"{path}:{number}" if "back" not in line else f"{path.parent / 'back.yaml'}:1")
     assert reason in message
+
+
+@pytest.mark.parametrize(
+    ("line", "override", "reason"),
+    [
+        ("extend: base.yaml", "train.seed=1", "did you mean 'extends'?"),
+        ("extends: base.yaml", "extends=other.yaml", "is for files; name a file that has it"),
+    ],
+)
+def test_the_key_is_suggested_in_a_file_and_not_on_the_command_line(files, line, override, reason):
+    with pytest.raises(UserError) as caught:
+        load_config(files(top=f"{line}\n"), [override])
+    assert reason in str(caught.value)
