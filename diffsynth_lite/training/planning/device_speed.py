@@ -6,11 +6,15 @@ more: most of what is wrong here is wrong for all of them alike.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from diffsynth_lite.core.planning import Kernel, Kernels
 from diffsynth_lite.errors import UserError
+
+StepPart = Literal["forward", "recompute", "backward"]
+"""A recompute does not count as part of the backward pass that it is in."""
 
 COUNTED_SHARE = 0.9
 """Of what is free on a device. The rest is for what is not counted: kernels, what the allocator cannot use;
@@ -18,8 +22,9 @@ how much these take was measured on no GPU."""
 _PRODUCTS, _ATTENTION, _ATTENTION_BACKWARD = 0.75, 0.6, 0.5
 _MEMORY, _BUS = 0.85, 0.8
 """Assumptions: the parts of a data sheet's numbers that kernels and copies reach."""
-_LAUNCH_SECONDS = 8e-6
-"""An assumption: what Python and the driver need for each kernel."""
+_LAUNCH_SECONDS: Mapping[StepPart, float] = {"forward": 8e-6, "recompute": 16e-6, "backward": 4e-6}
+"""Assumptions: what Python, or autograd, and the driver need for each kernel. Beside one
+another they are about as a CPU was measured to need them for its own kernels."""
 
 _TRANSFERS = {4: 16e9, 5: 32e9}
 """Bits a second of one lane each way, by the generation of PCI Express; 128 of 130 are data (PCI-SIG)."""
@@ -37,7 +42,8 @@ class DeviceSpeed:
         dequantised_bytes: the same where frozen weights are made again.
         to_host_bytes: bytes a second over the bus to host memory.
         to_device_bytes: the same, back.
-        launch_seconds: from one kernel to the next, if they did nothing.
+        launch_seconds: from one kernel to the next, if they did nothing: where Python calls them, where it
+            does so in a recompute, with what checkpointing itself takes, and where autograd calls them.
         is_asynchronous: kernels are launched ahead while others run, and copies run beside them; if not,
             one thing comes after the other.
     """
@@ -49,13 +55,13 @@ class DeviceSpeed:
     dequantised_bytes: float
     to_host_bytes: float
     to_device_bytes: float
-    launch_seconds: float
+    launch_seconds: Mapping[StepPart, float]
     is_asynchronous: bool = True
 
-    def seconds(self, kernels: Kernels) -> float:
-        """How long these kernels take, one after the other."""
+    def seconds(self, kernels: Kernels, part: StepPart) -> float:
+        """How long these kernels of a part take, one after the other."""
         running = sum(number * self._running(kernel) for kernel, number in kernels.items())
-        launching = self.launch_seconds * kernels.total()
+        launching = self.launch_seconds[part] * kernels.total()
         return max(running, launching) if self.is_asynchronous else running + launching
 
     def _running(self, kernel: Kernel) -> float:

@@ -1,7 +1,7 @@
 """This file predicts how long a training step takes, from its work and a device's speed."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class StepTimer:
     def _passing(self, num_times: int) -> float:
         """Seconds of a kernel that reads or writes as much as the LoRA takes so often."""
         size = num_times * self._counter.lora_bytes
-        return self._speed.seconds(Kernels({Kernel("other", torch.float32, 0, size): 1}))
+        return self._speed.seconds(Kernels({Kernel("other", torch.float32, 0, size): 1}), "forward")
 
     def _micro_batch(self, settings: StepSettings) -> float:
         """Seconds of a forward and a backward pass."""
@@ -104,10 +104,11 @@ class StepTimer:
     def _counted(self, work: "_TimedWork", strategy: BlockStrategy) -> Sequence[BlockTime]:
         """All blocks under one of the strategies that are counted."""
         if strategy not in work.blocks:
-            counted, seconds = self._count(work, strategy), self._speed.seconds
-            work.before, work.between = seconds(counted.before), seconds(counted.between)
+            counted = self._count(work, strategy)
+            work.before = self._speed.seconds(counted.before, "forward")
+            work.between = self._speed.seconds(counted.between, "backward")
             # Most of the blocks are one that stands for more.
-            times = {id(block): _time_of(block, seconds) for block in counted.blocks}
+            times = {id(block): _time_of(block, self._speed) for block in counted.blocks}
             work.blocks[strategy] = [times[id(block)] for block in counted.blocks]
         return work.blocks[strategy]
 
@@ -122,11 +123,15 @@ class StepTimer:
             return count_work(step.forward, step.backward, step.blocks, meter, repeats=step.repeats)
 
 
-_CHANGES_WORK = (
-    *("dtype", "mixed_precision", "quantize", "quantize_skip"),
-    *("micro_batch_size", "skip_dead_ops", "min_bytes"),
+_CHANGES_NO_WORK = frozenset(
+    (
+        *("policy", "use_gradient_checkpointing", "use_gradient_checkpointing_offload"),
+        *("resident_blocks", "prefetched_blocks", "stream_blocks", "stream_slots"),
+        *("accumulates", "has_average"),
+    )
 )
-"""Settings that change what the blocks compute, or how much they copy where they do."""
+"""Settings that say which blocks do what, or when, and what is added up here without being counted."""
+_CHANGES_WORK = tuple(one.name for one in fields(StepSettings) if one.name not in _CHANGES_NO_WORK)
 
 
 @dataclass
@@ -146,10 +151,10 @@ class _TimedWork:
     blocks: dict[BlockStrategy, Sequence[BlockTime]] = field(default_factory=dict)
 
 
-def _time_of(block: BlockWork, seconds: Callable[[Kernels], float]) -> BlockTime:
+def _time_of(block: BlockWork, speed: DeviceSpeed) -> BlockTime:
     return BlockTime(
-        forward=seconds(block.forward),
-        recompute=seconds(block.recompute),
-        backward=seconds(block.backward),
-        sent=tuple(Sending(sent.num_bytes, seconds(sent.after)) for sent in block.sent),
+        forward=speed.seconds(block.forward, "forward"),
+        recompute=speed.seconds(block.recompute, "recompute"),
+        backward=speed.seconds(block.backward, "backward"),
+        sent=tuple(Sending(sent.num_bytes, speed.seconds(sent.after, "forward")) for sent in block.sent),
     )

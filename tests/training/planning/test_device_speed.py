@@ -19,7 +19,7 @@ SPEED = DeviceSpeed(
     dequantised_bytes=5.0,
     to_host_bytes=1.0,
     to_device_bytes=1.0,
-    launch_seconds=0.25,
+    launch_seconds={"forward": 0.25, "recompute": 0.5, "backward": 0.125},
 )
 KERNELS = {
     Kernel("product", BF16, 1000, 20): 10.0,
@@ -34,13 +34,14 @@ KERNELS = {
 
 @pytest.mark.parametrize(("kernel", "seconds"), KERNELS.items())
 def test_a_kernel_takes_as_long_as_the_slower_of_what_it_does(kernel: Kernel, seconds: float) -> None:
-    assert SPEED.seconds(Counter({kernel: 3})) == 3 * seconds
+    assert SPEED.seconds(Counter({kernel: 3}), "forward") == 3 * seconds
 
 
 def test_small_kernels_take_as_long_as_it_takes_to_launch_them() -> None:
     kernels = Counter({Kernel("other", FP32, 0, 2): 8})
-    assert SPEED.seconds(kernels) == 8 * 0.25
-    assert replace(SPEED, is_asynchronous=False).seconds(kernels) == 8 * (0.25 + 0.1)
+    for part, seconds in SPEED.launch_seconds.items():
+        assert SPEED.seconds(kernels, part) == 8 * seconds
+        assert replace(SPEED, is_asynchronous=False).seconds(kernels, part) == 8 * (seconds + 0.1)
 
 
 @pytest.mark.parametrize(

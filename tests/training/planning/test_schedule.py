@@ -21,7 +21,7 @@ SPEED = DeviceSpeed(
     dequantised_bytes=1.0,
     to_host_bytes=1.0,
     to_device_bytes=1.0,
-    launch_seconds=0.0,
+    launch_seconds={},
 )
 KEPT = BlockTime(forward=2.0, recompute=0.0, backward=4.0)
 AGAIN = replace(KEPT, recompute=2.0)
