@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from diffsynth_lite.core.gradient.blocks import (
     blocks_in,
     find_submodule,
     intercept_blocks,
-    is_compiled,
     module_of,
     unwrapped,
 )
@@ -108,7 +107,7 @@ def gradient_checkpoint_forward(
     call.engine.count(blocks_run=1)
     if not permitted.recompute or not torch.is_grad_enabled():
         return model(*args, **kwargs)
-    return _checkpointed(replace(call, strategy=permitted), model, args, kwargs)
+    return _checkpointed(call, permitted, model, args, kwargs)
 
 
 def _take_block_call() -> BlockCall:
@@ -125,13 +124,17 @@ def _take_block_call() -> BlockCall:
 
 
 def _checkpointed(
-    block_call: BlockCall, block: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    call: BlockCall,
+    strategy: BlockStrategy,
+    block: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     # Kept by the closure below: a ContextVar that is set here is not set on autograd's worker threads.
-    engine, strategy = block_call.engine, block_call.strategy
+    engine = call.engine
     engine.count(blocks_checkpointed=1)
     tensors, template = take_tensors((args, kwargs))
-    savings = _RecomputeSavings(block_call, block)
+    savings = _RecomputeSavings(call, strategy, block)
     has_run = False
 
     def run(*inputs: Tensor | _NotOffloaded) -> Any:
@@ -179,12 +182,12 @@ class _RecomputeSavings:
     Compiled blocks are left alone: their calls are not seen, and the compiler fuses and drops them itself.
     """
 
-    def __init__(self, call: BlockCall, block: Callable[..., Any]) -> None:
-        engine, strategy, module = call.engine, call.strategy, module_of(block)
+    def __init__(self, call: BlockCall, strategy: BlockStrategy, block: Callable[..., Any]) -> None:
+        engine, module = call.engine, module_of(block)
         self._engine = engine
         self._attention: SavedAttention | None = None
         self._layers: list[nn.Module] = []
-        if module is not None and is_compiled(module):
+        if module is not None and engine.is_compiled(module):
             return
         if strategy.save_attention != "no":
             save = partial(engine.save_attention, offload=strategy.save_attention == "park")
@@ -270,7 +273,7 @@ def checkpoint_blocks(
         unused_matmuls=unused_matmuls,
         forward=forward,
     )
-    with intercept_blocks(model, run, blocks=None if by_hook else blocks):
+    with intercept_blocks(model, run, blocks=None if by_hook else blocks, hookless=blocks):
         yield
 
 

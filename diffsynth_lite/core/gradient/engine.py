@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from diffsynth_lite.core.gradient.blocks import is_compiled
 from diffsynth_lite.core.gradient.frames import (
     ForwardPass,
     Frame,
@@ -91,6 +92,7 @@ class GradientEngine:
             use_gradient_checkpointing_offload=use_gradient_checkpointing_offload,
         )
         self.needed_matmuls: WeakSet[nn.Module] = WeakSet()
+        self._not_compiled: WeakSet[nn.Module] = WeakSet()
         self._min_bytes, self._host_bytes = min_bytes, host_bytes
         self._prefetched_blocks = prefetched_blocks
         # The autograd graph owns frames and offloaded tensors: what it drops is gone, whatever the reason.
@@ -129,6 +131,16 @@ class GradientEngine:
     def count(self, **increments: int) -> None:
         """Add to counters, named as the fields of ``GradientReport``."""
         self._counters.add(**increments)
+
+    def is_compiled(self, block: nn.Module) -> bool:
+        """Whether a block or a part of it is compiled; parts are looked at when it is first asked for."""
+        # With all its parts it took longer than everything else that is done for a block.
+        if block in self._not_compiled:
+            return block._compiled_call_impl is not None
+        if is_compiled(block):
+            return True
+        self._not_compiled.add(block)
+        return False
 
     def can_offload(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` can go to host memory; if not, it is counted with the reason."""

@@ -230,7 +230,8 @@ class Counters:
     def add(self, **increments: int) -> None:
         """Add to numbers."""
         with self._lock:
-            self._numbers.update(increments)
+            for name, value in increments.items():
+                self._numbers[name] += value
 
     def put(self, **values: int) -> None:
         """Replace numbers."""
