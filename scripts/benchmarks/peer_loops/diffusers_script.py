@@ -38,7 +38,6 @@ class DiffusersScript:
     """
 
     def __init__(self, work: Work, *, fused: bool) -> None:
-
         self._accelerator = Accelerator(gradient_accumulation_steps=1, mixed_precision="no")
         self._levels = FlowMatchEulerDiscreteScheduler.from_pretrained(
             work.base, subfolder="scheduler", shift=3.0
@@ -66,7 +65,6 @@ class DiffusersScript:
         self._fill_caches(work)
 
     def _build_model(self, work: Work) -> nn.Module:
-
         model = QwenImageTransformer2DModel.from_pretrained(
             work.base, subfolder="transformer", dtype=torch.float32
         )
@@ -86,7 +84,6 @@ class DiffusersScript:
         return model
 
     def _fill_caches(self, work: Work) -> None:
-
         vae = AutoencoderKLQwenImage.load_config(work.base, subfolder="vae")
         self._scale = 2 ** len(vae["temperal_downsample"])
         self._resolution = work.batches[0].latents.shape[-1] * self._scale
@@ -105,7 +102,6 @@ class DiffusersScript:
         self._prompts = [padded(batch) for batch in work.batches]
 
     def steps(self) -> Generator[None, None, None]:
-
         progress = tqdm(desc="Steps")
         self._transformer.train()
         while True:
@@ -119,7 +115,6 @@ class DiffusersScript:
                 yield
 
     def _train_on(self, place: int) -> Tensor:
-
         accelerator = self._accelerator
         with accelerator.accumulate([self._transformer]):
             latents = (self._latents[place].sample() - self._mean) * self._inverse_std
@@ -159,7 +154,6 @@ class DiffusersScript:
         sigmas: Tensor,
         prompts: tuple[Tensor, Tensor | None],
     ) -> Tensor:
-
         noisy = ((1.0 - sigmas) * latents + sigmas * noise).permute(0, 2, 1, 3, 4)
         count, channels, _, height, width = latents.shape
         side = self._resolution // self._scale // 2
