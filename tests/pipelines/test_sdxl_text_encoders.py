@@ -19,6 +19,7 @@ from family_sample import (
     engine_with,
     velocity_and_gradients,
 )
+from held_step import step_on_cpu
 from processes import on_ranks
 from sdxl_folders import encoded_prompts, request_of
 from torch import Tensor
@@ -31,6 +32,8 @@ from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.sdxl import SDXL
 from diffsynth_lite.training.checkpoint.lora_file import read_initial_lora
+from diffsynth_lite.training.planning.memory_count import MemoryCounter
+from diffsynth_lite.training.planning.step import StepSettings
 
 ALL = ("unet", "text_encoder", "text_encoder_2")
 
@@ -238,3 +241,25 @@ def test_two_processes_synchronise_the_gradients_of_all_three(sample: Sample, tm
             for name, gradient in gradients.items():
                 expected = saved["mean"][name.removeprefix("module.")]
                 torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_holds_what_is_counted_of_the_text_encoders_too(sample: Sample) -> None:
+    family, model = sample.family, adapted_transformer(sample)
+    shape = sample.latents.shape[1:]
+    example = family.example_conditioning(shape)
+    assert {name: value.shape for name, value in example.items()} == {
+        name: value.shape for name, value in sample.conditioning[0].items()
+    }
+    settings = StepSettings(micro_batch_size=2, mixed_precision="no", dtype=torch.float32, device_type="cpu")
+    plain = family.empty_transformer()
+    targets = family.default_target_modules
+    layers = find_target_layers(plain, targets, unused_modules=family.unused_modules(plain))
+    inputs = {"latents_shape": shape, "conditioning": example}
+    assert family.noise_path  # a table on the CPU
+    counted = MemoryCounter(family, layers, rank=4, **inputs).count(settings)
+    assert counted.step == step_on_cpu(family, model, settings, **inputs)
+    alone = SDXL(family.folder)
+    layers = [name.removeprefix("unet.") for name in layers if name.startswith("unet.")]
+    inputs["conditioning"] = alone.example_conditioning(shape)
+    without = MemoryCounter(alone, layers, rank=4, **inputs).count(settings)
+    assert counted.step.kept > without.step.kept

@@ -51,6 +51,6 @@ def step_on_cpu(
     if settings.accumulates:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    blocks = blocks_in(model, family.block_lists)
+    blocks = blocks_in(family.parts_of(model)[family.trained[0]], family.block_lists)
     held = count_step(loss, torch.Tensor.backward, blocks, meter, engine).stretched()
     return replace(held, kept=held.kept + lasting, peak=held.peak + lasting)

@@ -314,9 +314,13 @@ class SDXL(DiffusionFamily):
     def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
         width = self.folder.component_config("unet")["cross_attention_dim"]
         pooled_width = self.folder.component_config("text_encoder_2")["projection_dim"]
-        return {
+        embeds = {
             "prompt_embeds": torch.ones(self.max_prompt_tokens, width),
             "pooled_prompt_embeds": torch.ones(pooled_width),
+        }
+        tokens = torch.ones(self.max_prompt_tokens, dtype=torch.int64)
+        return {
+            **({"input_ids": tokens, "input_ids_2": tokens} if self._trains_text else embeds),
             "time_ids": torch.ones(6, dtype=torch.int64),
             "is_zero": torch.tensor(False),
         }

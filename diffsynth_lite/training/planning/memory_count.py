@@ -73,7 +73,7 @@ class MemoryCount:
 class MemoryCounter:
     """Counts steps of what a family trains, with a LoRA on some of its layers, at one size.
 
-    Of several models that are trained the first runs in a step; weights and LoRA are those of all.
+    Of several experts that are trained the first runs in a step; weights and LoRA are those of all.
 
     Args:
         family: bound to a folder, with or without weights.
@@ -103,12 +103,15 @@ class MemoryCounter:
         self._sample = Sample(tuple(latents_shape), conditioning)
         model = family.empty_transformer()
         self.lora_bytes = torch.float32.itemsize * adapter_size(model, layers, rank=rank)
-        # Names within the first model, which runs.
-        prefix = "" if len(family.trained) == 1 else f"{family.trained[0]}."
-        first = [name.removeprefix(prefix) for name in layers if name.startswith(prefix)]
-        self._first = type(family)(family.folder, trained=family.trained[:1])
-        part = family.parts_of(model)[family.trained[0]]
-        self._block_lists = BlockLists(part, family.block_lists, first)
+        parts, first = family.parts_of(model), family.trained[0]
+        # Of experts a step runs one; what else is trained, such as text encoders, runs beside it.
+        beside = [name for name, part in parts.items() if type(part) is not type(parts[first])]
+        self._first = type(family)(family.folder, trained=[first, *beside])
+        self._prefix = f"{first}." if beside else ""
+        self._layers_beside = [name for name in layers if name.partition(".")[0] in beside]
+        prefix = "" if len(parts) == 1 else f"{first}."
+        names = [name.removeprefix(prefix) for name in layers if name.startswith(prefix)]
+        self._block_lists = BlockLists(parts[first], family.block_lists, names)
         self.num_blocks = self._block_lists.num_blocks
         self._weights: dict[Any, list[_ModelBytes]] = {}
         self._models: dict[Any, MetaModel] = {}
@@ -236,8 +239,10 @@ class MemoryCounter:
 
     def _built(self, settings: StepSettings, few: FewBlocks, precision: str) -> MetaModel:
         model = self._first.empty_transformer()
-        layers = self._block_lists.keep_in(model, few)
-        model = self._quantized(_cast(model, settings), settings)
+        first, *_ = (_cast(part, settings) for part in self._first.parts_of(model).values())
+        names = [f"{self._prefix}{name}" for name in self._block_lists.keep_in(first, few)]
+        self._quantized(first, settings)
+        layers = [*names, *self._layers_beside]
         add_adapter(model, layers, rank=self._rank, alpha=1, dropout=self._dropout, seed=0)
         return MetaModel.of(model, precision, settings.device_type)
 
@@ -245,7 +250,8 @@ class MemoryCounter:
         """The first model, with a few of its blocks and its LoRA, on meta, as it is called for previews."""
         # Of several models the pipeline calls each by itself; what is prepared is all of them as one.
         precision = settings.mixed_precision if len(self._family.trained) == 1 else "no"
-        return self._built(settings, self._few_blocks(settings), precision).model.eval()
+        model = self._built(settings, self._few_blocks(settings), precision).model.eval()
+        return self._first.parts_of(model)[self._first.trained[0]]
 
 
 def _cast(model: nn.Module, settings: StepSettings) -> nn.Module:

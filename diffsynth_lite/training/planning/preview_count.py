@@ -61,7 +61,7 @@ def count_preview(
     }
     model = Composite(models) if len(models) > 1 else models[copied.trained[0]]
     with counted_silently(), evaluation_mode(model):
-        copied.sample(model, getattr(torch, config.model.vae_dtype), [preview_request(config, family)])
+        copied.sample(model, getattr(torch, config.model.vae_dtype), [preview_request(config, copied)])
     # Of the two that decode, the second is in tiles.
     decoded = [call.peak for call in counted.calls if call.method == "decode"]
     others = [call.peak for call in counted.calls if call.method != "decode"]

@@ -147,7 +147,7 @@ class MetaStep:
         repeats: Sequence[Repeat],
     ) -> None:
         self.model, self.autocast = model.model, model.autocast
-        self.blocks = blocks_in(self.model, family.block_lists)
+        self.blocks = blocks_in(family.parts_of(self.model)[family.trained[0]], family.block_lists)
         self.repeats = repeats
         self.engine = GradientEngine(
             min_bytes=settings.smallest_moved,
