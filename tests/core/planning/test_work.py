@@ -62,8 +62,10 @@ def counted(
     *repeats: Repeat,
     device: torch.device = META,
     skip_dead_ops: bool = True,
+    trains_gates: bool = False,
+    is_first: bool = False,
 ) -> tuple[StepWork, GradientReport]:
-    """The work of a second step, and what its engine says of it."""
+    """The work of a second step, or the first one, and what its engine says of it."""
     meter = WorkMeter()
     engine = GradientEngine(
         min_bytes=0,
@@ -72,6 +74,8 @@ def counted(
         skip_dead_ops=skip_dead_ops,
     )
     blocks = nn.ModuleList(Block(device) for _ in range(num_blocks))
+    for block in blocks:
+        block.gate.requires_grad_(trains_gates)
     x = torch.zeros(TOKENS, WIDTH, device=device)
 
     def loss() -> Tensor:
@@ -88,7 +92,8 @@ def counted(
         with FusedKernels(ON_CUDA):
             backward_in_scope(value)
 
-    backward(loss())
+    if not is_first:
+        backward(loss())
     engine.start_report()
     work = count_work(loss, backward, list(blocks), meter, repeats=repeats)
     return work, engine.report()
@@ -135,6 +140,16 @@ def test_a_recompute_does_what_the_forward_pass_did_but_for_what_is_saved_and_wh
     assert all_again.recompute - again.recompute == Counter([PRODUCT])
     assert attention_of(all_again.recompute - saved.recompute) == attention_of(kept.forward)
     assert kept.backward == again.backward == saved.backward
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "second"])
+def test_a_product_that_is_asked_for_after_all_counts_in_the_recompute(is_first: bool) -> None:
+    skips, does_all = (
+        counted(3, RECOMPUTE, skip_dead_ops=skips, trains_gates=True, is_first=is_first)[0].blocks[1]
+        for skips in (True, False)
+    )
+    assert skips == does_all
+    assert skips.recompute[PRODUCT] == 1
 
 
 def test_bytes_over_the_bus_are_those_of_a_real_step() -> None:
