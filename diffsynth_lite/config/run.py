@@ -20,6 +20,7 @@ AllowedChange: TypeAlias = Literal[
     "train.adam_epsilon",
     "train.ema_decay",
     "train.micro_batch_size",
+    "train.compile",
 ]
 
 

@@ -48,6 +48,7 @@ class Config(Settings):
             ),
             (data.cache, "data", "num_workers", "while data.cache is off: the main process encodes"),
             (checkpointing, "memory", "skip_dead_ops", "while train.use_gradient_checkpointing is off"),
+            (train.compile == "off", "memory", "skip_dead_ops", "while train.compile compiles the blocks"),
             (data.tag_shuffles > 0, "data", "tag_separator keep_tags", "while data.tag_shuffles is 0"),
             (data.on_bad_item == "skip", "data", "max_bad_ratio", "while data.on_bad_item is error"),
             (previews, "validation", "inputs last_frames", "without validation.prompts"),
@@ -73,6 +74,12 @@ class Config(Settings):
                 ("model.dtype", "train.mixed_precision"),
                 "float16 rounds small gradients to 0 while train.mixed_precision is no; set that to bf16, or "
                 "model.dtype to bfloat16",
+            )
+        if self.train.compile != "off" and self.memory.save_attention != "no":
+            yield Problem(
+                ("memory.save_attention", "train.compile"),
+                f"{self.memory.save_attention} needs to see attention run, which it cannot in blocks that "
+                "train.compile compiles; set one of them to its default",
             )
         for key, source in self.data.sources_by_key.items():
             yield from self._folder_conflicts(f"{key}.path", source.path)

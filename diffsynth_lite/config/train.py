@@ -77,6 +77,12 @@ class TrainSettings(Settings):
     """Keep these inputs in the memory of the host rather than of the device. For images so large that
     checkpointing alone does not fit. The result is the same."""
 
+    compile: Literal["off", "blocks"] = "off"
+    """Have torch compile the transformer's blocks (`blocks`): the first step takes longer, and kernels are
+    fewer and larger from then on. Numbers differ from those of `off` in their last digits. Needs a compiler:
+    g++ on the CPU, triton on CUDA. Off by default: no GPU has shown a gain yet. See
+    [compile.md](compile.md)."""
+
     deterministic: bool = False
     """Take only kernels that give the same bits each time. On a GPU a resumed run's weights are then the same
     bit for bit, and so are those with other checkpointing and offload; set it in all parts of a run. Slower

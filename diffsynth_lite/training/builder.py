@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.core.gradient import GradientEngine
+from diffsynth_lite.core.gradient import BlockCompiler, GradientEngine
 from diffsynth_lite.core.randomness import torch_seed
 from diffsynth_lite.core.transfer.shared_memory import HostMemoryError
 from diffsynth_lite.core.weights import HostBlocks, QuantizationReport, WeightStream
@@ -31,7 +32,7 @@ from diffsynth_lite.training.evaluation import FixedNoiseLoss
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 from diffsynth_lite.training.previews import Previews
 from diffsynth_lite.training.shortages import Workload
-from diffsynth_lite.training.streaming import quantizable_bytes, streamable_bytes
+from diffsynth_lite.training.streaming import blocks_by_model, quantizable_bytes, streamable_bytes
 
 _SUPPORTED_DISTRIBUTION = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
@@ -54,6 +55,7 @@ class TrainingObjects:
         validation_loss: the loss on fixed noise.
         previews: draws the prompts.
         weights: brings the frozen weights that live in host memory to the device.
+        compiler: of the blocks.
         num_skipped_in_a_row: steps up to now that were skipped as not finite.
     """
 
@@ -70,6 +72,7 @@ class TrainingObjects:
     validation_loss: FixedNoiseLoss
     previews: Previews
     weights: WeightStream
+    compiler: BlockCompiler
     num_skipped_in_a_row: int = 0
 
     @property
@@ -142,6 +145,12 @@ def build_transformer(
     return transformer.train()
 
 
+def build_compiler(config: Config, family: ModelFamily, transformer: torch.nn.Module) -> BlockCompiler:
+    """What compiles the blocks, before anything else is put around them; no blocks where it is off."""
+    compiles = config.train.compile == "blocks"
+    return BlockCompiler([*chain(*blocks_by_model(family, transformer))] if compiles else [])
+
+
 def build_optimizer(config: Config, transformer: torch.nn.Module) -> torch.optim.Optimizer:
     """AdamW over the adapter's parameters; the learning rate is set before each step.
 
@@ -171,6 +180,7 @@ def build_run(
     accelerator: Accelerator,
     transformer: torch.nn.Module,
     weights: WeightStream,
+    compiler: BlockCompiler,
     optimizer: torch.optim.Optimizer,
     averaged: AveragedWeights | None,
     start_step: int,
@@ -202,6 +212,7 @@ def build_run(
         ),
         previews=_build_previews(config, checked.family, encoded, preview_folder),
         weights=weights,
+        compiler=compiler,
     )
 
 

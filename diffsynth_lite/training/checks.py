@@ -15,7 +15,7 @@ from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.config.model import TargetSet
-from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_of
+from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_of, require_compiler
 from diffsynth_lite.core.weights import Quantization
 from diffsynth_lite.data import BatchLayout, Record, load_image
 from diffsynth_lite.errors import Problems, UserError
@@ -79,6 +79,7 @@ def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
     problems.attempt(lambda: _check_batch_size(config, accelerator.num_processes))
     problems.attempt(lambda: build_learning_rate(config))
     problems.attempt(lambda: _check_output_is_apart(config))
+    problems.attempt(lambda: _check_compiler(config, accelerator.device))
     problems.attempt(lambda: require_trackers(config.logging.trackers))
     records, held_out = read_records(config, accelerator, problems)
     family = None
@@ -142,6 +143,15 @@ def _check_batch_size(config: Config, num_processes: int) -> None:
         )
     except UserError as error:
         raise UserError(f"train.{error}") from None
+
+
+def _check_compiler(config: Config, device: torch.device) -> None:
+    compiled = config.train.compile
+    try:
+        if compiled != "off":
+            require_compiler(device)
+    except ValueError as error:
+        raise UserError(f"train.compile: {compiled} {error}") from None
 
 
 def check_held_out(records: Sequence[Record], held_out: Sequence[Record]) -> None:

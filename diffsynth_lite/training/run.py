@@ -14,12 +14,14 @@ from diffusers.training_utils import free_memory
 from rich.console import Console
 
 from diffsynth_lite.config import Config, LoadedConfig
+from diffsynth_lite.core.gradient import BlockCompiler
 from diffsynth_lite.core.weights import WeightStream
 from diffsynth_lite.errors import RunInterrupted, UserError
 from diffsynth_lite.files import write_json, write_text
 from diffsynth_lite.training.builder import (
     build_accelerator,
     build_average,
+    build_compiler,
     build_noise_levels,
     build_optimizer,
     build_run,
@@ -141,7 +143,7 @@ def _train(
     _start_trackers(run, run_id)
     with run.clock.stage("model"):
         logger.info("Loading the transformer.")
-        transformer, weights = _load_model(run, initial)
+        transformer, compiler, weights = _load_model(run, initial)
         optimizer = build_optimizer(run.config, transformer)
         averaged = build_average(run.config, transformer)
         if checkpoint is not None:
@@ -153,6 +155,7 @@ def _train(
             accelerator=run.accelerator,
             transformer=transformer,
             weights=weights,
+            compiler=compiler,
             optimizer=optimizer,
             averaged=averaged,
             start_step=start_step,
@@ -189,8 +192,8 @@ def _train(
 
 def _load_model(
     run: RunContext, initial: dict[str, torch.Tensor] | None
-) -> tuple[torch.nn.Module, WeightStream]:
-    """The transformer with its adapter, and the stream of what is not on the device."""
+) -> tuple[torch.nn.Module, BlockCompiler, WeightStream]:
+    """The transformer with its adapter, what compiles its blocks, and the stream of what is on the host."""
     config, family, accelerator = run.config, run.checked.family, run.accelerator
     host_blocks = share_host_memory(config, family, accelerator)
     loaded: list[torch.nn.Module] = []
@@ -199,7 +202,9 @@ def _load_model(
         accelerator,
         lambda: loaded.append(build_transformer(config, run.checked, initial, host_blocks)),
     )
-    return loaded[0], place_weights(config, family, loaded[0], accelerator.device, host_blocks)
+    compiler = build_compiler(config, family, loaded[0])
+    weights = place_weights(config, family, loaded[0], accelerator.device, host_blocks)
+    return loaded[0], compiler, weights
 
 
 def _encode(run: RunContext) -> TrainingData:

@@ -14,7 +14,12 @@ from datetime import timedelta
 
 import torch
 
-from diffsynth_lite.core.gradient import GradientEngine, IneffectiveSwitchError, gradient_engine
+from diffsynth_lite.core.gradient import (
+    BlockCompiler,
+    GradientEngine,
+    IneffectiveSwitchError,
+    gradient_engine,
+)
 from diffsynth_lite.core.randomness import random_state_scope, torch_seed
 from diffsynth_lite.core.weights import QuantizationReport
 from diffsynth_lite.data import Batch
@@ -81,6 +86,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
 
             if step == start_step + 1:
                 report_memory(run, built, engine, metrics, step)
+            report_graphs(built.compiler, metrics, step)
             report.after_step(result)
             shutdown.after_step(result.seconds)
 
@@ -189,6 +195,7 @@ def report_memory(
             expected_checkpointed=run.checked.num_selected_blocks * num_micro_batches,
         )
         streamed.require_effect()
+        built.compiler.require_effect()
     except IneffectiveSwitchError as error:
         section = "memory" if str(error).startswith(("save_attention", "stream_blocks")) else "train"
         raise UserError(f"{section}.{error}") from error
@@ -196,6 +203,22 @@ def report_memory(
     for line in (*quantized.lines(), *report.lines(), *streamed.lines()):
         logger.info("%s", line)
     metrics.log(step, quantized.metrics() | report.metrics() | streamed.metrics())
+
+
+def report_graphs(compiler: BlockCompiler, metrics: MetricsLog, step: int) -> None:
+    """Log what was compiled, after each step in which something was."""
+    if not compiler.new_graphs():
+        return
+    report = compiler.report()
+    for line in report.lines():
+        logger.info("%s", line)
+    metrics.log(step, report.metrics())
+    if compiler.is_full:
+        logger.warning(
+            "train.compile: there are %d graphs, the most there may be: where a block fits none of them, it "
+            "runs uncompiled from now on.",
+            report.graphs_compiled,
+        )
 
 
 def _num_parts(batch: Batch, num_processes: int) -> float:

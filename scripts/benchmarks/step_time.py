@@ -22,6 +22,7 @@ from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
 from diffsynth_lite.data import Batch
 from diffsynth_lite.training.builder import (
     TrainingObjects,
+    build_compiler,
     build_optimizer,
     build_run,
     build_transformer,
@@ -123,6 +124,7 @@ def equal_runs(
             encoded,
             accelerator=accelerator,
             transformer=(transformer := build_transformer(config, checked)),
+            compiler=build_compiler(config, checked.family, transformer),
             weights=place_weights(config, checked.family, transformer, accelerator.device),
             optimizer=build_optimizer(config, transformer),
             averaged=None,

@@ -84,6 +84,7 @@ NAMED: dict[str, Change] = {
     "train.weight_decay": ("train.weight_decay=0.1",),
     "train.max_grad_norm": ("train.max_grad_norm=0.5",),
     "train.ema_decay": ("train.ema_decay=0.7",),
+    "train.compile": ("train.compile=blocks",),
 }
 """Allowed by their own name in ``resume.allow``."""
 

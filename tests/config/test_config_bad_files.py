@@ -74,6 +74,7 @@ WRONG_VALUES = [
     ("objective", "mode_scale", "2", "at most 1.75"),
     ("objective", "sigma_min", "1.0", "below 1"),
     ("objective", "sigma_max", "0", "above 0"),
+    ("train", "compile", "model", "one of off, blocks"),
     ("memory", "min_bytes", "-1", "at least 0"),
     ("memory", "host_gib", "0", "above 0"),
     ("memory", "resident_blocks", "-1", "at least 0"),

@@ -167,6 +167,8 @@ def test_dump_config_holds_every_setting(write, minimal):
         ("memory: {host_gib: 2, save_attention: keep}", ["memory.host_gib"]),
         ("memory: {skip_dead_ops: off}\ntrain: {use_gradient_checkpointing: off}", ["memory.skip_dead_ops"]),
         ("memory: {skip_dead_ops: off}", []),
+        ("memory: {skip_dead_ops: off}\ntrain: {compile: blocks}", ["memory.skip_dead_ops"]),
+        ("memory: {skip_dead_ops: off}\ntrain: {compile: off}", []),
         ("validation: {guidance_scale: 2, width: 8}", ["validation.guidance_scale", "validation.width"]),
         ("validation: {guidance_scale: 2, prompts: [a]}", []),
         ("validation: {loss_items: 0, data: other}", ["validation.data"]),
@@ -191,6 +193,14 @@ def test_offload_alone_implies_checkpointing_and_against_it_is_an_error(write, m
     path = write(f"{minimal}train:\n  use_gradient_checkpointing: off\n")
     with pytest.raises(UserError, match=rf"^{offload}=True \(command line\): .* turn both on"):
         load_config(path, flags={offload: True})
+
+
+def test_attention_is_not_saved_in_compiled_blocks(write, minimal):
+    path = write(f"{minimal}train: {{compile: blocks}}\n")
+    with pytest.raises(
+        UserError, match=r"memory.save_attention=keep .*needs to see attention run, .* compiles"
+    ):
+        load_config(path, ["memory.save_attention=keep"])
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,8 @@ def consistent(name: str, values: dict) -> dict:
 def configs(draw: st.DrawFn) -> Config:
     sections = {name: draw(sections_of(name, section)) for name, section in section_types().items()}
     changed(sections, "output", dir=f"runs/{sections['output'].dir}")
+    if sections["memory"].save_attention != "no":
+        changed(sections, "train", compile="off")
     if sections["memory"].policy != "all" or sections["memory"].save_attention != "no":
         changed(sections, "train", use_gradient_checkpointing=True)
     if sections["model"].dtype == "float16":

@@ -1,5 +1,6 @@
 """Whole runs with what saves memory: it has its effect, proves it, and changes no weight."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from lazy_backend import LazyBackend, LazyCopy
 from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, make_run
 
 from diffsynth_lite.config import load_config
+from diffsynth_lite.core.gradient import BlockCompiler
 from diffsynth_lite.core.transfer.backends import PlainBackend
 from diffsynth_lite.core.transfer.shared_memory import HostMemory
 from diffsynth_lite.training.planning.subject import counter_of, family_without_weights, step_settings
@@ -108,6 +110,45 @@ def test_as_few_blocks_are_streamed_as_fit_by_count(
     assert "memory.stream_blocks: auto streams 0 of 2 blocks" in caplog.text
     assert plain_run.train(*start) == 0
     assert "auto streams nothing: the device is the host" in caplog.text
+
+
+COMPILED = ("train.compile=blocks", *UNWATCHED)
+
+
+# torch's compiler itself does what torch warns of.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_blocks_prove_their_effect_and_a_run_may_go_on_with_them(
+    plain_run: TinyRun, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    # It runs the operators of a graph as they are.
+    monkeypatch.setitem(BlockCompiler.__init__.__kwdefaults__, "backend", "eager")
+    half_way = plain_run.folder / "checkpoints" / "step-00000002"
+    start = (f"output.dir={tmp_path}", "--resume", str(half_way), *COMPILED, *STREAMED)
+    assert plain_run.train(*start) == 2
+    assert "set resume.allow: [train.compile]" in caplog.text
+
+    assert plain_run.train(*start, "resume.allow=[train.compile]") == 0
+    assert differing(checkpoint_tensors(plain_run.folder, 4), checkpoint_tensors(tmp_path, 4)) == []
+    (report,) = (row for row in plain_run.metrics(tmp_path) if "graphs_compiled" in row)
+    # With padded prompts and without, and with gradients of the block's input (the second's) and without.
+    assert (report["blocks_compiled"], report["graphs_compiled"], report["graph_breaks"]) == (2, 4, 0)
+    assert "compiled        2 blocks, 4 graphs, 0 graph breaks, " in caplog.text
+    lineage = json.loads((tmp_path / "lineage.json").read_text())
+    assert lineage[-1]["changed"] == {"train.compile": {"from": "off", "to": "blocks"}}
+
+
+def test_compiling_without_a_compiler_or_without_effect_stops_the_run(
+    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        assert tiny_run.train(*COMPILED) == 2
+    assert "train.compile: blocks needs a C++ compiler, and none works here" in caplog.text
+    assert "encoding" not in caplog.text
+    others = [[torch.nn.Linear(4, 4)]]
+    monkeypatch.setattr("diffsynth_lite.training.builder.blocks_by_model", lambda *_: others)
+    assert tiny_run.train(*COMPILED) == 2
+    assert "train.compile: on, but none of 1 blocks ran compiled" in caplog.text
 
 
 class WatchedBackend(LazyBackend):

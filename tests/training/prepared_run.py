@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from diffsynth_lite.config import Config, load_config
+from diffsynth_lite.core.gradient import BlockCompiler
 from diffsynth_lite.core.weights import WeightStream
 from diffsynth_lite.pipelines.qwen_image import tiny
 from diffsynth_lite.training.builder import TrainingObjects, build_optimizer, build_run, build_transformer
@@ -87,6 +88,7 @@ class Prepared:
             "accelerator": PROCESS,
             "transformer": self.transformer,
             "weights": WeightStream([], CPU),
+            "compiler": BlockCompiler([]),
             "optimizer": build_optimizer(config, self.transformer),
             "averaged": None,
             "start_step": 0,

@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 from rich.console import Console
 
 from diffsynth_lite.config import LoadedConfig, load_config
+from diffsynth_lite.core.gradient import BlockCompiler
 from diffsynth_lite.core.weights import WeightStream
 from diffsynth_lite.data import Batch, Bucket
 from diffsynth_lite.errors import RunStoppedError
@@ -86,6 +87,7 @@ def objects(model: torch.nn.Module, *steps: Sequence[Batch], **changes: Any) -> 
         "validation_loss": None,
         "previews": None,
         "weights": WeightStream([], accelerator.device),
+        "compiler": BlockCompiler([]),
     }
     return TrainingObjects(**(settings | changes))
 
@@ -294,7 +296,7 @@ class Life:
             clock=StartupClock(0.0),
             grace=None,
         )
-        built = SimpleNamespace(weights=WeightStream([], process.device))
+        built = SimpleNamespace(weights=WeightStream([], process.device), compiler=BlockCompiler([]))
         return train(run, built, self._saver, self._stop, start_step)
 
     def _note(self, what: str, step: int) -> None:

@@ -14,6 +14,7 @@ from diffsynth_lite.core.gradient.checkpoint import (
     gradient_engine,
     gradient_flags,
 )
+from diffsynth_lite.core.gradient.compiled import BlockCompiler, CompileReport, require_compiler
 from diffsynth_lite.core.gradient.engine import GradientEngine
 from diffsynth_lite.core.gradient.policies import (
     KEEP,
@@ -36,8 +37,10 @@ __all__ = [
     "OFFLOAD",
     "PARK",
     "RECOMPUTE",
+    "BlockCompiler",
     "BlockPolicy",
     "BlockStrategy",
+    "CompileReport",
     "GradientEngine",
     "GradientReport",
     "HostBytesError",
@@ -54,5 +57,6 @@ __all__ = [
     "gradient_engine",
     "gradient_flags",
     "intercept_blocks",
+    "require_compiler",
     "unwrapped",
 ]

@@ -8,6 +8,9 @@ from typing import Any
 
 from torch import nn
 
+COMPILED = "_is_compiled_in_place"
+"""Attribute of a block whose ``forward`` a ``BlockCompiler`` replaced."""
+
 
 @contextmanager
 def intercept_blocks(
@@ -133,7 +136,7 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether ``module`` or a part of it is compiled: its calls are not seen, and modes would break it up."""
     # torch.compile wraps a module, module.compile() sets the other. To name the wrapper's class would import
     # the compiler, which takes seconds.
-    if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+    if "_orig_mod" in module._modules or module._compiled_call_impl is not None or COMPILED in vars(module):
         return True
     return any(is_compiled(child) for child in module._modules.values() if child is not None)
 

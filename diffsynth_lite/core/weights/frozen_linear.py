@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from diffsynth_lite.core.autocast import autocast_dtype
 from diffsynth_lite.core.units import format_bytes
@@ -56,8 +57,16 @@ class FrozenLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features), in the input's dtype or autocast's."""
         input = input.to(autocast_dtype(input.device) or input.dtype)
-        output: Tensor = _Product.apply(input, self)  # type: ignore[no-untyped-call]
+        # A compiler would take the function apart, and have its graph keep the dense weight for backward.
+        if torch.compiler.is_compiling():
+            output: Tensor = checkpoint(self._product, input, use_reentrant=False)
+        else:
+            output = _Product.apply(input, self)  # type: ignore[no-untyped-call]
         return output
+
+    def _product(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return nn.functional.linear(x, self.dense(x.dtype), bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, format={self.format.name}"
@@ -89,8 +98,7 @@ class _Product(torch.autograd.Function):
         # checkpointed block runs again first, and streamed weights come back.
         ctx.save_for_backward(layer.weight, layer.weight_scale)
         ctx.layer = layer
-        bias = None if layer.bias is None else layer.bias.to(x.dtype)
-        return nn.functional.linear(x, layer.dense(x.dtype), bias)
+        return layer._product(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

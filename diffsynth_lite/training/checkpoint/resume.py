@@ -45,7 +45,7 @@ _FIXED_FIELDS = {
         *("caption_dropout", "tag_shuffles", "tag_separator", "keep_tags"),
     ),
     "train": (
-        *("seed", "global_batch_size", "micro_batch_tokens", "mixed_precision", "max_grad_norm"),
+        *("seed", "global_batch_size", "micro_batch_tokens", "mixed_precision", "compile", "max_grad_norm"),
         *("learning_rate", "lr_scheduler", "warmup_steps"),
         *("adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "ema_decay"),
     ),
