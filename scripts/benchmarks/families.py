@@ -12,12 +12,19 @@ All blocks are treated alike: kept (none), recomputed (every), or recomputed wit
 (offload att.).
 
     python scripts/benchmarks/families.py [--family NAME ...] [--rounds 0]
+    python scripts/benchmarks/families.py --outside [--family NAME ...]
+
+The second form says what part of a step on the CPU is the forward pass of what is outside of the blocks: text
+and time embeddings, rotary tables, and what our own code does around the model.
 """
 
 import argparse
+import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from family_inputs import COUNTED, CountedRelease
@@ -34,7 +41,7 @@ from meters import (
 )
 from torch import Tensor
 
-from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, gradient_engine
+from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_in, gradient_engine
 
 HEADINGS = dict(
     zip(
@@ -51,6 +58,11 @@ HEADINGS = dict(
         strict=True,
     )
 )
+
+
+_BLOCKS, _FORWARD = "blocks", "forward"
+_SMALLEST_SHOWN = 0.1
+"""Percent of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +157,48 @@ def time_row(release: CountedRelease, device: torch.device, num_rounds: int) -> 
     return names_of(release) | {"ms, none": f"{1000 * reference:.0f}", **ratios}
 
 
+def outside_row(release: CountedRelease, num_rounds: int) -> dict[str, str]:
+    """What the forward pass of a narrower model does outside of its blocks, in percent of whole steps."""
+    with family_of(release, release.small) as family:
+        subject = FamilySubject(family, release, release.small_pixels, torch.device("cpu"), torch.float32)
+        blocks, spent, whole = blocks_in(subject.model, family.block_lists), Counter[str](), list[float]()
+        for block in blocks:
+            _count_time(block, _BLOCKS, spent)
+        for name, part in subject.model.named_children():
+            if not isinstance(part, torch.nn.ModuleList) and set(blocks).isdisjoint(part.modules()):
+                _count_time(part, name, spent)
+        for _ in range(num_rounds + 1):
+            if len(whole) == 1:  # of which the first is no measurement
+                spent.clear()
+            started_at = time.thread_time()
+            loss = subject.loss()
+            spent[_FORWARD] += time.thread_time() - started_at
+            subject.backward(loss)
+            whole.append(time.thread_time() - started_at)
+            subject.model.zero_grad(set_to_none=True)
+    percent = 100 / sum(whole[1:])
+    outside = percent * (spent.pop(_FORWARD) - spent.pop(_BLOCKS))
+    parts = {name: percent * seconds for name, seconds in spent.most_common()}
+    return names_of(release) | {
+        "ms a step": f"{1000 * statistics.median(whole[1:]):.0f}",
+        "outside of blocks": f"{outside:.1f} %",
+        "of it": ", ".join(f"{name} {part:.1f}" for name, part in parts.items() if part >= _SMALLEST_SHOWN),
+    }
+
+
+def _count_time(module: torch.nn.Module, name: str, spent: Counter[str]) -> None:
+    """From now on add up the seconds of a module's forward pass."""
+
+    def begin(*_: Any) -> None:
+        spent[name] -= time.thread_time()
+
+    def end(*_: Any) -> None:
+        spent[name] += time.thread_time()
+
+    module.register_forward_pre_hook(begin)
+    module.register_forward_hook(end)
+
+
 def names_of(release: CountedRelease) -> dict[str, str]:
     """The first cells of a row."""
     return {"family": release.family, "model": release.name}
@@ -164,6 +218,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=5, help="timed steps of each kind; 0: no times (default: %(default)s)"
     )
+    parser.add_argument("--outside", action="store_true", help="time what is outside of the blocks")
     parser.add_argument("--small", action="store_true", help="count the narrower models that are timed")
     parser.add_argument(
         "--device",
@@ -180,6 +235,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
     torch.set_num_threads(options.threads)
     releases = [release for release in COUNTED if release.family in (options.family or {release.family})]
+    if options.outside:
+        rows = [outside_row(release, options.rounds) for release in releases]
+        print_table("Outside of the blocks, in forward, in percent of a step's time.", rows)
+        return
     meta = torch.device("meta")
     rows = [row for release in releases for row in bytes_rows(release, meta, is_small=options.small)]
     print_table("MiB that one block more keeps on the device, and in brackets in host memory.", rows)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trained_model import TrainedModel
 
 from diffsynth_lite.lora import find_target_layers
+from diffsynth_lite.lora.linear import use_lora_linear
 from diffsynth_lite.pipelines import Conditioning, ModelFamily, load_family
 from diffsynth_lite.pipelines.base.batching import INPUT
 from diffsynth_lite.pipelines.base.release_folder import full_config, write_release
@@ -51,7 +52,9 @@ class FamilySubject(TrainedModel):
             family.default_target_modules,
             unused_modules=family.unused_modules(model),
         )
-        super().__init__(model, device, dtype, LoraConfig(r=16, target_modules=layers))
+        lora = LoraConfig(r=16, lora_alpha=16, target_modules=layers)
+        use_lora_linear(lora)
+        super().__init__(model, device, dtype, lora)
         self._family = family
         self._blocks = {name: model.get_submodule(name) for name in family.block_lists}
         self.counted = release.counted or tuple(self._blocks)

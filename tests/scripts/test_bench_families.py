@@ -127,3 +127,11 @@ def test_the_script_prints_a_table_with_a_row_for_each_kind_of_block(
     assert cells[1:4] == ["LTX-Video 0.9", "transformer_blocks", "576"]
     assert cells[6] == "0.0 (0.3)"
     assert "LTX-Video 0.9: diffusers, scripts/convert_ltx_to_diffusers.py" in printed
+
+
+def test_what_is_outside_of_the_blocks_is_a_part_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    families.main(["--family", "sana", "--outside", "--rounds", "1"])
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "Sana" in line)
+    cells = [cell.strip() for cell in row.split("|")]
+    assert 0 < float(cells[4].removesuffix(" %")) < 100
+    assert "caption_projection" in cells[5]
