@@ -10,10 +10,7 @@ from diffsynth_lite.core.transfer.host_pool import available_host_bytes, num_loc
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.core.weights import (
     MissingKernelsError,
-    Quantization,
     WeightFormat,
-    frozen_weights,
-    packed_bytes,
     require_saving,
     weight_format,
 )
@@ -21,7 +18,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.text_encoders import (
     TextEncoderMemory,
-    quantizable_encoder_layers,
+    encoder_quantizations,
     transformer_layers,
 )
 
@@ -60,8 +57,11 @@ def text_encoder_memory(config: Config, family: ModelFamily, device: torch.devic
         if set(family.text_encoders) - set(family.trained):
             reason = "no transformer layers are known of the text encoder"
         raise UserError(f"{key}: has no effect, as {reason}; leave it out")
+    weights = None
+    if quantizes:
+        weights = require_format(config.model.text_encoder_quantize, key="model.text_encoder_quantize")
     memory = TextEncoderMemory(
-        quantizations=_quantizations(config, encoders, device) if quantizes else {},
+        quantizations=encoder_quantizations(encoders, weights, device) if weights else {},
         num_slots=config.memory.stream_slots if streams else 0,
         min_bytes=config.memory.min_bytes,
     )
@@ -75,18 +75,6 @@ def _frozen_text_encoders(family: ModelFamily) -> dict[str, torch.nn.Module]:
     names = [name for name in family.text_encoders if name not in family.trained]
     built = {name: family.empty_component(name) for name in names}
     return {name: encoder.requires_grad_(False) for name, encoder in built.items() if encoder is not None}
-
-
-def _quantizations(
-    config: Config, encoders: Mapping[str, torch.nn.Module], device: torch.device
-) -> dict[str, Quantization]:
-    weights = require_format(config.model.text_encoder_quantize, key="model.text_encoder_quantize")
-    layers = {name: tuple(quantizable_encoder_layers(encoder)) for name, encoder in encoders.items()}
-    return {
-        name: Quantization(format=weights, layers=of_encoder, device=device)
-        for name, of_encoder in layers.items()
-        if of_encoder
-    }
 
 
 def _check_stream(
@@ -112,7 +100,7 @@ def _check_stream(
         require_saving(stacks, device, num_slots=config.memory.stream_slots, min_bytes=min_bytes)
     except ValueError as error:
         raise UserError(f"memory.stream_text_encoder: {error}") from None
-    num_bytes = sum(packed_bytes(frozen_weights(layer, min_bytes)) for stack in stacks for layer in stack)
+    _, num_bytes = memory.num_bytes(list(encoders.values()), device)
     # Each process encodes when it has something to encode, and loads for itself.
     total, available = num_local_processes() * num_bytes, available_host_bytes()
     if available is not None and total > available:

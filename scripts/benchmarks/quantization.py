@@ -54,7 +54,7 @@ from diffsynth_lite.pipelines.base.quantized import quantizable_layers  # noqa: 
 from diffsynth_lite.pipelines.base.release_folder import write_release  # noqa: E402
 from diffsynth_lite.pipelines.base.text_encoders import (  # noqa: E402
     TextEncoderMemory,
-    quantizable_encoder_layers,
+    encoder_quantizations,
 )
 from diffsynth_lite.pipelines.qwen_image import QwenImage  # noqa: E402
 
@@ -107,22 +107,19 @@ class Rounded(TextEncoderMemory):
         super().place(encoders, device, loaded)
 
 
-def encoder_quantizations(family: ModelFamily, name: str, device: torch.device) -> dict[str, Quantization]:
+def quantizations_of(family: ModelFamily, name: str, device: torch.device) -> dict[str, Quantization]:
     """Of all that can be quantised in the family's text encoders, in a format; nothing for ``bfloat16``."""
     if name not in FORMATS:
         return {}
-    layers = {
-        component: tuple(quantizable_encoder_layers(family.empty_component(component)))
-        for component in family.text_encoders
-    }
+    encoders = {component: family.empty_component(component) for component in family.text_encoders}
     weights = counted_format(name) if device == META else weight_format(name)
-    return {key: Quantization(format=weights, layers=found, device=device) for key, found in layers.items()}
+    return encoder_quantizations(encoders, weights, device)
 
 
 def encodings_with(sample: Sample, name: str) -> Tensor:
     """What the sample's prompts are encoded to, in one vector, with weights in a format or as they are."""
     family = sample.family
-    given = encoder_quantizations(family, name, CPU)
+    given = quantizations_of(family, name, CPU)
     family.text_encoder_memory = Rounded() if name == "bf16" else TextEncoderMemory(quantizations=given)
     encode = family.load_prompt_encoder(torch.float32, CPU)
     encoded = [encode([prompt])[0] for prompt in build_prompts(family, sample.media)]
@@ -199,7 +196,7 @@ def encoder_bytes(family: ModelFamily, name: str, *, num_slots: int = 0) -> int:
         num_slots: of streamed layers; 0 streams none.
     """
     encoders = {key: family.empty_component(key).to(torch.bfloat16) for key in family.text_encoders}
-    for key, quantization in encoder_quantizations(family, name, META).items():
+    for key, quantization in quantizations_of(family, name, META).items():
         quantization.apply_to(encoders[key])
     nn.ModuleList(encoders.values()).requires_grad_(False)
     memory = TextEncoderMemory(num_slots=num_slots, min_bytes=SMALLEST_STREAMED)

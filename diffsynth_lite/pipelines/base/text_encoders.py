@@ -17,6 +17,7 @@ from diffsynth_lite.core.weights import (
     HostBlocks,
     Quantization,
     QuantizationReport,
+    WeightFormat,
     WeightStream,
     frozen_weights,
     packed_bytes,
@@ -52,6 +53,23 @@ def quantizable_encoder_layers(encoder: nn.Module) -> list[str]:
         encoder: of transformers; may be on the meta device.
     """
     return linear_layers_in(encoder, chain.from_iterable(transformer_layers(encoder)))
+
+
+def encoder_quantizations(
+    encoders: Mapping[str, nn.Module], weight_format: WeightFormat, device: torch.device
+) -> dict[str, Quantization]:
+    """Of all that can be quantised in text encoders, by component; nothing of those where nothing can be.
+
+    Args:
+        encoders: of transformers, by component; may be on the meta device.
+        device: where they are quantised.
+    """
+    layers = {name: tuple(quantizable_encoder_layers(encoder)) for name, encoder in encoders.items()}
+    return {
+        name: Quantization(format=weight_format, layers=of_encoder, device=device)
+        for name, of_encoder in layers.items()
+        if of_encoder
+    }
 
 
 class TextEncoderMemory:

@@ -8,11 +8,11 @@ from PIL import Image
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.planning import StandIns
-from diffsynth_lite.core.weights import Quantization, counted_format
+from diffsynth_lite.core.weights import counted_format
 from diffsynth_lite.data import Bucket
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.pipelines.base.text_encoders import TextEncoderMemory, quantizable_encoder_layers
+from diffsynth_lite.pipelines.base.text_encoders import TextEncoderMemory, encoder_quantizations
 from diffsynth_lite.pipelines.base.vae_tiles import has_frames
 from diffsynth_lite.training.planning.without_weights import (
     copied_bytes,
@@ -62,11 +62,7 @@ def count_prompt_encoder(config: Config, family: ModelFamily, size: Bucket, num_
     quantizations = {}
     if config.model.text_encoder_quantize != "none":
         weights = counted_format(config.model.text_encoder_quantize)
-        layers = {name: tuple(quantizable_encoder_layers(encoder)) for name, encoder in encoders.items()}
-        quantizations = {
-            name: Quantization(format=weights, layers=of_encoder, device=_META)
-            for name, of_encoder in layers.items()
-        }
+        quantizations = encoder_quantizations(encoders, weights, _META)
     memory = TextEncoderMemory(
         quantizations=quantizations,
         num_slots=config.memory.stream_slots if config.memory.stream_text_encoder else 0,
@@ -75,7 +71,7 @@ def count_prompt_encoder(config: Config, family: ModelFamily, size: Bucket, num_
     for name, quantization in quantizations.items():
         quantization.apply_to(encoders[name])
     on_device, on_host = memory.num_bytes(list(encoders.values()), _META)
-    is_filled_in_place = quantizations or on_host
+    is_filled_in_place = bool(quantizations) or on_host > 0
     return EncoderBytes(
         device=on_device,
         calls=_calls_with_longest_prompt(family, memory, dtype, size, num_inputs),

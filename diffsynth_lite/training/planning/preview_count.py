@@ -1,5 +1,6 @@
 """This file counts what drawing a preview holds on the device: the model, then the autoencoder."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +61,8 @@ def count_preview(
         name: counted.put(counter.model_that_draws(settings), name, repeated=("",)) for name in copied.trained
     }
     model = Composite(models) if len(models) > 1 else models[copied.trained[0]]
-    with counted_silently(), evaluation_mode(model):
+    # Not every family decodes in tiles when the device is full.
+    with counted_silently(), evaluation_mode(model), suppress(torch.OutOfMemoryError):
         copied.sample(model, getattr(torch, config.model.vae_dtype), [preview_request(config, copied)])
     # Of the two that decode, the second is in tiles.
     decoded = [call.peak for call in counted.calls if call.method == "decode"]
