@@ -23,8 +23,8 @@ class LoraLinear(Linear):  # type: ignore[misc]  # peft has no types
         """(..., in_features) to (..., out_features), in the dtype of the frozen layer's output."""
         adapter = self._plain_adapter()
         if adapter is None or args or kwargs:
-            left: Tensor = super().forward(x, *args, **kwargs)
-            return left
+            by_peft: Tensor = super().forward(x, *args, **kwargs)
+            return by_peft
         down, up, scaling = self.lora_A[adapter], self.lora_B[adapter], self.scaling[adapter]
         lower = autocast_dtype(x.device)
         if lower is None:
@@ -40,10 +40,9 @@ class LoraLinear(Linear):  # type: ignore[misc]  # peft has no types
 
     def _plain_adapter(self) -> str | None:
         """The one adapter that is active, if it is a LoRA without dropout or anything else."""
-        names = self.active_adapters
-        if len(names) != 1 or self.disable_adapters or self.merged:
+        if len(self.active_adapters) != 1 or self.disable_adapters or self.merged:
             return None
-        name: str = names[0]
+        name: str = self.active_adapters[0]
         is_plain = (
             name in self.lora_A
             and name not in self.lora_variant
