@@ -4,11 +4,13 @@ import pkgutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from diffsynth_lite.config import load_config
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted((REPOSITORY / "configs").glob("*.yaml"))
+CARDS = sorted((REPOSITORY / "configs" / "cards").glob("*.yaml"))
 PIPELINES = REPOSITORY / "diffsynth_lite" / "pipelines"
 
 
@@ -49,6 +51,16 @@ def test_a_recipe_loads_without_a_warning(path):
     loaded = load_config(path)
     assert loaded.warnings == ()
     assert loaded.config.output.dir == f"runs/{path.stem}"
+
+
+@pytest.mark.parametrize("path", CARDS, ids=lambda path: path.stem)
+def test_a_recipe_for_a_card_is_a_few_settings_on_top_of_another(path):
+    loaded = load_config(path.name)
+    assert loaded.warnings == ()
+    assert loaded.path == path
+    given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert given.pop("extends")
+    assert sum(map(len, given.values())) <= 5
 
 
 def test_the_qwen_recipe_fits_the_real_model():

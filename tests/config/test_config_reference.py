@@ -1,6 +1,7 @@
 """docs/configuration.md says what the code says, and configs/schema.json makes editors check it."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from diffsynth_lite.config.schema import section_types
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
 SCHEMA = ROOT / "configs" / "schema.json"
-RECIPES = sorted(SCHEMA.parent.glob("*.yaml"))
+RECIPES = sorted(SCHEMA.parent.rglob("*.yaml"))
 
 
 def test_the_page_is_the_one_that_is_generated():
@@ -82,7 +83,8 @@ def test_the_schema_is_the_one_that_is_generated() -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_names_the_schema_and_fits_it(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert text.startswith("# yaml-language-server: $schema=schema.json\n")
+    place = os.path.relpath(SCHEMA, path.parent)
+    assert text.startswith(f"# yaml-language-server: $schema={place}\n")
     assert problems(text) == []
 
 
