@@ -26,7 +26,7 @@ class _Place:
         self.index = index
 
 
-_LEAVES = frozenset([bool, int, float, str, type(None), torch.dtype, torch.device, Tensor, _Place])
+_CONSTANTS = frozenset([bool, int, float, str, type(None), torch.dtype, torch.device])
 
 
 def take_tensors(tree: Any) -> tuple[list[Tensor], Any]:
@@ -67,7 +67,10 @@ def put_tensors(template: Any, tensors: Sequence[Tensor]) -> Any:
 def _replace_leaves(tree: Any, replacement: Callable[[Any], Any]) -> Any:
     """``tree`` with ``replacement(leaf)`` for every leaf; a container in which nothing changes is left."""
     # Four walks in every block call: to ask of each leaf whether it is a dataclass took half of their time.
-    if type(tree) in _LEAVES:
+    kind = type(tree)
+    if kind in _CONSTANTS:
+        return tree
+    if kind is Tensor or kind is _Place:
         return replacement(tree)
     if isinstance(tree, tuple):
         items = [_replace_leaves(item, replacement) for item in tree]

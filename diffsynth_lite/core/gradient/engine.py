@@ -240,9 +240,10 @@ class GradientEngine:
         if isinstance(held, OffloadedTensor) and not held.is_on_device:
             self.count(late_prefetches=1)
         tensor = held.restore()
-        for earlier in frame.before(self._prefetched_blocks):
-            for offloaded in earlier:
-                offloaded.fetch()
+        if frame.begins_to_restore():
+            for earlier in frame.before(self._prefetched_blocks):
+                for offloaded in earlier:
+                    offloaded.fetch()
         return tensor
 
     def _make_room_for(self, frame: Frame) -> None:

@@ -43,8 +43,10 @@ def reason_not_to_offload(tensor: Tensor, min_bytes: int | None) -> NotOffloaded
         min_bytes = smallest_worth_moving(tensor.device)
     if num_bytes(tensor) < max(min_bytes, 1):
         return NotOffloadedReason.BELOW_MIN_BYTES
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return NotOffloadedReason.EXPANDED if any(size > 1 and stride == 0 for size, stride in sizes) else None
+    strides = tensor.stride()
+    if 0 in strides and any(size > 1 and not step for size, step in zip(tensor.shape, strides, strict=True)):
+        return NotOffloadedReason.EXPANDED
+    return None
 
 
 def num_bytes(tensor: Tensor) -> int:
@@ -93,7 +95,9 @@ class OffloadedTensor:
         self._piece, self._backend = piece, backend
         self._shape, self._strides, self._device = tensor.shape, tensor.stride(), tensor.device
         # The strides of a dense tensor; another one is copied without its gaps.
-        self._dense_strides = torch.empty_like(tensor, device="meta", requires_grad=False).stride()
+        self._dense_strides = self._strides
+        if not tensor.is_contiguous():
+            self._dense_strides = torch.empty_like(tensor, device="meta", requires_grad=False).stride()
         host = piece.buffer.view(tensor.dtype).as_strided(self._shape, self._dense_strides)
         self._original: Tensor | None = tensor.detach()
         self._version, self._is_changed = tensor._version, False
@@ -187,6 +191,11 @@ class Frame:
             self._index = self.forward_pass.add(self)
         return self._index, next(self._places)
 
+    def begins_to_restore(self) -> bool:
+        """Whether the last tensor that was given back in this pass was of another call."""
+        before, self.forward_pass.restored_index = self.forward_pass.restored_index, self._index
+        return before != self._index
+
     def before(self, count: int) -> Iterator["Frame"]:
         """The last ``count`` calls before this one that still have a backward pass ahead."""
         return self.forward_pass.before(self._index or 0, count)
@@ -210,9 +219,13 @@ class ForwardPass:
 
     Args:
         shared_before: places of the tensors that later block calls of the previous pass received again.
+
+    Attributes:
+        restored_index: of the call that the last tensor was given back to.
     """
 
     def __init__(self, shared_before: frozenset[Place] = frozenset()) -> None:
+        self.restored_index: int | None = None
         self._is_over = False
         self._shared_before = shared_before
         self._shared: set[Place] = set()

@@ -184,17 +184,16 @@ class HostPool:
 
 
 class _Slab:
-    """One allocation, and the ranges of it that are free."""
+    """One allocation, and the ranges of it that are free.
+
+    Attributes:
+        largest: bytes of the largest free range.
+    """
 
     def __init__(self, buffer: Tensor, allocate: AllocateHost) -> None:
         self.buffer, self.allocate = buffer, allocate
-        self.num_bytes = buffer.numel()
+        self.num_bytes = self.largest = buffer.numel()
         self._free = [(0, self.num_bytes)]  # (start, end), sorted; no two touch
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest free range."""
-        return max((end - start for start, end in self._free), default=0)
 
     @property
     def num_bytes_free(self) -> int:
@@ -207,6 +206,7 @@ class _Slab:
         )
         index = self._free.index((start, end))
         self._free[index : index + 1] = [(start + size, end)] if start + size < end else []
+        self.largest = max((end - start for start, end in self._free), default=0)
         return start
 
     def put(self, start: int, end: int) -> None:
@@ -218,3 +218,4 @@ class _Slab:
             index -= 1
             start = self._free.pop(index)[0]
         self._free.insert(index, (start, end))
+        self.largest = max(self.largest, end - start)
