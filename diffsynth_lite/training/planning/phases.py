@@ -1,9 +1,9 @@
 """This file counts what each phase of a run takes: encoding, loading, training, drawing previews."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import Bucket
@@ -20,6 +20,7 @@ from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.subject import with_changes
 from diffsynth_lite.training.planning.without_weights import copied_bytes, frozen_component
 
+_Counted = TypeVar("_Counted")
 PhaseName = Literal["encoding media", "encoding prompts", "loading", "training", "drawing previews"]
 
 
@@ -47,8 +48,6 @@ class Phase:
 class PhaseCounter:
     """Counts the phases of a run, in one process.
 
-    Encoders are counted once, and previews once for all settings that keep the model alike.
-
     Args:
         config: of the run.
         family: bound to a folder, with or without weights.
@@ -65,7 +64,7 @@ class PhaseCounter:
     ) -> None:
         self.config, self.family, self._counter = config, family, counter
         self.size, self._num_inputs = size, num_inputs
-        self._previews: dict[Any, PreviewBytes] = {}
+        self._known: dict[str, Any] = {}
 
     def count(self, settings: StepSettings) -> list[Phase]:
         """The phases of a run that takes its steps under these settings, in order.
@@ -98,21 +97,28 @@ class PhaseCounter:
 
     def changed(self, changes: Mapping[str, object]) -> "PhaseCounter":
         """Of the same run with other settings, by key, that do not touch the steps or the data."""
-        return PhaseCounter(
-            with_changes(self.config, changes),
-            self.family,
-            self._counter,
-            size=self.size,
-            num_inputs=self._num_inputs,
-        )
+        changed = copy(self)  # what was counted is known to both
+        changed.config = with_changes(self.config, changes)
+        return changed
 
-    @cached_property
+    def _once(self, count: Callable[[], _Counted], *settings: object) -> _Counted:
+        """What is counted under these settings, unless it is known."""
+        key = repr(settings)
+        if key not in self._known:
+            self._known[key] = count()
+        counted: _Counted = self._known[key]
+        return counted
+
+    @property
     def _media(self) -> EncoderBytes:
-        return count_media_encoder(self.config, self.family, self.size, self._num_inputs)
+        subject = self.config, self.family, self.size, self._num_inputs
+        return self._once(lambda: count_media_encoder(*subject), "media", self.config.model)
 
-    @cached_property
+    @property
     def _prompts(self) -> EncoderBytes:
-        return count_prompt_encoder(self.config, self.family, self.size, self._num_inputs)
+        subject = self.config, self.family, self.size, self._num_inputs
+        memory = self.config.memory
+        return self._once(lambda: count_prompt_encoder(*subject), "prompts", self.config.model, memory)
 
     def _encoding(self, name: PhaseName, encoder: EncoderBytes) -> Phase:
         """One encoder after the other, unless both stay."""
@@ -135,16 +141,18 @@ class PhaseCounter:
 
     def _loading(self, step: MemoryCount, settings: StepSettings) -> Phase:
         """Weights, in place or cast by their library; the optimizer's state is made in the first step."""
-        family, copied = self.family, 0
+        copied = 0
         if settings.quantize == "none" and not settings.stream_blocks:
-            parts = {name: frozen_component(family, name, settings.dtype) for name in family.trained}
-            copied = sum(
-                copied_bytes(family, self.config.model.path, name, part) for name, part in parts.items()
-            )
+            copied = self._once(lambda: self._copied(settings), "copied", settings.dtype)
         device = step.weights + step.slots + step.lora
         return _phase(
             "loading", self._beside.device + device, self._beside.host + step.weights_on_host + copied
         )
+
+    def _copied(self, settings: StepSettings) -> int:
+        family, where = self.family, self.config.model.path
+        parts = {name: frozen_component(family, name, settings.dtype) for name in family.trained}
+        return sum(copied_bytes(family, where, name, part) for name, part in parts.items())
 
     def _training(self, step: MemoryCount) -> Phase:
         beside = self._beside
@@ -154,10 +162,10 @@ class PhaseCounter:
 
     def _drawing(self, step: MemoryCount, settings: StepSettings) -> Phase:
         """The model without gradients, and the autoencoder, which is loaded for it; between two steps."""
-        key = settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision
-        if key not in self._previews:
-            self._previews[key] = count_preview(self.config, self.family, self._counter, settings)
-        drawn = self._previews[key]
+        subject = self.config, self.family, self._counter, settings
+        formats = settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision
+        keys = "preview", formats, self.config.model, self.config.validation
+        drawn: PreviewBytes = self._once(lambda: count_preview(*subject), *keys)
         held = step.device - step.step.peak + self._beside.device + drawn.weights
         if settings.has_average and self.config.validation.use_ema:
             held += self._counter.lora_bytes  # what is trained waits while the average draws
