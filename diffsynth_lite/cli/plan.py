@@ -79,6 +79,8 @@ def run(parsed: argparse.Namespace) -> None:
         size = largest_size(config, family)
         console.print(f"{config.model.family}, {size.name}, micro-batch of {settings.micro_batch_size}")
         console.print(_needs(counter.count(settings)))
+        if settings.compiles:
+            console.print("Counted and predicted as with train.compile=off.", highlight=False)
         num_inputs = num_inputs_of(config, family)
         phases = PhaseCounter(config, family, counter, size=size, num_inputs=num_inputs)
         _print_phases(console, phases, settings)

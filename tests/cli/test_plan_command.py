@@ -22,8 +22,10 @@ def row(printed: str, name: str) -> list[float]:
 
 
 def test_a_release_is_planned_from_its_numbers_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan("--config", "sana_lora.yaml", "memory.stream_blocks=all", *ANY) == 0
+    settings = ("memory.stream_blocks=all", "train.compile=blocks")
+    assert plan("--config", "sana_lora.yaml", *settings, *ANY) == 0
     printed = capsys.readouterr().out
+    assert "Counted and predicted as with train.compile=off." in printed
     assert "sana, 1024x1024, micro-batch of 1" in printed
     names = ("slots of streamed weights", "LoRA", "its optimizer", "activations and gradients, at most")
     device = [row(printed, name)[0] for name in ("frozen weights", *names)]

@@ -154,10 +154,14 @@ def _numbers_streamed(counter: MemoryCounter, settings: StepSettings) -> list[in
 
 def least_of_device(counter: MemoryCounter, settings: StepSettings) -> StepSettings:
     """The settings with what takes least of the device: all blocks are streamed, and treated alike."""
-    tried = [replace(_under(settings, strategy), stream_blocks="all") for strategy in _STRATEGIES]
+    tried = [replace(_under(settings, strategy), stream_blocks="all") for strategy in _strategies(settings)]
     if counter.num_blocks <= settings.stream_slots:
         tried = [replace(one, stream_blocks=0) for one in tried]
     return min(tried, key=lambda one: counter.count(one).device)
+
+
+def _strategies(settings: StepSettings) -> list[BlockStrategy]:
+    return [one for one in _STRATEGIES if one.save_attention == "no" or not settings.compiles]
 
 
 def _under(settings: StepSettings, strategy: BlockStrategy, num_first: int | None = None) -> StepSettings:
@@ -186,7 +190,7 @@ class _Search:
 
     def best_of_each_kind(self, settings: StepSettings) -> Iterator[Choice]:
         """Those that fit."""
-        effective = [strategy for strategy in _STRATEGIES if self._has_effect(settings, strategy)]
+        effective = [one for one in _strategies(settings) if self._has_effect(settings, one)]
         for strategy in effective:
             alike = least_streamed(self._counter, _under(settings, strategy), self._room.device)
             if alike is not None:

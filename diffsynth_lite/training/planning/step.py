@@ -35,12 +35,14 @@ class StepSettings:
         accumulates: whether a step has several micro-batches, whose gradients are added up.
         policy: which blocks are checkpointed, and what they keep.
         has_average: whether a moving average of the LoRA is kept.
+        compiles: whether blocks are compiled, which is not counted: they show no attention to save.
         device_type: kernels and autocast of CUDA and the CPU are not the same.
     """
 
     micro_batch_size: int = 1
     accumulates: bool = False
     has_average: bool = False
+    compiles: bool = False
     mixed_precision: Literal["no", "bf16"] = "bf16"
     use_gradient_checkpointing: bool = True
     use_gradient_checkpointing_offload: bool = False

@@ -125,6 +125,15 @@ def test_the_settings_that_are_written_give_the_step_that_was_chosen() -> None:
         assert replace(told, accumulates=False) == choice.settings
 
 
+def test_compiled_blocks_save_no_attention() -> None:
+    config = load_config("qwen_lora.yaml", ["data.path=x", "train.compile=blocks"]).config
+    settings = replace(step_settings(config, None), accumulates=False)
+    assert settings.skip_dead_ops is False
+    best = choices(ARITHMETIC, ARITHMETIC.seconds, [settings], Room(device=60, host=ANY))
+    assert best
+    assert {choice.settings.policy.selected.save_attention for choice in best} == {"no"}
+
+
 def test_what_takes_least_of_the_device_streams_all() -> None:
     least = least_of_device(ARITHMETIC, StepSettings())
     assert (least.stream_blocks, least.use_gradient_checkpointing_offload) == ("all", True)
