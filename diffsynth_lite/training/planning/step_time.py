@@ -1,8 +1,8 @@
 """This file predicts how long a training step takes, from its work and a device's speed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import torch
 
@@ -21,9 +21,8 @@ from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.schedule import BlockTime, Sending, simulated
 from diffsynth_lite.training.planning.step import StepSettings
 
-_OFFLOADED = BlockStrategy(offload=True)
-_ATTENTION_OFFLOADED = BlockStrategy(save_attention="park")
-"""What is counted: what else can happen to a block is made up of parts of these."""
+_COUNTED = BlockPolicy(selected=BlockStrategy(offload=True, save_attention="park"))
+"""What is counted: whatever else can happen to a block is a part of it, or computes attention once more."""
 
 
 class StepTimer:
@@ -64,8 +63,8 @@ class StepTimer:
         """Seconds of a forward and a backward pass."""
         work, policy, num_blocks = self._work(settings), settings.policy, self._counter.num_blocks
         flags = settings.use_gradient_checkpointing, settings.use_gradient_checkpointing_offload
-        blocks = list(self._blocks(work, policy.others.under(*flags)))
-        selected = self._blocks(work, policy.selected.under(*flags))
+        blocks = list(work.blocks(policy.others.under(*flags)))
+        selected = work.blocks(policy.selected.under(*flags))
         for place in policy.selection(num_blocks):
             blocks[place] = selected[place]
         return simulated(
@@ -79,46 +78,19 @@ class StepTimer:
             prefetched_blocks=settings.prefetched_blocks,
         )
 
-    def _blocks(self, work: "_TimedWork", strategy: BlockStrategy) -> Sequence[BlockTime]:
-        """All blocks, if this happened to each."""
-        if strategy not in work.blocks:
-            plain = self._counted(work, _OFFLOADED)
-            saved = self._counted(work, _ATTENTION_OFFLOADED) if strategy.save_attention != "no" else plain
-            work.blocks[strategy] = [
-                replace(
-                    one,
-                    recompute=other.recompute if strategy.recompute else 0.0,
-                    sent=one.sent * strategy.offload + other.sent * (strategy.save_attention == "park"),
-                )
-                for one, other in zip(plain, saved, strict=True)
-            ]
-        return work.blocks[strategy]
-
     def _work(self, settings: StepSettings) -> "_TimedWork":
         key = tuple(getattr(settings, name) for name in _CHANGES_WORK)
         if key not in self._works:
-            self._works[key] = _TimedWork(dict(zip(_CHANGES_WORK, key, strict=True)))
-            self._counted(self._works[key], _OFFLOADED)
+            counted = self._count(dict(zip(_CHANGES_WORK, key, strict=True)))
+            self._works[key] = _TimedWork(counted, self._speed)
         return self._works[key]
 
-    def _counted(self, work: "_TimedWork", strategy: BlockStrategy) -> Sequence[BlockTime]:
-        """All blocks under one of the strategies that are counted."""
-        if strategy not in work.blocks:
-            counted = self._count(work, strategy)
-            work.before = self._speed.seconds(counted.before, "forward")
-            work.between = self._speed.seconds(counted.between, "backward")
-            # Most of the blocks are one that stands for more.
-            times = {id(block): _time_of(block, self._speed) for block in counted.blocks}
-            work.blocks[strategy] = [times[id(block)] for block in counted.blocks]
-        return work.blocks[strategy]
-
-    def _count(self, work: "_TimedWork", strategy: BlockStrategy) -> StepWork:
-        settings = StepSettings(
-            use_gradient_checkpointing_offload=True, policy=BlockPolicy(selected=strategy), **work.settings
-        )
+    def _count(self, settings: dict[str, Any]) -> StepWork:
+        """A step under some settings, and what is counted of blocks."""
+        whole = StepSettings(use_gradient_checkpointing_offload=True, policy=_COUNTED, **settings)
         meter = WorkMeter()
-        step = self._counter.step_on_meta(settings, meter)
-        step.warm_up(settings)
+        step = self._counter.step_on_meta(whole, meter)
+        step.warm_up(whole)
         with MeteredFormat.in_layers_of(step.model, meter):
             return count_work(step.forward, step.backward, step.blocks, meter, repeats=step.repeats)
 
@@ -134,27 +106,71 @@ _CHANGES_NO_WORK = frozenset(
 _CHANGES_WORK = tuple(one.name for one in fields(StepSettings) if one.name not in _CHANGES_NO_WORK)
 
 
-@dataclass
 class _TimedWork:
-    """What takes how long under some settings.
+    """How long the parts of a step take.
 
     Attributes:
-        settings: those that change it.
         before: seconds before the blocks.
         between: seconds between their forward and their backward pass.
-        blocks: all of them, by what happens to each.
     """
 
-    settings: dict[str, Any]
-    before: float = 0.0
-    between: float = 0.0
-    blocks: dict[BlockStrategy, Sequence[BlockTime]] = field(default_factory=dict)
+    def __init__(self, work: StepWork, speed: DeviceSpeed) -> None:
+        self.before, self.between = (
+            speed.seconds(work.before, "forward"),
+            speed.seconds(work.between, "backward"),
+        )
+        # Most of the blocks are one that stands for more.
+        timed = {id(block): _TimedBlock.of(block, speed) for block in work.blocks}
+        self._timed = [timed[id(block)] for block in work.blocks]
+        self._under: dict[BlockStrategy, list[BlockTime]] = {}
+
+    def blocks(self, strategy: BlockStrategy) -> Sequence[BlockTime]:
+        """All blocks, if this happened to each."""
+        if strategy not in self._under:
+            self._under[strategy] = [block.under(strategy) for block in self._timed]
+        return self._under[strategy]
 
 
-def _time_of(block: BlockWork, speed: DeviceSpeed) -> BlockTime:
-    return BlockTime(
-        forward=speed.seconds(block.forward, "forward"),
-        recompute=speed.seconds(block.recompute, "recompute"),
-        backward=speed.seconds(block.backward, "backward"),
-        sent=tuple(Sending(sent.num_bytes, speed.seconds(sent.after, "forward")) for sent in block.sent),
-    )
+@dataclass(frozen=True, kw_only=True)
+class _TimedBlock:
+    """What of a block takes how long.
+
+    Attributes:
+        recompute: seconds of it.
+        recompute_rest: the same where what attention computed was saved.
+        inputs: copies of what it was given.
+        attention: copies of what its attention computed.
+    """
+
+    forward: float
+    backward: float
+    recompute: float
+    recompute_rest: float
+    inputs: tuple[Sending, ...]
+    attention: tuple[Sending, ...]
+
+    @classmethod
+    def of(cls, work: BlockWork, speed: DeviceSpeed) -> Self:
+        """A block that was counted with everything offloaded."""
+        attention = Kernels({one: times for one, times in work.forward.items() if one.kind == "attention"})
+        sent = [Sending(one.num_bytes, speed.seconds(one.after, "forward")) for one in work.sent]
+        num_inputs = sum(not one.after for one in work.sent)  # sent before anything is computed
+        return cls(
+            forward=speed.seconds(work.forward, "forward"),
+            backward=speed.seconds(work.backward, "backward"),
+            # Attention that could not be saved was counted in the recompute.
+            recompute=speed.seconds(work.recompute | attention, "recompute"),
+            recompute_rest=speed.seconds(work.recompute, "recompute"),
+            inputs=tuple(sent[:num_inputs]),
+            attention=tuple(sent[num_inputs:]),
+        )
+
+    def under(self, strategy: BlockStrategy) -> BlockTime:
+        """The block, if this happened to it."""
+        recompute = self.recompute if strategy.save_attention == "no" else self.recompute_rest
+        return BlockTime(
+            forward=self.forward,
+            recompute=recompute if strategy.recompute else 0.0,
+            backward=self.backward,
+            sent=self.inputs * strategy.offload + self.attention * (strategy.save_attention == "park"),
+        )
