@@ -15,7 +15,7 @@ _OTHER_NUMBERS = frozenset(("model.text_encoder_quantize", "model.vae_dtype", "m
 """Settings that change what a run is."""
 _STREAMED: _Changes = {"memory.stream_text_encoder": True}
 _IN_TILES: _Changes = {"model.vae_tiling": True}
-_HALF: _Changes = {"model.vae_dtype": "bfloat16"}
+_IN_BFLOAT16: _Changes = {"model.vae_dtype": "bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +79,8 @@ def _of_phase(phase: Phase, phases: PhaseCounter, settings: StepSettings) -> Ite
         case "encoding media":
             tiles, size = phases.family.known_vae_tiles, phases.size
             if tiles is not None and tiles.split(size.width, size.height, size.num_frames):
-                yield from (_IN_TILES, _IN_TILES | _HALF)
-            yield _HALF
+                yield from (_IN_TILES, _IN_TILES | _IN_BFLOAT16)
+            yield _IN_BFLOAT16
         case "encoding prompts":
             yield _STREAMED
             formats: list[_Changes] = [{"model.text_encoder_quantize": name} for name in ("int8", "nf4")]
@@ -90,7 +90,7 @@ def _of_phase(phase: Phase, phases: PhaseCounter, settings: StepSettings) -> Ite
             # A model of which something is streamed is filled in place, and cast row by row.
             yield {"memory.stream_blocks": settings.stream_slots + 1}
         case "drawing previews":
-            yield _HALF
+            yield _IN_BFLOAT16
             width, height = preview_size(phases.config, phases.family)
             divisor = phases.family.size_divisor
             sides = [max(divisor, side // 2 // divisor * divisor) for side in (width, height)]

@@ -72,7 +72,7 @@ def test_encoding_and_previews_hold_what_is_counted(
     family.load_media_encoder(torch.float32, CPU)([Media(frames=frames)])
     monkeypatch.setattr(family, "load_component", load)
     model = family.load_transformer(torch.float32)
-    held = sum(parameter.nbytes for parameter in model.parameters())
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     add_adapter(model, find_targets(family, model, config), rank=config.lora.rank, alpha=1, dropout=0, seed=0)
     lora = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     monkeypatch.setattr(family, "load_component", preview.measuring(load))
@@ -84,7 +84,8 @@ def test_encoding_and_previews_hold_what_is_counted(
         assert counted[phase].device == sum(calls.weights.values()) + calls.peak
     drawing = counted["drawing previews"]
     found = held + 3 * lora + preview.weights["vae"] + preview.peak
-    assert drawing.device == pytest.approx(found, rel=0.001)
+    # But for 304 bytes in a call of the UNet.
+    assert drawing.device == pytest.approx(found, rel=0.001 if name == "sdxl" else 0)
     assert drawing.least_device <= drawing.device
 
 
