@@ -111,8 +111,10 @@ class Requests:
     accelerator: Accelerator
     save_every_minutes: float | None
     _saved_at: float = field(init=False)
+    _files: list[Path] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._files = [self.folder / name for name in REQUEST_FILES]
         self.note_save()
 
     def note_save(self) -> None:
@@ -123,10 +125,10 @@ class Requests:
         """What any process was asked for; call it on all. A request file is removed when it is seen."""
         asked = [self.signals.asked, False, False]
         if self.accelerator.is_main_process:
-            files = [_take(self.folder / name) for name in REQUEST_FILES]
-            for name in (name for name, is_there in zip(REQUEST_FILES, files, strict=True) if is_there):
-                logger.info("%s: found in the run folder.", name)
-            asked = [one or other for one, other in zip(asked, files, strict=True)]
+            for place, path in enumerate(self._files):
+                if _take(path):
+                    logger.info("%s: found in the run folder.", path.name)
+                    asked[place] = True
             asked[1] = asked[1] or self._is_time_to_save()
         if self.accelerator.num_processes == 1:
             return Asked(*asked)
@@ -141,6 +143,9 @@ class Requests:
 
 def _take(path: Path) -> bool:
     """Remove the file; whether it was there."""
+    # This is asked in every step: an error that says no takes longer than the question.
+    if not os.access(path, os.F_OK):
+        return False
     try:
         path.unlink()
     except FileNotFoundError:

@@ -28,11 +28,14 @@ def pad_tokens(
         (B, L, D), and its mask (B, L) with 1 for a token and 0 for padding; None where nothing is padded,
         which spares the attention a mask.
     """
+    lengths = [len(row) for row in rows]
+    longest = max(length, *lengths)
+    if min(lengths) == longest:
+        return torch.stack(list(rows)).to(device, dtype), None
     tokens_bld = pad_sequence(list(rows), batch_first=True)
-    tokens_bld = pad(tokens_bld, (0, 0, 0, max(0, length - tokens_bld.shape[1])))
-    lengths = torch.tensor([len(row) for row in rows])
-    mask = (torch.arange(tokens_bld.shape[1])[None] < lengths[:, None]).long()
-    return tokens_bld.to(device, dtype), None if bool(mask.all()) else mask.to(device)
+    tokens_bld = pad(tokens_bld, (0, 0, 0, longest - tokens_bld.shape[1]))
+    mask = (torch.arange(longest)[None] < torch.tensor(lengths)[:, None]).long()
+    return tokens_bld.to(device, dtype), mask.to(device)
 
 
 def without_padding(tokens_bld: torch.Tensor, mask: torch.Tensor | None) -> list[torch.Tensor]:

@@ -156,12 +156,15 @@ class StepReport:
             self._metrics.log(result.step, values)
 
     def _show_line(self, result: StepResult) -> None:
+        is_due = result.step % self._every_steps == 0 or result.step == self._total_steps
+        if self._live is None and not is_due:
+            return
         line = f"step {result.step}/{self._total_steps} {self._throughput.describe(result, self._device)}"
-        if self._live is not None:
-            progress, task = self._live
-            progress.update(task, completed=result.step, description=line)
-        elif result.step % self._every_steps == 0 or result.step == self._total_steps:
+        if self._live is None:
             logger.info("%s", line)
+            return
+        progress, task = self._live
+        progress.update(task, completed=result.step, description=line)
 
     def _write_status(self, result: StepResult) -> None:
         """Write where the run is, unless that was done just now.
