@@ -29,11 +29,12 @@ class Config(Settings):
     def without_effect(self) -> Iterator[Problem]:
         """The settings that were changed but do nothing, because what they belong to is off."""
         train, data, validation, trackers = self.train, self.data, self.validation, self.logging.trackers
-        offload = train.use_gradient_checkpointing_offload or self.memory.save_attention == "park"
-        streams = self.memory.stream_blocks != 0
+        is_auto = self.memory.auto
+        offload = train.use_gradient_checkpointing_offload or self.memory.save_attention == "park" or is_auto
+        streams = self.memory.stream_blocks != 0 or is_auto
         visits = streams or self.memory.stream_text_encoder
         previews, loss = bool(validation.prompts), validation.loss_items > 0
-        checkpointing = train.use_gradient_checkpointing
+        checkpointing = train.use_gradient_checkpointing or is_auto
         of_previews = "num_frames negative_prompt num_inference_steps guidance_scale width height"
         parts = [
             (offload or visits, "memory", "min_bytes", "while the offload is off and nothing is streamed"),
@@ -41,10 +42,10 @@ class Config(Settings):
             (offload, "memory", "resident_blocks prefetched_blocks", "while the offload is off"),
             (visits, "memory", "stream_slots", "while nothing is streamed"),
             (
-                self.memory.stream_blocks == "auto",
+                self.memory.stream_blocks == "auto" or is_auto,
                 "memory",
                 "device_gib",
-                "unless memory.stream_blocks is auto",
+                "unless memory.auto is on, or memory.stream_blocks is auto",
             ),
             (data.cache, "data", "num_workers", "while data.cache is off: the main process encodes"),
             (checkpointing, "memory", "skip_dead_ops", "while train.use_gradient_checkpointing is off"),

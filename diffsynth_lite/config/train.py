@@ -117,7 +117,19 @@ class TrainSettings(Settings):
 
 class MemorySettings(Settings):
     """Details of `train.use_gradient_checkpointing` and `train.use_gradient_checkpointing_offload`, and where
-    the frozen weights are. None of them changes the result, so all may change between the parts of a run."""
+    the frozen weights are. None of them changes the result, so all may change between the parts of a run; but
+    what `may_change` allows does, and stays."""
+
+    auto: bool = False
+    """Choose when the run starts what changes no number, whatever the config says of it: both switches of
+    gradient checkpointing, `policy`, `save_attention` and `stream_blocks`. Of what fits the device
+    (`device_gib`) and the host (`host_gib`) that is the fastest, by count and by predicted time, as
+    `diffsynth-lite plan` has it. The log says what and why, and how a step compares with it."""
+
+    may_change: Distinct[Literal["quantize", "micro_batch_size"]] = Field(default=[])
+    """What `auto` may choose beside that although numbers change, when a run is new: `model.quantize`, only
+    where nothing fits without, and `train.micro_batch_size`, 1, 2, 4 or 8, whichever takes least time a
+    sample; `train.global_batch_size` stays. A run that goes on keeps what its first start chose."""
 
     min_bytes: NonNegativeInt | None = None
     """Size in bytes of the smallest tensor that the offload and streaming move: small ones cost more time
@@ -164,8 +176,9 @@ class MemorySettings(Settings):
     encoder that is streamed, that many."""
 
     device_gib: PositiveFloat | None = None
-    """Most device memory in GiB that training steps are to take, by count, for `stream_blocks: auto`. Null is
-    nine tenths of what is free when training starts; on the CPU there is no limit."""
+    """Most device memory in GiB that training steps are to take, by count, for `auto` and
+    `stream_blocks: auto`. Null is nine tenths of what is free when training starts; on the CPU there is no
+    limit."""
 
     stream_text_encoder: bool = False
     """Keep the weights of the text encoder's transformer layers in host memory while prompts are encoded, and
@@ -186,6 +199,8 @@ class MemorySettings(Settings):
                 yield Problem(("policy", key), f"{self.policy} needs memory.{key}")
             elif is_set and self.policy not in policies:
                 yield Problem((key, "policy"), f"has no effect with memory.policy {self.policy}")
+        if self.may_change and not self.auto:
+            yield Problem(("may_change", "auto"), "has no effect without memory.auto: true")
         if isinstance(self.stream_blocks, int) and 0 < self.stream_blocks <= self.stream_slots:
             message = (
                 f"memory.stream_blocks {self.stream_blocks} would all stay in memory.stream_slots "

@@ -80,6 +80,15 @@ class TrainingObjects:
         """The parameters of all groups of the optimizer."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
+    @property
+    def num_bytes_held(self) -> int:
+        """On the device between two steps: weights, slots of streamed ones, average, optimizer."""
+        averaged = {} if self.averaged is None else self.averaged.tensors()
+        state = (value for entry in self.optimizer.state.values() for value in entry.values())
+        held = [*self.transformer.parameters(), *self.transformer.buffers(), *averaged.values(), *state]
+        num_bytes = sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor))
+        return num_bytes + self.weights.slot_bytes
+
 
 def build_accelerator(config: Config, tracker_folder: Path) -> Accelerator:
     """Accelerate's view of the machine: device, processes, mixed precision, trackers.

@@ -4,7 +4,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -105,6 +105,18 @@ def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
         num_blocks=model.num_blocks,
         num_selected_blocks=model.num_selected_blocks,
     )
+
+
+def checked_again(checked: CheckedRun, config: Config, accelerator: Accelerator) -> CheckedRun:
+    """A checked run under other settings of its memory, or another format.
+
+    Raises:
+        UserError: one line for each problem found, on whatever process.
+    """
+    problems = Problems()
+    model = _check_model(problems, checked.family, config, accelerator.device)
+    Problems(chain.from_iterable(on_all_processes(accelerator, lambda: problems))).require_none()
+    return replace(checked, num_blocks=model.num_blocks, num_selected_blocks=model.num_selected_blocks)
 
 
 def distillation_warning(family: ModelFamily, location: str, file: str | None = None) -> str | None:

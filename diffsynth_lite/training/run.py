@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import yaml
+from accelerate.utils import broadcast_object_list
 from diffusers.training_utils import free_memory
 from rich.console import Console
 
@@ -41,12 +42,12 @@ from diffsynth_lite.training.checkpoint.resume import (
 )
 from diffsynth_lite.training.checkpoint.saver import Saver, restore
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.checks import check_run
+from diffsynth_lite.training.checks import check_run, checked_again
 from diffsynth_lite.training.data_settings import shifts_by_size
 from diffsynth_lite.training.distributed import on_all_processes, on_main_process
 from diffsynth_lite.training.encoding import TrainingData, encode_run
 from diffsynth_lite.training.evaluation import ValidationProtocol
-from diffsynth_lite.training.planning.automatic import with_streamed_blocks
+from diffsynth_lite.training.planning.automatic import before_choice, choose_memory, leaves_open
 from diffsynth_lite.training.run_context import RunContext, StartupClock
 from diffsynth_lite.training.run_folder.folder import RunFolder, outcome_recorded
 from diffsynth_lite.training.run_folder.metrics import MetricsFile, start_trackers
@@ -83,10 +84,9 @@ def run_training(
     folder = RunFolder(Path(config.output.dir).expanduser())
     accelerator = build_accelerator(config, folder.path / "trackers")
     with clock.stage("checks"), shortages_explained():
-        checked = check_run(config, accelerator)
-        config = with_streamed_blocks(config, checked.family, accelerator)
+        checked = check_run(before_choice(config), accelerator)
     run = RunContext(
-        loaded=replace(loaded, config=config),
+        loaded=loaded,
         accelerator=accelerator,
         folder=folder,
         store=CheckpointStore(
@@ -103,6 +103,9 @@ def run_training(
     with ExitStack() as held, stop.listening():
         on_main_process(accelerator, lambda: held.enter_context(folder.lock()))
         on_main_process(accelerator, lambda: remove_old_requests(folder.path))
+        with clock.stage("checks"), shortages_explained():
+            run = _with_chosen_memory(run)
+        config, checked = run.config, run.checked
         shift = build_noise_levels(config, checked.family).shift
         fingerprint = settings_fingerprint(
             config,
@@ -126,6 +129,22 @@ def run_training(
             _conclude(run, _train(run, fingerprint, checkpoint, stop))
 
 
+def _with_chosen_memory(run: RunContext) -> RunContext:
+    """The run with what its config leaves open chosen, before anything is encoded."""
+    if not leaves_open(run.config):
+        return run
+    found = [on_main_process(run.accelerator, run.resume_policy.earlier_choices)]
+    earlier = broadcast_object_list(found)[0]
+    chosen = choose_memory(run.config, run.checked.family, run.accelerator, earlier=earlier)
+    return replace(
+        run,
+        loaded=replace(run.loaded, config=chosen.config),
+        checked=checked_again(run.checked, chosen.config, run.accelerator),
+        predicted=chosen.predicted,
+        chosen=chosen.lasting,
+    )
+
+
 def _train(
     run: RunContext, fingerprint: RunFingerprint, checkpoint: Checkpoint | None, stop: StopRequest
 ) -> int:
@@ -136,7 +155,7 @@ def _train(
         encoded = _encode(run)
     fingerprint |= data_fingerprint(encoded.identity, micro_batch_size=run.config.train.micro_batch_size)
     changes = run.resume_policy.changed_settings(fingerprint, checkpoint)
-    lineage = extended_lineage(checkpoint, changes, run.accelerator)
+    lineage = extended_lineage(checkpoint, changes, run.accelerator, chosen=run.chosen)
     run_id = checkpoint.documents["state"]["run_id"] if checkpoint else uuid.uuid4().hex[:12]
     if run.is_main:
         _start_run_folder(run, fingerprint, lineage)

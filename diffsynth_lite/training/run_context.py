@@ -1,9 +1,10 @@
 """This file holds what every stage of a run needs, and the clock of its start."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from accelerate import Accelerator
 from rich.console import Console
@@ -13,6 +14,7 @@ from diffsynth_lite.training.checkpoint.resume import ResumePolicy
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.checks import CheckedRun
 from diffsynth_lite.training.data_settings import shifts_by_size
+from diffsynth_lite.training.planning.memory_count import MemoryCount
 from diffsynth_lite.training.run_folder.folder import RunFolder
 from diffsynth_lite.training.stopping import GracePeriod
 
@@ -63,6 +65,8 @@ class RunContext:
         console: where the progress line goes.
         clock: counts the start-up time.
         grace: how long the launcher waits for a run that it stops; None where that is not known.
+        predicted: what a step takes, by count; None where nothing was chosen by that.
+        chosen: what ``memory.auto`` chose that the run keeps when it goes on, by dotted key.
     """
 
     loaded: LoadedConfig
@@ -73,6 +77,8 @@ class RunContext:
     console: Console
     clock: StartupClock
     grace: GracePeriod | None
+    predicted: MemoryCount | None = None
+    chosen: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def resume_policy(self) -> ResumePolicy:

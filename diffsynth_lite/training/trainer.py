@@ -27,6 +27,7 @@ from diffsynth_lite.errors import RunStoppedError, UserError
 from diffsynth_lite.training.builder import TrainingObjects, build_engine
 from diffsynth_lite.training.checkpoint.saver import Saver
 from diffsynth_lite.training.distributed import Watchdog, on_main_process
+from diffsynth_lite.training.planning.comparison import StepComparison
 from diffsynth_lite.training.run_context import RunContext
 from diffsynth_lite.training.run_folder.metrics import MetricsFile, MetricsLog
 from diffsynth_lite.training.run_folder.progress import StepReport, StepResult
@@ -53,6 +54,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
     shutdown = ShutdownBudget(run.grace if run.is_main else None, save_bytes=saver.num_bytes)
     requests = Requests(run.folder.path, stop, run.accelerator, config.output.checkpoint_every_minutes)
     engine = build_engine(config, built.weights)
+    comparison = StepComparison(run.predicted, built, metrics.log, start_step)
     report = StepReport(
         run.folder,
         metrics,
@@ -82,8 +84,8 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
     step = min(start_step, total_steps)  # train.steps may have been lowered since the checkpoint.
     with gradient_engine(engine), watchdog.watching(), report.shown(run.console):
         for step in range(start_step + 1, total_steps + 1):
-            result = train_step(built, step)
-
+            with comparison.watching(step):
+                result = train_step(built, step)
             if step == start_step + 1:
                 report_memory(run, built, engine, metrics, step)
             report_graphs(built.compiler, metrics, step)

@@ -100,6 +100,8 @@ FREE: dict[str, Change] = {
     "train.deterministic": ("train.deterministic=true",),
     "train.step_timeout_minutes": ("train.step_timeout_minutes=30",),
     "train.cpu_threads": ("train.cpu_threads=2",),
+    "memory.auto": ("memory.auto=true",),
+    "memory.may_change": ("memory.auto=true", "memory.may_change=[micro_batch_size]"),
     "memory.min_bytes": ("memory.min_bytes=5",),
     "memory.host_gib": ("memory.host_gib=1",),
     "memory.resident_blocks": ("memory.resident_blocks=0",),

@@ -137,6 +137,7 @@ def consistent(name: str, values: dict) -> dict:
             isinstance(values["stream_blocks"], str) or values["stream_blocks"] > values["stream_slots"]
         )
         values |= {} if is_moving else {"stream_blocks": 0}
+        values |= {} if values["auto"] else {"may_change": []}
     return values
 
 

@@ -1,8 +1,11 @@
 """Whole runs with what saves memory: it has its effect, proves it, and changes no weight."""
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -12,10 +15,17 @@ from lazy_backend import LazyBackend, LazyCopy
 from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, make_run
 
 from diffsynth_lite.config import load_config
-from diffsynth_lite.core.gradient import BlockCompiler
+from diffsynth_lite.core.gradient import KEEP, RECOMPUTE, BlockCompiler
 from diffsynth_lite.core.transfer.backends import PlainBackend
 from diffsynth_lite.core.transfer.shared_memory import HostMemory
-from diffsynth_lite.training.planning.subject import counter_of, family_without_weights, step_settings
+from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.training.planning import automatic, choices
+from diffsynth_lite.training.planning.subject import (
+    counter_of,
+    family_without_weights,
+    step_settings,
+    timer_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -257,3 +267,76 @@ def test_a_full_device_ends_the_run_with_the_settings_that_would_help(
     assert "train.micro_batch_size: 1" in caplog.text
     assert "KiB of frozen weights" in caplog.text
     assert tiny_run.status()["state"] == "stopped"
+
+
+@pytest.fixture
+def counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All starts of a test share what they count, and little; prompts count as long as the longest is."""
+    shared: dict[str, Any] = {}
+    for name, make in (("counter_of", counter_of), ("timer_of", timer_of)):
+        monkeypatch.setattr(automatic, name, partial(_made_once, shared, name, make))
+    monkeypatch.setattr(choices, "_STRATEGIES", (KEEP, RECOMPUTE))
+    monkeypatch.setattr(QwenImage, "max_prompt_tokens", 21)
+
+
+def _made_once(shared: dict[str, Any], name: str, make: Callable[..., Any], *given: Any) -> Any:
+    if name not in shared:
+        shared[name] = make(*given)
+    return shared[name]
+
+
+def gib(run: TinyRun, settings: Sequence[str], **changes: Any) -> float:
+    """What a step takes on the CPU by count."""
+    config = load_config(run.config, (*run.settings, *settings)).config
+    with family_without_weights(config) as family:
+        step = replace(step_settings(config, family), device_type="cpu", **changes)
+        return automatic.counter_of(config, family).count(step).device / 1024**3
+
+
+def reports(run: TinyRun, folder: Path) -> list[dict[str, Any]]:
+    return [row for row in run.metrics(folder) if "blocks_run" in row]
+
+
+@pytest.mark.usefixtures("counted_once")
+def test_a_run_chooses_what_fits_compares_it_and_chooses_anew_when_it_goes_on(
+    plain_run: TinyRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    small = ("memory.stream_slots=1",)
+    auto = (*small, "memory.auto=true", "memory.save_attention=keep", f"output.dir={tmp_path}")
+    least = gib(plain_run, small, stream_blocks="all")
+    assert plain_run.stopped_after(2, *auto, f"memory.device_gib={1.01 * least}") == 75
+    assert "chose memory.stream_blocks: 2, memory.policy: first_k, memory.policy_n: 1, memory." in caplog.text
+    assert "in place of the config's memory.save_attention: keep" in caplog.text
+    # The step's size is the largest one, and its prompts the longest.
+    (row,) = [row for row in plain_run.metrics(tmp_path) if "device_bytes_measured" in row]
+    assert row["step"] == 2
+    assert row["device_bytes_measured"] == pytest.approx(row["device_bytes_predicted"], rel=0.05)
+    caplog.clear()
+    assert plain_run.train(*auto, f"memory.device_gib={10 * least}") == 0
+    assert "chose train.use_gradient_checkpointing: false, memory.save_attention: no:" in caplog.text
+    first, second = reports(plain_run, tmp_path)
+    assert ("blocks_streamed" in first, first["blocks_recomputed"]) == (True, 2)
+    assert ("blocks_streamed" in second, second["blocks_recomputed"]) == (False, 0)
+    assert differing(checkpoint_tensors(plain_run.folder, 4), checkpoint_tensors(tmp_path, 4)) == []
+
+
+@pytest.mark.usefixtures("counted_once")
+def test_a_format_is_chosen_where_that_is_allowed_and_nothing_fits_without_and_then_it_stays(
+    tiny_run: TinyRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    small = ("memory.stream_slots=1", "train.steps=2")
+    auto = (*small, "memory.auto=true")
+    allowed = (*auto, "memory.may_change=[quantize]")
+    least = gib(tiny_run, small, stream_blocks="all")
+    short = f"memory.device_gib={0.99 * least}"
+    assert tiny_run.train(*auto, short) == 2
+    assert "memory.auto: nothing fits" in caplog.text
+    assert "What would help: model.quantize: int8, with which it is" in caplog.text
+    assert tiny_run.stopped_after(1, *allowed, short) == 75
+    assert "chose model.quantize: int8, " in caplog.text
+    caplog.clear()
+    assert tiny_run.train(*allowed, f"memory.device_gib={10 * least}") == 0
+    assert "memory.auto: model.quantize: int8 stay, as the run's first start chose" in caplog.text
+    assert "layers_quantised" in reports(tiny_run, tiny_run.folder)[-1]

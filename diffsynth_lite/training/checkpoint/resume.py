@@ -284,6 +284,22 @@ class ResumePolicy:
             )
         return checkpoint
 
+    def earlier_choices(self) -> dict[str, Any] | None:
+        """What ``memory.auto`` chose when the run that is continued was started, by dotted key; None of a new
+        one.
+
+        Raises:
+            UserError: see ``find_checkpoint``.
+        """
+        checkpoint = self.find_checkpoint()
+        if checkpoint is not None:
+            lineage = checkpoint.documents["state"].get("lineage", [])
+        elif self.folder.fingerprint_file.is_file() and self.folder.lineage_file.is_file():
+            lineage = json.loads(self.folder.lineage_file.read_bytes())
+        else:
+            return None
+        return {key: value for entry in lineage for key, value in entry.get("chosen", {}).items()}
+
     def changed_settings(self, fingerprint: RunFingerprint, checkpoint: Checkpoint | None) -> list[Change]:
         """What is allowed to differ and does, from the checkpoint, or from a run that has none yet.
 
@@ -331,10 +347,18 @@ def resolve_checkpoint(
 
 
 def extended_lineage(
-    checkpoint: Checkpoint | None, changes: Sequence[Change], accelerator: Accelerator
+    checkpoint: Checkpoint | None,
+    changes: Sequence[Change],
+    accelerator: Accelerator,
+    *,
+    chosen: Mapping[str, Any] = MappingProxyType({}),
 ) -> Lineage:
-    """The history in the checkpoint that this start continues, and this start; warns of each change."""
-    entry = {
+    """The history in the checkpoint that this start continues, and this start; warns of each change.
+
+    Args:
+        chosen: what ``earlier_choices`` is to give.
+    """
+    entry: dict[str, Any] = {
         "step": checkpoint.step if checkpoint else 0,
         "continues": checkpoint.path.name if checkpoint else None,
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -344,6 +368,8 @@ def extended_lineage(
         "versions": {"diffsynth_lite": __version__} | {name: version(name) for name in _PACKAGES},
         "changed": {change.key: {"from": change.old, "to": change.new} for change in changes},
     }
+    if chosen:
+        entry["chosen"] = dict(chosen)
     for change in changes:
         logger.warning("resume.allow: %s from step %d on.", change, entry["step"])
     earlier = checkpoint.documents["state"].get("lineage", []) if checkpoint else []

@@ -1,62 +1,236 @@
-"""This file sets what a config leaves to the trainer: ``memory.stream_blocks: auto``."""
+"""This file chooses what a config leaves to the trainer: ``memory.auto``, ``memory.stream_blocks: auto``."""
 
 import logging
 import math
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
+from diffsynth_lite.core.gradient import KEEP
+from diffsynth_lite.core.transfer.host_pool import available_host_bytes, num_local_processes
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.distributed import on_all_processes
-from diffsynth_lite.training.planning.choices import least_streamed
-from diffsynth_lite.training.planning.device_speed import COUNTED_SHARE
-from diffsynth_lite.training.planning.subject import counter_of, step_settings
-from diffsynth_lite.training.streaming import check_stream
+from diffsynth_lite.training.planning.choices import (
+    Choice,
+    Room,
+    as_text,
+    changed_settings,
+    choices,
+    least_of_device,
+    least_streamed,
+    setting_of,
+    treated,
+    with_settings,
+)
+from diffsynth_lite.training.planning.device_speed import ASSUMED_GPU, COUNTED_SHARE, gpu_here, gpu_named
+from diffsynth_lite.training.planning.memory_count import MemoryCount, MemoryCounter
+from diffsynth_lite.training.planning.step import StepSettings
+from diffsynth_lite.training.planning.step_time import StepTimer
+from diffsynth_lite.training.planning.subject import counter_of, step_settings, timer_of
 
 logger = logging.getLogger(__name__)
 
+_OPEN = {"quantize": "model.quantize", "micro_batch_size": "train.micro_batch_size"}
+"""What ``memory.may_change`` names, by dotted key: all are part of what a run is."""
+_MICRO_BATCH_SIZES = (1, 2, 4, 8)
+_SMALLER: tuple[Literal["int8", "nf4"], ...] = ("int8", "nf4")
 
-def with_streamed_blocks(config: Config, family: ModelFamily, accelerator: Accelerator) -> Config:
-    """A config in which ``memory.stream_blocks: auto`` is a number: as few blocks as fit all devices.
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenMemory:
+    """A config, and what was chosen of it.
+
+    Attributes:
+        config: with all that was chosen.
+        lasting: what of that a run keeps when it goes on, by dotted key.
+        predicted: what a step takes, by count; None where nothing limits it.
+    """
+
+    config: Config
+    lasting: Mapping[str, Any]
+    predicted: MemoryCount | None
+
+
+def leaves_open(config: Config) -> bool:
+    """Whether there is anything to choose."""
+    return config.memory.auto or config.memory.stream_blocks == "auto"
+
+
+def before_choice(config: Config) -> Config:
+    """A config as it can be checked before anything is chosen: what it says of streaming may not be done."""
+    return with_settings(config, {"memory.stream_blocks": "auto"}) if config.memory.auto else config
+
+
+def choose_memory(
+    config: Config,
+    family: ModelFamily,
+    accelerator: Accelerator,
+    *,
+    earlier: Mapping[str, Any] | None = None,
+) -> ChosenMemory:
+    """Choose what a config leaves open, the same on all processes: the fastest that fits all of them.
+
+    Args:
+        earlier: what the first start of a run that goes on chose, which stays; None for a new run.
 
     Raises:
-        UserError: a step does not fit with all of them, or the host has too little memory for that many; or
-            what ``counter_of`` raises.
+        UserError: nothing fits; or what ``counter_of`` raises.
     """
-    if config.memory.stream_blocks != "auto":
-        return config
-    plain = _with_number(config, 0)
-    device_bytes = min(on_all_processes(accelerator, lambda: _device_bytes(config, accelerator.device)))
-    if math.isinf(device_bytes):
-        logger.info("memory.stream_blocks: auto streams nothing: the device is the host.")
-        return plain
-    counter, settings = counter_of(plain, family), step_settings(plain, family)
-    streamed = least_streamed(counter, settings, device_bytes)
-    if streamed is None:
-        least = counter.count(replace(settings, stream_blocks="all")).device
-        raise UserError(
-            f"memory.stream_blocks: auto; with all blocks streamed a step takes {format_bytes(least)} by "
-            f"count, and {format_bytes(int(device_bytes))} may be taken: `diffsynth-lite plan` says what fits"
+    memory = config.memory
+    lasting = dict(earlier or {}) if memory.auto else {}
+    if lasting:
+        logger.info("memory.auto: %s stay, as the run's first start chose.", _in_words(lasting))
+    given = with_settings(config, lasting)
+    room, card = _room(config, accelerator)
+    settings = _settings_of(given, family, accelerator)
+    if math.isinf(room.device):
+        chosen, predicted = _unlimited(given, settings), None
+    else:
+        counter = counter_of(given, family)
+        search = _Search(given, counter, timer_of(given, counter, gpu_named(card)), room)
+        if memory.auto:
+            is_open = set[str](memory.may_change if earlier is None else ())
+            chosen = search.best(settings, is_open, accelerator.num_processes)
+        else:
+            chosen = search.least_streamed(settings)
+        predicted = counter.count(chosen)
+    made = with_settings(given, changed_settings(chosen, given))
+    if memory.auto and earlier is None:
+        lasting = {_OPEN[name]: setting_of(made, _OPEN[name]) for name in memory.may_change}
+    return ChosenMemory(config=made, lasting=lasting, predicted=predicted)
+
+
+def _unlimited(config: Config, settings: StepSettings) -> StepSettings:
+    if config.memory.auto:
+        logger.info("memory.auto: the device is the host, so that all is kept; memory.device_gib limits it.")
+        return treated(settings, KEEP)
+    logger.info("memory.stream_blocks: auto streams nothing: the device is the host.")
+    return settings
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Finds what fits, and says why.
+
+    Attributes:
+        given: the config as it is, but for what an earlier start chose.
+    """
+
+    given: Config
+    counter: MemoryCounter
+    timer: StepTimer
+    room: Room
+
+    def least_streamed(self, settings: StepSettings) -> StepSettings:
+        """As few streamed blocks as fit."""
+        chosen = least_streamed(self.counter, settings, self.room.device)
+        if chosen is None:
+            least = self.counter.count(replace(settings, stream_blocks="all")).device
+            raise UserError(
+                f"memory.stream_blocks: auto; with all blocks streamed a step takes {format_bytes(least)} by "
+                f"count, and {format_bytes(int(self.room.device))} may be taken: memory.auto: true looks at "
+                "the other settings, too, and `diffsynth-lite plan` says what fits"
+            )
+        logger.info(
+            "memory.stream_blocks: auto streams %d of %d blocks: a step takes %s by count, of %s.",
+            chosen.stream_blocks,
+            self.counter.num_blocks,
+            format_bytes(self.counter.count(chosen).device),
+            format_bytes(int(self.room.device)),
         )
-    chosen = _with_number(config, int(streamed.stream_blocks))
-    frozen = family.empty_transformer().requires_grad_(False)
-    check_stream(chosen, family, frozen, counter.num_blocks, accelerator.device)
-    logger.info(
-        "memory.stream_blocks: auto streams %d of %d blocks: a step takes %s by count, of %s.",
-        chosen.memory.stream_blocks,
-        counter.num_blocks,
-        format_bytes(counter.count(streamed).device),
-        format_bytes(int(device_bytes)),
+        return chosen
+
+    def best(self, settings: StepSettings, is_open: set[str], num_processes: int) -> StepSettings:
+        """The fastest that fits; another format only where nothing fits without."""
+        batch_size = self.given.train.global_batch_size // num_processes
+        sizes: Sequence[int] = [settings.micro_batch_size]
+        if "micro_batch_size" in is_open and self.given.train.micro_batch_tokens is None:
+            sizes = [size for size in _MICRO_BATCH_SIZES if batch_size % size == 0]
+        formats: list[Literal["none", "int8", "nf4"]] = [settings.quantize]
+        if "quantize" in is_open:
+            formats += [name for name in _SMALLER if name not in formats and _is_there(name)]
+        for name in formats:
+            kinds = [
+                replace(settings, quantize=name, micro_batch_size=size, accumulates=batch_size > size)
+                for size in sizes
+            ]
+            found = choices(self.counter, self.timer.seconds, kinds, self.room)
+            if found:
+                self._explain(settings, found[0])
+                return found[0].settings
+        raise UserError(self._why_nothing_fits(settings, is_open))
+
+    def _explain(self, settings: StepSettings, choice: Choice) -> None:
+        plain = self.counter.count(settings)
+        changes = changed_settings(choice.settings, self.given)
+        overridden = {key: setting_of(self.given, key) for key in changes if not _is_default(self.given, key)}
+        kept = self.timer.seconds(treated(choice.settings, KEEP))
+        logger.info(
+            "memory.auto: by count a step takes %s of the device and %s of the host as the config says; %s "
+            "and %s may be taken.",
+            *map(_amount, (plain.device, self.room.host_needed(plain), self.room.device, self.room.host)),
+        )
+        logger.info(
+            "memory.auto: chose %s: %s of the device, %s of the host. Where all fits, a step is predicted to "
+            "take %.2f of its time.",
+            _in_words(changes) or "what the config says",
+            *map(_amount, (choice.count.device, choice.count.host)),
+            kept / choice.seconds,
+        )
+        if overridden:
+            logger.info("memory.auto: that is in place of the config's %s.", _in_words(overridden))
+
+    def _why_nothing_fits(self, settings: StepSettings, is_open: set[str]) -> str:
+        least = least_of_device(self.counter, settings)
+        count = self.counter.count(least)
+        ways = ["smaller or shorter data (data.resolutions, data.sizes, data.frame_counts)"]
+        if settings.micro_batch_size > 1 and "micro_batch_size" not in is_open:
+            ways.insert(0, "train.micro_batch_size: 1")
+        if settings.quantize == "none" and "quantize" not in is_open:
+            in_int8 = self.counter.count(replace(least, quantize="int8"))
+            ways.insert(0, f"model.quantize: int8, with which it is {_amount(in_int8.device)} (a new run)")
+        changes = _in_words(changed_settings(least, self.given)) or "what the config says"
+        return (
+            f"memory.auto: nothing fits {_amount(self.room.device)} of the device and "
+            f"{_amount(self.room.host)} of the host. Least of the device takes, by count, {changes}: "
+            f"{_amount(count.device)}, and {_amount(self.room.host_needed(count))} of the host. "
+            f"What would help: {'; '.join(ways)}"
+        )
+
+
+def _settings_of(config: Config, family: ModelFamily, accelerator: Accelerator) -> StepSettings:
+    """Of a step in one of the processes, on their kind of device."""
+    settings = step_settings(config, family)
+    batch_size = config.train.global_batch_size // accelerator.num_processes
+    return replace(
+        settings,
+        accumulates=batch_size > config.train.micro_batch_size,
+        device_type="cuda" if accelerator.device.type == "cuda" else "cpu",
     )
-    return chosen
 
 
-def _with_number(config: Config, number: int) -> Config:
-    return config.model_copy(update={"memory": config.memory.model_copy(update={"stream_blocks": number})})
+def _room(config: Config, accelerator: Accelerator) -> tuple[Room, str]:
+    """What every process may take, and the card that the main one has."""
+    card = gpu_here()
+    found = on_all_processes(
+        accelerator,
+        lambda: (_device_bytes(config, accelerator.device), _host_bytes(config), card.name if card else ""),
+    )
+    room = Room(
+        device=min(device for device, _, _ in found),
+        host=min(host for _, host, _ in found),
+        num_sharing=num_local_processes(),
+        # As the engine does where nothing is said.
+        offload_ratio=0.5 if config.memory.host_gib is None else 1.0,
+    )
+    return room, found[0][2] or ASSUMED_GPU
 
 
 def _device_bytes(config: Config, device: torch.device) -> float:
@@ -67,3 +241,28 @@ def _device_bytes(config: Config, device: torch.device) -> float:
         return math.inf
     free, _ = torch.cuda.mem_get_info(device)
     return COUNTED_SHARE * free
+
+
+def _host_bytes(config: Config) -> float:
+    """What a process may take of host memory; infinite where the system does not say what there is."""
+    if config.memory.host_gib is not None:
+        return config.memory.host_gib * 1024**3
+    available = available_host_bytes()
+    return math.inf if available is None else COUNTED_SHARE * available / num_local_processes()
+
+
+def _is_there(name: str) -> bool:
+    return name != "nf4" or find_spec("bitsandbytes") is not None
+
+
+def _is_default(config: Config, key: str) -> bool:
+    section, _, name = key.partition(".")
+    return bool(getattr(config, section).is_default(name))
+
+
+def _in_words(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}: {as_text(value)}" for key, value in settings.items())
+
+
+def _amount(num_bytes: float) -> str:
+    return "any amount" if math.isinf(num_bytes) else format_bytes(int(num_bytes))

@@ -75,9 +75,7 @@ class Choice:
 
 def as_overrides(changes: Mapping[str, object]) -> list[str]:
     """Settings, by key, as ``key=value`` for the command line."""
-    return [
-        f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()
-    ]
+    return [f"{key}={as_text(value)}" for key, value in changes.items()]
 
 
 def changed_settings(settings: StepSettings, config: Config) -> dict[str, Any]:
@@ -96,13 +94,27 @@ def changed_settings(settings: StepSettings, config: Config) -> dict[str, Any]:
     }
     if config.train.micro_batch_tokens is not None:
         del wanted["train.micro_batch_size"]
-    return {key: value for key, value in wanted.items() if _setting(config, key) != value}
+    return {key: value for key, value in wanted.items() if setting_of(config, key) != value}
 
 
-def _setting(config: Config, key: str) -> object:
+def setting_of(config: Config, key: str) -> Any:
+    """The setting of a dotted key."""
     section, _, name = key.partition(".")
-    value: object = getattr(getattr(config, section), name)
-    return value
+    return getattr(getattr(config, section), name)
+
+
+def with_settings(config: Config, changes: Mapping[str, Any]) -> Config:
+    """A config with other settings, by dotted key, which go together."""
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        changed = getattr(config, section).model_copy(update={name: value})
+        config = config.model_copy(update={section: changed})
+    return config
+
+
+def as_text(value: Any) -> str:
+    """A setting as the command line takes it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def choices(
@@ -154,7 +166,7 @@ def _numbers_streamed(counter: MemoryCounter, settings: StepSettings) -> list[in
 
 def least_of_device(counter: MemoryCounter, settings: StepSettings) -> StepSettings:
     """The settings with what takes least of the device: all blocks are streamed, and treated alike."""
-    tried = [replace(_under(settings, strategy), stream_blocks="all") for strategy in _strategies(settings)]
+    tried = [replace(treated(settings, strategy), stream_blocks="all") for strategy in _strategies(settings)]
     if counter.num_blocks <= settings.stream_slots:
         tried = [replace(one, stream_blocks=0) for one in tried]
     return min(tried, key=lambda one: counter.count(one).device)
@@ -164,7 +176,7 @@ def _strategies(settings: StepSettings) -> list[BlockStrategy]:
     return [one for one in _STRATEGIES if one.save_attention == "no" or not settings.compiles]
 
 
-def _under(settings: StepSettings, strategy: BlockStrategy, num_first: int | None = None) -> StepSettings:
+def treated(settings: StepSettings, strategy: BlockStrategy, num_first: int | None = None) -> StepSettings:
     """The settings with all blocks, or the first ones, treated in a way, and none streamed."""
     # As a config says it: the strategy of a policy offloads where the switch permits it.
     selected = BlockStrategy(offload=True, save_attention=strategy.save_attention)
@@ -192,10 +204,10 @@ class _Search:
         """Those that fit."""
         effective = [one for one in _strategies(settings) if self._has_effect(settings, one)]
         for strategy in effective:
-            alike = least_streamed(self._counter, _under(settings, strategy), self._room.device)
+            alike = least_streamed(self._counter, treated(settings, strategy), self._room.device)
             if alike is not None:
                 yield from self._if_it_fits(alike)
-        if self._counter.count(_under(settings, KEEP)).device > self._room.device:
+        if self._counter.count(treated(settings, KEEP)).device > self._room.device:
             for strategy in self._worth_mixing(settings, effective):
                 yield from self._mixtures(settings, strategy)
 
@@ -214,19 +226,19 @@ class _Search:
         return saves and self._has_effect(settings, without)
 
     def _step(self, settings: StepSettings, strategy: BlockStrategy) -> Any:
-        return self._counter.count(_under(settings, strategy)).step
+        return self._counter.count(treated(settings, strategy)).step
 
     def _worth_mixing(
         self, settings: StepSettings, effective: Sequence[BlockStrategy]
     ) -> Iterator[BlockStrategy]:
         """Of strategies that take host memory, and of others, that which costs least for what it saves."""
-        kept = _under(settings, KEEP)
+        kept = treated(settings, KEEP)
         device, seconds = self._counter.count(kept).device, self._seconds(kept)
 
         def cost(strategy: BlockStrategy) -> float:
-            treated = _under(settings, strategy)
-            saved = device - self._counter.count(treated).device
-            return (self._seconds(treated) - seconds) / saved if saved > 0 else float("inf")
+            alike = treated(settings, strategy)
+            saved = device - self._counter.count(alike).device
+            return (self._seconds(alike) - seconds) / saved if saved > 0 else float("inf")
 
         for takes_host in (False, True):
             of_kind = [
@@ -243,7 +255,7 @@ class _Search:
         streaming = list[Choice]()
         for num_streamed in _numbers_streamed(self._counter, settings):
             tried = [
-                replace(_under(settings, strategy, number), stream_blocks=num_streamed) for number in numbers
+                replace(treated(settings, strategy, number), stream_blocks=num_streamed) for number in numbers
             ]
             place = bisect_left(
                 tried, True, key=lambda one: self._counter.count(one).device <= self._room.device
@@ -260,6 +272,6 @@ class _Search:
         """How many blocks may be treated so while the others are kept, as far as few counts tell."""
         by_count = defaultdict[Any, list[int]](list)
         for number in range(1, self._counter.num_blocks):
-            by_count[self._counter.counted_as(_under(settings, strategy, number))].append(number)
+            by_count[self._counter.counted_as(treated(settings, strategy, number))].append(number)
         most = sorted(by_count.values(), key=len, reverse=True)[:_MOST_COUNTS]
         return sorted(number for numbers in most for number in numbers)

@@ -1,0 +1,86 @@
+"""This file compares what a training step holds with what was predicted of it."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from accelerate import Accelerator
+
+from diffsynth_lite.core.planning import CountingMeter
+from diffsynth_lite.core.units import format_bytes
+from diffsynth_lite.training.planning.memory_count import MemoryCount
+
+logger = logging.getLogger(__name__)
+
+_TOLERATED = 0.05
+"""Of what was predicted: a step that takes more than this beside it is a warning."""
+
+
+class Trained(Protocol):
+    """What is trained, and where."""
+
+    accelerator: Accelerator
+
+    @property
+    def num_bytes_held(self) -> int:
+        """Bytes of the device between two steps."""
+
+
+class StepComparison:
+    """Measures one step, and says how it compares with what was predicted; does nothing where nothing was.
+
+    That is the second one of a start: the first one makes what lasts, such as the optimizer's state. On CUDA
+    the allocator tells, and begins its peak anew; on the CPU each tensor that operators make is counted,
+    which changes no number.
+
+    Args:
+        predicted: what a step takes.
+        log: takes a step and its metrics.
+        start_step: steps done before.
+    """
+
+    def __init__(
+        self,
+        predicted: MemoryCount | None,
+        trained: Trained,
+        log: Callable[[int, Mapping[str, float]], None],
+        start_step: int,
+    ) -> None:
+        self._predicted, self._trained = predicted, trained
+        self._log, self._at_step = log, start_step + 2
+
+    @contextmanager
+    def watching(self, step: int) -> Iterator[None]:
+        """Scope of a step."""
+        if self._predicted is None or step != self._at_step:
+            yield
+            return
+        device = self._trained.accelerator.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            yield
+            measured = torch.cuda.max_memory_allocated(device)
+        else:
+            held, meter = self._trained.num_bytes_held, CountingMeter(device)
+            with meter:
+                yield
+            measured = held + meter.peak_bytes
+        self._compare(step, self._predicted.device, measured)
+
+    def _compare(self, step: int, predicted: int, measured: int) -> None:
+        self._log(step, {"device_bytes_predicted": predicted, "device_bytes_measured": measured})
+        logger.info(
+            "device memory   %s in step %d, where %s were predicted of the largest size (%+.1f %%)",
+            format_bytes(measured),
+            step,
+            format_bytes(predicted),
+            100 * (measured / predicted - 1),
+        )
+        if measured > (1 + _TOLERATED) * predicted:
+            logger.warning(
+                "A step takes %.0f %% more of the device than was predicted; where memory is short, set "
+                "memory.device_gib lower by as much.",
+                100 * (measured / predicted - 1),
+            )
