@@ -202,7 +202,7 @@ class Probe:
 
 
 def probes(num_tokens: int) -> dict[str, Probe]:
-    """What shows the speeds of this CPU at the sizes of a model, by their names in ``DeviceSpeed``.
+    """What shows the speeds of this CPU at the sizes of a model; bytes by their names in ``DeviceSpeed``.
 
     As in a step, what is read was not read just before, and what is written is kept.
     """
@@ -223,12 +223,12 @@ def probes(num_tokens: int) -> dict[str, Probe]:
         return one * one, one + one, functional.gelu(one), functional.layer_norm(one, (WIDTH,))
 
     return {
-        "product_flops": Probe(
+        "product": Probe(
             count * 2 * num_tokens * (4 + 1 + 4) * WIDTH**2,
             lambda: [(functional.linear(one, up), one @ square, wide @ up) for one in rows],
         ),
-        "attention_flops": Probe(2 * pairs, lambda: functional.scaled_dot_product_attention(*heads)),
-        "attention_backward_flops": Probe(
+        "attention": Probe(2 * pairs, lambda: functional.scaled_dot_product_attention(*heads)),
+        "attention backward": Probe(
             5 * pairs, lambda: torch.autograd.grad(attended, heads, gradient, retain_graph=True)
         ),
         "memory_bytes": Probe(
@@ -297,8 +297,11 @@ def speed_of(measured: Measured, tried: Mapping[str, Probe], tiny: MemoryCounter
         tiny: counts steps with next to no tokens.
     """
     speeds = {name: tried[name].amount / statistics.median(times) for name, times in measured.probes.items()}
+    product = speeds.pop("product")
     speed = DeviceSpeed(
-        product_flops={torch.float32: speeds.pop("product_flops")},
+        product_flops={torch.float32: product},
+        attention_ratio=speeds.pop("attention") / product,
+        attention_backward_ratio=speeds.pop("attention backward") / product,
         # Copies back are no other copies.
         to_device_bytes=speeds["to_host_bytes"],
         launch_seconds=dict.fromkeys(PARTS, 0.0),
@@ -325,8 +328,8 @@ def num_kernels(counter: MemoryCounter, part: StepPart) -> float:
     """Kernels of a part of a step in which all blocks are recomputed."""
     nothing_but = DeviceSpeed(
         product_flops={torch.float32: math.inf},
-        attention_flops=math.inf,
-        attention_backward_flops=math.inf,
+        attention_ratio=1.0,
+        attention_backward_ratio=1.0,
         memory_bytes=math.inf,
         dequantised_bytes=math.inf,
         to_host_bytes=math.inf,
@@ -367,7 +370,8 @@ def counter_of(family: ModelFamily, subject: Subject) -> MemoryCounter:
 
 def in_words(speed: DeviceSpeed) -> str:
     """What was measured of this CPU."""
-    flops = (speed.product_flops[torch.float32], speed.attention_flops, speed.attention_backward_flops)
+    product = speed.product_flops[torch.float32]
+    flops = (product, product * speed.attention_ratio, product * speed.attention_backward_ratio)
     sizes = (speed.memory_bytes, speed.dequantised_bytes, speed.to_host_bytes)
     return (
         f"GFLOPS of products, attention and its backward pass: {in_billions(flops, 0)}; GB/s of other "

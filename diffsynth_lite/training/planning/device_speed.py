@@ -36,8 +36,8 @@ class DeviceSpeed:
 
     Attributes:
         product_flops: operations a second of matrix products and convolutions, by the dtype of their result.
-        attention_flops: the same of attention.
-        attention_backward_flops: the same of its backward pass.
+        attention_ratio: what attention reaches of these, in the same dtype.
+        attention_backward_ratio: what its backward pass does.
         memory_bytes: bytes a second that kernels read and write.
         dequantised_bytes: the same where frozen weights are made again.
         to_host_bytes: bytes a second over the bus to host memory.
@@ -49,8 +49,8 @@ class DeviceSpeed:
     """
 
     product_flops: Mapping[torch.dtype, float]
-    attention_flops: float
-    attention_backward_flops: float
+    attention_ratio: float
+    attention_backward_ratio: float
     memory_bytes: float
     dequantised_bytes: float
     to_host_bytes: float
@@ -67,13 +67,11 @@ class DeviceSpeed:
     def _running(self, kernel: Kernel) -> float:
         bandwidth = self.dequantised_bytes if kernel.kind == "dequantise" else self.memory_bytes
         moving = kernel.num_bytes / bandwidth
-        if not kernel.flops:
-            return moving
-        if kernel.kind == "attention":
-            return max(moving, kernel.flops / self.attention_flops)
-        if kernel.kind == "attention backward":
-            return max(moving, kernel.flops / self.attention_backward_flops)
         flops = self.product_flops.get(kernel.dtype, self.product_flops[torch.float32])
+        if kernel.kind == "attention":
+            flops *= self.attention_ratio
+        elif kernel.kind == "attention backward":
+            flops *= self.attention_backward_ratio
         return max(moving, kernel.flops / flops)
 
 
@@ -117,8 +115,8 @@ class Gpu:
                 torch.float16: _PRODUCTS * self.bf16 * 1e12,
                 torch.float32: _PRODUCTS * self.fp32 * 1e12,
             },
-            attention_flops=_ATTENTION * self.bf16 * 1e12,
-            attention_backward_flops=_ATTENTION_BACKWARD * self.bf16 * 1e12,
+            attention_ratio=_ATTENTION / _PRODUCTS,
+            attention_backward_ratio=_ATTENTION_BACKWARD / _PRODUCTS,
             memory_bytes=_MEMORY * self.bandwidth * 1e9,
             dequantised_bytes=_MEMORY * self.bandwidth * 1e9,
             to_host_bytes=bus,

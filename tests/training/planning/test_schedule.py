@@ -15,8 +15,8 @@ from diffsynth_lite.training.planning.schedule import BlockTime, Sending, simula
 
 SPEED = DeviceSpeed(
     product_flops={torch.float32: 1.0},
-    attention_flops=1.0,
-    attention_backward_flops=1.0,
+    attention_ratio=1.0,
+    attention_backward_ratio=1.0,
     memory_bytes=1.0,
     dequantised_bytes=1.0,
     to_host_bytes=1.0,
