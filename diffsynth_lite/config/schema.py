@@ -80,7 +80,7 @@ class Config(Settings):
             yield Problem(
                 ("memory.save_attention", "train.compile"),
                 f"{self.memory.save_attention} needs to see attention run, which it cannot in blocks that "
-                "train.compile compiles; set one of them to its default",
+                "train.compile compiles; set memory.save_attention: no, or train.compile: off",
             )
         for key, source in self.data.sources_by_key.items():
             yield from self._folder_conflicts(f"{key}.path", source.path)
