@@ -82,7 +82,7 @@ def _find_recipe(name: str, asked: str, looked_in: Path) -> Path:
         looked_in: the folder that does not have it.
     """
     recipes = _recipe_folder()
-    found = {path.name: path for path in sorted(recipes.rglob("*.yaml"), reverse=True)}
+    found = {path.name: path for path in recipes.rglob("*.yaml")}
     if name in found:
         return found[name]
     close = get_close_matches(name, found, n=1)
