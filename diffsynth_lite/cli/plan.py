@@ -72,7 +72,7 @@ def run(parsed: argparse.Namespace) -> None:
     for warning in loaded.warnings:
         logger.warning("%s", warning)
     config, console = loaded.config, Console()
-    gpu = gpu_named(parsed.gpu) if parsed.gpu else gpu_here()
+    gpu = gpu_here() if parsed.gpu is None else gpu_named(parsed.gpu)
     device_gib = gpu.training_gib if gpu and parsed.device_gib is None else parsed.device_gib
     with family_without_weights(config) as family:
         counter, settings = counter_of(config, family), step_settings(config, family)

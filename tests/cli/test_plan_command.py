@@ -73,6 +73,7 @@ def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
         ("memory.stream_blocks=61", "memory.stream_blocks: 61; the model has 60 blocks"),
         ("lora.target_modules=[nothing]", "lora.target_modules: nothing match no linear layer"),
         ("--gpu=RTX 1", "--gpu RTX 1: not known; known are RTX 3060 12GB, RTX 3090,"),
+        ("--gpu=", "--gpu : not known; known are RTX 3060 12GB, RTX 3090,"),
     ],
 )
 def test_what_no_run_could_do_is_refused(setting: str, words: str, caplog: pytest.LogCaptureFixture) -> None:
