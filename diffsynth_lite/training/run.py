@@ -3,8 +3,9 @@
 import logging
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from diffsynth_lite.training.data_settings import shifts_by_size
 from diffsynth_lite.training.distributed import on_all_processes, on_main_process
 from diffsynth_lite.training.encoding import TrainingData, encode_run
 from diffsynth_lite.training.evaluation import ValidationProtocol
-from diffsynth_lite.training.planning.automatic import before_choice, choose_memory, leaves_open
+from diffsynth_lite.training.planning.automatic import before_choice, choose_memory, leaves_open, what_fits
 from diffsynth_lite.training.run_context import RunContext, StartupClock
 from diffsynth_lite.training.run_folder.folder import RunFolder, outcome_recorded
 from diffsynth_lite.training.run_folder.metrics import MetricsFile, start_trackers
@@ -197,8 +198,7 @@ def _train(
         best=checkpoint.documents["state"].get("best") if checkpoint else None,
     )
     try:
-        workload = build_workload(run.config, run.checked, encoded, transformer, weights)
-        with out_of_memory_explained(workload, transformer, optimizer, slot_bytes=weights.slot_bytes):
+        with _memory_explained(run, encoded, transformer, optimizer, weights):
             step = train(run, built, saver, stop, start_step)
     finally:
         # The wrapped model goes before its process group: as the group's last owner it deadlocked in torch's
@@ -207,6 +207,23 @@ def _train(
         run.accelerator.free_memory()
         run.accelerator.end_training()
     return step
+
+
+def _memory_explained(
+    run: RunContext,
+    encoded: TrainingData,
+    transformer: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    weights: WeightStream,
+) -> AbstractContextManager[None]:
+    """Scope in which a full device is explained."""
+    return out_of_memory_explained(
+        build_workload(run.config, run.checked, encoded, transformer, weights),
+        transformer,
+        optimizer,
+        plan=partial(what_fits, run.config, run.checked.family, run.accelerator),
+        slot_bytes=weights.slot_bytes,
+    )
 
 
 def _load_model(

@@ -1,7 +1,7 @@
 """This file explains what a run lacked: device memory and what used it, host memory, disk, data workers."""
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -93,9 +93,13 @@ def out_of_memory_explained(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
+    plan: Callable[[], str],
     slot_bytes: int = 0,
 ) -> Iterator[None]:
     """Scope in which a full device ends the run with what it held and what would help.
+
+    Args:
+        plan: says in words what would fit, by count.
 
     Raises:
         RunStoppedError: in place of torch's error.
@@ -105,10 +109,15 @@ def out_of_memory_explained(
     except torch.OutOfMemoryError as error:
         use = MemoryUse.of(model, optimizer, slot_bytes=slot_bytes)
         first_line = str(error).partition("\n")[0]
-        raise RunStoppedError(
+        told = (
             f"out of memory: {first_line} In use: {_in_words(use)}. What helps most: "
             f"{'; '.join(levers(workload, use)[:_NUM_LEVERS])}"
-        ) from error
+        )
+        try:
+            told += f". {plan()}"
+        except Exception as failure:  # whatever it is must not hide what happened
+            raise RunStoppedError(f"{told}. What would fit could not be counted: {failure}") from failure
+        raise RunStoppedError(told) from error
 
 
 @contextmanager

@@ -110,9 +110,15 @@ def test_the_error_says_what_the_memory_was_used_for() -> None:
     assert MemoryUse.of(model, optimizer, slot_bytes=MIB).weights == 5 * MIB
     with (
         pytest.raises(
-            RunStoppedError, match=r"Tried to allocate 2 GiB.*4\.0 MiB of frozen weights.*helps most"
+            RunStoppedError,
+            match=r"allocate 2 GiB.*4\.0 MiB of frozen weights.*helps most.*By count: x=1",
         ),
-        out_of_memory_explained(WORKLOAD, model, optimizer),
+        out_of_memory_explained(WORKLOAD, model, optimizer, plan=lambda: "By count: x=1"),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+    with (
+        pytest.raises(RunStoppedError, match=r"Tried to allocate 2 GiB.*could not be counted: division"),
+        out_of_memory_explained(WORKLOAD, model, optimizer, plan=lambda: str(1 / 0)),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
 

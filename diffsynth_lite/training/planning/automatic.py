@@ -107,6 +107,31 @@ def choose_memory(
     return ChosenMemory(config=made, lasting=lasting, predicted=predicted)
 
 
+def what_fits(config: Config, family: ModelFamily, accelerator: Accelerator) -> str:
+    """What a step takes by count, and the fastest settings that take less and fit, for a person to copy.
+
+    Raises:
+        UserError: what ``counter_of`` raises.
+    """
+    counter, settings = counter_of(config, family), _settings_of(config, family, accelerator)
+    timer = timer_of(config, counter, gpu_here() or gpu_named(ASSUMED_GPU))
+    taken = counter.count(settings).device
+    # Whatever the count says of it: it did not fit.
+    room = _room_of(config, _whole_device_bytes(config, accelerator.device))
+    room = replace(room, device=min(room.device, taken - 1))
+    told = f"By count a step takes {format_bytes(taken)} of the device; "
+    for name in dict.fromkeys((settings.quantize, *filter(_is_there, _SMALLER))):
+        found = choices(counter, timer.seconds, [replace(settings, quantize=name)], room)
+        if found:
+            best = found[0]
+            where = "" if name == settings.quantize else ", in a new run,"
+            return (
+                f"{told}with {' '.join(best.overrides(config))}{where} it takes "
+                f"{format_bytes(best.count.device)}, and {format_bytes(best.count.host)} of the host"
+            )
+    return f"{told}no settings that are known fit {_amount(room.device)}"
+
+
 def _unlimited(config: Config, settings: StepSettings) -> StepSettings:
     if config.memory.auto:
         logger.info("memory.auto: the device is the host, so that all is kept; memory.device_gib limits it.")
@@ -223,14 +248,18 @@ def _room(config: Config, accelerator: Accelerator) -> tuple[Room, str]:
         accelerator,
         lambda: (_device_bytes(config, accelerator.device), _host_bytes(config), card.name if card else ""),
     )
-    room = Room(
-        device=min(device for device, _, _ in found),
-        host=min(host for _, host, _ in found),
+    room = _room_of(config, min(device for device, _, _ in found))
+    return replace(room, host=min(host for _, host, _ in found)), found[0][2] or ASSUMED_GPU
+
+
+def _room_of(config: Config, device_bytes: float) -> Room:
+    return Room(
+        device=device_bytes,
+        host=_host_bytes(config),
         num_sharing=num_local_processes(),
         # As the engine does where nothing is said.
         offload_ratio=0.5 if config.memory.host_gib is None else 1.0,
     )
-    return room, found[0][2] or ASSUMED_GPU
 
 
 def _device_bytes(config: Config, device: torch.device) -> float:
@@ -241,6 +270,13 @@ def _device_bytes(config: Config, device: torch.device) -> float:
         return math.inf
     free, _ = torch.cuda.mem_get_info(device)
     return COUNTED_SHARE * free
+
+
+def _whole_device_bytes(config: Config, device: torch.device) -> float:
+    """The same where this process holds most of it already."""
+    if config.memory.device_gib is not None or device.type != "cuda":
+        return _device_bytes(config, device)
+    return COUNTED_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
 def _host_bytes(config: Config) -> float:
