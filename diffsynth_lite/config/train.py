@@ -128,8 +128,8 @@ class MemorySettings(Settings):
 
     may_change: Distinct[Literal["quantize", "micro_batch_size"]] = Field(default=[])
     """What `auto` may choose beside that although numbers change, when a run is new: `model.quantize`, only
-    where nothing fits without, and `train.micro_batch_size`, 1, 2, 4 or 8, whichever takes least time a
-    sample; `train.global_batch_size` stays. A run that goes on keeps what its first start chose."""
+    where nothing fits without, and `train.micro_batch_size`, as it is or 1, 2, 4 or 8, whichever takes least
+    time a sample; `train.global_batch_size` stays. A run that goes on keeps what its first start chose."""
 
     min_bytes: NonNegativeInt | None = None
     """Size in bytes of the smallest tensor that the offload and streaming move: small ones cost more time

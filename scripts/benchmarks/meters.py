@@ -203,7 +203,7 @@ def seconds_of(call: Callable[[], object], clock: Callable[[], float]) -> float:
 
 def print_table(title: str, rows: Sequence[Mapping[str, str]]) -> None:
     """Print rows of cells by column, as a table that markdown reads too."""
-    console = Console(width=240, highlight=False)
+    console = Console(width=1000, highlight=False)
     console.print(title)
     table = Table(box=MARKDOWN)
     for index, column in enumerate(rows[0]):

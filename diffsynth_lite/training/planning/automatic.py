@@ -27,13 +27,12 @@ from diffsynth_lite.training.planning.choices import (
     least_streamed,
     setting_of,
     treated,
-    with_settings,
 )
 from diffsynth_lite.training.planning.device_speed import ASSUMED_GPU, COUNTED_SHARE, gpu_here, gpu_named
 from diffsynth_lite.training.planning.memory_count import MemoryCount, MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.step_time import StepTimer
-from diffsynth_lite.training.planning.subject import counter_of, step_settings, timer_of
+from diffsynth_lite.training.planning.subject import counter_of, step_settings, timer_of, with_changes
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ def leaves_open(config: Config) -> bool:
 
 def before_choice(config: Config) -> Config:
     """A config as it can be checked before anything is chosen: what it says of streaming may not be done."""
-    return with_settings(config, {"memory.stream_blocks": "auto"}) if config.memory.auto else config
+    return with_changes(config, {"memory.stream_blocks": "auto"}) if config.memory.auto else config
 
 
 def choose_memory(
@@ -87,7 +86,7 @@ def choose_memory(
     lasting = dict(earlier or {}) if memory.auto else {}
     if lasting:
         logger.info("memory.auto: %s stay, as the run's first start chose.", _in_words(lasting))
-    given = with_settings(config, lasting)
+    given = with_changes(config, lasting)
     room, card = _room(config, accelerator)
     settings = _settings_of(given, family, accelerator)
     if math.isinf(room.device):
@@ -101,7 +100,7 @@ def choose_memory(
         else:
             chosen = search.least_streamed(settings)
         predicted = counter.count(chosen)
-    made = with_settings(given, changed_settings(chosen, given))
+    made = with_changes(given, changed_settings(chosen, given))
     if memory.auto and earlier is None:
         lasting = {_OPEN[name]: setting_of(made, _OPEN[name]) for name in memory.may_change}
     return ChosenMemory(config=made, lasting=lasting, predicted=predicted)
@@ -177,7 +176,7 @@ class _Search:
         batch_size = self.given.train.global_batch_size // num_processes
         sizes: Sequence[int] = [settings.micro_batch_size]
         if "micro_batch_size" in is_open and self.given.train.micro_batch_tokens is None:
-            sizes = [size for size in _MICRO_BATCH_SIZES if batch_size % size == 0]
+            sizes = sorted({*sizes, *(size for size in _MICRO_BATCH_SIZES if batch_size % size == 0)})
         formats: list[Literal["none", "int8", "nf4"]] = [settings.quantize]
         if "quantize" in is_open:
             formats += [name for name in _SMALLER if name not in formats and _is_there(name)]

@@ -103,15 +103,6 @@ def setting_of(config: Config, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
-def with_settings(config: Config, changes: Mapping[str, Any]) -> Config:
-    """A config with other settings, by dotted key, which go together."""
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        changed = getattr(config, section).model_copy(update={name: value})
-        config = config.model_copy(update={section: changed})
-    return config
-
-
 def as_text(value: Any) -> str:
     """A setting as the command line takes it."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -72,7 +72,7 @@ class StepComparison:
     def _compare(self, step: int, predicted: int, measured: int) -> None:
         self._log(step, {"device_bytes_predicted": predicted, "device_bytes_measured": measured})
         logger.info(
-            "device memory   %s in step %d, where %s were predicted of the largest size (%+.1f %%)",
+            "device memory   %s in step %d; predicted of the largest size and longest prompt: %s (%+.1f %%)",
             format_bytes(measured),
             step,
             format_bytes(predicted),
