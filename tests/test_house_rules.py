@@ -128,6 +128,12 @@ def test_no_folder_holds_more_files_than_a_reader_can_tell_apart() -> None:
     assert {folder: size for folder, size in sizes.items() if size > MAX_FOLDER_FILES} == {}
 
 
+def test_each_test_file_has_a_name_of_its_own() -> None:
+    """As pytest needs it, which finds two of one name only where both are run."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, number in names.items() if number > 1] == []
+
+
 def test_the_training_loop_is_read_in_one_go() -> None:
     trainer = ROOT / "diffsynth_lite/training/trainer.py"
     assert len(trainer.read_text(encoding="utf-8").splitlines()) <= MAX_TRAINER_LINES
