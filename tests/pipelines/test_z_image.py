@@ -9,7 +9,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
 from diffusers.pipelines.z_image.pipeline_z_image import calculate_shift, get_default_z_image_sigmas
 from family_sample import CPU, PROMPTS, assert_equal_under_all_flags
-from transformers import Qwen3ForCausalLM
+from transformers import DynamicCache, Qwen3ForCausalLM
 
 from diffsynth_lite.core.gradient import blocks_of
 from diffsynth_lite.core.noise import shift_sigma
@@ -141,6 +141,28 @@ def test_a_text_encoder_saved_as_a_whole_language_model_encodes_the_same(
     expected, found = (encoded_prompts(each, *PROMPTS) for each in (family, whole))
     for row, other in zip(found, expected, strict=True):
         assert torch.equal(row["prompt_embeds"], other["prompt_embeds"])
+
+
+def test_no_keys_and_values_are_kept_of_a_prompt_and_none_are_missed(
+    family: ZImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, make, load = [], DynamicCache.__init__, family.load_text_encoders
+
+    def load_with_cache(*given: Any) -> dict[str, Any]:
+        encoders = load(*given)
+        encoders["text_encoder"].config.use_cache = True
+        return encoders
+
+    def encoded() -> torch.Tensor:
+        (given,) = family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=PROMPTS[0])])
+        return given["prompt_embeds"]
+
+    monkeypatch.setattr(DynamicCache, "__init__", lambda *a, **k: made.append(1) or make(*a, **k))
+    without = encoded()
+    assert not made
+    monkeypatch.setattr(family, "load_text_encoders", load_with_cache)
+    assert torch.equal(encoded(), without)
+    assert made
 
 
 @pytest.mark.parametrize(

@@ -55,5 +55,7 @@ class MeasuredCalls:
 
 
 def copied(value: Any) -> Any:
+    if isinstance(value, list):
+        return [copied(one) for one in value]
     is_copied = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.clone() if is_copied else value

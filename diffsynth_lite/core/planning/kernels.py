@@ -42,6 +42,8 @@ TO_FLOAT32 = frozenset(("prod", "softmax", "log_softmax", "cumprod", "cumsum", "
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = query.new_zeros(attn_mask.shape)  # made of it: kernels add it to the scores
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     output: Tensor = kernel(query, key, value, attn_mask=attn_mask)[0]
     return output

@@ -195,6 +195,10 @@ class DiffusersFamily(ModelFamily):
         memory = self.text_encoder_memory
         blocks = memory.host_blocks(device)
         encoders = {name: self.load_component(name, dtype, blocks) for name in self.text_encoders}
+        for encoder in encoders.values():
+            settings = encoder.config.get_text_config()
+            if hasattr(settings, "use_cache"):
+                settings.use_cache = False  # no tokens follow that would need keys and values of these
         memory.place(list(encoders.values()), device, blocks)
         return encoders
 

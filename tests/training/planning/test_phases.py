@@ -53,7 +53,7 @@ def by_name(phases: Iterable[Phase]) -> dict[str, Phase]:
     return {phase.name: phase for phase in phases}
 
 
-@pytest.mark.parametrize("name", ["qwen_image", "sdxl", "wan"])
+@pytest.mark.parametrize("name", ["flux2", "qwen_image", "sdxl", "wan", "z_image"])
 def test_encoding_and_previews_hold_what_is_counted(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,7 +66,9 @@ def test_encoding_and_previews_hold_what_is_counted(
     prompts, media, preview = (MeasuredCalls() for _ in range(3))
     load = family.load_component
     monkeypatch.setattr(family, "load_component", prompts.measuring(load))
-    family.load_prompt_encoder(torch.float32, CPU)([Prompt(text="word " * 1000)])
+    encode = family.load_prompt_encoder(torch.float32, CPU)
+    for num_words in (1, 1000):
+        encode([Prompt(text="word " * num_words)])
     monkeypatch.setattr(family, "load_component", media.measuring(load))
     frames = clip(64, 32, FRAMES.get(name, 1), 10)
     family.load_media_encoder(torch.float32, CPU)([Media(frames=frames)])
