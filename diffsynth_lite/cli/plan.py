@@ -4,8 +4,7 @@ import argparse
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -28,7 +27,6 @@ _PREDICTED = (
     "A step of batch {} is predicted to take {:.2f} s on one {}: from its data sheet, and what we assume is "
     "reached of it. Nothing on a GPU confirms it."
 )
-_SMALLER: tuple[Literal["int8", "nf4"], ...] = ("int8", "nf4")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +55,7 @@ def run(parsed: argparse.Namespace) -> None:
     """
     loaded = load_config(parsed.config, parsed.overrides)
     # The libraries take seconds to import: a wrong config is refused before that.
-    from diffsynth_lite.training.planning.choices import Room, choices
+    from diffsynth_lite.training.planning.choices import SMALLER_FORMATS, Room, choices_of_first_format
     from diffsynth_lite.training.planning.device_speed import ASSUMED_GPU, gpu_here, gpu_named
     from diffsynth_lite.training.planning.phases import PhaseCounter
     from diffsynth_lite.training.planning.subject import (
@@ -91,12 +89,13 @@ def run(parsed: argparse.Namespace) -> None:
         if device_gib is None:
             return
         room = Room(device=device_gib * _GIB, host=parsed.host_gib * _GIB)
-        for name in dict.fromkeys((settings.quantize, *_SMALLER)):
-            found = choices(counter, timer.seconds, [replace(settings, quantize=name)], room)
-            if found:
-                _print_choices(console, config, found, gpu, changes_numbers=name != settings.quantize)
-                _print_remedies(console, phases, found[0].settings, room)
-                return
+        formats = settings.quantize, *SMALLER_FORMATS
+        found = choices_of_first_format(counter, timer.seconds, [settings], room, formats)
+        if found:
+            chosen = found[0].settings
+            _print_choices(console, config, found, gpu, changes_numbers=chosen.quantize != settings.quantize)
+            _print_remedies(console, phases, chosen, room)
+            return
     host = "" if math.isinf(parsed.host_gib) else f" with {parsed.host_gib:g} GiB of host memory"
     console.print(f"Nothing fits {device_gib:g} GiB{host}.")
 

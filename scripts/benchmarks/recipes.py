@@ -20,17 +20,22 @@ import argparse
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import torch
 from meters import print_table
 
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.core.gradient import KEEP
-from diffsynth_lite.training.planning.choices import Choice, Room, choices, treated
+from diffsynth_lite.training.planning.choices import (
+    SMALLER_FORMATS,
+    Choice,
+    Room,
+    choices_of_first_format,
+    treated,
+)
 from diffsynth_lite.training.planning.device_speed import ASSUMED_GPU, gpu_named
 from diffsynth_lite.training.planning.memory_count import MemoryCount
 from diffsynth_lite.training.planning.phases import Phase, PhaseCounter
@@ -50,7 +55,6 @@ SHARE = 0.9
 """Of each that a run may take by count."""
 GIB = 1024**3
 _ATTENTION = {"no": "", "keep": ", save att.", "park": ", offload att."}
-_SMALLER: tuple[Literal["int8", "nf4"], ...] = ("int8", "nf4")
 RECIPES: Mapping[str, Sequence[str]] = {
     "Qwen-Image": ("qwen_12gb", "qwen_16gb", "qwen_24gb", "qwen_48gb", "qwen_lora"),
     "FLUX.1 dev": ("flux_12gb", "flux_16gb", "flux_24gb", "flux_lora", "flux_80gb"),
@@ -155,12 +159,10 @@ def choices_row(name: str) -> dict[str, str]:
         row = {"recipe": name}
         for card, host in HOSTS.items():
             room = Room(device=SHARE * card * GIB, host=SHARE * host * GIB, offload_ratio=0.5)
-            found = (
-                choices(counter, seconds, [replace(settings, quantize=form)], room)
-                for form in dict.fromkeys((settings.quantize, *_SMALLER))
-            )
-            best = next((of_format[0] for of_format in found if of_format), None)
-            row[f"{card} GB ({host})"] = _proposed(best, kept, counter.num_blocks) if best else "nothing fits"
+            formats = settings.quantize, *SMALLER_FORMATS
+            found = choices_of_first_format(counter, seconds, [settings], room, formats)
+            cell = _proposed(found[0], kept, counter.num_blocks) if found else "nothing fits"
+            row[f"{card} GB ({host})"] = cell
     return row
 
 

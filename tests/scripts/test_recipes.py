@@ -12,6 +12,7 @@ from recipes import GIB, HOSTS, RECIPES, main
 from diffsynth_lite.config import load_config
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy
 from diffsynth_lite.core.planning import StepBytes
+from diffsynth_lite.training.planning import choices
 from diffsynth_lite.training.planning.choices import Choice, Room
 from diffsynth_lite.training.planning.memory_count import MemoryCount
 from diffsynth_lite.training.planning.step import StepSettings
@@ -76,7 +77,7 @@ def test_what_plan_proposes_is_the_first_format_of_which_something_fits(
         return [Choice(settings=made, count=TAKEN, seconds=3 * seconds(made))]
 
     monkeypatch.setattr(recipes, "HOSTS", {12: 32, 16: 32})
-    monkeypatch.setattr(recipes, "choices", found)
+    monkeypatch.setattr(choices, "choices", found)
     monkeypatch.setattr(recipes, "timer_of", lambda *_: SimpleNamespace(seconds=lambda _: 0.5))
     main(["--choices", "--recipe", "z_image_lora"])
     (row,) = [line for line in capsys.readouterr().out.splitlines() if "z_image_lora" in line]

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -18,11 +18,12 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.distributed import on_all_processes
 from diffsynth_lite.training.planning.choices import (
+    SMALLER_FORMATS,
     Choice,
     Room,
     as_text,
     changed_settings,
-    choices,
+    choices_of_first_format,
     least_of_device,
     least_streamed,
     setting_of,
@@ -39,7 +40,6 @@ logger = logging.getLogger(__name__)
 _OPEN = {"quantize": "model.quantize", "micro_batch_size": "train.micro_batch_size"}
 """What ``memory.may_change`` names, by dotted key: all are part of what a run is."""
 _MICRO_BATCH_SIZES = (1, 2, 4, 8)
-_SMALLER: tuple[Literal["int8", "nf4"], ...] = ("int8", "nf4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,16 +119,16 @@ def what_fits(config: Config, family: ModelFamily, accelerator: Accelerator) -> 
     room = _room_of(config, _whole_device_bytes(config, accelerator.device))
     room = replace(room, device=min(room.device, taken - 1))
     told = f"By count a step takes {format_bytes(taken)} of the device; "
-    for name in dict.fromkeys((settings.quantize, *filter(_is_there, _SMALLER))):
-        found = choices(counter, timer.seconds, [replace(settings, quantize=name)], room)
-        if found:
-            best = found[0]
-            where = "" if name == settings.quantize else ", in a new run,"
-            return (
-                f"{told}with {' '.join(best.overrides(config))}{where} it takes "
-                f"{format_bytes(best.count.device)}, and {format_bytes(best.count.host)} of the host"
-            )
-    return f"{told}no settings that are known fit {_amount(room.device)}"
+    formats = settings.quantize, *filter(_is_there, SMALLER_FORMATS)
+    found = choices_of_first_format(counter, timer.seconds, [settings], room, formats)
+    if not found:
+        return f"{told}no settings that are known fit {_amount(room.device)}"
+    best = found[0]
+    where = "" if best.settings.quantize == settings.quantize else ", in a new run,"
+    return (
+        f"{told}with {' '.join(best.overrides(config))}{where} it takes "
+        f"{format_bytes(best.count.device)}, and {format_bytes(best.count.host)} of the host"
+    )
 
 
 def _unlimited(config: Config, settings: StepSettings) -> StepSettings:
@@ -177,19 +177,15 @@ class _Search:
         sizes: Sequence[int] = [settings.micro_batch_size]
         if "micro_batch_size" in is_open and self.given.train.micro_batch_tokens is None:
             sizes = sorted({*sizes, *(size for size in _MICRO_BATCH_SIZES if batch_size % size == 0)})
-        formats: list[Literal["none", "int8", "nf4"]] = [settings.quantize]
+        formats = [settings.quantize]
         if "quantize" in is_open:
-            formats += [name for name in _SMALLER if name not in formats and _is_there(name)]
-        for name in formats:
-            kinds = [
-                replace(settings, quantize=name, micro_batch_size=size, accumulates=batch_size > size)
-                for size in sizes
-            ]
-            found = choices(self.counter, self.timer.seconds, kinds, self.room)
-            if found:
-                self._explain(settings, found[0])
-                return found[0].settings
-        raise UserError(self._why_nothing_fits(settings, is_open))
+            formats += filter(_is_there, SMALLER_FORMATS)
+        kinds = [replace(settings, micro_batch_size=size, accumulates=batch_size > size) for size in sizes]
+        found = choices_of_first_format(self.counter, self.timer.seconds, kinds, self.room, formats)
+        if not found:
+            raise UserError(self._why_nothing_fits(settings, is_open))
+        self._explain(settings, found[0])
+        return found[0].settings
 
     def _explain(self, settings: StepSettings, choice: Choice) -> None:
         plain = self.counter.count(settings)

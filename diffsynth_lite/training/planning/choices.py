@@ -8,9 +8,9 @@ memory.
 import json
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import KEEP, OFFLOAD, RECOMPUTE, BlockPolicy, BlockStrategy
@@ -18,6 +18,9 @@ from diffsynth_lite.training.planning.memory_count import MemoryCount, MemoryCou
 from diffsynth_lite.training.planning.step import StepSettings
 
 NUM_CHOICES = 8
+WeightFormatName = Literal["none", "int8", "nf4"]
+SMALLER_FORMATS: tuple[WeightFormatName, ...] = ("int8", "nf4")
+"""Values of ``model.quantize`` that are tried where nothing fits as a config says; other numbers follow."""
 _ATTENTION_KEPT = BlockStrategy(save_attention="keep")
 _ATTENTION_OFFLOADED = BlockStrategy(save_attention="park")
 _BOTH_OFFLOADED = BlockStrategy(offload=True, save_attention="park")
@@ -132,6 +135,21 @@ def choices(
         if len(best) < NUM_CHOICES and not any(_is_no_better(choice, other, room) for other in best):
             best = [other for other in best if not _is_no_better(other, choice, room)] + [choice]
     return best
+
+
+def choices_of_first_format(
+    counter: MemoryCounter,
+    seconds: Callable[[StepSettings], float],
+    kinds: Sequence[StepSettings],
+    room: Room,
+    formats: Iterable[WeightFormatName],
+) -> list[Choice]:
+    """The ``choices`` in the first of some formats of weights in which anything fits; none if in none."""
+    for name in dict.fromkeys(formats):
+        found = choices(counter, seconds, [replace(kind, quantize=name) for kind in kinds], room)
+        if found:
+            return found
+    return []
 
 
 def _is_no_better(choice: Choice, other: Choice, room: Room) -> bool:
