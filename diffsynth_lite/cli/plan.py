@@ -190,7 +190,10 @@ def _print_choices(
 
 
 def _gib(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text}: a number of GiB above 0")
     return value
