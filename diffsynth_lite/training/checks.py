@@ -23,11 +23,11 @@ from diffsynth_lite.lora import find_target_layers, layers_ending_in
 from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder
 from diffsynth_lite.pipelines.base.quantized import quantizable_layers
 from diffsynth_lite.pipelines.base.single_file import component_files
+from diffsynth_lite.run_folder.metrics import require_trackers
 from diffsynth_lite.training.data_settings import check_records, plan_rules
 from diffsynth_lite.training.dataset import read_records
 from diffsynth_lite.training.distributed import on_all_processes
 from diffsynth_lite.training.learning_rate import learning_rate_schedule
-from diffsynth_lite.training.run_folder.metrics import require_trackers
 from diffsynth_lite.training.streaming import check_stream
 from diffsynth_lite.training.text_encoders import require_format, text_encoder_memory
 

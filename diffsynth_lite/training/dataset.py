@@ -25,6 +25,7 @@ from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.files import write_text
 from diffsynth_lite.progress_log import ProgressLog
 from diffsynth_lite.redaction import redacted
+from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.data_settings import (
     cache_folder,
     find_held_out_records,
@@ -32,7 +33,6 @@ from diffsynth_lite.training.data_settings import (
     index_file,
 )
 from diffsynth_lite.training.distributed import main_process_first, on_main_process
-from diffsynth_lite.training.run_folder.folder import RunFolder
 
 
 def read_records(

@@ -20,6 +20,8 @@ from diffsynth_lite.core.gradient import BlockCompiler
 from diffsynth_lite.core.weights import WeightStream
 from diffsynth_lite.errors import RunInterrupted, UserError
 from diffsynth_lite.files import write_json, write_text
+from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded
+from diffsynth_lite.run_folder.metrics import MetricsFile, start_trackers
 from diffsynth_lite.training.builder import (
     build_accelerator,
     build_average,
@@ -50,8 +52,6 @@ from diffsynth_lite.training.encoding import TrainingData, encode_run
 from diffsynth_lite.training.evaluation import ValidationProtocol
 from diffsynth_lite.training.planning.automatic import before_choice, choose_memory, leaves_open, what_fits
 from diffsynth_lite.training.run_context import RunContext, StartupClock
-from diffsynth_lite.training.run_folder.folder import RunFolder, outcome_recorded
-from diffsynth_lite.training.run_folder.metrics import MetricsFile, start_trackers
 from diffsynth_lite.training.shortages import out_of_memory_explained, shortages_explained
 from diffsynth_lite.training.stopping import GracePeriod, StopRequest, remove_old_requests
 from diffsynth_lite.training.streaming import place_weights, share_host_memory

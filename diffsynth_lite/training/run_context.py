@@ -10,12 +10,12 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from diffsynth_lite.config import Config, LoadedConfig
+from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.checkpoint.resume import ResumePolicy
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.checks import CheckedRun
 from diffsynth_lite.training.data_settings import shifts_by_size
 from diffsynth_lite.training.planning.memory_count import MemoryCount
-from diffsynth_lite.training.run_folder.folder import RunFolder
 from diffsynth_lite.training.stopping import GracePeriod
 
 

@@ -24,13 +24,13 @@ from diffsynth_lite.core.randomness import random_state_scope, torch_seed
 from diffsynth_lite.core.weights import QuantizationReport
 from diffsynth_lite.data import Batch
 from diffsynth_lite.errors import RunStoppedError, UserError
+from diffsynth_lite.run_folder.metrics import MetricsFile, MetricsLog
+from diffsynth_lite.run_folder.progress import StepReport, StepResult
 from diffsynth_lite.training.builder import TrainingObjects, build_engine
 from diffsynth_lite.training.checkpoint.saver import Saver
 from diffsynth_lite.training.distributed import Watchdog, on_main_process
 from diffsynth_lite.training.planning.comparison import StepComparison
 from diffsynth_lite.training.run_context import RunContext
-from diffsynth_lite.training.run_folder.metrics import MetricsFile, MetricsLog
-from diffsynth_lite.training.run_folder.progress import StepReport, StepResult
 from diffsynth_lite.training.stopping import Requests, ShutdownBudget, StopRequest
 
 logger = logging.getLogger(__name__)

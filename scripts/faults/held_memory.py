@@ -13,9 +13,9 @@ from tiny_run import TinyRun
 
 from diffsynth_lite.core.planning import CountingMeter
 from diffsynth_lite.core.transfer.backends import PlainBackend
+from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects
-from diffsynth_lite.training.run_folder.progress import StepResult
 from diffsynth_lite.training.shortages import MemoryUse
 from faults.bench import train
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from diffsynth_lite.cli.train import main
+from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.checkpoint.saver import Saver
-from diffsynth_lite.training.run_folder.progress import StepResult
 
 _train_step = trainer.train_step
 _save = Saver.save

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tiny_run import TinyRun
 
+from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects
-from diffsynth_lite.training.run_folder.progress import StepResult
 from faults.bench import PLAIN, Bench, Result, assert_same, launched, stopped_after, train
 from faults.stops import gone_within
 

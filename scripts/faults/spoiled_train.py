@@ -16,9 +16,9 @@ from recorded_train import Loss, replaced_loss
 
 from diffsynth_lite.cli.train import main
 from diffsynth_lite.data import Batch
+from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects
-from diffsynth_lite.training.run_folder.progress import StepResult
 
 NAN, INFINITY = float("nan"), float("inf")
 _train_step = trainer.train_step

@@ -14,11 +14,11 @@ import pytest
 from tiny_run import LAUNCH, TRAIN, TinyRun
 
 from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.checkpoint.manifest import read_checkpoint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.run_folder.progress import StepResult
 from faults.bench import PLAIN, Bench, Result, assert_same, environment, forked, torchrun, train
 from faults.damage import wait_for_steps
 from faults.driver import waited

@@ -17,9 +17,9 @@ import torch
 
 from diffsynth_lite.cli.train import main
 from diffsynth_lite.data import Batch
+from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects
-from diffsynth_lite.training.run_folder.progress import StepResult
 
 Loss = Callable[[torch.nn.Module, Batch], torch.Tensor]
 

@@ -224,7 +224,7 @@ def test_bad_pictures_are_left_out_and_listed_when_asked_to(tiny_run: TinyRun) -
 def test_a_second_trainer_on_one_run_folder_is_refused(
     tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from diffsynth_lite.training.run_folder.folder import RunFolder
+    from diffsynth_lite.run_folder.folder import RunFolder
 
     with RunFolder(tiny_run.folder).lock():
         assert tiny_run.train() == 2

@@ -14,9 +14,9 @@ from PIL import Image
 from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, make_run
 
 from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects
-from diffsynth_lite.training.run_folder.progress import StepResult
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 

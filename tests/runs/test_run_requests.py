@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, copy_run, differing, dropping, make_run
 
 from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.checkpoint import saver
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.evaluation import ValidationProtocol
-from diffsynth_lite.training.run_folder.progress import StepResult
 
 LORA = "pytorch_lora_weights.safetensors"
 
@@ -71,7 +71,7 @@ def test_a_run_saves_samples_and_stops_when_asked_and_goes_on_as_if_it_had_not(
 
 
 def test_who_watches_a_run_sees_its_step(tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diffsynth_lite.training.run_folder.progress._STATUS_EVERY_S", 0.0)
+    monkeypatch.setattr("diffsynth_lite.run_folder.progress._STATUS_EVERY_S", 0.0)
     train_step, seen = trainer.train_step, []
 
     def look_and_train(built: TrainingObjects, step: int) -> StepResult:

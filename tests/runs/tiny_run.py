@@ -19,9 +19,9 @@ from processes import Program
 
 from diffsynth_lite.cli.train import main
 from diffsynth_lite.data.video import write_video
+from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects
-from diffsynth_lite.training.run_folder.progress import StepResult
 
 REPOSITORY = Path(__file__).parents[2]
 TRAIN = (sys.executable, "train.py")

@@ -19,11 +19,11 @@ from diffsynth_lite.core.gradient import BlockCompiler
 from diffsynth_lite.core.weights import WeightStream
 from diffsynth_lite.data import Batch, Bucket
 from diffsynth_lite.errors import RunStoppedError
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects, build_accelerator
 from diffsynth_lite.training.run_context import RunContext, StartupClock
-from diffsynth_lite.training.run_folder.folder import RunFolder
-from diffsynth_lite.training.run_folder.progress import StepResult
 from diffsynth_lite.training.trainer import train, train_step
 
 INPUTS, OUTPUTS = 5, 3

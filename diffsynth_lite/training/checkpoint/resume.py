@@ -24,10 +24,10 @@ from diffsynth_lite.config import AllowedChange, Config, section_types
 from diffsynth_lite.data import DataIdentity
 from diffsynth_lite.errors import DifferentRunError, UserError
 from diffsynth_lite.redaction import redacted
+from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.checkpoint.manifest import Checkpoint, read_checkpoint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.distributed import on_main_process
-from diffsynth_lite.training.run_folder.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from diffsynth_lite.files import set_aside
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, by_peft_names, load_adapter_tensors
 from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.checkpoint.lora_file import export_lora
 from diffsynth_lite.training.checkpoint.manifest import (
     Checkpoint,
@@ -26,7 +27,6 @@ from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.distributed import on_main_process
 from diffsynth_lite.training.ema import AveragedWeights
 from diffsynth_lite.training.evaluation import ValidationProtocol
-from diffsynth_lite.training.run_folder.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 

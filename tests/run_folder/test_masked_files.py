@@ -14,11 +14,11 @@ from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.files import write_json
 from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest
 from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.run_folder.metrics import start_trackers
 from diffsynth_lite.training.checkpoint.lora_file import export_lora
 from diffsynth_lite.training.checkpoint.resume import require_same, settings_fingerprint
 from diffsynth_lite.training.dataset import Quarantine
 from diffsynth_lite.training.previews import Previews
-from diffsynth_lite.training.run_folder.metrics import start_trackers
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 

@@ -15,7 +15,7 @@ import pytest
 
 import diffsynth_lite
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.training.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.folder import RunFolder
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_a_folder_that_cannot_be_made_is_refused_with_its_reason(tmp_path: Path)
 HOLD_THE_LOCK = """
 import sys
 from pathlib import Path
-from diffsynth_lite.training.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.folder import RunFolder
 with RunFolder(Path(sys.argv[1])).lock():
     sys.stdout.write("locked\\n")
     sys.stdout.flush()

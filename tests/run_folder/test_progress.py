@@ -13,8 +13,8 @@ import torch
 from processes import Program
 from rich.console import Console
 
-from diffsynth_lite.training.run_folder.folder import RunFolder
-from diffsynth_lite.training.run_folder.progress import StepReport, StepResult, Throughput
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.progress import StepReport, StepResult, Throughput
 
 CPU = torch.device("cpu")
 
@@ -129,7 +129,7 @@ def test_a_status_that_cannot_be_written_stops_no_run_and_is_warned_of_once(
     times = iter([0.0, 10.0, 20.0])
     shown = report(tmp_path, clock=lambda: next(times))
     with monkeypatch.context() as patch:
-        patch.setattr("diffsynth_lite.training.run_folder.folder.write_json", full)
+        patch.setattr("diffsynth_lite.run_folder.folder.write_json", full)
         shown.after_step(result(4))
         shown.after_step(result(5))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -141,7 +141,7 @@ def test_the_processs_peak_memory_grows_with_what_it_holds(tmp_path: Path) -> No
     script = tmp_path / "ballast.py"
     script.write_text(
         "import torch\n"
-        "from diffsynth_lite.training.run_folder.progress import peak_memory_gib\n"
+        "from diffsynth_lite.run_folder.progress import peak_memory_gib\n"
         "before = peak_memory_gib(torch.device('cpu'))\n"
         "ballast = torch.ones(int((before + 0.4) * 2**30), dtype=torch.uint8)\n"
         "assert before + 0.3 < peak_memory_gib(torch.device('cpu')) < 2 * before + 1\n"

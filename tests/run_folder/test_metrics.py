@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.training.run_folder.metrics import MetricsFile
+from diffsynth_lite.run_folder.metrics import MetricsFile
 
 
 @pytest.fixture

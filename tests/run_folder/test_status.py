@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from diffsynth_lite.errors import DifferentRunError, RunInterrupted, RunStoppedError, UserError
+from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.run_folder.folder import RunFolder, outcome_recorded
 
 
 def status(folder: Path) -> dict:

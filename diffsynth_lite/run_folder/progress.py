@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, TaskID, TextColumn
 
-from diffsynth_lite.training.run_folder.folder import RunFolder
-from diffsynth_lite.training.run_folder.metrics import MetricsLog
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.metrics import MetricsLog
 
 if sys.platform != "win32":
     import resource
