@@ -69,6 +69,21 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def items_file(self) -> Path:
+        """The training items whose losses are measured one by one."""
+        return self.path / "items.jsonl"
+
+    @property
+    def item_losses_file(self) -> Path:
+        """One row for each evaluation, with the losses of these items."""
+        return self.path / "item_losses.jsonl"
+
+    @property
+    def layers_file(self) -> Path:
+        """One row for each evaluation, with the size of the update to each layer."""
+        return self.path / "layers.jsonl"
+
+    @property
     def quarantine_file(self) -> Path:
         """Items that cannot be used, and why."""
         return self.path / _QUARANTINE_NAME

@@ -1,4 +1,4 @@
-"""This file writes the numbers of a run: to ``metrics.jsonl``, and to the trackers that were asked for."""
+"""This file writes the numbers of a run: to files of rows by step, and to the trackers asked for."""
 
 import importlib.util
 import json
@@ -14,9 +14,20 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import write_text
 from diffsynth_lite.redaction import redacted
 
+NOISE_TENTHS = tuple(f"{tenth / 10:.1f}-{(tenth + 1) / 10:.1f}" for tenth in range(10))
+"""Names of the ten equal parts of the noise levels, the least noise first; 1 itself is in the last."""
+
+LOSS_BY_NOISE = "loss_by_noise/"
+SAMPLES_BY_NOISE = "samples_by_noise/"
+"""Before the name of a tenth: mean loss, and number, of the samples since the row before that had it. A tenth
+without samples has neither."""
+
+Value = float | Sequence["Value"] | Mapping[str, "Value"]
+"""What a row holds under a name: a number, or some in order or by name."""
+
 
 class MetricsFile:
-    """``metrics.jsonl``: rows of ``step``, ``time`` (seconds since 1970) and the values logged.
+    """A file of rows of ``step``, ``time`` (seconds since 1970) and the values logged, as ``metrics.jsonl``.
 
     A process killed while it wrote leaves a torn last line: readers drop it, and ``cut_back_to``, which
     comes before the first ``append`` of a resumed run, removes it.
@@ -25,7 +36,7 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def append(self, step: int, values: Mapping[str, float]) -> None:
+    def append(self, step: int, values: Mapping[str, Value]) -> None:
         """Add the row of one step; it outlives this process as soon as the call returns.
 
         json has neither NaN nor infinity: such a value is written as ``null``, so that a loss that was not
@@ -34,10 +45,10 @@ class MetricsFile:
         Args:
             values: by metric name; ``step`` and ``time`` are ours.
         """
-        row: dict[str, float | None] = {"step": step, "time": round(time.time(), 3)}
+        row = {"step": step, "time": round(time.time(), 3)}
         reserved = row.keys() & values.keys()
         assert not reserved, f"metrics named {sorted(reserved)} would hide ours"
-        row |= {name: value if math.isfinite(value) else None for name, value in values.items()}
+        row |= _as_json(values)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
@@ -73,6 +84,15 @@ class MetricsFile:
                 f"{self.path} line {number} is not a row of metrics: repair it or move the file aside"
             )
         return row
+
+
+def _as_json(value: Value) -> Any:
+    """The value with null for each number that json has no way to write."""
+    if isinstance(value, Mapping):
+        return {name: _as_json(held) for name, held in value.items()}
+    if isinstance(value, Sequence):
+        return [_as_json(held) for held in value]
+    return value if math.isfinite(value) else None
 
 
 def require_trackers(names: Sequence[str]) -> None:

@@ -279,7 +279,8 @@ def _start_run_folder(run: RunContext, fingerprint: RunFingerprint, lineage: Lin
     write_text(folder.config_file, run.loaded.source_text)
     write_text(folder.resolved_file, run.loaded.resolved_yaml)
     # A new start also drops what an earlier one logged before its first checkpoint.
-    MetricsFile(folder.metrics_file).cut_back_to(start_step or -1)
+    for file in (folder.metrics_file, folder.item_losses_file, folder.layers_file):
+        MetricsFile(file).cut_back_to(start_step or -1)
     run.store.cut_back_to(start_step)
 
 

@@ -41,8 +41,11 @@ def test_a_value_that_is_not_finite_is_null_so_that_the_file_stays_json(
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not json")
 
-    metrics.append(1, {"loss": value})
-    assert json.loads(metrics.path.read_text(), parse_constant=refuse)["loss"] is None
+    metrics.append(1, {"loss": value, "losses": [0.5, value], "updates": {"layer": value, "other": 2.0}})
+    row = json.loads(metrics.path.read_text(), parse_constant=refuse)
+    assert row["loss"] is None
+    assert row["losses"] == [0.5, None]
+    assert row["updates"] == {"layer": None, "other": 2.0}
 
 
 @pytest.mark.parametrize("name", ["step", "time"])
