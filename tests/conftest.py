@@ -16,6 +16,7 @@ os.environ.update(
 import hypothesis
 import pytest
 import torch
+from browser import browser  # noqa: F401
 
 # A change is judged by the same examples each time; elsewhere new ones are tried.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)

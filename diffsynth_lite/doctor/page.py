@@ -12,7 +12,7 @@ from PIL import Image
 from diffsynth_lite.doctor.findings import Findings, SheetEntry
 from diffsynth_lite.redaction import redacted
 
-_THUMBNAIL_PX = 232
+_THUMBNAIL_PX = 208
 _STRIP_PX = 4 * _THUMBNAIL_PX
 _STRIP_ASPECT = 2.5
 _GAP_PX = 8
@@ -43,6 +43,11 @@ class _Figure:
         """Pixels that its pictures take side by side; captions are broken there."""
         gaps = _GAP_PX * (len(self.pictures) - 1)
         return max(_THUMBNAIL_PX, gaps + sum(picture.width for picture in self.pictures))
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it needs the room of two pictures where a window is narrow."""
+        return self.width > _THUMBNAIL_PX
 
 
 def write_page(path: Path, findings: Findings, *, title: str, lead: str) -> None:

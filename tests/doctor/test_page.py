@@ -6,6 +6,8 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
+from browser import DESKTOP_PX, PHONE_PX, Browser
 from PIL import Image
 
 from diffsynth_lite.core.noise import LevelShares
@@ -136,3 +138,21 @@ def test_a_spread_says_its_range_and_its_middle() -> None:
     assert str(Spread.of([3, 1, 2])) == "1 to 3, median 2"
     assert str(Spread.of([4, 4])) == "4"
     assert Spread.of([]) is None
+
+
+@pytest.mark.parametrize(("width", "dark"), [(DESKTOP_PX, False), (PHONE_PX, True)])
+def test_a_browser_shows_all_of_it_and_asks_for_nothing_else(
+    tmp_path: Path, browser: Browser, width: int, dark: bool
+) -> None:
+    shares = LevelShares(tenths=[0.1] * 10, mean=0.5)
+    noise = [NoiseFindings(name="all steps", part=1.0, shift=2.2, shares=shares)]
+    long_name = 40 * "no_space"
+    page(tmp_path, advice=[ATTACK, long_name], dropped={long_name: "torn"}, noise=noise, noise_level="")
+    with browser.page(tmp_path / "new" / "page.html", width=width, dark=dark) as shown:
+        assert shown.complaints == []
+        assert shown.requests == [(tmp_path / "new" / "page.html").as_uri()]
+        assert shown.overflow_px() <= 0
+        assert shown.text().count(ATTACK) == 3
+        assert shown.evaluate("[...document.images].map(image => image.naturalWidth)") == [500, 500, 64]
+        lightness = shown.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert lightness == ("rgb(22, 25, 29)" if dark else "rgb(255, 255, 255)")
