@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 RunState = Literal["running", "finished", "interrupted", "stopped", "failed"]
 
 _LOCK_NAME = ".lock"
+_LOCK_HOLDER = r"process (?P<process>\d+) on (?P<host>.+)"
 _QUARANTINE_NAME = "quarantine.jsonl"
 
 
@@ -82,6 +84,11 @@ class RunFolder:
     def layers_file(self) -> Path:
         """One row for each evaluation, with the size of the update to each layer."""
         return self.path / "layers.jsonl"
+
+    @property
+    def report_file(self) -> Path:
+        """The page of the run."""
+        return self.path / "report.html"
 
     @property
     def quarantine_file(self) -> Path:
@@ -179,6 +186,25 @@ class RunFolder:
         if not isinstance(status, dict):
             raise UserError(f"{self.status_file} was not written by diffsynth_lite: use a new output folder")
         return status
+
+    def is_abandoned(self) -> bool:
+        """Whether the trainer that took the lock last is gone, as far as this machine can tell.
+
+        Nothing is locked for that: whoever only looks must not keep a trainer out.
+        """
+        try:
+            holder = re.fullmatch(_LOCK_HOLDER, (self.path / _LOCK_NAME).read_text(encoding="utf-8").strip())
+        except (OSError, UnicodeDecodeError):
+            return False
+        if holder is None or holder["host"] != socket.gethostname() or sys.platform == "win32":
+            return False
+        try:
+            os.kill(int(holder["process"]), 0)
+        except ProcessLookupError:
+            return True
+        except (OSError, OverflowError):
+            return False
+        return False
 
     def _prepare(self) -> None:
         if self.path.exists() and not self.path.is_dir():

@@ -1,0 +1,129 @@
+"""This file says which charts the page has, and which metric each of their lines shows."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diffsynth_lite.report.series import Series
+
+_SMOOTHED = "_smoothed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of a chart.
+
+    Attributes:
+        metric: name in ``metrics.jsonl``, with ``_smoothed`` behind it for the smoothed line.
+        label: in the legend.
+        is_faint: drawn thin and pale, behind a line that says the same smoothed.
+    """
+
+    metric: str
+    label: str
+    is_faint: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A chart by training step.
+
+    Attributes:
+        name: in the page's script.
+        meaning: one sentence for who has never trained anything.
+        unit: of its values; empty where they have none.
+        from_zero: whether its axis begins at 0, so that heights compare.
+    """
+
+    name: str
+    title: str
+    meaning: str
+    lines: Sequence[Line]
+    unit: str = ""
+    from_zero: bool = False
+
+    def is_shown(self, series: Mapping[str, Series]) -> bool:
+        """Whether there is anything to draw."""
+        return any(line.metric in series for line in self.lines)
+
+    def summary(self, series: Mapping[str, Series]) -> str:
+        """Where each line that is not faint begins and ends, in words; empty where there is none."""
+        shown = [line for line in self.lines if not line.is_faint and line.metric in series]
+        return "; ".join(_ends(line, series[line.metric], is_named=len(shown) > 1) for line in shown)
+
+
+CHARTS = (
+    Chart(
+        name="loss",
+        title="Loss",
+        meaning="How far the model's answers were from what they should have been. It jumps, as every step "
+        "draws other pictures and noise; the smoothed line should fall and then level off.",
+        lines=(
+            Line(metric="loss", label="each logged step", is_faint=True),
+            Line(metric=f"loss{_SMOOTHED}", label="smoothed"),
+        ),
+    ),
+    Chart(
+        name="fixed_noise_loss",
+        title="Loss on fixed noise",
+        meaning="The same pictures with the same noise, measured again and again: what changes was learned, "
+        "and is no luck. On held-out data a rise means that the LoRA learns its own data by heart.",
+        lines=(
+            Line(metric="train_fixed_noise_loss", label="on training data"),
+            Line(metric="validation_loss", label="on held-out data"),
+        ),
+    ),
+    Chart(
+        name="learning_rate",
+        title="Learning rate",
+        meaning="How large a change each step may make, as train.learning_rate and its schedule say.",
+        lines=(Line(metric="learning_rate", label="learning rate"),),
+        from_zero=True,
+    ),
+    Chart(
+        name="grad_norm",
+        title="Gradient norm",
+        meaning="How strongly a step wanted to change the LoRA, before clipping. Single peaks are normal; a "
+        "line that keeps growing often means that the learning rate is too high.",
+        lines=(
+            Line(metric="grad_norm", label="each logged step", is_faint=True),
+            Line(metric=f"grad_norm{_SMOOTHED}", label="smoothed"),
+        ),
+        from_zero=True,
+    ),
+    Chart(
+        name="samples_per_s",
+        title="Speed",
+        meaning="Pictures or clips trained on in a second, over all devices. It should be flat.",
+        lines=(Line(metric="samples_per_s", label="samples per second"),),
+        unit="samples/s",
+        from_zero=True,
+    ),
+    Chart(
+        name="peak_memory_gib",
+        title="Memory",
+        meaning="The most memory used so far: of the GPU, or of the whole program where there is none.",
+        lines=(Line(metric="peak_memory_gib", label="peak"),),
+        unit="GiB",
+        from_zero=True,
+    ),
+)
+
+
+def read_series(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
+    """What the charts' lines show, by name; without those that nothing was logged for.
+
+    Args:
+        rows: of ``metrics.jsonl``.
+    """
+    series = {}
+    for line in (line for chart in CHARTS for line in chart.lines):
+        raw = Series.of(rows, line.metric.removesuffix(_SMOOTHED))
+        series[line.metric] = raw.smoothed() if line.metric.endswith(_SMOOTHED) else raw
+    return {name: each.thinned() for name, each in series.items() if each.points}
+
+
+def _ends(line: Line, series: Series, *, is_named: bool) -> str:
+    (first_step, first), (last_step, last) = series.points[0], series.points[-1]
+    name = f"{line.label}: " if is_named else ""
+    return f"{name}{first:.4g} at step {first_step}, {last:.4g} at step {last_step}"

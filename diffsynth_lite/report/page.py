@@ -1,0 +1,98 @@
+"""This file writes the page of a run, or of several side by side: one HTML file that fetches nothing."""
+
+import base64
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from diffsynth_lite.files import write_text
+from diffsynth_lite.report.charts import CHARTS
+from diffsynth_lite.report.run_report import RunReport, read_run
+from diffsynth_lite.run_folder.folder import RunFolder
+
+_SCRIPTS = ("vendor/uPlot.iife.min.js", "report.js")
+_STYLES = ("style.css", "report.css", "vendor/uPlot.min.css")
+
+
+def write_report(folder: Path) -> Path:
+    """Write ``report.html`` into a run folder, whole or not at all; returns its path.
+
+    Raises:
+        OSError: it could not be written; the old page is as it was.
+    """
+    path = RunFolder(folder).report_file
+    write_text(path, render([read_run(folder)]))
+    return path
+
+
+def render(runs: Sequence[RunReport]) -> str:
+    """The page of one run, or of several with their lines in the same charts.
+
+    Nothing but the scripts of this package runs in it, whatever captions, prompts and names hold: these are
+    escaped, and the page's policy allows no other script and no other place.
+    """
+    environment = Environment(
+        loader=PackageLoader("diffsynth_lite.report", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"duration": duration, "moment": _moment, "number": _number}
+    scripts = [_resource(name) for name in _SCRIPTS]
+    return environment.get_template("page.html").render(
+        runs=runs,
+        charts=[chart for chart in CHARTS if any(chart.is_shown(run.series) for run in runs)],
+        data=_chart_data(runs),
+        scripts=scripts,
+        script_hashes=[_script_hash(script) for script in scripts],
+        styles=[_resource(name) for name in _STYLES],
+        written_at=time.time(),
+    )
+
+
+def duration(seconds: float) -> str:
+    """A time span in its two largest units."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _chart_data(runs: Sequence[RunReport]) -> dict[str, object]:
+    """What the page's script draws."""
+    return {
+        "runs": [
+            {"name": run.name, "series": {name: series.document() for name, series in run.series.items()}}
+            for run in runs
+        ],
+        "charts": {chart.name: asdict(chart) for chart in CHARTS},
+    }
+
+
+def _resource(name: str) -> str:
+    return files("diffsynth_lite.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _script_hash(script: str) -> str:
+    """What the page's policy knows a script by."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _moment(seconds: float) -> str:
+    """Seconds since 1970 as ISO 8601 in UTC, which the page's script shows in local time."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
