@@ -293,8 +293,11 @@ def _spans(frames: Iterator[VideoFrame], tolerance: Fraction) -> Iterator[tuple[
     yield shown, Fraction(shown.pts + (shown.duration or interval))
 
 
-def write_video(path: Path, frames: Sequence[Image.Image], *, fps: float) -> None:
+def write_video(path: Path, frames: Sequence[Image.Image], *, fps: float, comment: str = "") -> None:
     """Write RGB frames of one even size as H.264 (yuv420p, BT.709) in an MP4, in one atomic step.
+
+    Args:
+        comment: the tag of that name; empty writes none.
 
     Raises:
         ValueError: no frames, or frames of unequal or odd sizes.
@@ -306,12 +309,14 @@ def write_video(path: Path, frames: Sequence[Image.Image], *, fps: float) -> Non
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
-        _encode(temporary, frames, Fraction(fps).limit_denominator(1001))
+        _encode(temporary, frames, Fraction(fps).limit_denominator(1001), comment)
 
 
-def _encode(path: Path, frames: Sequence[Image.Image], rate: Fraction) -> None:
+def _encode(path: Path, frames: Sequence[Image.Image], rate: Fraction, comment: str) -> None:
     # "bitexact" leaves out the time of writing and the encoder's version: equal frames give equal bytes.
     with av.open(f"file:{path}", "w", format="mp4", options={"fflags": "+bitexact"}) as container:
+        if comment:
+            container.metadata["comment"] = comment
         stream = container.add_stream("libx264", rate=rate, options=_X264)
         stream.width, stream.height = frames[0].size
         stream.pix_fmt = "yuv420p"

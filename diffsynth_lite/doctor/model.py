@@ -13,8 +13,8 @@ from diffsynth_lite.doctor.findings import counted
 from diffsynth_lite.lora import adapter_size
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.release_folder import find_releases
-from diffsynth_lite.training.checks import find_targets, transformer_quantization
-from diffsynth_lite.training.text_encoders import text_encoder_memory
+from diffsynth_lite.training.checks import find_targets
+from diffsynth_lite.training.frozen_weights import text_encoder_memory, transformer_quantization
 
 _MAX_NAMED = 8
 _MAX_LETTERS = 60

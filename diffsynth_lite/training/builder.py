@@ -27,10 +27,10 @@ from diffsynth_lite.training.checks import (
 from diffsynth_lite.training.data_settings import data_sources, frame_counts_of, num_tokens_of
 from diffsynth_lite.training.distributed import LONG_WAIT
 from diffsynth_lite.training.ema import AveragedWeights
-from diffsynth_lite.training.encoding import TrainingData
+from diffsynth_lite.training.encoding import EncodedPrompt, TrainingData
 from diffsynth_lite.training.evaluation import FixedNoiseLoss
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
-from diffsynth_lite.training.previews import Previews
+from diffsynth_lite.training.previews import PictureSource, Previews
 from diffsynth_lite.training.shortages import Workload
 from diffsynth_lite.training.streaming import blocks_by_model, quantizable_bytes, streamable_bytes
 
@@ -128,19 +128,7 @@ def build_transformer(
         UserError: the weights cannot be loaded, or not as ``model.quantize`` and ``memory.stream_blocks`` ask
             for.
     """
-    # For this load alone: previews may load a part that is not trained.
-    checked.family.host_blocks = host_blocks
-    try:
-        transformer = checked.family.load_transformer(getattr(torch, config.model.dtype))
-    except HostMemoryError as error:
-        raise UserError(f"memory.stream_blocks: {error}") from error
-    finally:
-        checked.family.host_blocks = None
-    if checked.family.quantization is not None and not QuantizationReport.of(transformer).num_layers:
-        raise UserError(
-            f"model.quantize: {config.model.quantize} has no effect, as {config.model.family} loads its "
-            "model in a way of its own; set it to none"
-        )
+    transformer = load_frozen_transformer(config, checked.family, host_blocks)
     add_adapter(
         transformer,
         checked.target_layers,
@@ -152,6 +140,33 @@ def build_transformer(
     if initial is not None:
         load_adapter_tensors(transformer, initial)
     return transformer.train()
+
+
+def load_frozen_transformer(
+    config: Config, family: ModelFamily, host_blocks: HostBlocks | None
+) -> torch.nn.Module:
+    """What the family trains, without an adapter, where it was loaded.
+
+    Args:
+        host_blocks: those whose weights are loaded to host memory.
+
+    Raises:
+        UserError: as :func:`build_transformer`.
+    """
+    # For this load alone: previews may load a part that is not trained.
+    family.host_blocks = host_blocks
+    try:
+        transformer = family.load_transformer(getattr(torch, config.model.dtype))
+    except HostMemoryError as error:
+        raise UserError(f"memory.stream_blocks: {error}") from error
+    finally:
+        family.host_blocks = None
+    if family.quantization is not None and not QuantizationReport.of(transformer).num_layers:
+        raise UserError(
+            f"model.quantize: {config.model.quantize} has no effect, as {config.model.family} loads its "
+            "model in a way of its own; set it to none"
+        )
+    return transformer
 
 
 def build_compiler(config: Config, family: ModelFamily, transformer: torch.nn.Module) -> BlockCompiler:
@@ -300,8 +315,34 @@ def _build_batches(
 
 
 def _build_previews(config: Config, family: ModelFamily, encoded: TrainingData, folder: Path) -> Previews:
+    return Previews(
+        family=family,
+        folder=folder,
+        prompts=config.validation.prompts,
+        negative_prompt=config.validation.negative_prompt,
+        requests=build_preview_requests(config, family, encoded.prompts),
+        source=build_picture_source(config, family),
+        vae_dtype=getattr(torch, config.model.vae_dtype),
+    )
+
+
+def build_picture_source(config: Config, family: ModelFamily) -> PictureSource:
+    """What pictures and clips of a family are drawn with, for people to read."""
+    folder = family.folder
+    model = folder.hub.repository if folder.hub else folder.path.resolve().name
+    return PictureSource(
+        model=" + ".join([model, *(file.path.stem for file in folder.files.values())]),
+        sampler=folder.component_config("scheduler")["_class_name"],
+        fps=config.data.fps or family.default_fps,
+    )
+
+
+def build_preview_requests(
+    config: Config, family: ModelFamily, prompts: Sequence[EncodedPrompt]
+) -> list[PreviewRequest]:
+    """What the section ``validation`` asks to be drawn, one a prompt."""
     width, height = preview_size(config, family)
-    requests = [
+    return [
         PreviewRequest(
             conditioning=prompt.conditioning,
             negative=prompt.negative,
@@ -313,17 +354,8 @@ def _build_previews(config: Config, family: ModelFamily, encoded: TrainingData, 
             guidance_scale=config.validation.guidance_scale,
             seed=config.validation.seed,
         )
-        for prompt in encoded.prompts
+        for prompt in prompts
     ]
-    return Previews(
-        family=family,
-        folder=folder,
-        prompts=config.validation.prompts,
-        negative_prompt=config.validation.negative_prompt,
-        requests=requests,
-        fps=config.data.fps or family.default_fps,
-        vae_dtype=getattr(torch, config.model.vae_dtype),
-    )
 
 
 def build_workload(

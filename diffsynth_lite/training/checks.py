@@ -16,20 +16,18 @@ from accelerate import Accelerator
 from diffsynth_lite.config import Config
 from diffsynth_lite.config.model import TargetSet
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_of, require_compiler
-from diffsynth_lite.core.weights import Quantization
 from diffsynth_lite.data import BatchLayout, Record, load_image
 from diffsynth_lite.errors import Problems, UserError
-from diffsynth_lite.lora import find_target_layers, layers_ending_in
+from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder
-from diffsynth_lite.pipelines.base.quantized import quantizable_layers
 from diffsynth_lite.pipelines.base.single_file import component_files
 from diffsynth_lite.run_folder.metrics import require_trackers
 from diffsynth_lite.training.data_settings import check_records, plan_rules
 from diffsynth_lite.training.dataset import read_records
 from diffsynth_lite.training.distributed import on_all_processes
+from diffsynth_lite.training.frozen_weights import text_encoder_memory, transformer_quantization
 from diffsynth_lite.training.learning_rate import learning_rate_schedule
 from diffsynth_lite.training.streaming import check_stream
-from diffsynth_lite.training.text_encoders import require_format, text_encoder_memory
 
 logger = logging.getLogger(__name__)
 
@@ -230,23 +228,42 @@ def _check_model(
     problems.attempt(lambda: check_previews(config, family))
     problems.attempt(lambda: _check_weighting(config, family))
     problems.attempt(lambda: _check_shift(config, family))
-    memory = problems.attempt(lambda: text_encoder_memory(config, family, device))
-    family.text_encoder_memory = memory or family.text_encoder_memory
     # Frozen as in a run: what trains is not a part of it yet.
     transformer = family.empty_transformer().requires_grad_(False)
-    blocks = problems.attempt(lambda: _find_blocks(family, transformer))
+    blocks = problems.attempt(lambda: find_blocks(family, transformer))
     layers = problems.attempt(lambda: find_targets(family, transformer, config)) if blocks else []
     selected = problems.attempt(lambda: select_blocks(config, len(blocks))) if blocks else []
-    if blocks:
-        family.quantization = problems.attempt(
-            lambda: transformer_quantization(family, transformer, config, device)
-        )
-        problems.attempt(lambda: check_stream(config, family, transformer, len(blocks), device))
+    check_loading(problems, family, transformer, config, device, num_blocks=len(blocks or []))
     return _CheckedModel(
         target_layers=layers or [],
         num_blocks=len(blocks or []),
         num_selected_blocks=len(selected or []),
     )
+
+
+def check_loading(
+    problems: Problems,
+    family: ModelFamily,
+    transformer: torch.nn.Module,
+    config: Config,
+    device: torch.device,
+    *,
+    num_blocks: int,
+) -> None:
+    """Check how the weights of text encoders and blocks are to be kept, and have the family load them so.
+
+    Args:
+        transformer: what the family trains, on the meta device, frozen; it has the formats of the run
+            afterwards.
+        num_blocks: of one model; 0 where they were not found, which is a problem already.
+    """
+    memory = problems.attempt(lambda: text_encoder_memory(config, family, device))
+    family.text_encoder_memory = memory or family.text_encoder_memory
+    if num_blocks:
+        family.quantization = problems.attempt(
+            lambda: transformer_quantization(family, transformer, config, device)
+        )
+        problems.attempt(lambda: check_stream(config, family, transformer, num_blocks, device))
 
 
 def find_targets(family: ModelFamily, transformer: torch.nn.Module, config: Config) -> list[str]:
@@ -284,42 +301,17 @@ def _targets(family: ModelFamily, config: Config) -> Sequence[str]:
     return [target for name in names for target in family.target_sets.get(name, (name,))]
 
 
-def _find_blocks(family: ModelFamily, transformer: torch.nn.Module) -> list[torch.nn.Module]:
+def find_blocks(family: ModelFamily, transformer: torch.nn.Module) -> list[torch.nn.Module]:
+    """The blocks of one of the models that a family trains, in call order.
+
+    Raises:
+        UserError: they are not where the family says.
+    """
     try:
         # One pass runs one of them: the one that removes noise, or one of several experts of one size.
         return blocks_of(family.parts_of(transformer)[family.trained[0]], family.block_lists)
     except ValueError as error:
         raise UserError(f"train.use_gradient_checkpointing: {error}") from None
-
-
-def transformer_quantization(
-    family: ModelFamily, transformer: torch.nn.Module, config: Config, device: torch.device
-) -> Quantization | None:
-    """How a run keeps the linear layers in the blocks of what it trains; None where they stay as they are.
-
-    Raises:
-        UserError: the setting has no effect or leaves out all layers, or the format's kernels are missing.
-    """
-    name, skipped = config.model.quantize, config.model.quantize_skip
-    if name == "none":
-        return None
-    weights = require_format(name, key="model.quantize")
-    model = family.parts_of(transformer)[family.trained[0]]
-    layers = quantizable_layers(model, family.block_lists)
-    if not layers:
-        raise UserError(
-            f"model.quantize: {name} has no effect, as the blocks of this model have no linear layers; "
-            "set it to none"
-        )
-    owner = f"the blocks of {type(model).__name__}"
-    left_out = set(layers_ending_in(layers, skipped, key="model.quantize_skip", owner=owner))
-    if left_out == set(layers):
-        raise UserError(
-            f"model.quantize_skip: {', '.join(skipped)} leave out all {len(layers)} layers; "
-            "take some off the list, or set model.quantize: none"
-        )
-    kept = tuple(layer for layer in layers if layer not in left_out)
-    return Quantization(format=weights, layers=kept, device=device)
 
 
 def build_learning_rate(config: Config) -> Callable[[int], float]:

@@ -220,13 +220,18 @@ def plan_encoding(
     )
     if family.vae_tiles is not None:
         _say_what_is_tiled(family.vae_tiles, [item for plan, _ in job.datasets for item in plan.items])
-    index = MediaIndex(memory)
-    for place, text in enumerate(validation.prompts):
+    _add_previews(config, family, job, memory)
+    return job
+
+
+def _add_previews(config: Config, family: ModelFamily, job: EncodingJob, memory: FileMemory) -> None:
+    """Have a job also encode the prompts of the previews."""
+    index, background = MediaIndex(memory), config.data.background
+    for place, text in enumerate(config.validation.prompts):
         images = _preview_files(config, place) if family.prompt_sees_images else ()
         content = tuple(index.content(path) for path in images)
-        prompt = PromptItem(text=text, images=images, content=content, background=data.background)
-        job.add_preview(prompt, negative=validation.negative_prompt)
-    return job
+        prompt = PromptItem(text=text, images=images, content=content, background=background)
+        job.add_preview(prompt, negative=config.validation.negative_prompt)
 
 
 def _say_what_is_tiled(tiles: VaeTiles, items: Sequence[TrainingItem]) -> None:
@@ -287,18 +292,35 @@ def encode_run(
             _validation_item(tensors, validation_items.row(place)) for place in range(num_measured)
         ],
         validation_identity=validation_identity,
-        prompts=[
-            EncodedPrompt(
-                conditioning=_require(tensors, prompt_key),
-                negative=_require(tensors, negative_key),
-                inputs=tuple(
-                    load_image(path, background=config.data.background)
-                    for path in _preview_files(config, place)
-                ),
-            )
-            for place, (prompt_key, negative_key) in enumerate(job.preview_keys)
-        ],
+        prompts=_encoded_prompts(config, job, tensors),
     )
+
+
+def encode_previews(config: Config, family: ModelFamily, accelerator: Accelerator) -> list[EncodedPrompt]:
+    """Encode the prompts of the previews alone, those that the cache does not hold; the encoder is freed.
+
+    Raises:
+        UserError: a picture that a preview starts from cannot be used.
+    """
+    with FileMemory(index_file(cache_folder(config))) as memory:
+        job = EncodingJob(config, family, accelerator.device)
+        _add_previews(config, family, job, memory)
+        if bad := _encode_passes(config, job, memory, accelerator):
+            raise UserError("\n".join(f"validation.inputs: {reason}" for reason in bad.values()))
+    return _encoded_prompts(config, job, job.cache if config.data.cache else LiveTensors(job.passes))
+
+
+def _encoded_prompts(config: Config, job: EncodingJob, tensors: EntryReader) -> list[EncodedPrompt]:
+    return [
+        EncodedPrompt(
+            conditioning=_require(tensors, prompt_key),
+            negative=_require(tensors, negative_key),
+            inputs=tuple(
+                load_image(path, background=config.data.background) for path in _preview_files(config, place)
+            ),
+        )
+        for place, (prompt_key, negative_key) in enumerate(job.preview_keys)
+    ]
 
 
 def _encode(config: Config, job: EncodingJob, memory: FileMemory, accelerator: Accelerator) -> list[_Usable]:

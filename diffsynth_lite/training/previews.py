@@ -1,13 +1,15 @@
 """This file draws previews while a LoRA trains: a file for each prompt and step, and one grid of all.
 
-A clip is kept as an MP4, and beside it as a strip of some of its frames, which is what the grid shows.
+A clip is kept as an MP4, and beside it as a strip of some of its frames, which is what the grid shows. Each
+file but the grid says how it was drawn.
 """
 
 import hashlib
+import json
 import logging
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +17,9 @@ from pathlib import Path
 import torch
 from diffusers.training_utils import free_memory
 from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
 
+from diffsynth_lite import __version__
 from diffsynth_lite.core.randomness import random_state_scope
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.files import replacing
@@ -26,6 +30,12 @@ from diffsynth_lite.training.evaluation import evaluation_mode
 logger = logging.getLogger(__name__)
 
 _FILE_NAME = re.compile(r"step-(\d{8})-prompt-.*\.png")
+OUT_OF_MEMORY_ADVICE = (
+    "smaller ones (validation.width, validation.height, validation.num_frames), memory.stream_blocks: all, "
+    "model.vae_tiling: true, model.vae_dtype: bfloat16"
+)
+"""What helps where previews do not fit on the device."""
+
 _MAX_COLUMNS = 12
 _MIN_CELL_PX = 128
 _MAX_CELL_PX = 384
@@ -38,6 +48,21 @@ _STRIP_FRAMES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
+class PictureSource:
+    """What pictures are drawn with.
+
+    Attributes:
+        model: name of the base model, never a path.
+        sampler: class of its sampler.
+        fps: frames per second of clips; None where there are only pictures.
+    """
+
+    model: str
+    sampler: str
+    fps: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Previews:
     """The prompts that are drawn at chosen steps, always from the same noise.
 
@@ -47,7 +72,7 @@ class Previews:
         prompts: as given, for the grid's labels.
         negative_prompt: one for all prompts.
         requests: one a prompt.
-        fps: frames per second of clips; None where there are only pictures.
+        source: what they are drawn with.
         vae_dtype: of the decoder, which is loaded for the preview and freed again.
     """
 
@@ -56,7 +81,7 @@ class Previews:
     prompts: Sequence[str]
     negative_prompt: str
     requests: Sequence[PreviewRequest]
-    fps: float | None
+    source: PictureSource
     vae_dtype: torch.dtype
 
     def draw(self, transformer: torch.nn.Module, step: int) -> Path | None:
@@ -76,11 +101,10 @@ class Previews:
             return self._save(previews, step)
         except torch.OutOfMemoryError as error:
             logger.warning(
-                "Previews at step %d failed, out of memory: %s Training goes on. What helps: smaller ones "
-                "(validation.width, validation.height, validation.num_frames), memory.stream_blocks: all, "
-                "model.vae_tiling: true, model.vae_dtype: bfloat16",
+                "Previews at step %d failed, out of memory: %s Training goes on. What helps: %s",
                 step,
                 str(error).partition("\n")[0],
+                OUT_OF_MEMORY_ADVICE,
             )
             return None
         except Exception:  # a picture is never worth the run: no memory, a full disk, a broken scheduler
@@ -91,16 +115,17 @@ class Previews:
 
     def _save(self, previews: Sequence[Sequence[Image.Image]], step: int) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
+        # Before the first step a LoRA changes nothing.
+        loras = {f"step-{step:08d}": 1.0} if step else {}
         for place, frames in enumerate(previews):
-            path = self._file(step, place)
-            if len(frames) > 1:
-                assert self.fps is not None, "a family that makes clips says how fast they are"
-                write_video(path.with_suffix(".mp4"), frames, fps=self.fps)
-            _save_png(path, frame_strip(frames))
+            text = generation_parameters(
+                self.prompts[place], self.negative_prompt, self.requests[place], self.source, loras
+            )
+            save_drawn(self._file(step, place), frames, fps=self.source.fps, parameters=text)
         steps = _spread([drawn for drawn in self._drawn_steps() if drawn <= step], _MAX_COLUMNS)
         rows = [[_open(self._file(drawn, place)) for drawn in steps] for place in range(len(self.prompts))]
         path = self.folder / "grid.png"
-        _save_png(path, preview_grid(rows, redacted(self.prompts), steps))
+        save_png(path, preview_grid(rows, redacted(self.prompts), [f"step {drawn}" for drawn in steps]))
         return path
 
     def _file(self, step: int, place: int) -> Path:
@@ -144,9 +169,68 @@ def _spread(steps: Sequence[int], count: int) -> list[int]:
     return [steps[round(place * (len(steps) - 1) / (count - 1))] for place in range(count)]
 
 
-def _save_png(path: Path, picture: Image.Image) -> None:
+def save_drawn(path: Path, frames: Sequence[Image.Image], *, fps: float | None, parameters: str) -> None:
+    """Write a picture; of a clip an MP4 and, as the picture, a strip of its frames.
+
+    Args:
+        path: of the picture; the MP4 is beside it.
+        frames: RGB; one is a picture.
+        fps: frames per second of a clip.
+        parameters: how it was drawn; stands in the files, with secrets masked.
+    """
+    parameters = redacted(parameters)
+    if len(frames) > 1:
+        assert fps is not None, "a family that makes clips says how fast they are"
+        write_video(path.with_suffix(".mp4"), frames, fps=fps, comment=parameters)
+    save_png(path, frame_strip(frames), parameters)
+
+
+def save_png(path: Path, picture: Image.Image, parameters: str | None = None) -> None:
+    """Write a picture, whole or not at all, with a text that says how it was drawn."""
+    texts = PngInfo()
+    if parameters is not None:
+        texts.add_text("parameters", parameters)  # as UTF-8 where it is not Latin-1
     with replacing(path) as temporary:
-        picture.save(temporary, "PNG")
+        picture.save(temporary, "PNG", pnginfo=texts)
+
+
+def generation_parameters(
+    prompt: str,
+    negative_prompt: str,
+    request: PreviewRequest,
+    source: PictureSource,
+    loras: Mapping[str, float],
+) -> str:
+    """How a picture or a clip is drawn, as AUTOMATIC1111's web UI writes it into files.
+
+    Civitai, ComfyUI's managers and others read that. Source: ``create_infotext`` in its
+    ``modules/processing.py``, and ``re_param_code`` in ``modules/infotext_utils.py``, which reads it.
+
+    Args:
+        negative_prompt: is left out where nothing is steered away from it.
+        loras: weight by name.
+    """
+    tags = [f"<lora:{name}:{weight:g}>" for name, weight in loras.items()]
+    lines = [" ".join([prompt, *tags])]
+    if request.guidance_scale > 1 and negative_prompt.strip():
+        lines.append(f"Negative prompt: {negative_prompt}")
+    settings: dict[str, object] = {
+        "Steps": request.num_inference_steps,
+        "Sampler": source.sampler,
+        "CFG scale": f"{request.guidance_scale:g}",
+        "Seed": request.seed,
+        "Size": f"{request.width}x{request.height}",
+        "Model": source.model,
+    }
+    if request.num_frames > 1:
+        settings |= {"Frames": request.num_frames, "FPS": f"{source.fps:g}"}
+    settings["Version"] = f"diffsynth_lite {__version__}"
+    lines.append(", ".join(f"{name}: {_quoted(str(value))}" for name, value in settings.items()))
+    return "\n".join(lines)
+
+
+def _quoted(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False) if re.search("[,:\n]", value) else value
 
 
 def _open(path: Path) -> Image.Image:
@@ -166,25 +250,25 @@ def frame_strip(frames: Sequence[Image.Image]) -> Image.Image:
 
 
 def preview_grid(
-    rows: Sequence[Sequence[Image.Image]], prompts: Sequence[str], steps: Sequence[int]
+    rows: Sequence[Sequence[Image.Image]], prompts: Sequence[str], titles: Sequence[str]
 ) -> Image.Image:
-    """One picture of all previews, with prompts on the left and steps on top.
+    """One picture of all previews, with prompts on the left and what the columns are on top.
 
     Args:
-        rows: for each prompt its previews, one a step, all of one size.
+        rows: for each prompt its previews, one a column, all of one size.
         prompts: one a row.
-        steps: one a column.
+        titles: one a column.
     """
     width, height = _cell_size(rows[0][0])
     font = ImageFont.load_default(_FONT_PX)
     size = (
-        _LABEL_WIDTH_PX + len(steps) * (width + _MARGIN_PX) + _MARGIN_PX,
+        _LABEL_WIDTH_PX + len(titles) * (width + _MARGIN_PX) + _MARGIN_PX,
         _HEADER_PX + len(rows) * (height + _MARGIN_PX) + _MARGIN_PX,
     )
     grid = Image.new("RGB", size, "white")
     canvas = ImageDraw.Draw(grid)
-    for column, step in enumerate(steps):
-        canvas.text((_left(column, width), _MARGIN_PX), f"step {step}", fill="black", font=font)
+    for column, title in enumerate(titles):
+        canvas.text((_left(column, width), _MARGIN_PX), title, fill="black", font=font)
     for row, (prompt, previews) in enumerate(zip(prompts, rows, strict=True)):
         top = _HEADER_PX + row * (height + _MARGIN_PX)
         label = textwrap.fill(

@@ -18,7 +18,7 @@ from diffsynth_lite.run_folder.metrics import start_trackers
 from diffsynth_lite.training.checkpoint.lora_file import export_lora
 from diffsynth_lite.training.checkpoint.resume import require_same, settings_fingerprint
 from diffsynth_lite.training.dataset import Quarantine
-from diffsynth_lite.training.previews import Previews
+from diffsynth_lite.training.previews import PictureSource, Previews
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 
@@ -64,7 +64,7 @@ def test_the_metadata_of_a_lora_are_masked(tmp_path: Path) -> None:
     assert TOKEN.encode() not in file.read_bytes()
 
 
-def test_the_labels_of_the_preview_grid_are_masked(tmp_path: Path) -> None:
+def test_the_labels_of_the_preview_grid_and_what_stands_in_previews_are_masked(tmp_path: Path) -> None:
     def draw(prompt: str, folder: Path) -> bytes:
         family = SimpleNamespace(sample=lambda *_args: [[Image.new("RGB", (64, 32), "red")]])
         request = PreviewRequest(
@@ -82,12 +82,13 @@ def test_the_labels_of_the_preview_grid_are_masked(tmp_path: Path) -> None:
             prompts=[prompt],
             negative_prompt="",
             requests=[request],
-            fps=None,
+            source=PictureSource(model="tiny", sampler="Euler", fps=None),
             vae_dtype=torch.float32,
         )
         grid = previews.draw(torch.nn.Linear(1, 1), 0)
         assert grid is not None
-        return grid.read_bytes()
+        (preview,) = folder.glob("step-*.png")
+        return grid.read_bytes() + preview.read_bytes()
 
     assert draw(TOKEN, tmp_path / "a") == draw("REDACTED", tmp_path / "b") != draw("else", tmp_path / "c")
 

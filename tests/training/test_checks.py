@@ -16,7 +16,6 @@ from diffsynth_lite.doctor.model import model_table
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import flux2, ltx_video, qwen_image, qwen_image_edit, sdxl, wan_i2v
 from diffsynth_lite.pipelines.qwen_image import QwenImage
-from diffsynth_lite.training import checks
 from diffsynth_lite.training.builder import build_transformer
 from diffsynth_lite.training.checks import bind_family, check_run, distillation_warning
 
@@ -286,7 +285,7 @@ def test_a_model_whose_blocks_have_nothing_to_quantise_is_refused(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     qwen_image.tiny().save_pretrained(root / "model")
-    monkeypatch.setattr(checks, "quantizable_layers", lambda *_: [])
+    monkeypatch.setattr("diffsynth_lite.training.frozen_weights.quantizable_layers", lambda *_: [])
     message = "model.quantize: int8 has no effect, as the blocks of this model have no linear layers"
     assert message in refusal(root, **{"model.quantize": "int8"})
 
@@ -352,7 +351,7 @@ def test_a_streamed_text_encoder_that_the_host_does_not_hold_is_refused(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     qwen_image.tiny().save_pretrained(root / "model")
-    monkeypatch.setattr("diffsynth_lite.training.text_encoders.available_host_bytes", lambda: 20 * 1024)
+    monkeypatch.setattr("diffsynth_lite.training.frozen_weights.available_host_bytes", lambda: 20 * 1024)
     streamed = {"memory.stream_text_encoder": "true", "memory.stream_slots": "1"}
     message = "memory.stream_text_encoder: the layers take 64.0 KiB of host memory, a copy for"
     assert message in refusal(root, **streamed)

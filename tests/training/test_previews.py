@@ -1,6 +1,8 @@
 """Preview files and their grid, with a family that draws plain colours."""
 
 import dataclasses
+import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +12,15 @@ import pytest
 import torch
 from PIL import Image
 
+from diffsynth_lite import __version__
 from diffsynth_lite.pipelines import PreviewRequest
-from diffsynth_lite.training.previews import Previews, frame_strip, preview_grid
+from diffsynth_lite.training.previews import (
+    PictureSource,
+    Previews,
+    frame_strip,
+    generation_parameters,
+    preview_grid,
+)
 
 PROMPTS = ["red", "blue"]
 
@@ -44,7 +53,7 @@ def previews(folder: Path, sample, prompts=PROMPTS, inputs=()) -> Previews:
         prompts=prompts,
         negative_prompt="",
         requests=requests,
-        fps=8,
+        source=PictureSource(model="tiny", sampler="Euler", fps=8),
         vae_dtype=torch.float32,
     )
 
@@ -126,7 +135,7 @@ def test_without_prompts_nothing_is_drawn(tmp_path: Path) -> None:
 
 def test_long_prompts_and_tall_pictures_fit() -> None:
     tall = Image.new("RGB", (512, 2048), "green")
-    grid = preview_grid([[tall, tall]], ["a very long prompt " * 40], [0, 1000])
+    grid = preview_grid([[tall, tall]], ["a very long prompt " * 40], ["step 0", "step 1000"])
     assert grid.height < 450
     assert grid.width < 190 + 2 * 110 + 8
 
@@ -152,10 +161,39 @@ def test_a_clip_is_kept_as_a_video_beside_its_strip_and_the_grid_shows_the_strip
         stream = container.streams.video[0]
         shades = [frame.to_image().getpixel((32, 16))[0] for frame in container.decode(stream)]
         assert stream.average_rate == 8
+        comment = container.metadata["comment"]
     assert shades == pytest.approx(range(0, 250, 50), abs=6)  # compressed
     with Image.open(strips[0]) as strip:
         assert strip.size == (5 * 64, 32)
+        assert strip.info["parameters"] == comment
+    assert comment.startswith("red <lora:step-00000020:1>\nSteps: 2, Sampler: Euler, CFG scale: 1, Seed: 0, ")
     assert {(0, 0, 0), (200, 0, 0)} <= pixel_counts(grid).keys()
+
+
+def test_what_stands_in_a_picture_is_read_back_by_the_rules_of_the_program_that_it_is_for() -> None:
+    (request,) = previews(Path(), draw_colours, prompts=["red"]).requests
+    clip = dataclasses.replace(request, guidance_scale=4.5, num_frames=9)
+    source = PictureSource(model='a: "b", c', sampler="Euler", fps=16)
+    prompt = "ein Hündchen,\n\U0001f436"
+    text = generation_parameters(prompt, "blurry", clip, source, {"mine": 0.7, "other": 1.0})
+    # A last line with three settings or more holds these; what a setting needs quotes for is json.
+    *lines, last = text.split("\n")
+    assert lines == ["ein Hündchen,", "\U0001f436 <lora:mine:0.7> <lora:other:1>", "Negative prompt: blurry"]
+    found = re.findall(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)', last)
+    assert {name: json.loads(value) if value[:1] == '"' else value for name, value in found} == {
+        "Steps": "2",
+        "Sampler": "Euler",
+        "CFG scale": "4.5",
+        "Seed": "0",
+        "Size": "64x32",
+        "Model": source.model,
+        "Frames": "9",
+        "FPS": "16",
+        "Version": f"diffsynth_lite {__version__}",
+    }
+    unguided = generation_parameters(prompt, "blurry", request, source, {})
+    assert "Negative" not in unguided
+    assert "FPS" not in unguided
 
 
 def test_a_picture_has_no_video(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""This file checks how text encoders are to be kept while they encode, before any weights load."""
+"""This file checks how frozen weights are to be kept, in blocks and text encoders, before any load."""
 
 from collections.abc import Mapping
 
@@ -10,12 +10,15 @@ from diffsynth_lite.core.transfer.host_pool import available_host_bytes, num_loc
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.core.weights import (
     MissingKernelsError,
+    Quantization,
     WeightFormat,
     require_saving,
     weight_format,
 )
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import layers_ending_in
 from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.pipelines.base.quantized import quantizable_layers
 from diffsynth_lite.pipelines.base.text_encoders import (
     TextEncoderMemory,
     encoder_quantizations,
@@ -38,6 +41,36 @@ def require_format(name: str, *, key: str) -> WeightFormat:
         raise UserError(
             f"{key}: {name} needs {error}, which is not installed: pip install {error}; or set int8"
         ) from None
+
+
+def transformer_quantization(
+    family: ModelFamily, transformer: torch.nn.Module, config: Config, device: torch.device
+) -> Quantization | None:
+    """How a run keeps the linear layers in the blocks of what it trains; None where they stay as they are.
+
+    Raises:
+        UserError: the setting has no effect or leaves out all layers, or the format's kernels are missing.
+    """
+    name, skipped = config.model.quantize, config.model.quantize_skip
+    if name == "none":
+        return None
+    weights = require_format(name, key="model.quantize")
+    model = family.parts_of(transformer)[family.trained[0]]
+    layers = quantizable_layers(model, family.block_lists)
+    if not layers:
+        raise UserError(
+            f"model.quantize: {name} has no effect, as the blocks of this model have no linear layers; "
+            "set it to none"
+        )
+    owner = f"the blocks of {type(model).__name__}"
+    left_out = set(layers_ending_in(layers, skipped, key="model.quantize_skip", owner=owner))
+    if left_out == set(layers):
+        raise UserError(
+            f"model.quantize_skip: {', '.join(skipped)} leave out all {len(layers)} layers; "
+            "take some off the list, or set model.quantize: none"
+        )
+    kept = tuple(layer for layer in layers if layer not in left_out)
+    return Quantization(format=weights, layers=kept, device=device)
 
 
 def text_encoder_memory(config: Config, family: ModelFamily, device: torch.device) -> TextEncoderMemory:
