@@ -3,7 +3,7 @@
 One file a model line. A family names its own as ``releases``; a family of another package does the same.
 """
 
-from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
+from diffsynth_lite.releases.release import BaseModel, Release, ReleaseComponent, ReleaseTokenizer
 from diffsynth_lite.releases.untrained import UNTRAINED, Untrained
 
-__all__ = ["UNTRAINED", "Release", "ReleaseComponent", "ReleaseTokenizer", "Untrained"]
+__all__ = ["UNTRAINED", "BaseModel", "Release", "ReleaseComponent", "ReleaseTokenizer", "Untrained"]

@@ -2,7 +2,14 @@
 
 from dataclasses import replace
 
-from diffsynth_lite.releases.components import FLUX_VAE, LICENCES, SDNEXT, T5_TOKENIZER_SLOW, T5_XXL
+from diffsynth_lite.releases.components import (
+    FLUX_VAE,
+    LICENCES,
+    SD_SCRIPTS,
+    SDNEXT,
+    T5_TOKENIZER_SLOW,
+    T5_XXL,
+)
 from diffsynth_lite.releases.release import Release, ReleaseComponent
 
 _REVIEW = "MoDiff, data/chroma1-hd-artifact-review.json"
@@ -30,11 +37,14 @@ _HD = Release(
     parameters=8.9e9,
     licence="Apache-2.0",
     gated=False,
+    architecture="chroma",
+    version="chroma",
     sources={
         "pipeline": f"{SDNEXT}chroma/model_index.json",
         "size": "`default_sample_size` of the pipeline",
         "parameters": "diffusers, docs/source/en/api/pipelines/chroma.md",
         "licence": _REVIEW,
+        "architecture": f"{SD_SCRIPTS}sai_model_spec.py, flux_utils.py",
     },
     unconfirmed=(
         "shift of the scheduler: in another copy, in stable-diffusion-webui-forge, it is fixed, and 1",

@@ -9,7 +9,9 @@ from diffsynth_lite.releases.components import (
     FLUX_VAE,
     FORGE,
     LICENCES,
+    MUSUBI,
     PINNED_INDEXES,
+    SD_SCRIPTS,
     SDNEXT,
     T5_TOKENIZER_BOTH,
     T5_XXL,
@@ -40,11 +42,14 @@ _DEV = Release(
     parameters=12e9,
     licence="FLUX.1 [dev] Non-Commercial License",
     gated=True,
+    architecture="flux-1-dev",
+    version="flux1",
     sources={
         "pipeline": f"{_FOLDER}; spiece.model: {SDNEXT}flux/tokenizer_2",
         "size": "`default_sample_size` of the pipeline",
         "parameters": "black-forest-labs/flux, model_cards/FLUX.1-dev.md",
         "licence": f"black-forest-labs/flux, README.md; gated: {LICENCES}",
+        "architecture": f"{SD_SCRIPTS}sai_model_spec.py, flux_utils.py",
     },
 )
 _SCHNELL = replace(
@@ -67,6 +72,7 @@ _SCHNELL = replace(
     licence="Apache-2.0",
     gated=None,
     distilled="1 to 4 steps without guidance",
+    architecture="flux-1-schnell",
     sources={
         **_DEV.sources,
         "pipeline": f"{FORGE}black-forest-labs/FLUX.1-schnell",
@@ -88,10 +94,13 @@ FLUX_KONTEXT: tuple[Release, ...] = (
         name="FLUX.1 Kontext dev",
         hub_id="black-forest-labs/FLUX.1-Kontext-dev",
         pipeline_class="FluxKontextPipeline",
+        version="flux_kontext",
         sources={
             **_DEV.sources,
             "pipeline": f"{PINNED_INDEXES}; settings as of FLUX.1 dev",
             "parameters": "black-forest-labs/flux, model_cards/FLUX.1-kontext-dev.md",
+            "architecture": f"{MUSUBI}utils/sai_model_spec.py, which gives it that of FLUX.1 dev, and "
+            "dataset/architectures.py",
         },
         unconfirmed=("that its settings are those of FLUX.1 dev", "whether it is gated"),
     ),

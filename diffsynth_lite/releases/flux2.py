@@ -11,6 +11,7 @@ from diffsynth_lite.releases.components import (
     FLUX_SCHEDULER,
     LICENCES,
     MISTRAL3_24B,
+    MUSUBI,
     PINNED_INDEXES,
     QWEN2_TOKENIZER,
     QWEN3_4B,
@@ -20,6 +21,7 @@ from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTo
 
 _SCRIPT = f"{DIFFUSERS}scripts/convert_flux2_to_diffusers.py"
 _REVIEW = "MoDiff, data/flux2-klein-base-4b-artifact-review.json"
+_ARCHITECTURES = f"{MUSUBI}utils/sai_model_spec.py, dataset/architectures.py"
 _SCHEDULER = replace(FLUX_SCHEDULER, source=f"that of FLUX.1 dev, as in {_SCRIPT}")
 
 
@@ -44,11 +46,14 @@ _DEV = Release(
     parameters=32e9,
     licence="FLUX Non-Commercial License",
     gated=True,
+    architecture="Flux.2-dev",
+    version="flux_2_dev",
     sources={
         "pipeline": PINNED_INDEXES,
         "size": "`default_sample_size` of the pipeline",
         "parameters": "black-forest-labs/flux2, README.md",
         "licence": LICENCES,
+        "architecture": _ARCHITECTURES,
     },
     unconfirmed=("dtype of the transformer", "files of the tokenizer"),
 )
@@ -78,11 +83,14 @@ _KLEIN_4B_BASE = Release(
     parameters=4e9,
     licence="Apache-2.0",
     gated=False,
+    architecture="Flux.2-klein-4b",
+    version="flux_2_klein_4b",
     sources={
         "pipeline": f"{PINNED_INDEXES}, for klein 4B; files: {_REVIEW}",
         "size": "`default_sample_size` of the pipeline",
         "parameters": "its name",
         "licence": _REVIEW,
+        "architecture": _ARCHITECTURES,
     },
     unconfirmed=("settings of the scheduler",),
 )
@@ -107,6 +115,8 @@ _KLEIN_9B_BASE = replace(
     parameters=9e9,
     licence="FLUX Non-Commercial License",
     gated=True,
+    architecture="Flux.2-klein-9b",
+    version="flux_2_klein_9b",
     sources={**_KLEIN_4B_BASE.sources, "licence": f"that of klein 9B: {LICENCES}"},
     unconfirmed=(*_KLEIN_4B_BASE.unconfirmed, "dtype of the transformer", "licence", "whether it is gated"),
 )

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from diffsynth_lite.releases.components import DIFFUSERS, PINNED_FILES, T5_TOKENIZER_SLOW, T5_XXL_FP32
+from diffsynth_lite.releases.components import DIFFUSERS, PINNED_FILES, SWARM, T5_TOKENIZER_SLOW, T5_XXL_FP32
 from diffsynth_lite.releases.release import Release, ReleaseComponent
 
 _SCRIPT = f"{DIFFUSERS}scripts/convert_ltx_to_diffusers.py"
@@ -37,11 +37,13 @@ _V090 = Release(
     parameters=2e9,
     licence="LTX-Video Open Weights License 0.X",
     gated=None,
+    architecture="lightricks-ltx-video",
     sources={
         "pipeline": _SCRIPT,
         "size": "defaults of the pipeline",
         "parameters": "Lightricks/LTX-Video, README.md, which calls models of this size 2B",
         "licence": "from memory",
+        "architecture": SWARM,
     },
     unconfirmed=("dtypes", "licence"),
 )

@@ -61,11 +61,14 @@ _BASE = Release(
     parameters=20e9,
     licence="Apache-2.0",
     gated=None,
+    architecture="Qwen-Image",
+    version="qwen_image",
     sources={
         "pipeline": f"{PINNED_INDEXES}, for Edit",
         "size": f"{_README}, for 1:1",
         "parameters": _README,
         "licence": f"{_README}; {LICENCES}",
+        "architecture": f"{MUSUBI}utils/sai_model_spec.py, dataset/architectures.py",
     },
     unconfirmed=("files of the tokenizer", "dtype of the autoencoder"),
 )
@@ -87,6 +90,8 @@ _EDIT = replace(
         "processor": ReleaseTokenizer(class_name="Qwen2VLProcessor"),
     },
     size=(1024, 1024, 1),
+    architecture="Qwen-Image-Edit",
+    version="qwen_image_edit",
     sources={
         **_BASE.sources,
         "size": "the area that the pipeline brings pictures to",
@@ -99,12 +104,14 @@ _EDIT_2509 = replace(
     name="Qwen-Image-Edit-2509",
     hub_id="Qwen/Qwen-Image-Edit-2509",
     pipeline_class="QwenImageEditPlusPipeline",
+    architecture="Qwen-Image-Edit-Plus",
     sources={**_EDIT.sources, "pipeline": "diffusers, docs/source/en/api/pipelines/qwenimage.md"},
 )
 _EDIT_2511 = replace(
     _EDIT_2509,
     name="Qwen-Image-Edit-2511",
     hub_id="Qwen/Qwen-Image-Edit-2511",
+    architecture="Qwen-Image-Edit-2511",
     components={
         **_EDIT.components,
         "transformer": replace(

@@ -60,8 +60,11 @@ class Release:
         licence: its name.
         gated: whether its terms must be accepted before a download; None where that is not known.
         distilled: what it was distilled to, which training undoes; None of a model that was not.
+        architecture: its id in the metadata of LoRA files, ``modelspec.architecture``, without "/lora"; None
+            where no program is known to give it one.
+        version: its name in ``ss_base_model_version`` there, likewise.
         sources: of what is said here, by ``pipeline`` (class, settings, tokenizers, variants), ``size``,
-            ``parameters`` and ``licence``.
+            ``parameters``, ``licence`` and ``architecture`` (and version).
         unconfirmed: what no source was found for, or what sources differ in.
     """
 
@@ -78,5 +81,26 @@ class Release:
     licence: str
     gated: bool | None
     distilled: str | None = None
+    architecture: str | None = None
+    version: str | None = None
     sources: Mapping[str, str]
     unconfirmed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseModel:
+    """What may be told of the model that a LoRA was trained on. It holds no path.
+
+    Attributes:
+        hub_id: of its repository; None where a local folder does not tell.
+        revision: commit of the repository, 40 hexadecimal digits; None where that is not known.
+        release: the release that it is; None of any other model, also of one made from a release.
+        architecture: as of a release; None where its settings are those of none.
+        version: likewise.
+    """
+
+    hub_id: str | None = None
+    revision: str | None = None
+    release: Release | None = None
+    architecture: str | None = None
+    version: str | None = None

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from diffsynth_lite.releases.components import DIFFUSERS, LICENCES
+from diffsynth_lite.releases.components import DIFFUSERS, LICENCES, ONE_TRAINER
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 
 _SCRIPT = f"{DIFFUSERS}scripts/convert_sana_to_diffusers.py"
@@ -71,11 +71,13 @@ _1600M = Release(
     variants=("bf16",),
     licence="Apache-2.0",
     gated=None,
+    architecture="sana",
     sources={
         "pipeline": f"{_SCRIPT}; variants: {_DOCS}",
         "size": "its name",
         "parameters": "its name",
         "licence": LICENCES,
+        "architecture": f"{ONE_TRAINER}sana-lora.json",
     },
     unconfirmed=(
         "settings of the autoencoder",

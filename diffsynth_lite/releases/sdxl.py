@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from diffsynth_lite.releases.components import CLIP_L, CLIP_TOKENIZER, FORGE
+from diffsynth_lite.releases.components import CLIP_L, CLIP_TOKENIZER, FORGE, SD_SCRIPTS
 from diffsynth_lite.releases.release import Release, ReleaseComponent
 
 _FOLDER = f"{FORGE}stabilityai/stable-diffusion-xl-base-1.0"
@@ -72,11 +72,15 @@ _BASE = Release(
     variants=("fp16",),
     licence="CreativeML Open RAIL++-M",
     gated=None,
+    architecture="stable-diffusion-xl-v1-base",
+    version="sdxl_base_v1-0",
     sources={
         "pipeline": f"{_FOLDER}; variant: diffusers, docs/source/en/using-diffusers/sdxl.md",
         "size": "its `sample_size`",
         "parameters": "arXiv 2307.01952, table 1",
         "licence": _CATALOG,
+        "architecture": f"Stability-AI/ModelSpec, README.md; version, for all of SDXL: {SD_SCRIPTS}"
+        "sdxl_model_util.py",
     },
     unconfirmed=("dtypes of the plain files",),
 )
@@ -92,6 +96,7 @@ _TURBO = replace(
     size=(512, 512, 1),
     licence="Stability AI Non-Commercial Research Community License",
     distilled="1 to 4 steps without guidance",
+    architecture="stable-diffusion-xl-turbo-v1",
     sources={
         **_BASE.sources,
         "pipeline": "as SDXL base",

@@ -9,8 +9,10 @@ from diffsynth_lite.releases.components import (
     CLIP_VISION_H,
     DIFFUSERS,
     LICENCES,
+    MUSUBI,
     PINNED_FILES,
     PINNED_INDEXES,
+    SWARM,
     UMT5_XXL,
     UMT5_XXL_FP32,
     WAN_VAE,
@@ -86,11 +88,14 @@ _T2V_14B = Release(
     parameters=14e9,
     licence="Apache-2.0",
     gated=None,
+    architecture="wan2.1",
+    version="wan",
     sources={
         "pipeline": f"{PINNED_INDEXES}; files: {PINNED_FILES}",
         "size": "defaults of the pipeline",
         "parameters": "its name",
         "licence": "Wan-Video/Wan2.1, LICENSE.txt",
+        "architecture": f"{MUSUBI}utils/sai_model_spec.py, dataset/architectures.py: for 2.1 and A14B",
     },
     unconfirmed=(_SHIFT, "dtype of the transformer"),
 )
@@ -158,7 +163,9 @@ _TI2V_5B = replace(
     size=(1280, 704, 121),
     parameters=5e9,
     gated=False,
-    sources=_WAN22_SOURCES,
+    architecture="wan-2_2-ti2v-5b",
+    version=None,
+    sources={**_WAN22_SOURCES, "architecture": SWARM},
     unconfirmed=("dtype of the autoencoder",),
 )
 WAN: tuple[Release, ...] = (_T2V_1B, _T2V_14B, _T2V_A14B, _TI2V_5B)

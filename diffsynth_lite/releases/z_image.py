@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from diffsynth_lite.releases.components import FLUX_VAE, LICENCES, QWEN3_4B
+from diffsynth_lite.releases.components import FLUX_VAE, LICENCES, MUSUBI, QWEN3_4B
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 
 _REPOSITORY = "Tongyi-MAI/Z-Image, "
@@ -33,11 +33,14 @@ _BASE = Release(
     parameters=6e9,
     licence="Apache-2.0",
     gated=None,
+    architecture="Z-Image",
+    version="z_image",
     sources={
         "pipeline": f"{_REPOSITORY}src/config/manifests/z-image-turbo.txt; {_CONFIGS}",
         "size": "defaults of the pipeline",
         "parameters": f"{_REPOSITORY}README.md",
         "licence": LICENCES,
+        "architecture": f"{MUSUBI}utils/sai_model_spec.py, dataset/architectures.py",
     },
     unconfirmed=("dtype of the transformer", "files of the tokenizer"),
 )

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,17 @@ from torch import nn
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.pipelines import ModelFamily, family_names, load_family, releases_of
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.base.folder import ComponentFile
 from diffsynth_lite.pipelines.base.release_folder import (
     differences,
+    find_base_model,
     find_releases,
     num_parameters,
     weight_bytes,
     write_release,
 )
 from diffsynth_lite.pipelines.flux import Flux
-from diffsynth_lite.releases import Release
+from diffsynth_lite.releases import BaseModel, Release
 from diffsynth_lite.training.checks import distillation_warning
 
 TOLERANCE = 0.05
@@ -87,13 +90,18 @@ def test_each_component_is_built_and_as_large_as_its_files(family: DiffusersFami
 def test_a_release_says_where_it_is_from_and_is_told_by_its_files(
     family: DiffusersFamily, release: Release
 ) -> None:
-    assert release.sources.keys() == {"pipeline", "size", "parameters", "licence"}
+    assert release.sources.keys() == {"pipeline", "size", "parameters", "licence", "architecture"}
     assert all(component.source for component in (*release.components.values(), release.scheduler))
     assert release.pipeline_class in family.pipeline_classes
     assert differences(release, family.folder) == {}
     by_files = find_releases(family.releases, str(family.folder.path), family.folder)
     assert (release, {}) in by_files
     assert find_releases(family.releases, release.hub_id, family.folder) == [(release, {})]
+    base = find_base_model(family.releases, release.hub_id, family.folder)
+    assert (base.release, base.hub_id) == (release, release.hub_id)
+    assert release.architecture
+    assert base.architecture == release.architecture
+    assert base.version == release.version
 
 
 def test_distilled_releases_are_warned_of_and_no_others(family: DiffusersFamily, release: Release) -> None:
@@ -134,6 +142,40 @@ def test_a_release_is_told_by_what_makes_it_that_model(
         assert found == []
     else:
         assert found == [(base, {f"{component}.{setting}": pair for setting, pair in told.items()})]
+
+
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        ("stable-diffusion-xl-base-1.0", ("stabilityai/stable-diffusion-xl-base-1.0", None, "SDXL base 1.0")),
+        ("juggernaut", (None, None, None)),
+        (f"models--a--merge/snapshots/{'0a' * 20}", ("a/merge", "0a" * 20, None)),
+        (
+            f"models--stabilityai--sdxl-turbo/snapshots/{'0a' * 20}",
+            ("stabilityai/sdxl-turbo", "0a" * 20, "SDXL Turbo"),
+        ),
+    ],
+)
+def test_of_a_local_folder_no_more_is_told_than_its_files_and_its_name_tell(
+    tmp_path: Path, place: str, told: tuple[str | None, str | None, str | None]
+) -> None:
+    base, *_ = releases = releases_of("sdxl")
+    folder = write_release(base, tmp_path / place)
+    found = find_base_model(releases, str(folder.path), folder)
+    assert (found.hub_id, found.revision, found.release and found.release.name) == told
+    is_turbo = told[2] == "SDXL Turbo"
+    assert found.architecture == f"stable-diffusion-xl-{'turbo-v1' if is_turbo else 'v1-base'}"
+    assert found.version == "sdxl_base_v1-0"
+
+
+def test_of_weights_from_another_file_the_architecture_alone_is_told(tmp_path: Path) -> None:
+    base, *_ = releases = releases_of("flux")
+    folder = write_release(base, tmp_path / "FLUX.1-dev")
+    folder = replace(folder, files={"transformer": ComponentFile(path=tmp_path / "mine.safetensors", key="")})
+    assert find_base_model(releases, base.hub_id, folder) == BaseModel(
+        architecture="flux-1-dev", version="flux1"
+    )
+    assert find_base_model((), "my/model", folder) == BaseModel()
 
 
 def test_bytes_are_those_of_the_dtype_asked_for() -> None:

@@ -1,4 +1,4 @@
-"""This file writes a release out as a folder without weights, and tells which release a folder is.
+"""This file writes a release out as a folder without weights, and tells which model a folder is.
 
 A family bound to such a folder answers what it answers of a downloaded one, but for what needs weights or a
 tokenizer: shapes, tokens, noise levels, and the model that is trained, on the meta device.
@@ -6,7 +6,8 @@ tokenizer: shapes, tokens, noise levels, and the model that is trained, on the m
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
-from diffsynth_lite.releases import Release, ReleaseComponent
+from diffsynth_lite.releases import BaseModel, Release, ReleaseComponent
 
 Differences = dict[str, tuple[Any, Any]]
 """What is found and what was expected, by component and setting."""
@@ -26,6 +27,9 @@ _NOT_TELLING = ("scheduler.", "text_encoder")
 """What a release is not known by: schedulers are changed, and text encoders are those of many."""
 
 _OFF = (None, False)
+
+_CACHED = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})")
+"""The end of a folder in the hub's cache: owner and name of the repository, and the commit."""
 
 
 def write_release(release: Release, path: Path) -> PipelineFolder:
@@ -194,6 +198,56 @@ def find_releases(
     alike = [pair for pair in compared if all(name.startswith(_NOT_TELLING) for name in pair[1])]
     fewest = min((len(differing) for _, differing in alike), default=0)
     return [(release, differing) for release, differing in alike if len(differing) == fewest]
+
+
+def find_base_model(releases: Sequence[Release], location: str, folder: PipelineFolder) -> BaseModel:
+    """What may be told in public of the model in a folder, and no more than its files and its name tell.
+
+    A local folder is taken for a repository where it is a commit of it in the hub's cache, and for a release
+    where it has the settings and the name of the release's repository. Where weights come from files of their
+    own, the architecture alone is told.
+
+    Args:
+        releases: of its family.
+        location: hub id or folder, as given.
+        folder: its files.
+
+    Raises:
+        UserError: a file of the folder is missing or cannot be read.
+    """
+    hub_id, revision = _place_on_hub(folder)
+    alike = [release for release, _ in find_releases(releases, hub_id or location, folder)]
+    names = {name.lower() for name in (hub_id or location, folder.path.resolve().name)}
+    named = [one for one in alike if not names.isdisjoint(_names_of(one))]
+    told = (named if len(named) == 1 else alike) or releases
+    is_as_released = not folder.files
+    release = named[0] if len(named) == 1 and is_as_released else None
+    return BaseModel(
+        hub_id=release.hub_id if release else hub_id if is_as_released else None,
+        revision=revision if is_as_released else None,
+        release=release,
+        architecture=_common(one.architecture for one in told),
+        version=_common(one.version for one in told),
+    )
+
+
+def _place_on_hub(folder: PipelineFolder) -> tuple[str | None, str | None]:
+    """Repository and commit; None, None of a folder of the user's."""
+    if folder.hub is not None:
+        return folder.hub.repository, folder.hub.path.name
+    cached = _CACHED.search(folder.path.resolve().as_posix())
+    return (f"{cached[1]}/{cached[2]}", cached[3]) if cached else (None, None)
+
+
+def _names_of(release: Release) -> set[str]:
+    """Its repository with and without the owner, in small letters."""
+    return {release.hub_id.lower(), release.hub_id.lower().partition("/")[2]}
+
+
+def _common(names: Iterable[str | None]) -> str | None:
+    """The one that all have, or None."""
+    different = set(names)
+    return different.pop() if len(different) == 1 else None
 
 
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:
