@@ -155,6 +155,19 @@ def start_trackers(
         ) from error
 
 
+def metrics_by_noise(totals: Sequence[float]) -> dict[str, float]:
+    """Metrics of the tenths of the noise levels that have samples.
+
+    Args:
+        totals: of each tenth the sum of its samples' losses, then of each their number; or none.
+    """
+    parts = zip(NOISE_TENTHS, totals[: len(NOISE_TENTHS)], totals[len(NOISE_TENTHS) :], strict=False)
+    seen = [(tenth, loss / samples, samples) for tenth, loss, samples in parts if samples]
+    return {f"{LOSS_BY_NOISE}{tenth}": loss for tenth, loss, _ in seen} | {
+        f"{SAMPLES_BY_NOISE}{tenth}": samples for tenth, _, samples in seen
+    }
+
+
 class MetricsLog:
     """Writes numbers to ``metrics.jsonl`` and to the trackers."""
 

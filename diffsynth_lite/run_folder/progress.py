@@ -4,7 +4,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID, TextColumn
 
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.run_folder.metrics import MetricsLog
+from diffsynth_lite.run_folder.metrics import MetricsLog, metrics_by_noise
 
 if sys.platform != "win32":
     import resource
@@ -36,6 +36,8 @@ class StepResult:
         learning_rate: used in this step.
         num_samples: that it took, on all devices.
         seconds: from asking for the data to the changed weights.
+        totals_by_noise: of each tenth of the noise levels the sum of the losses of its samples, then of each
+            their number, on all devices since the last step that is logged; empty for one that is not.
     """
 
     step: int
@@ -44,6 +46,12 @@ class StepResult:
     learning_rate: float
     num_samples: int
     seconds: float
+    totals_by_noise: Sequence[float] = ()
+
+
+def is_logged(step: int, every_steps: int) -> bool:
+    """Whether a step gets a row of metrics: the first one, and every so many."""
+    return step == 1 or step % every_steps == 0
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -145,7 +153,7 @@ class StepReport:
         self._show_line(result)
         if self._is_main:
             self._write_status(result)
-        if result.step == 1 or result.step % self._every_steps == 0:
+        if is_logged(result.step, self._every_steps):
             values = {
                 "loss": result.loss,
                 "grad_norm": result.grad_norm,
@@ -153,7 +161,7 @@ class StepReport:
                 "samples_per_s": self._throughput.samples_per_s,
                 "peak_memory_gib": peak_memory_gib(self._device),
             }
-            self._metrics.log(result.step, values)
+            self._metrics.log(result.step, values | metrics_by_noise(result.totals_by_noise))
 
     def _show_line(self, result: StepResult) -> None:
         is_due = result.step % self._every_steps == 0 or result.step == self._total_steps

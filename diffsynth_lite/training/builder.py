@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import BlockCompiler, GradientEngine
+from diffsynth_lite.core.noise import LossByTenth
 from diffsynth_lite.core.randomness import torch_seed
 from diffsynth_lite.core.transfer.shared_memory import HostMemoryError
 from diffsynth_lite.core.weights import HostBlocks, QuantizationReport, WeightStream
@@ -18,6 +20,7 @@ from diffsynth_lite.data import Batch, BatchLayout, BatchStream, SampleSchedule,
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import add_adapter, load_adapter_tensors
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
+from diffsynth_lite.run_folder.progress import is_logged
 from diffsynth_lite.training.checks import (
     CheckedRun,
     block_policy,
@@ -52,6 +55,7 @@ class TrainingObjects:
         averaged: the moving average of the adapter; None where none is kept.
         seed: of the dropout masks.
         batches: the micro-batches of this process for each optimizer step, in order.
+        totals_by_noise: of a step, (20,) on the device as :class:`StepResult` has them, or (0,).
         validation_loss: the loss on fixed noise.
         previews: draws the prompts.
         weights: brings the frozen weights that live in host memory to the device.
@@ -69,6 +73,7 @@ class TrainingObjects:
     averaged: AveragedWeights | None
     seed: int
     batches: Iterator[Sequence[Batch]]
+    totals_by_noise: Callable[[int], torch.Tensor]
     validation_loss: FixedNoiseLoss
     previews: Previews
     weights: WeightStream
@@ -227,6 +232,9 @@ def build_run(
         max_grad_norm=float("inf") if config.train.max_grad_norm is None else config.train.max_grad_norm,
         seed=config.train.seed,
         batches=iter(_build_batches(config, checked.family, encoded, accelerator, start_step)),
+        totals_by_noise=partial(
+            _totals_by_noise, objective.loss_by_tenth, accelerator, config.logging.every_steps
+        ),
         validation_loss=FixedNoiseLoss(
             name="validation_loss" if config.validation.data else "train_fixed_noise_loss",
             items=encoded.validation_items,
@@ -238,6 +246,16 @@ def build_run(
         weights=weights,
         compiler=compiler,
     )
+
+
+def _totals_by_noise(
+    losses: LossByTenth, accelerator: Accelerator, every_steps: int, step: int
+) -> torch.Tensor:
+    """The losses by tenth of the noise since the last logged step, if this one is logged."""
+    if not is_logged(step, every_steps):
+        return torch.empty(0, device=accelerator.device)
+    totals: torch.Tensor = accelerator.reduce(losses.take(accelerator.device), reduction="sum")
+    return totals.flatten()
 
 
 def lora_alpha(config: Config) -> float:

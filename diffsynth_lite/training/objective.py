@@ -10,6 +10,7 @@ import torch
 
 from diffsynth_lite.core.noise import (
     LevelShares,
+    LossByTenth,
     LossWeighting,
     TimestepDensity,
     draw_of_level,
@@ -152,6 +153,7 @@ class DenoisingObjective:
         weighting: loss weight by noise level; see :func:`diffsynth_lite.core.noise.loss_weight`.
         min_snr_gamma: of the weighting ``min_snr``.
         device: of the transformer.
+        loss_by_tenth: adds up the losses of the samples, for whoever takes them.
     """
 
     family: ModelFamily
@@ -159,6 +161,7 @@ class DenoisingObjective:
     weighting: LossWeighting
     min_snr_gamma: float
     device: torch.device
+    loss_by_tenth: LossByTenth = field(default_factory=LossByTenth)
 
     def loss(self, transformer: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Mean weighted squared error of the estimate over a micro-batch, a scalar in fp32."""
@@ -168,7 +171,9 @@ class DenoisingObjective:
         errors = self.errors(
             transformer, batch.latents, batch.noise, sigma, batch.conditioning, batch.loss_mask
         )
-        return (self._weight(sigma) * errors).mean()
+        losses = self._weight(sigma) * errors
+        self.loss_by_tenth.add(sigma, losses)
+        return losses.mean()
 
     def _weight(self, sigma: torch.Tensor) -> torch.Tensor:
         if self.weighting == "min_snr":

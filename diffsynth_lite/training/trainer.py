@@ -14,21 +14,16 @@ from datetime import timedelta
 
 import torch
 
-from diffsynth_lite.core.gradient import (
-    BlockCompiler,
-    GradientEngine,
-    IneffectiveSwitchError,
-    gradient_engine,
-)
+from diffsynth_lite.core.gradient import gradient_engine
 from diffsynth_lite.core.randomness import random_state_scope, torch_seed
-from diffsynth_lite.core.weights import QuantizationReport
 from diffsynth_lite.data import Batch
-from diffsynth_lite.errors import RunStoppedError, UserError
+from diffsynth_lite.errors import RunStoppedError
 from diffsynth_lite.run_folder.metrics import MetricsFile, MetricsLog
 from diffsynth_lite.run_folder.progress import StepReport, StepResult
 from diffsynth_lite.training.builder import TrainingObjects, build_engine
 from diffsynth_lite.training.checkpoint.saver import Saver
 from diffsynth_lite.training.distributed import Watchdog, on_main_process
+from diffsynth_lite.training.memory_report import report_graphs, report_memory
 from diffsynth_lite.training.planning.comparison import StepComparison
 from diffsynth_lite.training.run_context import RunContext
 from diffsynth_lite.training.stopping import Requests, ShutdownBudget, StopRequest
@@ -87,7 +82,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
             with comparison.watching(step):
                 result = train_step(built, step)
             if step == start_step + 1:
-                report_memory(run, built, engine, metrics, step)
+                report_memory(config, run.checked, built, engine, metrics, step)
             report_graphs(built.compiler, metrics, step)
             report.after_step(result)
             shutdown.after_step(result.seconds)
@@ -141,8 +136,9 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
     mean_loss = accelerator.reduce(local_loss, reduction="mean")
     grad_norm = torch.nn.utils.clip_grad_norm_(built.trained_parameters, built.max_grad_norm)
 
-    # One transfer for both, as each waits for the device. Both are the same on all devices.
-    loss_value, norm_value = torch.stack([mean_loss, grad_norm]).tolist()
+    # One transfer for all, as each waits for the device. All are the same on all devices.
+    measured = [mean_loss[None], grad_norm[None], built.totals_by_noise(step)]
+    loss_value, norm_value, *totals_by_noise = torch.cat(measured).tolist()
     if math.isfinite(loss_value) and math.isfinite(norm_value):
         optimizer.step()
         if built.averaged is not None:
@@ -158,6 +154,7 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
         learning_rate=learning_rate,
         num_samples=micro_batches[0].step_samples,
         seconds=time.perf_counter() - started_at,
+        totals_by_noise=totals_by_noise,
     )
 
 
@@ -176,51 +173,6 @@ def evaluate(built: TrainingObjects, saver: Saver, metrics: MetricsLog, step: in
     with nullcontext() if averaged is None else averaged.applied():
         loss = on_main_process(built.accelerator, measure)
     saver.update_best(step, math.nan if loss is None else loss)
-
-
-def report_memory(
-    run: RunContext, built: TrainingObjects, engine: GradientEngine, metrics: MetricsLog, step: int
-) -> None:
-    """Log what is quantised, and what checkpointing, offload and streaming did in the first step.
-
-    Raises:
-        UserError: a switch that is on had no effect.
-    """
-    train, memory = run.config.train, run.config.memory
-    report, streamed = engine.report(), built.weights.report()
-    num_micro_batches = train.global_batch_size // (train.micro_batch_size * run.accelerator.num_processes)
-    try:
-        report.require_effect(
-            **engine.flags,
-            save_attention=memory.save_attention != "no",
-            expected_blocks=run.checked.num_blocks * num_micro_batches,
-            expected_checkpointed=run.checked.num_selected_blocks * num_micro_batches,
-        )
-        streamed.require_effect()
-        built.compiler.require_effect()
-    except IneffectiveSwitchError as error:
-        section = "memory" if str(error).startswith(("save_attention", "stream_blocks")) else "train"
-        raise UserError(f"{section}.{error}") from error
-    quantized = QuantizationReport.of(built.transformer)
-    for line in (*quantized.lines(), *report.lines(), *streamed.lines()):
-        logger.info("%s", line)
-    metrics.log(step, quantized.metrics() | report.metrics() | streamed.metrics())
-
-
-def report_graphs(compiler: BlockCompiler, metrics: MetricsLog, step: int) -> None:
-    """Log what was compiled, after each step in which something was."""
-    if not compiler.new_graphs():
-        return
-    report = compiler.report()
-    for line in report.lines():
-        logger.info("%s", line)
-    metrics.log(step, report.metrics())
-    if compiler.is_full:
-        logger.warning(
-            "train.compile: there are %d graphs, the most there may be: where a block fits none of them, it "
-            "runs uncompiled from now on.",
-            report.graphs_compiled,
-        )
 
 
 def _num_parts(batch: Batch, num_processes: int) -> float:

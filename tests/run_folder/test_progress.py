@@ -5,6 +5,7 @@ import io
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,12 @@ class Rows:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
+        self.by_noise: dict[str, float] = {}
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        assert set(values) == {"loss", "grad_norm", "learning_rate", "samples_per_s", "peak_memory_gib"}
+        self.by_noise |= {name: value for name, value in values.items() if "by_noise" in name}
+        others = {"loss", "grad_norm", "learning_rate", "samples_per_s", "peak_memory_gib"}
+        assert values.keys() - self.by_noise.keys() == others
         self.steps.append(step)
 
 
@@ -103,6 +107,19 @@ def test_the_first_step_and_every_so_many_have_a_row_of_metrics(tmp_path: Path) 
     for step in range(1, 26):
         shown.after_step(result(step))
     assert shown._metrics.steps == [1, 10, 20]
+    assert shown._metrics.by_noise == {}
+
+
+def test_the_loss_by_noise_is_a_mean_and_a_tenth_without_samples_has_none(tmp_path: Path) -> None:
+    shown = report(tmp_path)
+    losses, samples = [3.0, *[0.0] * 8, 0.5], [2.0, *[0.0] * 8, 1.0]
+    shown.after_step(replace(result(1), totals_by_noise=[*losses, *samples]))
+    assert shown._metrics.by_noise == {
+        "loss_by_noise/0.0-0.1": 1.5,
+        "loss_by_noise/0.9-1.0": 0.5,
+        "samples_by_noise/0.0-0.1": 2,
+        "samples_by_noise/0.9-1.0": 1,
+    }
 
 
 def test_the_status_tells_step_and_speed_but_not_after_every_step(tmp_path: Path) -> None:

@@ -76,10 +76,12 @@ def test_two_processes_train_on_the_same_samples_as_one(watched_run: TinyRun) ->
     process = start(watched_run, *settings, f"output.dir={double}", command=TORCHRUN)
     _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, errors
-    losses = [
-        [row["loss"] for row in watched_run.metrics(folder) if "loss" in row] for folder in (single, double)
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # sums over samples differ in their order
+    rows = [[row for row in watched_run.metrics(folder) if "loss" in row] for folder in (single, double)]
+    for one, other in zip(*rows, strict=True):
+        for name in (name for name in one if "loss" in name or "samples_by_noise" in name):
+            assert one[name] == pytest.approx(other[name], rel=1e-4)  # sums over samples differ in order
+    by_noise = [value for name, value in rows[1][0].items() if name.startswith("samples_by_noise/")]
+    assert sum(by_noise) == 4
     ours, theirs = checkpoint_tensors(single, 6), checkpoint_tensors(double, 6)
     assert ours.keys() == theirs.keys()
 

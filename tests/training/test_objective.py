@@ -90,8 +90,13 @@ def test_weights_multiply_each_samples_error() -> None:
         return torch.zeros_like(noisy)
 
     errors = (given.noise - given.latents).square().flatten(1).mean(1)
-    loss = objective(zeros, weighting="sigma_sqrt").loss(torch.nn.Identity(), given)
-    torch.testing.assert_close(loss, (errors / given.uniform.square()).mean())
+    weighted = objective(zeros, weighting="sigma_sqrt")
+    losses = errors / given.uniform.square()
+    torch.testing.assert_close(weighted.loss(torch.nn.Identity(), given), losses.mean())
+    # By tenth of the noise, what adds up to it.
+    sums, counts = weighted.loss_by_tenth.take(given.latents.device)
+    torch.testing.assert_close(sums[[2, 7]], losses)
+    assert counts.tolist() == [0, 0, 1, 0, 0, 0, 0, 1, 0, 0]
 
 
 def test_the_shift_gets_the_shape_of_one_sample_and_moves_the_levels_up() -> None:

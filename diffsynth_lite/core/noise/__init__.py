@@ -3,7 +3,13 @@
 from diffsynth_lite.core.noise.densities import TimestepDensity, sigma_from_uniform
 from diffsynth_lite.core.noise.flow_matching import add_noise, velocity
 from diffsynth_lite.core.noise.paths import DiffusionPath, FlowMatchingPath, NoisePath, PredictionType
-from diffsynth_lite.core.noise.shares import LevelShares, draw_of_level, level_shares, mixed_shares
+from diffsynth_lite.core.noise.shares import (
+    LevelShares,
+    LossByTenth,
+    draw_of_level,
+    level_shares,
+    mixed_shares,
+)
 from diffsynth_lite.core.noise.shifts import exponential_shift, resolution_mu, shift_sigma
 from diffsynth_lite.core.noise.weights import LossWeighting, loss_weight
 
@@ -11,6 +17,7 @@ __all__ = [
     "DiffusionPath",
     "FlowMatchingPath",
     "LevelShares",
+    "LossByTenth",
     "LossWeighting",
     "NoisePath",
     "PredictionType",

@@ -1,4 +1,4 @@
-"""How many training steps each part of the noise levels gets, from a quantile function: nothing is drawn."""
+"""This file says how much of the training each part of the noise levels gets: expected, and as it went."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +32,34 @@ class LevelShares:
     def below_half(self) -> float:
         """Part of the levels below 0.5."""
         return sum(self.tenths[: _NUM_TENTHS // 2])
+
+
+class LossByTenth:
+    """Sum of the losses, and number, of the samples in each tenth of the noise levels.
+
+    Both stay on the device: to add some waits for nothing.
+    """
+
+    def __init__(self) -> None:
+        self._totals: Tensor | None = None
+
+    def add(self, sigma: Tensor, losses: Tensor) -> None:
+        """Count samples; one whose loss is not finite is left out.
+
+        Args:
+            sigma: (B,), noise levels in [0, 1]; 1 itself belongs to the last tenth.
+            losses: (B,), on the same device.
+        """
+        losses = losses.detach().float()
+        tenths = torch.arange(_NUM_TENTHS, device=sigma.device)[:, None]
+        counts = ((sigma * _NUM_TENTHS).long().clamp(max=_NUM_TENTHS - 1) == tenths) & losses.isfinite()
+        totals = torch.stack([torch.where(counts, losses, 0.0).sum(1), counts.sum(1)])
+        self._totals = totals if self._totals is None else self._totals + totals
+
+    def take(self, device: torch.device) -> Tensor:
+        """(2, 10), fp32: the sums and the numbers since this was last called, on the device."""
+        totals, self._totals = self._totals, None
+        return torch.zeros(2, _NUM_TENTHS, device=device) if totals is None else totals
 
 
 def level_shares(levels: Quantiles) -> LevelShares:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from diffsynth_lite.core.noise import (
+    LossByTenth,
     TimestepDensity,
     draw_of_level,
     level_shares,
@@ -124,3 +125,15 @@ def test_the_part_above_a_boundary_is_that_of_another_program(
     boundary: float, density: TimestepDensity, shift: float, above: float
 ) -> None:
     assert 1 - draw_of_level(quantiles(density, shift), boundary) == pytest.approx(above, abs=6e-4)
+
+
+def test_losses_are_added_up_by_tenth_until_they_are_taken() -> None:
+    losses, cpu = LossByTenth(), torch.device("cpu")
+    grows = torch.ones(3, requires_grad=True)
+    losses.add(torch.tensor([0.0, 0.1, 0.95]), torch.tensor([1.0, 2.0, 4.0]) * grows)
+    losses.add(torch.tensor([1.0, 0.05, 0.5]), torch.tensor([8.0, math.nan, math.inf]))
+    sums, counts = losses.take(cpu)
+    assert sums.tolist() == [1, 2, *[0] * 7, 12]
+    assert counts.tolist() == [1, 1, *[0] * 7, 2]
+    assert not sums.requires_grad
+    assert losses.take(cpu).tolist() == [[0] * 10] * 2

@@ -1,0 +1,75 @@
+"""This file says what the switches for memory and speed did, and stops a run in which one did nothing."""
+
+import logging
+from typing import Protocol
+
+import torch
+from accelerate import Accelerator
+
+from diffsynth_lite.config import Config
+from diffsynth_lite.core.gradient import BlockCompiler, GradientEngine, IneffectiveSwitchError
+from diffsynth_lite.core.weights import QuantizationReport, WeightStream
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.run_folder.metrics import MetricsLog
+from diffsynth_lite.training.checks import CheckedRun
+
+logger = logging.getLogger(__name__)
+
+
+class Trained(Protocol):
+    """What is trained, and what its switches work on."""
+
+    accelerator: Accelerator
+    transformer: torch.nn.Module
+    weights: WeightStream
+    compiler: BlockCompiler
+
+
+def report_memory(
+    config: Config,
+    checked: CheckedRun,
+    built: Trained,
+    engine: GradientEngine,
+    metrics: MetricsLog,
+    step: int,
+) -> None:
+    """Log what is quantised, and what checkpointing, offload and streaming did in the first step.
+
+    Raises:
+        UserError: a switch that is on had no effect.
+    """
+    train, memory, num_processes = config.train, config.memory, built.accelerator.num_processes
+    report, streamed = engine.report(), built.weights.report()
+    num_micro_batches = train.global_batch_size // (train.micro_batch_size * num_processes)
+    try:
+        report.require_effect(
+            **engine.flags,
+            save_attention=memory.save_attention != "no",
+            expected_blocks=checked.num_blocks * num_micro_batches,
+            expected_checkpointed=checked.num_selected_blocks * num_micro_batches,
+        )
+        streamed.require_effect()
+        built.compiler.require_effect()
+    except IneffectiveSwitchError as error:
+        section = "memory" if str(error).startswith(("save_attention", "stream_blocks")) else "train"
+        raise UserError(f"{section}.{error}") from error
+    quantized = QuantizationReport.of(built.transformer)
+    for line in (*quantized.lines(), *report.lines(), *streamed.lines()):
+        logger.info("%s", line)
+    metrics.log(step, quantized.metrics() | report.metrics() | streamed.metrics())
+
+
+def report_graphs(compiler: BlockCompiler, metrics: MetricsLog, step: int) -> None:
+    """Log what was compiled, after each step in which something was."""
+    if not compiler.new_graphs():
+        return
+    report = compiler.report()
+    for line in report.lines():
+        logger.info("%s", line)
+    metrics.log(step, report.metrics())
+    if compiler.is_full:
+        logger.warning(
+            "train.compile: there are %d graphs, the most there may be: where a block fits none of them, it "
+            "runs uncompiled from now on.",
+            report.graphs_compiled,
+        )
