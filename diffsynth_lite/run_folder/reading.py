@@ -1,6 +1,7 @@
 """This file reads what a run left, also half of it: while it writes, or after it was killed."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +40,7 @@ class TolerantReader:
         rows = [_row(line) for line in lines]
         if unread := rows.count(None):
             self.problems.append(f"{name}: {unread} of {len(rows)} lines are no rows and are left out")
-        return [redacted(row) for row in rows if row is not None]
+        return [_masked(row) for row in rows if row is not None]
 
     def _document(self, name: str, kind: type[_Read]) -> _Read:
         content = self._bytes(name)
@@ -63,6 +64,15 @@ class TolerantReader:
         except OSError as error:
             self.problems.append(f"{name} cannot be read: {error.strerror}")
             return b""
+
+
+def _masked(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without secrets. Numbers hold none, nor do names of columns: to mask these, too, took five times
+    as long as all else that reading 20,000 rows takes."""
+    return {
+        name: value if isinstance(value, int | float | None) else redacted(value)
+        for name, value in row.items()
+    }
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
