@@ -9,8 +9,11 @@ from diffsynth_lite.lora.adapter import (
     load_adapter_tensors,
 )
 from diffsynth_lite.lora.targets import find_target_layers, layers_ending_in
+from diffsynth_lite.lora.update_size import UpdateSize, UpdateSizes
 
 __all__ = [
+    "UpdateSize",
+    "UpdateSizes",
     "adapter_settings",
     "adapter_size",
     "adapter_tensors",

@@ -10,7 +10,12 @@ from diffsynth_lite.core.weights.formats import (
     counted_format,
     weight_format,
 )
-from diffsynth_lite.core.weights.frozen_linear import FrozenLinear, Quantization, QuantizationReport
+from diffsynth_lite.core.weights.frozen_linear import (
+    FrozenLinear,
+    Quantization,
+    QuantizationReport,
+    weight_norm,
+)
 from diffsynth_lite.core.weights.gguf import GgufTensors
 from diffsynth_lite.core.weights.loading import StoredTensors, load_frozen
 from diffsynth_lite.core.weights.packing import HostBlocks, frozen_weights, packed_bytes
@@ -39,4 +44,5 @@ __all__ = [
     "require_saving",
     "spread_evenly",
     "weight_format",
+    "weight_norm",
 ]

@@ -84,6 +84,20 @@ class WeightFormat(ABC):
     def _spans(self, num_columns: int) -> tuple[int, int]:
         """How many weights one number of the values stands for, and one of the scales."""
 
+    def rows(self, values: Tensor, scales: Tensor, rows: range, num_columns: int) -> tuple[Tensor, Tensor]:
+        """Views of the values and the scales of some rows, which ``dense`` takes like those of a weight.
+
+        Args:
+            rows: in order, from a multiple of ``row_step`` on.
+        """
+        assert rows.start % self.row_step == 0, f"{self.name} is not read from row {rows.start} on"
+        first, last = rows.start * num_columns, rows.stop * num_columns
+        value_span, scale_span = self._spans(num_columns)
+        return (
+            values.view(-1)[first // value_span : -(-last // value_span)],
+            scales.view(-1)[first // scale_span : -(-last // scale_span)],
+        )
+
     @abstractmethod
     def dense(self, values: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The weight again, of this shape, computed in fp32 and rounded once to ``dtype``."""
@@ -113,7 +127,7 @@ class Int8(WeightFormat):
     def dense(self, values: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         weight = torch.empty(*shape, dtype=dtype, device=values.device)
         # Into memory of another dtype the kernel computes in fp32; a scale in bf16 would bend whole rows.
-        return torch.mul(values, scales, out=weight)
+        return torch.mul(values.view(*shape), scales.view(-1, 1), out=weight)
 
 
 class Nf4(WeightFormat):

@@ -12,6 +12,9 @@ from diffsynth_lite.core.autocast import autocast_dtype
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.core.weights.formats import WeightFormat
 
+_ROWS_NUMBERS = 2**22
+"""Of a weight whose norm is taken, on the device at once."""
+
 
 class FrozenLinear(nn.Linear):
     """Stands for a frozen ``nn.Linear``, and is one for whoever asks, such as peft, which adapts it as any.
@@ -105,6 +108,30 @@ class _Product(torch.autograd.Function):
         layer = ctx.layer
         shape = layer.out_features, layer.in_features
         return grad @ layer.format.dense(*ctx.saved_tensors, shape, grad.dtype), None
+
+
+def weight_norm(layer: nn.Linear, device: torch.device) -> Tensor:
+    """Frobenius norm of the weight that a plain or a frozen linear layer computes with, a scalar in fp64.
+
+    Args:
+        layer: its weight may be anywhere.
+        device: where it is computed, some rows at a time: at most 64 MiB are there of them at once.
+    """
+    step = layer.format.row_step if isinstance(layer, FrozenLinear) else 1
+    num_rows = max(step, _ROWS_NUMBERS // layer.in_features // step * step)
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for first in range(0, layer.out_features, num_rows):
+        rows = range(first, min(first + num_rows, layer.out_features))
+        squares += torch.linalg.vector_norm(_rows_of(layer, rows, device), dtype=torch.float64) ** 2
+    return squares.sqrt()
+
+
+def _rows_of(layer: nn.Linear, rows: range, device: torch.device) -> Tensor:
+    if not isinstance(layer, FrozenLinear):
+        return layer.weight.detach()[rows.start : rows.stop].to(device)
+    kept = layer.format.rows(layer.weight, layer.weight_scale, rows, layer.in_features)
+    values, scales = (tensor.detach().to(device) for tensor in kept)
+    return layer.format.dense(values, scales, (len(rows), layer.in_features), torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)

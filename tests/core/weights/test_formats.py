@@ -102,3 +102,14 @@ def test_a_format_without_its_kernels_says_which_package_has_them(monkeypatch: p
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(MissingKernelsError, match="bitsandbytes"):
         weight_format("nf4")
+
+
+def test_rows_of_a_weight_are_dense_as_in_the_whole(weights: WeightFormat) -> None:
+    weight = random_weight(200, 24)
+    kept = stored(weights, weight, 200)
+    whole = weights.dense(*kept, weight.shape, torch.float32)
+    for rows in (range(64, 128), range(128, 200)):
+        part = weights.rows(*kept, rows, 24)
+        assert torch.equal(
+            weights.dense(*part, (len(rows), 24), torch.float32), whole[rows.start : rows.stop]
+        )

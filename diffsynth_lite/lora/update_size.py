@@ -1,0 +1,79 @@
+"""This file measures how large the update of a LoRA is, layer by layer, beside the weight that it changes."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from diffsynth_lite.core.weights import weight_norm
+
+_BFLOAT16_ROUNDING = 2.0**-9
+"""Most that a number changes, as a part of it, when it is rounded to bfloat16."""
+
+
+@dataclass(frozen=True)
+class UpdateSize:
+    """How large the update of a layer is.
+
+    Attributes:
+        ratio: Frobenius norm of ``scaling * B @ A`` over that of the frozen weight W.
+        num_inputs: of the layer.
+    """
+
+    ratio: float
+    num_inputs: int
+
+    @property
+    def is_lost_in_rounding(self) -> bool:
+        """Whether it changes the layer's output by less than rounding to bfloat16 does.
+
+        An input x changes it by at most the norm of the update times that of x, where W itself gives, in the
+        mean over all directions of x, the norm of W times that of x over the root of the number of inputs.
+        """
+        return self.ratio * math.sqrt(self.num_inputs) < _BFLOAT16_ROUNDING
+
+
+class UpdateSizes:
+    """Measures the update of each layer that has a LoRA.
+
+    Args:
+        model: with its adapter; its frozen weights do not change, and are read once.
+        device: where to compute; nothing larger than some rows of a weight is put there.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._weight_norms: list[float] | None = None
+
+    def measure(self) -> dict[str, UpdateSize]:
+        """The update of each layer by the layer's full name, of the adapter's present values."""
+        layers = {name: part for name, part in self._model.named_modules() if isinstance(part, LoraLayer)}
+        bases = [layer.get_base_layer() for layer in layers.values()]
+        if self._weight_norms is None:
+            self._weight_norms = _on_host([weight_norm(base, self._device) for base in bases])
+        updates = _on_host([_update_norm(layer).to(self._device) for layer in layers.values()])
+        return {
+            name: UpdateSize(update / norm if norm else math.nan, base.in_features)
+            for name, base, update, norm in zip(layers, bases, updates, self._weight_norms, strict=True)
+        }
+
+
+@torch.no_grad()
+def _update_norm(layer: LoraLayer) -> Tensor:
+    """Frobenius norm of ``scaling * B @ A``, a scalar in fp64, by products of the size of the rank alone.
+
+    Its square is the trace of ``(B A)' B A``, which is the sum of ``(B' B) * (A A')``.
+    """
+    (adapter,) = layer.active_adapters
+    down, up = layer.lora_A[adapter].weight.double(), layer.lora_B[adapter].weight.double()
+    square = ((up.T @ up) * (down @ down.T)).sum()
+    # Where the update is nothing, rounding can leave less.
+    norm: Tensor = abs(layer.scaling[adapter]) * square.clamp(min=0).sqrt()
+    return norm
+
+
+def _on_host(scalars: list[Tensor]) -> list[float]:
+    """In one transfer; each would wait for the device."""
+    return torch.stack(scalars).tolist() if scalars else []
