@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from diffsynth_lite.files import write_text
+from diffsynth_lite.files import replacing
 from diffsynth_lite.report.charts import CHARTS
 from diffsynth_lite.report.run_report import RunReport, read_run
 from diffsynth_lite.run_folder.folder import RunFolder
@@ -27,7 +27,8 @@ def write_report(folder: Path) -> Path:
         OSError: it could not be written; the old page is as it was.
     """
     path = RunFolder(folder).report_file
-    write_text(path, render([read_run(folder)]))
+    with replacing(path) as temporary:
+        temporary.write_text(render([read_run(folder)]), encoding="utf-8")
     return path
 
 

@@ -20,6 +20,7 @@ from diffsynth_lite.core.gradient import BlockCompiler
 from diffsynth_lite.core.weights import WeightStream
 from diffsynth_lite.errors import RunInterrupted, UserError
 from diffsynth_lite.files import write_json, write_text
+from diffsynth_lite.report.renewal import PageRenewal
 from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded
 from diffsynth_lite.run_folder.metrics import MetricsFile, start_trackers
 from diffsynth_lite.training.builder import (
@@ -96,6 +97,7 @@ def run_training(
             keep_every=config.output.keep_every_steps,
         ),
         checked=checked,
+        page=PageRenewal(folder.path, is_main=accelerator.is_main_process),
         console=console,
         clock=clock,
         grace=grace,
@@ -126,7 +128,7 @@ def run_training(
             total_steps=config.train.steps,
         )
         kernels = deterministic_kernels() if config.train.deterministic else nullcontext()
-        with recorded if run.is_main else nullcontext(), shortages_explained(), kernels:
+        with run.page.concluded(), recorded if run.is_main else nullcontext(), shortages_explained(), kernels:
             _conclude(run, _train(run, fingerprint, checkpoint, stop))
 
 

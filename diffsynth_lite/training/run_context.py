@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from diffsynth_lite.config import Config, LoadedConfig
+from diffsynth_lite.report.renewal import PageRenewal
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.checkpoint.resume import ResumePolicy
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
@@ -62,6 +63,7 @@ class RunContext:
         folder: where the run writes.
         store: its checkpoints.
         checked: the base model and the data, as far as they are known before weights load.
+        page: what a person opens to see how the run goes.
         console: where the progress line goes.
         clock: counts the start-up time.
         grace: how long the launcher waits for a run that it stops; None where that is not known.
@@ -74,6 +76,7 @@ class RunContext:
     folder: RunFolder
     store: CheckpointStore
     checked: CheckedRun
+    page: PageRenewal
     console: Console
     clock: StartupClock
     grace: GracePeriod | None

@@ -96,6 +96,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
             watchdog.reset()
             if asked.stop:
                 break
+            run.page.renew()
     # Stopped, or no step was left to take; a step that is saved already is not written again.
     if step < total_steps or step == start_step:
         saver.save(step)
