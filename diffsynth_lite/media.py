@@ -1,5 +1,7 @@
-"""This file holds what an encoder gets of one training item: decoded pictures, and the text with them."""
+"""This file holds decoded pictures: what an encoder gets of one training item, and small ones to be shown."""
 
+import base64
+import io
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,3 +63,10 @@ class Prompt:
     text: str
     images: tuple[Image, ...] = ()
     is_negative: bool = False
+
+
+def jpeg_url(picture: Image) -> str:
+    """A picture as a JPEG in a data URL: the same text for the same picture."""
+    file = io.BytesIO()
+    picture.convert("RGB").save(file, "JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -102,7 +102,8 @@ class LoggingSettings(Settings):
     """Project that the trackers file the run under."""
 
     run_name: NonEmptyStr | None = None
-    """Name that the trackers give the run; null lets them choose."""
+    """Name of the run for trackers, and of the LoRA for programs that read its file; null lets the trackers
+    choose, and calls the LoRA by its trigger words and its base model."""
 
     wandb_mode: Literal["online", "offline"] = "online"
     """`offline` needs no account: wandb writes to a folder, which `wandb sync` can upload later."""

@@ -3,7 +3,7 @@
 from diffsynth_lite.data.batches import Batch, BatchStream, EntryReader
 from diffsynth_lite.data.buckets import Bucket, BucketRule, kept_ratio
 from diffsynth_lite.data.cache import TensorCache, prune, verify
-from diffsynth_lite.data.captions import tag_variants
+from diffsynth_lite.data.captions import count_tags, tag_variants
 from diffsynth_lite.data.encoding import (
     Encodable,
     Encoder,
@@ -58,6 +58,7 @@ __all__ = [
     "TensorCache",
     "TrainingItem",
     "VideoFacts",
+    "count_tags",
     "encode_missing",
     "find_records",
     "find_undecodable",

@@ -1,17 +1,25 @@
-"""This file makes the captions of an item out of what was written about it, in rows and in text files."""
+"""This file makes the captions of an item out of what was written about it, and counts tags in them."""
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from diffsynth_lite.core.randomness import counter_generator
 from diffsynth_lite.data.folder import Folder, is_unicode
-from diffsynth_lite.data.records import stem
+from diffsynth_lite.data.records import Record, stem
 from diffsynth_lite.errors import UserError, join_names
 
 logger = logging.getLogger(__name__)
 
 _NUMBERED = re.compile(r"(.*)\.(\d+)")
+
+MAX_TAGS = 500
+"""Of one source that are told."""
+_MAX_TAG_LETTERS = 128
+"""What is longer is a sentence."""
+_MAX_COUNTED = 50_000
+"""Different tags of one source that are counted at once: some 10 MB."""
 
 
 def clean_caption(text: str) -> str:
@@ -82,6 +90,32 @@ def tag_variants(caption: str, *, count: int, separator: str, keep: int) -> tupl
         order = counter_generator(0, f"tag-shuffle:{caption}", number).permutation(len(rest))
         variants.append(joint.join([*first, *(rest[index] for index in order)]))
     return tuple(dict.fromkeys(variants))
+
+
+def count_tags(records: Iterable[Record], separator: str) -> dict[int, dict[str, int]]:
+    """How many records of each source hold a tag, in any of their captions.
+
+    Args:
+        separator: between tags; white space around them is not theirs.
+
+    Returns:
+        By source, its 500 most frequent tags, the most frequent first. Of a source with more than 50,000
+        different tags rare ones are let go on the way, and those that come again later are counted anew.
+    """
+    mark = separator.strip() or separator
+    counts: dict[int, Counter[str]] = {}
+    for record in records:
+        tags = {tag.strip() for caption in record.captions for tag in caption.split(mark)}
+        of_source = counts.setdefault(record.source, Counter())
+        of_source.update(tag for tag in tags if 0 < len(tag) <= _MAX_TAG_LETTERS)
+        if len(of_source) > _MAX_COUNTED:
+            counts[record.source] = Counter(_most_frequent(of_source, _MAX_COUNTED // 2))
+    return {source: _most_frequent(counted, MAX_TAGS) for source, counted in counts.items()}
+
+
+def _most_frequent(counts: Mapping[str, int], number: int) -> dict[str, int]:
+    """The same ones in whatever order they were counted."""
+    return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))[:number])
 
 
 class CaptionFiles:

@@ -1,7 +1,5 @@
 """This file writes the doctor's findings as one HTML page that needs nothing else: no network, no scripts."""
 
-import base64
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +8,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 
 from diffsynth_lite.doctor.findings import Findings, SheetEntry
+from diffsynth_lite.media import jpeg_url
 from diffsynth_lite.redaction import redacted
 
 _THUMBNAIL_PX = 208
@@ -82,7 +81,4 @@ def _inline(kind: str, picture: Image.Image) -> _Picture:
     small = picture.convert("RGB")
     is_strip = small.width > _STRIP_ASPECT * small.height
     small.thumbnail((_STRIP_PX if is_strip else _THUMBNAIL_PX, _THUMBNAIL_PX))
-    file = io.BytesIO()
-    small.save(file, "JPEG", quality=80)
-    source = f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
-    return _Picture(kind=kind, source=source, width=small.width, height=small.height)
+    return _Picture(kind=kind, source=jpeg_url(small), width=small.width, height=small.height)

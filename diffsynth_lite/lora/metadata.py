@@ -40,7 +40,7 @@ class LoraFacts:
 
     Attributes:
         version: of this package.
-        title: what the LoRA is called.
+        name: what the user calls the run; None where it has no name.
         family: name of the model family.
         base: what it was trained on.
         contract: hash of the settings, weights and data that decide the run's numbers, 64 hexadecimal digits.
@@ -52,11 +52,11 @@ class LoraFacts:
         sources: of the data, by their place in the config.
         sigma_range: the noise levels that were trained on.
         prediction_type: ``epsilon`` or ``v``; None of a model on the flow-matching path.
-        training: how it was trained, by sd-scripts' names without ``ss_``.
+        training: how it was trained, by sd-scripts' names without ``ss_``; None is left out.
     """
 
     version: str
-    title: str
+    name: str | None
     family: str
     base: BaseModel
     contract: str
@@ -68,7 +68,17 @@ class LoraFacts:
     sources: Mapping[str, SourceFacts]
     sigma_range: NoiseRange = _ALL_NOISE
     prediction_type: str | None = None
-    training: Mapping[str, str | float | bool]
+    training: Mapping[str, str | float | None]
+
+    @property
+    def model_name(self) -> str:
+        """What the base model is called: the release, or else the family."""
+        return self.base.release.name if self.base.release else self.family
+
+    @property
+    def title(self) -> str:
+        """What the LoRA is called: the run's name, or else its trigger words and its base model."""
+        return self.name or ", ".join([*self.trigger_words, f"{self.model_name} LoRA"])
 
 
 def lora_metadata(
@@ -107,7 +117,7 @@ def _modelspec(
 ) -> dict[str, str | None]:
     words = ", ".join(facts.trigger_words) or None
     release = facts.base.release
-    about = f"LoRA of rank {facts.rank} for {release.name if release else facts.family}, after {step} steps."
+    about = f"LoRA of rank {facts.rank} for {facts.model_name}, after {step} steps."
     width, height = facts.resolution
     return {
         "sai_model_spec": "1.0.1",
@@ -152,7 +162,7 @@ def _sd_scripts(facts: LoraFacts, step: int) -> dict[str, object]:
     return {
         "base_model_version": facts.base.version,
         "sd_model_name": facts.base.hub_id,
-        "output_name": facts.title,
+        "output_name": facts.name,
         "network_module": "networks.lora",
         "network_dim": facts.rank,
         "network_alpha": _number(facts.alpha),

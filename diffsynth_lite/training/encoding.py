@@ -33,6 +33,7 @@ from diffsynth_lite.data import (
     Shard,
     TensorCache,
     TrainingItem,
+    count_tags,
     encode_missing,
     find_undecodable,
     load_image,
@@ -48,8 +49,20 @@ from diffsynth_lite.training.evaluation import ValidationItem
 
 logger = logging.getLogger(__name__)
 
-_Usable = tuple[ItemTable, DataIdentity]
-"""The items of a data set of which nothing is bad, and what they are wherever their tensors may be."""
+
+@dataclass(frozen=True, kw_only=True)
+class _Usable:
+    """What of a data set is not bad.
+
+    Attributes:
+        items: that are trained on.
+        identity: what these items hold, wherever their tensors are.
+        tag_counts: how many records of each source hold a tag, as ``count_tags`` has it.
+    """
+
+    items: ItemTable
+    identity: DataIdentity
+    tag_counts: Mapping[int, Mapping[str, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +87,7 @@ class TrainingData:
     Attributes:
         items: what is trained on, in order, with the keys of its tensors.
         identity: what these items hold, wherever their tensors are.
+        tag_counts: how many records of each source hold a tag, as ``count_tags`` has it.
         tensors: reads the tensors of a key.
         is_live: tensors are encoded when they are read, in the process that holds the encoders.
         validation_items: what the fixed-noise loss is measured on: the first held-out items, or the first of
@@ -84,6 +98,7 @@ class TrainingData:
 
     items: ItemTable
     identity: DataIdentity
+    tag_counts: Mapping[int, Mapping[str, int]]
     tensors: EntryReader
     is_live: bool
     validation_items: Sequence[ValidationItem]
@@ -115,6 +130,7 @@ class EncodingJob:
         self.prompts: dict[str, PromptItem] = {}
         self.datasets: list[tuple[DatasetPlan, ItemTable]] = []
         self.preview_keys: list[tuple[str, str]] = []
+        self._tag_separator = config.data.tag_separator
         self._prompt_sees_images = family.prompt_sees_images
         self._media_encoder = Encoder(
             what="items",
@@ -154,7 +170,9 @@ class EncodingJob:
             media_encoder=self._media_encoder.identity,
             prompt_encoder=self._prompt_encoder.identity,
         )
-        return table, identity
+        records = {item.record.name: item.record for item in plan.items}
+        tag_counts = count_tags(records.values(), self._tag_separator)
+        return _Usable(items=table, identity=identity, tag_counts=tag_counts)
 
     def _row(self, item: TrainingItem, *, has_unconditional: bool) -> ItemRow:
         media_key = item.key(self.cache, self._media_encoder.identity)
@@ -279,19 +297,19 @@ def encode_run(
     with FileMemory(index_file(cache_folder(config))) as memory:
         job = plan_encoding(config, family, accelerator, records=records, held_out=held_out, memory=memory)
         training, measured = _encode(config, job, memory, accelerator)
-    items, identity = training
-    validation_items, validation_identity = measured if held_out else training
+    validation = measured if held_out else training
     tensors = job.cache if config.data.cache else LiveTensors(job.passes)
-    num_measured = min(config.validation.loss_items, len(validation_items))
+    num_measured = min(config.validation.loss_items, len(validation.items))
     return TrainingData(
-        items=items,
-        identity=identity,
+        items=training.items,
+        identity=training.identity,
+        tag_counts=training.tag_counts,
         tensors=tensors,
         is_live=not config.data.cache,
         validation_items=[
-            _validation_item(tensors, validation_items.row(place)) for place in range(num_measured)
+            _validation_item(tensors, validation.items.row(place)) for place in range(num_measured)
         ],
-        validation_identity=validation_identity,
+        validation_identity=validation.identity,
         prompts=_encoded_prompts(config, job, tensors),
     )
 

@@ -23,6 +23,7 @@ from diffsynth_lite import __version__
 from diffsynth_lite.core.randomness import random_state_scope
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.files import replacing
+from diffsynth_lite.media import jpeg_url
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.training.evaluation import evaluation_mode
@@ -45,6 +46,7 @@ _HEADER_PX = 28
 _FONT_PX = 14
 _LINE_CHARACTERS = 25
 _STRIP_FRAMES = 5
+_THUMBNAIL_PX = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,28 @@ class Previews:
             return None
         finally:
             free_memory()
+
+    def thumbnail(self, step: int) -> str | None:
+        """A small picture of the first prompt after training: of the last previews up to a step.
+
+        Returns:
+            A data URL; of a clip its middle frame. None where nothing was drawn yet, or cannot be read.
+        """
+        if not self.requests or not self.folder.is_dir():
+            return None
+        trained = [drawn for drawn in self._drawn_steps() if 0 < drawn <= step]
+        if not trained:
+            return None
+        try:
+            picture = _open(self._file(trained[-1], 0))
+        except (OSError, SyntaxError) as error:  # what PIL raises for a file that is no PNG any more
+            logger.warning("The LoRA has no thumbnail of step %d: %s", trained[-1], error)
+            return None
+        count = min(self.requests[0].num_frames, _STRIP_FRAMES)
+        width = picture.width // count
+        middle = picture.crop((count // 2 * width, 0, (count // 2 + 1) * width, picture.height))
+        middle.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
+        return jpeg_url(middle)
 
     def _save(self, previews: Sequence[Sequence[Image.Image]], step: int) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,7 @@ from diffsynth_lite.training.builder import (
     build_workload,
     lora_alpha,
 )
+from diffsynth_lite.training.checkpoint.lora_facts import gather_lora_facts
 from diffsynth_lite.training.checkpoint.lora_file import read_initial_lora
 from diffsynth_lite.training.checkpoint.manifest import Checkpoint
 from diffsynth_lite.training.checkpoint.resume import (
@@ -192,6 +193,8 @@ def _train(
         averaged=averaged,
         accelerator=run.accelerator,
         fingerprint=fingerprint,
+        facts=gather_lora_facts(run.config, run.checked.family, encoded, fingerprint),
+        thumbnail=built.previews.thumbnail,
         run_id=run_id,
         lineage=lineage,
         resolved_yaml=run.loaded.resolved_yaml,

@@ -1,8 +1,17 @@
 import itertools
+from pathlib import Path
 
 import pytest
 
-from diffsynth_lite.data.captions import captions_in, clean_caption, has_trigger, tag_variants, with_trigger
+from diffsynth_lite.data import Record
+from diffsynth_lite.data.captions import (
+    captions_in,
+    clean_caption,
+    count_tags,
+    has_trigger,
+    tag_variants,
+    with_trigger,
+)
 from diffsynth_lite.errors import UserError
 
 
@@ -106,3 +115,31 @@ def test_the_variants_of_a_caption_never_change():
         "sks, round, small, red",
         "sks, round, red, small",
     )
+
+
+def records_of(*captions: tuple[str, ...], source: int = 0) -> list[Record]:
+    return [
+        Record(name=str(place), source=source, target=Path("a.png"), captions=texts)
+        for place, texts in enumerate(captions)
+    ]
+
+
+def test_a_tag_counts_once_a_record_in_whatever_captions_and_orders_it_stands():
+    first = records_of(("cat, red,cat", "red , cat", "black"), ("red,, cat",), ("a" * 129 + ",b",))
+    other = records_of(("red; a, b",), source=2)
+    counted = {0: {"cat": 2, "red": 2, "b": 1, "black": 1}, 2: {"b": 1, "red; a": 1}}
+    assert count_tags([*first, *other], ",") == counted
+    assert [list(tags) for tags in count_tags([*first, *other], ",").values()] == [
+        list(tags) for tags in counted.values()
+    ]
+    assert count_tags(other, "; ") == {2: {"a, b": 1, "red": 1}}
+
+
+def test_of_many_tags_the_most_frequent_are_counted_in_bounded_memory(monkeypatch):
+    monkeypatch.setattr("diffsynth_lite.data.captions._MAX_COUNTED", 20)
+    records = records_of(*((f"ohwx, {place % 3}, number {place}",) for place in range(300)))
+    (tags,) = count_tags(records, ",").values()
+    assert len(tags) <= 20
+    assert list(tags.items())[:4] == [("ohwx", 300), ("0", 100), ("1", 100), ("2", 100)]
+    monkeypatch.setattr("diffsynth_lite.data.captions.MAX_TAGS", 2)
+    assert count_tags(records, ",") == {0: {"ohwx": 300, "0": 100}}

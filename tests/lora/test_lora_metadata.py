@@ -10,7 +10,7 @@ from diffsynth_lite.releases import BaseModel
 SDXL = releases_of("sdxl")[0]
 FACTS = LoraFacts(
     version="0.1.0",
-    title="Ohwx dog",
+    name="Ohwx dog",
     family="sdxl",
     base=BaseModel(
         hub_id=SDXL.hub_id,
@@ -87,10 +87,18 @@ def test_a_file_says_what_programs_look_for_and_nothing_that_is_not_known() -> N
 
 def test_of_a_model_that_is_no_release_and_a_run_without_trigger_less_is_told() -> None:
     facts = replace(
-        FACTS, base=BaseModel(), family="aura_flow", trigger_words=(), prediction_type=None, sources={}
+        FACTS,
+        name=None,
+        base=BaseModel(),
+        family="aura_flow",
+        trigger_words=(),
+        prediction_type=None,
+        sources={},
     )
     metadata = lora_metadata(facts, step=1, is_average=True)
     assert metadata["modelspec.architecture"] == "aura_flow/lora"
+    assert metadata["modelspec.title"] == "aura_flow LoRA"
+    assert replace(FACTS, name=None).title == "ohwx dog, in ohwx style, SDXL base 1.0 LoRA"
     assert metadata["modelspec.description"] == "LoRA of rank 16 for aura_flow, after 1 steps."
     assert metadata["diffsynth_lite.weights"] == "average"
     missing = (
@@ -101,7 +109,7 @@ def test_of_a_model_that_is_no_release_and_a_run_without_trigger_less_is_told() 
             "modelspec.prediction_type",
         ),
         *("modelspec.thumbnail", "modelspec.timestep_range", "modelspec.date", "ss_base_model_version"),
-        *("ss_sd_model_name", "ss_tag_frequency", "diffsynth_lite.base_model"),
+        *("ss_sd_model_name", "ss_output_name", "ss_tag_frequency", "diffsynth_lite.base_model"),
     )
     assert metadata.keys().isdisjoint(missing)
 

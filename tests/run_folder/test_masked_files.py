@@ -14,6 +14,7 @@ from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.files import write_json
 from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest
 from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.redaction import Redactor, in_force
 from diffsynth_lite.run_folder.metrics import start_trackers
 from diffsynth_lite.training.checkpoint.lora_file import export_lora
 from diffsynth_lite.training.checkpoint.resume import require_same, settings_fingerprint
@@ -53,14 +54,24 @@ def test_the_list_of_bad_items_is_masked(config: Config, tmp_path: Path) -> None
     assert row == {"item": "0.png", "reason": "https://REDACTED@example.org/ is no picture"}
 
 
-def test_the_metadata_of_a_lora_are_masked(tmp_path: Path) -> None:
+def test_the_metadata_of_a_lora_are_masked_but_never_its_layers(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
     family = QwenImage(PipelineFolder(path=tmp_path))
-    tensors = {"transformer_blocks.0.attn.to_q.lora_A.weight": torch.ones(2, 4)}
-    settings = {"r": 2, "base_model_name_or_path": f"https://{TOKEN}@example.org/model"}
-    (file,) = export_lora(family, tmp_path / "lora", tensors, settings)
+    layer = "transformer_blocks.0.attn.to_q"
+    tensors = {f"{layer}.lora_A.weight": torch.ones(2, 4), f"{layer}.lora_B.weight": torch.ones(3, 2)}
+    settings = {
+        "r": 2,
+        "lora_alpha": 2,
+        "target_modules": [layer],
+        "base_model_name_or_path": f"https://{TOKEN}@example.org/model",
+    }
+    # The value of a secret variable, and the name of a layer.
+    with in_force(Redactor({"KEY": "transformer_blocks"})):
+        (file,) = export_lora(family, tmp_path / "lora", tensors, settings, lambda _: {})
     with safetensors.safe_open(file, "pt") as opened:
-        assert "https://REDACTED@example.org/model" in str(opened.metadata())
+        metadata = str(opened.metadata())
+    assert "https://REDACTED@example.org/model" in metadata
+    assert layer in metadata
     assert TOKEN.encode() not in file.read_bytes()
 
 

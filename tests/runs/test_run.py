@@ -1,6 +1,10 @@
 """Whole runs through the training command, on a tiny pipeline of the real classes."""
 
+import base64
 import errno
+import hashlib
+import io
+import json
 import os
 import shutil
 from dataclasses import replace
@@ -11,7 +15,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from PIL import Image
-from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, make_run
+from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, lora_metadata_of, make_run
 
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.run_folder.progress import StepResult
@@ -40,6 +44,38 @@ def test_a_run_folder_holds_what_the_readme_says(watched_run: TinyRun) -> None:
         assert grid.width > 2 * 64
     drawn = sorted(path.name[:23] for path in (watched_run.folder / "previews").glob("step-*.png"))
     assert drawn == [f"step-{step:08d}-prompt-{place:02d}" for step in (0, 6) for place in (0, 1)]
+    metadata = lora_metadata_of(watched_run.folder / "lora")
+    assert_told(metadata)
+    contract = json.loads((watched_run.folder / "contract.json").read_text())
+    digest = hashlib.sha256(json.dumps(contract, sort_keys=True).encode()).hexdigest()
+    assert metadata["diffsynth_lite.contract"] == digest
+    assert str(watched_run.root) not in str(metadata)
+
+
+def assert_told(metadata: dict[str, str]) -> None:
+    """What a file says of six steps on five pictures, on a model that is no release."""
+    told = {
+        "modelspec.architecture": "Qwen-Image/lora",
+        "modelspec.title": "qwen_image LoRA",
+        "modelspec.resolution": "64x32",
+        "diffsynth_lite.step": "6",
+        "diffsynth_lite.dtype": "float32",
+        "ss_network_dim": "4",
+        "ss_network_alpha": "8",
+        "ss_network_dropout": "0.1",
+        "ss_num_train_images": "5",
+        "ss_total_batch_size": "4",
+        "ss_learning_rate": "0.01",
+        "ss_optimizer": "torch.optim.adamw.AdamW(weight_decay=0.01,betas=(0.9, 0.999),eps=1e-08)",
+    }
+    assert {name: metadata.get(name) for name in told} == told
+    tags = {"a red circle": 3, "a red circle on a white background": 2}
+    assert json.loads(metadata["ss_tag_frequency"]) == {"data": tags}
+    assert json.loads(metadata["ss_bucket_info"])["buckets"] == {"0": {"resolution": [64, 32], "count": 5}}
+    assert metadata.keys().isdisjoint(("ss_output_name", "ss_sd_model_name", "modelspec.license"))
+    thumbnail = base64.b64decode(metadata["modelspec.thumbnail"].removeprefix("data:image/jpeg;base64,"))
+    with Image.open(io.BytesIO(thumbnail)) as picture:
+        assert picture.size == (64, 32)
 
 
 def test_the_loss_on_fixed_noise_falls(tiny_run: TinyRun) -> None:

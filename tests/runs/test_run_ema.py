@@ -7,7 +7,7 @@ import torch
 from accelerate.state import AcceleratorState
 from diffusers import QwenImagePipeline
 from safetensors.torch import load_file
-from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, make_run
+from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, lora_metadata_of, make_run
 
 SETTINGS = (
     *("train.ema_decay=0.6", "train.lr_scheduler=cosine", "train.warmup_steps=2"),
@@ -33,6 +33,12 @@ def test_a_resumed_average_is_the_one_of_the_whole_run_bit_for_bit(watched_run: 
         load_file(folder / "lora_ema" / "pytorch_lora_weights.safetensors") for folder in (whole, parts)
     ]
     assert differing(*exported) == []
+    metadata = lora_metadata_of(whole / "lora_ema")
+    assert metadata["diffsynth_lite.weights"] == "average"
+    thumbnail = metadata.pop("modelspec.thumbnail")
+    assert thumbnail.startswith("data:image/jpeg;base64,")
+    assert thumbnail == lora_metadata_of(whole / "lora")["modelspec.thumbnail"]
+    assert metadata == lora_metadata_of(parts / "lora_ema")  # which draws nothing
 
 
 def test_a_run_that_forgets_its_average_would_be_another(tiny_run: TinyRun, monkeypatch) -> None:

@@ -9,7 +9,16 @@ import safetensors.torch
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from original_layouts import original_layout
-from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, forked, tiny_picture, write_config
+from tiny_run import (
+    UNWATCHED,
+    TinyRun,
+    checkpoint_tensors,
+    differing,
+    forked,
+    lora_metadata_of,
+    tiny_picture,
+    write_config,
+)
 
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.pipelines.wan import tiny, tiny_wan_transformer
@@ -93,10 +102,10 @@ def test_each_step_trains_one_expert_and_a_resumed_run_from_files_is_the_same_bi
     assert differing(checkpoint_tensors(whole, STEPS), checkpoint_tensors(parts, STEPS)) == []
     files = ["pytorch_lora_weights_high_noise.safetensors", "pytorch_lora_weights_low_noise.safetensors"]
     assert sorted(path.name for path in (whole / "lora").iterdir()) == files
-    for file in files:
-        with safetensors.safe_open(whole / "lora" / file, framework="pt") as weights:
-            metadata = json.loads(weights.metadata()["lora_adapter_metadata"])
-        assert metadata["transformer.lora_alpha"] == 8
+    for file, timesteps in zip(files, ("500,999", "0,499"), strict=True):
+        metadata = lora_metadata_of(whole / "lora", file)
+        assert json.loads(metadata["lora_adapter_metadata"])["transformer.lora_alpha"] == 8
+        assert metadata["modelspec.timestep_range"] == timesteps
 
 
 def test_one_expert_alone_is_trained_at_its_noise_levels_and_drawn_with_the_other(

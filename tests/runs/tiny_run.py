@@ -262,6 +262,12 @@ def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
     }
 
 
+def lora_metadata_of(folder: Path, file: str = "pytorch_lora_weights.safetensors") -> dict[str, str]:
+    """What the header of a LoRA file says."""
+    with safetensors.safe_open(folder / file, framework="pt") as opened:
+        return opened.metadata()
+
+
 def differing(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> Sequence[str]:
     """Names of the tensors that are not the same bit for bit."""
     names = first.keys() | second.keys()

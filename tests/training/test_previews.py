@@ -1,6 +1,8 @@
 """Preview files and their grid, with a family that draws plain colours."""
 
+import base64
 import dataclasses
+import io
 import json
 import re
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ from types import SimpleNamespace
 import av
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageStat
 
 from diffsynth_lite import __version__
 from diffsynth_lite.pipelines import PreviewRequest
@@ -98,6 +100,49 @@ def test_a_long_run_shows_its_first_and_last_step_and_some_between(tmp_path: Pat
     for step in range(0, 200, 10):
         path = drawn.draw(model, step)
     assert pixel_counts(path)[255, 0, 0] == 12 * 128 * 64
+
+
+def test_a_thumbnail_is_of_the_last_previews_up_to_a_step_and_of_a_clip_its_middle(tmp_path: Path) -> None:
+    model, colours = torch.nn.Linear(1, 1), iter(["black", "red", "lime", "blue"])
+    drawn = previews(tmp_path / "new", lambda *_: [[Image.new("RGB", (512, 64), next(colours))]], ["one"])
+    assert drawn.thumbnail(0) is None
+    for step in (0, 10, 20):
+        drawn.draw(model, step)
+    seen = {step: thumbnail_of(drawn, step) for step in (9, 10, 19, 20, 99)}
+    assert seen[9] is None  # what the model drew before is not the LoRA's
+    assert [seen[step].size for step in (10, 99)] == [(256, 32)] * 2
+    assert [dominant(seen[step]) for step in (10, 19, 20, 99)] == [0, 0, 1, 1]
+
+    frames = [Image.new("RGB", (16, 8), name) for name in ("red", "red", "lime", "blue", "blue")]
+    clip = previews(tmp_path / "clip", lambda *_: [[*frames]], ["one"])
+    clip = dataclasses.replace(clip, requests=[dataclasses.replace(clip.requests[0], num_frames=5)])
+    clip.draw(model, 1)
+    assert thumbnail_of(clip, 1).size == (16, 8)
+    assert dominant(thumbnail_of(clip, 1)) == 1
+
+
+def test_a_preview_that_was_damaged_is_no_thumbnail_and_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    drawn = previews(tmp_path, draw_colours)
+    drawn.draw(torch.nn.Linear(1, 1), 5)
+    path = next(tmp_path.glob("step-*-prompt-00-*.png"))
+    for content in (b"", path.read_bytes()[:60]):
+        path.write_bytes(content)
+        assert drawn.thumbnail(5) is None
+        assert "no thumbnail of step 5" in caplog.text
+        caplog.clear()
+
+
+def thumbnail_of(drawn: Previews, step: int) -> Image.Image | None:
+    url = drawn.thumbnail(step)
+    return url and Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/jpeg;base64,"))))
+
+
+def dominant(picture: Image.Image) -> int:
+    """The channel that is strongest."""
+    means = ImageStat.Stat(picture).mean
+    return means.index(max(means))
 
 
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])

@@ -1,7 +1,7 @@
 """This file writes the LoRA for inference and reads it back, and reads the one that a run starts from."""
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ from safetensors import SafetensorError
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import sync
+from diffsynth_lite.lora.file_header import add_metadata
+from diffsynth_lite.lora.metadata import NoiseRange
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.redaction import redacted
 
@@ -17,14 +19,19 @@ _FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"
 
 
 def export_lora(
-    family: ModelFamily, folder: Path, tensors: dict[str, torch.Tensor], settings: dict[str, Any]
+    family: ModelFamily,
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    settings: dict[str, Any],
+    describe: Callable[[NoiseRange], Mapping[str, str]],
 ) -> list[Path]:
     """Write an adapter in its family's format, read it back, compare, and only then replace the last one.
 
     Args:
         folder: where the files go; a reader sees the old file or the new one, also after a power cut.
         tensors: the adapter by peft's names.
-        settings: peft's settings, alpha included; the file holds them with secrets masked.
+        settings: peft's settings, alpha included; the file holds them with secrets masked, layers by name.
+        describe: what a file says of its run, by the noise levels that it is for.
 
     Returns:
         The files written.
@@ -32,11 +39,18 @@ def export_lora(
     Raises:
         RuntimeError: the files do not hold the adapter. A bug, of ours or of the library that wrote it.
     """
-    settings = redacted(settings)
+    # A layer is no secret: to call it otherwise would be another LoRA.
+    settings = {
+        name: value if name == "target_modules" else redacted(value) for name, value in settings.items()
+    }
     aside = folder.with_name(f".{folder.name}-writing")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         written = family.save_lora(aside, tensors, settings)
+        # Of experts each has its own range; other models have one, whatever their files.
+        ranges = family.noise_ranges if len(family.noise_ranges) > 1 else family.noise_ranges * len(written)
+        for file, noise_range in zip(written, ranges, strict=True):
+            add_metadata(file, describe(noise_range))
         _compare(family, aside, tensors, settings)
         folder.mkdir(parents=True, exist_ok=True)
         for file in written:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from accelerate import Accelerator
 
 from diffsynth_lite.files import set_aside
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, by_peft_names, load_adapter_tensors
+from diffsynth_lite.lora.metadata import LoraFacts, NoiseRange, lora_metadata
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.checkpoint.lora_file import export_lora
@@ -42,6 +44,8 @@ class Saver:
         averaged: the adapter's moving average; None where none is kept.
         accelerator: the main process writes, the others wait.
         fingerprint: what a resumed run must agree with.
+        facts: what the LoRA's files say of the run.
+        thumbnail: of the last previews up to a step, as a data URL; None where there is none.
         run_id: identifies the run across resumes.
         resolved_yaml: the run's settings, kept beside each checkpoint.
         keeps_best: whether the checkpoint with the lowest loss on held-out data is kept.
@@ -58,6 +62,8 @@ class Saver:
     averaged: AveragedWeights | None
     accelerator: Accelerator
     fingerprint: RunFingerprint
+    facts: LoraFacts
+    thumbnail: Callable[[int], str | None]
     run_id: str
     lineage: Lineage
     resolved_yaml: str
@@ -121,7 +127,9 @@ class Saver:
         folder = self.folder.best_lora_folder
         tensors = self._best_tensors() if self.best else None
         if tensors is not None:
-            export_lora(self.family, folder, tensors, adapter_settings(self.transformer))
+            assert self.best is not None
+            describe = self._description(self.best["step"], is_average=self.measures_average)
+            export_lora(self.family, folder, tensors, adapter_settings(self.transformer), describe)
         elif folder.exists():
             aside = set_aside(folder, "left")
             logger.warning("%s is of no checkpoint that this run goes on from; moved to %s.", folder, aside)
@@ -149,7 +157,7 @@ class Saver:
         self.best = {"step": step, "loss": loss, "measured_by": self.protocol.document()}
         self.store.pinned = step
         self._write(step)
-        self._export(self.folder.best_lora_folder, average=self.measures_average)
+        self._export(self.folder.best_lora_folder, step, average=self.measures_average)
         logger.info("Step %d is the best so far: loss %.4f on validation.data.", step, loss)
 
     def _write(self, step: int) -> None:
@@ -172,17 +180,28 @@ class Saver:
                 "config": self.resolved_yaml,
             },
         )
-        self._export(self.folder.lora_folder, average=False)
+        self._export(self.folder.lora_folder, step, average=False)
         if self.averaged is not None:
-            self._export(self.folder.ema_lora_folder, average=True)
+            self._export(self.folder.ema_lora_folder, step, average=True)
         # Last: a checkpoint of an earlier start, whose export failed, is still to be exported.
         self._saved_step = step
 
-    def _export(self, folder: Path, *, average: bool) -> None:
+    def _export(self, folder: Path, step: int, *, average: bool) -> None:
+        describe = self._description(step, is_average=average)
         with self.averaged.applied() if average and self.averaged else nullcontext():
-            export_lora(
-                self.family, folder, adapter_tensors(self.transformer), adapter_settings(self.transformer)
+            tensors, settings = adapter_tensors(self.transformer), adapter_settings(self.transformer)
+            export_lora(self.family, folder, tensors, settings, describe)
+
+    def _description(self, step: int, *, is_average: bool) -> Callable[[NoiseRange], Mapping[str, str]]:
+        """What a file with the weights of a step says, by the noise levels that it is for."""
+        thumbnail = self.thumbnail(step)
+
+        def describe(noise_range: NoiseRange) -> dict[str, str]:
+            return lora_metadata(
+                self.facts, step=step, is_average=is_average, noise_range=noise_range, thumbnail=thumbnail
             )
+
+        return describe
 
 
 def restore(

@@ -16,6 +16,10 @@ TENSORS = {
 SETTINGS = {"r": 2, "lora_alpha": 4, "target_modules": ["transformer_blocks.0.attn.to_q"]}
 
 
+def describe(noise_range: tuple[float, float]) -> dict[str, str]:
+    return {"noise": str(noise_range)}
+
+
 @pytest.fixture
 def family(tmp_path: Path) -> QwenImage:
     pipeline = tmp_path / "pipeline"
@@ -25,7 +29,7 @@ def family(tmp_path: Path) -> QwenImage:
 
 
 def test_the_file_is_in_its_place_and_nothing_else_is_left(family: QwenImage, tmp_path: Path) -> None:
-    (file,) = export_lora(family, tmp_path / "lora", TENSORS, SETTINGS)
+    (file,) = export_lora(family, tmp_path / "lora", TENSORS, SETTINGS, describe)
     assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == [
         "lora",
         "lora/pytorch_lora_weights.safetensors",
@@ -57,10 +61,10 @@ class Careless(QwenImage):
 def test_a_file_that_does_not_hold_the_adapter_never_replaces_a_good_one(
     family: QwenImage, tmp_path: Path, change: str
 ) -> None:
-    before = export_lora(family, tmp_path / "lora", TENSORS, SETTINGS)[0].read_bytes()
+    before = export_lora(family, tmp_path / "lora", TENSORS, SETTINGS, describe)[0].read_bytes()
     careless = Careless(family.folder)
     careless.change = change
     with pytest.raises(RuntimeError, match="LoRA file"):
-        export_lora(careless, tmp_path / "lora", TENSORS, SETTINGS)
+        export_lora(careless, tmp_path / "lora", TENSORS, SETTINGS, describe)
     assert (tmp_path / "lora" / "pytorch_lora_weights.safetensors").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lora", "pipeline"]

@@ -1,0 +1,108 @@
+"""This file gathers what the LoRA files of a run say about it, once, when its data are encoded."""
+
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+
+from diffsynth_lite import __version__
+from diffsynth_lite.config import Config
+from diffsynth_lite.lora.metadata import LoraFacts, SourceFacts
+from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
+from diffsynth_lite.pipelines.base.release_folder import find_base_model
+from diffsynth_lite.redaction import redacted
+from diffsynth_lite.training.builder import lora_alpha
+from diffsynth_lite.training.checkpoint.resume import RunFingerprint
+from diffsynth_lite.training.data_settings import data_sources
+from diffsynth_lite.training.encoding import TrainingData
+
+
+def gather_lora_facts(
+    config: Config, family: ModelFamily, encoded: TrainingData, fingerprint: RunFingerprint
+) -> LoraFacts:
+    """What is known of a run, with secrets masked. Settings that change no number are not in it.
+
+    Args:
+        family: bound to the folder of the base model.
+        encoded: what is trained on.
+        fingerprint: what decides the run's numbers, its data included.
+    """
+    data, squares = config.data, [(edge, edge) for edge in config.data.resolutions]
+    triggers = [source.trigger for source in data.sources_by_key.values() if source.trigger]
+    return LoraFacts(
+        version=__version__,
+        name=redacted(config.logging.run_name),
+        family=config.model.family.rpartition(".")[2],
+        base=find_base_model(family.releases, config.model.path, family.folder),
+        contract=hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest(),
+        trigger_words=redacted(tuple(dict.fromkeys(triggers))),
+        rank=config.lora.rank,
+        alpha=lora_alpha(config),
+        resolution=max(data.given_sizes or squares, key=lambda size: size[0] * size[1]),
+        items_by_size=_items_by_size(encoded),
+        sources=_sources(config, encoded),
+        sigma_range=(config.objective.sigma_min, config.objective.sigma_max),
+        prediction_type=_prediction_type(family),
+        training=_training(config),
+    )
+
+
+def _items_by_size(encoded: TrainingData) -> dict[tuple[int, int], int]:
+    buckets = encoded.items.buckets
+    counts: dict[tuple[int, int], int] = {}
+    for bucket, count in zip(buckets, _counts(encoded.items.bucket_index, len(buckets)), strict=True):
+        size = bucket.width, bucket.height
+        counts[size] = counts.get(size, 0) + count
+    return counts
+
+
+def _sources(config: Config, encoded: TrainingData) -> dict[str, SourceFacts]:
+    names, sources = config.data.sources_by_key, data_sources(config)
+    counts = _counts(encoded.items.source_index, len(sources))
+    return {
+        name: SourceFacts(
+            num_items=counts[place],
+            passes=float(source.passes),
+            tag_counts=redacted(encoded.tag_counts.get(place, {})),
+        )
+        for place, (name, source) in enumerate(zip(names, sources, strict=True))
+    }
+
+
+def _counts(places: "np.typing.NDArray[np.uint16]", length: int) -> list[int]:
+    counts: list[int] = np.bincount(places, minlength=length).tolist()
+    return counts
+
+
+def _prediction_type(family: ModelFamily) -> str | None:
+    if not isinstance(family, DiffusionFamily):
+        return None
+    return "v" if family.prediction_type == "v_prediction" else str(family.prediction_type)
+
+
+def _training(config: Config) -> dict[str, Any]:
+    """Settings by the names that sd-scripts has for them."""
+    train, data, objective = config.train, config.data, config.objective
+    betas = train.adam_beta1, train.adam_beta2
+    adam = f"weight_decay={train.weight_decay},betas={betas},eps={train.adam_epsilon}"
+    is_min_snr, is_static = objective.loss_weighting == "min_snr", objective.shift == "static"
+    return {
+        "seed": train.seed,
+        "max_train_steps": train.steps,
+        "total_batch_size": train.global_batch_size,
+        "learning_rate": train.learning_rate,
+        "lr_scheduler": train.lr_scheduler,
+        "lr_warmup_steps": train.warmup_steps,
+        "optimizer": f"torch.optim.adamw.AdamW({adam})",
+        "max_grad_norm": train.max_grad_norm,
+        "mixed_precision": train.mixed_precision,
+        "network_dropout": config.lora.dropout or None,
+        "caption_dropout_rate": data.caption_dropout,
+        "shuffle_caption": data.tag_shuffles > 0,
+        "keep_tokens": data.keep_tags,
+        "random_crop": data.crop == "random",
+        "min_snr_gamma": objective.min_snr_gamma if is_min_snr else None,
+        "discrete_flow_shift": objective.shift_value if is_static else None,
+    }
