@@ -33,6 +33,7 @@ class Chart:
         meaning: one sentence for who has never trained anything.
         unit: of its values; empty where they have none.
         from_zero: whether its axis begins at 0, so that heights compare.
+        is_log: whether its axis is logarithmic, as values differ by powers of ten.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Chart:
     lines: Sequence[Line]
     unit: str = ""
     from_zero: bool = False
+    is_log: bool = False
 
     def is_shown(self, series: Mapping[str, Series]) -> bool:
         """Whether there is anything to draw."""
@@ -106,6 +108,19 @@ CHARTS = (
         lines=(Line(metric="peak_memory_gib", label="peak"),),
         unit="GiB",
         from_zero=True,
+    ),
+    Chart(
+        name="update",
+        title="Update of the layers",
+        meaning="How much the LoRA changes the weights that it is added to. Each line of the grid is ten times "
+        "the one below; layers at 0 learn nothing, and are named further down.",
+        lines=(
+            Line(metric="update_largest", label="largest"),
+            Line(metric="update_median", label="median"),
+            Line(metric="update_smallest", label="smallest above 0"),
+        ),
+        unit="% of the weights",
+        is_log=True,
     ),
 )
 

@@ -13,11 +13,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from diffsynth_lite.files import replacing
 from diffsynth_lite.report.charts import CHARTS
+from diffsynth_lite.report.previews import embedded
 from diffsynth_lite.report.run_report import RunReport, read_run
 from diffsynth_lite.run_folder.folder import RunFolder
 
 _SCRIPTS = ("vendor/uPlot.iife.min.js", "report.js")
-_STYLES = ("style.css", "report.css", "vendor/uPlot.min.css")
+_STYLES = ("vendor/uPlot.min.css", "style.css", "report.css")
 
 
 def write_report(folder: Path) -> Path:
@@ -32,11 +33,14 @@ def write_report(folder: Path) -> Path:
     return path
 
 
-def render(runs: Sequence[RunReport]) -> str:
+def render(runs: Sequence[RunReport], *, embeds: bool = True) -> str:
     """The page of one run, or of several with their lines in the same charts.
 
     Nothing but the scripts of this package runs in it, whatever captions, prompts and names hold: these are
     escaped, and the page's policy allows no other script and no other place.
+
+    Args:
+        embeds: whether previews are part of the page, as far as it stays small; else it shows the files.
     """
     environment = Environment(
         loader=PackageLoader("diffsynth_lite.report", ""),
@@ -45,10 +49,11 @@ def render(runs: Sequence[RunReport]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"duration": duration, "moment": _moment, "number": _number}
+    environment.filters |= _FILTERS
     scripts = [_resource(name) for name in _SCRIPTS]
     return environment.get_template("page.html").render(
         runs=runs,
+        media=[embedded(run.folder, run.prompts) if embeds else {} for run in runs],
         charts=[chart for chart in CHARTS if any(chart.is_shown(run.series) for run in runs)],
         data=_chart_data(runs),
         scripts=scripts,
@@ -95,5 +100,34 @@ def _moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
-def _number(value: float) -> str:
-    return f"{value:.4g}"
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _percent(ratio: float | None) -> str:
+    return "" if ratio is None else f"{100 * ratio:+.1f} %"
+
+
+def _sparkline(values: Sequence[float]) -> str:
+    """Points of a line in a box of 80 x 20, the largest value on top."""
+    low, high = min(values), max(values)
+    height = 16 / (high - low) if high > low else 0.0
+    width = 78 / max(1, len(values) - 1)
+    return " ".join(
+        f"{1 + place * width:.1f},{18 - (value - low) * height:.1f}" for place, value in enumerate(values)
+    )
+
+
+def _block_number(block: str) -> str:
+    """The last number in the name of a block."""
+    return block.rpartition(".")[2]
+
+
+_FILTERS = {
+    "duration": duration,
+    "moment": _moment,
+    "number": _number,
+    "percent": _percent,
+    "sparkline": _sparkline,
+    "block_number": _block_number,
+}

@@ -20,7 +20,7 @@
   function number(value) {
     if (value == null) return "–";
     const size = Math.abs(value);
-    if (size !== 0 && (size < 1e-3 || size >= 1e5)) return value.toExponential(2);
+    if (size !== 0 && (size < 1e-4 || size >= 1e5)) return value.toExponential(2);
     return String(Number(value.toPrecision(4)));
   }
 
@@ -53,6 +53,12 @@
     };
   }
 
+  function valueScale(chart) {
+    if (chart.is_log) return { distr: 3, range: (_, low, high) => uPlot.rangeLog(low, high, 10, true) };
+    const from = (low) => (chart.from_zero ? Math.min(0, low) : low);
+    return { range: (_, low, high) => uPlot.rangeNum(from(low), high, 0.08, true) };
+  }
+
   function draw(place, data) {
     const chart = data.charts[place.dataset.chart];
     const lines = linesOf(chart, data.runs);
@@ -64,11 +70,11 @@
       cursor: { sync: { key: cursors.key }, drag: { x: true, y: false } },
       scales: {
         x: { time: false },
-        y: { range: (_, low, high) => uPlot.rangeNum(chart.from_zero ? Math.min(0, low) : low, high, 0.08, true) },
+        y: valueScale(chart),
       },
       axes: [
-        { ...axis, size: 34, values: (_, steps) => steps.map((step) => (Number.isInteger(step) ? step : "")) },
-        { ...axis, size: 62, values: (_, values) => values.map(number) },
+        { ...axis, size: 30, label: "step", labelSize: 16, labelFont: "11px system-ui", values: (_, steps) => steps.map((step) => (Number.isInteger(step) ? step : "")) },
+        { ...axis, size: 62, values: (_, values) => values.map((value) => (value == null ? "" : number(value))) },
       ],
       series: [{ label: "step", value: (_, step) => (step == null ? "–" : step) }, ...lines.map(series)],
     };
@@ -99,6 +105,162 @@
     }
   }
 
+  // --- what is chosen, kept in the address behind #, so that a link shows the same
+
+  const chosen = new URLSearchParams(location.hash.slice(1));
+
+  function remember(name, value) {
+    if (value === "" || value == null) chosen.delete(name);
+    else chosen.set(name, value);
+    history.replaceState(null, "", `#${chosen}`);
+  }
+
+  // --- light and dark
+
+  const THEMES = { "": "Auto", light: "Light", dark: "Dark" };
+
+  function showTheme() {
+    const theme = chosen.get("theme") ?? "";
+    document.documentElement.dataset.theme = theme;
+    document.getElementById("theme").textContent = THEMES[theme] ?? THEMES[""];
+  }
+
+  function startTheme() {
+    const button = document.getElementById("theme");
+    button.hidden = false;
+    button.title = "Light, dark, or as the system is set";
+    button.addEventListener("click", () => {
+      const names = Object.keys(THEMES);
+      remember("theme", names[(names.indexOf(chosen.get("theme") ?? "") + 1) % names.length]);
+      showTheme();
+      drawAll();
+    });
+    showTheme();
+  }
+
+  // --- previews: two of one prompt on top of each other, with a line to drag between them
+
+  function element(name, properties, ...children) {
+    const made = Object.assign(document.createElement(name), properties);
+    made.append(...children);
+    return made;
+  }
+
+  function media(link, className) {
+    const picture = link.querySelector("img");
+    if (!link.dataset.clip) return element("img", { src: picture.src, alt: picture.alt, className });
+    const clip = element("video", { src: link.dataset.clip, loop: true, muted: true, playsInline: true, className });
+    clip.autoplay = true;
+    return clip;
+  }
+
+  function slider(value, max, label) {
+    const input = element("input", { type: "range", min: 0, max, value });
+    input.setAttribute("aria-label", label);
+    return input;
+  }
+
+  function startPreviews(section) {
+    const prompts = [...section.querySelectorAll(".strip")].map((strip) => [...strip.querySelectorAll("a")]);
+    const viewer = section.querySelector("[data-viewer]");
+
+    function show(promptPlace, linkPlace) {
+      const links = prompts[promptPlace];
+      const [before, after] = [links[0], links[linkPlace]];
+      const compare = element("div", { className: "compare" });
+      const split = slider(chosen.get("split") ?? 50, 100, "how much of the first preview is shown");
+      const setSplit = () => compare.style.setProperty("--split", `${split.value}%`);
+      split.addEventListener("input", setSplit);
+      split.addEventListener("change", () => remember("split", split.value));
+      setSplit();
+      const [one, other] = [media(before, "before"), media(after, "after")];
+      compare.append(
+        one,
+        other,
+        element("span", { className: "label-before", textContent: `step ${before.dataset.step}` }),
+        element("span", { className: "label-after", textContent: `step ${after.dataset.step}` }),
+        split,
+      );
+      // Two clips drift apart where one of them was late to load.
+      one.addEventListener("timeupdate", () => {
+        if (Math.abs(one.currentTime - other.currentTime) > 0.1) other.currentTime = one.currentTime;
+      });
+      viewer.querySelector(".compare")?.remove();
+      viewer.querySelector("h3").after(compare);
+      viewer.querySelector("h3").textContent = section.querySelectorAll(".prompt h3")[promptPlace].textContent;
+      step.max = links.length - 1;
+      step.value = linkPlace;
+      output.textContent = `step ${after.dataset.step}`;
+      section.querySelectorAll("[aria-current]").forEach((link) => link.removeAttribute("aria-current"));
+      after.setAttribute("aria-current", "true");
+      current = promptPlace;
+    }
+
+    function choose(promptPlace, linkPlace) {
+      show(promptPlace, linkPlace);
+      remember("prompt", promptPlace);
+      remember("step", prompts[promptPlace][linkPlace].dataset.step);
+    }
+
+    let current = 0;
+    const output = element("output", {});
+    const step = slider(0, 0, "training step");
+    step.addEventListener("input", () => choose(current, Number(step.value)));
+    viewer.append(element("h3", {}), element("label", {}, output, step));
+    viewer.hidden = false;
+    prompts.forEach((links, promptPlace) =>
+      links.forEach((link, linkPlace) =>
+        link.addEventListener("click", (event) => {
+          if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+          event.preventDefault();
+          choose(promptPlace, linkPlace);
+          viewer.scrollIntoView({ block: "nearest" });
+        }),
+      ),
+    );
+    const first = Math.min(Number(chosen.get("prompt") ?? 0) || 0, prompts.length - 1);
+    const asked = prompts[first].findIndex((link) => link.dataset.step === chosen.get("step"));
+    show(first, asked < 0 ? prompts[first].length - 1 : asked);
+  }
+
+  // --- tables that are sorted by the column whose name is clicked
+
+  function sortTable(table, head, direction) {
+    const column = [...head.parentElement.children].indexOf(head);
+    const key = (row) => row.children[column].dataset.value;
+    const compare = (one, other) => Number(one) - Number(other) || String(one).localeCompare(String(other));
+    const rows = [...table.tBodies[0].rows].sort((one, other) => direction * compare(key(one), key(other)));
+    table.tBodies[0].append(...rows);
+    table.querySelectorAll("[aria-sort]").forEach((each) => each.removeAttribute("aria-sort"));
+    head.setAttribute("aria-sort", direction > 0 ? "ascending" : "descending");
+  }
+
+  function startSorting(table) {
+    const [column, order] = (chosen.get("sort") ?? "").split("-");
+    table.querySelectorAll("th[data-sort]").forEach((head) => {
+      const button = element("button", { type: "button", textContent: head.textContent });
+      head.replaceChildren(button);
+      button.addEventListener("click", () => {
+        const isAscending = head.getAttribute("aria-sort") === "ascending";
+        sortTable(table, head, isAscending ? -1 : 1);
+        remember("sort", `${head.dataset.sort}-${isAscending ? "down" : "up"}`);
+      });
+      if (head.dataset.sort === column) sortTable(table, head, order === "down" ? -1 : 1);
+    });
+  }
+
+  // --- the map of layers: what a cell stands for is said below it, also where nothing hovers
+
+  function startMap(section) {
+    const told = section.querySelector("[data-told]");
+    const tell = (event) => {
+      const cell = event.target.closest("td[title]");
+      if (cell) told.textContent = cell.title;
+    };
+    section.querySelector(".map")?.addEventListener("pointerover", tell);
+    section.querySelector(".map")?.addEventListener("click", tell);
+  }
+
   function localTimes() {
     document.querySelectorAll("time").forEach((time) => {
       time.textContent = new Date(time.dateTime).toLocaleString();
@@ -106,7 +268,11 @@
   }
 
   localTimes();
+  startTheme();
   drawAll();
+  document.querySelectorAll("section.previews").forEach(startPreviews);
+  document.querySelectorAll("table.sortable").forEach(startSorting);
+  document.querySelectorAll("section.layers").forEach(startMap);
   addEventListener("resize", resize);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 })();

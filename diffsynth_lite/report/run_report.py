@@ -1,14 +1,33 @@
 """This file reads all that the page of a run shows from the run's folder, whatever state that is in."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.redaction import redacted
 from diffsynth_lite.report.charts import read_series
+from diffsynth_lite.report.layers import Layers, read_layers, update_series
+from diffsynth_lite.report.memory import Comparison, MemoryFact, memory_facts, plan_beside_measurement
+from diffsynth_lite.report.noise import NoiseTenth, noise_tenths
+from diffsynth_lite.report.previews import PromptPreviews, find_previews
+from diffsynth_lite.report.record import (
+    RunFile,
+    Setting,
+    Skipped,
+    Start,
+    all_settings,
+    changed_settings,
+    run_files,
+    skipped,
+    starts,
+)
 from diffsynth_lite.report.series import Series, as_number
 from diffsynth_lite.report.state import RunState, read_state
+from diffsynth_lite.report.teaching import Teaching, read_teaching
 from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.items import MeasuredItem, read_items
 from diffsynth_lite.run_folder.reading import TolerantReader
 
 
@@ -18,37 +37,85 @@ class RunReport:
 
     Attributes:
         name: of the folder.
-        folder: where links lead.
+        folder: the run folder.
+        base: what leads from the page to the folder, in front of names of files there.
         series: lines of charts, by metric.
         problems: what could not be read, a line each.
     """
 
     name: str
     folder: Path
+    base: str
     state: RunState
     series: Mapping[str, Series]
+    prompts: Sequence[PromptPreviews]
+    teaching: Teaching | None
+    noise: Sequence[NoiseTenth]
+    layers: Layers | None
+    memory: Sequence[MemoryFact]
+    comparison: Comparison | None
+    changed_settings: Sequence[Setting]
+    settings: str
+    starts: Sequence[Start]
+    skipped: Sequence[Skipped]
+    num_skipped: int
+    files: Sequence[RunFile]
     problems: Sequence[str]
 
 
-def read_run(path: Path) -> RunReport:
-    """Read a run folder: of any version, finished, going on or killed, with files missing or half-written."""
+def read_run(path: Path, *, base: str = "") -> RunReport:
+    """Read a run folder: of any version, finished, going on or killed, with files missing or half-written.
+
+    Args:
+        base: see :class:`RunReport`; empty for a page in the folder itself.
+    """
     folder, reader = RunFolder(path), TolerantReader(path)
     settings = reader.mapping(folder.resolved_file.name)
+    lineage = reader.sequence(folder.lineage_file.name)
     rows = reader.rows(folder.metrics_file.name)
+    layer_rows = reader.rows(folder.layers_file.name)
+    quarantine = reader.rows(folder.quarantine_file.name)
     state = read_state(
         reader.mapping(folder.status_file.name),
         rows,
-        reader.sequence(folder.lineage_file.name),
+        lineage,
         is_abandoned=folder.is_abandoned(),
         total_steps=as_number(_section(settings, "train").get("steps")),
     )
+    prompts = _section(settings, "validation").get("prompts")
     return RunReport(
         name=path.resolve().name,
         folder=path,
+        base=base,
         state=state,
-        series=read_series(rows),
+        series=read_series(rows) | update_series(layer_rows),
+        prompts=find_previews(path, [str(each) for each in prompts] if isinstance(prompts, list) else []),
+        teaching=read_teaching(_items(folder, reader), reader.rows(folder.item_losses_file.name)),
+        noise=noise_tenths(rows),
+        layers=read_layers(layer_rows),
+        memory=memory_facts(rows),
+        comparison=plan_beside_measurement(rows),
+        changed_settings=changed_settings(settings),
+        settings=all_settings(settings),
+        starts=starts(lineage),
+        skipped=skipped(quarantine),
+        num_skipped=len(quarantine),
+        files=run_files(path),
         problems=reader.problems,
     )
+
+
+def _items(folder: RunFolder, reader: TolerantReader) -> list[MeasuredItem]:
+    """The measured items; all or none, as their losses are in their order."""
+    try:
+        items = read_items(folder.items_file)
+        return [
+            replace(item, name=redacted(str(item.name)), caption=redacted(str(item.caption)))
+            for item in items
+        ]
+    except (UserError, OSError, UnicodeDecodeError):
+        reader.problems.append(f"{folder.items_file.name} cannot be read and is left out")
+        return []
 
 
 def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -78,7 +78,9 @@ def read_state(
         is_abandoned: whether the process that took the folder's lock last is gone.
         total_steps: ``train.steps``, for a status that does not say.
     """
-    name = status.get("state") if status.get("state") in _STATES else "not started"
+    name = str(status.get("state"))
+    if name not in _STATES:
+        name = "not started"
     if name == "running" and is_abandoned:
         name = "killed"
     is_running = name == "running"
@@ -89,7 +91,7 @@ def read_state(
         steps += [as_number(row.get("step")) for row in rows[-1:]]
     total = as_number(status.get("total_steps")) or total_steps
     return RunState(
-        name=str(name),
+        name=name,
         message="" if is_running else str(status.get("message", "")),
         step=int(max(filter(None, steps), default=0)),
         total_steps=int(total) if total else None,

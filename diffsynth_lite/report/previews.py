@@ -1,0 +1,154 @@
+"""This file finds the previews of a run, chooses those that the page shows, and puts them into it."""
+
+import base64
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+from PIL import Image
+
+_FILE_NAME = re.compile(r"step-(\d{1,12})-prompt-(\d{1,6})-(\w+)\.png")
+_MAX_STEPS = 12
+_MAX_PICTURE_PX = (768, 768)
+_MAX_STRIP_PX = (1600, 320)
+"""Of the frames of a clip side by side."""
+_AS_IT_IS_BYTES = 64 * 1024
+"""Smaller files are embedded as they are, larger ones as JPEG."""
+_MAX_CLIP_BYTES = 2**21
+MAX_EMBEDDED_BYTES = 8 * 2**20
+"""Of all previews in a page, as text: a phone opens it, and a browser renews it, without waiting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """What was drawn of one prompt at one step.
+
+    Attributes:
+        picture: path in the run folder; of a clip, a strip of its frames.
+        clip: path of the MP4; None of a picture.
+    """
+
+    step: int
+    picture: str
+    clip: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptPreviews:
+    """A prompt and its previews that are shown, the earliest first.
+
+    Attributes:
+        num_drawn: of them and of those that are left out.
+    """
+
+    prompt: str
+    previews: Sequence[Preview]
+    num_drawn: int
+
+
+def find_previews(folder: Path, prompts: Sequence[str]) -> list[PromptPreviews]:
+    """The previews of each prompt: the first, the last, and those between them, evenly spread.
+
+    Where a prompt changed, or how it is drawn, those of its latest form are shown.
+
+    Args:
+        folder: of the run.
+        prompts: by place, as far as they are known.
+    """
+    previews = folder / "previews"
+    found: dict[int, dict[str, dict[int, Path]]] = {}
+    for path in sorted(previews.glob("step-*.png")):
+        if match := _FILE_NAME.fullmatch(path.name):
+            step, place, mark = int(match[1]), int(match[2]), match[3]
+            found.setdefault(place, {}).setdefault(mark, {})[step] = path
+    shown = []
+    for place, by_mark in sorted(found.items()):
+        paths = max(by_mark.values(), key=lambda paths: (max(paths), paths[max(paths)].stat().st_mtime))
+        steps = spread(sorted(paths), _MAX_STEPS)
+        shown.append(
+            PromptPreviews(
+                prompt=prompts[place] if place < len(prompts) else f"prompt {place + 1}",
+                previews=[_preview(step, paths[step], folder) for step in steps],
+                num_drawn=len(paths),
+            )
+        )
+    return shown
+
+
+def embedded(folder: Path, prompts: Sequence[PromptPreviews]) -> dict[str, str]:
+    """Data URLs of previews, by their paths in the run folder, as many as a page may hold.
+
+    What is not among them is beside the page, as a file.
+    """
+    urls: dict[str, str] = {}
+    left = MAX_EMBEDDED_BYTES
+    for preview in _most_telling_first(prompts):
+        urls_of_preview = {
+            preview.picture: _picture_url(folder / preview.picture, is_strip=preview.clip is not None)
+        }
+        if preview.clip is not None:
+            urls_of_preview[preview.clip] = _clip_url(folder / preview.clip)
+        for path, url in urls_of_preview.items():
+            if url is not None and len(url) <= left:
+                urls[path] = url
+                left -= len(url)
+    return urls
+
+
+def spread(steps: Sequence[int], count: int) -> list[int]:
+    """At most ``count`` of the steps, evenly spread, the first and the last among them."""
+    if len(steps) <= count:
+        return list(steps)
+    return [steps[round(place * (len(steps) - 1) / (count - 1))] for place in range(count)]
+
+
+def _preview(step: int, path: Path, folder: Path) -> Preview:
+    clip = path.with_suffix(".mp4")
+    return Preview(
+        step=step,
+        picture=path.relative_to(folder).as_posix(),
+        clip=clip.relative_to(folder).as_posix() if clip.is_file() else None,
+    )
+
+
+def _most_telling_first(prompts: Sequence[PromptPreviews]) -> Iterator[Preview]:
+    """The latest of each prompt, the first of each, and then the others, the later ones first."""
+    columns = []
+    for prompt in prompts:
+        first, *others = prompt.previews
+        columns.append([*others[-1:], first, *reversed(others[:-1])])
+    for row in zip_longest(*columns):
+        yield from filter(None, row)
+
+
+def _picture_url(path: Path, *, is_strip: bool) -> str | None:
+    """A picture as a data URL; None where it cannot be read."""
+    try:
+        content = path.read_bytes()
+        if len(content) <= _AS_IT_IS_BYTES:
+            return _data_url("image/png", content)
+        with Image.open(io.BytesIO(content)) as picture:
+            small = picture.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return None
+    small.thumbnail(_MAX_STRIP_PX if is_strip else _MAX_PICTURE_PX)
+    file = io.BytesIO()
+    small.save(file, "JPEG", quality=85)
+    return _data_url("image/jpeg", file.getvalue())
+
+
+def _clip_url(path: Path) -> str | None:
+    """A clip as a data URL; None where it cannot be read, or is too large."""
+    try:
+        if path.stat().st_size > _MAX_CLIP_BYTES:
+            return None
+        return _data_url("video/mp4", path.read_bytes())
+    except OSError:
+        return None
+
+
+def _data_url(kind: str, content: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
