@@ -112,8 +112,8 @@ CHARTS = (
     Chart(
         name="update",
         title="Update of the layers",
-        meaning="How much the LoRA changes the weights that it is added to. Each line of the grid is ten times "
-        "the one below; layers at 0 learn nothing, and are named further down.",
+        meaning="How much the LoRA changes the weights that it is added to; each number on the left is ten "
+        "times the one below. Layers at 0 learn nothing, and are named further down.",
         lines=(
             Line(metric="update_largest", label="largest"),
             Line(metric="update_median", label="median"),

@@ -1,4 +1,4 @@
-"""This file shows how much a LoRA changes each layer: a map of blocks and layers, the largest and the smallest."""
+"""This file says how much a LoRA changes each layer: as a map of the model, and by name at both ends."""
 
 import math
 import re
@@ -88,9 +88,8 @@ def update_series(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
 
 def _layers(step: int, updates: Mapping[str, float]) -> Layers:
     highest = max(updates.values())
-    lowest = max(
-        min((update for update in updates.values() if update > 0), default=highest), highest / _DARKEST
-    )
+    smallest = min((update for update in updates.values() if update > 0), default=highest)
+    lowest = max(smallest, highest / _DARKEST)
     layers = {
         name: LayerUpdate(name=name, update=update, shade=_shade(update, lowest, highest))
         for name, update in updates.items()
@@ -110,7 +109,7 @@ def _layers(step: int, updates: Mapping[str, float]) -> Layers:
 
 
 def _map(layers: Mapping[str, LayerUpdate]) -> tuple[list[str], dict[str, list[LayerUpdate | None]]]:
-    """Blocks, and of each kind of layer one cell a block; layers outside of blocks have a column of their own."""
+    """Blocks, and of each kind of layer a cell a block; layers outside of blocks share a column."""
     places = {name: match.groups() if (match := _BLOCK.fullmatch(name)) else ("", name) for name in layers}
     blocks = list(dict.fromkeys(block for block, _ in places.values()))
     columns = {block: column for column, block in enumerate(blocks)}

@@ -65,16 +65,13 @@ def memory_facts(rows: Sequence[Mapping[str, Any]]) -> list[MemoryFact]:
     Args:
         rows: of ``metrics.jsonl``.
     """
+    reported = [place for place, row in enumerate(rows) if "blocks_run" in row]
     numbers: dict[str, float] = {}
-    for row in rows:
+    for row in rows[reported[-1] :] if reported else ():
         numbers |= {name: value for name, each in row.items() if (value := as_number(each)) is not None}
     lines = [*_quantised(numbers), *_gradient(numbers), *_report(StreamReport, numbers).lines()]
     lines += _report(CompileReport, numbers).lines()
-    parts = [line.partition("  ") for line in lines]
-    return [
-        MemoryFact(name=name, value=value.strip(), meaning=_MEANINGS.get(name, ""))
-        for name, _, value in parts
-    ]
+    return [_fact(*line.split("  ", maxsplit=1)) for line in lines]
 
 
 def plan_beside_measurement(rows: Sequence[Mapping[str, Any]]) -> Comparison | None:
@@ -87,6 +84,10 @@ def plan_beside_measurement(rows: Sequence[Mapping[str, Any]]) -> Comparison | N
     return None
 
 
+def _fact(name: str, value: str) -> MemoryFact:
+    return MemoryFact(name=name, value=value.strip(), meaning=_MEANINGS.get(name, ""))
+
+
 def _quantised(numbers: Mapping[str, float]) -> list[str]:
     report = QuantizationReport(
         num_layers=int(numbers.get("layers_quantised", 0)),
@@ -97,8 +98,6 @@ def _quantised(numbers: Mapping[str, float]) -> list[str]:
 
 
 def _gradient(numbers: Mapping[str, float]) -> list[str]:
-    if "blocks_run" not in numbers:
-        return []
     stayed = {
         reason: NotOffloadedTensors(num_tensors=int(count), num_bytes=int(numbers.get(f"bytes_{name}", 0)))
         for reason in NotOffloadedReason
@@ -109,5 +108,5 @@ def _gradient(numbers: Mapping[str, float]) -> list[str]:
 
 def _report(kind: type[_Report], numbers: Mapping[str, float], **others: Any) -> _Report:
     """A report of the numbers that were logged of it."""
-    named = [field.name for field in fields(kind) if field.name in numbers]
-    return kind(**{name: int(numbers[name]) for name in named}, **others)
+    logged = {field.name: int(numbers[field.name]) for field in fields(kind) if field.name in numbers}
+    return kind(**{**logged, **others})

@@ -86,12 +86,7 @@ def embedded(folder: Path, prompts: Sequence[PromptPreviews]) -> dict[str, str]:
     urls: dict[str, str] = {}
     left = MAX_EMBEDDED_BYTES
     for preview in _most_telling_first(prompts):
-        urls_of_preview = {
-            preview.picture: _picture_url(folder / preview.picture, is_strip=preview.clip is not None)
-        }
-        if preview.clip is not None:
-            urls_of_preview[preview.clip] = _clip_url(folder / preview.clip)
-        for path, url in urls_of_preview.items():
+        for path, url in _urls(folder, preview).items():
             if url is not None and len(url) <= left:
                 urls[path] = url
                 left -= len(url)
@@ -124,7 +119,17 @@ def _most_telling_first(prompts: Sequence[PromptPreviews]) -> Iterator[Preview]:
         yield from filter(None, row)
 
 
-def _picture_url(path: Path, *, is_strip: bool) -> str | None:
+def _urls(folder: Path, preview: Preview) -> dict[str, str | None]:
+    picture = folder / preview.picture
+    if preview.clip is None:
+        return {preview.picture: _picture_url(picture, largest_px=_MAX_PICTURE_PX)}
+    return {
+        preview.picture: _picture_url(picture, largest_px=_MAX_STRIP_PX),
+        preview.clip: _clip_url(folder / preview.clip),
+    }
+
+
+def _picture_url(path: Path, *, largest_px: tuple[int, int]) -> str | None:
     """A picture as a data URL; None where it cannot be read."""
     try:
         content = path.read_bytes()
@@ -134,7 +139,7 @@ def _picture_url(path: Path, *, is_strip: bool) -> str | None:
             small = picture.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
-    small.thumbnail(_MAX_STRIP_PX if is_strip else _MAX_PICTURE_PX)
+    small.thumbnail(largest_px)
     file = io.BytesIO()
     small.save(file, "JPEG", quality=85)
     return _data_url("image/jpeg", file.getvalue())

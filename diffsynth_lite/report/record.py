@@ -151,7 +151,7 @@ def _mapping(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _as_yaml(value: Any) -> str:
     """A value on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
+    text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
     return text.removesuffix("...\n").strip()
 
 

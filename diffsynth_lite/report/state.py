@@ -28,7 +28,7 @@ class RunState:
         name: the state of ``status.json``, ``killed`` where that says running and nobody does, or
             ``not started``.
         message: how it ended, in the trainer's words; empty while it runs.
-        step: optimizer steps done.
+        step: optimizer steps done; where the run ended early and could say so, those of its last checkpoint.
         total_steps: of the whole run; None where nothing says.
         samples_per_s: while it runs.
         seconds_left: while it runs.

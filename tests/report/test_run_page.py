@@ -1,42 +1,209 @@
 """The page of a run: complete, by itself, and safe whatever a run folder holds."""
 
-import json
+import base64
+import hashlib
+import re
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from browser import DESKTOP_PX, PHONE_PX, Browser
+from PIL import Image
+from run_folders import ATTACK, full_folder
 
-from diffsynth_lite.report.page import render, write_report
+from diffsynth_lite.report import previews
+from diffsynth_lite.report.page import duration, render, write_report
 from diffsynth_lite.report.run_report import read_run
 from diffsynth_lite.run_folder.folder import RunFolder
 
-ATTACK = "</script><script>alert(1)</script> & \" ' {{ 7 * 7 }}"
+FILES = (
+    *("status.json", "metrics.jsonl", "resolved.yaml", "lineage.json", "quarantine.jsonl", "items.jsonl"),
+    *("item_losses.jsonl", "layers.jsonl", ".lock"),
+)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A run that was killed in its 40th step."""
-    run = tmp_path / "mine"
-    run.mkdir()
-    RunFolder(run).write_status("running", exit_code=None, step=30, message="training")
-    rows = [{"step": step, "time": 100.0, "loss": 1 / step, "learning_rate": 0.1} for step in (10, 20, 40)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 50, "lo')
-    (run / "resolved.yaml").write_text("train: {steps: 300}\n")
-    return run
+class Page(HTMLParser):
+    """What a page consists of."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.places: list[str] = []
+        self.text = ""
+        self.scripts: list[str] = []
+        self.policy = ""
+        self._in: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attributes}
+        self.tags.append(tag)
+        self.text += " "
+        self.places += [given[name] for name in ("src", "href", "data-clip", "poster") if name in given]
+        self._in = "data" if "type" in given else tag
+        if "http-equiv" in given:
+            self.policy = given["content"]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in = None
+
+    def handle_data(self, data: str) -> None:
+        if self._in == "script":
+            self.scripts.append(data)
+        elif self._in not in ("style", "data"):
+            self.text += data
 
 
-def test_a_run_is_shown_as_far_as_it_came(folder: Path) -> None:
-    text = write_report(folder).read_text()
-    assert "Step 40 of 300" in text
-    assert "0.1 at step 10, 0.1 at step 40" in text
-    assert read_run(folder).problems == []
+def test_a_run_is_shown_with_all_that_it_left(tmp_path: Path) -> None:
+    page = Page(write_report(full_folder(tmp_path / "mine")).read_text())
+    shown = re.sub(r"\s+", " ", page.text)
+    for words in (
+        *("Failed", "Step 200 of 300", "no memory for a circle", "0.9 at step 0, 0.3 at step 200"),
+        *("2 of 3 items got better; the median changed by -40.0 %", "2 a circle 8x8", "+20.0 %"),
+        *("0.0-0.1 25.0 % 0.4 0.2 -50.0 %", "1 of 4 layers did not change at all: blocks.1.a circle"),
+        *("blocks.1.to_q 10 %", "6 run, 6 checkpointed, 6 recomputed", "2 tensors, 2.0 KiB"),
+        *("900 bytes measured, 1000 bytes planned (-10.0 %)", "memory.auto chose memory.stream_blocks: 3"),
+        *("a circle: a circle to 2", "no picture: a circle", "Skipped items (1)", "layers.jsonl"),
+    ):
+        assert words in shown, words
+    assert page.tags.count("figure") == 7
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1, 2]", "3\n", '{"step": "x"}\n{"loss": 1}\n', "\0\n\xff\n"])
-def test_any_content_of_any_file_gives_a_page(folder: Path, content: str) -> None:
-    for name in ("status.json", "metrics.jsonl", "resolved.yaml", "lineage.json", ".lock"):
+def test_what_others_wrote_is_text_and_no_script_but_ours_may_run(tmp_path: Path) -> None:
+    folder = full_folder(tmp_path / "mine", text=ATTACK)
+    page = Page(write_report(folder).read_text())
+    harmless = Page(render([read_run(full_folder(tmp_path / "harmless"))]))
+    assert page.tags == harmless.tags
+    assert page.text.count(ATTACK) >= 8
+    hashes = [
+        f"'sha256-{base64.b64encode(hashlib.sha256(each.encode()).digest()).decode()}'"
+        for each in page.scripts
+    ]
+    assert len(hashes) == 2
+    assert f"default-src 'none'; script-src {' '.join(hashes)}" in " ".join(page.policy.split())
+
+
+def test_nothing_is_fetched_from_elsewhere(tmp_path: Path) -> None:
+    text = write_report(full_folder(tmp_path / "mine")).read_text()
+    places = Page(text).places
+    assert len(places) > 20
+    assert [place for place in places if "//" in place and not place.startswith("data:")] == []
+    # The one address is that of the chart library, in its first comment.
+    assert re.findall(r"https?://[^\s\"')]+", text) == ["https://github.com/leeoniya/uPlot"]
+    assert "@import" not in text
+    assert "url(" not in text
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1, 2]", "3\n", '{"step": [], "state": []}\n', "\0\n\xff\n"])
+def test_any_content_of_any_file_gives_a_page(tmp_path: Path, content: str) -> None:
+    folder = full_folder(tmp_path / "mine")
+    for name in FILES:
         (folder / name).write_text(content, encoding="latin-1")
     assert "Not started" in render([read_run(folder)])
 
 
+@pytest.mark.parametrize("missing", FILES)
+def test_any_file_may_be_missing_or_torn(tmp_path: Path, missing: str) -> None:
+    folder = full_folder(tmp_path / "mine")
+    if (folder / missing).exists():
+        (folder / missing).write_bytes((folder / missing).read_bytes()[:-20])
+        render([read_run(folder)])
+        (folder / missing).unlink()
+    assert read_run(folder).problems == []
+    assert "mine" in render([read_run(folder)])
+
+
 def test_a_folder_that_is_not_there_gives_a_page(tmp_path: Path) -> None:
     assert "Not started" in render([read_run(tmp_path / "none")])
+
+
+def test_a_run_whose_trainer_is_gone_was_killed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    with folder.lock():
+        folder.write_status("running", exit_code=None, step=30, message="training", progress={"time": 5.0})
+        running = read_run(tmp_path).state
+        assert (running.title, running.step, running.seen_at) == ("Running", 30, 5.0)
+        lock = tmp_path / ".lock"
+        lock.write_text(re.sub(r"process \d+", "process 99999999", lock.read_text()))
+        assert read_run(tmp_path).state.title == "Killed"
+
+
+def test_secrets_are_masked(tmp_path: Path) -> None:
+    token = "hf_abcdefghijklmnopqrstuvwxyz"
+    text = render([read_run(full_folder(tmp_path / "mine", text=token))])
+    assert token not in text
+    assert text.count("REDACTED") > 5
+
+
+def test_a_page_holds_so_many_bytes_of_previews_and_links_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = full_folder(tmp_path / "mine", steps=range(0, 2000, 100))
+    prompts = read_run(folder).prompts
+    assert [[each.step for each in prompt.previews] for prompt in prompts] == [
+        [0, 200, 300, 500, 700, 900, 1000, 1200, 1400, 1600, 1700, 1900]
+    ] * 2
+    monkeypatch.setattr(previews, "MAX_EMBEDDED_BYTES", 1000)
+    embedded = previews.embedded(folder, prompts)
+    assert 0 < sum(map(len, embedded.values())) <= 1000
+    assert list(embedded) == [
+        *("previews/step-00001900-prompt-00-aa0.png", "previews/step-00001900-prompt-01-aa1.png"),
+        *("previews/step-00001900-prompt-01-aa1.mp4", "previews/step-00000000-prompt-00-aa0.png"),
+        *("previews/step-00000000-prompt-01-aa1.png", "previews/step-00000000-prompt-01-aa1.mp4"),
+    ]
+    page = Page(render([read_run(folder)]))
+    assert "previews/step-00000900-prompt-00-aa0.png" in page.places
+    assert "12 of 20 steps that were drawn" in page.text
+
+
+def test_large_pictures_are_made_smaller_and_broken_ones_left_out(tmp_path: Path) -> None:
+    folder = full_folder(tmp_path / "mine", steps=(0, 100))
+    noise = Image.effect_noise((1200, 900), 60)
+    noise.save(folder / "previews" / "step-00000100-prompt-00-aa0.png")
+    (folder / "previews" / "step-00000000-prompt-00-aa0.png").write_bytes(b"\x89PNG" + b"\0" * 2**17)
+    embedded = previews.embedded(folder, read_run(folder).prompts)
+    assert "previews/step-00000000-prompt-00-aa0.png" not in embedded
+    url = embedded["previews/step-00000100-prompt-00-aa0.png"]
+    (tmp_path / "small.jpg").write_bytes(base64.b64decode(url.removeprefix("data:image/jpeg;base64,")))
+    with Image.open(tmp_path / "small.jpg") as small:
+        assert small.size == (768, 576)
+
+
+def test_a_changed_prompt_shows_the_previews_of_its_latest_form(tmp_path: Path) -> None:
+    folder = full_folder(tmp_path / "mine", steps=(0, 100))
+    Image.new("RGB", (8, 8)).save(folder / "previews" / "step-00000200-prompt-00-bbb.png")
+    assert [each.step for each in read_run(folder).prompts[0].previews] == [200]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.4, "0 s"), (75, "1 min 15 s"), (7260, "2 h 1 min"), (180_000, "2 d 2 h")]
+)
+def test_times_are_said_in_their_two_largest_units(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+@pytest.mark.parametrize(("width", "dark"), [(DESKTOP_PX, False), (PHONE_PX, True)])
+def test_a_browser_draws_it_and_keeps_in_its_address_what_was_chosen(
+    tmp_path: Path, browser: Browser, width: int, dark: bool
+) -> None:
+    path = write_report(full_folder(tmp_path / "mine", text=ATTACK))
+    url = path.as_uri()
+    with browser.page(f"{url}#prompt=0&step=100&sort=name-up", width=width, dark=dark) as page:
+        # The clips are no clips: that they do not play is all that it may complain about.
+        assert [each for each in page.complaints if "media" not in each.lower()] == []
+        assert page.requests == [url]
+        assert page.overflow_px() <= 0
+        assert page.evaluate("document.title") == "mine"
+        assert page.evaluate("document.querySelectorAll('.plot canvas').length") == 7
+        assert page.text(".viewer .label-after") == "step 100"
+        assert page.text(".items tbody b").startswith("0 ")
+        page.click(".items th[data-sort=change] button")
+        assert page.text(".items tbody b").startswith("0 ")
+        page.click(".items th[data-sort=change] button")
+        assert page.text(".items tbody b").startswith("2 ")
+        page.click(".prompt:nth-of-type(1) a[data-step='200']")
+        assert page.text(".viewer .label-after") == "step 200"
+        page.click("#theme")
+        chosen = dict(pair.split("=") for pair in page.evaluate("location.hash.slice(1)").split("&"))
+        assert chosen == {"prompt": "0", "step": "200", "sort": "change-down", "theme": "light"}
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"

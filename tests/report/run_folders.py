@@ -1,0 +1,76 @@
+"""Run folders for tests of the page: with every file that a run can leave."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from PIL import Image
+
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.items import MeasuredItem, write_items
+
+ATTACK = "</script><script>document.title = 'attacked'</script><b> & \" ' {{ 7 * 7 }}"
+PIXEL = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA="
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def full_folder(path: Path, *, text: str = "a circle", steps: Iterable[int] = (0, 100, 200)) -> Path:
+    """A run of 300 steps that failed after step 200, with ``text`` wherever others than us write some.
+
+    Two prompts are drawn at each of the steps, the second one as clips. The losses of three items changed by
+    -80, -40 and +20 %; of four layers one has not changed.
+    """
+    path.mkdir()
+    folder = RunFolder(path)
+    folder.write_status("failed", exit_code=1, step=200, message=f"no memory for {text}")
+    settings = {"data": {"path": text}, "train": {"steps": 300}, "validation": {"prompts": [text, "second"]}}
+    folder.resolved_file.write_text(json.dumps(settings))
+    start = {"step": 0, "at": "2026-01-01T00:00:00+00:00", "device": "cpu", "processes": 1, "versions": {}}
+    changed = {"step": 100, "changed": {text: {"from": text, "to": 2}}, "chosen": {"memory.stream_blocks": 3}}
+    folder.lineage_file.write_text(json.dumps([start, start | changed]))
+    write_rows(folder.quarantine_file, [{"item": text, "reason": f"no picture: {text}"}])
+    _write_metrics(folder)
+    losses = [0.5, 1.0, 2.0]
+    items = [
+        MeasuredItem(
+            name=f"{place} {text}",
+            caption=text,
+            size="8x8",
+            noise_levels=[0.5],
+            measured_by="m",
+            thumbnail=PIXEL,
+        )
+        for place in range(3)
+    ]
+    write_items(folder.items_file, items)
+    after = [0.1, 0.6, 2.4]
+    write_rows(folder.item_losses_file, [{"step": 0, "losses": losses}, {"step": 200, "losses": after}])
+    kinds = ("blocks.0.to_q", "blocks.0.to_k", "blocks.1.to_q", f"blocks.1.{text}")
+    updates = dict(zip(kinds, (0.01, 0.001, 0.1, 0.0), strict=True))
+    write_rows(folder.layers_file, [{"step": 200, "updates": updates}])
+    folder.previews_folder.mkdir()
+    for step in steps:
+        for place in range(2):
+            name = f"step-{step:08d}-prompt-{place:02d}-aa{place}.png"
+            Image.new("RGB", (32, 32), (step % 256, 90, 90)).save(folder.previews_folder / name)
+        (folder.previews_folder / f"step-{step:08d}-prompt-01-aa1.mp4").write_bytes(b"\0" * 99)
+    return path
+
+
+def _write_metrics(folder: RunFolder) -> None:
+    report = {"blocks_run": 6, "blocks_checkpointed": 6, "blocks_recomputed": 6, "tensors_offloaded": 2}
+    rows: list[dict[str, object]] = [
+        {"step": 0, "time": 100.0, "train_fixed_noise_loss": 0.9},
+        {"step": 1, "time": 101.0, **report, "bytes_offloaded": 2048},
+        {"step": 2, "time": 102.0, "device_bytes_predicted": 1000, "device_bytes_measured": 900},
+    ]
+    for step in range(10, 241, 10):
+        low = {"samples_by_noise/0.0-0.1": 2, "loss_by_noise/0.0-0.1": 0.2 if step > 120 else 0.4}
+        high = {"samples_by_noise/0.9-1.0": 6, "loss_by_noise/0.9-1.0": 0.5}
+        logged = {"loss": 1 / step, "grad_norm": 0.5, "learning_rate": 1e-4, "samples_per_s": 3.0}
+        rows.append({"step": step, "time": 100.0 + step, **logged, "peak_memory_gib": 1.5, **low, **high})
+    rows.append({"step": 200, "time": 400.0, "train_fixed_noise_loss": 0.3})
+    write_rows(folder.metrics_file, rows)
