@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from tiny_run import TinyRun, make_run
+from tiny_run import TinyRun, lora_metadata_of, make_run
 
 from diffsynth_lite.pipelines.sdxl import tiny
 
@@ -35,6 +35,9 @@ def test_a_run_on_the_unet_alone_weighs_by_the_ratio_of_signal_to_noise(sdxl_run
     assert report["blocks_recomputed"] > 0
     assert report["bytes_offloaded"] > 0
     assert len(list((sdxl_run.folder / "previews").glob("step-*.png"))) == 2 * 2
+    metadata = lora_metadata_of(sdxl_run.folder / "lora")
+    assert metadata["modelspec.prediction_type"] == "epsilon"
+    assert metadata["ss_min_snr_gamma"] == "5.0"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from diffsynth_lite import __version__
 from diffsynth_lite.config import Config
@@ -71,7 +72,7 @@ def _sources(config: Config, encoded: TrainingData) -> dict[str, SourceFacts]:
     }
 
 
-def _counts(places: "np.typing.NDArray[np.uint16]", length: int) -> list[int]:
+def _counts(places: npt.NDArray[np.uint16], length: int) -> list[int]:
     counts: list[int] = np.bincount(places, minlength=length).tolist()
     return counts
 
