@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -66,10 +67,15 @@ def _sources(config: Config, encoded: TrainingData) -> dict[str, SourceFacts]:
         name: SourceFacts(
             num_items=counts[place],
             passes=float(source.passes),
-            tag_counts=redacted(encoded.tag_counts.get(place, {})),
+            tag_counts=redacted(_trigger_first(encoded.tag_counts.get(place, {}), source.trigger)),
         )
         for place, (name, source) in enumerate(zip(names, sources, strict=True))
     }
+
+
+def _trigger_first(counts: Mapping[str, int], trigger: str | None) -> dict[str, int]:
+    """The same order, but with the trigger ahead of tags as frequent as it: readers show the first few."""
+    return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0] != trigger)))
 
 
 def _counts(places: npt.NDArray[np.uint16], length: int) -> list[int]:

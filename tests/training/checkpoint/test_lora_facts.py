@@ -46,7 +46,7 @@ def test_facts_are_gathered_by_source_without_paths_and_secrets(tmp_path: Path) 
         )
         for place, (source, (width, height, num_frames)) in enumerate(zip((0, 0, 1), sizes, strict=True))
     ]
-    tags = {0: {"ohwx dog": 2}, 1: {f"a {TOKEN}": 1}}
+    tags = {0: {"red": 3, "a": 2, "b": 2, "ohwx dog": 2}, 1: {f"a {TOKEN}": 1}}
     encoded = SimpleNamespace(items=ItemTable.build(rows), tag_counts=tags)
 
     facts = gather_lora_facts(config, family, encoded, {"b": 1, "a": [2.5]})
@@ -56,10 +56,12 @@ def test_facts_are_gathered_by_source_without_paths_and_secrets(tmp_path: Path) 
     assert facts.title == "mine, with REDACTED"
     assert facts.trigger_words == ("ohwx dog", "REDACTED")
     assert facts.sources == {
-        "data.sources[0]": SourceFacts(num_items=2, passes=3.0, tag_counts={"ohwx dog": 2}),
+        "data.sources[0]": SourceFacts(num_items=2, passes=3.0, tag_counts=tags[0]),
         "data.sources[1]": SourceFacts(num_items=1, passes=0.5, tag_counts={"a REDACTED": 1}),
         "data.sources[2]": SourceFacts(num_items=0, passes=1.0, tag_counts={}),
     }
+    counted = list(facts.sources["data.sources[0]"].tag_counts)
+    assert counted == ["red", "ohwx dog", "a", "b"]  # the trigger before what is as frequent
     assert facts.items_by_size == {(512, 512): 2, (1024, 768): 1}
     assert (facts.resolution, facts.sigma_range) == ((1024, 1024), (0.25, 1.0))
     told = {name: value for name, value in facts.training.items() if value is not None}
