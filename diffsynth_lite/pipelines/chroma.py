@@ -17,6 +17,7 @@ from diffsynth_lite.core.gradient import (
     gradient_checkpoint_forward,
     gradient_flags,
 )
+from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
@@ -105,6 +106,7 @@ class Chroma(Flux):
     pipelines = (ChromaPipeline,)
     releases = CHROMA
     transformer_class = ChromaTransformer2DModel
+    lora_spelling = taken_by_comfyui(but=("distilled_guidance_layer",))
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": T5EncoderModel, "vae": AutoencoderKL}
     tokenizers = ("tokenizer",)
     prompt_tokenizer = "tokenizer"

@@ -29,6 +29,7 @@ from diffsynth_lite.core.gradient import (
     gradient_flags,
 )
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora.spelling import LTX_VIDEO_NAMES
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
@@ -154,6 +155,7 @@ class LTXVideo(DiffusersFamily):
     pipelines = (LTXPipeline, LTXImageToVideoPipeline, LTXConditionPipeline)
     releases = LTX_VIDEO
     transformer_class = LTXVideoTransformer3DModel
+    lora_spelling = LTX_VIDEO_NAMES
     encoder_classes: ClassVar[Mapping[str, Any]] = {
         "text_encoder": T5EncoderModel,
         "vae": AutoencoderKLLTXVideo,

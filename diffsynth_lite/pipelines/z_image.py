@@ -24,6 +24,7 @@ from diffsynth_lite.core.gradient import (
     gradient_flags,
 )
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
@@ -104,6 +105,7 @@ class ZImage(DiffusersFamily):
     pipelines = (ZImagePipeline,)
     releases = Z_IMAGE
     transformer_class = ZImageTransformer2DModel
+    lora_spelling = taken_by_comfyui()
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": Qwen3Model, "vae": AutoencoderKL}
     block_lists = ("noise_refiner", "context_refiner", "layers")
     size_divisor = 16

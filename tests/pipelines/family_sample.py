@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,8 @@ from PIL import Image
 
 from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
 from diffsynth_lite.core.noise import DiffusionPath
-from diffsynth_lite.lora import add_adapter, find_target_layers
+from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter, find_target_layers
+from diffsynth_lite.lora.pairs import LoraPair, pairs_of
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import (
     Conditioning,
@@ -220,6 +221,28 @@ def adapted_transformer(
         if ".lora_B." in name:
             parameter.data.normal_(std=0.1, generator=generator)
     return transformer
+
+
+def assert_does_as(loaded: Mapping[str, LoraPair], transformer: torch.nn.Module) -> None:
+    """Each layer is given what the adapter of a trained model gives it, bit for bit, and no other is."""
+    trained = pairs_of(adapter_tensors(transformer), adapter_settings(transformer))
+    assert loaded.keys() == trained.keys()
+    for layer, pair in trained.items():
+        assert pair.norm > 0
+        assert pair.distance(loaded[layer]) == 0, layer
+
+
+def pairs_on(model: torch.nn.Module) -> dict[str, LoraPair]:
+    """What a pipeline of diffusers put on a model."""
+    return {
+        name: LoraPair(
+            down=module.lora_A[adapter].weight.detach(),
+            up=module.lora_B[adapter].weight.detach(),
+            alpha=module.scaling[adapter] * module.r[adapter],
+        )
+        for name, module in model.named_modules()
+        for adapter in getattr(module, "lora_A", ())
+    }
 
 
 def noise_levels(sample: Sample, scheduler: Any) -> torch.Tensor:

@@ -10,12 +10,21 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
-from family_sample import Sample, adapted_transformer, noise_levels, ones_like, transformer_calls
+from family_sample import (
+    Sample,
+    adapted_transformer,
+    assert_does_as,
+    noise_levels,
+    ones_like,
+    pairs_on,
+    transformer_calls,
+)
 from safetensors.torch import load_file, save_file
 
 from diffsynth_lite.core.noise import DiffusionPath
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers
+from diffsynth_lite.lora.pairs import pairs_of
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder
 from diffsynth_lite.pipelines.base.batching import INPUT
 
@@ -65,15 +74,14 @@ def test_a_saved_lora_draws_the_same_in_the_diffusers_pipeline(sample: Sample, t
     tensors, settings = adapter_tensors(transformer), adapter_settings(transformer)
     files = family.save_lora(tmp_path, tensors, settings)
     assert [file.name for file in files] == ["pytorch_lora_weights.safetensors"]
-    read, read_settings = family.read_lora(tmp_path)
-    assert read.keys() == tensors.keys()
-    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
-    assert (read_settings["r"], read_settings["lora_alpha"]) == (4, 8)
+    assert_does_as(pairs_of(*family.read_lora(tmp_path)), transformer)
+    assert_does_as(family.loaded_lora(tmp_path), transformer)
 
     pipeline = sample.fresh_pipeline()
     fresh = getattr(pipeline, *family.trained)
     with torch.no_grad():
         base, _ = predict(sample, fresh), pipeline.load_lora_weights(tmp_path)
+        assert_does_as(pairs_on(fresh), transformer)
         reloaded = predict(sample, fresh)
         trained = predict(sample, transformer)
     assert torch.equal(reloaded, trained)

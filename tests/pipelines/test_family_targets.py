@@ -4,10 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_sample import SIGMA, Sample, adapted_transformer, engine_with, velocity_and_gradients
+from family_sample import (
+    SIGMA,
+    Sample,
+    adapted_transformer,
+    assert_does_as,
+    engine_with,
+    pairs_on,
+    velocity_and_gradients,
+)
 
 from diffsynth_lite.core.gradient import blocks_of
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers
+from diffsynth_lite.lora.pairs import pairs_of
 from diffsynth_lite.pipelines import family_names
 
 SETS = ("attention", "all")
@@ -75,12 +84,11 @@ def test_a_lora_of_a_set_draws_the_same_in_the_diffusers_pipeline(
 ) -> None:
     family = sample.family
     transformer = adapted_transformer(sample, targets=set_of(sample, name)).eval()
-    tensors = adapter_tensors(transformer)
-    family.save_lora(tmp_path, tensors, adapter_settings(transformer))
-    read, _ = family.read_lora(tmp_path)
-    assert read.keys() == tensors.keys()
+    family.save_lora(tmp_path, adapter_tensors(transformer), adapter_settings(transformer))
+    assert_does_as(pairs_of(*family.read_lora(tmp_path)), transformer)
     pipeline = sample.fresh_pipeline()
     pipeline.load_lora_weights(tmp_path)
+    assert_does_as(pairs_on(getattr(pipeline, *family.trained)), transformer)
     with torch.no_grad():
         reloaded, trained = (
             family.predict(model, sample.latents, SIGMA, sample.conditioning)

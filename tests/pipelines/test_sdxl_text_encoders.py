@@ -15,8 +15,10 @@ from family_sample import (
     SIGMA,
     Sample,
     adapted_transformer,
+    assert_does_as,
     build_sample,
     engine_with,
+    pairs_on,
     velocity_and_gradients,
 )
 from held_step import step_on_cpu
@@ -27,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers
+from diffsynth_lite.lora.pairs import pairs_of
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.base.composite import Composite
@@ -157,14 +160,11 @@ def test_a_saved_lora_is_one_file_that_the_pipeline_loads_into_all_three(
     model = adapted_transformer(sample, targets=family.target_sets["all"]).eval()
     tensors, settings = adapter_tensors(model), adapter_settings(model)
     (file,) = family.save_lora(tmp_path, tensors, settings)
-    read, read_settings = family.read_lora(tmp_path)
-    assert read.keys() == tensors.keys()
-    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
-    assert read_settings == settings
-    assert (settings["r"], settings["lora_alpha"]) == (4, 8)
+    assert_does_as(pairs_of(*family.read_lora(tmp_path)), model)
+    assert_does_as(family.loaded_lora(tmp_path), model)
     # As transformers before 5 and other programs call the layers, too.
-    names = {name.split(".encoder.")[0] for name in safetensors.torch.load_file(file) if "unet." not in name}
-    assert names == {"text_encoder.text_model", "text_encoder_2.text_model"}
+    names = {name.split("_encoder_")[0] for name in safetensors.torch.load_file(file)}
+    assert {name for name in names if "lora_te" in name} == {"lora_te1_text_model", "lora_te2_text_model"}
 
     pipeline = sample.fresh_pipeline()
     fresh = Composite({name: getattr(pipeline, name) for name in ALL})
@@ -172,6 +172,7 @@ def test_a_saved_lora_is_one_file_that_the_pipeline_loads_into_all_three(
         base = family.predict(fresh, sample.latents, SIGMA, sample.conditioning)
         base_embeds, _, base_pooled, _ = pipeline.encode_prompt(PROMPTS[0], device=CPU)
         pipeline.load_lora_weights(tmp_path)
+        assert_does_as(pairs_on(fresh), model)
         embeds, _, pooled, _ = pipeline.encode_prompt(PROMPTS[0], device=CPU)
         reloaded = family.predict(fresh, sample.latents, SIGMA, sample.conditioning)
         trained = family.predict(model, sample.latents, SIGMA, sample.conditioning)

@@ -10,13 +10,14 @@ import pytest
 import torch
 from diffusers import WanPipeline
 from diffusers.training_utils import free_memory
-from family_sample import CPU, PROMPTS, engine_with
+from family_sample import CPU, PROMPTS, assert_does_as, engine_with
 from wan_pipelines import BOUNDARY, two_experts
 
 from diffsynth_lite.core.gradient import gradient_engine
 from diffsynth_lite.core.weights import Quantization, QuantizationReport, WeightStream, weight_format
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter, find_target_layers
+from diffsynth_lite.lora.pairs import pairs_of
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import Conditioning, PipelineFolder, PreviewRequest
 from diffsynth_lite.pipelines.base.composite import Composite
@@ -150,10 +151,8 @@ def test_each_saved_lora_draws_the_same_in_its_place_in_the_pipeline(
     files = [file.name for file in family.save_lora(tmp_path, tensors, settings)]
     assert files == [family.lora_file_name(name) for name in family.trained]
     assert set(files) <= set(FILES)
-    read, read_settings = family.read_lora(tmp_path)
-    assert read.keys() == tensors.keys()
-    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
-    assert read_settings == settings
+    assert_does_as(pairs_of(*family.read_lora(tmp_path)), model)
+    assert_does_as(family.loaded_lora(tmp_path), model)
 
     pipeline = two_experts()
     for name in family.trained:

@@ -12,6 +12,7 @@ from PIL import Image
 
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.files import write_json
+from diffsynth_lite.lora.pairs import pairs_of
 from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.redaction import Redactor, in_force
@@ -54,7 +55,9 @@ def test_the_list_of_bad_items_is_masked(config: Config, tmp_path: Path) -> None
     assert row == {"item": "0.png", "reason": "https://REDACTED@example.org/ is no picture"}
 
 
-def test_the_metadata_of_a_lora_are_masked_but_never_its_layers(tmp_path: Path) -> None:
+def test_the_metadata_of_a_lora_are_masked_but_never_its_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
     family = QwenImage(PipelineFolder(path=tmp_path))
     layer = "transformer_blocks.0.attn.to_q"
@@ -65,9 +68,10 @@ def test_the_metadata_of_a_lora_are_masked_but_never_its_layers(tmp_path: Path) 
         "target_modules": [layer],
         "base_model_name_or_path": f"https://{TOKEN}@example.org/model",
     }
+    monkeypatch.setattr(family, "loaded_lora", lambda _: pairs_of(tensors, settings))
     # The value of a secret variable, and the name of a layer.
     with in_force(Redactor({"KEY": "transformer_blocks"})):
-        (file,) = export_lora(family, tmp_path / "lora", tensors, settings, lambda _: {})
+        (file,) = export_lora(family, tmp_path / "lora", tensors, settings, lambda _: {}).files
     with safetensors.safe_open(file, "pt") as opened:
         metadata = str(opened.metadata())
     assert "https://REDACTED@example.org/model" in metadata

@@ -104,7 +104,8 @@ def test_each_step_trains_one_expert_and_a_resumed_run_from_files_is_the_same_bi
     assert sorted(path.name for path in (whole / "lora").iterdir()) == files
     for file, timesteps in zip(files, ("500,999", "0,499"), strict=True):
         metadata = lora_metadata_of(whole / "lora", file)
-        assert json.loads(metadata["lora_adapter_metadata"])["transformer.lora_alpha"] == 8
+        adapter = json.loads(metadata["lora_adapter_metadata"])
+        assert adapter["transformer.lora_alpha"] == adapter["transformer.r"] == 4
         assert metadata["modelspec.timestep_range"] == timesteps
 
 

@@ -12,11 +12,12 @@ import pytest
 import safetensors.torch
 import torch
 from family_cases import SIZES, STEPS, FamilyCase, cases_of, make_case
-from family_sample import families_to_test, small_edit_inputs
+from family_sample import families_to_test, pairs_on, small_edit_inputs
 from PIL import Image
 from tiny_run import TinyRun, checkpoint_tensors, differing
 
 from diffsynth_lite.core.gradient import blocks_in
+from diffsynth_lite.lora.pairs import pairs_of
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.training.previews import frame_strip
@@ -127,18 +128,17 @@ def check_conditioning(run: TinyRun, case: FamilyCase) -> None:
 
 
 def check_loaded(parts: dict[str, torch.nn.Module], trained: dict[str, torch.Tensor]) -> None:
-    """The pipeline's models hold the LoRA of the checkpoint, all of it, with its alpha."""
+    """The LoRA does to the pipeline's models what the checkpoint's adapter does, whose alpha is 8."""
     loaded = {}
     for part, model in parts.items():
-        [(adapter, settings)] = model.peft_config.items()
-        assert settings.lora_alpha == 8
-        prefix = "adapter/" if len(parts) == 1 else f"adapter/{part}."
-        loaded |= {
-            prefix + name.replace(f".{adapter}.", "."): value
-            for name, value in model.named_parameters()
-            if ".lora_" in name
-        }
-    assert differing(loaded, {name: trained[name] for name in trained if name.startswith("adapter/")}) == []
+        prefix = "" if len(parts) == 1 else f"{part}."
+        loaded |= {f"{prefix}{layer}": pair for layer, pair in pairs_on(model).items()}
+    adapter = {
+        name.removeprefix("adapter/"): value for name, value in trained.items() if name.startswith("adapter/")
+    }
+    expected = pairs_of(adapter, {"lora_alpha": 8})
+    assert loaded.keys() == expected.keys()
+    assert all(pair.distance(loaded[layer]) == 0 for layer, pair in expected.items())
 
 
 def check_previews(

@@ -46,9 +46,11 @@ def best_lora(run: TinyRun) -> dict[str, torch.Tensor]:
 
 
 def lora_of_step(run: TinyRun, step: int, source: str = "adapter") -> dict[str, torch.Tensor]:
-    """Adapter or average of a checkpoint, by the names in the LoRA file."""
+    """Adapter or average of a checkpoint as the LoRA file has it: alpha, twice the rank, is in lora_B."""
     return {
-        f"transformer.{name.removeprefix(f'{source}/')}".replace(".default.", "."): tensor
+        f"transformer.{name.removeprefix(f'{source}/')}".replace(".default.", "."): (
+            2 * tensor if ".lora_B." in name else tensor
+        )
         for name, tensor in checkpoint_tensors(run.folder, step).items()
         if name.startswith(f"{source}/")
     }

@@ -7,7 +7,7 @@ import torch
 from diffusers.loaders import PeftAdapterMixin
 from torch import nn
 
-from diffsynth_lite.pipelines.base.family import LoraFile
+from diffsynth_lite.lora.pairs import LoraFile
 
 _Result = TypeVar("_Result")
 

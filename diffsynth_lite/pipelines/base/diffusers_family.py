@@ -1,12 +1,12 @@
-"""This file does what all families of diffusers have in common: loading components, and adapter files."""
+"""This file does what all families of diffusers have in common: loading components, and previews."""
 
 import inspect
+import json
 import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
-from pathlib import Path
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import diffusers
@@ -20,11 +20,12 @@ from diffsynth_lite.core.gradient import count_blocks
 from diffsynth_lite.core.noise import resolution_mu
 from diffsynth_lite.core.weights import HostBlocks
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora.loading import FileHeader, LoadedLayer, loaded_layers
 from diffsynth_lite.media import Media
-from diffsynth_lite.pipelines.base.composite import Composite, join_adapter, split_adapter
-from diffsynth_lite.pipelines.base.family import EncodedMedia, LoraFile, ModelFamily, PreviewRequest
+from diffsynth_lite.pipelines.base.composite import Composite
+from diffsynth_lite.pipelines.base.family import EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
-from diffsynth_lite.pipelines.base.lora_files import read_lora_file, save_lora_file
+from diffsynth_lite.pipelines.base.lora_files import DiffusersLora
 from diffsynth_lite.pipelines.base.quantized import load_frozen_component, load_plain_component
 from diffsynth_lite.pipelines.base.release_folder import empty_model
 from diffsynth_lite.pipelines.base.single_file import read_single_file
@@ -41,7 +42,7 @@ def device_and_dtype(model: torch.nn.Module) -> dict[str, Any]:
     return {"device": parameter.device, "dtype": parameter.dtype}
 
 
-class DiffusersFamily(ModelFamily):
+class DiffusersFamily(DiffusersLora):
     """A family whose transformer and pipeline are classes of diffusers.
 
     Attributes:
@@ -308,6 +309,15 @@ class DiffusersFamily(ModelFamily):
     def empty_component(self, name: str) -> torch.nn.Module:
         return empty_model(self.component_class(name), self.folder.component_config(name))
 
+    def ask_loader(
+        self, names: Mapping[str, str], header: FileHeader
+    ) -> Mapping[tuple[str, str], LoadedLayer]:
+        components = {
+            name: (self.component_class(component), json.dumps(self.folder.component_config(component)))
+            for name, component in names.items()
+        }
+        return _ask_loader(self.pipeline, tuple(components.items()), header)
+
     def unused_modules(self, model: torch.nn.Module) -> list[str]:
         if not self.unused_in_last_block:
             return []
@@ -319,51 +329,14 @@ class DiffusersFamily(ModelFamily):
             names += [f"{prefix}.{ending}" for ending in self.unused_in_last_block]
         return names
 
-    def lora_file_name(self, component: str) -> str:
-        """Name of the file that holds a component's LoRA."""
-        return "pytorch_lora_weights.safetensors"
 
-    def save_lora(
-        self, folder: Path, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
-    ) -> list[Path]:
-        parts = split_adapter(tensors, settings, self.trained)
-        files = self._by_lora_file(folder)
-        for file, components in files.items():
-            of_file = {self.lora_prefix(component): parts[component] for component in components}
-            save_lora_file(self.pipeline, file, of_file)
-        return list(files)
-
-    def _by_lora_file(self, place: Path) -> dict[Path, list[str]]:
-        """Those of ``trained`` whose LoRA each file holds."""
-        files: dict[Path, list[str]] = {}
-        for component in self.trained:
-            files.setdefault(self.lora_file(place, component), []).append(component)
-        return files
-
-    def lora_prefix(self, component: str) -> str:
-        """What the names of a component's tensors begin with in its LoRA file."""
-        return f"{component}."
-
-    def lora_file(self, place: Path, component: str) -> Path:
-        """Where a component's LoRA is: in a folder by its name there, or in the one file given.
-
-        Raises:
-            UserError: one file is given where there are several.
-        """
-        if not place.is_file():
-            return place / self.lora_file_name(component)
-        if len(names := {self.lora_file_name(one) for one in self.trained}) > 1:
-            raise UserError(
-                f"{place}: one file, but this LoRA is several; name a folder with {sorted(names)}"
-            )
-        return place
-
-    def read_lora(self, place: Path) -> LoraFile:
-        parts: dict[str, LoraFile] = {}
-        for file, components in self._by_lora_file(place).items():
-            read = read_lora_file(self.pipeline, file, list(map(self.lora_prefix, components)))
-            parts |= zip(components, read, strict=True)
-        return join_adapter(parts)
+@cache
+def _ask_loader(
+    pipeline_class: Any, components: tuple[tuple[str, tuple[Any, str]], ...], header: FileHeader
+) -> Mapping[tuple[str, str], LoadedLayer]:
+    """Kept: it is the same for all files that a run writes."""
+    models = {name: empty_model(class_, json.loads(config)) for name, (class_, config) in components}
+    return loaded_layers(assemble(pipeline_class, **models), models, header)
 
 
 def assemble(pipeline_class: Any, **parts: Any) -> Any:

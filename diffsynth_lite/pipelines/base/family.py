@@ -1,9 +1,8 @@
 """What a model family offers to the trainer. Latents carry no layout here: a family's file says its axes."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +11,7 @@ from PIL.Image import Image
 from diffsynth_lite.core.noise import FlowMatchingPath, NoisePath
 from diffsynth_lite.core.weights import HostBlocks, Quantization
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora.format import LoraFormat
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.folder import ComponentFile, PipelineFolder
 from diffsynth_lite.pipelines.base.text_encoders import TextEncoderMemory
@@ -28,9 +28,6 @@ conditioned on, which joins the conditioning of its prompt."""
 
 TargetSets = Mapping[str, tuple[str, ...]]
 """Names of linear layers, or endings of them, by the name of the set."""
-
-LoraFile = tuple[dict[str, torch.Tensor], dict[str, Any]]
-"""An adapter as its file holds it: tensors by peft's names, without the component's prefix, and settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +66,7 @@ class PreviewRequest:
         }
 
 
-class ModelFamily(ABC):
+class ModelFamily(LoraFormat):
     """A model family, bound to one pipeline folder.
 
     Class attributes are the training facts of the family; methods load one component at a time, so that an
@@ -434,17 +431,3 @@ class ModelFamily(ABC):
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
     ) -> list[list[Image]]:
         """The frames of each preview, drawn by diffusers' own pipeline around the given transformer."""
-
-    @abstractmethod
-    def save_lora(
-        self, folder: Path, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
-    ) -> list[Path]:
-        """Write an adapter in the format that the family's diffusers pipeline loads, alpha included.
-
-        Returns:
-            The files written, one for each expert.
-        """
-
-    @abstractmethod
-    def read_lora(self, place: Path) -> LoraFile:
-        """Read an adapter, from its folder or its one file, through the family's diffusers pipeline."""

@@ -1,40 +1,234 @@
-"""This file writes and reads LoRA files by the functions that a pipeline of diffusers has for them."""
+"""This file writes LoRA files for pipelines of diffusers, in the spelling of their family, and reads them."""
 
+import json
+import logging
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diffsynth_lite.pipelines.base.family import LoraFile
+import torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora.loading import FileHeader, LoadedLayer, header_of
+from diffsynth_lite.lora.pairs import LoraFile, LoraPair, adapter_of, pairs_from, pairs_of, tensors_of
+from diffsynth_lite.lora.spelling import DIFFUSERS, Spelling
+from diffsynth_lite.pipelines.base.composite import join_adapter, split_adapter
+from diffsynth_lite.pipelines.base.family import ModelFamily
+
+logger = logging.getLogger(__name__)
 
 
-def save_lora_file(pipeline_class: Any, file: Path, parts: Mapping[str, LoraFile]) -> None:
-    """Write the adapters of one or more models into one file.
+class DiffusersLora(ModelFamily):
+    """A family whose LoRA files a pipeline of diffusers loads."""
 
-    Args:
-        pipeline_class: its ``save_lora_weights`` takes ``<model>_lora_layers`` and
-            ``<model>_lora_adapter_metadata``.
-        file: to write.
-        parts: tensors and settings of each model, by what its names begin with in the file, such as
-            ``"unet."``: the model, and where the file has more levels than the model, these.
+    pipeline: Any
+
+    @abstractmethod
+    def ask_loader(
+        self, names: Mapping[str, str], header: FileHeader
+    ) -> Mapping[tuple[str, str], LoadedLayer]:
+        """What the folder's pipeline does with a LoRA file, as ``loaded_layers`` gives it.
+
+        Args:
+            names: of the components that the file is for, by their names in the pipeline.
+
+        Raises:
+            ValueError: it refuses the file.
+        """
+
+    def save_lora(
+        self,
+        folder: Path,
+        tensors: Mapping[str, torch.Tensor],
+        settings: Mapping[str, Any],
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> list[Path]:
+        parts = split_adapter(tensors, settings, self.trained)
+        files = self._by_lora_file(folder)
+        for file, components in files.items():
+            of_file = {self._in_pipeline(component): parts[component][1] for component in components}
+            file.parent.mkdir(parents=True, exist_ok=True)
+            metadata = {"format": "pt", **_adapter_metadata(self.lora_spelling, of_file)}
+            save_file(self._file_tensors(parts, components, dtype), file, metadata=metadata)
+        return list(files)
+
+    def read_lora(self, place: Path) -> LoraFile:
+        parts: dict[str, LoraFile] = {}
+        for file, components in self._by_lora_file(place).items():
+            prefixes = list(map(self.lora_prefix, components))
+            read = _read_own(file, prefixes, self.lora_spelling) or _read_any(self.pipeline, file, prefixes)
+            parts |= zip(components, read, strict=True)
+        return join_adapter(parts)
+
+    def loaded_lora(self, folder: Path) -> dict[str, LoraPair]:
+        pairs = {}
+        for file, components in self._by_lora_file(folder).items():
+            tensors, said = load_file(file), _said_settings(file)
+            for layer, found in self._loaded_layers(tensors, components, said).items():
+                down, up = tensors[found.down], tensors[found.up]
+                pairs[layer] = LoraPair(down=down, up=up, alpha=found.scale * len(down))
+        return pairs
+
+    def settle_lora_spelling(self, model: nn.Module, layers: Sequence[str], *, rank: int) -> None:
+        if not self._loads(model, layers, rank):
+            self.lora_spelling = DIFFUSERS
+            if not self._loads(model, layers, rank):
+                raise UserError(
+                    f"lora.target_modules: diffusers' {self.pipeline.__name__} loads no LoRA on "
+                    f"{_some(layers)} alone; add other layers"
+                )
+            logger.warning(
+                "The LoRA file will have diffusers' names, by which ComfyUI does not find the layers: by "
+                "others diffusers' %s loads no LoRA on %s alone (lora.target_modules).",
+                self.pipeline.__name__,
+                _some(layers),
+            )
+        self._tell_what_comfyui_lacks(layers)
+
+    def _tell_what_comfyui_lacks(self, layers: Sequence[str]) -> None:
+        if self.lora_spelling.unknown_to_comfyui is None:
+            return
+        parts = split_adapter({}, {"target_modules": layers}, self.trained)
+        names = [
+            f"{component}.{layer}"
+            for component, (_, of_it) in parts.items()
+            for layer in of_it["target_modules"]
+        ]
+        lacking = [name for name in names if not self.lora_spelling.in_comfyui(name)]
+        if len(lacking) == len(names):
+            logger.info("ComfyUI has no names for the layers of this model: the LoRA file is for diffusers.")
+        elif lacking:
+            logger.warning(
+                "ComfyUI has no names for %d of the %d layers that get a LoRA, and leaves them out: %s "
+                "(lora.target_modules).",
+                len(lacking),
+                len(names),
+                _some(lacking),
+            )
+
+    def _loads(self, model: nn.Module, layers: Sequence[str], rank: int) -> bool:
+        """Whether the pipeline loads all of a LoRA on these layers in ``lora_spelling``."""
+        tensors = {}
+        for layer in layers:
+            num_outputs, num_inputs = model.get_parameter(f"{layer}.weight").shape
+            tensors[f"{layer}.lora_A.weight"] = torch.empty(rank, num_inputs, device="meta")
+            tensors[f"{layer}.lora_B.weight"] = torch.empty(num_outputs, rank, device="meta")
+        parts = split_adapter(tensors, {"target_modules": layers}, self.trained)
+        found: dict[str, LoadedLayer] = {}
+        for components in self._by_lora_file(Path()).values():
+            try:
+                found |= self._loaded_layers(self._file_tensors(parts, components), components, {})
+            except ValueError:
+                return False
+        return found.keys() == set(layers)
+
+    def _file_tensors(
+        self,
+        parts: Mapping[str, LoraFile],
+        components: Sequence[str],
+        dtype: torch.dtype = torch.float32,
+    ) -> dict[str, torch.Tensor]:
+        pairs: dict[str, LoraPair] = {}
+        for component in components:
+            pairs |= pairs_of(*parts[component], self.lora_prefix(component))
+        return tensors_of(pairs, self.lora_spelling, dtype)
+
+    def _loaded_layers(
+        self, tensors: Mapping[str, torch.Tensor], components: Sequence[str], said: Mapping[str, Any]
+    ) -> dict[str, LoadedLayer]:
+        """What the pipeline does with a file, by the names of layers in the model that is trained."""
+        names = {self._in_pipeline(component): component for component in components}
+        layers = {}
+        for (model, layer), found in self.ask_loader(names, header_of(tensors)).items():
+            name = layer if len(self.trained) == 1 else f"{names[model]}.{layer}"
+            if not said:
+                layers[name] = found
+            elif layer in said[f"{model}.target_modules"]:  # what a file says is all that its loaders ask
+                layers[name] = replace(found, scale=said[f"{model}.lora_alpha"] / said[f"{model}.r"])
+        return layers
+
+    def lora_prefix(self, component: str) -> str:
+        """What the names of a component's layers begin with in a pipeline."""
+        return f"{component}."
+
+    def _in_pipeline(self, component: str) -> str:
+        """The model of a pipeline that a component's LoRA is loaded into."""
+        return self.lora_prefix(component).partition(".")[0]
+
+    def lora_file_name(self, component: str) -> str:
+        """Name of the file that holds a component's LoRA."""
+        return "pytorch_lora_weights.safetensors"
+
+    def lora_file(self, place: Path, component: str) -> Path:
+        """Where a component's LoRA is: in a folder by its name there, or in the one file given.
+
+        Raises:
+            UserError: one file is given where there are several.
+        """
+        if not place.is_file():
+            return place / self.lora_file_name(component)
+        if len(names := {self.lora_file_name(one) for one in self.trained}) > 1:
+            raise UserError(
+                f"{place}: one file, but this LoRA is several; name a folder with {sorted(names)}"
+            )
+        return place
+
+    def _by_lora_file(self, place: Path) -> dict[Path, list[str]]:
+        """Those of ``trained`` whose LoRA each file holds."""
+        files: dict[Path, list[str]] = {}
+        for component in self.trained:
+            files.setdefault(self.lora_file(place, component), []).append(component)
+        return files
+
+
+def _some(layers: Sequence[str]) -> str:
+    more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
+    return f"{', '.join(layers[:3])}{more}"
+
+
+def _adapter_metadata(spelling: Spelling, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """peft's settings of each model of a pipeline as diffusers' loaders want them.
+
+    They refuse them beside tensors of alpha.
     """
-    arguments: dict[str, Any] = {}
-    for prefix, (tensors, settings) in parts.items():
-        model, _, inner = prefix.partition(".")
-        arguments[f"{model}_lora_layers"] = {f"{inner}{name}": value for name, value in tensors.items()}
-        arguments[f"{model}_lora_adapter_metadata"] = settings
-    pipeline_class.save_lora_weights(file.parent, weight_name=file.name, **arguments)
+    if spelling.is_flat:
+        return {}
+    said = {
+        f"{model}.{name}": value
+        for model, of_model in settings.items()
+        # The other programs do not read it: it is folded.
+        for name, value in {**of_model, "lora_alpha": of_model["r"]}.items()
+    }
+    return {LORA_ADAPTER_METADATA_KEY: json.dumps(said, indent=2, sort_keys=True)}
 
 
-def read_lora_file(pipeline_class: Any, file: Path, prefixes: Sequence[str]) -> list[LoraFile]:
-    """The opposite of :func:`save_lora_file`, through the pipeline's own loader.
+def _said_settings(file: Path) -> dict[str, Any]:
+    """peft's settings of all components in a file; none where it has no such metadata."""
+    with safe_open(file, "pt") as opened:
+        said: dict[str, Any] = json.loads((opened.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}"))
+    return said
 
-    Args:
-        prefixes: of the models, as above. What begins with none of them is left to the first, whose layers
-            then are not those that are asked for.
 
-    Returns:
-        The adapter of each of ``prefixes``.
+def _read_own(file: Path, prefixes: Sequence[str], spelling: Spelling) -> list[LoraFile] | None:
+    """The adapter of each prefix, of a file with alpha in its tensors; None of another.
+
+    diffusers leaves these to its models, in names of its own.
     """
+    if not spelling.is_flat:
+        return None
+    tensors, settings = adapter_of(pairs_from(load_file(file), spelling))
+    return [(of_prefix, settings) for of_prefix in _split(tensors, prefixes)] if tensors else None
+
+
+def _read_any(pipeline_class: Any, file: Path, prefixes: Sequence[str]) -> list[LoraFile]:
+    """The adapter of each prefix, through the pipeline's own loader."""
     tensors, *_, settings = pipeline_class.lora_state_dict(
         file.parent,
         weight_name=file.name,
@@ -47,7 +241,10 @@ def read_lora_file(pipeline_class: Any, file: Path, prefixes: Sequence[str]) -> 
 
 
 def _split(values: Mapping[str, Any], prefixes: Sequence[str]) -> list[dict[str, Any]]:
-    """What begins with each prefix, without it."""
+    """What begins with each prefix, without it.
+
+    What begins with none of them is left to the first, whose layers then are not those that are asked for.
+    """
     parts: dict[str, dict[str, Any]] = {prefix: {} for prefix in prefixes}
     for name, value in values.items():
         prefix = next(filter(name.startswith, prefixes), prefixes[0])

@@ -26,6 +26,7 @@ from diffsynth_lite.core.gradient import (
     unwrapped,
 )
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora.spelling import SDXL_NAMES
 from diffsynth_lite.media import Crop, Media, Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
 from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
@@ -154,6 +155,7 @@ class SDXL(DiffusionFamily):
     pipelines = (StableDiffusionXLPipeline,)
     releases = RELEASES
     transformer_class = UNet2DConditionModel
+    lora_spelling = SDXL_NAMES
     encoder_classes: ClassVar[Mapping[str, Any]] = {**_TEXT_ENCODERS, "vae": AutoencoderKL}
     tokenizers = ("tokenizer", "tokenizer_2")
     max_prompt_tokens = 77

@@ -1,7 +1,9 @@
 """This file writes the LoRA for inference and reads it back, and reads the one that a run starts from."""
 
+import math
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,23 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import sync
 from diffsynth_lite.lora.file_header import add_metadata
 from diffsynth_lite.lora.metadata import NoiseRange
+from diffsynth_lite.lora.pairs import LoraPair, adapter_of, pairs_of
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.redaction import redacted
 
 _FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedLora:
+    """LoRA files that were written.
+
+    Attributes:
+        rounding: norm of what the update lost to the files' dtype, over the norm of the update.
+    """
+
+    files: list[Path]
+    rounding: float
 
 
 def export_lora(
@@ -24,21 +39,24 @@ def export_lora(
     tensors: dict[str, torch.Tensor],
     settings: dict[str, Any],
     describe: Callable[[NoiseRange], Mapping[str, str]],
-) -> list[Path]:
-    """Write an adapter in its family's format, read it back, compare, and only then replace the last one.
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> ExportedLora:
+    """Write an adapter in its family's format, have it loaded, compare, and only then replace the last one.
 
     Args:
         folder: where the files go; a reader sees the old file or the new one, also after a power cut.
         tensors: the adapter by peft's names.
         settings: peft's settings, alpha included; the file holds them with secrets masked, layers by name.
         describe: what a file says of its run, by the noise levels that it is for.
-
-    Returns:
-        The files written.
+        dtype: of the files.
 
     Raises:
-        RuntimeError: the files do not hold the adapter. A bug, of ours or of the library that wrote it.
+        UserError: a number is too large for the dtype.
+        RuntimeError: the files do not do what the adapter does. A bug, of ours or of a library.
     """
+    adapter = pairs_of(tensors, settings)
+    _require_range(adapter, dtype)
     # A layer is no secret: to call it otherwise would be another LoRA.
     settings = {
         name: value if name == "target_modules" else redacted(value) for name, value in settings.items()
@@ -46,12 +64,12 @@ def export_lora(
     aside = folder.with_name(f".{folder.name}-writing")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        written = family.save_lora(aside, tensors, settings)
+        written = family.save_lora(aside, tensors, settings, dtype=dtype)
         # Of experts each has its own range; other models have one, whatever their files.
         ranges = family.noise_ranges if len(family.noise_ranges) > 1 else family.noise_ranges * len(written)
         for file, noise_range in zip(written, ranges, strict=True):
             add_metadata(file, describe(noise_range))
-        _compare(family, aside, tensors, settings)
+        rounding = _compare(_loaded(family, aside), adapter, dtype)
         folder.mkdir(parents=True, exist_ok=True)
         for file in written:
             # safetensors writes files that only their owner may read.
@@ -59,29 +77,46 @@ def export_lora(
             sync(file)
         replaced = [file.replace(folder / file.name) for file in written]
         sync(folder)
-        return replaced
+        return ExportedLora(files=replaced, rounding=rounding)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _compare(
-    family: ModelFamily, folder: Path, tensors: dict[str, torch.Tensor], settings: dict[str, Any]
-) -> None:
-    read, read_settings = family.read_lora(folder)
-    differing = [
-        name
-        for name in tensors.keys() | read.keys()
-        if name not in read or name not in tensors or not torch.equal(read[name], tensors[name])
-    ]
+def _require_range(adapter: Mapping[str, LoraPair], dtype: torch.dtype) -> None:
+    matrices = [matrix for pair in adapter.values() for matrix in (pair.down, pair.with_alpha(pair.rank).up)]
+    largest = max(float(matrix.abs().max()) for matrix in matrices)
+    if largest > torch.finfo(dtype).max:
+        name = str(dtype).removeprefix("torch.")
+        raise UserError(
+            f"output.lora_dtype: {name} holds nothing above {torch.finfo(dtype).max:g}, and the LoRA has a "
+            f"{largest:g}; go on from the checkpoint with output.lora_dtype=bfloat16"
+        )
+
+
+def _loaded(family: ModelFamily, folder: Path) -> dict[str, LoraPair]:
+    try:
+        return family.loaded_lora(folder)
+    except ValueError as error:
+        raise RuntimeError(
+            f"diffusers does not load the LoRA file ({' '.join(str(error).split())})"
+        ) from error
+
+
+def _compare(loaded: Mapping[str, LoraPair], adapter: Mapping[str, LoraPair], dtype: torch.dtype) -> float:
+    if other := sorted(loaded.keys() ^ adapter.keys()):
+        raise RuntimeError(f"{len(other)} layers of the LoRA file are not the adapter's (first: {other[0]})")
+    differing, lost, whole = [], 0.0, 0.0
+    for layer, pair in adapter.items():
+        distance = pair.distance(loaded[layer])
+        if not distance <= pair.rounding_bound(dtype):
+            differing.append(layer)
+        lost, whole = math.hypot(lost, distance), math.hypot(whole, pair.norm)
     if differing:
         raise RuntimeError(
-            f"{len(differing)} tensors of the LoRA file differ from the adapter (first: {differing[0]})"
+            f"the LoRA file does something else than the adapter to {len(differing)} layers (first: "
+            f"{differing[0]})"
         )
-    for name, value in settings.items():
-        if read_settings.get(name) != value:
-            raise RuntimeError(
-                f"the LoRA file holds {name}={read_settings.get(name)!r}, the adapter {value!r}"
-            )
+    return lost / whole if whole else 0.0
 
 
 def read_initial_lora(
@@ -91,14 +126,14 @@ def read_initial_lora(
 
     Args:
         location: the file, or the folder with the family's file names in it.
-        layers: full names of the layers that this run trains. The LoRA must be on these, with this rank and
-            this alpha.
+        layers: full names of the layers that this run trains. The LoRA must be on these, with this rank.
+        alpha: of this run; a LoRA of another is scaled so that it does the same.
 
     Returns:
-        Tensors by peft's names.
+        Tensors by peft's names, in fp32.
 
     Raises:
-        UserError: it is missing or damaged, or has other layers, another rank or another alpha.
+        UserError: it is missing or damaged, or has other layers or another rank.
     """
     place = Path(location).expanduser()
     if not place.exists():
@@ -117,14 +152,8 @@ def read_initial_lora(
     if ranks != {rank}:
         found = ", ".join(map(str, sorted(ranks)))
         raise UserError(f"lora.init_from: the LoRA in {location} has rank {found}; set lora.rank to it")
-    # A file that says none means its rank, as diffusers reads it.
-    found_alpha = float(settings.get("lora_alpha", rank))
-    if found_alpha != alpha:
-        raise UserError(
-            f"lora.init_from: the LoRA in {location} has alpha {found_alpha:g}, this run {alpha:g}; "
-            f"set lora.alpha: {found_alpha:g}"
-        )
-    return tensors
+    pairs = {layer: pair.with_alpha(alpha) for layer, pair in pairs_of(tensors, settings).items()}
+    return {name: tensor.float() for name, tensor in adapter_of(pairs)[0].items()}
 
 
 def _check_layers(tensors: dict[str, torch.Tensor], layers: Collection[str], location: str) -> None:

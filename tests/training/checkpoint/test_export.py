@@ -1,19 +1,24 @@
 """A LoRA file is read back before it replaces the last one."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from diffsynth_lite.lora.spelling import WAN_NAMES
 from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training.checkpoint.lora_file import export_lora
 
+LAYERS = ["transformer_blocks.0.attn.to_k", "transformer_blocks.0.attn.to_q"]
 TENSORS = {
-    "transformer_blocks.0.attn.to_q.lora_A.weight": torch.arange(8.0).view(2, 4),
-    "transformer_blocks.0.attn.to_q.lora_B.weight": torch.arange(6.0).view(3, 2),
+    f"{layer}.lora_{matrix}.weight": torch.arange(8.0).view(*shape) + 1
+    for layer in LAYERS
+    for matrix, shape in (("A", (2, 4)), ("B", (4, 2)))
 }
-SETTINGS = {"r": 2, "lora_alpha": 4, "target_modules": ["transformer_blocks.0.attn.to_q"]}
+SETTINGS = {"r": 2, "lora_alpha": 4, "target_modules": LAYERS}
+MODEL = {"num_layers": 1, "num_attention_heads": 1, "attention_head_dim": 4, "joint_attention_dim": 4}
 
 
 def describe(noise_range: tuple[float, float]) -> dict[str, str]:
@@ -25,17 +30,15 @@ def family(tmp_path: Path) -> QwenImage:
     pipeline = tmp_path / "pipeline"
     pipeline.mkdir()
     (pipeline / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
+    (pipeline / "transformer").mkdir()
+    (pipeline / "transformer" / "config.json").write_text(json.dumps(MODEL | {"axes_dims_rope": [2, 2, 2]}))
     return QwenImage(PipelineFolder(path=pipeline))
 
 
 def test_the_file_is_in_its_place_and_nothing_else_is_left(family: QwenImage, tmp_path: Path) -> None:
-    (file,) = export_lora(family, tmp_path / "lora", TENSORS, SETTINGS, describe)
-    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == [
-        "lora",
-        "lora/pytorch_lora_weights.safetensors",
-        "pipeline",
-        "pipeline/model_index.json",
-    ]
+    (file,) = export_lora(family, tmp_path / "lora", TENSORS, SETTINGS, describe).files
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lora", "pipeline"]
+    assert list((tmp_path / "lora").iterdir()) == [file]
     assert file == tmp_path / "lora" / "pytorch_lora_weights.safetensors"
     (tmp_path / "other").touch()
     assert file.stat().st_mode == (tmp_path / "other").stat().st_mode
@@ -46,22 +49,24 @@ class Careless(QwenImage):
 
     change: str
 
-    def save_lora(self, folder, tensors, settings) -> list[Path]:
+    def save_lora(self, folder, tensors, settings, **options) -> list[Path]:
         tensors, settings = dict(tensors), dict(settings)
         if self.change == "value":
-            tensors = {name: tensor + 1 for name, tensor in tensors.items()}
+            tensors = {name: tensor * (1 + 2**-20) for name, tensor in tensors.items()}
         elif self.change == "missing":
-            tensors.popitem()
+            tensors = {name: tensor for name, tensor in tensors.items() if LAYERS[0] in name}
         elif self.change == "alpha":
             settings.pop("lora_alpha")
-        return super().save_lora(folder, tensors, settings)
+        elif self.change == "names":
+            self.lora_spelling = WAN_NAMES
+        return super().save_lora(folder, tensors, settings, **options)
 
 
-@pytest.mark.parametrize("change", ["value", "missing", "alpha"])
+@pytest.mark.parametrize("change", ["value", "missing", "alpha", "names"])
 def test_a_file_that_does_not_hold_the_adapter_never_replaces_a_good_one(
     family: QwenImage, tmp_path: Path, change: str
 ) -> None:
-    before = export_lora(family, tmp_path / "lora", TENSORS, SETTINGS, describe)[0].read_bytes()
+    before = export_lora(family, tmp_path / "lora", TENSORS, SETTINGS, describe).files[0].read_bytes()
     careless = Careless(family.folder)
     careless.change = change
     with pytest.raises(RuntimeError, match="LoRA file"):

@@ -1,0 +1,68 @@
+"""This file says what a model family offers for LoRA files."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from diffsynth_lite.lora.pairs import LoraFile, LoraPair, pairs_of
+from diffsynth_lite.lora.spelling import DIFFUSERS, Spelling
+
+
+class LoraFormat(ABC):
+    """How adapters of a family become files that diffusers and ComfyUI read, and files become adapters.
+
+    Attributes:
+        lora_spelling: how its files call the layers; diffusers' names, where a family says no other.
+    """
+
+    lora_spelling: Spelling = DIFFUSERS
+
+    @abstractmethod
+    def save_lora(
+        self,
+        folder: Path,
+        tensors: Mapping[str, torch.Tensor],
+        settings: Mapping[str, Any],
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> list[Path]:
+        """Write an adapter in ``lora_spelling``.
+
+        Args:
+            tensors: the adapter, by peft's names in the model that is trained.
+            settings: peft's, alpha included.
+            dtype: of the matrices in the file.
+
+        Returns:
+            The files written, one for each expert.
+        """
+
+    @abstractmethod
+    def read_lora(self, place: Path) -> LoraFile:
+        """Read an adapter, from its folder or its one file, through the family's diffusers pipeline."""
+
+    def loaded_lora(self, folder: Path) -> dict[str, LoraPair]:
+        """What the family's diffusers pipeline does to each layer when it loads what ``save_lora`` wrote.
+
+        Returns:
+            By the names of the layers in the model that is trained.
+        """
+        return pairs_of(*self.read_lora(folder))
+
+    def settle_lora_spelling(self, model: nn.Module, layers: Sequence[str], *, rank: int) -> None:
+        """Make ``lora_spelling`` one in which diffusers loads a LoRA on these layers.
+
+        Layers for which ComfyUI has no name are warned of.
+
+        Args:
+            model: that is trained; may be on the meta device.
+            layers: full names.
+
+        Raises:
+            UserError: the pipeline loads no LoRA on these layers.
+        """
+        return  # diffusers' own names are what a pipeline loads

@@ -1,0 +1,111 @@
+"""This file asks a pipeline of diffusers what it does with a LoRA file, layer by layer, without any weights.
+
+A pipeline may leave out names that it does not know without an error, and has rules of its own for the
+strength of an update. These are not guessed: its own ``load_lora_weights`` runs, on models whose weights are
+zeros that take no memory, with numbers in the LoRA that tell its tensors apart.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from diffusers.utils import logging as diffusers_logging
+from torch import Tensor, nn
+
+_ADAPTER = "asked"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedLayer:
+    """What a layer is given.
+
+    Attributes:
+        down: name in the file of the tensor (rank, inputs).
+        up: of that (outputs, rank).
+        scale: that their product is multiplied with.
+    """
+
+    down: str
+    up: str
+    scale: float
+
+
+FileHeader: TypeAlias = tuple[tuple[str, tuple[int, ...], float | None], ...]
+"""Name and shape of each tensor of a LoRA file, and of those without an axis what is in them."""
+
+
+def header_of(tensors: Mapping[str, Tensor]) -> FileHeader:
+    """What there is to say of a file before its numbers; its tensors may be on the meta device."""
+    return tuple(
+        (name, tuple(tensor.shape), None if tensor.ndim else float(tensor))
+        for name, tensor in sorted(tensors.items())
+    )
+
+
+def loaded_layers(
+    pipeline: Any, models: Mapping[str, nn.Module], header: FileHeader
+) -> dict[tuple[str, str], LoadedLayer]:
+    """What a pipeline does with a LoRA file.
+
+    Args:
+        pipeline: made of ``models``.
+        models: on the meta device, by their names in the pipeline; they are spent.
+
+    Returns:
+        By name of the model and of the layer in it; layers that get an update of zero are left out.
+
+    Raises:
+        ValueError: the pipeline refuses these names, or gives a layer what is no tensor of the file.
+    """
+    for model in models.values():
+        _become_weightless(model)
+    names = [name for name, _, _ in header]
+    tensors = {
+        name: _filled(place + 1 if number is None else number, shape)
+        for place, (name, shape, number) in enumerate(header)
+    }
+    with _in_silence():
+        pipeline.load_lora_weights(tensors, adapter_name=_ADAPTER)
+
+    def name_of(weight: Tensor) -> str | None:
+        number = weight.flatten()[0].item()
+        if number not in range(len(names) + 1):
+            raise ValueError(f"{type(pipeline).__name__} gives a layer what is no tensor of the file")
+        return names[int(number) - 1] if number else None
+
+    layers = {}
+    for model_name, model in models.items():
+        for name, module in model.named_modules():
+            if _ADAPTER not in getattr(module, "lora_A", ()):
+                continue
+            down, up = (name_of(matrices[_ADAPTER].weight) for matrices in (module.lora_A, module.lora_B))
+            if down and up:
+                scale = float(module.scaling[_ADAPTER])
+                layers[model_name, name] = LoadedLayer(down=down, up=up, scale=scale)
+    return layers
+
+
+def _become_weightless(model: nn.Module) -> None:
+    """Have a model on the meta device hold zeros on the CPU, all of a tensor in one place of memory."""
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(_filled(0, weight.shape), requires_grad=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, _filled(0, buffer.shape).to(buffer.dtype))
+
+
+def _filled(number: float, shape: tuple[int, ...]) -> Tensor:
+    return torch.tensor(float(number)).expand(shape)
+
+
+@contextmanager
+def _in_silence() -> Iterator[None]:
+    """Scope in which diffusers does not log that a model gets no LoRA, or what it refuses."""
+    before = diffusers_logging.get_verbosity()
+    diffusers_logging.set_verbosity(diffusers_logging.CRITICAL)
+    try:
+        yield
+    finally:
+        diffusers_logging.set_verbosity(before)
