@@ -9,7 +9,8 @@ from diffsynth_lite.report.series import as_number
 from diffsynth_lite.run_folder.items import MeasuredItem
 
 _MAX_SHOWN = 200
-_SPARKLINE_POINTS = 40
+_MAX_POINTS = 40
+"""Of the line that shows the course of a loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,17 +21,19 @@ class ItemLoss:
         before: its first loss.
         after: its last one.
         losses: all of them in order, those in between thinned.
+        changes_by_level: relative changes at the item's noise levels; None where one is not known.
     """
 
     item: MeasuredItem
     before: float
     after: float
     losses: Sequence[float]
+    changes_by_level: Sequence[float | None]
 
     @property
     def change(self) -> float:
         """Relative to before: below 0 where the loss fell."""
-        return self.after / self.before - 1 if self.before else 0.0
+        return _change(self.before, self.after) or 0.0
 
     @property
     def thumbnail(self) -> str | None:
@@ -46,7 +49,8 @@ class Teaching:
     Attributes:
         first_step: of the first losses.
         last_step: of the last ones.
-        shown: items whose loss fell least, or rose, come first.
+        noise_levels: of the changes by level.
+        shown: items whose loss rose most, or fell least, come first.
         num_measured: of the shown ones and those that are left out, which lie between the best and the worst.
         num_better: items whose loss fell.
         median_change: of all that were measured.
@@ -54,6 +58,7 @@ class Teaching:
 
     first_step: int
     last_step: int
+    noise_levels: Sequence[float]
     shown: Sequence[ItemLoss]
     num_measured: int
     num_better: int
@@ -68,30 +73,57 @@ def read_teaching(items: Sequence[MeasuredItem], rows: Sequence[Mapping[str, Any
         rows: of ``item_losses.jsonl``; one that is of other items is left out.
     """
     measured = [
-        (int(step), [as_number(loss) for loss in losses])
+        row
         for row in rows
-        if isinstance(losses := row.get("losses"), list)
-        and len(losses) == len(items)
-        and (step := as_number(row.get("step"))) is not None
+        if len(_list(row, "losses")) == len(items) and as_number(row.get("step")) is not None
     ]
-    if len(measured) < 2:
-        return None
-    found = []
-    for place, item in enumerate(items):
-        losses = [loss for _, row in measured if (loss := row[place]) is not None]
-        if len(losses) > 1:
-            stride = -(-len(losses) // _SPARKLINE_POINTS)
-            thinned = [*losses[:-1:stride], losses[-1]]
-            found.append(ItemLoss(item=item, before=losses[0], after=losses[-1], losses=thinned))
+    found = [each for place, item in enumerate(items) if (each := _item_loss(item, place, measured))]
     if not found:
         return None
     found.sort(key=lambda each: each.change, reverse=True)
     half = _MAX_SHOWN // 2
+    levels = [as_number(level) for level in items[0].noise_levels]
     return Teaching(
-        first_step=measured[0][0],
-        last_step=measured[-1][0],
+        first_step=int(measured[0]["step"]),
+        last_step=int(measured[-1]["step"]),
+        noise_levels=[level for level in levels if level is not None],
         shown=found if len(found) <= _MAX_SHOWN else [*found[:half], *found[-half:]],
         num_measured=len(found),
         num_better=sum(each.change < 0 for each in found),
         median_change=median(each.change for each in found),
     )
+
+
+def _item_loss(item: MeasuredItem, place: int, rows: Sequence[Mapping[str, Any]]) -> ItemLoss | None:
+    """How the loss of the item at a place changed; None where fewer than two are known."""
+    known = [(loss, row) for row in rows if (loss := as_number(row["losses"][place])) is not None]
+    if len(known) < 2:
+        return None
+    losses = [loss for loss, _ in known]
+    (before, first), (after, last) = known[0], known[-1]
+    stride = -(-len(losses) // _MAX_POINTS)
+    return ItemLoss(
+        item=item,
+        before=before,
+        after=after,
+        losses=[*losses[:-1:stride], after],
+        changes_by_level=[
+            _change(start, now)
+            for start, now in zip(_by_level(first, place), _by_level(last, place), strict=False)
+        ],
+    )
+
+
+def _by_level(row: Mapping[str, Any], place: int) -> list[float | None]:
+    items = _list(row, "by_level")
+    levels = items[place] if place < len(items) else None
+    return [as_number(level) for level in levels] if isinstance(levels, list) else []
+
+
+def _list(row: Mapping[str, Any], name: str) -> list[Any]:
+    value = row.get(name)
+    return value if isinstance(value, list) else []
+
+
+def _change(before: float | None, after: float | None) -> float | None:
+    return after / before - 1 if before and after is not None else None

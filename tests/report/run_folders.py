@@ -47,7 +47,13 @@ def full_folder(path: Path, *, text: str = "a circle", steps: Iterable[int] = (0
     ]
     write_items(folder.items_file, items)
     after = [0.1, 0.6, 2.4]
-    write_rows(folder.item_losses_file, [{"step": 0, "losses": losses}, {"step": 200, "losses": after}])
+    write_rows(
+        folder.item_losses_file,
+        [
+            {"step": 0, "losses": losses, "by_level": [[x] for x in losses]},
+            {"step": 200, "losses": after, "by_level": [[x] for x in after]},
+        ],
+    )
     kinds = ("blocks.0.to_q", "blocks.0.to_k", "blocks.1.to_q", f"blocks.1.{text}")
     updates = dict(zip(kinds, (0.01, 0.001, 0.1, 0.0), strict=True))
     write_rows(folder.layers_file, [{"step": 200, "updates": updates}])

@@ -1,0 +1,70 @@
+"""Losses of single items: sorted by what became of them, and only as far as they compare."""
+
+import pytest
+
+from diffsynth_lite.report.teaching import read_teaching
+from diffsynth_lite.run_folder.items import MeasuredItem
+
+
+def items(number: int) -> list[MeasuredItem]:
+    return [
+        MeasuredItem(
+            name=str(place), caption="", size="8x8", noise_levels=[0.2, 0.8], measured_by="", thumbnail=None
+        )
+        for place in range(number)
+    ]
+
+
+def test_items_are_sorted_by_the_change_from_their_first_to_their_last_loss() -> None:
+    rows = [
+        {"step": 0, "losses": [1.0, 2.0, None], "by_level": [[1.0, 1.0], [1.0, 3.0], [None, None]]},
+        {"step": 5, "losses": [9.0, 9.0, 4.0]},
+        {"step": 9, "losses": [0.5, 3.0, 5.0], "by_level": [[0.2, 0.8], [1.5, None], [1.0, 9.0]]},
+    ]
+    teaching = read_teaching(items(3), rows)
+    assert teaching is not None
+    assert (teaching.first_step, teaching.last_step, teaching.noise_levels) == (0, 9, [0.2, 0.8])
+    assert [(each.item.name, each.change, each.losses) for each in teaching.shown] == [
+        ("1", 0.5, [2.0, 9.0, 3.0]),
+        ("2", 0.25, [4.0, 5.0]),
+        ("0", -0.5, [1.0, 9.0, 0.5]),
+    ]
+    assert [list(each.changes_by_level) for each in teaching.shown] == [
+        [0.5, None],
+        [],
+        pytest.approx([-0.8, -0.2]),
+    ]
+    assert (teaching.num_measured, teaching.num_better, teaching.median_change) == (3, 1, 0.25)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [{"step": 0, "losses": [1.0]}],
+        [{"step": 0, "losses": [1.0]}, {"step": 5, "losses": [1.0, 2.0]}],
+        [{"step": 0, "losses": [1.0]}, {"step": 5, "losses": ["x"]}],
+        [{"step": "x", "losses": [1.0]}, {"step": 5, "losses": [1.0]}],
+    ],
+)
+def test_one_measurement_is_no_change(rows: list[dict[str, object]]) -> None:
+    assert read_teaching(items(1), rows) is None
+
+
+def test_of_many_items_the_worst_and_the_best_are_shown() -> None:
+    losses = [1.0 + place for place in range(500)]
+    teaching = read_teaching(items(500), [{"step": 0, "losses": [1.0] * 500}, {"step": 1, "losses": losses}])
+    assert teaching is not None
+    assert [each.item.name for each in teaching.shown] == [
+        str(place) for place in (*range(499, 399, -1), *range(99, -1, -1))
+    ]
+    assert teaching.num_measured == 500
+
+
+def test_the_course_of_a_loss_has_few_points_the_first_and_the_last_among_them() -> None:
+    rows = [{"step": step, "losses": [float(step)]} for step in range(1, 1001)]
+    teaching = read_teaching(items(1), rows)
+    assert teaching is not None
+    (shown,) = teaching.shown
+    assert len(shown.losses) <= 42
+    assert (shown.losses[0], shown.losses[-1]) == (1.0, 1000.0)
