@@ -77,6 +77,15 @@ def _is_no_idle_advice(record: logging.LogRecord) -> bool:
     return _IDLE_ADVICE[record.name] not in record.getMessage()
 
 
+def hide_progress_bars() -> None:
+    """Have diffusers and transformers, which this imports, show none while they load."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+
+
 def exit_code_of(work: Callable[[], None], redactor: Redactor, *, is_main: bool) -> int:
     """Do what a command does.
 

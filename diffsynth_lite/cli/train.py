@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from diffsynth_lite import __version__
-from diffsynth_lite.cli.console import run_command
+from diffsynth_lite.cli.console import hide_progress_bars, run_command
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
 
@@ -75,12 +75,9 @@ def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> N
     for warning in (*loaded.warnings, *_launcher_warnings(loaded.config.train.mixed_precision)):
         logger.warning("%s", warning)
     if loaded.config.train.deterministic:
-        _make_cublas_repeatable()
+        make_cublas_repeatable()
     # The libraries take seconds to import: a wrong config is refused before that.
     importing_since = time.perf_counter()
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
     from diffsynth_lite.cli.launcher import grace_can_be_set, grace_period, parent_command
     from diffsynth_lite.training.run import run_training
     from diffsynth_lite.training.run_context import StartupClock
@@ -88,8 +85,7 @@ def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> N
     clock = StartupClock(started_at)
     clock.add("importing libraries", time.perf_counter() - importing_since)
     if not console.is_terminal:
-        diffusers_logging.disable_progress_bar()
-        transformers_logging.disable_progress_bar()
+        hide_progress_bars()
     grace = grace_period(os.environ, parent_command(), can_be_set=grace_can_be_set())
     run_training(loaded, console=console, clock=clock, grace=grace)
 
@@ -115,7 +111,7 @@ def _launcher_warnings(mixed_precision: str) -> list[str]:
     ]
 
 
-def _make_cublas_repeatable() -> None:
+def make_cublas_repeatable() -> None:
     """Have cuBLAS, which reads it when it is first used, take workspaces of a fixed size.
 
     Raises:

@@ -10,6 +10,7 @@ from diffsynth_lite.lora.adapter import (
 )
 from diffsynth_lite.lora.targets import find_target_layers, layers_ending_in
 from diffsynth_lite.lora.update_size import UpdateSize, UpdateSizes
+from diffsynth_lite.lora.weighted import add_finished_lora, require_fit, set_lora_weights
 
 __all__ = [
     "UpdateSize",
@@ -18,8 +19,11 @@ __all__ = [
     "adapter_size",
     "adapter_tensors",
     "add_adapter",
+    "add_finished_lora",
     "by_peft_names",
     "find_target_layers",
     "layers_ending_in",
     "load_adapter_tensors",
+    "require_fit",
+    "set_lora_weights",
 ]

@@ -106,6 +106,11 @@ class RunFolder:
         return self.path / "previews"
 
     @property
+    def samples_folder(self) -> Path:
+        """Pictures drawn on demand, a folder for each time."""
+        return self.path / "samples"
+
+    @property
     def best_lora_folder(self) -> Path:
         """The export with the lowest loss on held-out data."""
         return self.path / "lora_best"

@@ -20,6 +20,7 @@ from diffsynth_lite.data import Batch, BatchLayout, BatchStream, SampleSchedule,
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import add_adapter, load_adapter_tensors
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
+from diffsynth_lite.pipelines.base.release_folder import find_base_model
 from diffsynth_lite.run_folder.progress import is_logged
 from diffsynth_lite.training.checks import (
     CheckedRun,
@@ -347,9 +348,10 @@ def _build_previews(config: Config, family: ModelFamily, encoded: TrainingData, 
 def build_picture_source(config: Config, family: ModelFamily) -> PictureSource:
     """What pictures and clips of a family are drawn with, for people to read."""
     folder = family.folder
-    model = folder.hub.repository if folder.hub else folder.path.resolve().name
+    base = find_base_model(family.releases, config.model.path, folder)
+    names = [base.hub_id or folder.path.resolve().name, *(file.path.stem for file in folder.files.values())]
     return PictureSource(
-        model=" + ".join([model, *(file.path.stem for file in folder.files.values())]),
+        model=" + ".join(names),
         sampler=folder.component_config("scheduler")["_class_name"],
         fps=config.data.fps or family.default_fps,
     )

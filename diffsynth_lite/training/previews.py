@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -140,7 +140,7 @@ class Previews:
     def _save(self, previews: Sequence[Sequence[Image.Image]], step: int) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
         # Before the first step a LoRA changes nothing.
-        loras = {f"step-{step:08d}": 1.0} if step else {}
+        loras = [(f"step-{step:08d}", 1.0)] if step else []
         for place, frames in enumerate(previews):
             text = generation_parameters(
                 self.prompts[place], self.negative_prompt, self.requests[place], self.source, loras
@@ -223,7 +223,7 @@ def generation_parameters(
     negative_prompt: str,
     request: PreviewRequest,
     source: PictureSource,
-    loras: Mapping[str, float],
+    loras: Sequence[tuple[str, float]],
 ) -> str:
     """How a picture or a clip is drawn, as AUTOMATIC1111's web UI writes it into files.
 
@@ -232,9 +232,9 @@ def generation_parameters(
 
     Args:
         negative_prompt: is left out where nothing is steered away from it.
-        loras: weight by name.
+        loras: name and weight of each.
     """
-    tags = [f"<lora:{name}:{weight:g}>" for name, weight in loras.items()]
+    tags = [f"<lora:{name}:{weight:g}>" for name, weight in loras]
     lines = [" ".join([prompt, *tags])]
     if request.guidance_scale > 1 and negative_prompt.strip():
         lines.append(f"Negative prompt: {negative_prompt}")

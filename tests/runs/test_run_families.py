@@ -16,6 +16,7 @@ from family_sample import families_to_test, pairs_on, small_edit_inputs
 from PIL import Image
 from tiny_run import TinyRun, checkpoint_tensors, differing
 
+from diffsynth_lite.cli.main import main
 from diffsynth_lite.core.gradient import blocks_in
 from diffsynth_lite.lora.pairs import pairs_of
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
@@ -88,6 +89,7 @@ def test_a_family_trains_goes_on_as_if_it_had_not_ended_and_leaves_a_lora_that_d
     check_blocks(parts[family.trained[0]], family, run.metrics(whole))
     model = Composite(parts) if len(parts) > 1 else parts[family.trained[0]]
     check_previews(family, model, asked.requests, whole / "previews")
+    check_samples(whole, run.root / "samples")
 
 
 def check_all_learn(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
@@ -154,6 +156,15 @@ def check_previews(
     drawn = frame_strip(frames).tobytes()
     assert drawn == pixels(after)
     assert drawn != pixels(before)
+
+
+def check_samples(folder: Path, samples: Path) -> None:
+    """The command draws, without the LoRA and with it, what the run drew first and last; streamed, too."""
+    assert main(["sample", "--lora", str(folder), "--out", str(samples), *STREAMED]) == 0
+    for step, scale in ((0, 0), (STEPS, 1)):
+        [preview] = folder.glob(f"previews/step-{step:08d}-*.png")
+        [sample] = samples.glob(f"*-scale-{scale}.png")
+        assert pixels(sample) == pixels(preview)
 
 
 def pixels(path: Path) -> bytes:

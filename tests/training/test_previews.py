@@ -220,7 +220,7 @@ def test_what_stands_in_a_picture_is_read_back_by_the_rules_of_the_program_that_
     clip = dataclasses.replace(request, guidance_scale=4.5, num_frames=9)
     source = PictureSource(model='a: "b", c', sampler="Euler", fps=16)
     prompt = "ein Hündchen,\n\U0001f436"
-    text = generation_parameters(prompt, "blurry", clip, source, {"mine": 0.7, "other": 1.0})
+    text = generation_parameters(prompt, "blurry", clip, source, [("mine", 0.7), ("other", 1.0)])
     # A last line with three settings or more holds these; what a setting needs quotes for is json.
     *lines, last = text.split("\n")
     assert lines == ["ein Hündchen,", "\U0001f436 <lora:mine:0.7> <lora:other:1>", "Negative prompt: blurry"]
@@ -236,7 +236,7 @@ def test_what_stands_in_a_picture_is_read_back_by_the_rules_of_the_program_that_
         "FPS": "16",
         "Version": f"diffsynth_lite {__version__}",
     }
-    unguided = generation_parameters(prompt, "blurry", request, source, {})
+    unguided = generation_parameters(prompt, "blurry", request, source, [])
     assert "Negative" not in unguided
     assert "FPS" not in unguided
 

@@ -298,7 +298,7 @@ class ResumePolicy:
             lineage = json.loads(self.folder.lineage_file.read_bytes())
         else:
             return None
-        return {key: value for entry in lineage for key, value in entry.get("chosen", {}).items()}
+        return choices_in(lineage)
 
     def changed_settings(self, fingerprint: RunFingerprint, checkpoint: Checkpoint | None) -> list[Change]:
         """What is allowed to differ and does, from the checkpoint, or from a run that has none yet.
@@ -344,6 +344,11 @@ def resolve_checkpoint(
     policy.changed_settings(fingerprint, checkpoint)
     logger.info("Continuing from %s.", path)
     return checkpoint
+
+
+def choices_in(lineage: Lineage) -> dict[str, Any]:
+    """What ``memory.auto`` chose in a history, by dotted key."""
+    return {key: value for entry in lineage for key, value in entry.get("chosen", {}).items()}
 
 
 def extended_lineage(

@@ -1,0 +1,210 @@
+"""Draw prompts with a LoRA and without it, side by side, as a run draws its previews."""
+
+import argparse
+import json
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from diffsynth_lite.cli.console import hide_progress_bars
+from diffsynth_lite.cli.train import make_cublas_repeatable
+from diffsynth_lite.config import load_config
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.sampling.request import GivenLora, SampleRequest, find_lora, output_folder, run_of
+
+logger = logging.getLogger(__name__)
+
+_FLAG_KEYS = {
+    "negative": "validation.negative_prompt",
+    "steps": "validation.num_inference_steps",
+    "guidance": "validation.guidance_scale",
+    "frames": "validation.num_frames",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``diffsynth-lite sample``."""
+    parser.add_argument(
+        "--config", help="yaml file that names the base model; not needed for the LoRA of a run"
+    )
+    parser.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="PATH[:WEIGHT]",
+        help="a run's folder, one of its LoRA folders, or a .safetensors file; give it again to add others",
+    )
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT|@FILE",
+        help="may be given again; of a file each line; default: validation.prompts",
+    )
+    parser.add_argument("--negative", metavar="TEXT", help="what to steer away from, with a guidance above 1")
+    parser.add_argument(
+        "--seed", type=_whole_numbers, metavar="N[,N...]", help="default: validation.seed, as previews"
+    )
+    parser.add_argument("--num", type=_positive, metavar="N", help="so many seeds, from --seed on")
+    parser.add_argument(
+        "--scale",
+        type=_numbers,
+        default=[0.0, 1.0],
+        metavar="X[,X...]",
+        help="multiplies the weights of all LoRAs; 0 is the base model (default: 0,1)",
+    )
+    parser.add_argument("--steps", metavar="N", help="denoising steps")
+    parser.add_argument("--guidance", metavar="X", help="how strongly to follow the prompt")
+    parser.add_argument("--size", type=_size, metavar="WxH", help="in pixels, such as 1024x768")
+    parser.add_argument("--frames", metavar="N", help="of a clip")
+    parser.add_argument(
+        "--input",
+        action="append",
+        metavar="FILE",
+        help="picture to start from: one for each prompt, or for all",
+    )
+    parser.add_argument(
+        "--last-frame", action="append", metavar="FILE", help="picture that a clip ends with, likewise"
+    )
+    parser.add_argument("--out", metavar="FOLDER", help="new or empty; default: a new one in samples/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for train.py")
+
+
+def run(parsed: argparse.Namespace) -> None:
+    """Draw, and say where the pictures are.
+
+    Raises:
+        UserError: something that the user can fix, before weights load wherever that is possible.
+        RunStoppedError: the device is full.
+    """
+    request = _request(parsed)
+    # The libraries take seconds to import: wrong arguments are refused before that.
+    from diffsynth_lite.sampling.drawing import draw_samples
+
+    if request.config.train.deterministic:
+        make_cublas_repeatable()
+    if not Console(stderr=True).is_terminal:
+        hide_progress_bars()
+    logger.info("Pictures: %s", draw_samples(request))
+
+
+def _request(parsed: argparse.Namespace) -> SampleRequest:
+    """What the arguments ask for.
+
+    Raises:
+        UserError: a file or folder that is not there, or settings that are wrong.
+    """
+    loras = [find_lora(given) for given in parsed.lora]
+    run = run_of(loras[0].place) if loras else None
+    if parsed.config is None and run is None:
+        raise UserError(
+            f"--config: is missing, and no run says which base model {loras[0].place} is for; name a yaml"
+            if loras
+            else "--lora, --config: name the folder of a run, or a yaml file"
+        )
+    path = run.resolved_file if run is not None and parsed.config is None else parsed.config
+    config = load_config(path, parsed.overrides, _settings(parsed)).config
+    if not loras:
+        run = RunFolder(Path(config.output.dir).expanduser())
+        run = run if run.holds_run() else None
+        loras = _of_run(run, config.output.dir, parsed.scale)
+    return SampleRequest(
+        config=config,
+        # Those that are not seen anywhere need not be loaded.
+        loras=loras if any(parsed.scale) else [],
+        scales=parsed.scale,
+        seeds=_seeds(parsed, config.validation.seed),
+        folder=output_folder(parsed.out, run),
+        run=run,
+    )
+
+
+def _of_run(run: RunFolder | None, output_dir: str, scales: Sequence[float]) -> list[GivenLora]:
+    """The LoRA of the run that a config is of; none where the base model alone is asked for."""
+    if not any(scales):
+        return []
+    if run is None:
+        raise UserError(
+            f"--lora: is missing, and the config's output.dir {output_dir} holds no run; name a LoRA, or "
+            "draw with the base model alone: --scale 0"
+        )
+    return [find_lora(str(run.path))]
+
+
+def _settings(parsed: argparse.Namespace) -> dict[str, object]:
+    """What the arguments say in place of the section ``validation``, by key."""
+    settings: dict[str, object] = {key: getattr(parsed, name) for name, key in _FLAG_KEYS.items()}
+    if parsed.size is not None:
+        settings["validation.width"], settings["validation.height"] = parsed.size
+    prompts = [text for given in parsed.prompt or [] for text in _texts(given)]
+    if prompts:
+        settings["validation.prompts"] = _as_list(prompts)
+    for name, given in (("inputs", parsed.input), ("last_frames", parsed.last_frame)):
+        # The config's pictures are for the config's prompts.
+        if given or prompts:
+            files = given or []
+            is_for_all = len(files) == 1 and prompts
+            settings[f"validation.{name}"] = _as_list(files * len(prompts) if is_for_all else files)
+    return settings
+
+
+def _texts(given: str) -> list[str]:
+    """A prompt, or those of a file, one a line."""
+    if not given.startswith("@"):
+        return [given]
+    file = Path(given[1:]).expanduser()
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"--prompt {given}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--prompt {given}: is not UTF-8 text; save it as UTF-8") from None
+    if texts := [line.strip() for line in lines if line.strip()]:
+        return texts
+    raise UserError(f"--prompt {given}: has no line with a prompt")
+
+
+def _as_list(texts: Sequence[str]) -> str:
+    """As the value of a setting that is a list: json is yaml."""
+    return json.dumps(list(texts), ensure_ascii=False)
+
+
+def _seeds(parsed: argparse.Namespace, default: int) -> list[int]:
+    seeds = parsed.seed or [default]
+    if parsed.num is None:
+        return seeds
+    if len(seeds) > 1:
+        raise UserError(f"--num {parsed.num}: --seed lists {len(seeds)} seeds; give the first alone")
+    return list(range(seeds[0], seeds[0] + parsed.num))
+
+
+def _whole_numbers(text: str) -> list[int]:
+    if not all(part.isdecimal() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text}: whole numbers from 0 on, such as 0,1,2")
+    return list(dict.fromkeys(map(int, text.split(","))))
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text}: a whole number above 0")
+    return int(text)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [math.nan]
+    if not all(map(math.isfinite, values)):
+        raise argparse.ArgumentTypeError(f"{text}: numbers, such as 0,0.5,1")
+    return list(dict.fromkeys(values))
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
+    if not (width.isdecimal() and height.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text}: width and height in pixels, such as 1024x768")
+    return int(width), int(height)

@@ -1,0 +1,244 @@
+"""This file draws samples: it checks, encodes and loads as a run does, and draws as its previews do."""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from diffusers.training_utils import free_memory
+from PIL import Image
+from safetensors import SafetensorError
+
+from diffsynth_lite.config import Config
+from diffsynth_lite.core.weights import QuantizationReport
+from diffsynth_lite.errors import Problems, RunStoppedError, UserError
+from diffsynth_lite.lora import add_finished_lora, require_fit, set_lora_weights
+from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
+from diffsynth_lite.redaction import redacted
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.sampling.request import GivenLora, SampleRequest
+from diffsynth_lite.training.builder import (
+    build_accelerator,
+    build_picture_source,
+    build_preview_requests,
+    load_frozen_transformer,
+)
+from diffsynth_lite.training.checkpoint.resume import choices_in
+from diffsynth_lite.training.checks import bind_family, check_loading, check_previews, find_blocks
+from diffsynth_lite.training.encoding import encode_previews
+from diffsynth_lite.training.evaluation import evaluation_mode
+from diffsynth_lite.training.planning.automatic import before_choice, choose_memory, leaves_open
+from diffsynth_lite.training.previews import (
+    OUT_OF_MEMORY_ADVICE,
+    frame_strip,
+    generation_parameters,
+    preview_grid,
+    save_drawn,
+    save_png,
+)
+from diffsynth_lite.training.run import deterministic_kernels
+from diffsynth_lite.training.shortages import shortages_explained
+from diffsynth_lite.training.streaming import place_weights, share_host_memory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ReadLora:
+    """A LoRA as its file has it.
+
+    Attributes:
+        adapter: its name on the model.
+        tensors: by peft's names.
+        settings: peft's.
+    """
+
+    given: GivenLora
+    adapter: str
+    tensors: Mapping[str, torch.Tensor]
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sample:
+    """One of the pictures or clips that are drawn at each scale.
+
+    Attributes:
+        place: of its prompt.
+        prompt: as given.
+        request: says the seed, too.
+    """
+
+    place: int
+    prompt: str
+    request: PreviewRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LoadedModel:
+    """A base model with LoRAs on it.
+
+    Attributes:
+        config: with what was chosen of its memory.
+        transformer: with the LoRAs, on the device.
+    """
+
+    config: Config
+    family: ModelFamily
+    loras: Sequence[_ReadLora]
+    transformer: torch.nn.Module
+
+    def draw(self, samples: Sequence[_Sample], scale: float) -> list[list[Image.Image]]:
+        """The frames of each sample, with the weights of all LoRAs multiplied by ``scale``."""
+        set_lora_weights(self.transformer, {one.adapter: one.given.weight * scale for one in self.loras})
+        vae_dtype = getattr(torch, self.config.model.vae_dtype)
+        with evaluation_mode(self.transformer):
+            return self.family.sample(self.transformer, vae_dtype, [sample.request for sample in samples])
+
+    def save(
+        self, folder: Path, samples: Sequence[_Sample], drawn: Sequence[Sequence[Image.Image]], scale: float
+    ) -> None:
+        """Write what was drawn to files, each with how it was drawn."""
+        source = build_picture_source(self.config, self.family)
+        loras = [(one.given.name, one.given.weight * scale) for one in self.loras if scale]
+        for sample, frames in zip(samples, drawn, strict=True):
+            negative = self.config.validation.negative_prompt
+            text = generation_parameters(sample.prompt, negative, sample.request, source, loras)
+            name = f"prompt-{sample.place:02d}-seed-{sample.request.seed}-scale-{scale:g}.png"
+            save_drawn(folder / name, frames, fps=source.fps, parameters=text)
+
+
+def draw_samples(request: SampleRequest) -> Path:
+    """Draw each prompt from each seed at each scale, and one grid of all.
+
+    Returns:
+        The grid's file.
+
+    Raises:
+        UserError: something that the user can fix, before weights load wherever that is possible.
+        RunStoppedError: the device is full.
+    """
+    if request.config.train.cpu_threads is not None:
+        torch.set_num_threads(request.config.train.cpu_threads)
+    accelerator = build_accelerator(request.config, request.folder)
+    kernels = deterministic_kernels() if request.config.train.deterministic else nullcontext()
+    with shortages_explained(), kernels, _full_device_explained():
+        config, family, loras = _check(request, accelerator)
+        request.folder.mkdir(parents=True, exist_ok=True)
+        family.folder.download_weights(family.components)
+        samples = _encode(request, config, family, accelerator)
+        model = _load(config, family, loras, accelerator)
+        columns = []
+        for scale in request.scales:
+            logger.info("Drawing at scale %g.", scale)
+            drawn = model.draw(samples, scale)
+            model.save(request.folder, samples, drawn, scale)
+            columns.append([frame_strip(frames) for frames in drawn])
+    grid = request.folder / "grid.png"
+    titles = [f"scale {scale:g}" if scale else "base" for scale in request.scales]
+    save_png(grid, preview_grid(list(zip(*columns, strict=True)), _labels(samples), titles))
+    return grid
+
+
+def _check(request: SampleRequest, accelerator: Accelerator) -> tuple[Config, ModelFamily, list[_ReadLora]]:
+    """Check all that can be checked before weights load, and choose what ``memory`` leaves open."""
+    config, problems = before_choice(request.config), Problems()
+    if not config.validation.prompts:
+        problems.append("--prompt: is missing, and validation.prompts of the config is empty; give a prompt")
+    problems.attempt(partial(_require_one_process, accelerator))
+    family = bind_family(config)
+    problems.attempt(lambda: check_previews(config, family))
+    read = partial(_read, family, family.empty_transformer())
+    loras = [problems.attempt(partial(read, *numbered)) for numbered in enumerate(request.loras)]
+    _check_loading(problems, family, config, accelerator.device)
+    problems.require_none()
+    if leaves_open(request.config):
+        earlier = _earlier_choices(request.run)
+        config = choose_memory(request.config, family, accelerator, earlier=earlier).config
+        _check_loading(problems, family, config, accelerator.device)
+        problems.require_none()
+    return config, family, [lora for lora in loras if lora is not None]
+
+
+def _require_one_process(accelerator: Accelerator) -> None:
+    processes = accelerator.num_processes
+    if processes > 1:
+        raise UserError(f"sample: needs one process, not {processes}; start it without a launcher")
+
+
+def _check_loading(problems: Problems, family: ModelFamily, config: Config, device: torch.device) -> None:
+    transformer = family.empty_transformer().requires_grad_(False)
+    blocks = problems.attempt(lambda: find_blocks(family, transformer)) or []
+    check_loading(problems, family, transformer, config, device, num_blocks=len(blocks))
+
+
+def _earlier_choices(run: RunFolder | None) -> dict[str, Any] | None:
+    """What ``memory.auto`` chose for a run that is part of what it is; None where there is no run."""
+    if run is None or not run.lineage_file.is_file():
+        return None
+    return choices_in(json.loads(run.lineage_file.read_bytes()))
+
+
+def _read(family: ModelFamily, empty: torch.nn.Module, place: int, given: GivenLora) -> _ReadLora:
+    where = f"--lora {given.place}"
+    try:
+        tensors, settings = family.read_lora(given.place)
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        text = " ".join(str(error).split())
+        raise UserError(f"{where}: holds no LoRA that this family's pipeline can read ({text})") from error
+    require_fit(empty, tensors, place=where)
+    return _ReadLora(given=given, adapter=f"sampled_{place}", tensors=tensors, settings=settings)
+
+
+def _encode(
+    request: SampleRequest, config: Config, family: ModelFamily, accelerator: Accelerator
+) -> list[_Sample]:
+    """Each prompt with each seed; the encoder is freed."""
+    prompts = build_preview_requests(config, family, encode_previews(config, family, accelerator))
+    free_memory()
+    return [
+        _Sample(place=place, prompt=text, request=replace(drawn, seed=seed))
+        for place, (text, drawn) in enumerate(zip(config.validation.prompts, prompts, strict=True))
+        for seed in request.seeds
+    ]
+
+
+def _load(
+    config: Config, family: ModelFamily, loras: Sequence[_ReadLora], accelerator: Accelerator
+) -> _LoadedModel:
+    logger.info("Loading the transformer.")
+    host_blocks = share_host_memory(config, family, accelerator)
+    transformer = load_frozen_transformer(config, family, host_blocks)
+    for lora in loras:
+        add_finished_lora(transformer, lora.adapter, lora.tensors, lora.settings)
+    # Before weights are placed: those of a LoRA that takes part count as trained, and are not streamed.
+    set_lora_weights(transformer, {lora.adapter: lora.given.weight for lora in loras})
+    place_weights(config, family, transformer, accelerator.device, host_blocks)
+    for line in QuantizationReport.of(transformer).lines():
+        logger.info("%s", line)
+    # Under the mixed precision of the run, as its previews.
+    prepared = accelerator.prepare_model(transformer, evaluation_mode=True)
+    return _LoadedModel(config=config, family=family, loras=loras, transformer=prepared)
+
+
+def _labels(samples: Sequence[_Sample]) -> list[str]:
+    """One a row of the grid: the prompt, and the seed where there are several."""
+    has_seeds = len({sample.request.seed for sample in samples}) > 1
+    labels = [f"seed {one.request.seed}: {one.prompt}" if has_seeds else one.prompt for one in samples]
+    return redacted(labels)
+
+
+@contextmanager
+def _full_device_explained() -> Iterator[None]:
+    """Scope in which a full device is explained."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        first_line, _, _ = str(error).partition("\n")
+        raise RunStoppedError(f"out of memory: {first_line} What helps: {OUT_OF_MEMORY_ADVICE}") from error

@@ -1,0 +1,117 @@
+"""This file says what is to be sampled: which LoRAs, how strong, and where the pictures go; without torch."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from diffsynth_lite.config import Config
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.run_folder.folder import RunFolder
+
+_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenLora:
+    """A LoRA to draw with.
+
+    Attributes:
+        place: its file, or the folder with the family's file names in it.
+        name: for people.
+        weight: its update is multiplied by it; 1 is as it was trained.
+    """
+
+    place: Path
+    name: str
+    weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRequest:
+    """What is to be sampled, and how.
+
+    Attributes:
+        config: says the base model and how it is kept; its section ``validation`` what is drawn.
+        loras: drawn with together; empty draws the base model alone.
+        scales: each multiplies the weights of all LoRAs; 0 is the base model.
+        seeds: of the starting noise; each prompt is drawn from each.
+        folder: where the pictures go; it is new or empty.
+        run: whose LoRA is drawn with, if it is a run's.
+    """
+
+    config: Config
+    loras: Sequence[GivenLora]
+    scales: Sequence[float]
+    seeds: Sequence[int]
+    folder: Path
+    run: RunFolder | None
+
+
+def find_lora(given: str) -> GivenLora:
+    """The LoRA that ``PATH`` or ``PATH:WEIGHT`` names; the path is a run's, a folder's or a file's.
+
+    Raises:
+        UserError: there is none.
+    """
+    path, weight = _without_weight(given)
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise UserError(
+            f"--lora {path}: there is no such file or folder; name the folder of a run, one of its LoRAs, "
+            f"such as runs/mine/lora_best, or a {_SUFFIX} file"
+        )
+    run = run_of(place)
+    if run is not None and place.samefile(run.path):
+        place = run.lora_folder
+    if place.is_file() and place.suffix != _SUFFIX:
+        raise UserError(f"--lora {path}: is no {_SUFFIX} file")
+    if not place.is_file() and not list(place.glob(f"*{_SUFFIX}")):
+        raise UserError(
+            f"--lora {path}: there is no LoRA in {place}; a run writes its first with its first checkpoint"
+        )
+    return GivenLora(place=place, name=_name(place, run), weight=weight)
+
+
+def run_of(place: Path) -> RunFolder | None:
+    """The run that a folder is, or that a folder or file is in; None of others."""
+    folders = [RunFolder(folder) for folder in (place, *place.absolute().parents[:2])]
+    return next((folder for folder in folders if folder.holds_run()), None)
+
+
+def output_folder(asked: str | None, run: RunFolder | None) -> Path:
+    """Where pictures go: the folder asked for, or a new one in ``samples``, that of the run if there is one.
+
+    Raises:
+        UserError: the folder asked for holds something.
+    """
+    if asked is None:
+        samples = Path("samples") if run is None else run.samples_folder
+        return next(free for number in count(1) if not (free := samples / f"{number:04d}").exists())
+    folder = Path(asked).expanduser()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"--out {asked}: is there, and nothing is written over; name a new or empty folder")
+    return folder
+
+
+def _without_weight(given: str) -> tuple[str, float]:
+    """Path and weight; a colon may be part of the path."""
+    path, colon, written = given.rpartition(":")
+    try:
+        weight = float(written)
+    except ValueError:
+        return given, 1.0
+    if not colon:
+        return given, 1.0
+    if not math.isfinite(weight):
+        raise UserError(f"--lora {given}: {written} is no weight; give a finite number, such as {path}:0.7")
+    return path, weight
+
+
+def _name(place: Path, run: RunFolder | None) -> str:
+    folder = place.parent if place.is_file() else place
+    if run is None:
+        return place.stem if place.is_file() else folder.resolve().name
+    run_name = run.path.resolve().name
+    return run_name if folder.name == run.lora_folder.name else f"{run_name}-{folder.name}"

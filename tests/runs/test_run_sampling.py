@@ -1,0 +1,133 @@
+"""Pictures on demand from a finished run: what is drawn, what stands in the files, and what is refused."""
+
+import shutil
+from itertools import product
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from tiny_run import TinyRun
+
+from diffsynth_lite.cli.main import main
+from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.sampling.request import find_lora
+
+
+def sample(*arguments: object) -> int:
+    return main(["sample", *map(str, arguments)])
+
+
+def test_prompts_seeds_scales_and_several_loras_of_a_run_that_has_moved(
+    finished_run: TinyRun, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = finished_run.folder.rename(finished_run.root / "mine")
+    monkeypatch.setenv("MY_SECRET", "swordfish")
+    texts = finished_run.root / "prompts.txt"
+    texts.write_text("a red circle\n\n  ein Hündchen, swordfish \n", encoding="utf-8")
+    size = ("--size", "32x48", "--steps", 2, "--guidance", 3, "--negative", "blurry")
+    loras = ("--lora", moved, "--lora", f"{moved / 'lora' / 'pytorch_lora_weights.safetensors'}:-0.5")
+    drawn = ("--prompt", f"@{texts}", "--seed", 3, "--num", 2, "--scale", "0,1")
+    # Quantised and streamed as a run can be, and with what memory.auto leaves to be chosen.
+    kept = ("model.quantize=int8", "memory.stream_blocks=auto")
+    assert sample(*loras, *drawn, *size, *kept) == 0
+    assert sample(*loras[:2], "--prompt", "a red circle", *size, "--scale", 0.5) == 0
+    first, second = (moved / "samples" / name for name in ("0001", "0002"))
+    names = [
+        f"prompt-{place:02d}-seed-{seed}-scale-{scale}.png"
+        for place, seed, scale in product((0, 1), (3, 4), (0, 1))
+    ]
+    assert sorted(path.name for path in first.iterdir()) == ["grid.png", *sorted(names)]
+    with Image.open(first / names[-1]) as picture:
+        assert picture.size == (32, 48)
+        assert picture.info["parameters"] == (
+            "ein Hündchen, REDACTED <lora:mine:1> <lora:mine:-0.5>\nNegative prompt: blurry\n"
+            "Steps: 2, Sampler: FlowMatchEulerDiscreteScheduler, CFG scale: 3, Seed: 4, Size: 32x48, "
+            f"Model: {tiny_model.name}, Version: diffsynth_lite 0.1.0"
+        )
+    with Image.open(first / "grid.png") as grid:
+        assert grid.size == (190 + 2 * (85 + 8) + 8, 28 + 4 * (128 + 8) + 8)
+    with Image.open(second / "prompt-00-seed-0-scale-0.5.png") as picture:
+        assert "<lora:mine:0.5>" in picture.info["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "--lora, --config: name the folder of a run, or a yaml file"),
+        ("--lora {root}/nowhere", "nowhere: there is no such file or folder"),
+        ("--lora {root}/data", "data: there is no LoRA in"),
+        ("--lora {root}/tiny.yaml", "tiny.yaml: is no .safetensors file"),
+        ("--lora {root}/run:inf", "inf is no weight; give a finite number"),
+        ("--lora {root}/lone.safetensors", "--config: is missing, and no run says which base model"),
+        (
+            "--config {root}/tiny.yaml output.dir={root}/none",
+            "holds no run; name a LoRA, or draw",
+        ),
+        ("--lora {root}/run", "--prompt: is missing, and validation.prompts of the config is empty"),
+        ("--lora {root}/run --prompt @{root}/nowhere", "nowhere: cannot be read: No such file"),
+        ("--lora {root}/run --prompt @{root}/empty", "empty: has no line with a prompt"),
+        ("--lora {root}/run --prompt @{root}/bytes", "bytes: is not UTF-8 text"),
+        (
+            "--lora {root}/run --prompt a --size 33x32",
+            "33x32 is not divisible by 16",
+        ),
+        (
+            "--lora {root}/run --prompt a --frames 5",
+            "5 frames; this family makes pictures",
+        ),
+        ("--lora {root}/run --prompt a --steps 0", "got '0'; must be a whole number, at least 1"),
+        ("--lora {root}/run --prompt a --input {root}/data/0.png", "validation.inputs: has no effect"),
+        ("--lora {root}/run --prompt a --seed 1,2 --num 2", "--seed lists 2 seeds; give the first alone"),
+        ("--lora {root}/run --prompt a --out {root}/data", "data: is there, and nothing is written over"),
+        (
+            "--lora {root}/run --prompt a memory.stream_blocks=9",
+            "9; the model has 2 blocks",
+        ),
+        ("--lora {root}/broken --prompt a --config {root}/tiny.yaml", "holds no LoRA that this family's"),
+        ("--lora {root}/run --prompt a model.path={root}/data", "model_index.json"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said_before_weights_load(
+    finished_run: TinyRun,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    arguments: str,
+    message: str,
+) -> None:
+    for method in ("load_transformer", "load_prompt_encoder"):
+        monkeypatch.setattr(QwenImage, method, lambda *_: pytest.fail("weights were loaded"))
+    root = finished_run.root
+    (root / "empty").write_text(" \n")
+    (root / "bytes").write_bytes(b"\xff")
+    (root / "broken").mkdir()
+    (root / "broken" / "pytorch_lora_weights.safetensors").write_bytes(b"x")
+    shutil.copy(root / "run" / "lora" / "pytorch_lora_weights.safetensors", root / "lone.safetensors")
+    assert sample(*arguments.format(root=root).split()) == 2
+    assert message in caplog.text
+    assert not (root / "run" / "samples").exists()
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["--seed=1,-2", "--seed=x", "--num=0", "--scale=1,x", "--scale=nan", "--size=ax2"],
+)
+def test_numbers_that_are_none_are_refused_with_an_example(
+    argument: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        sample(argument)
+    assert argument.partition("=")[2] in capsys.readouterr().err
+
+
+def test_a_lora_is_named_by_its_run_and_a_colon_may_be_part_of_its_path(finished_run: TinyRun) -> None:
+    root, folder = finished_run.root, finished_run.folder
+    for copy in (folder / "lora_best", root / "a:b"):
+        shutil.copytree(folder / "lora", copy)
+    file = shutil.copy(folder / "lora" / "pytorch_lora_weights.safetensors", root / "one.safetensors")
+    found = [find_lora(str(given)) for given in (folder, f"{folder}/lora_best:2", root / "a:b", file)]
+    assert [(lora.place.name, lora.name, lora.weight) for lora in found] == [
+        ("lora", "run", 1),
+        ("lora_best", "run-lora_best", 2),
+        ("a:b", "a:b", 1),
+        ("one.safetensors", "one", 1),
+    ]
