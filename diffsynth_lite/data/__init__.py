@@ -3,7 +3,7 @@
 from diffsynth_lite.data.batches import Batch, BatchStream, EntryReader
 from diffsynth_lite.data.buckets import Bucket, BucketRule, kept_ratio
 from diffsynth_lite.data.cache import TensorCache, prune, verify
-from diffsynth_lite.data.captions import count_tags, tag_variants
+from diffsynth_lite.data.captions import TagCounts, count_tags, tag_variants
 from diffsynth_lite.data.encoding import (
     Encodable,
     Encoder,
@@ -55,6 +55,7 @@ __all__ = [
     "SampleSchedule",
     "Shard",
     "Source",
+    "TagCounts",
     "TensorCache",
     "TrainingItem",
     "VideoFacts",

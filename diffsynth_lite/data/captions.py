@@ -4,6 +4,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from diffsynth_lite.core.randomness import counter_generator
 from diffsynth_lite.data.folder import Folder, is_unicode
@@ -92,25 +93,47 @@ def tag_variants(caption: str, *, count: int, separator: str, keep: int) -> tupl
     return tuple(dict.fromkeys(variants))
 
 
-def count_tags(records: Iterable[Record], separator: str) -> dict[int, dict[str, int]]:
-    """How many records of each source hold a tag, in any of their captions.
+@dataclass(frozen=True, slots=True)
+class TagCounts:
+    """The tags of a source.
+
+    Attributes:
+        num_records: of the source.
+        by_tag: how many of them hold a tag in any of their captions, the most frequent first.
+    """
+
+    num_records: int
+    by_tag: Mapping[str, int]
+
+    @property
+    def in_all(self) -> list[str]:
+        """The tags that all records hold, where there are several."""
+        return [tag for tag, count in self.by_tag.items() if count == self.num_records > 1]
+
+
+def count_tags(records: Iterable[Record], separator: str) -> dict[int, TagCounts]:
+    """The 500 most frequent tags of each source, by its index.
+
+    Of a source with more than 50,000 different tags rare ones are let go on the way, and what comes again is
+    counted anew.
 
     Args:
         separator: between tags; white space around them is not theirs.
-
-    Returns:
-        By source, its 500 most frequent tags, the most frequent first. Of a source with more than 50,000
-        different tags rare ones are let go on the way, and those that come again later are counted anew.
     """
     mark = separator.strip() or separator
     counts: dict[int, Counter[str]] = {}
+    num_records: Counter[int] = Counter()
     for record in records:
+        num_records[record.source] += 1
         tags = {tag.strip() for caption in record.captions for tag in caption.split(mark)}
         of_source = counts.setdefault(record.source, Counter())
         of_source.update(tag for tag in tags if 0 < len(tag) <= _MAX_TAG_LETTERS)
         if len(of_source) > _MAX_COUNTED:
             counts[record.source] = Counter(_most_frequent(of_source, _MAX_COUNTED // 2))
-    return {source: _most_frequent(counted, MAX_TAGS) for source, counted in counts.items()}
+    return {
+        source: TagCounts(num_records[source], _most_frequent(counted, MAX_TAGS))
+        for source, counted in counts.items()
+    }
 
 
 def _most_frequent(counts: Mapping[str, int], number: int) -> dict[str, int]:

@@ -44,7 +44,7 @@ class LoraFacts:
         family: name of the model family.
         base: what it was trained on.
         contract: hash of the settings, weights and data that decide the run's numbers, 64 hexadecimal digits.
-        trigger_words: that all captions of a source hold.
+        trigger_words: as the config has them, or else the tags that all items hold.
         rank: of the adapter.
         alpha: that it was trained with.
         resolution: width and height in pixels, of the largest size that was asked for.

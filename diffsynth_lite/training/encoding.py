@@ -31,6 +31,7 @@ from diffsynth_lite.data import (
     PromptItem,
     Record,
     Shard,
+    TagCounts,
     TensorCache,
     TrainingItem,
     count_tags,
@@ -57,12 +58,12 @@ class _Usable:
     Attributes:
         items: that are trained on.
         identity: what these items hold, wherever their tensors are.
-        tag_counts: how many records of each source hold a tag, as ``count_tags`` has it.
+        tag_counts: by the index of a source.
     """
 
     items: ItemTable
     identity: DataIdentity
-    tag_counts: Mapping[int, Mapping[str, int]]
+    tag_counts: Mapping[int, TagCounts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ class TrainingData:
     Attributes:
         items: what is trained on, in order, with the keys of its tensors.
         identity: what these items hold, wherever their tensors are.
-        tag_counts: how many records of each source hold a tag, as ``count_tags`` has it.
+        tag_counts: by the index of a source.
         tensors: reads the tensors of a key.
         is_live: tensors are encoded when they are read, in the process that holds the encoders.
         validation_items: what the fixed-noise loss is measured on: the first held-out items, or the first of
@@ -98,7 +99,7 @@ class TrainingData:
 
     items: ItemTable
     identity: DataIdentity
-    tag_counts: Mapping[int, Mapping[str, int]]
+    tag_counts: Mapping[int, TagCounts]
     tensors: EntryReader
     is_live: bool
     validation_items: Sequence[ValidationItem]

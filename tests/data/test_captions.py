@@ -5,6 +5,7 @@ import pytest
 
 from diffsynth_lite.data import Record
 from diffsynth_lite.data.captions import (
+    TagCounts,
     captions_in,
     clean_caption,
     count_tags,
@@ -127,19 +128,28 @@ def records_of(*captions: tuple[str, ...], source: int = 0) -> list[Record]:
 def test_a_tag_counts_once_a_record_in_whatever_captions_and_orders_it_stands():
     first = records_of(("cat, red,cat", "red , cat", "black"), ("red,, cat",), ("a" * 129 + ",b",))
     other = records_of(("red; a, b",), source=2)
-    counted = {0: {"cat": 2, "red": 2, "b": 1, "black": 1}, 2: {"b": 1, "red; a": 1}}
-    assert count_tags([*first, *other], ",") == counted
-    assert [list(tags) for tags in count_tags([*first, *other], ",").values()] == [
-        list(tags) for tags in counted.values()
-    ]
-    assert count_tags(other, "; ") == {2: {"a, b": 1, "red": 1}}
+    counted = count_tags([*first, *other], ",")
+    assert counted == {
+        0: TagCounts(3, {"cat": 2, "red": 2, "b": 1, "black": 1}),
+        2: TagCounts(1, {"b": 1, "red; a": 1}),
+    }
+    assert list(counted[0].by_tag) == ["cat", "red", "b", "black"]
+    assert count_tags(other, "; ") == {2: TagCounts(1, {"a, b": 1, "red": 1})}
+
+
+def test_tags_in_all_are_those_of_every_record_of_several():
+    def in_all(*captions: str) -> list[str]:
+        return count_tags(records_of(*((text,) for text in captions)), ",")[0].in_all
+
+    assert in_all("ohwx dog, red", "blue, ohwx dog") == ["ohwx dog"]
+    assert in_all("red", "blue") == in_all("ohwx dog") == []
 
 
 def test_of_many_tags_the_most_frequent_are_counted_in_bounded_memory(monkeypatch):
     monkeypatch.setattr("diffsynth_lite.data.captions._MAX_COUNTED", 20)
     records = records_of(*((f"ohwx, {place % 3}, number {place}",) for place in range(300)))
-    (tags,) = count_tags(records, ",").values()
+    tags = count_tags(records, ",")[0].by_tag
     assert len(tags) <= 20
     assert list(tags.items())[:4] == [("ohwx", 300), ("0", 100), ("1", 100), ("2", 100)]
     monkeypatch.setattr("diffsynth_lite.data.captions.MAX_TAGS", 2)
-    assert count_tags(records, ",") == {0: {"ohwx": 300, "0": 100}}
+    assert count_tags(records, ",") == {0: TagCounts(300, {"ohwx": 300, "0": 100})}

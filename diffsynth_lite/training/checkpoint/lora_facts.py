@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy.typing as npt
 
 from diffsynth_lite import __version__
 from diffsynth_lite.config import Config
+from diffsynth_lite.data import TagCounts
 from diffsynth_lite.lora.metadata import LoraFacts, SourceFacts
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
@@ -32,14 +32,13 @@ def gather_lora_facts(
         fingerprint: what decides the run's numbers, its data included.
     """
     data, squares = config.data, [(edge, edge) for edge in config.data.resolutions]
-    triggers = [source.trigger for source in data.sources_by_key.values() if source.trigger]
     return LoraFacts(
         version=__version__,
         name=redacted(config.logging.run_name),
         family=config.model.family.rpartition(".")[2],
         base=find_base_model(family.releases, config.model.path, family.folder),
         contract=hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest(),
-        trigger_words=redacted(tuple(dict.fromkeys(triggers))),
+        trigger_words=redacted(_trigger_words(config, encoded)),
         rank=config.lora.rank,
         alpha=lora_alpha(config),
         resolution=max(data.given_sizes or squares, key=lambda size: size[0] * size[1]),
@@ -49,6 +48,15 @@ def gather_lora_facts(
         prediction_type=_prediction_type(family),
         training=_training(config),
     )
+
+
+def _trigger_words(config: Config, encoded: TrainingData) -> tuple[str, ...]:
+    """Those of the config; where it has none, the tags that all items hold."""
+    given = [source.trigger for source in config.data.sources_by_key.values() if source.trigger]
+    if given:
+        return tuple(dict.fromkeys(given))
+    first, *others = (counted.in_all for counted in encoded.tag_counts.values())
+    return tuple(tag for tag in first if all(tag in other for other in others))
 
 
 def _items_by_size(encoded: TrainingData) -> dict[tuple[int, int], int]:
@@ -67,15 +75,16 @@ def _sources(config: Config, encoded: TrainingData) -> dict[str, SourceFacts]:
         name: SourceFacts(
             num_items=counts[place],
             passes=float(source.passes),
-            tag_counts=redacted(_trigger_first(encoded.tag_counts.get(place, {}), source.trigger)),
+            tag_counts=redacted(_tag_counts(encoded.tag_counts.get(place), source.trigger)),
         )
         for place, (name, source) in enumerate(zip(names, sources, strict=True))
     }
 
 
-def _trigger_first(counts: Mapping[str, int], trigger: str | None) -> dict[str, int]:
-    """The same order, but with the trigger ahead of tags as frequent as it: readers show the first few."""
-    return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0] != trigger)))
+def _tag_counts(counted: TagCounts | None, trigger: str | None) -> dict[str, int]:
+    """The most frequent first, and the trigger before what is as frequent: readers show the first few."""
+    by_tag = counted.by_tag if counted else {}
+    return dict(sorted(by_tag.items(), key=lambda entry: (-entry[1], entry[0] != trigger)))
 
 
 def _counts(places: npt.NDArray[np.uint16], length: int) -> list[int]:

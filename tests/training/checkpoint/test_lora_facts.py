@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from diffsynth_lite.config import load_config
-from diffsynth_lite.data import Bucket, ItemRow, ItemTable
+from diffsynth_lite.data import Bucket, ItemRow, ItemTable, TagCounts
 from diffsynth_lite.lora.metadata import SourceFacts
 from diffsynth_lite.pipelines.base.release_folder import write_release
 from diffsynth_lite.pipelines.qwen_image import QwenImage
@@ -46,8 +46,9 @@ def test_facts_are_gathered_by_source_without_paths_and_secrets(tmp_path: Path) 
         )
         for place, (source, (width, height, num_frames)) in enumerate(zip((0, 0, 1), sizes, strict=True))
     ]
-    tags = {0: {"red": 3, "a": 2, "b": 2, "ohwx dog": 2}, 1: {f"a {TOKEN}": 1}}
-    encoded = SimpleNamespace(items=ItemTable.build(rows), tag_counts=tags)
+    tags = {"red": 3, "a": 2, "b": 2, "ohwx dog": 2}
+    tag_counts = {0: TagCounts(3, tags), 1: TagCounts(2, {f"a {TOKEN}": 1, "red": 2})}
+    encoded = SimpleNamespace(items=ItemTable.build(rows), tag_counts=tag_counts)
 
     facts = gather_lora_facts(config, family, encoded, {"b": 1, "a": [2.5]})
     assert facts == gather_lora_facts(config, family, encoded, {"a": [2.5], "b": 1})
@@ -55,9 +56,11 @@ def test_facts_are_gathered_by_source_without_paths_and_secrets(tmp_path: Path) 
     assert facts.contract == hashlib.sha256(b'{"a": [2.5], "b": 1}').hexdigest()
     assert facts.title == "mine, with REDACTED"
     assert facts.trigger_words == ("ohwx dog", "REDACTED")
+    without = load_config(tmp_path / "run.yaml", [f"data.sources=[{{path: {tmp_path}}}]"]).config
+    assert gather_lora_facts(without, family, encoded, {}).trigger_words == ("red",)
     assert facts.sources == {
-        "data.sources[0]": SourceFacts(num_items=2, passes=3.0, tag_counts=tags[0]),
-        "data.sources[1]": SourceFacts(num_items=1, passes=0.5, tag_counts={"a REDACTED": 1}),
+        "data.sources[0]": SourceFacts(num_items=2, passes=3.0, tag_counts=tags),
+        "data.sources[1]": SourceFacts(num_items=1, passes=0.5, tag_counts={"a REDACTED": 1, "red": 2}),
         "data.sources[2]": SourceFacts(num_items=0, passes=1.0, tag_counts={}),
     }
     counted = list(facts.sources["data.sources[0]"].tag_counts)
