@@ -32,7 +32,7 @@ def test_a_run_folder_holds_what_the_readme_says(watched_run: TinyRun) -> None:
         *("config.yaml", "resolved.yaml", "contract.json", "lineage.json", "status.json", "metrics.jsonl"),
         *("checkpoints", "previews", "lora", "report.html"),
     }
-    assert "Step 6 of 6" in (watched_run.folder / "report.html").read_text()
+    assert "6 <small>of 6</small>" in (watched_run.folder / "report.html").read_text()
     assert sorted(path.name for path in (watched_run.folder / "checkpoints").iterdir()) == [
         "step-00000004",
         "step-00000006",
