@@ -65,9 +65,10 @@ def memory_facts(rows: Sequence[Mapping[str, Any]]) -> list[MemoryFact]:
     Args:
         rows: of ``metrics.jsonl``.
     """
-    reported = [place for place, row in enumerate(rows) if "blocks_run" in row]
+    reports = [row for row in rows if "blocks_run" in row or "graphs_compiled" in row]
+    starts = [place for place, row in enumerate(reports) if "blocks_run" in row]
     numbers: dict[str, float] = {}
-    for row in rows[reported[-1] :] if reported else ():
+    for row in reports[starts[-1] :] if starts else ():
         numbers |= {name: value for name, each in row.items() if (value := as_number(each)) is not None}
     lines = [*_quantised(numbers), *_gradient(numbers), *_report(StreamReport, numbers).lines()]
     lines += _report(CompileReport, numbers).lines()

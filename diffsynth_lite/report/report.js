@@ -187,12 +187,15 @@
       });
       viewer.querySelector(".compare")?.remove();
       viewer.querySelector("h3").after(compare);
-      viewer.querySelector("h3").textContent = section.querySelectorAll(".prompt h3")[promptPlace].textContent;
+      const prompt = section.querySelectorAll(".prompt h3")[promptPlace].textContent;
+      Object.assign(viewer.querySelector("h3"), { textContent: prompt, title: prompt });
       step.max = links.length - 1;
       step.value = linkPlace;
       output.textContent = `step ${after.dataset.step}`;
       section.querySelectorAll("[aria-current]").forEach((link) => link.removeAttribute("aria-current"));
       after.setAttribute("aria-current", "true");
+      const strip = after.parentElement;
+      strip.scrollLeft = after.offsetLeft - strip.offsetLeft - strip.clientWidth / 2;
       current = promptPlace;
     }
 

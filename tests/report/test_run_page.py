@@ -153,7 +153,7 @@ def test_a_page_holds_so_many_bytes_of_previews_and_links_to_the_others(
     ]
     page = Page(render([read_run(folder)]))
     assert "previews/step-00000900-prompt-00-aa0.png" in page.places
-    assert "12 of 20 steps that were drawn" in page.text
+    assert "12 of 20 steps are shown" in page.text
 
 
 def test_large_pictures_are_made_smaller_and_broken_ones_left_out(tmp_path: Path) -> None:
