@@ -103,7 +103,7 @@ class LoggingSettings(Settings):
 
     run_name: NonEmptyStr | None = None
     """Name of the run for trackers, and of the LoRA for programs that read its file; null lets the trackers
-    choose, and calls the LoRA by its trigger words and its base model."""
+    choose, and calls the LoRA by its trigger word and its base model."""
 
     wandb_mode: Literal["online", "offline"] = "online"
     """`offline` needs no account: wandb writes to a folder, which `wandb sync` can upload later."""

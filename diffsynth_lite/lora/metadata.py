@@ -77,8 +77,8 @@ class LoraFacts:
 
     @property
     def title(self) -> str:
-        """What the LoRA is called: the run's name, or else its trigger words and its base model."""
-        return self.name or ", ".join([*self.trigger_words, f"{self.model_name} LoRA"])
+        """What the LoRA is called: the run's name, or else its first trigger word and its base model."""
+        return self.name or ", ".join([*self.trigger_words[:1], f"{self.model_name} LoRA"])
 
 
 def lora_metadata(

@@ -98,7 +98,7 @@ def test_of_a_model_that_is_no_release_and_a_run_without_trigger_less_is_told() 
     metadata = lora_metadata(facts, step=1, is_average=True)
     assert metadata["modelspec.architecture"] == "aura_flow/lora"
     assert metadata["modelspec.title"] == "aura_flow LoRA"
-    assert replace(FACTS, name=None).title == "ohwx dog, in ohwx style, SDXL base 1.0 LoRA"
+    assert replace(FACTS, name=None).title == "ohwx dog, SDXL base 1.0 LoRA"
     assert metadata["modelspec.description"] == "LoRA of rank 16 for aura_flow, after 1 steps."
     assert metadata["diffsynth_lite.weights"] == "average"
     missing = (

@@ -24,7 +24,7 @@ from diffsynth_lite.training.encoding import TrainingData
 def gather_lora_facts(
     config: Config, family: ModelFamily, encoded: TrainingData, fingerprint: RunFingerprint
 ) -> LoraFacts:
-    """What is known of a run, with secrets masked. Settings that change no number are not in it.
+    """What is known of a run, with secrets masked; of settings the name, and those that change numbers.
 
     Args:
         family: bound to the folder of the base model.
