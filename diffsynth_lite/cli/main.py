@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from diffsynth_lite import __version__
-from diffsynth_lite.cli import cache, doctor, plan, sample
+from diffsynth_lite.cli import cache, convert, doctor, plan, sample
 from diffsynth_lite.cli.console import run_command
 
-_COMMANDS = (doctor, plan, cache, sample)
+_COMMANDS = (doctor, plan, cache, sample, convert)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -35,9 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     # Subcommands know no intermixed arguments; the overrides stand at the end, or between flags of theirs.
     parsed, rest = build_parser().parse_known_args(arguments)
-    if flags := [text for text in rest if text.startswith("-") or "=" not in text]:
+    takes_overrides = "overrides" in parsed
+    flags = [text for text in rest if text.startswith("-") or "=" not in text or not takes_overrides]
+    if flags:
         build_parser().error(f"unrecognized arguments: {' '.join(flags)}")
-    parsed.overrides = [*parsed.overrides, *rest]
+    if takes_overrides:
+        parsed.overrides = [*parsed.overrides, *rest]
     is_main = os.environ.get("RANK", "0") == "0"
     run: Callable[[argparse.Namespace], None] = parsed.run
     return run_command(lambda: run(parsed), Console(stderr=True), is_main=is_main)

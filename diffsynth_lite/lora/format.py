@@ -3,11 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+from diffsynth_lite.lora.known_names import LoraLayers
 from diffsynth_lite.lora.pairs import LoraFile, LoraPair, pairs_of
 from diffsynth_lite.lora.spelling import DIFFUSERS, Spelling
 
@@ -17,9 +19,12 @@ class LoraFormat(ABC):
 
     Attributes:
         lora_spelling: how its files call the layers; diffusers' names, where a family says no other.
+        lora_layers: the layers that files of other programs may have, by all their names; a family that gives
+            none reads only files with diffusers' names on the layers that it trains.
     """
 
     lora_spelling: Spelling = DIFFUSERS
+    lora_layers: LoraLayers = MappingProxyType({})
 
     @abstractmethod
     def save_lora(

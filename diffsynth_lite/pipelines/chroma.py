@@ -18,6 +18,7 @@ from diffsynth_lite.core.gradient import (
     gradient_flags,
 )
 from diffsynth_lite.lora.spelling import taken_by_comfyui
+from diffsynth_lite.lora import known_names
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
@@ -107,6 +108,7 @@ class Chroma(Flux):
     releases = CHROMA
     transformer_class = ChromaTransformer2DModel
     lora_spelling = taken_by_comfyui(but=("distilled_guidance_layer",))
+    lora_layers = known_names.CHROMA
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": T5EncoderModel, "vae": AutoencoderKL}
     tokenizers = ("tokenizer",)
     prompt_tokenizer = "tokenizer"

@@ -20,6 +20,7 @@ from diffsynth_lite.core.gradient import (
     gradient_flags,
 )
 from diffsynth_lite.lora.spelling import taken_by_comfyui
+from diffsynth_lite.lora import known_names
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
@@ -162,6 +163,7 @@ class Flux(DiffusersFamily):
     releases = FLUX
     transformer_class = FluxTransformer2DModel
     lora_spelling = taken_by_comfyui()
+    lora_layers = known_names.FLUX
     encoder_classes: ClassVar[Mapping[str, Any]] = {
         "text_encoder": CLIPTextModel,
         "text_encoder_2": T5EncoderModel,

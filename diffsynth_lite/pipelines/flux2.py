@@ -29,6 +29,7 @@ from diffsynth_lite.core.gradient import (
 )
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.spelling import taken_by_comfyui
+from diffsynth_lite.lora import known_names
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import INPUT, stack_inputs
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
@@ -136,6 +137,7 @@ class Flux2(DiffusersFamily):
     releases = FLUX2
     transformer_class = Flux2Transformer2DModel
     lora_spelling = taken_by_comfyui(but=("time_guidance_embed", "double_stream_", "single_stream_"))
+    lora_layers = known_names.FLUX2
     record_kinds = ("image", "edit")
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     unused_matmuls = ("ff.linear_out", "ff_context.linear_out", "attn.to_out")

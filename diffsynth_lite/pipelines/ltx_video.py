@@ -30,6 +30,7 @@ from diffsynth_lite.core.gradient import (
 )
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.spelling import LTX_VIDEO_NAMES
+from diffsynth_lite.lora import known_names
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
@@ -156,6 +157,7 @@ class LTXVideo(DiffusersFamily):
     releases = LTX_VIDEO
     transformer_class = LTXVideoTransformer3DModel
     lora_spelling = LTX_VIDEO_NAMES
+    lora_layers = known_names.LTX_VIDEO
     encoder_classes: ClassVar[Mapping[str, Any]] = {
         "text_encoder": T5EncoderModel,
         "vae": AutoencoderKLLTXVideo,

@@ -24,6 +24,7 @@ from diffsynth_lite.core.gradient import (
     gradient_flags,
 )
 from diffsynth_lite.lora.spelling import taken_by_comfyui
+from diffsynth_lite.lora import known_names
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
@@ -120,6 +121,7 @@ class QwenImage(DiffusersFamily):
     releases = QWEN_IMAGE
     transformer_class = QwenImageTransformer2DModel
     lora_spelling = taken_by_comfyui()
+    lora_layers = known_names.QWEN_IMAGE
     encoder_classes: ClassVar[Mapping[str, Any]] = {
         "text_encoder": Qwen2_5_VLForConditionalGeneration,
         "vae": AutoencoderKLQwenImage,

@@ -21,6 +21,7 @@ from diffsynth_lite.core.gradient import (
     gradient_flags,
 )
 from diffsynth_lite.lora.spelling import taken_by_comfyui
+from diffsynth_lite.lora import known_names
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
@@ -98,6 +99,7 @@ class Sana(DiffusersFamily):
     releases = SANA
     transformer_class = SanaTransformer2DModel
     lora_spelling = taken_by_comfyui(but=("",))
+    lora_layers = known_names.SANA
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": Gemma2Model, "vae": AutoencoderDC}
     block_lists = ("transformer_blocks",)
     unused_matmuls = ("ff.conv_point",)

@@ -25,6 +25,7 @@ from diffsynth_lite.core.gradient import (
 )
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.spelling import taken_by_comfyui
+from diffsynth_lite.lora import known_names
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
@@ -106,6 +107,7 @@ class ZImage(DiffusersFamily):
     releases = Z_IMAGE
     transformer_class = ZImageTransformer2DModel
     lora_spelling = taken_by_comfyui()
+    lora_layers = known_names.Z_IMAGE
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": Qwen3Model, "vae": AutoencoderKL}
     block_lists = ("noise_refiner", "context_refiner", "layers")
     size_divisor = 16

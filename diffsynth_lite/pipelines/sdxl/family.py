@@ -27,6 +27,7 @@ from diffsynth_lite.core.gradient import (
 )
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.spelling import SDXL_NAMES
+from diffsynth_lite.lora import known_names
 from diffsynth_lite.media import Crop, Media, Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
 from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
@@ -156,6 +157,7 @@ class SDXL(DiffusionFamily):
     releases = RELEASES
     transformer_class = UNet2DConditionModel
     lora_spelling = SDXL_NAMES
+    lora_layers = known_names.SDXL
     encoder_classes: ClassVar[Mapping[str, Any]] = {**_TEXT_ENCODERS, "vae": AutoencoderKL}
     tokenizers = ("tokenizer", "tokenizer_2")
     max_prompt_tokens = 77

@@ -29,6 +29,7 @@ from diffsynth_lite.core.gradient import (
 )
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.spelling import WAN_NAMES
+from diffsynth_lite.lora import known_names
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import assemble
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
@@ -113,6 +114,7 @@ class Wan(ExpertFamily):
     releases = WAN
     transformer_class = WanTransformer3DModel
     lora_spelling = WAN_NAMES
+    lora_layers = known_names.WAN
     block_lists = ("blocks",)
     unused_matmuls = ("ffn.net.2",)
     frame_step = 4

@@ -1,0 +1,159 @@
+"""Write a LoRA file, of ours or of another trainer, as diffusers, ComfyUI or kohya's tools read it."""
+
+import argparse
+import math
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from diffsynth_lite.errors import UserError, join_names
+
+if TYPE_CHECKING:  # Wrong arguments are told before torch is imported, which takes seconds.
+    from diffsynth_lite.lora.conversion import FamilyNames, Target
+    from diffsynth_lite.lora.reading import LoraContents
+
+_EXPLANATION = """
+Every tensor of IN is accounted for: what is not known, and what is no plain LoRA, is an error. The update of each
+layer stays the same, whatever its names, alpha and dtype; how far it came through is measured and said. No model
+is loaded.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``diffsynth-lite convert``."""
+    parser.epilog = _EXPLANATION
+    parser.add_argument("source", metavar="IN", type=Path, help="LoRA file, or a folder with one in it")
+    parser.add_argument("target", metavar="OUT", type=Path, help="file to write, which must not exist yet")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=("diffusers", "comfyui", "kohya"),
+        help="diffusers: its names of layers, alpha folded into lora_B; comfyui: what ComfyUI takes of this "
+        "family; kohya: the names of sd-scripts and musubi-tuner, a tensor of alpha for each layer",
+    )
+    parser.add_argument(
+        "--alpha",
+        type=_positive,
+        help="alpha of OUT, where it has tensors for it; lora_up is scaled so that the update stays the same "
+        "(default: that of IN or, where that has it folded, the one in its metadata)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("keep", "float32", "bfloat16", "float16"),
+        default="keep",
+        help="of the matrices in OUT (default: keep)",
+    )
+    parser.add_argument("--family", help="model family, where metadata and layers of IN do not tell it")
+    parser.add_argument(
+        "--without-text-encoders", action="store_true", help="leave out what IN has for text encoders"
+    )
+
+
+def run(parsed: argparse.Namespace) -> None:
+    """Convert, and say what came of it.
+
+    Raises:
+        UserError: IN cannot be read or converted in full, or OUT cannot be written.
+    """
+    target = parsed.target.expanduser()
+    if target.suffix != ".safetensors":
+        raise UserError(f"{target}: is the file to write; name one that ends in .safetensors")
+    if target.exists():
+        raise UserError(f"{target}: is there already; name another file, or remove it")
+    import torch
+
+    from diffsynth_lite.lora.conversion import convert, write_conversion
+    from diffsynth_lite.lora.reading import read_contents
+
+    contents = read_contents(parsed.source.expanduser())
+    if parsed.without_text_encoders:
+        contents = contents.without_text_encoders()
+    name, names = _family_of(contents, parsed.family, parsed.to)
+    dtype = None if parsed.dtype == "keep" else getattr(torch, parsed.dtype)
+    converted = convert(contents, names, parsed.to, target, alpha=parsed.alpha, dtype=dtype)
+    try:
+        write_conversion(converted)
+    except OSError as error:
+        raise UserError(f"{target}: could not be written ({error})") from error
+    difference = "are the same" if not converted.difference else (
+        f"differ by {converted.difference:.1e} of their size at most ({converted.layer})"
+    )
+    for line in (
+        f"{contents.file}: {name}, {_described(contents)}",
+        f"{target}: {_described(converted.contents)}",
+        f"All layers are in it, and their updates {difference}.",
+    ):
+        Console().print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _family_of(contents: "LoraContents", asked: str | None, to: "Target") -> tuple[str, "FamilyNames"]:
+    """The families that a file may be of, by its metadata or its layers, and their names of layers.
+
+    Raises:
+        UserError: it is of none that is known, or of several that would be written differently.
+    """
+    from diffsynth_lite.lora.conversion import FamilyNames
+    from diffsynth_lite.lora.reading import unknown_layers
+    from diffsynth_lite.pipelines import family_names, load_family
+
+    families = {name: load_family(name) for name in ([asked] if asked else family_names())}
+    names = {
+        name: FamilyNames(layers=family.lora_layers, comfyui=family.lora_spelling)
+        for name, family in families.items()
+    }
+    if asked:
+        return asked, names[asked]
+    architecture = contents.metadata.get("modelspec.architecture", "").removesuffix("/lora")
+    for name, family in families.items():
+        of_releases = {release.architecture for release in family.releases}
+        if contents.metadata.get("diffsynth_lite.family") == name or architecture in of_releases:
+            return name, names[name]
+    unknown = {name: unknown_layers(contents, one.layers) for name, one in names.items()}
+    fitting = [name for name, layers in unknown.items() if not layers]
+    if not fitting:
+        nearest = min(unknown, key=lambda name: len(unknown[name]))
+        raise UserError(
+            f"{contents.file}: its layers are of no family that is known; of {nearest}, the nearest, "
+            f"{len(unknown[nearest])} of {len(contents.pairs)} are not: {join_names(unknown[nearest])}"
+        )
+    if len({_names_as_written(contents, names[name], to) for name in fitting}) > 1:
+        raise UserError(f"{contents.file}: has layers of {', '.join(fitting)}; say with --family which it is")
+    return " or ".join(fitting), names[fitting[0]]
+
+
+def _names_as_written(contents: "LoraContents", names: "FamilyNames", to: "Target") -> frozenset[str]:
+    """Names of the tensors that OUT would have; of a family that cannot be written, what is wrong."""
+    from diffsynth_lite.lora.conversion import convert
+
+    try:
+        return frozenset(convert(contents, names, to, contents.file).tensors)
+    except UserError as error:
+        return frozenset({str(error)})
+
+
+def _described(contents: "LoraContents") -> str:
+    pairs = contents.pairs
+    ranks = Counter(pair.rank for pair in pairs.values())
+    alphas = Counter(pair.alpha for pair in pairs.values())
+    said = "" if contents.says_alpha else " (it says none: that is the rank)"
+    return (
+        f"{len(pairs)} layers such as {min(pairs)}; rank {_named(ranks)}, alpha {_named(alphas)}{said}, "
+        f"{str(contents.dtype).removeprefix('torch.')}"
+    )
+
+
+def _named(counts: Counter[float]) -> str:
+    """Values, the most frequent first."""
+    return " and ".join(f"{value:g}" for value, _ in counts.most_common())
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: a number above 0")
+    return value

@@ -1,0 +1,231 @@
+"""This file writes a LoRA in the names of another program, and says how far its updates came through."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal, TypeAlias
+
+import torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from safetensors.torch import save_file
+from torch import Tensor
+
+from diffsynth_lite.errors import UserError, join_names
+from diffsynth_lite.files import replacing
+from diffsynth_lite.lora.file_header import add_metadata
+from diffsynth_lite.lora.fused import join
+from diffsynth_lite.lora.layer_names import LayerNames, Original
+from diffsynth_lite.lora.pairs import LoraPair, tensors_of
+from diffsynth_lite.lora.reading import LoraContents, contents_of, known_pairs
+from diffsynth_lite.lora.spelling import DIFFUSERS, Spelling
+
+Target: TypeAlias = Literal["diffusers", "comfyui", "kohya"]
+
+_KOHYA_PREFIXES = MappingProxyType(
+    {
+        "transformer": "lora_unet",
+        "unet": "lora_unet",
+        "text_encoder": "lora_te1",
+        "text_encoder_2": "lora_te2",
+    }
+)
+_STALE = (LORA_ADAPTER_METADATA_KEY, "sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
+"""Metadata that are of the names and values of tensors."""
+_DIM, _NETWORK_ALPHA = "ss_network_dim", "ss_network_alpha"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyNames:
+    """How files call the layers of a model family.
+
+    Attributes:
+        layers: of each component, the one that removes noise first.
+        comfyui: what ComfyUI takes.
+    """
+
+    layers: Mapping[str, LayerNames]
+    comfyui: Spelling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """A LoRA in the names of another program.
+
+    Attributes:
+        tensors: of the file to write.
+        contents: what a reader of that file finds.
+        difference: how far the update of a layer is from what it was, relative to its size, at most.
+        layer: the layer that is so far from it.
+    """
+
+    tensors: dict[str, Tensor]
+    contents: LoraContents
+    difference: float
+    layer: str
+
+
+def convert(
+    contents: LoraContents,
+    names: FamilyNames,
+    to: Target,
+    file: Path,
+    *,
+    alpha: float | None = None,
+    dtype: torch.dtype | None = None,
+) -> Conversion:
+    """Give a LoRA the names of another program. The update of each layer stays the same.
+
+    Args:
+        contents: what was read.
+        names: of the layers of its family.
+        to: diffusers' names and those that ComfyUI takes with alpha folded where a file has no tensor for it,
+            kohya's with a tensor for it.
+        file: that it is for.
+        alpha: what the tensors for it say; None leaves it, or is what it was trained with where it was folded
+            since and metadata say so.
+        dtype: of the matrices; None leaves it.
+
+    Raises:
+        UserError: a layer is not known, here or to the program, or the file has no place for ``alpha``, or the
+            dtype cannot hold the values.
+    """
+    before = known_pairs(contents, names.layers)
+    # Products in half precision would be rounded on the way, too.
+    pairs = {
+        layer: LoraPair(down=pair.down.float(), up=pair.up.float(), alpha=pair.alpha)
+        for layer, pair in before.items()
+    }
+    if to == "kohya" or (to == "comfyui" and names.comfyui.is_flat):
+        pairs = _with_alpha(pairs, alpha) if alpha else _with_trained_alpha(pairs, contents.metadata)
+    elif alpha is not None:
+        raise UserError(f"--alpha: a file for {to} has no place for it here, its updates are as they are")
+    tensors = spelled(pairs, names, to, dtype or contents.dtype)
+    after = contents_of(file, tensors, _kept_metadata(contents.metadata, pairs))
+    difference, layer = _greatest_difference(before, known_pairs(after, names.layers))
+    return Conversion(tensors=tensors, contents=after, difference=difference, layer=layer)
+
+
+def write_conversion(conversion: Conversion) -> None:
+    """Write the file of a conversion, whole or not at all.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    file = conversion.contents.file
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(file) as temporary:
+        save_file(conversion.tensors, temporary, metadata={"format": "pt"})
+        add_metadata(temporary, conversion.contents.metadata)
+
+
+def spelled(
+    pairs: Mapping[str, LoraPair], names: FamilyNames, to: Target, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The tensors of a file for a program.
+
+    Args:
+        pairs: updates by diffusers' names of layers, behind those of their components.
+
+    Raises:
+        UserError: the program has no names for some layers, or the dtype cannot hold the values.
+    """
+    if to == "kohya":
+        _require_readers(names.comfyui)
+        tensors = _kohya_tensors(pairs, names.layers, dtype)
+    else:
+        spelling = DIFFUSERS if to == "diffusers" else names.comfyui
+        if to == "comfyui" and (unknown := [layer for layer in pairs if not spelling.in_comfyui(layer)]):
+            raise UserError(f"--to comfyui: ComfyUI is not known to have {join_names(unknown)}")
+        tensors = tensors_of(pairs, spelling, dtype)
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise UserError(f"{name}: has values that are no numbers, or that {dtype} cannot hold")
+    return tensors
+
+
+def _require_readers(comfyui: Spelling) -> None:
+    if comfyui.unknown_to_comfyui is None:
+        raise UserError("--to kohya: no program is known that reads such files of this family")
+
+
+def _kohya_tensors(
+    pairs: Mapping[str, LoraPair], names: Mapping[str, LayerNames], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    parts: dict[str, tuple[Original, dict[str, LoraPair]]] = {}
+    for layer, pair in pairs.items():
+        component, _, name = layer.partition(".")
+        other, place = names[component].in_kohya(name)
+        key = f"{_KOHYA_PREFIXES[component]}_{other}".replace(".", "_")
+        parts.setdefault(key, (place, {}))[1][name] = pair
+    tensors = {}
+    for key, (place, those) in parts.items():
+        pair = join(those, place)
+        tensors[f"{key}.lora_down.weight"] = pair.down.to(dtype).contiguous()
+        tensors[f"{key}.lora_up.weight"] = pair.up.to(dtype).contiguous()
+        tensors[f"{key}.alpha"] = torch.tensor(float(pair.alpha))
+    return tensors
+
+
+def _with_alpha(pairs: Mapping[str, LoraPair], alpha: float) -> dict[str, LoraPair]:
+    return {layer: pair.with_alpha(alpha) for layer, pair in pairs.items()}
+
+
+def _with_trained_alpha(pairs: Mapping[str, LoraPair], metadata: Mapping[str, str]) -> dict[str, LoraPair]:
+    """The same updates with the alpha that they were trained with, where it is folded and metadata tell it."""
+    try:
+        rank, alpha = int(metadata[_DIM]), float(metadata[_NETWORK_ALPHA])
+    except (KeyError, ValueError):
+        return dict(pairs)
+    if not alpha > 0 or any(pair.alpha != pair.rank for pair in pairs.values()):
+        return dict(pairs)
+    return {
+        layer: pair.with_alpha(alpha) if pair.rank == rank else pair for layer, pair in pairs.items()
+    }
+
+
+def _kept_metadata(metadata: Mapping[str, str], pairs: Mapping[str, LoraPair]) -> dict[str, str]:
+    """Those of a file that stay true of it in other names, with rank and alpha where all layers have the same.
+
+    That is how :func:`_with_trained_alpha` finds an alpha again that is folded.
+    """
+    kept = {name: value for name, value in metadata.items() if name not in _STALE}
+    strengths = {(pair.rank, pair.alpha) for pair in pairs.values()}
+    if len(strengths) == 1:
+        ((rank, alpha),) = strengths
+        kept |= {_DIM: str(rank), _NETWORK_ALPHA: f"{alpha:g}"}
+    return kept
+
+
+def _greatest_difference(
+    before: Mapping[str, LoraPair], after: Mapping[str, LoraPair]
+) -> tuple[float, str]:
+    """How far the update of a layer is from what it was, relative to it, at most, and which layer that is.
+
+    Raises:
+        RuntimeError: a layer is missing or added. A bug of ours.
+    """
+    if differing := before.keys() ^ after.keys():
+        raise RuntimeError(f"{len(differing)} layers were lost or added (first: {min(differing)})")
+    return max((relative_difference(pair, after[layer]), layer) for layer, pair in before.items())
+
+
+def relative_difference(one: LoraPair, other: LoraPair) -> float:
+    """Frobenius norm of the difference of two updates of a layer, over that of the first.
+
+    No product of a layer's size is made: with QR of what stands left and right, the norm is that of a product
+    of twice the rank.
+    """
+    ups = [pair.up.double().flatten(1) * (pair.alpha / pair.rank) for pair in (one, other)]
+    downs = [pair.down.double().flatten(1) for pair in (one, other)]
+    if all(first.shape == second.shape and torch.equal(first, second) for first, second in (ups, downs)):
+        return 0.0
+    difference = _norm_of_product(torch.cat([ups[0], -ups[1]], dim=1), torch.cat(downs))
+    norm = _norm_of_product(ups[0], downs[0])
+    return difference / norm if norm else float(bool(difference))
+
+
+def _norm_of_product(left: Tensor, right: Tensor) -> float:
+    left_r = torch.linalg.qr(left, mode="r").R
+    right_r = torch.linalg.qr(right.T, mode="r").R
+    return float((left_r @ right_r.T).norm())

@@ -1,0 +1,302 @@
+"""This file lists the layers of released models that a LoRA may be on, and what else files call them.
+
+Sources: the modules of diffusers' models, and its ``single_file_utils.py``, which turns original checkpoints into
+these; of kohya's trainers (sd-scripts ``networks/``, musubi-tuner ``networks/`` and ``convert_lora.py``) the names
+that they write; of DiffSynth-Studio ``utils/lora/flux.py``; of XLabs ``lora_conversion_utils.py`` of diffusers.
+"""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import TypeAlias
+
+from diffsynth_lite.lora.layer_names import LayerNames, Original, fused, renamed
+from diffsynth_lite.lora.spelling import WAN_NAMES
+
+_QKV = ("to_q", "to_k", "to_v")
+_ADDED_QKV = ("add_q_proj", "add_k_proj", "add_v_proj")
+
+
+def _under(prefix: str, names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"{prefix}.{name}" for name in names)
+
+
+def _renamed(prefixes: Mapping[str, str], names: Mapping[str, str]) -> dict[str, Original]:
+    """Layers by their other names, from those within some blocks, and what the blocks are called."""
+    return {
+        f"{other}.{name}": renamed(f"{ours}.{layer}")
+        for other, ours in prefixes.items()
+        for name, layer in names.items()
+    }
+
+
+_EMBEDDER = ("linear_1", "linear_2")
+_DOUBLE, _SINGLE = "transformer_blocks.*", "single_transformer_blocks.*"
+_JOINT_ATTENTION = _under("attn", (*_QKV, "to_out.0", *_ADDED_QKV, "to_add_out"))
+_FLUX_FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
+_FLUX_SINGLE = (*_under("attn", _QKV), "proj_mlp", "proj_out")
+_TIME_AND_TEXT = tuple(
+    f"time_text_embed.{part}.{layer}"
+    for part in ("timestep_embedder", "guidance_embedder", "text_embedder")
+    for layer in _EMBEDDER
+)
+_FLUX_BLOCKS = {
+    "double_blocks.*.img_attn.qkv": fused(*_under(f"{_DOUBLE}.attn", _QKV)),
+    "double_blocks.*.txt_attn.qkv": fused(*_under(f"{_DOUBLE}.attn", _ADDED_QKV)),
+    "double_blocks.*.img_attn.proj": renamed(f"{_DOUBLE}.attn.to_out.0"),
+    "double_blocks.*.txt_attn.proj": renamed(f"{_DOUBLE}.attn.to_add_out"),
+    "double_blocks.*.img_mlp.0": renamed(f"{_DOUBLE}.ff.net.0.proj", 4),
+    "double_blocks.*.img_mlp.2": renamed(f"{_DOUBLE}.ff.net.2"),
+    "double_blocks.*.txt_mlp.0": renamed(f"{_DOUBLE}.ff_context.net.0.proj", 4),
+    "double_blocks.*.txt_mlp.2": renamed(f"{_DOUBLE}.ff_context.net.2"),
+    "single_blocks.*.linear1": fused(
+        *_under(f"{_SINGLE}.attn", _QKV), f"{_SINGLE}.proj_mlp", rows=(1, 1, 1, 4)
+    ),
+    "single_blocks.*.linear2": renamed(f"{_SINGLE}.proj_out"),
+    "img_in": renamed("x_embedder"),
+    "txt_in": renamed("context_embedder"),
+    "final_layer.linear": renamed("proj_out"),
+}
+_LAST_NORM = Original(("norm_out.linear",), halves_swapped=True)
+_ORIGINAL_EMBEDDER = {"in_layer": "linear_1", "out_layer": "linear_2"}
+
+_FLUX = LayerNames(
+    layers=(
+        *_under(_DOUBLE, (*_JOINT_ATTENTION, *_FLUX_FEED_FORWARD, "norm1.linear", "norm1_context.linear")),
+        *_under(_SINGLE, (*_FLUX_SINGLE, "norm.linear")),
+        *_TIME_AND_TEXT,
+        *("x_embedder", "context_embedder", "norm_out.linear", "proj_out"),
+    ),
+    kohya={
+        **_FLUX_BLOCKS,
+        "double_blocks.*.img_mod.lin": renamed(f"{_DOUBLE}.norm1.linear"),
+        "double_blocks.*.txt_mod.lin": renamed(f"{_DOUBLE}.norm1_context.linear"),
+        "single_blocks.*.modulation.lin": renamed(f"{_SINGLE}.norm.linear"),
+        **_renamed(
+            {
+                "time_in": "time_text_embed.timestep_embedder",
+                "guidance_in": "time_text_embed.guidance_embedder",
+                "vector_in": "time_text_embed.text_embedder",
+            },
+            _ORIGINAL_EMBEDDER,
+        ),
+        "final_layer.adaLN_modulation.1": _LAST_NORM,
+    },
+    others={
+        # DiffSynth-Studio's
+        "blocks.*.attn.a_to_qkv": _FLUX_BLOCKS["double_blocks.*.img_attn.qkv"],
+        "blocks.*.attn.b_to_qkv": _FLUX_BLOCKS["double_blocks.*.txt_attn.qkv"],
+        "blocks.*.attn.a_to_out": renamed(f"{_DOUBLE}.attn.to_out.0"),
+        "blocks.*.attn.b_to_out": renamed(f"{_DOUBLE}.attn.to_add_out"),
+        "blocks.*.ff_a.0": renamed(f"{_DOUBLE}.ff.net.0.proj"),
+        "blocks.*.ff_a.2": renamed(f"{_DOUBLE}.ff.net.2"),
+        "blocks.*.ff_b.0": renamed(f"{_DOUBLE}.ff_context.net.0.proj"),
+        "blocks.*.ff_b.2": renamed(f"{_DOUBLE}.ff_context.net.2"),
+        "blocks.*.norm1_a.linear": renamed(f"{_DOUBLE}.norm1.linear"),
+        "blocks.*.norm1_b.linear": renamed(f"{_DOUBLE}.norm1_context.linear"),
+        "single_blocks.*.to_qkv_mlp": _FLUX_BLOCKS["single_blocks.*.linear1"],
+        "single_blocks.*.proj_out": renamed(f"{_SINGLE}.proj_out"),
+        "single_blocks.*.norm.linear": renamed(f"{_SINGLE}.norm.linear"),
+        # XLabs'
+        "double_blocks.*.processor.qkv_lora1": _FLUX_BLOCKS["double_blocks.*.img_attn.qkv"],
+        "double_blocks.*.processor.qkv_lora2": _FLUX_BLOCKS["double_blocks.*.txt_attn.qkv"],
+        "double_blocks.*.processor.proj_lora1": renamed(f"{_DOUBLE}.attn.to_out.0"),
+        "double_blocks.*.processor.proj_lora2": renamed(f"{_DOUBLE}.attn.to_add_out"),
+        "single_blocks.*.processor.qkv_lora": fused(*_under(f"{_SINGLE}.attn", _QKV)),
+        "single_blocks.*.processor.proj_lora": renamed(f"{_SINGLE}.proj_out"),
+    },
+)
+
+_CHROMA = LayerNames(
+    layers=(
+        *_under(_DOUBLE, (*_JOINT_ATTENTION, *_FLUX_FEED_FORWARD)),
+        *_under(_SINGLE, _FLUX_SINGLE),
+        *_under("distilled_guidance_layer", ("in_proj", "out_proj", *_under("layers.*", _EMBEDDER))),
+        *("x_embedder", "context_embedder", "proj_out"),
+    ),
+    kohya={
+        **_FLUX_BLOCKS,
+        **_renamed(
+            {"distilled_guidance_layer.layers.*": "distilled_guidance_layer.layers.*"}, _ORIGINAL_EMBEDDER
+        ),
+    },
+)
+
+_FLUX2 = LayerNames(
+    layers=(
+        *_under(_DOUBLE, _JOINT_ATTENTION),
+        *_under(_DOUBLE, ("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out")),
+        *_under(_SINGLE, ("attn.to_qkv_mlp_proj", "attn.to_out")),
+        *_under("time_guidance_embed.timestep_embedder", _EMBEDDER),
+        *_under("time_guidance_embed.guidance_embedder", _EMBEDDER),
+        *("double_stream_modulation_img.linear", "double_stream_modulation_txt.linear"),
+        *("single_stream_modulation.linear", "x_embedder", "context_embedder", "norm_out.linear", "proj_out"),
+    ),
+    kohya={
+        **{name: place for name, place in _FLUX_BLOCKS.items() if "_mlp." not in name and "linear" not in name},
+        "double_blocks.*.img_mlp.0": renamed(f"{_DOUBLE}.ff.linear_in", 6),
+        "double_blocks.*.img_mlp.2": renamed(f"{_DOUBLE}.ff.linear_out"),
+        "double_blocks.*.txt_mlp.0": renamed(f"{_DOUBLE}.ff_context.linear_in", 6),
+        "double_blocks.*.txt_mlp.2": renamed(f"{_DOUBLE}.ff_context.linear_out"),
+        "single_blocks.*.linear1": renamed(f"{_SINGLE}.attn.to_qkv_mlp_proj", 9),
+        "single_blocks.*.linear2": renamed(f"{_SINGLE}.attn.to_out"),
+        **_renamed(
+            {
+                "time_in": "time_guidance_embed.timestep_embedder",
+                "guidance_in": "time_guidance_embed.guidance_embedder",
+            },
+            _ORIGINAL_EMBEDDER,
+        ),
+        "double_stream_modulation_img.lin": renamed("double_stream_modulation_img.linear"),
+        "double_stream_modulation_txt.lin": renamed("double_stream_modulation_txt.linear"),
+        "single_stream_modulation.lin": renamed("single_stream_modulation.linear"),
+        "final_layer.linear": renamed("proj_out"),
+        "final_layer.adaLN_modulation.1": _LAST_NORM,
+    },
+)
+
+_QWEN_IMAGE = LayerNames(
+    layers=(
+        *_under(_DOUBLE, _JOINT_ATTENTION),
+        *_under(_DOUBLE, ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")),
+        *_under(_DOUBLE, ("img_mod.1", "txt_mod.1")),
+        *_under("time_text_embed.timestep_embedder", _EMBEDDER),
+        *("img_in", "txt_in", "norm_out.linear", "proj_out"),
+    )
+)
+
+_Z_IMAGE_BLOCKS = ("layers.*", "noise_refiner.*", "context_refiner.*")
+_FEED_FORWARD_GATED = _under("feed_forward", ("w1", "w2", "w3"))
+_Z_IMAGE = LayerNames(
+    layers=(
+        *(f"{block}.attention.{layer}" for block in _Z_IMAGE_BLOCKS for layer in (*_QKV, "to_out.0")),
+        *(f"{block}.{layer}" for block in _Z_IMAGE_BLOCKS for layer in _FEED_FORWARD_GATED),
+        *("layers.*.adaLN_modulation.0", "noise_refiner.*.adaLN_modulation.0"),
+        *("all_x_embedder.2-1", "all_final_layer.2-1.linear", "all_final_layer.2-1.adaLN_modulation.1"),
+        *("t_embedder.mlp.0", "t_embedder.mlp.2", "cap_embedder.1"),
+    ),
+    others={
+        **{f"{block}.attention.qkv": fused(*_under(f"{block}.attention", _QKV)) for block in _Z_IMAGE_BLOCKS},
+        **{f"{block}.attention.out": renamed(f"{block}.attention.to_out.0") for block in _Z_IMAGE_BLOCKS},
+        "x_embedder": renamed("all_x_embedder.2-1"),
+        "final_layer.linear": renamed("all_final_layer.2-1.linear"),
+        "final_layer.adaLN_modulation.1": renamed("all_final_layer.2-1.adaLN_modulation.1"),
+    },
+)
+
+_ATTENTIONS = tuple(f"{part}.{layer}" for part in ("attn1", "attn2") for layer in (*_QKV, "to_out.0"))
+_TIME = ("time_embed.emb.timestep_embedder.linear_1", "time_embed.emb.timestep_embedder.linear_2")
+_CAPTIONS = _under("caption_projection", _EMBEDDER)
+_LTX_VIDEO = LayerNames(
+    layers=(
+        *_under(_DOUBLE, (*_ATTENTIONS, "ff.net.0.proj", "ff.net.2")),
+        *(*_TIME, "time_embed.linear", *_CAPTIONS, "proj_in", "proj_out"),
+    ),
+    kohya={
+        "patchify_proj": renamed("proj_in"),
+        "adaln_single.linear": renamed("time_embed.linear"),
+        **{layer.replace("time_embed", "adaln_single"): renamed(layer) for layer in _TIME},
+    },
+)
+
+_SANA = LayerNames(
+    layers=(
+        *_under(_DOUBLE, (*_ATTENTIONS, "ff.conv_inverted", "ff.conv_depth", "ff.conv_point")),
+        *(*_TIME, "time_embed.linear", *_CAPTIONS, "patch_embed.proj", "proj_out"),
+    )
+)
+
+_WAN_LAYERS = (
+    *_under("blocks.*", (*_ATTENTIONS, "attn2.add_k_proj", "attn2.add_v_proj", "ffn.net.0.proj", "ffn.net.2")),
+    *_under("condition_embedder.time_embedder", _EMBEDDER),
+    *_under("condition_embedder.text_embedder", _EMBEDDER),
+    *_under("condition_embedder.image_embedder", ("ff.net.0.proj", "ff.net.2")),
+    *("condition_embedder.time_proj", "patch_embedding", "proj_out"),
+)
+_WAN = LayerNames(
+    layers=_WAN_LAYERS,
+    kohya={
+        WAN_NAMES.key(f"transformer.{layer}").partition(".")[2]: renamed(layer) for layer in _WAN_LAYERS
+    },
+)
+
+_RESNET = {
+    "in_layers.2": "conv1",
+    "emb_layers.1": "time_emb_proj",
+    "out_layers.3": "conv2",
+    "skip_connection": "conv_shortcut",
+}
+_TRANSFORMER = (
+    *("proj_in", "proj_out"),
+    *_under("transformer_blocks.*", (*_ATTENTIONS, "ff.net.0.proj", "ff.net.2")),
+)
+_SDXL_RESNETS = {
+    **{f"input_blocks.{3 * i + j + 1}.0": f"down_blocks.{i}.resnets.{j}" for i in range(3) for j in range(2)},
+    **{f"output_blocks.{3 * i + j}.0": f"up_blocks.{i}.resnets.{j}" for i in range(3) for j in range(3)},
+    "middle_block.0": "mid_block.resnets.0",
+    "middle_block.2": "mid_block.resnets.1",
+}
+_SDXL_TRANSFORMERS = {
+    **{f"input_blocks.{3 * i + j + 1}.1": f"down_blocks.{i}.attentions.{j}" for i in (1, 2) for j in range(2)},
+    **{f"output_blocks.{3 * i + j}.1": f"up_blocks.{i}.attentions.{j}" for i in (0, 1) for j in range(3)},
+    "middle_block.1": "mid_block.attentions.0",
+}
+_UNET_TRANSFORMERS = ("down_blocks.*.attentions.*", "up_blocks.*.attentions.*", "mid_block.attentions.*")
+_SDXL_UNET = LayerNames(
+    layers=(
+        *(f"{block}.{layer}" for block in _UNET_TRANSFORMERS for layer in _TRANSFORMER),
+        *(
+            f"{block}.resnets.*.{layer}"
+            for block in ("down_blocks.*", "up_blocks.*", "mid_block")
+            for layer in _RESNET.values()
+        ),
+        *("down_blocks.*.downsamplers.*.conv", "up_blocks.*.upsamplers.*.conv", "conv_in", "conv_out"),
+        *_under("time_embedding", _EMBEDDER),
+        *_under("add_embedding", _EMBEDDER),
+    ),
+    kohya={
+        **_renamed(_SDXL_RESNETS, _RESNET),
+        **_renamed(_SDXL_TRANSFORMERS, {layer: layer for layer in _TRANSFORMER}),
+        **{f"input_blocks.{3 * i + 3}.0.op": renamed(f"down_blocks.{i}.downsamplers.0.conv") for i in (0, 1)},
+        **{f"output_blocks.{3 * i + 2}.2.conv": renamed(f"up_blocks.{i}.upsamplers.0.conv") for i in (0, 1)},
+        **_renamed({"time_embed": "time_embedding"}, {"0": "linear_1", "2": "linear_2"}),
+        **_renamed({"label_emb.0": "add_embedding"}, {"0": "linear_1", "2": "linear_2"}),
+        "input_blocks.0.0": renamed("conv_in"),
+        "out.2": renamed("conv_out"),
+    },
+    others={  # diffusers' own before peft
+        f"{block}.transformer_blocks.*.{part}.processor.{layer.removesuffix('.0')}_lora": renamed(
+            f"{block}.transformer_blocks.*.{part}.{layer}"
+        )
+        for block in _UNET_TRANSFORMERS
+        for part in ("attn1", "attn2")
+        for layer in (*_QKV, "to_out.0")
+    },
+)
+
+_CLIP_LAYERS = (*_under("self_attn", ("q_proj", "k_proj", "v_proj", "out_proj")), "mlp.fc1", "mlp.fc2")
+_CLIP_BLOCK = "text_model.encoder.layers.*"
+_CLIP = LayerNames(
+    layers=(*_under(_CLIP_BLOCK, _CLIP_LAYERS), "text_projection"),
+    others={
+        # without the name that transformers 5 left out
+        **{f"encoder.layers.*.{layer}": renamed(f"{_CLIP_BLOCK}.{layer}") for layer in _CLIP_LAYERS},
+        # diffusers' own before peft
+        **{
+            f"{_CLIP_BLOCK}.self_attn.to_{part}_lora": renamed(f"{_CLIP_BLOCK}.self_attn.{part}_proj")
+            for part in ("q", "k", "v", "out")
+        },
+    },
+)
+
+LoraLayers: TypeAlias = Mapping[str, LayerNames]
+"""Of each component of a pipeline; the one that removes noise is the first."""
+
+FLUX: LoraLayers = MappingProxyType({"transformer": _FLUX, "text_encoder": _CLIP})
+CHROMA: LoraLayers = MappingProxyType({"transformer": _CHROMA})
+FLUX2: LoraLayers = MappingProxyType({"transformer": _FLUX2})
+QWEN_IMAGE: LoraLayers = MappingProxyType({"transformer": _QWEN_IMAGE})
+Z_IMAGE: LoraLayers = MappingProxyType({"transformer": _Z_IMAGE})
+LTX_VIDEO: LoraLayers = MappingProxyType({"transformer": _LTX_VIDEO})
+SANA: LoraLayers = MappingProxyType({"transformer": _SANA})
+WAN: LoraLayers = MappingProxyType({"transformer": _WAN})
+SDXL: LoraLayers = MappingProxyType({"unet": _SDXL_UNET, "text_encoder": _CLIP, "text_encoder_2": _CLIP})

@@ -1,0 +1,273 @@
+"""This file reads the LoRA files of this and other programs, and accounts for each tensor in them."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from peft.utils.other import get_pattern_key
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from diffsynth_lite.errors import UserError, join_names
+from diffsynth_lite.lora.fused import split
+from diffsynth_lite.lora.layer_names import LayerNames, Original
+from diffsynth_lite.lora.pairs import LoraPair
+
+_MATRIX = re.compile(
+    r"(?P<key>.+?)\.(?:(?P<down>lora_A(?:\.default)?|lora_down|(?:lora\.|lora_linear_layer\.)?down)"
+    r"|lora_B(?:\.default)?|lora_up|(?:lora\.|lora_linear_layer\.)?up)\.weight"
+)
+_ALPHA = ".alpha"
+_OTHER_KINDS = {
+    r"\.(dora_scale|lora_magnitude_vector)\b": "a DoRA",
+    r"\.lokr_": "a LoKr",
+    r"\.hada_": "a LoHa",
+    r"\.boft_": "a BOFT",
+    r"\.oft_": "an OFT",
+    r"\.vera_lambda_": "a VeRA",
+    r"\.[ab][12]\.weight$": "a GLoRA",
+    r"\.lora_mid\.weight$": "a LoCon whose convolutions have three matrices",
+    r"\.lora_(B|up)\b.*\.bias$": "a LoRA with biases",
+    r"\.(diff|diff_b|set_weight|reshape_weight|w_norm|b_norm)$": "a LoRA beside which whole weights change",
+    r"\b(bundle_emb|emb_params|string_to_param)\b": "a LoRA with embeddings of its own",
+}
+"""What is no plain LoRA, by names of tensors that it has."""
+_BASE_CHANGING = ("pissa", "olora", "corda", "loftq")
+"""peft's ways to start an adapter that leave another base model, which the file then belongs to."""
+
+_DOTTED = (
+    *("model.diffusion_model.", "diffusion_model.", "base_model.model.", "pipe.dit2.", "pipe.dit."),
+    *("pipe.unet.", "transformer.", "unet."),
+)
+_FLAT = ("lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_")
+_TEXT_ENCODERS = {
+    "text_encoders.clip_l.transformer.": "text_encoder",
+    "text_encoders.clip_g.transformer.": "text_encoder_2",
+    "text_encoders.t5xxl.transformer.": "text_encoder_3",
+    "text_encoder_3.": "text_encoder_3",
+    "text_encoder_2.": "text_encoder_2",
+    "text_encoder.": "text_encoder",
+    "lora_te3_": "text_encoder_3",
+    "lora_te2_": "text_encoder_2",
+    "lora_te1_": "text_encoder",
+    "lora_te_": "text_encoder",
+}
+_DENOISERS = ("transformer", "unet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraContents:
+    """A LoRA file as it is.
+
+    Attributes:
+        file: where it was read from.
+        pairs: updates by the names that the file has for their layers, prefixes included.
+        metadata: of the header.
+        says_alpha: whether it says alpha, of any layer; where it does not, it is taken to be the rank.
+    """
+
+    file: Path
+    pairs: dict[str, LoraPair]
+    metadata: dict[str, str]
+    says_alpha: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the matrices; fp32 where they differ."""
+        dtypes = {matrix.dtype for pair in self.pairs.values() for matrix in (pair.down, pair.up)}
+        return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+    def without_text_encoders(self) -> "LoraContents":
+        """The same without layers of text encoders, whichever these are.
+
+        Raises:
+            UserError: there are no others.
+        """
+        pairs = {key: pair for key, pair in self.pairs.items() if not key.startswith(tuple(_TEXT_ENCODERS))}
+        if not pairs:
+            raise UserError(f"{self.file}: holds no layers but of text encoders")
+        return replace(self, pairs=pairs)
+
+
+def read_contents(place: Path) -> LoraContents:
+    """Read a LoRA file.
+
+    Args:
+        place: the file, or a folder with one file of tensors in it. Where peft's ``adapter_config.json`` is
+            beside an ``adapter_model.safetensors``, its alpha is that of the file.
+
+    Raises:
+        UserError: there is none, it is damaged, or it is no plain LoRA; all of its tensors must be part of one.
+    """
+    file = _file_in(place)
+    try:
+        with safe_open(file, "pt") as opened:
+            metadata = opened.metadata() or {}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
+    except (OSError, SafetensorError) as error:
+        text = " ".join(str(error).split())
+        raise UserError(f"{file}: is no file of safetensors that can be read ({text})") from error
+    return contents_of(file, tensors, metadata)
+
+
+def contents_of(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> LoraContents:
+    """The same of tensors and metadata that a file has or will have."""
+    settings = _peft_settings(file, metadata)
+    _refuse_other_kinds(file, tensors, settings)
+    matrices, alphas = _sorted_out(file, tensors)
+    pairs, says_alpha = {}, bool(alphas)
+    for key, (down, up) in matrices.items():
+        alpha = alphas.get(key) or _alpha_by_peft(key, settings, down.shape[0])
+        says_alpha = says_alpha or alpha is not None
+        pairs[key] = LoraPair(down=down, up=up, alpha=alpha or float(down.shape[0]))
+    return LoraContents(file=file, pairs=pairs, metadata=dict(metadata), says_alpha=says_alpha)
+
+
+def known_pairs(contents: LoraContents, names: Mapping[str, LayerNames]) -> dict[str, LoraPair]:
+    """The updates by diffusers' names of layers, behind those of their components.
+
+    Args:
+        names: of each component's layers; the one that removes noise is the first.
+
+    Raises:
+        UserError: the file has layers that these names do not have, or one twice.
+    """
+    pairs: dict[str, LoraPair] = {}
+    if unknown := unknown_layers(contents, names):
+        raise UserError(
+            f"{contents.file}: {len(unknown)} of {len(contents.pairs)} layers are not known: "
+            f"{join_names(unknown)}"
+        )
+    for key, pair in contents.pairs.items():
+        component, place = _place_of(key, names)
+        assert place is not None
+        for layer, part in split(pair, place).items():
+            name = f"{component}.{layer}"
+            if name in pairs:
+                raise UserError(f"{contents.file}: has {name} twice, the second time as {key}")
+            pairs[name] = part
+    return pairs
+
+
+def unknown_layers(contents: LoraContents, names: Mapping[str, LayerNames]) -> list[str]:
+    """Those layers of a file that are none of a model's, by the file's names, with their inputs and outputs."""
+    unknown = []
+    for key, pair in contents.pairs.items():
+        place, sizes = _place_of(key, names)[1], (pair.down.shape[1], pair.up.shape[0])
+        if place is None or not place.fits(*sizes):
+            unknown.append(f"{key} ({sizes[0]} to {sizes[1]})")
+    return unknown
+
+
+def _place_of(key: str, names: Mapping[str, LayerNames]) -> tuple[str, Original | None]:
+    component, name = _component_of(key)
+    if component in _DENOISERS:
+        component = next(iter(names))
+    known = names.get(component)
+    return component, None if known is None else known.find(name)
+
+
+def _component_of(key: str) -> tuple[str, str]:
+    """Whose layer a name in a file is, and its name without that."""
+    for prefix, component in _TEXT_ENCODERS.items():
+        if key.startswith(prefix):
+            return component, key.removeprefix(prefix)
+    for prefix in _FLAT:
+        if key.startswith(prefix):
+            return _DENOISERS[0], key.removeprefix(prefix)
+    # Some have two, such as unet.base_model.model.
+    while prefix := next(filter(key.startswith, _DOTTED), ""):
+        key = key.removeprefix(prefix)
+    return _DENOISERS[0], key
+
+
+def _file_in(place: Path) -> Path:
+    if place.is_dir():
+        found = sorted(place.glob("*.safetensors"))
+        if len(found) != 1:
+            names = ", ".join(file.name for file in found) or "none"
+            raise UserError(f"{place}: name one file of safetensors; in this folder there is {names}")
+        return found[0]
+    if not place.exists():
+        raise UserError(f"{place}: there is no such file")
+    return place
+
+
+def _peft_settings(file: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """peft's settings of each component, from the header or from beside the file; "" is all components."""
+    beside = file.with_name("adapter_config.json")
+    try:
+        if LORA_ADAPTER_METADATA_KEY in metadata:
+            settings: dict[str, dict[str, Any]] = {}
+            for name, value in json.loads(metadata[LORA_ADAPTER_METADATA_KEY]).items():
+                component, _, setting = name.partition(".")
+                settings.setdefault(component, {})[setting] = value
+            return settings
+        if file.name == "adapter_model.safetensors" and beside.is_file():
+            return {"": dict(json.loads(beside.read_text(encoding="utf-8")))}
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{file}: its settings of peft cannot be read ({error})") from error
+    return {}
+
+
+def _alpha_by_peft(key: str, settings: Mapping[str, Mapping[str, Any]], rank: int) -> float | None:
+    component, name = _component_of(key)
+    of_denoiser = [settings[other] for other in _DENOISERS if component == _DENOISERS[0] and other in settings]
+    chosen = settings.get(component) or next(iter(of_denoiser), settings.get("", {}))
+    if "lora_alpha" not in chosen:
+        return None
+    patterns = chosen.get("alpha_pattern") or {}
+    alpha = float(patterns.get(get_pattern_key(list(patterns), name), chosen["lora_alpha"]))
+    return alpha * math.sqrt(rank) if chosen.get("use_rslora") else alpha
+
+
+def _refuse_other_kinds(
+    file: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Mapping[str, Any]]
+) -> None:
+    for pattern, kind in _OTHER_KINDS.items():
+        if found := [name for name in tensors if re.search(pattern, name)]:
+            raise UserError(
+                f"{file}: is {kind} ({len(found)} tensors such as {found[0]}), which can be neither converted "
+                "nor trained here; a plain LoRA would do"
+            )
+    for one in settings.values():
+        start = str(one.get("init_lora_weights")).lower()
+        if one.get("use_dora"):
+            raise UserError(f"{file}: is a DoRA by its settings; a plain LoRA would do")
+        if start.startswith(_BASE_CHANGING):
+            raise UserError(
+                f"{file}: was started by {start}, which changes the base model that it belongs to; save it with "
+                "peft's path_initial_model_for_weight_conversion"
+            )
+
+
+def _sorted_out(
+    file: Path, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, float]]:
+    """The two matrices of each layer, and the alphas that are tensors, by the file's names of layers."""
+    downs, ups, alphas, rest = {}, {}, {}, []
+    for name, tensor in tensors.items():
+        if name.endswith(_ALPHA) and tensor.numel() == 1 and tensor.isfinite() and tensor:
+            alphas[name.removesuffix(_ALPHA)] = float(tensor)
+        elif (match := _MATRIX.fullmatch(name)) and tensor.is_floating_point() and tensor.ndim > 1:
+            (downs if match["down"] else ups)[match["key"]] = tensor
+        else:
+            rest.append(name)
+    if not downs:
+        raise UserError(f"{file}: holds no LoRA (first of {len(tensors)} tensors: {next(iter(tensors), None)})")
+    rest += [f"{key} with one matrix" for key in downs.keys() ^ ups.keys()]
+    rest += [f"{key}{_ALPHA}" for key in alphas.keys() - downs.keys()]
+    rest += [
+        f"{key} with ranks {down.shape[0]} and {ups[key].shape[1]}"
+        for key, down in downs.items()
+        if key in ups and down.shape[0] != ups[key].shape[1]
+    ]
+    if rest:
+        raise UserError(f"{file}: {len(rest)} tensors belong to no layer of a LoRA: {join_names(sorted(rest))}")
+    return {key: (down, ups[key]) for key, down in downs.items()}, alphas

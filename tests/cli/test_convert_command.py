@@ -1,0 +1,116 @@
+"""``diffsynth-lite convert``: files of other trainers there and back, and what it says of them."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from diffsynth_lite.cli.main import main
+
+METADATA = {"ss_output_name": "mine", "modelspec.title": "Mine", "sshs_legacy_hash": "0"}
+
+
+def written(file: Path, dtype: torch.dtype, **layers: int) -> Path:
+    """A LoRA of rank 4 and alpha 2 in kohya's form, on layers with 6 inputs and so many outputs."""
+    tensors = {}
+    for seed, (layer, outputs) in enumerate(layers.items()):
+        generator = torch.Generator().manual_seed(seed)
+        tensors[f"{layer}.lora_down.weight"] = torch.randn(4, 6, generator=generator).to(dtype)
+        tensors[f"{layer}.lora_up.weight"] = torch.randn(outputs, 4, generator=generator).to(dtype)
+        tensors[f"{layer}.alpha"] = torch.tensor(2.0)
+    save_file(tensors, file, metadata=METADATA)
+    return file
+
+
+def metadata(file: Path) -> dict[str, str]:
+    with safe_open(file, "pt") as opened:
+        return dict(opened.metadata())
+
+
+@pytest.fixture
+def flux_file(tmp_path: Path) -> Path:
+    """Of a double-stream block and of a single-stream block."""
+    return written(
+        tmp_path / "flux.safetensors",
+        torch.bfloat16,
+        lora_unet_double_blocks_0_img_attn_qkv=18,
+        lora_unet_single_blocks_0_linear1=42,
+    )
+
+
+@pytest.mark.parametrize("to", ["diffusers", "comfyui"])
+def test_there_and_back_is_the_file_again(
+    flux_file: Path, capsys: pytest.CaptureFixture[str], to: str
+) -> None:
+    there, back = flux_file.with_name("there.safetensors"), flux_file.with_name("back.safetensors")
+    assert main(["convert", str(flux_file), str(there), "--to", to]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{flux_file}: chroma or flux or flux_kontext, 2 layers such as lora_unet_double_blocks_0_img_attn_qkv; rank 4, alpha 2, bfloat16",
+        f"{there}: 7 layers such as transformer.single_transformer_blocks.0.attn.to_k; rank 4, alpha 4 (it says "
+        "none: that is the rank), bfloat16",
+        "All layers are in it, and their updates are the same.",
+    ]
+    assert metadata(there)["modelspec.title"] == "Mine"
+    assert "sshs_legacy_hash" not in metadata(there)
+    assert main(["convert", str(there), str(back), "--to", "kohya"]) == 0
+    before, after = load_file(flux_file), load_file(back)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_alpha_and_dtype_are_those_asked_for(flux_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = flux_file.with_name("new") / "other.safetensors"
+    asked = ["--alpha", "3", "--dtype", "float16"]
+    assert main(["convert", str(flux_file), str(out), "--to", "kohya", *asked]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1].endswith("rank 4, alpha 3, float16")
+    assert "their updates differ by" in printed[2]
+    tensors = load_file(out)
+    assert {float(tensor) for tensor in tensors.values() if not tensor.ndim} == {3.0}
+    assert {tensor.dtype for tensor in tensors.values() if tensor.ndim} == {torch.float16}
+    assert metadata(out)["ss_network_alpha"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("layer", "arguments", "message"),
+    [
+        ("lora_unet_single_blocks_0_modulation_lin", ("--to", "comfyui", "--alpha", "3"), "--alpha: a file for comfyui"),
+        ("lora_unet_foo", ("--to", "diffusers"), "of no family that is known; of .*1 of 1 are not: lora_unet_foo .6 to 6"),
+        ("lora_te3_x", ("--to", "diffusers"), "of no family that is known"),
+        ("lora_te3_x", ("--to", "diffusers", "--without-text-encoders"), "holds no layers but of text encoders"),
+        ("transformer.transformer_blocks.0.attn.to_q", ("--to", "kohya"), "say with --family which it is"),
+        ("lora_unet_blocks_0_ffn_0", ("--to", "kohya", "--family", "flux"), "1 of 1 layers are not known"),
+        ("lora_unet_blocks_0_ffn_0", ("--to", "kohya", "--family", "flax"), "did you mean 'flux'"),
+    ],
+)
+def test_what_cannot_be_converted_is_one_line(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    layer: str,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    out = tmp_path / "out.safetensors"
+    source = written(tmp_path / "in.safetensors", torch.float32, **{layer: 6})
+    assert main(["convert", str(source), str(out), *arguments]) == 2
+    assert len(caplog.messages) == 1
+    assert re.search(message, caplog.text)
+    assert not out.exists()
+
+
+def test_a_file_that_is_there_is_not_replaced(flux_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = flux_file.read_bytes()
+    assert main(["convert", str(flux_file), str(flux_file), "--to", "diffusers"]) == 2
+    assert "is there already" in caplog.text
+    assert main(["convert", str(flux_file), str(flux_file.with_name("x.pt")), "--to", "diffusers"]) == 2
+    assert "name one that ends in .safetensors" in caplog.text
+    assert flux_file.read_bytes() == before
+
+
+@pytest.mark.parametrize("arguments", [("--alpha", "0"), ("--alpha", "x"), ("lora.rank=4",)])
+def test_wrong_arguments_are_refused(flux_file: Path, arguments: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["convert", str(flux_file), "out.safetensors", "--to", "kohya", *arguments])

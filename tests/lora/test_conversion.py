@@ -1,0 +1,212 @@
+"""A LoRA in the names of other programs: the same updates, there and back the same file."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers.loaders import lora_conversion_utils as diffusers_converters
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.conversion import FamilyNames, Target, convert, relative_difference
+from diffsynth_lite.lora.pairs import LoraPair
+from diffsynth_lite.lora.reading import LoraContents, contents_of, known_pairs
+from diffsynth_lite.lora.spelling import DIFFUSERS, SDXL_NAMES, WAN_NAMES, taken_by_comfyui
+
+FLUX = FamilyNames(layers=known_names.FLUX, comfyui=taken_by_comfyui())
+WAN = FamilyNames(layers=known_names.WAN, comfyui=WAN_NAMES)
+SDXL = FamilyNames(layers=known_names.SDXL, comfyui=SDXL_NAMES)
+SANA = FamilyNames(layers=known_names.SANA, comfyui=DIFFUSERS)
+FILE = Path("out.safetensors")
+
+
+def kohya(*layers: tuple[str, int, int], alpha: float = 2.0, rank: int = 4) -> LoraContents:
+    """A file as sd-scripts or musubi-tuner write it, of layers with these inputs and outputs."""
+    content: dict[str, torch.Tensor] = {}
+    for seed, (key, inputs, outputs) in enumerate(layers):
+        generator = torch.Generator().manual_seed(seed)
+        content[f"{key}.lora_down.weight"] = torch.randn(rank, inputs, generator=generator)
+        content[f"{key}.lora_up.weight"] = torch.randn(outputs, rank, generator=generator)
+        content[f"{key}.alpha"] = torch.tensor(alpha)
+    return contents_of(Path("in.safetensors"), content, {"ss_output_name": "mine", "sshs_legacy_hash": "1"})
+
+
+OF_FLUX = kohya(
+    ("lora_unet_double_blocks_0_img_attn_qkv", 6, 18),
+    ("lora_unet_double_blocks_0_txt_attn_proj", 6, 6),
+    ("lora_unet_single_blocks_7_linear1", 6, 42),
+    ("lora_unet_final_layer_adaLN_modulation_1", 6, 12),
+    ("lora_te1_text_model_encoder_layers_3_self_attn_out_proj", 6, 6),
+)
+OF_WAN = kohya(
+    ("lora_unet_blocks_0_self_attn_o", 6, 6),
+    ("lora_unet_blocks_1_cross_attn_v_img", 6, 6),
+    ("lora_unet_blocks_1_ffn_0", 6, 24),
+    ("lora_unet_head_head", 6, 5),
+)
+OF_SDXL = kohya(
+    ("lora_unet_input_blocks_7_1_transformer_blocks_9_attn2_to_out_0", 6, 6),
+    ("lora_unet_output_blocks_2_1_proj_in", 6, 6),
+    ("lora_unet_middle_block_1_transformer_blocks_0_ff_net_0_proj", 6, 48),
+    ("lora_te1_text_model_encoder_layers_0_mlp_fc1", 6, 6),
+)
+
+
+def as_tensors(contents: LoraContents) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for key, pair in contents.pairs.items():
+        tensors[f"{key}.lora_down.weight"], tensors[f"{key}.lora_up.weight"] = pair.down, pair.up
+        tensors[f"{key}.alpha"] = torch.tensor(pair.alpha)
+    return tensors
+
+
+def equal(tensors: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
+    return tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
+
+
+@pytest.mark.parametrize(
+    ("contents", "names"), [(OF_FLUX, FLUX), (OF_WAN, WAN), (OF_SDXL, SDXL)], ids=["flux", "wan", "sdxl"]
+)
+@pytest.mark.parametrize("to", ["diffusers", "comfyui", "kohya"])
+def test_there_and_back_is_the_identity(contents: LoraContents, names: FamilyNames, to: Target) -> None:
+    there = convert(contents, names, to, FILE)
+    assert there.difference == 0
+    back = convert(there.contents, names, "kohya", FILE)
+    assert back.difference == 0
+    assert equal(back.tensors, as_tensors(contents))
+    assert back.contents.metadata == {
+        "ss_output_name": "mine",
+        "ss_network_dim": "4",
+        "ss_network_alpha": "2",
+    }
+    again = convert(back.contents, names, to, FILE)
+    assert equal(again.tensors, there.tensors)
+
+
+def test_each_program_gets_its_names() -> None:
+    def first(names: FamilyNames, contents: LoraContents, to: Target) -> str:
+        return next(iter(convert(contents, names, to, FILE).tensors))
+
+    assert first(FLUX, OF_FLUX, "comfyui") == "transformer.transformer_blocks.0.attn.to_q.lora_A.weight"
+    assert first(WAN, OF_WAN, "diffusers") == "transformer.blocks.0.attn1.to_out.0.lora_A.weight"
+    assert first(WAN, OF_WAN, "comfyui") == "diffusion_model.blocks.0.self_attn.o.lora_A.weight"
+    unet = "down_blocks.2.attentions.0.transformer_blocks.9.attn2.to_out.0"
+    assert first(SDXL, OF_SDXL, "diffusers") == f"unet.{unet}.lora_A.weight"
+    assert f"lora_unet_{unet.replace('.', '_')}.alpha" in convert(OF_SDXL, SDXL, "comfyui", FILE).tensors
+
+
+def converted(content: Mapping[str, torch.Tensor], contents: LoraContents, names: FamilyNames) -> None:
+    """Compare updates with those of diffusers' converter, in which alpha is folded into both matrices."""
+    pairs = known_pairs(contents, names.layers)
+    theirs = {name.removesuffix(".lora_A.weight") for name in content if name.endswith(".lora_A.weight")}
+    assert theirs == pairs.keys()
+    for layer, pair in pairs.items():
+        down, up = content[f"{layer}.lora_A.weight"], content[f"{layer}.lora_B.weight"]
+        assert relative_difference(pair, LoraPair(down=down, up=up, alpha=float(len(down)))) < 1e-6
+
+
+def test_updates_are_those_that_diffusers_converter_of_flux_finds() -> None:
+    # The released model's width is in it.
+    width = 3072
+    layers = [
+        *((f"lora_unet_double_blocks_1_{part}_attn_qkv", 2, 6) for part in ("img", "txt")),
+        *((f"lora_unet_double_blocks_1_{part}_attn_proj", 2, 3) for part in ("img", "txt")),
+        *((f"lora_unet_double_blocks_1_{part}_mlp_0", 2, 8) for part in ("img", "txt")),
+        *((f"lora_unet_double_blocks_1_{part}_mlp_2", 2, 3) for part in ("img", "txt")),
+        *((f"lora_unet_double_blocks_1_{part}_mod_lin", 2, 3) for part in ("img", "txt")),
+        ("lora_unet_single_blocks_37_linear1", width, 7 * width),
+        ("lora_unet_single_blocks_37_linear2", 2, 3),
+        ("lora_unet_single_blocks_37_modulation_lin", 2, 3),
+    ]
+    contents = kohya(*layers, rank=1, alpha=0.5)
+    content = diffusers_converters._convert_kohya_flux_lora_to_diffusers(as_tensors(contents))
+    converted(content, contents, FLUX)
+    # Trained apart: each layer with a rank of its own in the one that they are.
+    apart = convert(contents, FLUX, "diffusers", FILE)
+    pairs = {key: pair for key, pair in apart.contents.pairs.items() if "attn.to_" in key}
+    other = {
+        key: LoraPair(down=torch.randn_like(pair.down), up=pair.up, alpha=1.0) for key, pair in pairs.items()
+    }
+    joined = convert(LoraContents(file=FILE, pairs=other, metadata={}, says_alpha=True), FLUX, "kohya", FILE)
+    assert joined.tensors["lora_unet_single_blocks_37_linear1.lora_down.weight"].shape == (4, width)
+    content = diffusers_converters._convert_kohya_flux_lora_to_diffusers(dict(joined.tensors))
+    content = {name: tensor for name, tensor in content.items() if tensor.any()}
+    converted(content, joined.contents, FLUX)
+
+
+def test_updates_are_those_that_diffusers_converters_of_wan_find() -> None:
+    blocks = [f"{part}_{x}" for part in ("self_attn", "cross_attn") for x in "qkvo"]
+    blocks += ["cross_attn_k_img", "cross_attn_v_img", "ffn_0", "ffn_2"]
+    contents = kohya(*((f"lora_unet_blocks_0_{layer}", 2, 3) for layer in blocks))
+    content = diffusers_converters._convert_musubi_wan_lora_to_diffusers(as_tensors(contents))
+    converted(content, contents, WAN)
+    comfyui = convert(contents, WAN, "comfyui", FILE)
+    content = diffusers_converters._convert_non_diffusers_wan_lora_to_diffusers(dict(comfyui.tensors))
+    converted(content, comfyui.contents, WAN)
+
+
+def test_layers_are_those_that_diffusers_converter_of_sdxl_finds() -> None:
+    """All layers of the released UNet, by the names of its own code, and two of a text encoder."""
+    names = known_names.SDXL["unet"].kohya
+    keys = [f"lora_unet_{name.replace('*', '1').replace('.', '_')}" for name in names]
+    contents = kohya(*((key, 2, 3) for key in keys), ("lora_te1_text_model_encoder_layers_1_mlp_fc1", 2, 3))
+    content = diffusers_converters._maybe_map_sgm_blocks_to_diffusers(
+        as_tensors(contents), SimpleNamespace(layers_per_block=2)
+    )
+    content, alphas = diffusers_converters._convert_non_diffusers_lora_to_diffusers(content)
+    assert set(alphas.values()) == {2.0}
+    # In names of their own, of before peft.
+    theirs = contents_of(FILE, content, {})
+    pairs = known_pairs(contents, SDXL.layers)
+    found = known_pairs(theirs, SDXL.layers)
+    assert found.keys() == pairs.keys()
+    assert all(torch.equal(found[layer].up, pair.up) for layer, pair in pairs.items())
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
+def test_a_smaller_dtype_rounds_and_the_greatest_difference_is_told(dtype: torch.dtype, most: float) -> None:
+    small = convert(OF_FLUX, FLUX, "diffusers", FILE, dtype=dtype)
+    assert {tensor.dtype for tensor in small.tensors.values()} == {dtype}
+    assert most / 10 < small.difference < most
+    # What is kept in it is not rounded again.
+    kept = convert(small.contents, FLUX, "kohya", FILE)
+    assert (kept.difference, kept.contents.dtype) == (0, dtype)
+    assert kept.tensors["lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight"].dtype == dtype
+
+
+def test_the_difference_is_that_of_the_products() -> None:
+    one, other = (
+        LoraPair(down=torch.randn(4, 9), up=torch.randn(7, 4), alpha=alpha) for alpha in (3.0, 5.0)
+    )
+    deltas = [pair.up.double() @ pair.down.double() * (pair.alpha / 4) for pair in (one, other)]
+    expected = (deltas[0] - deltas[1]).norm() / deltas[0].norm()
+    assert relative_difference(one, other) == pytest.approx(float(expected))
+    zero = LoraPair(down=one.down, up=torch.zeros(7, 4), alpha=3.0)
+    assert relative_difference(zero, zero) == 0
+    assert relative_difference(zero, one) == 1
+    conv = LoraPair(down=torch.randn(4, 3, 3, 3), up=torch.randn(7, 4, 1, 1), alpha=3.0)
+    assert relative_difference(conv, conv.with_alpha(1.5)) == 0
+
+
+def test_another_alpha_leaves_the_update_and_is_what_the_file_says() -> None:
+    other = convert(OF_WAN, WAN, "kohya", FILE, alpha=16)
+    assert other.difference == 0
+    assert {float(tensor) for name, tensor in other.tensors.items() if name.endswith(".alpha")} == {16.0}
+    assert other.contents.metadata["ss_network_alpha"] == "16"
+    with pytest.raises(UserError, match=r"--alpha: a file for comfyui has no place for it"):
+        convert(OF_WAN, WAN, "comfyui", FILE, alpha=16)
+
+
+def test_what_a_program_has_no_place_for_is_refused() -> None:
+    sana = contents_of(FILE, {
+        "transformer.proj_out.lora_A.weight": torch.ones(4, 6),
+        "transformer.proj_out.lora_B.weight": torch.full((6, 4), 1e6),
+    }, {})
+    with pytest.raises(UserError, match=r"--to comfyui: ComfyUI is not known to have transformer.proj_out"):
+        convert(sana, SANA, "comfyui", FILE)
+    with pytest.raises(UserError, match=r"--to kohya: no program is known that reads such files"):
+        convert(sana, SANA, "kohya", FILE)
+    with pytest.raises(UserError, match=r"lora_B.weight: has values .* that torch.float16 cannot hold"):
+        convert(sana, SANA, "diffusers", FILE, dtype=torch.float16)
