@@ -131,7 +131,8 @@ def spelled(
         UserError: the program has no names for some layers, or the dtype cannot hold the values.
     """
     if to == "kohya":
-        _require_readers(names.comfyui)
+        if not any(map(names.comfyui.in_comfyui, pairs)):
+            raise UserError("--to kohya: no program is known that reads such files of this family")
         tensors = _kohya_tensors(pairs, names.layers, dtype)
     else:
         spelling = DIFFUSERS if to == "diffusers" else names.comfyui
@@ -142,11 +143,6 @@ def spelled(
         if not tensor.isfinite().all():
             raise UserError(f"{name}: has values that are no numbers, or that {dtype} cannot hold")
     return tensors
-
-
-def _require_readers(comfyui: Spelling) -> None:
-    if comfyui.unknown_to_comfyui is None:
-        raise UserError("--to kohya: no program is known that reads such files of this family")
 
 
 def _kohya_tensors(
@@ -207,25 +203,12 @@ def _greatest_difference(
     """
     if differing := before.keys() ^ after.keys():
         raise RuntimeError(f"{len(differing)} layers were lost or added (first: {min(differing)})")
-    return max((relative_difference(pair, after[layer]), layer) for layer, pair in before.items())
+    return max((_relative_difference(pair, after[layer]), layer) for layer, pair in before.items())
 
 
-def relative_difference(one: LoraPair, other: LoraPair) -> float:
-    """Frobenius norm of the difference of two updates of a layer, over that of the first.
-
-    No product of a layer's size is made: with QR of what stands left and right, the norm is that of a product
-    of twice the rank.
-    """
-    ups = [pair.up.double().flatten(1) * (pair.alpha / pair.rank) for pair in (one, other)]
-    downs = [pair.down.double().flatten(1) for pair in (one, other)]
-    if all(first.shape == second.shape and torch.equal(first, second) for first, second in (ups, downs)):
-        return 0.0
-    difference = _norm_of_product(torch.cat([ups[0], -ups[1]], dim=1), torch.cat(downs))
-    norm = _norm_of_product(ups[0], downs[0])
-    return difference / norm if norm else float(bool(difference))
-
-
-def _norm_of_product(left: Tensor, right: Tensor) -> float:
-    left_r = torch.linalg.qr(left, mode="r").R
-    right_r = torch.linalg.qr(right.T, mode="r").R
-    return float((left_r @ right_r.T).norm())
+def _relative_difference(one: LoraPair, other: LoraPair) -> float:
+    one, other = (
+        LoraPair(down=pair.down.flatten(1), up=pair.up.flatten(1), alpha=pair.alpha) for pair in (one, other)
+    )
+    distance, norm = one.distance(other), one.norm
+    return distance / norm if norm else float(bool(distance))

@@ -13,7 +13,8 @@ def split(pair: LoraPair, place: Original) -> dict[str, LoraPair]:
     """The updates of the layers of diffusers that another program has as one; together they are the same.
 
     Where each of them has its own share of the rank, as trainers join what was trained apart, they get these
-    shares, and those that are zero in both matrices are left out. Else all have the first matrix in common.
+    shares, without what is zero in both matrices: all of it, where a layer had none. Else all have the first
+    matrix in common.
     """
     up = _swapped(pair.up) if place.halves_swapped else pair.up
     if len(place.layers) == 1:
@@ -22,16 +23,16 @@ def split(pair: LoraPair, place: Original) -> dict[str, LoraPair]:
     ups = up.split([unit * share for share in place.rows])
     own = _own_shares(pair.down, ups)
     if own is None:
-        downs = [pair.down] * len(ups)
         return {
-            layer: LoraPair(down=down, up=part, alpha=pair.alpha)
-            for layer, down, part in zip(place.layers, downs, ups, strict=True)
+            layer: LoraPair(down=pair.down, up=part, alpha=pair.alpha)
+            for layer, part in zip(place.layers, ups, strict=True)
         }
-    return {
-        layer: LoraPair(down=down, up=part, alpha=pair.alpha / len(ups))
-        for layer, (down, part) in zip(place.layers, own, strict=True)
-        if down.any() or part.any()
-    }
+    parts = {}
+    for layer, (down, part) in zip(place.layers, own, strict=True):
+        if rank := _used_rank(down, part):
+            alpha = pair.alpha / pair.rank * rank
+            parts[layer] = LoraPair(down=down[:rank], up=part[:, :rank], alpha=alpha)
+    return parts
 
 
 def join(pairs: Mapping[str, LoraPair], place: Original) -> LoraPair:
@@ -77,6 +78,12 @@ def _own_shares(down: Tensor, ups: Sequence[Tensor]) -> list[tuple[Tensor, Tenso
     if any(block.any() for block in foreign):
         return None
     return [(part, shares[i][i]) for i, part in enumerate(down.split(rank))]
+
+
+def _used_rank(down: Tensor, up: Tensor) -> int:
+    """The rank without what is zero in both matrices at its end."""
+    used = (down.any(dim=1) | up.any(dim=0)).nonzero()
+    return int(used.max()) + 1 if len(used) else 0
 
 
 def _swapped(up: Tensor) -> Tensor:

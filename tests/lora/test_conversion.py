@@ -10,7 +10,7 @@ from diffusers.loaders import lora_conversion_utils as diffusers_converters
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
-from diffsynth_lite.lora.conversion import FamilyNames, Target, convert, relative_difference
+from diffsynth_lite.lora.conversion import FamilyNames, Target, convert
 from diffsynth_lite.lora.pairs import LoraPair
 from diffsynth_lite.lora.reading import LoraContents, contents_of, known_pairs
 from diffsynth_lite.lora.spelling import DIFFUSERS, SDXL_NAMES, WAN_NAMES, taken_by_comfyui
@@ -104,7 +104,9 @@ def converted(content: Mapping[str, torch.Tensor], contents: LoraContents, names
     assert theirs == pairs.keys()
     for layer, pair in pairs.items():
         down, up = content[f"{layer}.lora_A.weight"], content[f"{layer}.lora_B.weight"]
-        assert relative_difference(pair, LoraPair(down=down, up=up, alpha=float(len(down)))) < 1e-6
+        expected = LoraPair(down=down, up=up, alpha=float(len(down)))
+        # Other factors of the same product, in fp32.
+        assert pair.distance(expected) <= 1e-3 * pair.norm
 
 
 def test_updates_are_those_that_diffusers_converter_of_flux_finds() -> None:
@@ -174,20 +176,6 @@ def test_a_smaller_dtype_rounds_and_the_greatest_difference_is_told(dtype: torch
     kept = convert(small.contents, FLUX, "kohya", FILE)
     assert (kept.difference, kept.contents.dtype) == (0, dtype)
     assert kept.tensors["lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight"].dtype == dtype
-
-
-def test_the_difference_is_that_of_the_products() -> None:
-    one, other = (
-        LoraPair(down=torch.randn(4, 9), up=torch.randn(7, 4), alpha=alpha) for alpha in (3.0, 5.0)
-    )
-    deltas = [pair.up.double() @ pair.down.double() * (pair.alpha / 4) for pair in (one, other)]
-    expected = (deltas[0] - deltas[1]).norm() / deltas[0].norm()
-    assert relative_difference(one, other) == pytest.approx(float(expected))
-    zero = LoraPair(down=one.down, up=torch.zeros(7, 4), alpha=3.0)
-    assert relative_difference(zero, zero) == 0
-    assert relative_difference(zero, one) == 1
-    conv = LoraPair(down=torch.randn(4, 3, 3, 3), up=torch.randn(7, 4, 1, 1), alpha=3.0)
-    assert relative_difference(conv, conv.with_alpha(1.5)) == 0
 
 
 def test_another_alpha_leaves_the_update_and_is_what_the_file_says() -> None:

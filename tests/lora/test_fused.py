@@ -56,9 +56,12 @@ def test_a_layer_without_a_lora_is_left_out_again() -> None:
 
 def test_layers_of_other_strengths_and_ranks_become_one_of_the_same_update() -> None:
     parts = {"q": pair(6, alpha=8.0), "k": pair(6, seed=1), "v": pair(6, rank=2, seed=2)}
+    whole = join(parts, QKV)
     together = torch.cat([delta(part) for part in parts.values()])
-    assert torch.allclose(delta(join(parts, QKV)), together, atol=1e-6)
-    assert torch.allclose(torch.cat([delta(one) for one in split(join(parts, QKV), QKV).values()]), together)
+    assert torch.allclose(delta(whole), together, atol=1e-6)
+    again = split(whole, QKV)
+    assert [part.rank for part in again.values()] == [4, 4, 2]
+    assert torch.allclose(torch.cat([delta(one) for one in again.values()]), together, atol=1e-6)
 
 
 def test_a_lora_of_zeros_has_no_shares() -> None:
