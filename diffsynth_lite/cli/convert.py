@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,11 @@ if TYPE_CHECKING:  # Wrong arguments are told before torch is imported, which ta
     from diffsynth_lite.lora.conversion import FamilyNames, Target
     from diffsynth_lite.lora.reading import LoraContents
 
-_EXPLANATION = """
-Every tensor of IN is accounted for: what is not known, and what is no plain LoRA, is an error. The update of each
-layer stays the same, whatever its names, alpha and dtype; how far it came through is measured and said. No model
-is loaded.
-"""
+_EXPLANATION = (
+    "Every tensor of IN is accounted for: what is not known, and what is no plain LoRA, is an error. The "
+    "update of each layer stays the same, whatever its names, alpha and dtype; how far it came through is "
+    "measured and said. No model is loaded."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,8 +78,10 @@ def run(parsed: argparse.Namespace) -> None:
         write_conversion(converted)
     except OSError as error:
         raise UserError(f"{target}: could not be written ({error})") from error
-    difference = "are the same" if not converted.difference else (
-        f"differ by {converted.difference:.1e} of their size at most ({converted.layer})"
+    difference = (
+        "are the same"
+        if not converted.difference
+        else (f"differ by {converted.difference:.1e} of their size at most ({converted.layer})")
     )
     for line in (
         f"{contents.file}: {name}, {_described(contents)}",
@@ -135,18 +138,17 @@ def _names_as_written(contents: "LoraContents", names: "FamilyNames", to: "Targe
 
 def _described(contents: "LoraContents") -> str:
     pairs = contents.pairs
-    ranks = Counter(pair.rank for pair in pairs.values())
-    alphas = Counter(pair.alpha for pair in pairs.values())
+    ranks = _most_frequent_first(pair.rank for pair in pairs.values())
+    alphas = _most_frequent_first(pair.alpha for pair in pairs.values())
     said = "" if contents.says_alpha else " (it says none: that is the rank)"
     return (
-        f"{len(pairs)} layers such as {min(pairs)}; rank {_named(ranks)}, alpha {_named(alphas)}{said}, "
+        f"{len(pairs)} layers such as {min(pairs)}; rank {ranks}, alpha {alphas}{said}, "
         f"{str(contents.dtype).removeprefix('torch.')}"
     )
 
 
-def _named(counts: Counter[float]) -> str:
-    """Values, the most frequent first."""
-    return " and ".join(f"{value:g}" for value, _ in counts.most_common())
+def _most_frequent_first(values: Iterable[float]) -> str:
+    return " and ".join(f"{value:g}" for value, _ in Counter(values).most_common())
 
 
 def _positive(text: str) -> float:

@@ -87,7 +87,7 @@ def convert(
         dtype: of the matrices; None leaves it.
 
     Raises:
-        UserError: a layer is not known, here or to the program, or the file has no place for ``alpha``, or the
+        UserError: a layer is not known, here or to the program, the file has no place for ``alpha``, or the
             dtype cannot hold the values.
     """
     before = known_pairs(contents, names.layers)
@@ -168,22 +168,20 @@ def _with_alpha(pairs: Mapping[str, LoraPair], alpha: float) -> dict[str, LoraPa
 
 
 def _with_trained_alpha(pairs: Mapping[str, LoraPair], metadata: Mapping[str, str]) -> dict[str, LoraPair]:
-    """The same updates with the alpha that they were trained with, where it is folded and metadata tell it."""
+    """The same updates with the alpha that they were trained with, where it is folded and metadata say it."""
     try:
         rank, alpha = int(metadata[_DIM]), float(metadata[_NETWORK_ALPHA])
     except (KeyError, ValueError):
         return dict(pairs)
     if not alpha > 0 or any(pair.alpha != pair.rank for pair in pairs.values()):
         return dict(pairs)
-    return {
-        layer: pair.with_alpha(alpha) if pair.rank == rank else pair for layer, pair in pairs.items()
-    }
+    return {layer: pair.with_alpha(alpha) if pair.rank == rank else pair for layer, pair in pairs.items()}
 
 
 def _kept_metadata(metadata: Mapping[str, str], pairs: Mapping[str, LoraPair]) -> dict[str, str]:
-    """Those of a file that stay true of it in other names, with rank and alpha where all layers have the same.
+    """Those of a file that stay true in other names, with rank and alpha where all layers have the same.
 
-    That is how :func:`_with_trained_alpha` finds an alpha again that is folded.
+    By these :func:`_with_trained_alpha` finds an alpha again that is folded.
     """
     kept = {name: value for name, value in metadata.items() if name not in _STALE}
     strengths = {(pair.rank, pair.alpha) for pair in pairs.values()}
@@ -193,9 +191,7 @@ def _kept_metadata(metadata: Mapping[str, str], pairs: Mapping[str, LoraPair]) -
     return kept
 
 
-def _greatest_difference(
-    before: Mapping[str, LoraPair], after: Mapping[str, LoraPair]
-) -> tuple[float, str]:
+def _greatest_difference(before: Mapping[str, LoraPair], after: Mapping[str, LoraPair]) -> tuple[float, str]:
     """How far the update of a layer is from what it was, relative to it, at most, and which layer that is.
 
     Raises:

@@ -1,4 +1,4 @@
-"""This file takes the update of a layer apart, where another program has several layers as one, and joins it."""
+"""This file takes an update apart where another program has several layers as one, and joins it again."""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +20,7 @@ def split(pair: LoraPair, place: Original) -> dict[str, LoraPair]:
     if len(place.layers) == 1:
         return {place.layers[0]: LoraPair(down=pair.down, up=up, alpha=pair.alpha)}
     unit = up.shape[0] // sum(place.rows)
-    ups = up.split([unit * share for share in place.rows])
+    ups = torch.split(up, [unit * share for share in place.rows])
     own = _own_shares(pair.down, ups)
     if own is None:
         return {
@@ -70,14 +70,13 @@ def _own_shares(down: Tensor, ups: Sequence[Tensor]) -> list[tuple[Tensor, Tenso
 
     Zeros everywhere say nothing of shares.
     """
-    rank, rest = divmod(down.shape[0], len(ups))
-    if rest or not any(up.any() for up in ups):
+    if len(down) % len(ups) or not any(up.any() for up in ups):
         return None
-    shares = [up.split(rank, dim=1) for up in ups]
+    shares = [up.chunk(len(ups), dim=1) for up in ups]
     foreign = (block for i, row in enumerate(shares) for j, block in enumerate(row) if i != j)
     if any(block.any() for block in foreign):
         return None
-    return [(part, shares[i][i]) for i, part in enumerate(down.split(rank))]
+    return [(part, shares[i][i]) for i, part in enumerate(down.chunk(len(ups)))]
 
 
 def _used_rank(down: Tensor, up: Tensor) -> int:

@@ -1,8 +1,9 @@
 """This file lists the layers of released models that a LoRA may be on, and what else files call them.
 
-Sources: the modules of diffusers' models, and its ``single_file_utils.py``, which turns original checkpoints into
-these; of kohya's trainers (sd-scripts ``networks/``, musubi-tuner ``networks/`` and ``convert_lora.py``) the names
-that they write; of DiffSynth-Studio ``utils/lora/flux.py``; of XLabs ``lora_conversion_utils.py`` of diffusers.
+Sources: the modules of diffusers' models, and its ``single_file_utils.py``, which turns original checkpoints
+into these; of kohya's trainers the names that they write (sd-scripts ``networks/``, musubi-tuner
+``networks/`` and ``convert_lora.py``); DiffSynth-Studio ``utils/lora/flux.py``; for XLabs
+``lora_conversion_utils.py`` of diffusers.
 """
 
 from collections.abc import Iterable, Mapping
@@ -132,7 +133,11 @@ _FLUX2 = LayerNames(
         *("single_stream_modulation.linear", "x_embedder", "context_embedder", "norm_out.linear", "proj_out"),
     ),
     kohya={
-        **{name: place for name, place in _FLUX_BLOCKS.items() if "_mlp." not in name and "linear" not in name},
+        **{
+            name: place
+            for name, place in _FLUX_BLOCKS.items()
+            if "_mlp." not in name and "linear" not in name
+        },
         "double_blocks.*.img_mlp.0": renamed(f"{_DOUBLE}.ff.linear_in", 6),
         "double_blocks.*.img_mlp.2": renamed(f"{_DOUBLE}.ff.linear_out"),
         "double_blocks.*.txt_mlp.0": renamed(f"{_DOUBLE}.ff_context.linear_in", 6),
@@ -206,7 +211,9 @@ _SANA = LayerNames(
 )
 
 _WAN_LAYERS = (
-    *_under("blocks.*", (*_ATTENTIONS, "attn2.add_k_proj", "attn2.add_v_proj", "ffn.net.0.proj", "ffn.net.2")),
+    *_under(
+        "blocks.*", (*_ATTENTIONS, "attn2.add_k_proj", "attn2.add_v_proj", "ffn.net.0.proj", "ffn.net.2")
+    ),
     *_under("condition_embedder.time_embedder", _EMBEDDER),
     *_under("condition_embedder.text_embedder", _EMBEDDER),
     *_under("condition_embedder.image_embedder", ("ff.net.0.proj", "ff.net.2")),
@@ -214,9 +221,7 @@ _WAN_LAYERS = (
 )
 _WAN = LayerNames(
     layers=_WAN_LAYERS,
-    kohya={
-        WAN_NAMES.key(f"transformer.{layer}").partition(".")[2]: renamed(layer) for layer in _WAN_LAYERS
-    },
+    kohya={WAN_NAMES.key(f"transformer.{layer}").partition(".")[2]: renamed(layer) for layer in _WAN_LAYERS},
 )
 
 _RESNET = {
@@ -236,7 +241,9 @@ _SDXL_RESNETS = {
     "middle_block.2": "mid_block.resnets.1",
 }
 _SDXL_TRANSFORMERS = {
-    **{f"input_blocks.{3 * i + j + 1}.1": f"down_blocks.{i}.attentions.{j}" for i in (1, 2) for j in range(2)},
+    **{
+        f"input_blocks.{3 * i + j + 1}.1": f"down_blocks.{i}.attentions.{j}" for i in (1, 2) for j in range(2)
+    },
     **{f"output_blocks.{3 * i + j}.1": f"up_blocks.{i}.attentions.{j}" for i in (0, 1) for j in range(3)},
     "middle_block.1": "mid_block.attentions.0",
 }

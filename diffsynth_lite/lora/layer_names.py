@@ -19,10 +19,10 @@ class Original:
     """Which layers of diffusers one layer of another program is.
 
     Attributes:
-        layers: names in diffusers' model; several are one layer there, whose outputs are theirs in this order.
+        layers: names in diffusers' model; several are one layer there, with their outputs in this order.
         rows: shares that they have of its outputs.
-        halves_swapped: whether the two halves of its outputs come in the other order there, as scale and shift
-            do in the last normalisation of some models.
+        halves_swapped: whether the two halves of its outputs come in the other order there, as scale and
+            shift do in the last normalisation of some models.
         growth: outputs for each input, where that tells a model from others with the same names.
     """
 

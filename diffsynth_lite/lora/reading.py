@@ -103,7 +103,7 @@ def read_contents(place: Path) -> LoraContents:
             beside an ``adapter_model.safetensors``, its alpha is that of the file.
 
     Raises:
-        UserError: there is none, it is damaged, or it is no plain LoRA; all of its tensors must be part of one.
+        UserError: there is none, it is damaged, or it is no plain LoRA: each tensor must be part of one.
     """
     file = _file_in(place)
     try:
@@ -156,7 +156,7 @@ def known_pairs(contents: LoraContents, names: Mapping[str, LayerNames]) -> dict
 
 
 def unknown_layers(contents: LoraContents, names: Mapping[str, LayerNames]) -> list[str]:
-    """Those layers of a file that are none of a model's, by the file's names, with their inputs and outputs."""
+    """Those layers of a file that are none of a model's, by the file's names, with their sizes."""
     unknown = []
     for key, pair in contents.pairs.items():
         place, sizes = _place_of(key, names)[1], (pair.down.shape[1], pair.up.shape[0])
@@ -218,7 +218,9 @@ def _peft_settings(file: Path, metadata: Mapping[str, str]) -> dict[str, dict[st
 
 def _alpha_by_peft(key: str, settings: Mapping[str, Mapping[str, Any]], rank: int) -> float | None:
     component, name = _component_of(key)
-    of_denoiser = [settings[other] for other in _DENOISERS if component == _DENOISERS[0] and other in settings]
+    of_denoiser = [
+        settings[other] for other in _DENOISERS if component == _DENOISERS[0] and other in settings
+    ]
     chosen = settings.get(component) or next(iter(of_denoiser), settings.get("", {}))
     if "lora_alpha" not in chosen:
         return None
@@ -233,8 +235,8 @@ def _refuse_other_kinds(
     for pattern, kind in _OTHER_KINDS.items():
         if found := [name for name in tensors if re.search(pattern, name)]:
             raise UserError(
-                f"{file}: is {kind} ({len(found)} tensors such as {found[0]}), which can be neither converted "
-                "nor trained here; a plain LoRA would do"
+                f"{file}: is {kind} ({len(found)} tensors such as {found[0]}), which can be neither "
+                "converted nor trained here; a plain LoRA would do"
             )
     for one in settings.values():
         start = str(one.get("init_lora_weights")).lower()
@@ -242,8 +244,8 @@ def _refuse_other_kinds(
             raise UserError(f"{file}: is a DoRA by its settings; a plain LoRA would do")
         if start.startswith(_BASE_CHANGING):
             raise UserError(
-                f"{file}: was started by {start}, which changes the base model that it belongs to; save it with "
-                "peft's path_initial_model_for_weight_conversion"
+                f"{file}: was started by {start}, which changes the base model that it belongs to; save it "
+                "with peft's path_initial_model_for_weight_conversion"
             )
 
 
@@ -251,7 +253,9 @@ def _sorted_out(
     file: Path, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, float]]:
     """The two matrices of each layer, and the alphas that are tensors, by the file's names of layers."""
-    downs, ups, alphas, rest = {}, {}, {}, []
+    downs: dict[str, Tensor] = {}
+    ups: dict[str, Tensor] = {}
+    alphas, rest = {}, []
     for name, tensor in tensors.items():
         if name.endswith(_ALPHA) and tensor.numel() == 1 and tensor.isfinite() and tensor:
             alphas[name.removesuffix(_ALPHA)] = float(tensor)
@@ -260,7 +264,9 @@ def _sorted_out(
         else:
             rest.append(name)
     if not downs:
-        raise UserError(f"{file}: holds no LoRA (first of {len(tensors)} tensors: {next(iter(tensors), None)})")
+        raise UserError(
+            f"{file}: holds no LoRA (first of {len(tensors)} tensors: {next(iter(tensors), None)})"
+        )
     rest += [f"{key} with one matrix" for key in downs.keys() ^ ups.keys()]
     rest += [f"{key}{_ALPHA}" for key in alphas.keys() - downs.keys()]
     rest += [
@@ -269,5 +275,7 @@ def _sorted_out(
         if key in ups and down.shape[0] != ups[key].shape[1]
     ]
     if rest:
-        raise UserError(f"{file}: {len(rest)} tensors belong to no layer of a LoRA: {join_names(sorted(rest))}")
+        raise UserError(
+            f"{file}: {len(rest)} tensors belong to no layer of a LoRA: {join_names(sorted(rest))}"
+        )
     return {key: (down, ups[key]) for key, down in downs.items()}, alphas

@@ -28,8 +28,8 @@ from diffsynth_lite.core.gradient import (
     gradient_flags,
 )
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import INPUT, stack_inputs
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype

@@ -29,8 +29,8 @@ from diffsynth_lite.core.gradient import (
     gradient_flags,
 )
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora.spelling import LTX_VIDEO_NAMES
 from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.spelling import LTX_VIDEO_NAMES
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype

@@ -20,8 +20,8 @@ from diffsynth_lite.core.gradient import (
     gradient_checkpoint_forward,
     gradient_flags,
 )
-from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype

@@ -48,9 +48,10 @@ def test_there_and_back_is_the_file_again(
     there, back = flux_file.with_name("there.safetensors"), flux_file.with_name("back.safetensors")
     assert main(["convert", str(flux_file), str(there), "--to", to]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"{flux_file}: chroma or flux or flux_kontext, 2 layers such as lora_unet_double_blocks_0_img_attn_qkv; rank 4, alpha 2, bfloat16",
-        f"{there}: 7 layers such as transformer.single_transformer_blocks.0.attn.to_k; rank 4, alpha 4 (it says "
-        "none: that is the rank), bfloat16",
+        f"{flux_file}: chroma or flux or flux_kontext, 2 layers such as "
+        "lora_unet_double_blocks_0_img_attn_qkv; rank 4, alpha 2, bfloat16",
+        f"{there}: 7 layers such as transformer.single_transformer_blocks.0.attn.to_k; rank 4, alpha 4 "
+        "(it says none: that is the rank), bfloat16",
         "All layers are in it, and their updates are the same.",
     ]
     assert metadata(there)["modelspec.title"] == "Mine"
@@ -77,10 +78,22 @@ def test_alpha_and_dtype_are_those_asked_for(flux_file: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("layer", "arguments", "message"),
     [
-        ("lora_unet_single_blocks_0_modulation_lin", ("--to", "comfyui", "--alpha", "3"), "--alpha: a file for comfyui"),
-        ("lora_unet_foo", ("--to", "diffusers"), "of no family that is known; of .*1 of 1 are not: lora_unet_foo .6 to 6"),
+        (
+            "lora_unet_single_blocks_0_modulation_lin",
+            ("--to", "comfyui", "--alpha", "3"),
+            "--alpha: a file for comfyui",
+        ),
+        (
+            "lora_unet_foo",
+            ("--to", "diffusers"),
+            "of no family that is known; of .*1 of 1 are not: lora_unet_foo .6 to 6",
+        ),
         ("lora_te3_x", ("--to", "diffusers"), "of no family that is known"),
-        ("lora_te3_x", ("--to", "diffusers", "--without-text-encoders"), "holds no layers but of text encoders"),
+        (
+            "lora_te3_x",
+            ("--to", "diffusers", "--without-text-encoders"),
+            "holds no layers but of text encoders",
+        ),
         ("transformer.transformer_blocks.0.attn.to_q", ("--to", "kohya"), "say with --family which it is"),
         ("lora_unet_blocks_0_ffn_0", ("--to", "kohya", "--family", "flux"), "1 of 1 layers are not known"),
         ("lora_unet_blocks_0_ffn_0", ("--to", "kohya", "--family", "flax"), "did you mean 'flux'"),

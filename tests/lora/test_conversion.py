@@ -63,7 +63,9 @@ def as_tensors(contents: LoraContents) -> dict[str, torch.Tensor]:
 
 
 def equal(tensors: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
-    return tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
+    return tensors.keys() == others.keys() and all(
+        torch.equal(tensors[name], others[name]) for name in tensors
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,10 +190,14 @@ def test_another_alpha_leaves_the_update_and_is_what_the_file_says() -> None:
 
 
 def test_what_a_program_has_no_place_for_is_refused() -> None:
-    sana = contents_of(FILE, {
-        "transformer.proj_out.lora_A.weight": torch.ones(4, 6),
-        "transformer.proj_out.lora_B.weight": torch.full((6, 4), 1e6),
-    }, {})
+    sana = contents_of(
+        FILE,
+        {
+            "transformer.proj_out.lora_A.weight": torch.ones(4, 6),
+            "transformer.proj_out.lora_B.weight": torch.full((6, 4), 1e6),
+        },
+        {},
+    )
     with pytest.raises(UserError, match=r"--to comfyui: ComfyUI is not known to have transformer.proj_out"):
         convert(sana, SANA, "comfyui", FILE)
     with pytest.raises(UserError, match=r"--to kohya: no program is known that reads such files"):

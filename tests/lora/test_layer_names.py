@@ -31,7 +31,11 @@ def test_each_name_is_found_with_dots_and_without_as_its_own_layers(table: str) 
         for spelled in (numbered(name), numbered(name).replace(".", "_")):
             found = names.find(spelled)
             assert found is not None
-            assert (found.layers, found.rows, found.halves_swapped) == (layers, place.rows, place.halves_swapped)
+            assert (found.layers, found.rows, found.halves_swapped) == (
+                layers,
+                place.rows,
+                place.halves_swapped,
+            )
         assert names.find(f"{numbered(name)}.more") is None
 
 

@@ -1,4 +1,4 @@
-"""Files as other trainers write them: each layer is found, each tensor accounted for, and alpha is honoured."""
+"""Files as other trainers write them: each layer is found, each tensor accounted for, alpha honoured."""
 
 import json
 from collections.abc import Mapping
@@ -92,7 +92,12 @@ def read(
             FLUX,
             [f"{DOUBLE}.ff_context.net.0.proj"],
         ),
-        ("text_encoders.clip_l.transformer.text_model.encoder.layers.11.mlp.fc1", "lora_A lora_B", SDXL, None),
+        (
+            "text_encoders.clip_l.transformer.text_model.encoder.layers.11.mlp.fc1",
+            "lora_A lora_B",
+            SDXL,
+            None,
+        ),
         # DiffSynth-Studio
         (
             "pipe.dit.blocks.3.self_attn.o",
@@ -163,7 +168,9 @@ def test_alpha_is_that_of_pefts_settings(
     if beside:
         header = {}
         (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
-    save_file(tensors(layers[0]) | tensors(layers[1]), tmp_path / "adapter_model.safetensors", metadata=header)
+    save_file(
+        tensors(layers[0]) | tensors(layers[1]), tmp_path / "adapter_model.safetensors", metadata=header
+    )
     contents = read_contents(tmp_path)
     assert contents.says_alpha
     pairs = known_pairs(contents, FLUX)

@@ -38,10 +38,14 @@ def test_a_lora_on_all_layers_comes_to_them(sample: Sample, layout: str) -> None
     if layout == "diffusers":
         tensors = whole_weights(weights, f"{component}.")
     elif sample.name == "sana" or isinstance(model, UNet2DConditionModel):
-        pytest.skip("no file has a LoRA in these names; those of a small UNet are not those of the released one")
+        pytest.skip(
+            "no file has a LoRA in these names; those of a small UNet are not those of the released one"
+        )
     else:
         original = original_layout(model) or {}
-        modules = {name: weight for name, weight in original.items() if name.endswith("weight") and weight.ndim > 1}
+        modules = {
+            name: weight for name, weight in original.items() if name.endswith("weight") and weight.ndim > 1
+        }
         tensors = whole_weights(modules, "diffusion_model.")
     pairs = known_pairs(contents_of(Path("lora.safetensors"), tensors, {}), sample.family.lora_layers)
     assert pairs.keys() == {f"{component}.{name}" for name in layers}

@@ -26,8 +26,8 @@ from diffsynth_lite.core.gradient import (
     unwrapped,
 )
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora.spelling import SDXL_NAMES
 from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.spelling import SDXL_NAMES
 from diffsynth_lite.media import Crop, Media, Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import device_and_dtype
 from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily

@@ -28,8 +28,8 @@ from diffsynth_lite.core.gradient import (
     gradient_flags,
 )
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora.spelling import WAN_NAMES
 from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.spelling import WAN_NAMES
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import assemble
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
