@@ -2,10 +2,16 @@
 
 import base64
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
+import PIL.Image
 from PIL.Image import Image
+
+_Value = TypeVar("_Value")
+
+STRIP_FRAMES = 5
 
 RecordKind = Literal["image", "video", "edit", "image_to_video"]
 """What an item of a data set is: a picture, a clip, pictures to edit with their target, a clip with its first
@@ -63,6 +69,23 @@ class Prompt:
     text: str
     images: tuple[Image, ...] = ()
     is_negative: bool = False
+
+
+def evenly_spread(values: Sequence[_Value], count: int) -> list[_Value]:
+    """At most so many of some values, evenly spread, the first and the last among them."""
+    if len(values) <= count:
+        return list(values)
+    return [values[round(place * (len(values) - 1) / max(1, count - 1))] for place in range(count)]
+
+
+def frame_strip(frames: Sequence[Image]) -> Image:
+    """A picture of a clip: up to five of its frames side by side, evenly spread; a single frame is itself."""
+    shown = evenly_spread(frames, STRIP_FRAMES)
+    width, height = frames[0].size
+    strip = PIL.Image.new("RGB", (len(shown) * width, height))
+    for place, frame in enumerate(shown):
+        strip.paste(frame, (place * width, 0))
+    return strip
 
 
 def jpeg_url(picture: Image) -> str:

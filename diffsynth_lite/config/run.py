@@ -74,6 +74,11 @@ class ValidationSettings(Settings):
     loss_items: NonNegativeInt = 16
     """Items in the fixed-noise loss; 0 turns it off."""
 
+    item_losses: NonNegativeInt = 20
+    """Training items, evenly spread over the data, whose losses on fixed noise are written down one by one,
+    each at three noise levels: which of them the LoRA learns, and which it does not. 20 take the 60 forward
+    passes of one preview with the default settings, each time; 0 turns it off."""
+
     use_ema: bool = True
     """Draw previews and measure the loss with the averaged weights where there are any (`train.ema_decay`),
     rather than with those that are trained."""

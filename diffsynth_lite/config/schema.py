@@ -34,6 +34,7 @@ class Config(Settings):
         streams = self.memory.stream_blocks != 0 or is_auto
         visits = streams or self.memory.stream_text_encoder
         previews, loss = bool(validation.prompts), validation.loss_items > 0
+        watched = previews or loss or validation.item_losses > 0
         checkpointing = train.use_gradient_checkpointing or is_auto
         of_previews = "num_frames negative_prompt num_inference_steps guidance_scale width height"
         parts = [
@@ -55,7 +56,7 @@ class Config(Settings):
             (previews, "validation", "inputs last_frames", "without validation.prompts"),
             (previews, "validation", of_previews, "without validation.prompts"),
             (loss, "validation", "data", "while validation.loss_items is 0"),
-            (previews or loss, "validation", "every_steps", "without validation.prompts and loss_items"),
+            (watched, "validation", "every_steps", "without prompts, loss_items and item_losses"),
             (loss and bool(validation.data), "output", "keep_best", "without a loss on validation.data"),
             (train.ema_decay is not None, "validation", "use_ema", "without train.ema_decay"),
             (bool(trackers), "logging", "project run_name", "without logging.trackers"),

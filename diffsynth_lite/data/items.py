@@ -21,7 +21,7 @@ from diffsynth_lite.data.records import Record, is_video
 from diffsynth_lite.data.video import DECODER_ID as VIDEO_DECODER_ID
 from diffsynth_lite.data.video import clip_times, read_frames
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.media import Crop, Media, Prompt
+from diffsynth_lite.media import Crop, Media, Prompt, evenly_spread
 
 _TRANSFORM_ID = "v1 cover mask-area"
 """Name of what this file does to decoded media; part of cache keys, so change it with the code."""
@@ -129,6 +129,17 @@ class TrainingItem:
             fps=self.fps,
             crop=crop,
         )
+
+    def few_frames(self, count: int) -> list[Image]:
+        """At most so many of its target's frames, evenly spread, as :meth:`load` gives them.
+
+        Raises:
+            UserError: the file cannot be used.
+        """
+        if not self.is_clip:
+            return self._frames()[0]
+        times = evenly_spread(self.times(), count)
+        return read_frames(self.record.target, times, each=self._cropped)
 
     def complete(self, tensors: Mapping[str, Tensor], media: Media) -> dict[str, Tensor]:
         """The entry of the cache: the encoder's tensors, and the mask at the size of the latents.

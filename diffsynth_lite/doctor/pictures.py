@@ -16,9 +16,8 @@ from PIL.Image import Image
 from diffsynth_lite.data import FileMemory, FileState, TensorCache, TrainingItem
 from diffsynth_lite.doctor.findings import SheetEntry
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.media import Media
+from diffsynth_lite.media import Media, frame_strip
 from diffsynth_lite.progress_log import ProgressLog
-from diffsynth_lite.training.previews import frame_strip
 
 _GRID = 8
 _BAND_BITS = 16

@@ -55,9 +55,15 @@ class UpdateSizes:
             self._weight_norms = _on_host([weight_norm(base, self._device) for base in bases])
         updates = _on_host([_update_norm(layer).to(self._device) for layer in layers.values()])
         return {
-            name: UpdateSize(update / norm if norm else math.nan, base.in_features)
+            name: UpdateSize(_ratio(update, norm), base.in_features)
             for name, base, update, norm in zip(layers, bases, updates, self._weight_norms, strict=True)
         }
+
+
+def _ratio(update: float, norm: float) -> float:
+    if norm:
+        return update / norm
+    return math.inf if update else 0.0
 
 
 @torch.no_grad()

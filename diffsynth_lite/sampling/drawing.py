@@ -19,6 +19,7 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.core.weights import QuantizationReport
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.lora import add_finished_lora, require_fit, set_lora_weights
+from diffsynth_lite.media import frame_strip
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
@@ -36,7 +37,6 @@ from diffsynth_lite.training.evaluation import evaluation_mode
 from diffsynth_lite.training.planning.automatic import before_choice, choose_memory, leaves_open
 from diffsynth_lite.training.previews import (
     OUT_OF_MEMORY_ADVICE,
-    frame_strip,
     generation_parameters,
     preview_grid,
     save_drawn,

@@ -12,16 +12,16 @@ from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import BlockCompiler, GradientEngine
-from diffsynth_lite.core.noise import LossByTenth
 from diffsynth_lite.core.randomness import torch_seed
 from diffsynth_lite.core.transfer.shared_memory import HostMemoryError
 from diffsynth_lite.core.weights import HostBlocks, QuantizationReport, WeightStream
 from diffsynth_lite.data import Batch, BatchLayout, BatchStream, SampleSchedule, micro_batch_sizes
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import add_adapter, load_adapter_tensors
+from diffsynth_lite.lora import UpdateSizes, add_adapter, load_adapter_tensors
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.release_folder import find_base_model
-from diffsynth_lite.run_folder.progress import is_logged
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.metrics import MetricsFile
 from diffsynth_lite.training.checks import (
     CheckedRun,
     block_policy,
@@ -32,7 +32,7 @@ from diffsynth_lite.training.data_settings import data_sources, frame_counts_of,
 from diffsynth_lite.training.distributed import LONG_WAIT
 from diffsynth_lite.training.ema import AveragedWeights
 from diffsynth_lite.training.encoding import EncodedPrompt, TrainingData
-from diffsynth_lite.training.evaluation import FixedNoiseLoss
+from diffsynth_lite.training.evaluation import FixedNoiseErrors, FixedNoiseLoss, ItemLosses, LayerUpdates
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 from diffsynth_lite.training.previews import PictureSource, Previews
 from diffsynth_lite.training.shortages import Workload
@@ -58,6 +58,8 @@ class TrainingObjects:
         batches: the micro-batches of this process for each optimizer step, in order.
         totals_by_noise: of a step, (20,) on the device as :class:`StepResult` has them, or (0,).
         validation_loss: the loss on fixed noise.
+        item_losses: of single items on fixed noise.
+        layer_updates: how large the LoRA's updates are.
         previews: draws the prompts.
         weights: brings the frozen weights that live in host memory to the device.
         compiler: of the blocks.
@@ -76,6 +78,8 @@ class TrainingObjects:
     batches: Iterator[Sequence[Batch]]
     totals_by_noise: Callable[[int], torch.Tensor]
     validation_loss: FixedNoiseLoss
+    item_losses: ItemLosses
+    layer_updates: LayerUpdates
     previews: Previews
     weights: WeightStream
     compiler: BlockCompiler
@@ -214,10 +218,16 @@ def build_run(
     optimizer: torch.optim.Optimizer,
     averaged: AveragedWeights | None,
     start_step: int,
-    preview_folder: Path,
+    folder: RunFolder,
 ) -> TrainingObjects:
     """Put the objective, the batches and the evaluation around a transformer and its optimizer."""
     objective = _build_objective(config, checked.family, accelerator.device)
+    errors = partial(
+        FixedNoiseErrors,
+        objective=objective,
+        seed=config.validation.seed,
+        batch_size=config.train.micro_batch_size,
+    )
     # Each step trains one expert; the others' parameters must not be waited for.
     accelerator.ddp_handler = DistributedDataParallelKwargs(
         find_unused_parameters=len(checked.family.noise_ranges) > 1
@@ -233,30 +243,27 @@ def build_run(
         max_grad_norm=float("inf") if config.train.max_grad_norm is None else config.train.max_grad_norm,
         seed=config.train.seed,
         batches=iter(_build_batches(config, checked.family, encoded, accelerator, start_step)),
-        totals_by_noise=partial(
-            _totals_by_noise, objective.loss_by_tenth, accelerator, config.logging.every_steps
-        ),
+        totals_by_noise=partial(objective.totals_by_noise, accelerator, config.logging.every_steps),
         validation_loss=FixedNoiseLoss(
             name="validation_loss" if config.validation.data else "train_fixed_noise_loss",
             items=encoded.validation_items,
-            objective=objective,
-            seed=config.validation.seed,
-            batch_size=config.train.micro_batch_size,
+            errors=errors(purpose="validation-noise"),
         ),
-        previews=_build_previews(config, checked.family, encoded, preview_folder),
+        item_losses=ItemLosses(
+            items=encoded.tracked_items,
+            errors=errors(purpose="item-noise"),
+            is_average=averaged is not None and config.validation.use_ema,
+            folder=folder,
+        ),
+        layer_updates=LayerUpdates(
+            UpdateSizes(transformer, accelerator.device),
+            MetricsFile(folder.layers_file),
+            last_step=config.train.steps,
+        ),
+        previews=_build_previews(config, checked.family, encoded, folder.previews_folder),
         weights=weights,
         compiler=compiler,
     )
-
-
-def _totals_by_noise(
-    losses: LossByTenth, accelerator: Accelerator, every_steps: int, step: int
-) -> torch.Tensor:
-    """The losses by tenth of the noise since the last logged step, if this one is logged."""
-    if not is_logged(step, every_steps):
-        return torch.empty(0, device=accelerator.device)
-    totals: torch.Tensor = accelerator.reduce(losses.take(accelerator.device), reduction="sum")
-    return totals.flatten()
 
 
 def lora_alpha(config: Config) -> float:

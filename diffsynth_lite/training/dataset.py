@@ -1,6 +1,7 @@
 """This file reads the records of a run, plans what is trained on, and lists what cannot be used."""
 
 import json
+import logging
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,17 +13,20 @@ from accelerate import Accelerator
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import (
     BadItemsError,
+    Bucket,
     DatasetPlan,
     FileMemory,
     FoundRecords,
     MediaIndex,
     PlanRules,
     Record,
+    TrainingItem,
     plan_items,
     refuse_bad_items,
 )
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.files import write_text
+from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles
 from diffsynth_lite.progress_log import ProgressLog
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
@@ -33,6 +37,8 @@ from diffsynth_lite.training.data_settings import (
     index_file,
 )
 from diffsynth_lite.training.distributed import main_process_first, on_main_process
+
+logger = logging.getLogger(__name__)
 
 
 def read_records(
@@ -107,6 +113,26 @@ def plan_dataset(
 
     planned, bad = main_process_first(accelerator, plan, lambda planned: planned.bad)
     return planned.without(dict(ChainMap(*map(dict, bad))))
+
+
+def say_what_is_tiled(tiles: VaeTiles, items: Sequence[TrainingItem]) -> None:
+    """Log how many items the autoencoder takes apart.
+
+    Raises:
+        UserError: none is large enough.
+    """
+
+    def is_split(bucket: Bucket) -> bool:
+        sizes = [(bucket.width, bucket.height, bucket.num_frames), *bucket.inputs]
+        return any(tiles.split(*size) for size in sizes)
+
+    num_split = sum(is_split(item.bucket) for item in items)
+    if items and not num_split:
+        raise UserError(
+            f"model.vae_tiling: true has no effect, as each of {len(items)} items fits into one of the "
+            f"{tiles}; set it to false"
+        )
+    logger.info("model.vae_tiling: %d of %d items are encoded in %s.", num_split, len(items), tiles)
 
 
 class Quarantine:

@@ -17,7 +17,6 @@ from PIL.Image import Image
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import (
     BadItemsError,
-    Bucket,
     DataIdentity,
     DatasetPlan,
     Encodable,
@@ -41,12 +40,12 @@ from diffsynth_lite.data import (
     refuse_bad_items,
 )
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
+from diffsynth_lite.media import evenly_spread
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
-from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles
 from diffsynth_lite.training.data_settings import cache_folder, held_out_rules, index_file, plan_rules
-from diffsynth_lite.training.dataset import Quarantine, plan_dataset
+from diffsynth_lite.training.dataset import Quarantine, plan_dataset, say_what_is_tiled
 from diffsynth_lite.training.distributed import on_all_processes
-from diffsynth_lite.training.evaluation import ValidationItem
+from diffsynth_lite.training.evaluation import TrackedItem, ValidationItem
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +93,7 @@ class TrainingData:
         validation_items: what the fixed-noise loss is measured on: the first held-out items, or the first of
             ``items`` where nothing is held out.
         validation_identity: what the whole data set holds that they are the first ones of.
+        tracked_items: those of ``items`` whose losses are measured one by one.
         prompts: what previews are made of.
     """
 
@@ -104,6 +104,7 @@ class TrainingData:
     is_live: bool
     validation_items: Sequence[ValidationItem]
     validation_identity: DataIdentity
+    tracked_items: Sequence[TrackedItem]
     prompts: Sequence[EncodedPrompt]
 
 
@@ -238,7 +239,7 @@ def plan_encoding(
         plan_dataset(measured, held_out_rules(rules), memory, accelerator), has_unconditional=False
     )
     if family.vae_tiles is not None:
-        _say_what_is_tiled(family.vae_tiles, [item for plan, _ in job.datasets for item in plan.items])
+        say_what_is_tiled(family.vae_tiles, [item for plan, _ in job.datasets for item in plan.items])
     _add_previews(config, family, job, memory)
     return job
 
@@ -251,26 +252,6 @@ def _add_previews(config: Config, family: ModelFamily, job: EncodingJob, memory:
         content = tuple(index.content(path) for path in images)
         prompt = PromptItem(text=text, images=images, content=content, background=background)
         job.add_preview(prompt, negative=config.validation.negative_prompt)
-
-
-def _say_what_is_tiled(tiles: VaeTiles, items: Sequence[TrainingItem]) -> None:
-    """Log how many items the autoencoder takes apart.
-
-    Raises:
-        UserError: none is large enough.
-    """
-
-    def is_split(bucket: Bucket) -> bool:
-        sizes = [(bucket.width, bucket.height, bucket.num_frames), *bucket.inputs]
-        return any(tiles.split(*size) for size in sizes)
-
-    num_split = sum(is_split(item.bucket) for item in items)
-    if items and not num_split:
-        raise UserError(
-            f"model.vae_tiling: true has no effect, as each of {len(items)} items fits into one of the "
-            f"{tiles}; set it to false"
-        )
-    logger.info("model.vae_tiling: %d of %d items are encoded in %s.", num_split, len(items), tiles)
 
 
 def encode_run(
@@ -311,6 +292,7 @@ def encode_run(
             _validation_item(tensors, validation.items.row(place)) for place in range(num_measured)
         ],
         validation_identity=validation.identity,
+        tracked_items=_tracked_items(config, job.datasets[0][0], training.items, tensors),
         prompts=_encoded_prompts(config, job, tensors),
     )
 
@@ -433,6 +415,19 @@ def _require(tensors: EntryReader, key: str) -> dict[str, torch.Tensor]:
             "the same command encodes it again"
         )
     return found
+
+
+def _tracked_items(
+    config: Config, plan: DatasetPlan, table: ItemTable, tensors: EntryReader
+) -> list[TrackedItem]:
+    """Items spread over the whole table."""
+    by_name = {item.name: item for item in plan.items}
+    places = evenly_spread(range(len(table)), config.validation.item_losses)
+    rows = {place: table.row(place) for place in places}
+    return [
+        TrackedItem(position=place, row=row, item=by_name[row.name], tensors=_validation_item(tensors, row))
+        for place, row in rows.items()
+    ]
 
 
 def _validation_item(tensors: EntryReader, row: ItemRow) -> ValidationItem:

@@ -1,5 +1,10 @@
-"""This file measures the model's loss on fixed items and noise, and says when two such losses compare."""
+"""This file measures the model between steps: its loss on fixed items and noise, and the LoRA's updates.
 
+It also says when two losses compare.
+"""
+
+import hashlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -7,11 +12,26 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from PIL.Image import Image
 
 from diffsynth_lite.core.randomness import normal
-from diffsynth_lite.data import Bucket, DataIdentity
+from diffsynth_lite.data import Bucket, DataIdentity, ItemRow, TrainingItem
+from diffsynth_lite.errors import UserError, join_names
+from diffsynth_lite.lora import UpdateSize, UpdateSizes
+from diffsynth_lite.media import STRIP_FRAMES, frame_strip, jpeg_url
 from diffsynth_lite.pipelines import Conditioning
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.items import MeasuredItem, read_items, write_items
+from diffsynth_lite.run_folder.metrics import MetricsFile
 from diffsynth_lite.training.objective import DenoisingObjective
+
+logger = logging.getLogger(__name__)
+
+_PARTS = (1 / 6, 1 / 2, 5 / 6)
+"""Of the way from data to noise: where single items are measured."""
+
+_THUMBNAIL_PX = 128
+_MAX_NAMED = 5
 
 _PROTOCOL_SETTINGS = {
     "items": "validation.data and validation.loss_items",
@@ -55,6 +75,66 @@ class ValidationItem:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FixedNoise:
+    """An item with the noise that is put on it.
+
+    Attributes:
+        position: of the noise among the draws of its purpose.
+        part: of the way from data to noise, in [0, 1], over all noise levels that are trained.
+    """
+
+    item: ValidationItem
+    position: int
+    part: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedNoiseErrors:
+    """Measures the model's error on items with chosen noise and noise levels.
+
+    Attributes:
+        objective: gives each item's error.
+        seed: of the noise.
+        purpose: of the noise.
+        batch_size: items of one size in one forward.
+    """
+
+    objective: DenoisingObjective
+    seed: int
+    purpose: str
+    batch_size: int
+
+    def measure(self, transformer: torch.nn.Module, samples: Sequence[FixedNoise]) -> list[torch.Tensor]:
+        """The errors of each batch, (B,) in fp32; all of them are in the order of the samples."""
+        with evaluation_mode(transformer):
+            return [self._errors(transformer, batch) for batch in self._batches(samples)]
+
+    def _batches(self, samples: Sequence[FixedNoise]) -> Iterator[list[FixedNoise]]:
+        """Samples that follow each other and whose items have one form."""
+        for _, group in groupby(samples, key=lambda sample: sample.item.form):
+            alike = list(group)
+            for start in range(0, len(alike), self.batch_size):
+                yield alike[start : start + self.batch_size]
+
+    def _errors(self, transformer: torch.nn.Module, batch: Sequence[FixedNoise]) -> torch.Tensor:
+        latents = torch.stack([sample.item.latents for sample in batch])
+        noise = torch.stack(
+            [normal(self.seed, self.purpose, sample.position, latents.shape[1:]) for sample in batch]
+        )
+        evenly = self.objective.noise_levels.evenly
+        sigma = torch.tensor([evenly(sample.part) for sample in batch], device=self.objective.device)
+        masks = [sample.item.loss_mask for sample in batch if sample.item.loss_mask is not None]
+        return self.objective.errors(
+            transformer,
+            latents,
+            noise,
+            sigma,
+            [sample.item.conditioning for sample in batch],
+            torch.stack(masks) if masks else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class FixedNoiseLoss:
     """The model's error on fixed items, noise and noise levels: a loss without the noise of the draws.
 
@@ -63,49 +143,177 @@ class FixedNoiseLoss:
     Attributes:
         name: of the metric.
         items: measured in this order.
-        objective: gives each item's error.
-        seed: of the noise.
-        batch_size: items of one size in one forward.
+        errors: measures them.
     """
 
     name: str
     items: Sequence[ValidationItem]
-    objective: DenoisingObjective
-    seed: int
-    batch_size: int
+    errors: FixedNoiseErrors
 
     def measure(self, transformer: torch.nn.Module) -> dict[str, float]:
         """The mean error by the metric's name; empty without items."""
         if not self.items:
             return {}
-        total = 0.0
-        with evaluation_mode(transformer):
-            for places in self._batches():
-                total += self._sum_of_errors(transformer, places)
+        samples = [
+            FixedNoise(item=item, position=place, part=(place + 0.5) / len(self.items))
+            for place, item in enumerate(self.items)
+        ]
+        total = sum(float(errors.sum()) for errors in self.errors.measure(transformer, samples))
         return {self.name: total / len(self.items)}
 
-    def _batches(self) -> Iterator[list[int]]:
-        """Places of items that follow each other and have one form."""
-        for _, group in groupby(range(len(self.items)), key=lambda place: self.items[place].form):
-            places = list(group)
-            for start in range(0, len(places), self.batch_size):
-                yield places[start : start + self.batch_size]
 
-    def _sum_of_errors(self, transformer: torch.nn.Module, places: Sequence[int]) -> float:
-        items = [self.items[place] for place in places]
-        latents = torch.stack([item.latents for item in items])
-        noise = torch.stack(
-            [normal(self.seed, "validation-noise", place, latents.shape[1:]) for place in places]
+@dataclass(frozen=True, kw_only=True)
+class TrackedItem:
+    """A training item whose losses are written down one by one.
+
+    Attributes:
+        position: in the data, which decides its noise.
+        row: its name, its size and the keys of its tensors.
+        item: its files and captions.
+        tensors: of it, with its first caption.
+    """
+
+    position: int
+    row: ItemRow
+    item: TrainingItem
+    tensors: ValidationItem
+
+    def thumbnail(self) -> str | None:
+        """A data URL of a small JPEG; None where no picture can be made of its file, which is logged."""
+        try:
+            strip = frame_strip([_small(frame) for frame in self.item.few_frames(STRIP_FRAMES)])
+        except (UserError, OSError, MemoryError) as error:
+            logger.warning("There is no small picture of %s: %s", self.row.name, error)
+            return None
+        return jpeg_url(strip)
+
+
+class ItemLosses:
+    """The loss of each of some training items on fixed noise: which of them are learned, and which not.
+
+    Each is measured at the same noise levels, so that items compare, and with the same noise each time, so
+    that only the training makes a difference.
+
+    Args:
+        items: measured in this order.
+        errors: measures them.
+        is_average: whether the averaged weights are measured.
+        folder: gets the losses, and what is measured.
+    """
+
+    def __init__(
+        self, items: Sequence[TrackedItem], errors: FixedNoiseErrors, *, is_average: bool, folder: RunFolder
+    ) -> None:
+        self.items, self.errors = items, errors
+        self._is_average, self._folder = is_average, folder
+        self._file = MetricsFile(folder.item_losses_file)
+        self._noise_levels = [errors.objective.noise_levels.evenly(part) for part in _PARTS]
+        self._is_described = False
+
+    def record(self, transformer: torch.nn.Module, step: int) -> None:
+        """Measure the items and write a row of their losses; on the main process alone."""
+        if not self.items:
+            return
+        if not self._is_described:
+            self._describe()
+        before = self._file.rows()
+        # Level by level: all of a batch are of one expert.
+        samples = [
+            FixedNoise(item=item.tensors, position=item.position * len(_PARTS) + place, part=part)
+            for place, part in enumerate(_PARTS)
+            for item in self.items
+        ]
+        errors = torch.cat(self.errors.measure(transformer, samples)).tolist()
+        by_level = [errors[place :: len(self.items)] for place in range(len(self.items))]
+        losses = [sum(levels) / len(levels) for levels in by_level]
+        self._file.append(step, {"losses": losses, "by_level": by_level})
+        if before:
+            self._compare(before[0], step, losses)
+        elif step > 0:
+            logger.info("Losses of single items are measured from step %d on: the start is not known.", step)
+
+    def _describe(self) -> None:
+        """Write what is measured, and remove losses that were measured in another way."""
+        known = {item.measured_by: item.thumbnail for item in read_items(self._folder.items_file)}
+        keys = [self._measured_by(item) for item in self.items]
+        if list(known) != keys and self._file.rows():
+            logger.warning(
+                "Losses of single items are measured anew from here on: those before are of other items, of "
+                "another validation.seed, or of other weights (validation.use_ema)."
+            )
+            self._file.path.unlink()
+        described = [
+            MeasuredItem(
+                name=item.row.name,
+                caption=item.item.record.captions[0],
+                size=item.row.bucket.name,
+                noise_levels=self._noise_levels,
+                measured_by=key,
+                thumbnail=known.get(key) or item.thumbnail(),
+            )
+            for item, key in zip(self.items, keys, strict=True)
+        ]
+        write_items(self._folder.items_file, described)
+        self._is_described = True
+
+    def _measured_by(self, item: TrackedItem) -> str:
+        decides = (
+            *(item.row.media_key, item.row.caption_keys[0], item.position),
+            *(self.errors.seed, self._noise_levels, self._is_average),
         )
-        evenly = self.objective.noise_levels.evenly
-        sigma = torch.tensor(
-            [evenly((place + 0.5) / len(self.items)) for place in places], device=self.objective.device
+        return hashlib.blake2b(repr(decides).encode(), digest_size=8).hexdigest()
+
+    def _compare(self, first: Mapping[str, Any], step: int, losses: Sequence[float]) -> None:
+        """Say which items have a higher loss than at first."""
+        rises = {
+            item.row.name: after - start
+            for item, start, after in zip(self.items, first["losses"], losses, strict=True)
+            if start is not None and after > start
+        }
+        worst = sorted(rises, key=lambda name: -rises[name])
+        logger.info(
+            "After step %d: %d of %d items have a higher loss than after step %d%s.",
+            *(step, len(rises), len(losses), first["step"]),
+            f", most of all {join_names(worst[:_MAX_NAMED])}" if worst else "",
         )
-        conditioning = [item.conditioning for item in items]
-        masks = [item.loss_mask for item in items if item.loss_mask is not None]
-        loss_mask = torch.stack(masks) if masks else None
-        errors = self.objective.errors(transformer, latents, noise, sigma, conditioning, loss_mask)
-        return float(errors.sum())
+
+
+class LayerUpdates:
+    """Writes down how large the LoRA's update of each layer is, and says at the end how large they became.
+
+    Args:
+        sizes: measures them.
+        file: gets a row for each step that is recorded.
+        last_step: of the run.
+    """
+
+    def __init__(self, sizes: UpdateSizes, file: MetricsFile, *, last_step: int) -> None:
+        self._sizes, self._file, self._last_step = sizes, file, last_step
+        self._recorded_step: int | None = None
+
+    def record(self, step: int) -> None:
+        """Measure what is trained after a step, once for each of them; on the main process alone."""
+        if step == self._recorded_step:
+            return
+        self._recorded_step, sizes = step, self._sizes.measure()
+        self._file.append(step, {"updates": {name: size.ratio for name, size in sizes.items()}})
+        if step == self._last_step:
+            self._conclude(sizes)
+
+    def _conclude(self, sizes: Mapping[str, UpdateSize]) -> None:
+        """Say how large the updates are, and warn where they are practically nothing."""
+        by_ratio = sorted(sizes.items(), key=lambda named: named[1].ratio)
+        (_, median), (name, largest) = by_ratio[len(by_ratio) // 2], by_ratio[-1]
+        logger.info(
+            "The LoRA's updates of %d layers have %.2g of the norm of their weights in the median, at most "
+            "%.2g (%s).",
+            *(len(sizes), median.ratio, largest.ratio, name),
+        )
+        if all(size.is_lost_in_rounding for size in sizes.values()):
+            logger.warning(
+                "The LoRA changes practically nothing: of no layer does its update change the output by as "
+                "much as rounding to bfloat16 does. Raise train.learning_rate, or train for more steps."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,3 +345,9 @@ class ValidationProtocol:
         return [
             name for key, name in _PROTOCOL_SETTINGS.items() if saved is None or saved.get(key) != given[key]
         ]
+
+
+def _small(frame: Image) -> Image:
+    small = frame.copy()
+    small.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
+    return small

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import accumulate
 
 import torch
+from accelerate import Accelerator
 
 from diffsynth_lite.core.noise import (
     LevelShares,
@@ -22,6 +23,7 @@ from diffsynth_lite.core.noise import (
 from diffsynth_lite.data import Batch
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
+from diffsynth_lite.run_folder.progress import is_logged
 
 _SMALLEST_SPAN = 1e-6
 
@@ -174,6 +176,22 @@ class DenoisingObjective:
         losses = self._weight(sigma) * errors
         self.loss_by_tenth.add(sigma, losses)
         return losses.mean()
+
+    def totals_by_noise(self, accelerator: Accelerator, every_steps: int, step: int) -> torch.Tensor:
+        """The losses by tenth of the noise since the last step that was logged, of all devices.
+
+        Args:
+            accelerator: adds up those of its processes, which all call this.
+            every_steps: interval of the steps that are logged.
+            step: just taken.
+
+        Returns:
+            (20,), ten sums and ten numbers of samples, on the device; (0,) where the step is not logged.
+        """
+        if not is_logged(step, every_steps):
+            return torch.empty(0, device=self.device)
+        totals: torch.Tensor = accelerator.reduce(self.loss_by_tenth.take(self.device), reduction="sum")
+        return totals.flatten()
 
     def _weight(self, sigma: torch.Tensor) -> torch.Tensor:
         if self.weighting == "min_snr":

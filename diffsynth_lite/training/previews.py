@@ -23,7 +23,7 @@ from diffsynth_lite import __version__
 from diffsynth_lite.core.randomness import random_state_scope
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.files import replacing
-from diffsynth_lite.media import jpeg_url
+from diffsynth_lite.media import STRIP_FRAMES, evenly_spread, frame_strip, jpeg_url
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.training.evaluation import evaluation_mode
@@ -45,7 +45,6 @@ _LABEL_WIDTH_PX = 190
 _HEADER_PX = 28
 _FONT_PX = 14
 _LINE_CHARACTERS = 25
-_STRIP_FRAMES = 5
 _THUMBNAIL_PX = 256
 
 
@@ -131,7 +130,7 @@ class Previews:
         except (OSError, SyntaxError) as error:  # what PIL raises for a file that is no PNG any more
             logger.warning("The LoRA has no thumbnail of step %d: %s", trained[-1], error)
             return None
-        count = min(self.requests[0].num_frames, _STRIP_FRAMES)
+        count = min(self.requests[0].num_frames, STRIP_FRAMES)
         width = picture.width // count
         middle = picture.crop((count // 2 * width, 0, (count // 2 + 1) * width, picture.height))
         middle.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
@@ -146,7 +145,7 @@ class Previews:
                 self.prompts[place], self.negative_prompt, self.requests[place], self.source, loras
             )
             save_drawn(self._file(step, place), frames, fps=self.source.fps, parameters=text)
-        steps = _spread([drawn for drawn in self._drawn_steps() if drawn <= step], _MAX_COLUMNS)
+        steps = evenly_spread([drawn for drawn in self._drawn_steps() if drawn <= step], _MAX_COLUMNS)
         rows = [[_open(self._file(drawn, place)) for drawn in steps] for place in range(len(self.prompts))]
         path = self.folder / "grid.png"
         save_png(path, preview_grid(rows, redacted(self.prompts), [f"step {drawn}" for drawn in steps]))
@@ -184,13 +183,6 @@ def _mark(prompt: str, negative_prompt: str, request: PreviewRequest) -> str:
     for picture in request.inputs:
         digest.update(repr(picture.size).encode() + picture.tobytes())
     return digest.hexdigest()
-
-
-def _spread(steps: Sequence[int], count: int) -> list[int]:
-    """At most ``count`` of the steps, evenly spread, the first and the last among them."""
-    if len(steps) <= count:
-        return list(steps)
-    return [steps[round(place * (len(steps) - 1) / (count - 1))] for place in range(count)]
 
 
 def save_drawn(path: Path, frames: Sequence[Image.Image], *, fps: float | None, parameters: str) -> None:
@@ -260,17 +252,6 @@ def _quoted(value: str) -> str:
 def _open(path: Path) -> Image.Image:
     with Image.open(path) as image:
         return image.convert("RGB")
-
-
-def frame_strip(frames: Sequence[Image.Image]) -> Image.Image:
-    """A picture of a clip: up to five of its frames side by side, evenly spread; a single frame is itself."""
-    count = min(len(frames), _STRIP_FRAMES)
-    shown = [frames[round(place * (len(frames) - 1) / max(1, count - 1))] for place in range(count)]
-    width, height = frames[0].size
-    strip = Image.new("RGB", (count * width, height))
-    for place, frame in enumerate(shown):
-        strip.paste(frame, (place * width, 0))
-    return strip
 
 
 def preview_grid(

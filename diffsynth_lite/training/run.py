@@ -182,7 +182,7 @@ def _train(
             optimizer=optimizer,
             averaged=averaged,
             start_step=start_step,
-            preview_folder=run.folder.previews_folder,
+            folder=run.folder,
         )
     saver = Saver(
         folder=run.folder,

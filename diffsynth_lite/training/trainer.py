@@ -67,6 +67,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
     def save_now(step: int) -> None:
         with watchdog.paused(), shutdown.timing("save"):
             saver.save(step)
+            measure_updates(built, step)
         requests.note_save()
 
     saver.repair_best()
@@ -167,13 +168,20 @@ def evaluate(built: TrainingObjects, saver: Saver, metrics: MetricsLog, step: in
         metrics.log(step, values)
         for name, value in values.items():
             logger.info("After step %d: %s %.4f.", step, name, value)
+        built.item_losses.record(built.transformer, step)
         built.previews.draw(built.transformer, step)
         return values.get(built.validation_loss.name)
 
     averaged = built.averaged if saver.measures_average else None
     with nullcontext() if averaged is None else averaged.applied():
         loss = on_main_process(built.accelerator, measure)
+    measure_updates(built, step)
     saver.update_best(step, math.nan if loss is None else loss)
+
+
+def measure_updates(built: TrainingObjects, step: int) -> None:
+    """Write down how large the updates that are trained have become, once for each step."""
+    on_main_process(built.accelerator, lambda: built.layer_updates.record(step))
 
 
 def _num_parts(batch: Batch, num_processes: int) -> float:

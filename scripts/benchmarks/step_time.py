@@ -20,6 +20,7 @@ from peer_loops.bare import BareLoop
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
 from diffsynth_lite.data import Batch
+from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.builder import (
     TrainingObjects,
     build_compiler,
@@ -129,7 +130,7 @@ def equal_runs(
             optimizer=build_optimizer(config, transformer),
             averaged=None,
             start_step=0,
-            preview_folder=folder / "previews",
+            folder=RunFolder(folder),
         )
         for _ in range(count)
     ]

@@ -28,7 +28,7 @@ from diffsynth_lite.training import trainer
 
 Scale = Literal["ci", "quick", "full"]
 
-PLAIN = ("validation.prompts=[]", "validation.loss_items=0")
+PLAIN = ("validation.prompts=[]", "validation.loss_items=0", "validation.item_losses=0")
 """Nothing that only looks at the training."""
 
 _MODELS = {"qwen_image": qwen_image.tiny, "wan": wan.tiny}

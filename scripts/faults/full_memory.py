@@ -71,7 +71,9 @@ def run_out_of_memory(bench: Bench) -> Result:
         pipeline.register_modules(transformer=QwenImageTransformer2DModel.from_config(config))
     pipeline.save_pretrained(bench.root / "model")
     run = make_run(bench.root / "run", bench.root / "model")
-    run = replace(run, settings=(*run.settings, "train.steps=4", "validation.loss_items=0"))
+    run = replace(
+        run, settings=(*run.settings, "train.steps=4", "validation.loss_items=0", "validation.item_losses=0")
+    )
     kept = [_stop_in_a_step(run, name) for name in bench.pick(("forward",), tuple(PLACES), tuple(PLACES))]
     promises = [promise for promises in kept for promise in promises]
     _skip_a_preview(run)

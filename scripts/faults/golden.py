@@ -43,7 +43,7 @@ train:
   ema_decay: 0.6
   mixed_precision: "no"
   cpu_threads: 1
-validation: {loss_items: 0}
+validation: {loss_items: 0, item_losses: 0}
 logging: {every_steps: 1}
 output: {dir: run, checkpoint_every_steps: 100}
 """

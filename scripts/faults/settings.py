@@ -124,6 +124,7 @@ FREE: dict[str, Change] = {
     "validation.width": ("validation.width=32",),
     "validation.height": ("validation.height=64",),
     "validation.loss_items": ("validation.loss_items=1",),
+    "validation.item_losses": ("validation.item_losses=1",),
     "validation.use_ema": ("validation.use_ema=false",),
     "logging.every_steps": ("logging.every_steps=2",),
     "logging.trackers": ("logging.trackers=[tensorboard]",),

@@ -172,7 +172,7 @@ def test_dump_config_holds_every_setting(write, minimal):
         ("validation: {guidance_scale: 2, width: 8}", ["validation.guidance_scale", "validation.width"]),
         ("validation: {guidance_scale: 2, prompts: [a]}", []),
         ("validation: {loss_items: 0, data: other}", ["validation.data"]),
-        ("validation: {loss_items: 0, every_steps: 5}", ["validation.every_steps"]),
+        ("validation: {loss_items: 0, item_losses: 0, every_steps: 5}", ["validation.every_steps"]),
         ("validation: {every_steps: 5}", []),
         ("validation: {inputs: [a.png], num_frames: 9}", ["validation.inputs", "validation.num_frames"]),
         ("logging: {run_name: a, wandb_mode: online}", ["logging.run_name"]),

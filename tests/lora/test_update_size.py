@@ -81,4 +81,4 @@ def test_an_update_is_lost_in_rounding_where_no_output_can_change_by_as_much_as_
     assert UpdateSize(0.0, 64).is_lost_in_rounding
     assert UpdateSize(half_a_step / 8 * 0.99, 64).is_lost_in_rounding
     assert not UpdateSize(half_a_step / 8, 64).is_lost_in_rounding
-    assert not UpdateSize(math.nan, 64).is_lost_in_rounding
+    assert not UpdateSize(math.inf, 64).is_lost_in_rounding

@@ -20,7 +20,12 @@ from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, load_family, s
 STEPS = 2
 SETTINGS = (
     *(f"train.steps={STEPS}", "train.global_batch_size=2", "train.micro_batch_size=1"),
-    *("validation.prompts=[a red circle]", "validation.loss_items=0", "lora.rank=2"),
+    *(
+        "validation.prompts=[a red circle]",
+        "validation.loss_items=0",
+        "validation.item_losses=0",
+        "lora.rank=2",
+    ),
     *("train.use_gradient_checkpointing=true", "train.use_gradient_checkpointing_offload=true"),
 )
 SIZES = ((96, 64), (80, 80))  # of all pictures and clips; the smallest that FLUX.2 takes to start from

@@ -82,6 +82,8 @@ def test_two_processes_train_on_the_same_samples_as_one(watched_run: TinyRun) ->
             assert one[name] == pytest.approx(other[name], rel=1e-4)  # sums over samples differ in order
     by_noise = [value for name, value in rows[1][0].items() if name.startswith("samples_by_noise/")]
     assert sum(by_noise) == 4
+    for name in ("item_losses.jsonl", "layers.jsonl"):
+        assert {0, 6} <= {row["step"] for row in watched_run.metrics(double, name=name)}
     ours, theirs = checkpoint_tensors(single, 6), checkpoint_tensors(double, 6)
     assert ours.keys() == theirs.keys()
 

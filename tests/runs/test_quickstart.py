@@ -14,6 +14,7 @@ EXAMPLE = REPOSITORY / "examples" / "quickstart"
 FASTER = (
     "validation.prompts=[]",
     "validation.loss_items=0",
+    "validation.item_losses=0",
     "train.use_gradient_checkpointing=false",
     "train.use_gradient_checkpointing_offload=false",
 )

@@ -19,9 +19,9 @@ from tiny_run import TinyRun, checkpoint_tensors, differing
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.core.gradient import blocks_in
 from diffsynth_lite.lora.pairs import pairs_of
+from diffsynth_lite.media import frame_strip
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.composite import Composite
-from diffsynth_lite.training.previews import frame_strip
 
 STREAMED = ("memory.stream_blocks=all", "memory.stream_slots=1")
 NO_PREVIEWS = ("validation.prompts=[]", "validation.inputs=[]", "validation.last_frames=[]")

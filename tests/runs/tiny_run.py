@@ -29,7 +29,7 @@ LAUNCH = (
     *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"),
     *("--mixed_precision", "no", "--dynamo_backend", "no", "train.py"),
 )
-UNWATCHED = ("validation.prompts=[]", "validation.loss_items=0")
+UNWATCHED = ("validation.prompts=[]", "validation.loss_items=0", "validation.item_losses=0")
 LOG_LINE = re.compile(r"\d\d:\d\d:\d\d ")
 
 SIZES = ((80, 48), (96, 48), (48, 80), (64, 64), (50, 96))
@@ -71,6 +71,7 @@ validation:
   num_inference_steps: 2
   guidance_scale: 2.0
   loss_items: 3
+  item_losses: 2
 logging:
   every_steps: 1
 output:
@@ -113,11 +114,9 @@ class TinyRun:
     def status(self) -> dict[str, Any]:
         return json.loads((self.folder / "status.json").read_text())
 
-    def metrics(self, folder: Path | None = None) -> list[dict[str, Any]]:
+    def metrics(self, folder: Path | None = None, *, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
         """The logged rows without what measures time and memory."""
-        rows = [
-            json.loads(line) for line in ((folder or self.folder) / "metrics.jsonl").read_text().splitlines()
-        ]
+        rows = [json.loads(line) for line in ((folder or self.folder) / name).read_text().splitlines()]
         measured = ("time", "samples_per_s", "peak_memory_gib")
         return [{name: value for name, value in row.items() if name not in measured} for row in rows]
 

@@ -12,6 +12,7 @@ from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.core.gradient import BlockCompiler
 from diffsynth_lite.core.weights import WeightStream
 from diffsynth_lite.pipelines.qwen_image import tiny
+from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.builder import TrainingObjects, build_optimizer, build_run, build_transformer
 from diffsynth_lite.training.checks import CheckedRun, check_run
 from diffsynth_lite.training.encoding import TrainingData, encode_run
@@ -64,6 +65,7 @@ SETTINGS = {
     "validation.width": "80",
     "validation.height": "48",
     "validation.loss_items": "4",
+    "validation.item_losses": "3",
 }
 """Numbers are distinct and no defaults, so that two that are swapped, or one that is lost, are seen."""
 
@@ -92,7 +94,7 @@ class Prepared:
             "optimizer": build_optimizer(config, self.transformer),
             "averaged": None,
             "start_step": 0,
-            "preview_folder": self.root / "previews",
+            "folder": RunFolder(self.root / "run"),
         }
         return build_run(config, **(given | objects))
 

@@ -18,6 +18,8 @@ from diffsynth_lite.core.weights import WeightStream
 from diffsynth_lite.data import Batch
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.metrics import MetricsFile
 from diffsynth_lite.training.builder import TrainingObjects, build_engine, build_optimizer
 from diffsynth_lite.training.data_settings import shifts_by_size
 
@@ -40,7 +42,7 @@ def linear_rates(*, base: float = 0.02, warmup: int = 2, total: int = 7) -> list
 def facts(built: TrainingObjects, engine: GradientEngine) -> dict[str, Any]:
     """What became of the settings, by the name of what they stand for."""
     (group,) = built.optimizer.param_groups
-    objective = built.validation_loss.objective
+    objective = built.validation_loss.errors.objective
     levels = objective.noise_levels
     first = next(built.batches)
     request = built.previews.requests[0]
@@ -65,8 +67,9 @@ def facts(built: TrainingObjects, engine: GradientEngine) -> dict[str, Any]:
         "offload": engine.flags["use_gradient_checkpointing_offload"],
         "micro_batches": [len(batch.positions) for batch in first],
         "loss_name": built.validation_loss.name,
-        "loss_seed": built.validation_loss.seed,
-        "loss_batch_size": built.validation_loss.batch_size,
+        "loss_seed": built.validation_loss.errors.seed,
+        "loss_batch_size": built.validation_loss.errors.batch_size,
+        "item_losses": (built.item_losses.errors.seed, built.item_losses.errors.batch_size),
         "prompts": list(built.previews.prompts),
         "vae_dtype": built.previews.vae_dtype,
         "width": request.width,
@@ -100,6 +103,7 @@ EXPECTED = {
     "loss_name": "train_fixed_noise_loss",
     "loss_seed": 13,
     "loss_batch_size": 2,
+    "item_losses": (13, 2),
     "prompts": ["a red circle", "a blue square on a white background"],
     "vae_dtype": torch.float32,
     "width": 80,
@@ -149,8 +153,11 @@ CHANGES: list[tuple[dict[str, str], dict[str, Any]]] = [
         {"checkpointing": False, "offload": False},
     ),
     ({"train.global_batch_size": "4"}, {"micro_batches": [2, 2]}),
-    ({"train.micro_batch_size": "3"}, {"micro_batches": [3, 3], "loss_batch_size": 3}),
-    ({"validation.seed": "19"}, {"loss_seed": 19, "preview_seed": 19}),
+    (
+        {"train.micro_batch_size": "3"},
+        {"micro_batches": [3, 3], "loss_batch_size": 3, "item_losses": (13, 3)},
+    ),
+    ({"validation.seed": "19"}, {"loss_seed": 19, "preview_seed": 19, "item_losses": (19, 2)}),
     ({"validation.width": "96"}, {"width": 96}),
     ({"validation.width": "null"}, {"width": 64}),
     ({"validation.height": "16"}, {"height": 16}),
@@ -210,15 +217,38 @@ def test_a_run_is_known_by_its_shifts_at_the_sizes_of_the_config(
 
 def _levels(prepared: Prepared, shift: str, **objects: Any) -> Any:
     changes = {"objective.shift": shift, "objective.shift_value": "null"}
-    return prepared.build(changes, **objects).validation_loss.objective.noise_levels
+    return prepared.build(changes, **objects).validation_loss.errors.objective.noise_levels
 
 
 def test_training_and_the_fixed_noise_loss_have_one_objective(prepared: Prepared) -> None:
     built = prepared.build()
-    assert built.loss.__self__ is built.validation_loss.objective
-    assert built.validation_loss.objective.family is prepared.checked.family
+    assert built.loss.__self__ is built.validation_loss.errors.objective
+    assert built.validation_loss.errors.objective.family is prepared.checked.family
     assert built.validation_loss.items is prepared.encoded.validation_items
     assert len(built.validation_loss.items) == int(SETTINGS["validation.loss_items"])
+    assert built.item_losses.errors.objective is built.validation_loss.errors.objective
+    assert [item.position for item in built.item_losses.items] == [0, 2, 4]  # evenly spread, of five
+
+
+def test_the_losses_of_single_items_are_those_of_the_plain_model_on_their_noise(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    built = prepared.build({"train.micro_batch_size": "1"}, folder=RunFolder(tmp_path))
+    built.item_losses.record(prepared.transformer, 0)
+    (row,) = MetricsFile(RunFolder(tmp_path).item_losses_file).rows()
+    model = prepared.transformer.eval()
+    for place, levels in zip((0, 2, 4), row["by_level"], strict=True):
+        kept = prepared.encoded.items.row(place)
+        tensors = prepared.encoded.tensors.read(kept.media_key), prepared.encoded.tensors.read(kept.keys[1])
+        latents = tensors[0]["latents"]
+        for level, found in enumerate(levels):
+            noise = normal(13, "item-noise", 3 * place + level, latents.shape)
+            sigma = torch.tensor([(1 + 2 * level) / 6])
+            noisy = (1 - sigma) * latents + sigma * noise
+            with torch.no_grad():
+                velocity = prepared.checked.family.predict(model, noisy[None], sigma, [tensors[1]])[0]
+            assert found == pytest.approx((velocity - (noise - latents)).square().mean().item(), rel=1e-6)
+    model.train()
 
 
 def test_held_out_pictures_give_the_fixed_noise_loss_its_name(prepared: Prepared) -> None:
@@ -282,8 +312,9 @@ def test_previews_are_conditioned_on_their_prompt_and_the_negative_one(prepared:
 
 
 def test_previews_go_to_their_folder_from_the_same_family(prepared: Prepared, tmp_path: Path) -> None:
-    previews = prepared.build(preview_folder=tmp_path).previews
-    assert previews.folder == tmp_path
+    folder = RunFolder(tmp_path)
+    previews = prepared.build(folder=folder).previews
+    assert previews.folder == folder.previews_folder
     assert previews.family is prepared.checked.family
 
 

@@ -1,14 +1,33 @@
-"""The fixed-noise loss repeats exactly and leaves the model as it was."""
+"""What is measured between steps: losses on fixed noise, of all items and of single ones, and updates."""
 
+import base64
 import contextlib
 import dataclasses
+import io
+from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
-from diffsynth_lite.data import Bucket
-from diffsynth_lite.training.evaluation import FixedNoiseLoss, ValidationItem, evaluation_mode
+from diffsynth_lite.core.randomness import normal
+from diffsynth_lite.data import Bucket, ItemRow
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import UpdateSize
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.items import read_items
+from diffsynth_lite.run_folder.metrics import MetricsFile
+from diffsynth_lite.training.evaluation import (
+    FixedNoiseErrors,
+    FixedNoiseLoss,
+    ItemLosses,
+    LayerUpdates,
+    TrackedItem,
+    ValidationItem,
+    evaluation_mode,
+)
 from diffsynth_lite.training.objective import DenoisingObjective
 
 SMALL, LARGE = Bucket(width=24, height=16), Bucket(width=40, height=16)
@@ -23,6 +42,7 @@ class Recorder:
         self.noise: list[torch.Tensor] = []
         self.sigma: list[float] = []
         self.batches: list[object] = []
+        self.scale = 1.0
 
     def errors(self, model: torch.nn.Module, latents, noise, sigma, conditioning, loss_mask) -> torch.Tensor:
         assert not model.training
@@ -31,7 +51,7 @@ class Recorder:
         self.batches.append((tuple(latents.shape), None if loss_mask is None else tuple(loss_mask.shape)))
         self.noise.extend(noise)
         self.sigma.extend(sigma.tolist())
-        return sigma
+        return sigma * self.scale
 
 
 def fixed_noise_loss(num_items: int, batch_size: int) -> tuple[FixedNoiseLoss, Recorder]:
@@ -39,8 +59,12 @@ def fixed_noise_loss(num_items: int, batch_size: int) -> tuple[FixedNoiseLoss, R
     items = [
         ValidationItem(bucket=SMALL, latents=torch.zeros(2, 3), conditioning={}) for _ in range(num_items)
     ]
-    loss = FixedNoiseLoss(name="loss", items=items, objective=recorder, seed=0, batch_size=batch_size)
-    return loss, recorder
+    return loss_of(items, recorder, batch_size), recorder
+
+
+def loss_of(items: list[ValidationItem], recorder: Recorder, batch_size: int) -> FixedNoiseLoss:
+    errors = FixedNoiseErrors(objective=recorder, seed=0, purpose="validation-noise", batch_size=batch_size)
+    return FixedNoiseLoss(name="loss", items=items, errors=errors)
 
 
 def test_the_levels_cover_the_path_evenly_whatever_the_batch_size() -> None:
@@ -65,7 +89,7 @@ def test_items_of_another_size_or_with_a_mask_are_measured_in_batches_of_their_o
     masked = dataclasses.replace(large, loss_mask=torch.ones(1, 5))
     elsewhere = dataclasses.replace(masked, loss_mask=torch.ones(1, 1))
     items = [small, small, large, masked, masked, masked, elsewhere, small]
-    loss = FixedNoiseLoss(name="loss", items=items, objective=recorder, seed=0, batch_size=2)
+    loss = loss_of(items, recorder, batch_size=2)
     assert loss.measure(torch.nn.Identity()) == {"loss": pytest.approx(0.5)}
     assert recorder.batches == [
         ((2, 2, 3), None),
@@ -85,9 +109,7 @@ def test_items_that_start_from_pictures_of_another_size_are_measured_in_batches_
         )
         for inputs in (((32, 64),), ((64, 32),), ((64, 32),))
     ]
-    FixedNoiseLoss(name="loss", items=items, objective=recorder, seed=0, batch_size=4).measure(
-        torch.nn.Identity()
-    )
+    loss_of(items, recorder, batch_size=4).measure(torch.nn.Identity())
     assert [latents for latents, _ in recorder.batches] == [(1, 2, 3), (2, 2, 3)]
 
 
@@ -114,3 +136,141 @@ def test_the_stand_in_has_the_objectives_interface() -> None:
         *DenoisingObjective.__dataclass_fields__,
         *vars(DenoisingObjective),
     }
+
+
+def tracked(position: int, *, bucket: Bucket = SMALL) -> TrackedItem:
+    """An item of two colours; that at position 9 has lost its file."""
+
+    def few_frames(count: int) -> list[Image.Image]:
+        if position == 9:
+            raise UserError("9.png: gone")
+        return [Image.new("RGB", (600, 300), colour) for colour in ("red", "blue")[:count]]
+
+    keys = {"media_key": f"{position:064x}", "caption_keys": (f"{position + 1:064x}",)}
+    return TrackedItem(
+        position=position,
+        row=ItemRow(name=f"{position}.png", bucket=bucket, source=0, **keys),
+        item=SimpleNamespace(record=SimpleNamespace(captions=("a cat", "a dog")), few_frames=few_frames),
+        tensors=ValidationItem(bucket=bucket, latents=torch.zeros(2, 3), conditioning={}),
+    )
+
+
+def item_losses(
+    folder: Path, *items: TrackedItem, seed: int = 0, is_average: bool = False, batch_size: int = 2
+) -> tuple[ItemLosses, Recorder]:
+    recorder = Recorder()
+    errors = FixedNoiseErrors(objective=recorder, seed=seed, purpose="item-noise", batch_size=batch_size)
+    return ItemLosses(items, errors, is_average=is_average, folder=RunFolder(folder)), recorder
+
+
+def rows(folder: Path) -> list[dict[str, object]]:
+    found = MetricsFile(RunFolder(folder).item_losses_file).rows()
+    return [{name: value for name, value in row.items() if name != "time"} for row in found]
+
+
+def test_each_item_is_measured_at_the_same_levels_with_noise_of_its_place_in_the_data(tmp_path: Path) -> None:
+    items = tracked(0), tracked(4), tracked(7, bucket=LARGE)
+    losses, recorder = item_losses(tmp_path, *items)
+    losses.record(torch.nn.Identity(), 0)
+    losses.record(torch.nn.Identity(), 5)
+    levels = [1 / 6, 1 / 2, 5 / 6]
+    assert recorder.sigma == pytest.approx([level for level in levels for _ in items] * 2)
+    assert recorder.batches == [((2, 2, 3), None), ((1, 2, 3), None)] * 6
+    expected = [
+        normal(0, "item-noise", 3 * place + level, (2, 3)) for level in range(3) for place in (0, 4, 7)
+    ]
+    assert all(map(torch.equal, recorder.noise, [*expected, *expected]))
+    assert rows(tmp_path) == [
+        {"step": step, "losses": [pytest.approx(0.5)] * 3, "by_level": [pytest.approx(levels)] * 3}
+        for step in (0, 5)
+    ]
+
+
+def test_what_is_measured_is_described_with_a_small_picture(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    item_losses(tmp_path, tracked(0), tracked(9, bucket=LARGE))[0].record(torch.nn.Identity(), 0)
+    first, second = read_items(RunFolder(tmp_path).items_file)
+    assert (first.name, first.caption, first.size) == ("0.png", "a cat", "24x16")
+    assert first.noise_levels == pytest.approx([1 / 6, 1 / 2, 5 / 6])
+    assert (second.name, second.size, second.thumbnail) == ("9.png", "40x16", None)
+    assert "There is no small picture of 9.png: 9.png: gone" in caplog.text
+    assert first.thumbnail is not None
+    kind, content = first.thumbnail.split(",")
+    assert kind == "data:image/jpeg;base64"
+    with Image.open(io.BytesIO(base64.b64decode(content))) as strip:
+        assert strip.size == (256, 64)  # two frames side by side
+        red, blue = strip.getpixel((30, 30)), strip.getpixel((226, 30))
+    assert (red[0] > 200, red[2] < 50, blue[0] < 50, blue[2] > 200) == (True,) * 4
+
+
+def test_a_resumed_run_goes_on_with_its_losses_and_makes_no_picture_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    item_losses(tmp_path, tracked(0), tracked(1))[0].record(torch.nn.Identity(), 0)
+    described = RunFolder(tmp_path).items_file.read_bytes()
+    monkeypatch.setattr(TrackedItem, "thumbnail", lambda _: pytest.fail("made anew"))
+    losses, recorder = item_losses(tmp_path, tracked(0), tracked(1))
+    recorder.scale = 2.0
+    losses.record(torch.nn.Identity(), 3)
+    assert [row["step"] for row in rows(tmp_path)] == [0, 3]
+    assert RunFolder(tmp_path).items_file.read_bytes() == described
+    told = "After step 3: 2 of 2 items have a higher loss than after step 0, most of all 0.png; 1.png."
+    assert told in caplog.text
+
+
+def test_losses_that_do_not_compare_are_never_in_one_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    changes: list[tuple[tuple[TrackedItem, ...], Mapping[str, object]]] = [
+        ((tracked(0), tracked(1)), {}),
+        ((tracked(0), tracked(2)), {}),
+        ((tracked(0),), {}),
+        ((tracked(0),), {"seed": 1}),
+        ((tracked(0),), {"seed": 1, "is_average": True}),
+    ]
+    for step, (items, settings) in enumerate(changes):
+        item_losses(tmp_path, *items, **settings)[0].record(torch.nn.Identity(), step)
+        assert [row["step"] for row in rows(tmp_path)] == [step]
+    assert caplog.text.count("are measured anew from here on") == len(changes) - 1
+    assert "measured from step 4 on: the start is not known" in caplog.text
+
+
+def test_no_items_leave_no_file(tmp_path: Path) -> None:
+    item_losses(tmp_path)[0].record(torch.nn.Identity(), 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def updates_of(path: Path, *ratios: float) -> LayerUpdates:
+    """Those of a run of six steps, whose layers' updates are so large at each measurement."""
+    found = iter([{"first": UpdateSize(ratio, 64), "second": UpdateSize(ratio / 2, 64)} for ratio in ratios])
+    sizes = SimpleNamespace(measure=lambda: next(found))
+    return LayerUpdates(sizes, MetricsFile(path / "layers.jsonl"), last_step=6)
+
+
+def test_updates_are_written_once_a_step_and_told_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    updates = updates_of(tmp_path, 0.0, 0.5)
+    updates.record(2)
+    assert caplog.text == ""
+    updates.record(6)
+    updates.record(6)
+    found = MetricsFile(tmp_path / "layers.jsonl").rows()
+    assert [(row["step"], row["updates"]) for row in found] == [
+        (2, {"first": 0.0, "second": 0.0}),
+        (6, {"first": 0.5, "second": 0.25}),
+    ]
+    assert "updates of 2 layers have 0.5 of" in caplog.text
+    assert "practically nothing" not in caplog.text
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1e-4])
+def test_a_lora_that_changes_nothing_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ratio: float
+) -> None:
+    updates_of(tmp_path, ratio).record(6)
+    assert "The LoRA changes practically nothing" in caplog.text

@@ -15,11 +15,11 @@ import torch
 from PIL import Image, ImageStat
 
 from diffsynth_lite import __version__
+from diffsynth_lite.media import frame_strip
 from diffsynth_lite.pipelines import PreviewRequest
 from diffsynth_lite.training.previews import (
     PictureSource,
     Previews,
-    frame_strip,
     generation_parameters,
     preview_grid,
 )

@@ -87,6 +87,8 @@ def objects(model: torch.nn.Module, *steps: Sequence[Batch], **changes: Any) -> 
         "batches": iter(steps),
         "totals_by_noise": lambda _step: torch.empty(0),
         "validation_loss": None,
+        "item_losses": None,
+        "layer_updates": None,
         "previews": None,
         "weights": WeightStream([], accelerator.device),
         "compiler": BlockCompiler([]),
@@ -283,6 +285,7 @@ class Life:
             trainer, "evaluate", lambda _built, _saver, _metrics, step: self._note("evaluate", step)
         )
         monkeypatch.setattr(trainer, "report_memory", lambda *_: None)
+        monkeypatch.setattr(trainer, "measure_updates", lambda *_: None)
 
     def train(self, *settings: str, start_step: int = 0) -> int:
         process = SimpleNamespace(
