@@ -8,9 +8,9 @@
   let charts = [];
 
   // A colour of the style sheet as a canvas takes it: light or dark is decided by then.
-  function colour(name) {
+  function colour(name, percent = 100) {
     const probe = document.createElement("span");
-    probe.style.color = `var(${name})`;
+    probe.style.color = `color-mix(in srgb, var(${name}) ${percent}%, transparent)`;
     document.body.append(probe);
     const found = getComputedStyle(probe).color;
     probe.remove();
@@ -40,12 +40,11 @@
   }
 
   function series(line) {
-    const stroke = colour(LINE_COLOURS[line.place % LINE_COLOURS.length]);
+    const stroke = colour(LINE_COLOURS[line.place % LINE_COLOURS.length], line.is_faint ? 45 : 100);
     return {
       label: line.label,
       stroke,
       width: line.is_faint ? 1 : 2,
-      alpha: line.is_faint ? 0.4 : 1,
       dash: line.is_faint ? [] : DASHES[Math.floor(line.place / LINE_COLOURS.length) % DASHES.length],
       spanGaps: false,
       points: { show: line.points[0].length < 30, size: line.is_faint ? 4 : 6 },
@@ -67,7 +66,7 @@
     const options = {
       width: place.clientWidth,
       height: CHART_HEIGHT_PX,
-      cursor: { sync: { key: cursors.key }, drag: { x: true, y: false } },
+      cursor: { sync: { key: cursors.key }, drag: { x: true, y: false }, y: false },
       scales: {
         x: { time: false },
         y: valueScale(chart),
@@ -88,7 +87,7 @@
     chart.over.addEventListener("pointermove", (event) => {
       if (event.pointerType !== "touch") return;
       const box = chart.over.getBoundingClientRect();
-      chart.setCursor({ left: event.clientX - box.left, top: event.clientY - box.top });
+      chart.setCursor({ left: event.clientX - box.left, top: event.clientY - box.top }, true, true);
     });
   }
 
@@ -194,9 +193,15 @@
       output.textContent = `step ${after.dataset.step}`;
       section.querySelectorAll("[aria-current]").forEach((link) => link.removeAttribute("aria-current"));
       after.setAttribute("aria-current", "true");
-      const strip = after.parentElement;
-      strip.scrollLeft = after.offsetLeft - strip.offsetLeft - strip.clientWidth / 2;
+      reveal(after);
       current = promptPlace;
+    }
+
+    // Scrolls its strip alone, and not the page; before all pictures are there nobody knows how far.
+    function reveal(link) {
+      const strip = link.parentElement;
+      strip.scrollLeft = link.offsetLeft - strip.offsetLeft - strip.clientWidth / 2;
+      if (document.readyState !== "complete") addEventListener("load", () => reveal(link), { once: true });
     }
 
     function choose(promptPlace, linkPlace) {
