@@ -70,13 +70,12 @@ class Page:
             raise AssertionError(f"{expression}: {result['exceptionDetails']}")
         return result["result"].get("value")
 
-    def wait_for(self, expression: str) -> Any:
-        """The value of an expression, once it is true."""
+    def wait_for(self, expression: str) -> None:
+        """Wait until a JavaScript expression is true."""
         end = time.monotonic() + LIMIT_S
-        while not (value := self.evaluate(expression)):
-            assert time.monotonic() < end, f"{expression} is still {value!r}"
+        while not self.evaluate(f"Boolean({expression})"):
+            assert time.monotonic() < end, f"{expression} is still not true"
             time.sleep(0.02)
-        return value
 
     def html(self) -> str:
         """The document as the page's scripts have made it."""

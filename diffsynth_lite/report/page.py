@@ -15,9 +15,10 @@ from diffsynth_lite.files import replacing
 from diffsynth_lite.report.charts import CHARTS
 from diffsynth_lite.report.previews import embedded
 from diffsynth_lite.report.run_report import RunReport, read_run
+from diffsynth_lite.report.side_by_side import side_by_side
 from diffsynth_lite.run_folder.folder import RunFolder
 
-_SCRIPTS = ("vendor/uPlot.iife.min.js", "report.js")
+_SCRIPTS = ("live.js", "vendor/uPlot.iife.min.js", "report.js")
 _STYLES = ("vendor/uPlot.min.css", "style.css", "report.css")
 
 
@@ -28,19 +29,30 @@ def write_report(folder: Path) -> Path:
         OSError: it could not be written; the old page is as it was.
     """
     path = RunFolder(folder).report_file
-    with replacing(path) as temporary:
-        temporary.write_text(render([read_run(folder)]), encoding="utf-8")
+    write_page(path, [read_run(folder)])
     return path
 
 
-def render(runs: Sequence[RunReport], *, embeds: bool = True) -> str:
-    """The page of one run, or of several with their lines in the same charts.
+def write_page(path: Path, runs: Sequence[RunReport]) -> None:
+    """Write the page of runs, whole or not at all.
+
+    Raises:
+        OSError: it could not be written; the old page is as it was.
+    """
+    with replacing(path) as temporary:
+        temporary.write_text(render(runs), encoding="utf-8")
+
+
+def render(runs: Sequence[RunReport], *, is_served: bool = False) -> str:
+    """The page of one run, or of several side by side with their lines in the same charts.
 
     Nothing but the scripts of this package runs in it, whatever captions, prompts and names hold: these are
     escaped, and the page's policy allows no other script and no other place.
 
     Args:
-        embeds: whether previews are part of the page, as far as it stays small; else it shows the files.
+        is_served: whether a server answers for it: then previews are files that it has, and the page asks it
+            again and again what is new. Else they are part of the page, as far as it stays small, and that of
+            a run that goes on is loaded again now and then.
     """
     environment = Environment(
         loader=PackageLoader("diffsynth_lite.report", ""),
@@ -53,7 +65,10 @@ def render(runs: Sequence[RunReport], *, embeds: bool = True) -> str:
     scripts = [_resource(name) for name in _SCRIPTS]
     return environment.get_template("page.html").render(
         runs=runs,
-        media=[embedded(run.folder, run.prompts) if embeds else {} for run in runs],
+        media=[{} if is_served else embedded(run.folder, run.prompts, share=1 / len(runs)) for run in runs],
+        compared=side_by_side(runs) if len(runs) > 1 else None,
+        renewal="ask" if is_served else "reload" if any(run.state.is_running for run in runs) else "none",
+        run_page="" if is_served else "report.html",
         charts=[chart for chart in CHARTS if any(chart.is_shown(run.series) for run in runs)],
         data=_chart_data(runs),
         scripts=scripts,

@@ -61,7 +61,8 @@ def find_previews(folder: Path, prompts: Sequence[str]) -> list[PromptPreviews]:
     previews = folder / "previews"
     found: dict[int, dict[str, dict[int, Path]]] = {}
     for path in sorted(previews.glob("step-*.png")):
-        if match := _FILE_NAME.fullmatch(path.name):
+        # A link leads to anything on this machine; a page is shown to others.
+        if (match := _FILE_NAME.fullmatch(path.name)) and not path.is_symlink():
             step, place, mark = int(match[1]), int(match[2]), match[3]
             found.setdefault(place, {}).setdefault(mark, {})[step] = path
     shown = []
@@ -78,13 +79,16 @@ def find_previews(folder: Path, prompts: Sequence[str]) -> list[PromptPreviews]:
     return shown
 
 
-def embedded(folder: Path, prompts: Sequence[PromptPreviews]) -> dict[str, str]:
+def embedded(folder: Path, prompts: Sequence[PromptPreviews], *, share: float = 1.0) -> dict[str, str]:
     """Data URLs of previews, by their paths in the run folder, as many as a page may hold.
 
     What is not among them is beside the page, as a file.
+
+    Args:
+        share: of what a page may hold.
     """
     urls: dict[str, str] = {}
-    left = MAX_EMBEDDED_BYTES
+    left = int(share * MAX_EMBEDDED_BYTES)
     for preview in _most_telling_first(prompts):
         for path, url in _urls(folder, preview).items():
             if url is not None and len(url) <= left:
@@ -105,7 +109,7 @@ def _preview(step: int, path: Path, folder: Path) -> Preview:
     return Preview(
         step=step,
         picture=path.relative_to(folder).as_posix(),
-        clip=clip.relative_to(folder).as_posix() if clip.is_file() else None,
+        clip=clip.relative_to(folder).as_posix() if clip.is_file() and not clip.is_symlink() else None,
     )
 
 

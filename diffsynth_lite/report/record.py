@@ -91,7 +91,7 @@ def changed_settings(settings: Mapping[str, Any]) -> list[Setting]:
     """
     defaults = {section: kind.defaults() for section, kind in section_types().items()}
     return [
-        Setting(key=f"{section}.{name}", value=_as_yaml(value))
+        Setting(key=f"{section}.{name}", value=as_yaml(value))
         for section, values in settings.items()
         if isinstance(values, dict)
         for name, value in values.items()
@@ -136,11 +136,11 @@ def _start(entry: Mapping[str, Any]) -> Start:
         machine=f"{entry.get('processes')} x {entry.get('device')}",
         versions=", ".join(f"{name} {version}" for name, version in versions.items()),
         changes=[
-            f"{key}: {_as_yaml(change.get('from'))} to {_as_yaml(change.get('to'))}"
+            f"{key}: {as_yaml(change.get('from'))} to {as_yaml(change.get('to'))}"
             for key, change in changed.items()
             if isinstance(change, dict)
         ],
-        chosen=[f"{key}: {_as_yaml(value)}" for key, value in chosen.items()],
+        chosen=[f"{key}: {as_yaml(value)}" for key, value in chosen.items()],
     )
 
 
@@ -149,7 +149,7 @@ def _mapping(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return held if isinstance(held, dict) else {}
 
 
-def _as_yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     """A value on one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
     return text.removesuffix("...\n").strip()

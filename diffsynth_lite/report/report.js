@@ -24,28 +24,36 @@
     return String(Number(value.toPrecision(4)));
   }
 
-  // One line a run and metric that there is; runs differ in colour, metrics of one run in colour and dash.
+  // One line a metric that there is; of several runs one a run and metric, in the run's colour, without faint ones.
   function linesOf(chart, runs) {
-    const lines = [];
-    runs.forEach((run, runPlace) => {
-      chart.lines.forEach((line, linePlace) => {
-        const points = run.series[line.metric];
-        if (!points) return;
-        const place = runs.length > 1 ? runPlace : linePlace - (chart.lines[0].is_faint ? 1 : 0);
-        const label = runs.length > 1 ? `${run.name}, ${line.label}` : line.label;
-        lines.push({ points, label, is_faint: line.is_faint, place: Math.max(0, place) });
-      });
+    if (runs.length > 1) {
+      const isShown = ({ metric, is_faint }) => !is_faint && runs.some((run) => run.series[metric]);
+      const metrics = chart.lines.filter(isShown);
+      return runs.flatMap((run, place) => linesOfRun(metrics, run, place));
+    }
+    const first = chart.lines[0].is_faint ? 1 : 0;
+    return chart.lines.flatMap(({ metric, label, is_faint }, place) => {
+      const points = runs[0].series[metric];
+      return points ? [{ points, label, is_faint, colour: Math.max(0, place - first), dash: 0 }] : [];
     });
-    return lines;
+  }
+
+  function linesOfRun(metrics, run, place) {
+    return metrics.flatMap(({ metric, label }, dash) => {
+      const points = run.series[metric];
+      const name = metrics.length > 1 ? `${run.name}, ${label}` : run.name;
+      return points ? [{ points, label: name, is_faint: false, colour: place, dash }] : [];
+    });
   }
 
   function series(line) {
-    const stroke = colour(LINE_COLOURS[line.place % LINE_COLOURS.length], line.is_faint ? 45 : 100);
+    const stroke = colour(LINE_COLOURS[line.colour % LINE_COLOURS.length], line.is_faint ? 45 : 100);
+    const dash = line.dash + Math.floor(line.colour / LINE_COLOURS.length);
     return {
       label: line.label,
       stroke,
       width: line.is_faint ? 1 : 2,
-      dash: line.is_faint ? [] : DASHES[Math.floor(line.place / LINE_COLOURS.length) % DASHES.length],
+      dash: DASHES[dash % DASHES.length],
       spanGaps: false,
       points: { show: line.points[0].length < 30, size: line.is_faint ? 4 : 6 },
       value: (_, value) => number(value),
@@ -91,11 +99,23 @@
     });
   }
 
+  // The part of the steps that a reader zoomed into, or undefined.
+  function zoomOf(chart) {
+    const { min, max } = chart.scales.x;
+    const steps = chart.data[0];
+    return min > steps[0] || max < steps.at(-1) ? { min, max } : undefined;
+  }
+
   function drawAll() {
+    const zooms = new Map(charts.map((chart) => [chart.root.parentElement?.dataset.chart, zoomOf(chart)]));
     charts.forEach((chart) => chart.destroy());
     charts = [];
     const data = JSON.parse(document.getElementById("data").textContent);
     document.querySelectorAll("[data-chart]").forEach((place) => draw(place, data));
+    charts.forEach((chart) => {
+      const zoom = zooms.get(chart.root.parentElement.dataset.chart);
+      if (zoom) chart.setScale("x", zoom);
+    });
   }
 
   function resize() {
@@ -275,12 +295,26 @@
     });
   }
 
-  localTimes();
+  // What is there already when the page is renewed is left as it is.
+  function startOnce(selector, start) {
+    document.querySelectorAll(selector).forEach((place) => {
+      if (!started.has(place)) start(place);
+      started.add(place);
+    });
+  }
+
+  function startAll() {
+    localTimes();
+    drawAll();
+    startOnce("section.previews", startPreviews);
+    startOnce("table.sortable", startSorting);
+    startOnce("section.layers", startMap);
+  }
+
+  const started = new WeakSet();
   startTheme();
-  drawAll();
-  document.querySelectorAll("section.previews").forEach(startPreviews);
-  document.querySelectorAll("table.sortable").forEach(startSorting);
-  document.querySelectorAll("section.layers").forEach(startMap);
+  startAll();
+  document.addEventListener("renewed", startAll);
   addEventListener("resize", resize);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 })();

@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,6 +211,19 @@ class RunFolder:
             return False
         return False
 
+    def changes(self) -> object:
+        """A value that is another one after anything has changed here that a page of the run shows."""
+        found = []
+        for entry in self.path.iterdir():
+            if entry.name == self.report_file.name or is_unfinished(entry.name):
+                continue
+            try:
+                status = entry.stat()
+            except FileNotFoundError:
+                continue
+            found.append((entry.name, status.st_mtime_ns, status.st_size))
+        return sorted(found), self.is_abandoned()
+
     def _prepare(self) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"output folder {self.path} is a file: give a new or empty folder")
@@ -246,6 +259,21 @@ class RunFolder:
         for entry in (*self.path.glob("*"), *self.previews_folder.glob("*")):
             if is_unfinished(entry.name) and entry.is_file():
                 entry.unlink(missing_ok=True)
+
+
+def find_runs(places: Sequence[Path]) -> dict[str, Path]:
+    """The run folders among some places and directly in them, in this order, each by a name of its own.
+
+    The name is the folder's, with as many of those above it as it takes to tell all runs apart.
+    """
+    found: dict[Path, Path] = {}
+    for place in places:
+        inner = [place] if RunFolder(place).holds_run() else sorted(place.glob("*"))
+        found |= {folder.resolve(): folder for folder in inner if RunFolder(folder).holds_run()}
+    depth = 1
+    while len({folder.parts[-depth:] for folder in found}) < len(found):
+        depth += 1
+    return {"/".join(resolved.parts[-depth:]): folder for resolved, folder in found.items()}
 
 
 @contextmanager

@@ -1,0 +1,109 @@
+"""Write the page of a run, or of several side by side, or show them live in a browser."""
+
+import argparse
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from urllib.parse import quote
+
+from rich.console import Console
+
+from diffsynth_lite.errors import Problems, UserError
+
+logger = logging.getLogger(__name__)
+
+_PORT = 8712
+_MAX_PORT = 65535
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``diffsynth-lite report``."""
+    parser.add_argument(
+        "places", nargs="+", type=Path, metavar="RUN", help="run folder, or folder that holds some"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="page to write (default: report.html in the run folder; for several runs in this one, too)",
+    )
+    parser.add_argument(
+        "--serve",
+        action="store_true",
+        help="show the pages in a browser on this machine until Ctrl+C, with runs that start meanwhile",
+    )
+    parser.add_argument("--port", type=int, help=f"for --serve; 0 for any that is free (default: {_PORT})")
+
+
+def run(parsed: argparse.Namespace) -> None:
+    """Write or show the pages.
+
+    Raises:
+        UserError: there is no run, a page cannot be written, or the port cannot be had.
+    """
+    for place in parsed.places:
+        if not place.is_dir():
+            raise UserError(f"{place}: no such folder; give the output.dir of a run, or a folder of such")
+    if parsed.serve:
+        if parsed.out is not None:
+            raise UserError("--out has no effect with --serve, which writes nothing")
+        _serve(parsed.places, _PORT if parsed.port is None else parsed.port)
+        return
+    if parsed.port is not None:
+        raise UserError("--port has no effect without --serve")
+    from diffsynth_lite.run_folder.folder import find_runs
+
+    folders = find_runs(parsed.places)
+    if not folders:
+        places = ", ".join(map(str, parsed.places))
+        raise UserError(f"no run in {places}: give the output.dir of a run, or a folder of such")
+    _write(folders, parsed.out)
+
+
+def _write(folders: Mapping[str, Path], out: Path | None) -> None:
+    """A page of each run in its folder, and one of several side by side; of one with ``out`` only that."""
+    pages = {folder / "report.html": {name: folder} for name, folder in folders.items()}
+    if len(folders) > 1:
+        pages[out or Path("report.html")] = dict(folders)
+    elif out is not None:
+        pages = {out: dict(folders)}
+    problems = Problems()
+    for path, shown in pages.items():
+        problems.attempt(partial(_write_page, path, shown))
+    problems.require_none()
+
+
+def _write_page(path: Path, folders: Mapping[str, Path]) -> None:
+    from diffsynth_lite.report.page import write_page
+    from diffsynth_lite.report.run_report import read_run
+
+    # What leads from the page to each folder, in front of names of files there.
+    bases = [Path(os.path.relpath(folder, path.parent)).as_posix() for folder in folders.values()]
+    runs = [
+        replace(read_run(folder, base="" if base == "." else f"{quote(base)}/"), name=name)
+        for (name, folder), base in zip(folders.items(), bases, strict=True)
+    ]
+    try:
+        write_page(path, runs)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}; --out names another file") from None
+    Console().print(f"Page: {path}", soft_wrap=True)
+
+
+def _serve(places: list[Path], port: int) -> None:
+    from diffsynth_lite.report.server import ReportServer, RunPages
+
+    if not 0 <= port <= _MAX_PORT:
+        raise UserError(f"--port {port}: give one from 0, for any that is free, to {_MAX_PORT}")
+    try:
+        server = ReportServer(RunPages(places), port)
+    except OSError as error:
+        raise UserError(f"--port {port}: {error.strerror}; give another, or 0 for any that is free") from None
+    with server:
+        Console().print(f"Open {server.address} in a browser; Ctrl+C ends it.", soft_wrap=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            logger.info("Ended.")

@@ -1,0 +1,87 @@
+// Keeps an open page up to date. One that is served asks for itself again, and takes over what differs, so that
+// nothing flickers and what the reader chose stays. The file of a run that goes on is loaded again.
+"use strict";
+(() => {
+  const ASK_EVERY_MS = 2000;
+  const RELOAD_EVERY_MS = 30000;
+  const UNTOUCHED_MS = 5000;
+  // Scripts have changed what is in these: each is taken over as a whole.
+  const WHOLE = "section.previews, table.sortable";
+
+  // The page as it was sent: this script runs before those that change it.
+  const main = document.querySelector("main");
+  let sent = main.cloneNode(true);
+  let tag = null;
+  let isAsking = false;
+
+  function isAlike(one, other) {
+    const shell = (element) => element.cloneNode(false);
+    return (
+      one.nodeType === Node.ELEMENT_NODE &&
+      other.nodeType === Node.ELEMENT_NODE &&
+      shell(one).isEqualNode(shell(other)) &&
+      one.childNodes.length === other.childNodes.length &&
+      !one.matches(WHOLE)
+    );
+  }
+
+  // Makes `live`, which was sent as `before`, what was sent now; what is the same stays as it is.
+  function takeOver(live, before, now) {
+    if (before.isEqualNode(now)) return;
+    if (!isAlike(before, now) || live.childNodes.length !== now.childNodes.length) {
+      live.replaceWith(document.importNode(now, true));
+      return;
+    }
+    const children = [...live.childNodes];
+    children.forEach((child, place) => takeOver(child, before.childNodes[place], now.childNodes[place]));
+  }
+
+  function show(page) {
+    const now = page.querySelector("main");
+    takeOver(document.querySelector("main"), sent, now);
+    sent = now;
+    document.title = page.title;
+    document.getElementById("data").textContent = page.getElementById("data").textContent;
+    document.dispatchEvent(new Event("renewed"));
+  }
+
+  async function ask() {
+    const answer = await fetch(location.pathname, { cache: "no-cache" });
+    if (!answer.ok) throw new Error(`${answer.status} ${answer.statusText}`);
+    if (answer.headers.get("ETag") === tag) return;
+    show(new DOMParser().parseFromString(await answer.text(), "text/html"));
+    tag = answer.headers.get("ETag");
+  }
+
+  async function askAndTell() {
+    if (document.hidden || isAsking) return;
+    isAsking = true;
+    try {
+      await ask();
+      document.getElementById("lost").hidden = true;
+    } catch {
+      document.getElementById("lost").hidden = false;
+    }
+    isAsking = false;
+  }
+
+  function followServer() {
+    setInterval(askAndTell, ASK_EVERY_MS);
+    document.addEventListener("visibilitychange", askAndTell);
+  }
+
+  // Browsers keep the place that was scrolled to; a reader who is doing something is not interrupted.
+  function reloadNowAndThen() {
+    let touchedAt = 0;
+    for (const name of ["pointerdown", "pointermove", "keydown", "scroll"]) {
+      addEventListener(name, () => (touchedAt = Date.now()), { passive: true });
+    }
+    setInterval(() => {
+      if (!document.hidden && Date.now() - touchedAt > UNTOUCHED_MS) location.reload();
+    }, RELOAD_EVERY_MS);
+  }
+
+  const renewal = document.documentElement.dataset.renewal;
+  if (renewal === "ask") followServer();
+  if (renewal === "reload") reloadNowAndThen();
+})();

@@ -1,0 +1,188 @@
+"""This file shows runs live in a browser on this machine: their pages, and the previews in these.
+
+A path that a browser asks for opens nothing: it is compared with the names of the runs that there are, and of
+the previews that their pages show.
+"""
+
+import hashlib
+import logging
+import re
+import sys
+import threading
+from collections.abc import Sequence
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+from diffsynth_lite.report.page import render
+from diffsynth_lite.report.run_report import RunReport, read_run
+from diffsynth_lite.run_folder.folder import RunFolder, find_runs
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+_NAMES_OF_LOOPBACK = (LOOPBACK, "localhost")
+_RUN_PATH = re.compile(r"/runs/([^/]+)/(.*)")
+_TYPES = {".png": "image/png", ".mp4": "video/mp4"}
+_HEADERS = {
+    # A browser asks each time, and is told when nothing has changed.
+    "Cache-Control": "no-cache",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+}
+_IDLE_S = 30.0
+"""A browser opens connections that it may never use."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is sent for a path.
+
+    Attributes:
+        kind: of the content, as HTTP names it.
+    """
+
+    content: bytes
+    kind: str
+
+    @property
+    def tag(self) -> str:
+        """Another one for other content."""
+        return f'"{hashlib.blake2b(self.content, digest_size=16).hexdigest()}"'
+
+
+class RunPages:
+    """The pages of the runs in some places, made again where a run folder has changed.
+
+    Args:
+        places: run folders, and folders that hold them; runs that start there later are found.
+    """
+
+    def __init__(self, places: Sequence[Path]) -> None:
+        self._places = places
+        self._lock = threading.Lock()
+        self._runs: dict[str, tuple[object, RunReport]] = {}
+        self._pages: dict[str, tuple[object, Answer]] = {}
+
+    def answer(self, path: str) -> Answer | None:
+        """What is at a path, as a browser writes it; None where nothing is."""
+        with self._lock:
+            folders = find_runs(self._places)
+            self._runs = {name: self._up_to_date(name, folder) for name, folder in folders.items()}
+            if path == "/":
+                return self._page(path, list(self._runs))
+            match = _RUN_PATH.fullmatch(path)
+            name, file = (unquote(match[1]), match[2]) if match else ("", "")
+            if name not in self._runs:
+                return None
+            if file == "":
+                return self._page(path, [name])
+            return _file(folders[name] / file) if file in _shown_files(self._runs[name][1]) else None
+
+    def _up_to_date(self, name: str, folder: Path) -> tuple[object, RunReport]:
+        state = RunFolder(folder).changes()
+        known = self._runs.get(name)
+        if known is not None and known[0] == state:
+            return known
+        report = read_run(folder, base=f"/runs/{quote(name, safe='')}/")
+        # Its other files are not shown, so they are not listed either.
+        return state, replace(report, name=name, files=())
+
+    def _page(self, path: str, names: Sequence[str]) -> Answer:
+        states = [(name, self._runs[name][0]) for name in names]
+        known = self._pages.get(path)
+        if known is None or known[0] != states:
+            text = render([self._runs[name][1] for name in names], is_served=True)
+            known = self._pages[path] = (states, Answer(text.encode(), "text/html; charset=utf-8"))
+        return known[1]
+
+
+class ReportServer(ThreadingHTTPServer):
+    """Answers on the loopback address alone, and to whoever calls it by its name.
+
+    A page of somebody else may have a name that comes to lead to this machine (DNS rebinding), and could then
+    read what is here; its browser calls this server by that name, though.
+
+    Args:
+        port: 0 for any that is free.
+
+    Raises:
+        OSError: the port is taken.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, pages: RunPages, port: int) -> None:
+        self.pages = pages
+        # What is masked in a page is known here, and threads do not inherit it.
+        self._context = copy_context()
+        super().__init__((LOOPBACK, port), _Handler)
+
+    @property
+    def address(self) -> str:
+        """What to open in a browser."""
+        return f"http://{LOOPBACK}:{self.server_port}/"
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer with the context that the server was made in."""
+        self._context.copy().run(super().process_request_thread, request, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log what went wrong; a browser that went away is nothing wrong."""
+        if not isinstance(sys.exception(), ConnectionError):
+            logger.exception("A page could not be shown.")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ReportServer
+    server_version = "diffsynth_lite"
+    sys_version = ""
+    timeout = _IDLE_S
+
+    def do_GET(self) -> None:
+        if not self._is_called_by_name():
+            self.send_error(HTTPStatus.FORBIDDEN, "This server answers to 127.0.0.1 and localhost alone")
+            return
+        answer = self.server.pages.answer(self.path.partition("?")[0])
+        if answer is None:
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return
+        is_known = self.headers.get("If-None-Match") == answer.tag
+        self.send_response(HTTPStatus.NOT_MODIFIED if is_known else HTTPStatus.OK)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("ETag", answer.tag)
+        self.send_header("Content-Type", answer.kind)
+        self.send_header("Content-Length", str(len(answer.content)))
+        self.end_headers()
+        if not is_known:
+            self.wfile.write(answer.content)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        logger.debug(format, *arguments)
+
+    def _is_called_by_name(self) -> bool:
+        """Whether the browser was told to go to this machine; the port is another one through a tunnel."""
+        try:
+            return urlsplit(f"//{self.headers.get('Host', '')}").hostname in _NAMES_OF_LOOPBACK
+        except ValueError:
+            return False
+
+
+def _shown_files(run: RunReport) -> set[str]:
+    """The files of a run folder that its page shows."""
+    previews = [preview for prompt in run.prompts for preview in prompt.previews]
+    return {file for preview in previews for file in (preview.picture, preview.clip) if file is not None}
+
+
+def _file(path: Path) -> Answer | None:
+    try:
+        return Answer(path.read_bytes(), _TYPES[path.suffix])
+    except OSError:  # The run has removed it, or is about to replace it.
+        return None

@@ -1,0 +1,186 @@
+"""Runs shown live: what is answered and what is not, and that an open page takes over what is new."""
+
+import http.client
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from browser import Browser
+from run_folders import ATTACK, full_folder
+
+from diffsynth_lite.redaction import Redactor, in_force
+from diffsynth_lite.report.server import LOOPBACK, ReportServer, RunPages
+from diffsynth_lite.run_folder.folder import RunFolder
+
+PICTURE = "previews/step-00000000-prompt-00-aa0.png"
+SECRET = "swordfish-4711"
+
+
+@contextmanager
+def served(*places: Path) -> Iterator[ReportServer]:
+    with ReportServer(RunPages(places), port=0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def ask(
+    server: ReportServer, path: str, *, method: str = "GET", **headers: str
+) -> tuple[http.client.HTTPResponse, bytes]:
+    """An answer and its content; the path goes out as it is."""
+    connection = http.client.HTTPConnection(LOOPBACK, server.server_port, timeout=60)
+    try:
+        connection.putrequest(method, path, skip_host="Host" in headers)
+        for name, value in headers.items():
+            connection.putheader(name.replace("_", "-"), value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        return answer, answer.read()
+    finally:
+        connection.close()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two runs, one with a secret, the other with a hard name, and with something else."""
+    folder = tmp_path_factory.mktemp("runs")
+    full_folder(folder / "first", text=SECRET)
+    full_folder(folder / "a b&%2e#", text=ATTACK)
+    (folder / "data").mkdir()
+    (folder / "secret.txt").write_text("outside")
+    (folder / "first" / "previews" / "step-00000300-prompt-00-aa0.png").symlink_to(folder / "secret.txt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(runs: Path) -> Iterator[ReportServer]:
+    with in_force(Redactor({"MY_PASSWORD": SECRET})), served(runs) as server:
+        yield server
+
+
+def test_the_runs_their_pages_and_their_previews_are_shown(server: ReportServer, runs: Path) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    answer, page = ask(server, "/")
+    assert answer.status == 200
+    assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert b"2 runs side by side" in page
+    name = "/runs/a%20b%26%252e%23/"
+    assert f'href="{name}"'.encode() in page
+    for run in ("/runs/first/", name):
+        assert ask(server, run)[0].status == 200
+    picture = f"{name}{PICTURE}"
+    assert f'src="{picture}"'.encode() in ask(server, name)[1]
+    assert ask(server, picture)[1] == (runs / "first" / PICTURE).read_bytes()
+
+
+def test_secrets_are_masked_in_what_is_served(server: ReportServer) -> None:
+    page = ask(server, "/runs/first/")[1].decode()
+    assert SECRET not in page
+    assert page.count("REDACTED") > 5
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            "/runs/first/status.json",
+            "/runs/first/config.yaml",
+            "/runs/first/checkpoints/",
+            "/runs/",
+            "/runs",
+        ),
+        *("/runs/first", "/secret.txt", "/runs/secret.txt/", "/runs/data/", "/runs//", "*", "/favicon.ico"),
+        *("/runs/../secret.txt", "/../secret.txt", "/runs/first/../../secret.txt", "/runs/%2e%2e/secret.txt"),
+        *("/runs/first%2f..%2fsecret.txt/", "/runs/first/previews/../status.json", "/runs/first//etc/passwd"),
+        *("/runs/first/previews/", "/runs/first/previews/%2e%2e/status.json", "/runs/first\\..\\secret.txt"),
+        *("/runs/first/./" + PICTURE, "/runs/first/" + PICTURE + "%00", "/runs/first/" + PICTURE + "/"),
+        "/runs/first/previews/step-00000300-prompt-00-aa0.png",
+    ],
+)
+def test_nothing_else_is_answered(server: ReportServer, path: str) -> None:
+    answer, content = ask(server, path)
+    assert answer.status == 404
+    assert b"outside" not in content
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8712", "127.0.0.1.evil.example", "", "[", "10.0.0.7"]
+)
+def test_a_page_that_calls_this_machine_by_another_name_is_refused(server: ReportServer, host: str) -> None:
+    answer, content = ask(server, "/", Host=host)
+    assert answer.status == 403
+    assert b"side by side" not in content
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:9000", "127.0.0.1:1"])
+def test_a_tunnel_may_have_another_port(server: ReportServer, host: str) -> None:
+    assert ask(server, "/", Host=host)[0].status == 200
+
+
+def test_one_can_only_look(server: ReportServer) -> None:
+    for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
+        assert ask(server, "/", method=method)[0].status == 501
+
+
+def test_what_has_not_changed_is_not_sent_again(tmp_path: Path) -> None:
+    run = full_folder(tmp_path / "mine")
+    pages = RunPages([tmp_path])
+    before = pages.answer("/")
+    assert before is pages.answer("/")
+    with served(tmp_path) as server:
+        tag = ask(server, "/")[0].headers["ETag"]
+        answer, nothing = ask(server, "/", If_None_Match=tag)
+        assert (answer.status, nothing) == (304, b"")
+    (run / "report.html").write_text("our own page")
+    assert before is pages.answer("/")
+    RunFolder(run).write_status("finished", exit_code=0, step=300, message="finished")
+    assert b"Finished" in pages.answer("/").content
+    shutil.rmtree(run)
+    assert b"No run yet" in pages.answer("/").content
+    assert pages.answer("/runs/mine/") is None
+
+
+def test_an_open_page_takes_over_what_is_new_and_keeps_what_was_chosen(
+    tmp_path: Path, browser: Browser
+) -> None:
+    place = tmp_path / "runs"
+    place.mkdir()
+    with served(place) as server, browser.page(server.address) as page:
+        # As when the reader comes back to the page; it asks every two seconds by itself.
+        come_back = "document.dispatchEvent(new Event('visibilitychange'))"
+        assert "No run yet" in page.text()
+        run = full_folder(tmp_path / "first").rename(place / "first")
+        page.evaluate(come_back)
+        page.wait_for("document.querySelector('.viewer label')")
+        page.click(".prompt a[data-step='100']")
+        page.evaluate("document.querySelector('.starts details').open = true")
+        page.evaluate("scrollTo(0, 300)")
+        page.evaluate("window.viewer = document.querySelector('.viewer')")
+        RunFolder(run).write_status("interrupted", exit_code=75, step=200, message="asked to stop")
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 250, "time": 500.0, "validation_loss": 0.125}) + "\n")
+        page.evaluate(come_back)
+        page.wait_for("document.body.innerText.includes('0.125 at step 250')")
+        assert "asked to stop" in page.text("header")
+        assert page.evaluate("scrollY") == 300
+        assert page.evaluate("window.viewer.isConnected")
+        assert page.evaluate("document.querySelector('.starts details').open")
+        assert page.text(".viewer .label-after") == "step 100"
+        assert page.evaluate("document.querySelectorAll('.plot canvas').length") == 7
+        full_folder(tmp_path / "second", text="a square").rename(place / "second")
+        page.wait_for("document.querySelector('.side-by-side')")
+        assert page.evaluate("document.title") == "first, second"
+        assert [each for each in page.complaints if "media" not in each.lower()] == []
+        assert all(each.startswith(server.address) for each in page.requests)
+        server.shutdown()
+        server.server_close()
+        page.evaluate(come_back)
+        page.wait_for("!document.getElementById('lost').hidden")
