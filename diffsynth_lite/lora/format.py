@@ -48,7 +48,13 @@ class LoraFormat(ABC):
 
     @abstractmethod
     def read_lora(self, place: Path) -> LoraFile:
-        """Read an adapter, from its folder or its one file, through the family's diffusers pipeline."""
+        """Read an adapter from its folder or its one file, of this or another program.
+
+        A family without ``lora_layers`` reads what its diffusers pipeline does.
+
+        Returns:
+            Tensors by peft's names in the model that is trained, and ``lora_alpha`` for all of them.
+        """
 
     def loaded_lora(self, folder: Path) -> dict[str, LoraPair]:
         """What the family's diffusers pipeline does to each layer when it loads what ``save_lora`` wrote.

@@ -102,13 +102,15 @@ def pairs_of(
 
 
 def adapter_of(pairs: Mapping[str, LoraPair]) -> LoraFile:
-    """The opposite of :func:`pairs_of`, without a prefix; all pairs have the rank and alpha of the last."""
+    """The opposite of :func:`pairs_of`, without a prefix, with the rank and alpha of the first for all.
+
+    Updates of another alpha are scaled to that one, so that they stay the same.
+    """
+    first = next(iter(pairs.values()))
     tensors: dict[str, Tensor] = {}
-    settings: dict[str, Any] = {}
     for layer, pair in pairs.items():
-        tensors |= {f"{layer}{_DOWN}": pair.down, f"{layer}{_UP}": pair.up}
-        settings = {"r": pair.rank, "lora_alpha": pair.alpha}
-    return tensors, settings
+        tensors |= {f"{layer}{_DOWN}": pair.down, f"{layer}{_UP}": pair.with_alpha(first.alpha).up}
+    return tensors, {"r": first.rank, "lora_alpha": first.alpha}
 
 
 def tensors_of(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_run import TinyRun, checkpoint_tensors, differing
 
 
@@ -35,9 +36,26 @@ def test_a_new_run_starts_at_the_values_of_the_lora_and_with_a_new_optimizer(
     assert {step.item() for step in steps} == {1.0}
 
 
-def test_a_lora_does_the_same_in_a_run_of_another_alpha(begun_run: TinyRun, first: Path) -> None:
+def as_kohya_writes_it(file: Path, target: Path, *, alpha: float) -> None:
+    """The LoRA of a file, whose alpha is its rank, by kohya's names and with another alpha."""
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        layer, _, matrix = name.removeprefix("transformer.").rpartition(".lora_")
+        key = f"lora_unet_{layer.replace('.', '_')}"
+        down = matrix == "A.weight"
+        tensors[f"{key}.{'lora_down' if down else 'lora_up'}.weight"] = tensor if down else tensor * 4 / alpha
+        tensors[f"{key}.alpha"] = torch.tensor(alpha)
+    target.parent.mkdir()
+    save_file(tensors, target)
+
+
+def test_a_lora_of_another_trainer_does_the_same_in_a_run_of_another_alpha(
+    begun_run: TinyRun, first: Path
+) -> None:
     settings = ("train.steps=1", "train.learning_rate=1e-30", "train.weight_decay=0", "lora.alpha=2")
-    assert begun_run.train(f"lora.init_from={first / 'lora'}", *settings) == 0
+    theirs = first.with_name("theirs")
+    as_kohya_writes_it(first / "lora/pytorch_lora_weights.safetensors", theirs / "a.safetensors", alpha=16)
+    assert begun_run.train(f"lora.init_from={theirs}", *settings) == 0
     before, after = adapter(first, 2), adapter(begun_run.folder, 1)
     for name, value in before.items():
         assert torch.equal(value * 4 if ".lora_B." in name else value, after[name]), name

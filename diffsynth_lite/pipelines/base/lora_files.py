@@ -17,6 +17,7 @@ from torch import nn
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.loading import FileHeader, LoadedLayer, header_of
 from diffsynth_lite.lora.pairs import LoraFile, LoraPair, adapter_of, pairs_from, pairs_of, tensors_of
+from diffsynth_lite.lora.reading import known_pairs, read_contents
 from diffsynth_lite.lora.spelling import DIFFUSERS, Spelling
 from diffsynth_lite.pipelines.base.composite import join_adapter, split_adapter
 from diffsynth_lite.pipelines.base.family import ModelFamily
@@ -60,12 +61,36 @@ class DiffusersLora(ModelFamily):
         return list(files)
 
     def read_lora(self, place: Path) -> LoraFile:
+        if self.lora_layers:
+            return adapter_of(self._known_pairs(place))
         parts: dict[str, LoraFile] = {}
         for file, components in self._by_lora_file(place).items():
             prefixes = list(map(self.lora_prefix, components))
             read = _read_own(file, prefixes, self.lora_spelling) or _read_any(self.pipeline, file, prefixes)
             parts |= zip(components, read, strict=True)
         return join_adapter(parts)
+
+    def _known_pairs(self, place: Path) -> dict[str, LoraPair]:
+        """Updates in files of this or other programs, by the names of layers in the model that is trained.
+
+        Those of components that are not trained have their names in a pipeline.
+        """
+        pairs: dict[str, LoraPair] = {}
+        files = self._by_lora_file(place)
+        if len(files) == 1 and not next(iter(files)).exists():
+            files = {place: list(self.trained)}  # a folder of another trainer, with a file of another name
+        for file, components in files.items():
+            for name, pair in known_pairs(read_contents(file), self.lora_layers).items():
+                pairs[self._trained_layer(name, components)] = pair
+        return pairs
+
+    def _trained_layer(self, name: str, components: Sequence[str]) -> str:
+        for component in components:
+            prefix = self.lora_prefix(component)
+            if name.startswith(prefix):
+                layer = name.removeprefix(prefix)
+                return layer if len(self.trained) == 1 else f"{component}.{layer}"
+        return name
 
     def loaded_lora(self, folder: Path) -> dict[str, LoraPair]:
         pairs = {}

@@ -1,5 +1,6 @@
 """This file writes the LoRA for inference and reads it back, and reads the one that a run starts from."""
 
+import logging
 import math
 import shutil
 from collections.abc import Callable, Collection, Mapping
@@ -17,6 +18,8 @@ from diffsynth_lite.lora.metadata import NoiseRange
 from diffsynth_lite.lora.pairs import LoraPair, adapter_of, pairs_of
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.redaction import redacted
+
+logger = logging.getLogger(__name__)
 
 _FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"
 
@@ -122,10 +125,10 @@ def _compare(loaded: Mapping[str, LoraPair], adapter: Mapping[str, LoraPair], dt
 def read_initial_lora(
     family: ModelFamily, location: str, *, layers: Collection[str], rank: int, alpha: float
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a LoRA in the format that the family's diffusers pipeline loads.
+    """The tensors of a LoRA of this or another program.
 
     Args:
-        location: the file, or the folder with the family's file names in it.
+        location: the file, or a folder with it; of experts, with the family's file names in it.
         layers: full names of the layers that this run trains. The LoRA must be on these, with this rank.
         alpha: of this run; a LoRA of another is scaled so that it does the same.
 
@@ -142,6 +145,8 @@ def read_initial_lora(
         )
     try:
         tensors, settings = family.read_lora(place)
+    except UserError as error:
+        raise UserError(f"lora.init_from: {error}") from error
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         text = " ".join(str(error).split())
         raise UserError(
@@ -153,6 +158,7 @@ def read_initial_lora(
         found = ", ".join(map(str, sorted(ranks)))
         raise UserError(f"lora.init_from: the LoRA in {location} has rank {found}; set lora.rank to it")
     pairs = {layer: pair.with_alpha(alpha) for layer, pair in pairs_of(tensors, settings).items()}
+    logger.info("The run starts from the LoRA in %s, with the same update at alpha %g.", location, alpha)
     return {name: tensor.float() for name, tensor in adapter_of(pairs)[0].items()}
 
 
