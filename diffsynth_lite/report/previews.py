@@ -10,6 +10,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from diffsynth_lite.media import evenly_spread, jpeg_url
+
 _FILE_NAME = re.compile(r"step-(\d{1,12})-prompt-(\d{1,6})-(\w+)\.png")
 _MAX_STEPS = 12
 _MAX_PICTURE_PX = (768, 768)
@@ -68,7 +70,7 @@ def find_previews(folder: Path, prompts: Sequence[str]) -> list[PromptPreviews]:
     shown = []
     for place, by_mark in sorted(found.items()):
         paths = max(by_mark.values(), key=lambda paths: (max(paths), paths[max(paths)].stat().st_mtime))
-        steps = spread(sorted(paths), _MAX_STEPS)
+        steps = evenly_spread(sorted(paths), _MAX_STEPS)
         shown.append(
             PromptPreviews(
                 prompt=prompts[place] if place < len(prompts) else f"prompt {place + 1}",
@@ -95,13 +97,6 @@ def embedded(folder: Path, prompts: Sequence[PromptPreviews], *, share: float = 
                 urls[path] = url
                 left -= len(url)
     return urls
-
-
-def spread(steps: Sequence[int], count: int) -> list[int]:
-    """At most ``count`` of the steps, evenly spread, the first and the last among them."""
-    if len(steps) <= count:
-        return list(steps)
-    return [steps[round(place * (len(steps) - 1) / (count - 1))] for place in range(count)]
 
 
 def _preview(step: int, path: Path, folder: Path) -> Preview:
@@ -144,9 +139,7 @@ def _picture_url(path: Path, *, largest_px: tuple[int, int]) -> str | None:
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
     small.thumbnail(largest_px)
-    file = io.BytesIO()
-    small.save(file, "JPEG", quality=85)
-    return _data_url("image/jpeg", file.getvalue())
+    return jpeg_url(small)
 
 
 def _clip_url(path: Path) -> str | None:

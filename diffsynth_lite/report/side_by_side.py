@@ -6,7 +6,8 @@ from typing import Any
 
 import yaml
 
-from diffsynth_lite.report.previews import Preview, spread
+from diffsynth_lite.media import evenly_spread
+from diffsynth_lite.report.previews import Preview
 from diffsynth_lite.report.record import as_yaml
 from diffsynth_lite.report.run_report import RunReport
 from diffsynth_lite.report.series import Series
@@ -112,7 +113,7 @@ def _drawn_prompt(prompt: str, drawn: Sequence[Mapping[int, Preview]]) -> DrawnP
     """One with as many steps as stand side by side; the last of each run is among them."""
     last = {max(by_step) for by_step in drawn if by_step}
     others = sorted({step for by_step in drawn for step in by_step} - last)
-    steps = sorted(last | set(spread(others, max(2, _MAX_STEPS - len(last)))))
+    steps = sorted(last | set(evenly_spread(others, max(2, _MAX_STEPS - len(last)))))
     return DrawnPrompt(
         prompt=prompt, steps=steps, drawn=[[by_step.get(step) for step in steps] for by_step in drawn]
     )
