@@ -6,7 +6,7 @@ What is to be encoded is an `EncodingJob`; what the training then reads is its `
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -422,12 +422,14 @@ def _tracked_items(
 ) -> list[TrackedItem]:
     """Items spread over the whole table."""
     by_name = {item.name: item for item in plan.items}
-    places = evenly_spread(range(len(table)), config.validation.item_losses)
-    rows = {place: table.row(place) for place in places}
-    return [
-        TrackedItem(position=place, row=row, item=by_name[row.name], tensors=_validation_item(tensors, row))
-        for place, row in rows.items()
-    ]
+    tracked = []
+    for place in evenly_spread(range(len(table)), config.validation.item_losses):
+        row = table.row(place)
+        read = partial(_validation_item, tensors, row)
+        # What is encoded when it is read is encoded once.
+        read_once = read if config.data.cache else cache(read)
+        tracked.append(TrackedItem(position=place, row=row, item=by_name[row.name], read=read_once))
+    return tracked
 
 
 def _validation_item(tensors: EntryReader, row: ItemRow) -> ValidationItem:

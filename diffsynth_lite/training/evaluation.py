@@ -5,10 +5,9 @@ It also says when two losses compare.
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -104,17 +103,25 @@ class FixedNoiseErrors:
     purpose: str
     batch_size: int
 
-    def measure(self, transformer: torch.nn.Module, samples: Sequence[FixedNoise]) -> list[torch.Tensor]:
-        """The errors of each batch, (B,) in fp32; all of them are in the order of the samples."""
+    def measure(self, transformer: torch.nn.Module, samples: Iterable[FixedNoise]) -> list[torch.Tensor]:
+        """The errors of each batch, (B,) in fp32; all of them are in the order of the samples.
+
+        Args:
+            samples: those of one batch, and the one after it, are held at a time.
+        """
         with evaluation_mode(transformer):
             return [self._errors(transformer, batch) for batch in self._batches(samples)]
 
-    def _batches(self, samples: Sequence[FixedNoise]) -> Iterator[list[FixedNoise]]:
+    def _batches(self, samples: Iterable[FixedNoise]) -> Iterator[list[FixedNoise]]:
         """Samples that follow each other and whose items have one form."""
-        for _, group in groupby(samples, key=lambda sample: sample.item.form):
-            alike = list(group)
-            for start in range(0, len(alike), self.batch_size):
-                yield alike[start : start + self.batch_size]
+        batch: list[FixedNoise] = []
+        for sample in samples:
+            if batch and (len(batch) == self.batch_size or sample.item.form != batch[0].item.form):
+                yield batch
+                batch = []
+            batch.append(sample)
+        if batch:
+            yield batch
 
     def _errors(self, transformer: torch.nn.Module, batch: Sequence[FixedNoise]) -> torch.Tensor:
         latents = torch.stack([sample.item.latents for sample in batch])
@@ -170,13 +177,13 @@ class TrackedItem:
         position: in the data, which decides its noise.
         row: its name, its size and the keys of its tensors.
         item: its files and captions.
-        tensors: of it, with its first caption.
+        read: gives its tensors, with its first caption.
     """
 
     position: int
     row: ItemRow
     item: TrainingItem
-    tensors: ValidationItem
+    read: Callable[[], ValidationItem]
 
     def thumbnail(self) -> str | None:
         """A data URL of a small JPEG; None where no picture can be made of its file, which is logged."""
@@ -217,12 +224,13 @@ class ItemLosses:
         if not self._is_described:
             self._describe()
         before = self._file.rows()
-        # Level by level: all of a batch are of one expert.
-        samples = [
-            FixedNoise(item=item.tensors, position=item.position * len(_PARTS) + place, part=part)
+        # Level by level, so that one expert runs after the other. Read when it is their turn: those of clips
+        # are tens of megabytes each.
+        samples = (
+            FixedNoise(item=item.read(), position=item.position * len(_PARTS) + place, part=part)
             for place, part in enumerate(_PARTS)
             for item in self.items
-        ]
+        )
         errors = torch.cat(self.errors.measure(transformer, samples)).tolist()
         by_level = [errors[place :: len(self.items)] for place in range(len(self.items))]
         losses = [sum(levels) / len(levels) for levels in by_level]

@@ -151,7 +151,7 @@ def tracked(position: int, *, bucket: Bucket = SMALL) -> TrackedItem:
         position=position,
         row=ItemRow(name=f"{position}.png", bucket=bucket, source=0, **keys),
         item=SimpleNamespace(record=SimpleNamespace(captions=("a cat", "a dog")), few_frames=few_frames),
-        tensors=ValidationItem(bucket=bucket, latents=torch.zeros(2, 3), conditioning={}),
+        read=lambda: ValidationItem(bucket=bucket, latents=torch.zeros(2, 3), conditioning={}),
     )
 
 

@@ -95,6 +95,10 @@ def test_a_run_without_cache_has_the_same_batches_bit_for_bit_and_stores_nothing
             assert all(torch.equal(one[name], other[name]) for name in one)
     for one_item, other_item in zip(live.validation_items, cached.validation_items, strict=True):
         assert torch.equal(one_item.latents, other_item.latents)
+    assert [item.position for item in live.tracked_items] == [0, 16, 31]
+    for one_tracked, other_tracked in zip(live.tracked_items, cached.tracked_items, strict=True):
+        assert torch.equal(one_tracked.read().latents, other_tracked.read().latents)
+        assert one_tracked.read() is one_tracked.read()  # encoded once
     for one_prompt, other_prompt in zip(live.prompts, cached.prompts, strict=True):
         assert torch.equal(
             one_prompt.conditioning["prompt_embeds"], other_prompt.conditioning["prompt_embeds"]
