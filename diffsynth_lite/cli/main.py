@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from diffsynth_lite import __version__
-from diffsynth_lite.cli import cache, convert, doctor, plan, report, sample
+from diffsynth_lite.cli import cache, convert, doctor, plan, publish, report, sample
 from diffsynth_lite.cli.console import run_command
 
-_COMMANDS = (doctor, plan, report, cache, sample, convert)
+_COMMANDS = (doctor, plan, report, cache, sample, convert, publish)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -120,13 +120,13 @@ class Previews:
         Returns:
             A data URL; of a clip its middle frame. None where nothing was drawn yet, or cannot be read.
         """
-        if not self.requests or not self.folder.is_dir():
+        if not self.requests:
             return None
-        trained = [drawn for drawn in self._drawn_steps() if 0 < drawn <= step]
+        trained = [drawn for drawn in self.drawn_steps() if 0 < drawn <= step]
         if not trained:
             return None
         try:
-            picture = _open(self._file(trained[-1], 0))
+            picture = _open(self.file(trained[-1], 0))
         except (OSError, SyntaxError) as error:  # what PIL raises for a file that is no PNG any more
             logger.warning("The LoRA has no thumbnail of step %d: %s", trained[-1], error)
             return None
@@ -144,14 +144,14 @@ class Previews:
             text = generation_parameters(
                 self.prompts[place], self.negative_prompt, self.requests[place], self.source, loras
             )
-            save_drawn(self._file(step, place), frames, fps=self.source.fps, parameters=text)
-        steps = evenly_spread([drawn for drawn in self._drawn_steps() if drawn <= step], _MAX_COLUMNS)
-        rows = [[_open(self._file(drawn, place)) for drawn in steps] for place in range(len(self.prompts))]
+            save_drawn(self.file(step, place), frames, fps=self.source.fps, parameters=text)
+        steps = evenly_spread([drawn for drawn in self.drawn_steps() if drawn <= step], _MAX_COLUMNS)
+        rows = [[_open(self.file(drawn, place)) for drawn in steps] for place in range(len(self.prompts))]
         path = self.folder / "grid.png"
         save_png(path, preview_grid(rows, redacted(self.prompts), [f"step {drawn}" for drawn in steps]))
         return path
 
-    def _file(self, step: int, place: int) -> Path:
+    def file(self, step: int, place: int) -> Path:
         """File of one preview; its name changes with the prompt and with how it is drawn."""
         return self.folder / f"step-{step:08d}-prompt-{place:02d}-{self._marks[place]}.png"
 
@@ -162,14 +162,14 @@ class Previews:
             for prompt, request in zip(self.prompts, self.requests, strict=True)
         ]
 
-    def _drawn_steps(self) -> list[int]:
+    def drawn_steps(self) -> list[int]:
         """Steps of which every prompt's file is there, also from before a resume."""
-        matches = [match for path in self.folder.iterdir() if (match := _FILE_NAME.fullmatch(path.name))]
+        matches = [match for path in self.folder.glob("*") if (match := _FILE_NAME.fullmatch(path.name))]
         steps = sorted({int(match[1]) for match in matches})
         return [
             step
             for step in steps
-            if all(self._file(step, place).is_file() for place in range(len(self.prompts)))
+            if all(self.file(step, place).is_file() for place in range(len(self.prompts)))
         ]
 
 

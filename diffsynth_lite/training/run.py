@@ -24,6 +24,7 @@ from diffsynth_lite.report.renewal import PageRenewal
 from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded
 from diffsynth_lite.run_folder.metrics import MetricsFile, start_trackers
 from diffsynth_lite.training.builder import (
+    TrainingObjects,
     build_accelerator,
     build_average,
     build_compiler,
@@ -34,6 +35,7 @@ from diffsynth_lite.training.builder import (
     build_workload,
     lora_alpha,
 )
+from diffsynth_lite.training.checkpoint.card import CardWriter
 from diffsynth_lite.training.checkpoint.lora_facts import gather_lora_facts
 from diffsynth_lite.training.checkpoint.lora_file import read_initial_lora
 from diffsynth_lite.training.checkpoint.manifest import Checkpoint
@@ -184,24 +186,7 @@ def _train(
             start_step=start_step,
             folder=run.folder,
         )
-    saver = Saver(
-        folder=run.folder,
-        store=run.store,
-        family=run.checked.family,
-        transformer=transformer,
-        optimizer=optimizer,
-        averaged=averaged,
-        accelerator=run.accelerator,
-        fingerprint=fingerprint,
-        facts=gather_lora_facts(run.config, run.checked.family, encoded, fingerprint),
-        thumbnail=built.previews.thumbnail,
-        run_id=run_id,
-        lineage=lineage,
-        resolved_yaml=run.loaded.resolved_yaml,
-        keeps_best=run.config.output.keep_best and run.config.validation.data is not None,
-        protocol=_validation_protocol(run.config, encoded),
-        best=checkpoint.documents["state"].get("best") if checkpoint else None,
-    )
+    saver = _build_saver(run, built, encoded, fingerprint, lineage, run_id, checkpoint)
     try:
         with _memory_explained(run, encoded, transformer, optimizer, weights):
             step = train(run, built, saver, stop, start_step)
@@ -212,6 +197,49 @@ def _train(
         run.accelerator.free_memory()
         run.accelerator.end_training()
     return step
+
+
+def _build_saver(
+    run: RunContext,
+    built: TrainingObjects,
+    encoded: TrainingData,
+    fingerprint: RunFingerprint,
+    lineage: Lineage,
+    run_id: str,
+    checkpoint: Checkpoint | None,
+) -> Saver:
+    config, family = run.config, run.checked.family
+    facts = gather_lora_facts(config, family, encoded, fingerprint)
+    protocol = _validation_protocol(config, encoded)
+    card_writer = CardWriter(
+        config=config,
+        family=family,
+        facts=facts,
+        previews=built.previews,
+        loss_name=built.validation_loss.name,
+        measures_average=protocol.is_average,
+        folder=run.folder,
+        layers=run.checked.target_layers,
+    )
+    return Saver(
+        folder=run.folder,
+        store=run.store,
+        family=family,
+        transformer=built.transformer,
+        optimizer=built.optimizer,
+        averaged=built.averaged,
+        accelerator=run.accelerator,
+        fingerprint=fingerprint,
+        facts=facts,
+        thumbnail=built.previews.thumbnail,
+        write_card=card_writer.write,
+        run_id=run_id,
+        lineage=lineage,
+        resolved_yaml=run.loaded.resolved_yaml,
+        keeps_best=config.output.keep_best and config.validation.data is not None,
+        protocol=protocol,
+        best=checkpoint.documents["state"].get("best") if checkpoint else None,
+    )
 
 
 def _memory_explained(

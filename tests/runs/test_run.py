@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from huggingface_hub import ModelCard as HubCard
 from PIL import Image
 from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, lora_metadata_of, make_run
 
 from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.run_folder.model_card import is_as_written
 from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects
@@ -56,6 +58,27 @@ def test_a_run_folder_holds_what_the_readme_says(watched_run: TinyRun) -> None:
     digest = hashlib.sha256(json.dumps(contract, sort_keys=True).encode()).hexdigest()
     assert metadata["diffsynth_lite.contract"] == digest
     assert str(watched_run.root) not in str(metadata)
+    assert_card(watched_run)
+
+
+def assert_card(run: TinyRun) -> None:
+    """The card of a LoRA for a model that is no release, with what the run drew and measured."""
+    text = (run.folder / "lora" / "README.md").read_text()
+    assert is_as_written(text)
+    header = HubCard(text).data.to_dict()
+    assert "base_model" not in header
+    assert header["pipeline_tag"] == "text-to-image"
+    widget = [("a red circle", "00"), ("a blue square on a white background", "01")]
+    assert header["widget"] == [
+        {"text": prompt, "output": {"url": f"pictures/prompt-{place}.png"}} for prompt, place in widget
+    ]
+    for place, preview in enumerate(sorted(run.folder.glob("previews/step-00000006-*.png"))):
+        picture = run.folder / "lora" / "pictures" / f"prompt-{place:02d}.png"
+        assert picture.read_bytes() == preview.read_bytes()
+    losses = [row["train_fixed_noise_loss"] for row in run.metrics() if "train_fixed_noise_loss" in row]
+    for step, loss in zip((0, 6), losses, strict=True):
+        assert f"training items, step {step} | {loss:.4f} |" in text
+    assert str(run.root) not in text
 
 
 def assert_told(metadata: dict[str, str]) -> None:

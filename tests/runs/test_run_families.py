@@ -3,6 +3,7 @@
 The layouts of its releases too. What is more about a family or a kind of data has a file of its own.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from family_cases import SIZES, STEPS, FamilyCase, cases_of, make_case
 from family_sample import families_to_test, pairs_on, small_edit_inputs
 from PIL import Image
-from tiny_run import TinyRun, checkpoint_tensors, differing
+from tiny_run import TinyRun, checkpoint_tensors, differing, tiny_picture
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.core.gradient import blocks_in
@@ -22,6 +23,7 @@ from diffsynth_lite.lora.pairs import pairs_of
 from diffsynth_lite.media import frame_strip
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.composite import Composite
+from diffsynth_lite.pipelines.qwen_image_edit import TextAndPictures
 
 STREAMED = ("memory.stream_blocks=all", "memory.stream_slots=1")
 NO_PREVIEWS = ("validation.prompts=[]", "validation.inputs=[]", "validation.last_frames=[]")
@@ -90,6 +92,8 @@ def test_a_family_trains_goes_on_as_if_it_had_not_ended_and_leaves_a_lora_that_d
     model = Composite(parts) if len(parts) > 1 else parts[family.trained[0]]
     check_previews(family, model, asked.requests, whole / "previews")
     check_samples(whole, run.root / "samples")
+    if case.kind != "image":  # drawn as clips are
+        check_card(whole / "lora", family, run.root / "model", monkeypatch)
 
 
 def check_all_learn(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
@@ -165,6 +169,36 @@ def check_samples(folder: Path, samples: Path) -> None:
         [preview] = folder.glob(f"previews/step-{step:08d}-*.png")
         [sample] = samples.glob(f"*-scale-{scale}.png")
         assert pixels(sample) == pixels(preview)
+
+
+def check_card(lora: Path, family: ModelFamily, model: Path, patch: pytest.MonkeyPatch) -> None:
+    """The code in the model card takes the LoRA into all that was trained, and draws a preview."""
+    patch.chdir(model.parent)
+    clips: list[list[Image.Image]] = []
+    patch.setattr("diffusers.utils.export_to_video", lambda frames, _file, **_fps: clips.append(frames))
+    for name in ("input.png", "last.png"):
+        tiny_picture(*SIZES[1], 10).save(name)
+    [code] = re.findall("```python\n(.*?)```", (lora / "README.md").read_text(), re.DOTALL)
+    replaced = {"path/to/the/base/model": model, "path/to/this/folder": lora, '"cuda"': '"cpu"'}
+    if family.prompt_sees_images:  # the pipeline's own processor needs torchvision
+        line = (
+            "pipeline.processor = TextAndPictures(tokenizer=pipeline.tokenizer, pictures=pipeline.processor)"
+        )
+        replaced["drawn = "] = f"{line}\ndrawn = "
+    for there, here in replaced.items():
+        assert there in code
+        code = code.replace(there, str(here))
+    names: dict[str, Any] = {"TextAndPictures": TextAndPictures}
+    exec(code, names)
+    for part in family.trained:
+        assert getattr(names["pipeline"], part).peft_config
+    drawn = frame_strip(clips[0]).size if clips else size_of(Path("picture.png"))
+    assert drawn == size_of(lora / "pictures" / "prompt-00.png")
+
+
+def size_of(path: Path) -> tuple[int, int]:
+    with Image.open(path) as picture:
+        return picture.size
 
 
 def pixels(path: Path) -> bytes:

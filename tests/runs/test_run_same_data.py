@@ -52,10 +52,9 @@ def test_names_may_change_where_the_order_stays(begun_run: TinyRun, whole_run: T
     assert begun_run.train(f"data.path={moved}") == 0
     tensors = checkpoint_tensors(whole_run.folder, 6)
     assert differing(tensors, checkpoint_tensors(begun_run.folder, 6)) == []
-    whole, resumed = (
-        run.folder / "lora" / "pytorch_lora_weights.safetensors" for run in (whole_run, begun_run)
-    )
-    assert whole.read_bytes() == resumed.read_bytes()
+    for name in ("pytorch_lora_weights.safetensors", "README.md"):
+        whole, resumed = (run.folder / "lora" / name for run in (whole_run, begun_run))
+        assert whole.read_bytes() == resumed.read_bytes()
 
 
 def test_another_schema_of_the_cache_encodes_again_and_the_run_goes_on_bit_for_bit(

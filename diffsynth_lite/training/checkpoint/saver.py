@@ -46,6 +46,7 @@ class Saver:
         fingerprint: what a resumed run must agree with.
         facts: what the LoRA's files say of the run.
         thumbnail: of the last previews up to a step, as a data URL; None where there is none.
+        write_card: writes the model card of one of the run's folders with a LoRA, of a step.
         run_id: identifies the run across resumes.
         resolved_yaml: the run's settings, kept beside each checkpoint.
         keeps_best: whether the checkpoint with the lowest loss on held-out data is kept.
@@ -64,6 +65,7 @@ class Saver:
     fingerprint: RunFingerprint
     facts: LoraFacts
     thumbnail: Callable[[int], str | None]
+    write_card: Callable[[Path, int], None]
     run_id: str
     lineage: Lineage
     resolved_yaml: str
@@ -130,6 +132,7 @@ class Saver:
             assert self.best is not None
             describe = self._description(self.best["step"], is_average=self.measures_average)
             export_lora(self.family, folder, tensors, adapter_settings(self.transformer), describe)
+            self.write_card(folder, self.best["step"])
         elif folder.exists():
             aside = set_aside(folder, "left")
             logger.warning("%s is of no checkpoint that this run goes on from; moved to %s.", folder, aside)
@@ -191,6 +194,7 @@ class Saver:
         with self.averaged.applied() if average and self.averaged else nullcontext():
             tensors, settings = adapter_tensors(self.transformer), adapter_settings(self.transformer)
             export_lora(self.family, folder, tensors, settings, describe)
+        self.write_card(folder, step)
 
     def _description(self, step: int, *, is_average: bool) -> Callable[[NoiseRange], Mapping[str, str]]:
         """What a file with the weights of a step says, by the noise levels that it is for."""

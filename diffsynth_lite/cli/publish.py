@@ -1,0 +1,51 @@
+"""Publish a run's LoRA on the hub of Hugging Face, with its card and the pictures in that alone."""
+
+import argparse
+import logging
+from pathlib import Path
+
+from rich.console import Console
+
+from diffsynth_lite.core.units import format_bytes
+from diffsynth_lite.run_folder.folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``diffsynth-lite publish``."""
+    parser.add_argument("folder", type=Path, metavar="RUN", help="the run folder")
+    parser.add_argument(
+        "--to", required=True, metavar="USER/NAME", help="repository; made if it is not there"
+    )
+    parser.add_argument(
+        "--lora",
+        choices=("last", "best", "ema"),
+        default="last",
+        help="the latest (default), that with the lowest loss on held-out data, or the moving average",
+    )
+    parser.add_argument("--private", action="store_true", help="make a repository that only its owner sees")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be published, and send nothing"
+    )
+
+
+def run(parsed: argparse.Namespace) -> None:
+    """Say what is published, and publish it.
+
+    Raises:
+        UserError: there is nothing to publish, or the hub cannot be reached or refuses.
+    """
+    from diffsynth_lite.run_folder.publishing import Publication  # takes a second to import
+
+    folder = RunFolder(parsed.folder.expanduser())
+    loras = {"last": folder.lora_folder, "best": folder.best_lora_folder, "ema": folder.ema_lora_folder}
+    publication = Publication.of_run(folder, loras[parsed.lora], parsed.to)
+    console = Console()
+    console.print(f"To {parsed.to}{', private' if parsed.private else ''}:", highlight=False, markup=False)
+    for name, size in publication.sizes.items():
+        console.print(f"  {name}  {format_bytes(size)}", highlight=False, markup=False, soft_wrap=True)
+    if parsed.dry_run:
+        console.print("Nothing was sent.")
+        return
+    logger.info("Published: %s", publication.send(private=parsed.private))

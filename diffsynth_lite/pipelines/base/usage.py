@@ -1,0 +1,117 @@
+"""This file writes code that draws with a LoRA in diffusers, for the pipeline in a family's folder."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
+
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.base.family import ModelFamily, PreviewRequest
+
+
+def usage_code(
+    family: ModelFamily,
+    request: PreviewRequest,
+    *,
+    base: str,
+    dtype: str,
+    lora: str,
+    prompt: str,
+    negative_prompt: str,
+    fps: float | None,
+) -> str | None:
+    """A program that draws a picture or a clip from a prompt, as a preview is drawn, with a GPU.
+
+    Args:
+        family: bound to a folder.
+        request: of the preview; its prompt is not read.
+        base: hub id or folder of the pipeline.
+        dtype: of its weights, as torch calls it.
+        lora: repository or folder of the LoRA.
+        negative_prompt: steered away from where the guidance runs the model twice.
+        fps: frames per second of the clip's file.
+
+    Returns:
+        Its lines; None where the family's pipeline is not one of diffusers.
+    """
+    if not isinstance(family, DiffusersFamily):
+        return None
+    takes = inspect.signature(family.pipeline.__call__).parameters
+    name, makes_clips = family.pipeline.__name__, "num_frames" in takes
+    pictures = _pictures(family, request, takes)
+    call = {
+        "prompt": prompt,
+        **_guidance(family, request.guidance_scale, negative_prompt, takes),
+        "width": request.width,
+        "height": request.height,
+        **({"max_area": request.width * request.height} if pictures and "max_area" in takes else {}),
+        **({"num_frames": request.num_frames, "output_type": "pil"} if makes_clips else {}),
+        **({"frame_rate": family.default_fps} if "frame_rate" in takes else {}),
+        "num_inference_steps": request.num_inference_steps,
+    }
+    save, tools = 'drawn.images[0].save("picture.png")', ["load_image"] if pictures else []
+    if makes_clips and request.num_frames == 1:
+        save = 'drawn.frames[0][0].save("picture.png")'
+    elif makes_clips:
+        save = f'export_to_video(drawn.frames[0], "clip.mp4", fps={fps:g})'
+        tools.insert(0, "export_to_video")
+    lines = [
+        "import torch",
+        f"from diffusers import {name}",
+        *([f"from diffusers.utils import {', '.join(tools)}"] if tools else []),
+        "",
+        f'pipeline = {name}.from_pretrained("{base}", dtype=torch.{dtype}).to("cuda")',
+        *_loading(family, lora),
+        "drawn = pipeline(",
+        *(f"    {key}={value!r}," for key, value in call.items()),
+        *(f'    {key}=load_image("{file}"),' for key, file in pictures.items()),
+        f'    generator=torch.Generator("cpu").manual_seed({request.seed}),',
+        ")",
+        save,
+    ]
+    return "\n".join(lines)
+
+
+def _guidance(
+    family: DiffusersFamily, scale: float, negative_prompt: str, takes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The scale, told to a model that knows one; others run with the negative prompt, too, and not at all
+    where it is no more than 1."""
+    if family.folder.component_config(family.trainable[0]).get("guidance_embeds"):
+        return {"guidance_scale": scale}
+    name = "true_cfg_scale" if "true_cfg_scale" in takes else "guidance_scale"
+    if scale <= 1:
+        return {name: 0.0}
+    # Without any negative prompt, a pipeline with a ``true_cfg_scale`` runs the model once.
+    is_given = "negative_prompt" in takes and (negative_prompt.strip() or name == "true_cfg_scale")
+    return {**({"negative_prompt": negative_prompt} if is_given else {}), name: scale}
+
+
+def _pictures(family: DiffusersFamily, request: PreviewRequest, takes: Mapping[str, Any]) -> dict[str, str]:
+    """Names of the files that stand for what is drawn from, by argument."""
+    if "image" not in takes or not (request.inputs or family.needs_inputs):
+        return {}
+    # Wan 2.1 FLF2V always wants both.
+    wants_last = family.folder.component_config(family.trainable[0]).get("pos_embed_seq_len") is not None
+    is_led = "last_image" in takes and (len(request.inputs) > 1 or wants_last)
+    return {"image": "input.png", **({"last_image": "last.png"} if is_led else {})}
+
+
+def _loading(family: DiffusersFamily, lora: str) -> Iterator[str]:
+    """The call, or calls, that take the LoRA in."""
+    for file, components in lora_files(family).items():
+        arguments = [f'"{lora}"']
+        if file != LORA_WEIGHT_NAME_SAFE:
+            arguments.append(f'weight_name="{file}"')
+        if components == ["transformer_2"]:
+            arguments.append("load_into_transformer_2=True")
+        yield f"pipeline.load_lora_weights({', '.join(arguments)})"
+
+
+def lora_files(family: DiffusersFamily) -> dict[str, list[str]]:
+    """The components whose LoRA each file holds, by its name."""
+    files: dict[str, list[str]] = {}
+    for component in family.trained:
+        files.setdefault(family.lora_file_name(component), []).append(component)
+    return files

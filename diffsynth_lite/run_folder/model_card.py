@@ -1,0 +1,187 @@
+"""This file writes the model card beside a LoRA, with sample pictures, unless somebody edited it.
+
+A card is ``README.md`` as the hub of Hugging Face reads it: a header in yaml, and Markdown.
+"""
+
+import hashlib
+import logging
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from diffsynth_lite.files import replacing, write_text
+from diffsynth_lite.redaction import redacted
+
+logger = logging.getLogger(__name__)
+
+CARD = "README.md"
+PICTURES = "pictures"
+"""Folder of the card's pictures, beside it."""
+LORA_FOLDER = "path/to/this/folder"
+"""Where the code in a card loads the LoRA from, until it is published somewhere."""
+
+_MARK = re.compile(r"<!-- Written by diffsynth_lite, ([0-9a-f]{16})\.[^>]*-->\s*\Z")
+# A backslash is no escape of itself here: the hub takes one before a bracket, written twice, for mathematics.
+_ESCAPES = str.maketrans(
+    {"&": "&amp;", "<": "&lt;", ">": "&gt;", "\\": "&#92;", "$": "&#36;"}
+    | {character: f"\\{character}" for character in "`*_[]|~"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A preview that the card shows.
+
+    Attributes:
+        prompt: that it was drawn from.
+        negative_prompt: that it was steered away from; None where there was none.
+        before: file of the picture of the same prompt and noise before training; None where there is none.
+        after: file of the picture with the LoRA. Beside each picture of a clip, which shows some of its
+            frames, is the clip, an MP4 of the same name.
+    """
+
+    prompt: str
+    negative_prompt: str | None
+    before: Path | None
+    after: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """What a card says. All texts are plain, and none holds a path.
+
+    Attributes:
+        header: keys and values that the hub knows, but for ``widget``; None leaves a key out.
+        title: the heading.
+        summary: what it is, in a sentence or two.
+        triggers: words that prompts should hold.
+        samples: a few previews.
+        sample_caption: what they show.
+        code: Python that draws with it in diffusers; None where diffusers has no pipeline for it.
+        comfy_files: files that ComfyUI loads, and what each is for; None where it has no place for them.
+        settings: how it was trained, and what came of it, by name.
+        caveats: what is not known, or is not as one might think.
+    """
+
+    header: Mapping[str, Any]
+    title: str
+    summary: str
+    triggers: Sequence[str]
+    samples: Sequence[Sample]
+    sample_caption: str
+    code: str | None
+    comfy_files: Mapping[str, str] | None
+    settings: Mapping[str, str]
+    caveats: Sequence[str]
+
+
+def write_model_card(folder: Path, card: ModelCard) -> None:
+    """Write the card, and copies of its pictures, in place of one that was written so.
+
+    A card that somebody edited, or that is of somebody else, stays as it is, and so do its pictures.
+
+    Args:
+        folder: of the LoRA.
+
+    Raises:
+        OSError: something could not be written.
+    """
+    path = folder / CARD
+    if path.exists() and not is_as_written(path.read_text(encoding="utf-8", errors="replace")):
+        logger.info("%s was edited; it and its pictures stay as they are.", path)
+        return
+    pictures = _pictures(card.samples)
+    for name, source in pictures.items():
+        (folder / PICTURES).mkdir(exist_ok=True)
+        with replacing(folder / PICTURES / name) as temporary:
+            shutil.copyfile(source, temporary)
+    write_text(path, _rendered(card, set(pictures)))
+
+
+def is_as_written(text: str) -> bool:
+    """Whether a card is as it was written here: the mark at its end fits the text above it."""
+    mark = _MARK.search(text)
+    return mark is not None and mark[1] == _digest(text[: mark.start()])
+
+
+def marked(text: str) -> str:
+    """A card with the mark at its end by which :func:`is_as_written` knows it; in place of an earlier one."""
+    text = _MARK.sub("", text).rstrip() + "\n\n"
+    return (
+        f"{text}<!-- Written by diffsynth_lite, {_digest(text)}. Change anything above, or take this line "
+        "out, and no run replaces the card. -->\n"
+    )
+
+
+def _digest(text: str) -> str:
+    """Of the lines, whatever ends them: git and the hub's editor may change that."""
+    lines = "\n".join(line.rstrip() for line in text.splitlines()).rstrip()
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]
+
+
+def _stems(place: int) -> tuple[str, str]:
+    """Names of a sample's pictures, before and after; they stay the same while a run goes on."""
+    return f"prompt-{place:02d}-before", f"prompt-{place:02d}"
+
+
+def _pictures(samples: Sequence[Sample]) -> dict[str, Path]:
+    """What the pictures beside the card are copied from, by name."""
+    pictures = {
+        stem: picture
+        for place, sample in enumerate(samples)
+        for stem, picture in zip(_stems(place), (sample.before, sample.after), strict=True)
+        if picture is not None
+    }
+    return {
+        f"{stem}{suffix}": file
+        for stem, picture in pictures.items()
+        for suffix in (".png", ".mp4")
+        if (file := picture.with_suffix(suffix)).is_file()
+    }
+
+
+def _rendered(card: ModelCard, pictures: set[str]) -> str:
+    """The card; secrets are masked before anything is escaped or wrapped, and once more after that."""
+    environment = Environment(
+        loader=PackageLoader("diffsynth_lite.run_folder", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: value if isinstance(value, Markup) else Markup(_as_markdown(str(value))),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    rows = [_row(sample, place, pictures) for place, sample in enumerate(card.samples)]
+    header = ModelCardData(**redacted(card.header), widget=[row["widget"] for row in rows] or None)
+    text = environment.get_template("model_card.md.jinja").render(
+        card=card,
+        rows=rows,
+        code=None if card.code is None else Markup(redacted(card.code)),
+    )
+    return marked(redacted(f"---\n{header.to_yaml()}\n---\n\n{text}"))
+
+
+def _row(sample: Sample, place: int, pictures: set[str]) -> dict[str, Any]:
+    """A sample as the template shows it, and as an entry of the hub's widget."""
+    files = [
+        {suffix: f"{PICTURES}/{stem}.{suffix}" for suffix in ("png", "mp4") if f"{stem}.{suffix}" in pictures}
+        for stem in _stems(place)
+    ]
+    prompt, negative_prompt = redacted((sample.prompt, sample.negative_prompt))
+    widget: dict[str, Any] = {"text": prompt}
+    if negative_prompt is not None:
+        widget["parameters"] = {"negative_prompt": negative_prompt}
+    widget["output"] = {"url": files[1].get("mp4", files[1]["png"])}
+    return {"prompt": prompt, "files": files, "widget": widget}
+
+
+def _as_markdown(text: str) -> str:
+    """Text on one line that Markdown shows as it is, outside of code."""
+    shown = "".join(character if character.isprintable() else " " for character in redacted(text))
+    return " ".join(shown.split()).translate(_ESCAPES)

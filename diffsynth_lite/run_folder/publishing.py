@@ -1,0 +1,174 @@
+"""This file puts a run's LoRA on the hub of Hugging Face: with its card and the pictures in that, no more.
+
+All of it goes in one commit, so that the repository has all of the files or is as it was before.
+"""
+
+import logging
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, get_token, hf_hub_download
+from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not listed there
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.model_card import CARD, LORA_FOLDER, PICTURES, is_as_written, marked
+
+logger = logging.getLogger(__name__)
+
+_NAMED_PICTURE = re.compile(rf"{PICTURES}/[\w-]+\.\w+")
+_NO_RIGHTS = "log in with `hf auth login` and a token that may write there, or publish to a name of your own"
+_REMEDIES = {401: _NO_RIGHTS, 403: _NO_RIGHTS, 404: _NO_RIGHTS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication:
+    """What goes to a repository.
+
+    Attributes:
+        repository: such as ``ann/my-lora``.
+        card: the text of its ``README.md``.
+        files: the LoRA and the pictures that the card names, by their path there.
+    """
+
+    repository: str
+    card: str
+    files: Mapping[str, Path]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of all files, by their path in the repository."""
+        return {CARD: len(self.card.encode())} | {
+            name: path.stat().st_size for name, path in self.files.items()
+        }
+
+    @classmethod
+    def of_run(cls, run: RunFolder, lora_folder: Path, repository: str) -> "Publication":
+        """A LoRA of a run, with its card, which then loads the LoRA from the repository.
+
+        Args:
+            lora_folder: one of those of the run.
+
+        Raises:
+            UserError: there is no run, it has no such LoRA, or its card is missing or names what must not be
+                published or is not there.
+        """
+        _require_repository_name(repository, "--to")
+        if not run.holds_run():
+            raise UserError(f"{run.path}: holds no run; give the output.dir of one")
+        files = {path.name: path for path in sorted(lora_folder.glob("*.safetensors")) if path.is_file()}
+        if not files:
+            raise UserError(
+                f"{lora_folder}: holds no LoRA; a run writes it with its first checkpoint "
+                "(lora_ema with train.ema_decay, lora_best with validation.data)"
+            )
+        try:
+            card = (lora_folder / CARD).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise UserError(
+                f"{lora_folder / CARD}: is not there; a run writes it with each checkpoint, or write one"
+            ) from None
+        _require_public_base(card, lora_folder / CARD)
+        for name in sorted(set(_NAMED_PICTURE.findall(card))):
+            files[name] = lora_folder / name
+            if not files[name].is_file():
+                raise UserError(f"{lora_folder / CARD}: names {name}, which is not there")
+        if is_as_written(card):
+            card = marked(card.replace(LORA_FOLDER, repository))
+        return cls(repository=repository, card=card, files=files)
+
+    def send(self, *, private: bool) -> str:
+        """Make the repository, unless it is there, and commit the files that differ from those in it.
+
+        A card that somebody edited there stays, unless this one was edited, too.
+
+        Args:
+            private: only the owner sees a repository that is made; one that all can see is refused.
+
+        Returns:
+            Address of the commit.
+
+        Raises:
+            UserError: the hub cannot be reached or refuses. The repository then has none of the files, but
+                may be new.
+        """
+        if get_token() is None:
+            raise UserError("no token for the hub: log in with `hf auth login`, or set HF_TOKEN")
+        hub = HfApi()
+        with _explained(self.repository):
+            hub.create_repo(self.repository, private=private or None, exist_ok=True)
+            if private and not hub.repo_info(self.repository).private:
+                raise UserError(
+                    f"--private: {self.repository} is there already, and all can see it; make it private on "
+                    "its page, or choose another name"
+                )
+            files: dict[str, Path | bytes] = dict(self.files)
+            if self._may_replace_card():
+                files[CARD] = self.card.encode()
+            commit = hub.create_commit(
+                self.repository,
+                [CommitOperationAdd(name, source) for name, source in sorted(files.items())],
+                commit_message="LoRA trained with diffsynth_lite",
+            )
+        return commit.commit_url
+
+    def _may_replace_card(self) -> bool:
+        if not is_as_written(self.card):
+            return True
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                there = Path(hf_hub_download(self.repository, CARD, local_dir=folder))
+            except RemoteEntryNotFoundError:
+                return True
+            if is_as_written(there.read_text(encoding="utf-8", errors="replace")):
+                return True
+        logger.warning("The card of %s was edited there, and stays as it is.", self.repository)
+        return False
+
+
+def _require_repository_name(name: str, key: str) -> None:
+    try:
+        validate_repo_id(name)
+        is_valid = name.count("/") == 1
+    except HFValidationError:
+        is_valid = False
+    if not is_valid:
+        raise UserError(f"{key}: {name!r} is no name of a repository on the hub; give one such as user/name")
+
+
+def _require_public_base(card: str, path: Path) -> None:
+    """The hub refuses a card whose base model is a path, and a path is nobody's business.
+
+    Raises:
+        UserError: it is one, or the card's header cannot be read.
+    """
+    try:
+        found = ModelCard(card, ignore_metadata_errors=True).data.get("base_model")
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: its header cannot be read ({' '.join(str(error).split())})") from error
+    for base in [found] if isinstance(found, str) else found or ():
+        _require_repository_name(str(base), f"{path}, base_model")
+
+
+@contextmanager
+def _explained(repository: str) -> Iterator[None]:
+    """Scope in which errors of the hub and of the connection to it are the user's."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        # What an upload's error says further is an address that lets anybody write for a while.
+        said = getattr(error, "server_message", None) or str(error)
+        remedy = _REMEDIES.get(status, "correct what it names, or check the connection (and HF_HUB_OFFLINE)")
+        raise UserError(
+            f"publish: {repository}: {type(error).__name__}: {' '.join(said.split())}; {remedy}. All "
+            "files go in one commit, so that either all of them are there or none"
+        ) from error
