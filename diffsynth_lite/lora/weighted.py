@@ -65,10 +65,10 @@ def add_finished_lora(
         model: a diffusers model, with weights.
         name: peft's, for the adapter.
         tensors: by peft's names, which fit the model.
-        settings: peft's. Where they give no alpha, each layer's is its rank, as diffusers reads a file.
+        settings: peft's. Where they give no alpha, each layer's is its rank.
     """
-    first = {name: tensor for name, tensor in tensors.items() if name.endswith(_FIRST)}
-    ranks = {name.removesuffix(_FIRST): len(tensor) for name, tensor in first.items()}
+    firsts = {key: tensor for key, tensor in tensors.items() if key.endswith(_FIRST)}
+    ranks = {key.removesuffix(_FIRST): len(tensor) for key, tensor in firsts.items()}
     rank = next(iter(ranks.values()))
     alpha = settings.get("lora_alpha")
     # peft takes the names in a pattern for endings unless they begin so.
@@ -78,7 +78,6 @@ def add_finished_lora(
         lora_alpha=rank if alpha is None else alpha,
         rank_pattern=others,
         alpha_pattern=others if alpha is None else {},
-        use_rslora=bool(settings.get("use_rslora")),
         target_modules=list(ranks),
     )
     use_lora_linear(config)

@@ -13,7 +13,6 @@ import torch
 from accelerate import Accelerator
 from diffusers.training_utils import free_memory
 from PIL import Image
-from safetensors import SafetensorError
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.weights import QuantizationReport
@@ -30,6 +29,7 @@ from diffsynth_lite.training.builder import (
     build_preview_requests,
     load_frozen_transformer,
 )
+from diffsynth_lite.training.checkpoint.lora_file import read_lora
 from diffsynth_lite.training.checkpoint.resume import choices_in
 from diffsynth_lite.training.checks import bind_family, check_loading, check_previews, find_blocks
 from diffsynth_lite.training.encoding import encode_previews
@@ -186,13 +186,8 @@ def _earlier_choices(run: RunFolder | None) -> dict[str, Any] | None:
 
 
 def _read(family: ModelFamily, empty: torch.nn.Module, place: int, given: GivenLora) -> _ReadLora:
-    where = f"--lora {given.place}"
-    try:
-        tensors, settings = family.read_lora(given.place)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        text = " ".join(str(error).split())
-        raise UserError(f"{where}: holds no LoRA that this family's pipeline can read ({text})") from error
-    require_fit(empty, tensors, place=where)
+    tensors, settings = read_lora(family, str(given.place), key="--lora")
+    require_fit(empty, tensors, place=f"--lora {given.place}")
     return _ReadLora(given=given, adapter=f"sampled_{place}", tensors=tensors, settings=settings)
 
 

@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 from lazy_backend import LazyBackend, LazyCopy
 from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing, make_run
 
+from diffsynth_lite.cli.main import main
 from diffsynth_lite.config import load_config
 from diffsynth_lite.core.gradient import KEEP, RECOMPUTE, BlockCompiler
 from diffsynth_lite.core.transfer.backends import PlainBackend
@@ -350,3 +351,8 @@ def test_a_format_is_chosen_where_that_is_allowed_and_nothing_fits_without_and_t
     assert tiny_run.train(*allowed, f"memory.device_gib={10 * least}") == 0
     assert "memory.auto: model.quantize: int8 stay, as the run's first start chose" in caplog.text
     assert "layers_quantised" in reports(tiny_run, tiny_run.folder)[-1]
+    caplog.clear()
+    drawn = ("--prompt", "a red circle", "--steps", "2", "--scale", "1")
+    assert main(["sample", "--lora", str(tiny_run.folder), *drawn]) == 0
+    assert "memory.auto: model.quantize: int8 stay, as the run's first start chose" in caplog.text
+    assert re.search(r"quantised +28 layers", caplog.text)

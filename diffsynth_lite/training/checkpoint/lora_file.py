@@ -15,7 +15,7 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import sync
 from diffsynth_lite.lora.file_header import add_metadata
 from diffsynth_lite.lora.metadata import NoiseRange
-from diffsynth_lite.lora.pairs import LoraPair, adapter_of, pairs_of
+from diffsynth_lite.lora.pairs import LoraFile, LoraPair, adapter_of, pairs_of
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.redaction import redacted
 
@@ -122,6 +122,30 @@ def _compare(loaded: Mapping[str, LoraPair], adapter: Mapping[str, LoraPair], dt
     return lost / whole if whole else 0.0
 
 
+def read_lora(family: ModelFamily, location: str, *, key: str) -> LoraFile:
+    """A LoRA of this or another program, as the family reads it.
+
+    Args:
+        location: the file, or a folder with it; of experts, with the family's file names in it.
+        key: the setting or flag that names it, for messages.
+
+    Raises:
+        UserError: it is missing or damaged, or none that is known.
+    """
+    place = Path(location).expanduser()
+    if not place.exists():
+        raise UserError(f"{key}: there is no {location}; name a LoRA file, or the folder that holds it")
+    try:
+        return family.read_lora(place)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        text = " ".join(str(error).split())
+        raise UserError(
+            f"{key}: {location} holds no LoRA that this family's pipeline can read ({text})"
+        ) from error
+
+
 def read_initial_lora(
     family: ModelFamily, location: str, *, layers: Collection[str], rank: int, alpha: float
 ) -> dict[str, torch.Tensor]:
@@ -138,20 +162,7 @@ def read_initial_lora(
     Raises:
         UserError: it is missing or damaged, or has other layers or another rank.
     """
-    place = Path(location).expanduser()
-    if not place.exists():
-        raise UserError(
-            f"lora.init_from: there is no {location}; name a LoRA file, or the folder that holds it"
-        )
-    try:
-        tensors, settings = family.read_lora(place)
-    except UserError as error:
-        raise UserError(f"lora.init_from: {error}") from error
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        text = " ".join(str(error).split())
-        raise UserError(
-            f"lora.init_from: {location} holds no LoRA that this family's pipeline can read ({text})"
-        ) from error
+    tensors, settings = read_lora(family, location, key="lora.init_from")
     _check_layers(tensors, layers, location)
     ranks = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_FIRST)}
     if ranks != {rank}:
