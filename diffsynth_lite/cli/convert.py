@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from diffsynth_lite.errors import UserError, join_names
+from diffsynth_lite.run_folder.folder import RunFolder
 
 if TYPE_CHECKING:  # Wrong arguments are told before torch is imported, which takes seconds.
     from diffsynth_lite.lora.conversion import FamilyNames, Target
@@ -25,7 +26,7 @@ _EXPLANATION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite convert``."""
     parser.epilog = _EXPLANATION
-    parser.add_argument("source", metavar="IN", type=Path, help="LoRA file, or a folder with one in it")
+    parser.add_argument("source", metavar="IN", type=Path, help="LoRA file, folder with one, or run")
     parser.add_argument("target", metavar="OUT", type=Path, help="file to write, which must not exist yet")
     parser.add_argument(
         "--to",
@@ -58,17 +59,20 @@ def run(parsed: argparse.Namespace) -> None:
     Raises:
         UserError: IN cannot be read or converted in full, or OUT cannot be written.
     """
-    target = parsed.target.expanduser()
+    source, target = (path.expanduser() for path in (parsed.source, parsed.target))
     if target.suffix != ".safetensors":
         raise UserError(f"{target}: is the file to write; name one that ends in .safetensors")
     if target.exists():
         raise UserError(f"{target}: is there already; name another file, or remove it")
+    if RunFolder(source).holds_run():
+        source = RunFolder(source).lora_folder
     import torch
+    from safetensors import SafetensorError
 
     from diffsynth_lite.lora.conversion import convert, write_conversion
     from diffsynth_lite.lora.reading import read_contents
 
-    contents = read_contents(parsed.source.expanduser())
+    contents = read_contents(source)
     if parsed.without_text_encoders:
         contents = contents.without_text_encoders()
     name, names = _family_of(contents, parsed.family, parsed.to)
@@ -76,17 +80,16 @@ def run(parsed: argparse.Namespace) -> None:
     converted = convert(contents, names, parsed.to, target, alpha=parsed.alpha, dtype=dtype)
     try:
         write_conversion(converted)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(f"{target}: could not be written ({error})") from error
-    difference = (
-        "are the same"
-        if not converted.difference
-        else (f"differ by {converted.difference:.1e} of their size at most ({converted.layer})")
-    )
+    if converted.difference:
+        updates = f"differ by {converted.difference:.1e} of their size at most ({converted.layer})"
+    else:
+        updates = "are the same"
     for line in (
         f"{contents.file}: {name}, {_described(contents)}",
         f"{target}: {_described(converted.contents)}",
-        f"All layers are in it, and their updates {difference}.",
+        f"All layers are in it, and their updates {updates}.",
     ):
         Console().print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -101,12 +104,17 @@ def _family_of(contents: "LoraContents", asked: str | None, to: "Target") -> tup
     from diffsynth_lite.lora.reading import unknown_layers
     from diffsynth_lite.pipelines import family_names, load_family
 
-    families = {name: load_family(name) for name in ([asked] if asked else family_names())}
+    try:
+        families = {name: load_family(name) for name in ([asked] if asked else family_names())}
+    except UserError as error:
+        raise UserError(f"--family: {str(error).removeprefix('model.family: ')}") from error
     names = {
         name: FamilyNames(layers=family.lora_layers, comfyui=family.lora_spelling)
         for name, family in families.items()
     }
     if asked:
+        if not names[asked].layers:
+            raise UserError(f"--family: {asked} says no names of layers in files (lora_layers)")
         return asked, names[asked]
     architecture = contents.metadata.get("modelspec.architecture", "").removesuffix("/lora")
     for name, family in families.items():

@@ -1,6 +1,7 @@
 """This file writes a LoRA in the names of another program, and says how far its updates came through."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -91,17 +92,24 @@ def convert(
             dtype cannot hold the values.
     """
     before = known_pairs(contents, names.layers)
-    # Products in half precision would be rounded on the way, too.
+    has_alphas = to == "kohya" or (to == "comfyui" and names.comfyui.is_flat)
+    if alpha and not has_alphas:
+        raise UserError(f"--alpha: a file for {to} has no place for it here, its updates are as they are")
+    alphas = dict.fromkeys(before, alpha) if alpha else _trained_alphas(before, contents.metadata)
+    # In fp32: products in half precision would be rounded on the way, too. Copies: layers may share matrices.
     pairs = {
-        layer: LoraPair(down=pair.down.float(), up=pair.up.float(), alpha=pair.alpha)
+        layer: LoraPair(
+            down=pair.down.to(torch.float32, copy=True),
+            up=pair.up.to(torch.float32, copy=True),
+            alpha=pair.alpha,
+        )
         for layer, pair in before.items()
     }
-    if to == "kohya" or (to == "comfyui" and names.comfyui.is_flat):
-        pairs = _with_alpha(pairs, alpha) if alpha else _with_trained_alpha(pairs, contents.metadata)
-    elif alpha is not None:
-        raise UserError(f"--alpha: a file for {to} has no place for it here, its updates are as they are")
+    if has_alphas:
+        pairs = {layer: pair.with_alpha(alphas[layer]) for layer, pair in pairs.items()}
     tensors = spelled(pairs, names, to, dtype or contents.dtype)
-    after = contents_of(file, tensors, _kept_metadata(contents.metadata, pairs))
+    strengths = {(pair.rank, alphas[layer]) for layer, pair in before.items()}
+    after = contents_of(file, tensors, _kept_metadata(contents.metadata, strengths))
     difference, layer = _greatest_difference(before, known_pairs(after, names.layers))
     return Conversion(tensors=tensors, contents=after, difference=difference, layer=layer)
 
@@ -163,28 +171,24 @@ def _kohya_tensors(
     return tensors
 
 
-def _with_alpha(pairs: Mapping[str, LoraPair], alpha: float) -> dict[str, LoraPair]:
-    return {layer: pair.with_alpha(alpha) for layer, pair in pairs.items()}
-
-
-def _with_trained_alpha(pairs: Mapping[str, LoraPair], metadata: Mapping[str, str]) -> dict[str, LoraPair]:
-    """The same updates with the alpha that they were trained with, where it is folded and metadata say it."""
+def _trained_alphas(pairs: Mapping[str, LoraPair], metadata: Mapping[str, str]) -> dict[str, float]:
+    """The alpha of each layer; where all have it folded, the one in the metadata, of those with its rank."""
+    alphas = {layer: pair.alpha for layer, pair in pairs.items()}
     try:
         rank, alpha = int(metadata[_DIM]), float(metadata[_NETWORK_ALPHA])
     except (KeyError, ValueError):
-        return dict(pairs)
-    if not alpha > 0 or any(pair.alpha != pair.rank for pair in pairs.values()):
-        return dict(pairs)
-    return {layer: pair.with_alpha(alpha) if pair.rank == rank else pair for layer, pair in pairs.items()}
+        return alphas
+    if not 0 < alpha < math.inf or any(pair.alpha != pair.rank for pair in pairs.values()):
+        return alphas
+    return alphas | {layer: alpha for layer, pair in pairs.items() if pair.rank == rank}
 
 
-def _kept_metadata(metadata: Mapping[str, str], pairs: Mapping[str, LoraPair]) -> dict[str, str]:
+def _kept_metadata(metadata: Mapping[str, str], strengths: Collection[tuple[int, float]]) -> dict[str, str]:
     """Those of a file that stay true in other names, with rank and alpha where all layers have the same.
 
-    By these :func:`_with_trained_alpha` finds an alpha again that is folded.
+    By these :func:`_trained_alphas` finds an alpha again that is folded.
     """
     kept = {name: value for name, value in metadata.items() if name not in _STALE}
-    strengths = {(pair.rank, pair.alpha) for pair in pairs.values()}
     if len(strengths) == 1:
         ((rank, alpha),) = strengths
         kept |= {_DIM: str(rank), _NETWORK_ALPHA: f"{alpha:g}"}

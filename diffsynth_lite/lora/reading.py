@@ -24,6 +24,7 @@ _MATRIX = re.compile(
     r"|lora_B(?:\.default)?|lora_up|(?:lora\.|lora_linear_layer\.)?up)\.weight"
 )
 _ALPHA = ".alpha"
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _OTHER_KINDS = {
     r"\.(dora_scale|lora_magnitude_vector)\b": "a DoRA",
     r"\.lokr_": "a LoKr",
@@ -259,10 +260,10 @@ def _sorted_out(
     for name, tensor in tensors.items():
         if name.endswith(_ALPHA) and tensor.numel() == 1 and tensor.isfinite() and tensor:
             alphas[name.removesuffix(_ALPHA)] = float(tensor)
-        elif (match := _MATRIX.fullmatch(name)) and tensor.is_floating_point() and tensor.ndim > 1:
+        elif (match := _MATRIX.fullmatch(name)) and tensor.dtype in _DTYPES and tensor.ndim > 1:
             (downs if match["down"] else ups)[match["key"]] = tensor
         else:
-            rest.append(name)
+            rest.append(f"{name} ({str(tensor.dtype).removeprefix('torch.')})")
     if not downs:
         raise UserError(
             f"{file}: holds no LoRA (first of {len(tensors)} tensors: {next(iter(tensors), None)})"

@@ -62,10 +62,16 @@ def test_there_and_back_is_the_file_again(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_alpha_and_dtype_are_those_asked_for(flux_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_alpha_and_dtype_of_a_runs_lora_are_those_asked_for(
+    flux_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = flux_file.with_name("new") / "other.safetensors"
     asked = ["--alpha", "3", "--dtype", "float16"]
-    assert main(["convert", str(flux_file), str(out), "--to", "kohya", *asked]) == 0
+    run = flux_file.parent
+    (run / "status.json").write_text('{"found_at": ""}')
+    (run / "lora").mkdir()
+    flux_file.rename(run / "lora" / flux_file.name)
+    assert main(["convert", str(run), str(out), "--to", "kohya", *asked]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[1].endswith("rank 4, alpha 3, float16")
     assert "their updates differ by" in printed[2]
@@ -96,7 +102,12 @@ def test_alpha_and_dtype_are_those_asked_for(flux_file: Path, capsys: pytest.Cap
         ),
         ("transformer.transformer_blocks.0.attn.to_q", ("--to", "kohya"), "say with --family which it is"),
         ("lora_unet_blocks_0_ffn_0", ("--to", "kohya", "--family", "flux"), "1 of 1 layers are not known"),
-        ("lora_unet_blocks_0_ffn_0", ("--to", "kohya", "--family", "flax"), "did you mean 'flux'"),
+        (
+            "lora_unet_blocks_0_ffn_0",
+            ("--to", "kohya", "--family", "flax"),
+            "--family: .* did you mean 'flux'",
+        ),
+        ("lora_unet_blocks_0_ffn_0", ("--to", "kohya", "--family", "my_families.cogvideox"), "lora_layers"),
     ],
 )
 def test_what_cannot_be_converted_is_one_line(

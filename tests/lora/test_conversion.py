@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from diffusers.loaders import lora_conversion_utils as diffusers_converters
+from safetensors.torch import load_file
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
-from diffsynth_lite.lora.conversion import FamilyNames, Target, convert
+from diffsynth_lite.lora.conversion import FamilyNames, Target, convert, write_conversion
 from diffsynth_lite.lora.pairs import LoraPair
 from diffsynth_lite.lora.reading import LoraContents, contents_of, known_pairs
 from diffsynth_lite.lora.spelling import DIFFUSERS, SDXL_NAMES, WAN_NAMES, taken_by_comfyui
@@ -83,8 +84,17 @@ def test_there_and_back_is_the_identity(contents: LoraContents, names: FamilyNam
         "ss_network_dim": "4",
         "ss_network_alpha": "2",
     }
-    again = convert(back.contents, names, to, FILE)
+    again = convert(convert(there.contents, names, "diffusers", FILE).contents, names, to, FILE)
     assert equal(again.tensors, there.tensors)
+    assert again.contents.metadata == back.contents.metadata
+
+
+def test_layers_that_shared_a_matrix_are_written_apart(tmp_path: Path) -> None:
+    shared = kohya(("lora_unet_double_blocks_0_img_attn_qkv", 6, 18), alpha=4.0)
+    there = convert(shared, FLUX, "diffusers", tmp_path / "new" / "out.safetensors")
+    write_conversion(there)
+    assert equal(load_file(there.contents.file), there.tensors)
+    assert len({tensor.data_ptr() for tensor in there.tensors.values()}) == 6
 
 
 def test_each_program_gets_its_names() -> None:
