@@ -16,7 +16,7 @@ class Line:
     Attributes:
         metric: name in ``metrics.jsonl``, with ``_smoothed`` behind it for the smoothed line.
         label: in the legend.
-        is_faint: drawn thin and pale, behind a line that says the same smoothed.
+        is_faint: drawn thin and pale, around the line that matters; left out beside other runs.
     """
 
     metric: str
@@ -51,7 +51,7 @@ class Chart:
     def summary(self, series: Mapping[str, Series]) -> str:
         """Where each line that is not faint begins and ends, in words; empty where there is none."""
         shown = [line for line in self.lines if not line.is_faint and line.metric in series]
-        return "; ".join(_ends(line, series[line.metric], is_named=len(shown) > 1) for line in shown)
+        return "; ".join(_ends(line, series[line.metric], is_named=len(self.lines) > 1) for line in shown)
 
 
 CHARTS = (
@@ -115,9 +115,9 @@ CHARTS = (
         meaning="How much the LoRA changes the weights that it is added to; each number on the left is ten "
         "times the one below. Layers at 0 learn nothing, and are named further down.",
         lines=(
-            Line(metric="update_largest", label="largest"),
+            Line(metric="update_largest", label="largest", is_faint=True),
             Line(metric="update_median", label="median"),
-            Line(metric="update_smallest", label="smallest above 0"),
+            Line(metric="update_smallest", label="smallest above 0", is_faint=True),
         ),
         unit="% of the weights",
         is_log=True,

@@ -26,15 +26,14 @@
 
   // One line a metric that there is; of several runs one a run and metric, in the run's colour, without faint ones.
   function linesOf(chart, runs) {
+    const bold = chart.lines.filter((line) => !line.is_faint);
     if (runs.length > 1) {
-      const isShown = ({ metric, is_faint }) => !is_faint && runs.some((run) => run.series[metric]);
-      const metrics = chart.lines.filter(isShown);
+      const metrics = bold.filter(({ metric }) => runs.some((run) => run.series[metric]));
       return runs.flatMap((run, place) => linesOfRun(metrics, run, place));
     }
-    const first = chart.lines[0].is_faint ? 1 : 0;
-    return chart.lines.flatMap(({ metric, label, is_faint }, place) => {
-      const points = runs[0].series[metric];
-      return points ? [{ points, label, is_faint, colour: Math.max(0, place - first), dash: 0 }] : [];
+    return chart.lines.flatMap((line) => {
+      const points = runs[0].series[line.metric];
+      return points ? [{ ...line, points, colour: Math.max(0, bold.indexOf(line)), dash: 0 }] : [];
     });
   }
 
