@@ -5,6 +5,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from diffsynth_lite.config.model import Precision
 from diffsynth_lite.config.settings import Distinct, NonEmptyStr, Problem, Settings
 
 AllowedChange: TypeAlias = Literal[
@@ -136,6 +137,11 @@ class OutputSettings(Settings):
     keep_best: bool = True
     """Also keep the checkpoint with the lowest loss on `validation.data`, and write its LoRA to
     `lora_best/`."""
+
+    lora_dtype: Precision = "bfloat16"
+    """Precision of the LoRA files. `bfloat16` and `float16` take half the space of `float32`; how much of the
+    update is lost to rounding is told at the end. Checkpoints are in float32, whatever this is, and a run
+    that goes on from one may have another."""
 
     def conflicts(self) -> Iterator[Problem]:
         if self.keep_every_steps is not None and self.keep_every_steps % self.checkpoint_every_steps:

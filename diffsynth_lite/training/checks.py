@@ -232,6 +232,9 @@ def _check_model(
     transformer = family.empty_transformer().requires_grad_(False)
     blocks = problems.attempt(lambda: find_blocks(family, transformer))
     layers = problems.attempt(lambda: find_targets(family, transformer, config)) if blocks else []
+    if layers:
+        rank = config.lora.rank
+        problems.attempt(lambda: family.settle_lora_spelling(transformer, layers, rank=rank))
     selected = problems.attempt(lambda: select_blocks(config, len(blocks))) if blocks else []
     check_loading(problems, family, transformer, config, device, num_blocks=len(blocks or []))
     return _CheckedModel(

@@ -236,6 +236,7 @@ def _build_saver(
         run_id=run_id,
         lineage=lineage,
         resolved_yaml=run.loaded.resolved_yaml,
+        lora_dtype=getattr(torch, run.config.output.lora_dtype),
         keeps_best=config.output.keep_best and config.validation.data is not None,
         protocol=protocol,
         best=checkpoint.documents["state"].get("best") if checkpoint else None,

@@ -101,6 +101,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
     # Stopped, or no step was left to take; a step that is saved already is not written again.
     if step < total_steps or step == start_step:
         saver.save(step)
+    saver.tell_rounding()
     return step
 
 

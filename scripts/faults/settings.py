@@ -135,6 +135,7 @@ FREE: dict[str, Change] = {
     "output.checkpoint_every_minutes": ("output.checkpoint_every_minutes=1",),
     "output.keep_every_steps": ("output.keep_every_steps=2",),
     "output.keep_best": ("output.keep_best=false",),
+    "output.lora_dtype": ("output.lora_dtype=float16",),
     "output.checkpoint_every_steps": ("output.checkpoint_every_steps=1",),
     "output.keep_checkpoints": ("output.keep_checkpoints=1",),
 }

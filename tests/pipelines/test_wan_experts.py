@@ -18,6 +18,7 @@ from diffsynth_lite.core.weights import Quantization, QuantizationReport, Weight
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter, find_target_layers
 from diffsynth_lite.lora.pairs import pairs_of
+from diffsynth_lite.lora.spelling import DIFFUSERS
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import Conditioning, PipelineFolder, PreviewRequest
 from diffsynth_lite.pipelines.base.composite import Composite
@@ -175,6 +176,32 @@ def test_each_saved_lora_draws_the_same_in_its_place_in_the_pipeline(
             expected = family.predict(model, latents[places], SIGMA[places], chosen)
             assert torch.equal(found[places], expected)
             assert not torch.allclose(before[places], expected, atol=1e-3)
+
+
+def test_layers_that_diffusers_knows_by_its_own_names_alone_have_these_in_the_file(
+    folder: PipelineFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = Wan(folder)
+    model = family.empty_transformer()
+    layers = find_target_layers(model, ["proj_out"], unused_modules=[])
+    family.settle_lora_spelling(model, layers, rank=2)
+    assert family.lora_spelling == DIFFUSERS
+    assert "diffusers' names, by which ComfyUI does not find the layers" in caplog.text
+    expected = {f"{name}.proj_out" for name in family.trained}
+    tensors = {
+        f"{layer}.lora_{matrix}.weight": torch.ones_like(model.get_parameter(f"{layer}.weight"), device="cpu")
+        for layer in expected
+        for matrix in "AB"
+    }
+    tensors = {
+        name: tensor[:2] if ".lora_A." in name else tensor[:, :2].clone() for name, tensor in tensors.items()
+    }
+    family.save_lora(tmp_path, tensors, {"r": 2, "lora_alpha": 1, "target_modules": sorted(expected)})
+    assert family.loaded_lora(tmp_path).keys() == expected
+
+    monkeypatch.setattr(family, "ask_loader", lambda *_: {})
+    with pytest.raises(UserError, match=r"WanPipeline loads no LoRA on transformer.proj_out, transformer_2"):
+        family.settle_lora_spelling(model, layers, rank=2)
 
 
 def test_one_transformer_keeps_the_usual_file_name(tmp_path: Path) -> None:

@@ -352,7 +352,7 @@ def test_a_run_without_a_checkpoint_is_not_written_over_by_another(
 def test_a_run_whose_last_export_failed_is_finished_by_the_same_command(
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_args: object) -> None:
+    def full(*_args: object, **_settings: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:

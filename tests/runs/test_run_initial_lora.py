@@ -1,5 +1,6 @@
 """Runs that start from a LoRA that is there already."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -61,13 +62,21 @@ def test_a_lora_of_another_trainer_does_the_same_in_a_run_of_another_alpha(
         assert torch.equal(value * 4 if ".lora_B." in name else value, after[name]), name
 
 
-def test_a_run_that_goes_on_does_not_look_at_it_any_more(begun_run: TinyRun, first: Path) -> None:
+def test_a_run_that_goes_on_does_not_look_at_it_any_more_and_may_write_files_of_another_dtype(
+    begun_run: TinyRun, first: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     whole, start = begun_run.root / "whole", f"lora.init_from={first / 'lora'}"
     assert begun_run.train(f"output.dir={whole}", start) == 0
     assert begun_run.train(start, "train.steps=4") == 0
     (first / "lora" / "pytorch_lora_weights.safetensors").unlink()
-    assert begun_run.train(start) == 0
+    assert "The LoRA file is in" not in caplog.text
+    assert begun_run.train(start, "output.lora_dtype=bfloat16") == 0
     assert differing(checkpoint_tensors(whole, 6), checkpoint_tensors(begun_run.folder, 6)) == []
+    assert re.search(
+        r"The LoRA file is in bfloat16: its update is that of the checkpoint to 0\.\d+ %", caplog.text
+    )
+    (file,) = (begun_run.folder / "lora").glob("*.safetensors")
+    assert {tensor.dtype for tensor in load_file(file).values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(

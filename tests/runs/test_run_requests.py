@@ -17,6 +17,7 @@ from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.checkpoint import saver
+from diffsynth_lite.training.checkpoint.lora_file import ExportedLora
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.evaluation import ValidationProtocol
 
@@ -111,10 +112,10 @@ def test_a_run_killed_before_its_best_lora_was_written_writes_it_when_it_goes_on
     measure(monkeypatch, 9.0, 5.0, 3.0)
     export = saver.export_lora
 
-    def killed(family: ModelFamily, folder: Path, *rest: Any) -> list[Path]:
+    def killed(family: ModelFamily, folder: Path, *rest: Any, **more: Any) -> ExportedLora:
         if folder.name == "lora_best" and folder.exists():
             raise KeyboardInterrupt
-        return export(family, folder, *rest)
+        return export(family, folder, *rest, **more)
 
     monkeypatch.setattr(saver, "export_lora", killed)
     with pytest.raises(KeyboardInterrupt):
@@ -147,9 +148,9 @@ def test_a_stop_at_a_planned_save_and_a_best_step_are_saved_and_exported_once(
     written: list[tuple[str, int]] = []
     export, save = saver.export_lora, CheckpointStore.save
 
-    def counted_export(family: ModelFamily, folder: Path, *rest: Any) -> list[Path]:
+    def counted_export(family: ModelFamily, folder: Path, *rest: Any, **more: Any) -> ExportedLora:
         written.append((folder.name, max(steps_kept(tiny_run))))
-        return export(family, folder, *rest)
+        return export(family, folder, *rest, **more)
 
     def counted_save(store: CheckpointStore, step: int, *rest: Any, **more: Any) -> Path:
         written.append(("checkpoint", step))

@@ -77,6 +77,7 @@ logging:
 output:
   dir: {root}/run
   checkpoint_every_steps: 2
+  lora_dtype: float32
 """
 
 

@@ -279,7 +279,9 @@ class Life:
         self.done: list[tuple[str, int]] = []
         self._folder, self._asked, self._saved = folder, asked, 0
         self._stop = SimpleNamespace(asked=False, let_steps_finish=lambda: None)
-        self._saver = SimpleNamespace(num_bytes=0, repair_best=lambda: None, save=self._save)
+        self._saver = SimpleNamespace(
+            num_bytes=0, repair_best=lambda: None, save=self._save, tell_rounding=lambda: None
+        )
         monkeypatch.setattr(trainer, "train_step", lambda _built, step: self._step(step))
         monkeypatch.setattr(
             trainer, "evaluate", lambda _built, _saver, _metrics, step: self._note("evaluate", step)

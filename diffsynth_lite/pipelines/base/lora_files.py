@@ -150,7 +150,7 @@ class DiffusersLora(ModelFamily):
         for components in self._by_lora_file(Path()).values():
             try:
                 found |= self._loaded_layers(self._file_tensors(parts, components), components, {})
-            except ValueError:
+            except (ValueError, KeyError):
                 return False
         return found.keys() == set(layers)
 

@@ -49,6 +49,7 @@ class Saver:
         write_card: writes the model card of one of the run's folders with a LoRA, of a step.
         run_id: identifies the run across resumes.
         resolved_yaml: the run's settings, kept beside each checkpoint.
+        lora_dtype: of the LoRA's files.
         keeps_best: whether the checkpoint with the lowest loss on held-out data is kept.
         protocol: what that loss is measured by.
         best: step and loss of that checkpoint, and what the loss was measured by; None before the first, and
@@ -69,10 +70,12 @@ class Saver:
     run_id: str
     lineage: Lineage
     resolved_yaml: str
+    lora_dtype: torch.dtype
     keeps_best: bool
     protocol: ValidationProtocol
     best: dict[str, Any] | None
     _saved_step: int | None = None
+    _rounding: float = 0.0
 
     def __post_init__(self) -> None:
         changed = self.protocol.changed_settings(self.best.get("measured_by")) if self.best else []
@@ -96,7 +99,8 @@ class Saver:
     def num_bytes(self) -> int:
         """What a save writes: the adapter, its two moments and the LoRA; an average, and the LoRA of it."""
         trained = sum(weight.nbytes for weight in self.transformer.parameters() if weight.requires_grad)
-        return trained * (4 if self.averaged is None else 6)
+        lora = trained * self.lora_dtype.itemsize // torch.float32.itemsize
+        return 3 * trained + lora if self.averaged is None else 4 * trained + 2 * lora
 
     def save(self, step: int) -> None:
         """Save the run after ``step`` optimizer steps, once for each of them; call it on all processes.
@@ -105,6 +109,22 @@ class Saver:
             RunStoppedError: the disk is full.
         """
         on_main_process(self.accelerator, lambda: self._write(step))
+
+    def tell_rounding(self) -> None:
+        """Log what the last LoRA file lost to its dtype; nothing where it lost nothing."""
+        if self._rounding == 0:
+            return
+        name = str(self.lora_dtype).removeprefix("torch.")
+        logger.info(
+            "The LoRA file is in %s: its update is that of the checkpoint to %.2g %%.",
+            name,
+            100 * self._rounding,
+        )
+        if self.lora_dtype == torch.float16 and self._rounding > torch.finfo(torch.bfloat16).eps:
+            logger.warning(
+                "Many numbers of this LoRA are too small for float16; bfloat16 would lose less "
+                "(output.lora_dtype)."
+            )
 
     def update_best(self, step: int, loss: float) -> None:
         """Keep the checkpoint of ``step``, and its LoRA apart, if none had a lower loss; on all processes.
@@ -131,7 +151,7 @@ class Saver:
         if tensors is not None:
             assert self.best is not None
             describe = self._description(self.best["step"], is_average=self.measures_average)
-            export_lora(self.family, folder, tensors, adapter_settings(self.transformer), describe)
+            self._write_lora(folder, tensors, describe)
             self.write_card(folder, self.best["step"])
         elif folder.exists():
             aside = set_aside(folder, "left")
@@ -192,9 +212,19 @@ class Saver:
     def _export(self, folder: Path, step: int, *, average: bool) -> None:
         describe = self._description(step, is_average=average)
         with self.averaged.applied() if average and self.averaged else nullcontext():
-            tensors, settings = adapter_tensors(self.transformer), adapter_settings(self.transformer)
-            export_lora(self.family, folder, tensors, settings, describe)
+            self._write_lora(folder, adapter_tensors(self.transformer), describe)
         self.write_card(folder, step)
+
+    def _write_lora(
+        self,
+        folder: Path,
+        tensors: dict[str, torch.Tensor],
+        describe: Callable[[NoiseRange], Mapping[str, str]],
+    ) -> None:
+        exported = export_lora(
+            self.family, folder, tensors, adapter_settings(self.transformer), describe, dtype=self.lora_dtype
+        )
+        self._rounding = exported.rounding
 
     def _description(self, step: int, *, is_average: bool) -> Callable[[NoiseRange], Mapping[str, str]]:
         """What a file with the weights of a step says, by the noise levels that it is for."""

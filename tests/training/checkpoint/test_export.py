@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.spelling import WAN_NAMES
 from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.qwen_image import QwenImage
@@ -73,3 +75,58 @@ def test_a_file_that_does_not_hold_the_adapter_never_replaces_a_good_one(
         export_lora(careless, tmp_path / "lora", TENSORS, SETTINGS, describe)
     assert (tmp_path / "lora" / "pytorch_lora_weights.safetensors").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lora", "pipeline"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("alpha", [4, 3])
+def test_what_a_dtype_loses_of_the_update_is_measured(
+    family: QwenImage, tmp_path: Path, dtype: torch.dtype, alpha: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in TENSORS.items()}
+    settings = SETTINGS | {"lora_alpha": alpha}
+    exported = export_lora(family, tmp_path / "lora", tensors, settings, describe, dtype=dtype)
+    (file,) = exported.files
+    stored = load_file(file)
+    assert {tensor.dtype for tensor in stored.values()} == {dtype}
+
+    def product(layer: str) -> torch.Tensor:
+        down, up = (stored[f"transformer.{layer}.lora_{matrix}.weight"].double() for matrix in "AB")
+        return up @ down
+
+    updates = {
+        layer: alpha
+        / 2
+        * tensors[f"{layer}.lora_B.weight"].double()
+        @ tensors[f"{layer}.lora_A.weight"].double()
+        for layer in LAYERS
+    }
+    lost = torch.cat([product(layer) - update for layer, update in updates.items()]).norm()
+    expected = float(lost / torch.cat(list(updates.values())).norm())
+    # The norms are those of float32, of the factors.
+    assert exported.rounding == pytest.approx(expected, rel=1e-4, abs=2e-7)
+    assert (exported.rounding == 0) == (dtype == torch.float32)
+    assert exported.rounding < 2 * torch.finfo(dtype).eps
+
+
+def test_numbers_too_large_for_a_dtype_are_refused_with_what_would_do(
+    family: QwenImage, tmp_path: Path
+) -> None:
+    large = {name: tensor * 10_000 for name, tensor in TENSORS.items()}
+    with pytest.raises(
+        UserError, match=r"float16 holds nothing above 65504, and the LoRA has a 160000; .*bfloat16"
+    ):
+        export_lora(family, tmp_path / "lora", large, SETTINGS, describe, dtype=torch.float16)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pipeline"]
+
+
+def test_small_numbers_lose_more_in_float16(family: QwenImage, tmp_path: Path) -> None:
+    small = {name: tensor * (2**-24 if "lora_B" in name else 1) for name, tensor in TENSORS.items()}
+    rounding = {
+        dtype: export_lora(
+            family, tmp_path / "lora", small, SETTINGS | {"lora_alpha": 1}, describe, dtype=dtype
+        ).rounding
+        for dtype in (torch.float16, torch.bfloat16)
+    }
+    assert rounding[torch.bfloat16] == 0
+    assert 0.05 < rounding[torch.float16] < 0.2

@@ -1,0 +1,126 @@
+"""What ComfyUI takes in LoRA files, as it was read there, and what it makes of one.
+
+Sources, of github.com/Comfy-Org/ComfyUI: ``model_lora_keys_unet``, ``model_lora_keys_clip`` and ``load_lora``
+in ``comfy/lora.py`` (commit 17358c8f73b5); ``flux_to_diffusers``, ``z_image_to_diffusers`` and
+``unet_to_diffusers`` in ``comfy/utils.py`` (09708eae709a); ``LoRAAdapter`` in
+``comfy/weight_adapter/lora.py``, and the modules of ``comfy/ldm/qwen_image/model.py``,
+``comfy/ldm/wan/model.py`` and ``comfy/ldm/lightricks/model.py`` (a125cd84b054). Only linear layers are
+listed. A ``*`` stands for a number.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from diffsynth_lite.lora.pairs import LoraPair
+
+_ENDINGS = ((".lora_down.weight", ".lora_up.weight"), (".lora_A.weight", ".lora_B.weight"))
+_JOINT_ATTENTION = (
+    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+    *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+)
+_PLAIN_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+_UNET_BLOCK = tuple(f"{part}.{name}" for part in ("attn1", "attn2") for name in _PLAIN_ATTENTION)
+
+
+def _in(beginning: str, *endings: str) -> tuple[str, ...]:
+    return tuple(f"{beginning}.{ending}" for ending in endings)
+
+
+_FLUX = (
+    *_in("transformer_blocks.*", *_JOINT_ATTENTION, "norm1.linear", "norm1_context.linear"),
+    *_in("transformer_blocks.*.ff", "net.0.proj", "net.2", "linear_in", "linear_out"),
+    *_in("transformer_blocks.*.ff_context", "net.0.proj", "net.2", "linear_in", "linear_out"),
+    *_in("single_transformer_blocks.*.attn", "to_q", "to_k", "to_v", "to_qkv_mlp_proj", "to_out"),
+    *_in("single_transformer_blocks.*", "norm.linear", "proj_mlp", "proj_out"),
+    *_in("time_text_embed.timestep_embedder", "linear_1", "linear_2"),
+    *_in("time_text_embed.text_embedder", "linear_1", "linear_2"),
+    *_in("time_text_embed.guidance_embedder", "linear_1", "linear_2"),
+    *("x_embedder", "context_embedder", "norm_out.linear", "proj_out"),
+)
+_QWEN_IMAGE = (
+    *_in("transformer_blocks.*", *_JOINT_ATTENTION, "img_mod.1", "txt_mod.1"),
+    *_in("transformer_blocks.*.img_mlp.net", "0.proj", "2"),
+    *_in("transformer_blocks.*.txt_mlp.net", "0.proj", "2"),
+    *_in("time_text_embed.timestep_embedder", "linear_1", "linear_2"),
+    *("img_in", "txt_in", "norm_out.linear", "proj_out"),
+)
+_Z_IMAGE = (
+    *(
+        name
+        for blocks in ("layers.*", "context_refiner.*", "noise_refiner.*")
+        for name in (
+            *_in(f"{blocks}.attention", *_PLAIN_ATTENTION),
+            *_in(f"{blocks}.feed_forward", "w1", "w2", "w3"),
+        )
+    ),
+    *_in("layers.*", "adaLN_modulation.0"),
+    *_in("noise_refiner.*", "adaLN_modulation.0"),
+    *_in("all_final_layer.2-1", "linear", "adaLN_modulation.1"),
+    *("all_x_embedder.2-1", "cap_embedder.1", "t_embedder.mlp.0", "t_embedder.mlp.2"),
+)
+_WAN = (
+    *_in("blocks.*.self_attn", "q", "k", "v", "o"),
+    *_in("blocks.*.cross_attn", "q", "k", "v", "o", "k_img", "v_img"),
+    *_in("blocks.*.ffn", "0", "2"),
+    *("text_embedding.0", "text_embedding.2", "time_embedding.0", "time_embedding.2", "time_projection.1"),
+    *("img_emb.proj.1", "img_emb.proj.3", "head.head"),
+)
+_LTX_VIDEO = (
+    *_in("transformer_blocks.*.attn1", *_PLAIN_ATTENTION),
+    *_in("transformer_blocks.*.attn2", *_PLAIN_ATTENTION),
+    *_in("transformer_blocks.*.ff.net", "0.proj", "2"),
+    *_in("adaln_single.emb.timestep_embedder", "linear_1", "linear_2"),
+    *_in("caption_projection", "linear_1", "linear_2"),
+    *("adaln_single.linear", "patchify_proj", "proj_out"),
+)
+_UNET = (
+    *(
+        name
+        for place in ("down_blocks.*.attentions.*", "mid_block.attentions.*", "up_blocks.*.attentions.*")
+        for name in (
+            *_in(place, "proj_in", "proj_out"),
+            *_in(f"{place}.transformer_blocks.*", *_UNET_BLOCK, "ff.net.0.proj", "ff.net.2"),
+        )
+    ),
+    *_in("down_blocks.*.resnets.*", "time_emb_proj"),
+    *_in("mid_block.resnets.*", "time_emb_proj"),
+    *_in("up_blocks.*.resnets.*", "time_emb_proj"),
+    *("time_embedding.linear_1", "time_embedding.linear_2", "label_emb.0.0", "label_emb.0.2"),
+)
+_CLIP = (
+    *_in("text_model.encoder.layers.*.self_attn", "q_proj", "k_proj", "v_proj", "out_proj"),
+    *_in("text_model.encoder.layers.*.mlp", "fc1", "fc2"),
+    "text_projection",
+)
+
+
+def _flat(prefix: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{prefix}_{name.replace('.', '_')}" for name in names)
+
+
+TAKEN: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("flux", "flux_kontext", "flux2", "chroma"), _in("transformer", *_FLUX)),
+    **dict.fromkeys(("qwen_image", "qwen_image_edit"), _in("transformer", *_QWEN_IMAGE)),
+    "z_image": _in("transformer", *_Z_IMAGE),
+    **dict.fromkeys(("wan", "wan_i2v"), _in("diffusion_model", *_WAN)),
+    "ltx_video": _in("diffusion_model", *_LTX_VIDEO),
+    "sdxl": (*_flat("lora_unet", *_UNET), *_flat("lora_te1", *_CLIP), *_flat("lora_te2", *_CLIP)),
+    "sana": (),  # not in ComfyUI
+}
+"""Names of layers in files for the model of each family, of the spelling that diffusers takes as well."""
+
+
+def updates_in_comfyui(family: str, file: Path) -> Iterator[tuple[str, LoraPair]]:
+    """What ComfyUI does with a file, by the layers' names in it: it reads no metadata."""
+    tensors = load_file(file)
+    pattern = re.compile("|".join(re.escape(name).replace(r"\*", r"\d+") for name in TAKEN[family]) or "(?!)")
+    for down_ending, up_ending in _ENDINGS:
+        for name, down in tensors.items():
+            layer = name.removesuffix(down_ending)
+            if layer != name and pattern.fullmatch(layer):
+                strength = tensors.get(f"{layer}.alpha")
+                alpha = float(len(down) if strength is None else strength)
+                yield layer, LoraPair(down=down, up=tensors[f"{layer}{up_ending}"], alpha=alpha)
