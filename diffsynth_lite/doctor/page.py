@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from PIL import Image
 
 from diffsynth_lite.doctor.findings import Findings, SheetEntry
@@ -57,7 +57,12 @@ def write_page(path: Path, findings: Findings, *, title: str, lead: str) -> None
         lead: the line below it.
     """
     environment = Environment(
-        loader=PackageLoader("diffsynth_lite.doctor", ""), autoescape=True, undefined=StrictUndefined
+        # The style sheet is the one of all pages.
+        loader=ChoiceLoader(
+            [PackageLoader("diffsynth_lite.doctor", ""), PackageLoader("diffsynth_lite.report", "")]
+        ),
+        autoescape=True,
+        undefined=StrictUndefined,
     )
     text = environment.get_template("page.html").render(
         findings=findings, figure_of=_figure, title=title, lead=lead

@@ -49,7 +49,7 @@ class Teaching:
     Attributes:
         first_step: of the first losses.
         last_step: of the last ones.
-        noise_levels: of the changes by level.
+        noise_levels: of the changes by level; empty where these were not kept.
         shown: items whose loss rose most, or fell least, come first.
         num_measured: of the shown ones and those that are left out, which lie between the best and the worst.
         num_better: items whose loss fell.
@@ -82,11 +82,11 @@ def read_teaching(items: Sequence[MeasuredItem], rows: Sequence[Mapping[str, Any
         return None
     found.sort(key=lambda each: each.change, reverse=True)
     half = _MAX_SHOWN // 2
-    levels = [as_number(level) for level in items[0].noise_levels]
+    levels = items[0].noise_levels if any(each.changes_by_level for each in found) else ()
     return Teaching(
         first_step=int(measured[0]["step"]),
         last_step=int(measured[-1]["step"]),
-        noise_levels=[level for level in levels if level is not None],
+        noise_levels=[level for given in levels if (level := as_number(given)) is not None],
         shown=found if len(found) <= _MAX_SHOWN else [*found[:half], *found[-half:]],
         num_measured=len(found),
         num_better=sum(each.change < 0 for each in found),
