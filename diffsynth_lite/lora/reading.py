@@ -124,7 +124,10 @@ def contents_of(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str
     matrices, alphas = _sorted_out(file, tensors)
     pairs, says_alpha = {}, bool(alphas)
     for key, (down, up) in matrices.items():
-        alpha = alphas.get(key) or _alpha_by_peft(key, settings, down.shape[0])
+        try:
+            alpha = alphas.get(key) or _alpha_by_peft(key, settings, down.shape[0])
+        except (ValueError, TypeError, re.error) as error:
+            raise UserError(f"{file}: its settings of peft give no alpha for {key} ({error})") from error
         says_alpha = says_alpha or alpha is not None
         pairs[key] = LoraPair(down=down, up=up, alpha=alpha or float(down.shape[0]))
     return LoraContents(file=file, pairs=pairs, metadata=dict(metadata), says_alpha=says_alpha)
@@ -212,7 +215,7 @@ def _peft_settings(file: Path, metadata: Mapping[str, str]) -> dict[str, dict[st
             return settings
         if file.name == "adapter_model.safetensors" and beside.is_file():
             return {"": dict(json.loads(beside.read_text(encoding="utf-8")))}
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, TypeError) as error:
         raise UserError(f"{file}: its settings of peft cannot be read ({error})") from error
     return {}
 
@@ -227,6 +230,8 @@ def _alpha_by_peft(key: str, settings: Mapping[str, Mapping[str, Any]], rank: in
         return None
     patterns = chosen.get("alpha_pattern") or {}
     alpha = float(patterns.get(get_pattern_key(list(patterns), name), chosen["lora_alpha"]))
+    if not alpha or not math.isfinite(alpha):
+        raise ValueError(f"lora_alpha is {alpha:g}")
     return alpha * math.sqrt(rank) if chosen.get("use_rslora") else alpha
 
 

@@ -209,9 +209,17 @@ def test_what_is_no_plain_lora_is_refused_by_what_it_is(name: str, kind: str) ->
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"use_dora": True}, "is a DoRA"), ({"init_lora_weights": "pissa_niter_4"}, "changes the base model")],
+    [
+        ({"use_dora": True}, "is a DoRA"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changes the base model"),
+        ({"lora_alpha": "much"}, "its settings of peft give no alpha for transformer.proj_out"),
+        ({"lora_alpha": 0}, "lora_alpha is 0"),
+        ({"lora_alpha": 4, "alpha_pattern": {"(": 2}}, "its settings of peft give no alpha"),
+    ],
 )
-def test_what_peft_started_otherwise_is_refused(settings: dict[str, object], message: str) -> None:
+def test_what_pefts_settings_make_something_else_is_refused(
+    settings: dict[str, object], message: str
+) -> None:
     header = {"lora_adapter_metadata": json.dumps({f"transformer.{name}": x for name, x in settings.items()})}
     with pytest.raises(UserError, match=message):
         read(tensors("transformer.proj_out"), FLUX, header)

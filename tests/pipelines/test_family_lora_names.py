@@ -7,8 +7,12 @@ import torch
 from diffusers import UNet2DConditionModel
 from family_sample import Sample
 from original_layouts import original_layout
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from diffsynth_lite.lora import find_target_layers
+from diffsynth_lite.lora.conversion import FamilyNames, spelled
+from diffsynth_lite.lora.pairs import LoraPair
 from diffsynth_lite.lora.reading import contents_of, known_pairs
 
 
@@ -52,3 +56,27 @@ def test_a_lora_on_all_layers_comes_to_them(sample: Sample, layout: str) -> None
     for name, weight in weights.items():
         pair = pairs[f"{component}.{name.removesuffix('.weight')}"]
         assert torch.equal(pair.up.flatten(1) @ pair.down.flatten(1), weight.flatten(1)), name
+
+
+def test_diffusers_gives_each_layer_the_same_update_by_kohyas_names(sample: Sample) -> None:
+    if sample.name not in ("flux2", "qwen_image", "wan_i2v", "z_image"):
+        pytest.skip("diffusers reads no such files of this family, or only with the released model's sizes")
+    family, pipeline = sample.family, sample.fresh_pipeline()
+    pairs = {}
+    targets = family.default_target_modules
+    for name in find_target_layers(pipeline.transformer, targets, unused_modules=[]):
+        num_outputs, num_inputs = pipeline.transformer.get_parameter(f"{name}.weight").shape
+        down, up = torch.randn(4, num_inputs), torch.randn(num_outputs, 4)
+        pairs[f"transformer.{name}"] = LoraPair(down=down, up=up, alpha=2.0)
+    names = FamilyNames(layers=family.lora_layers, comfyui=family.lora_spelling)
+    tensors = spelled(pairs, names, "kohya", torch.float32)
+    pipeline.load_lora_weights(dict(tensors), adapter_name="kohya")
+    loaded = {
+        f"transformer.{name}": module.get_delta_weight("kohya")
+        for name, module in pipeline.transformer.named_modules()
+        if isinstance(module, LoraLayer)
+    }
+    assert loaded.keys() == pairs.keys()
+    for name, pair in pairs.items():
+        # alpha over rank is a power of two: no matrix was rounded.
+        assert torch.equal(loaded[name], pair.up @ pair.down * (pair.alpha / pair.rank)), name
