@@ -22,6 +22,8 @@ from tiny_run import (
 
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.pipelines.wan import tiny, tiny_wan_transformer
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.items import read_items
 
 HIGH, LOW = "transformer", "transformer_2"
 STEPS = 6
@@ -89,6 +91,14 @@ def test_each_step_trains_one_expert_and_a_resumed_run_from_files_is_the_same_bi
     assert report["blocks_recomputed"] == 2 * 4  # two blocks of one expert, four micro-batches
     assert report["bytes_offloaded"] > 0
     assert len(list((whole / "previews").glob("*.mp4"))) == 2 * 2
+    clips = read_items(RunFolder(whole).items_file)
+    assert [(clip.name, clip.size, bool(clip.thumbnail)) for clip in clips] == [
+        (f"{place}.mp4", "32x32x5", True) for place in range(2)
+    ]
+    losses = [row["losses"] for row in expert_run.metrics(whole, name="item_losses.jsonl")]
+    assert [len(list(filter(None, row))) for row in losses] == [2, 2]
+    updates = expert_run.metrics(whole, name="layers.jsonl")[-1]["updates"]
+    assert {name.partition(".")[0] for name, update in updates.items() if update} == {HIGH, LOW}
 
     of_parts = (f"output.dir={parts}", *UNWATCHED)
     assert expert_run.train(*of_parts, *from_files, "train.steps=3") == 0
