@@ -9,7 +9,8 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from http import HTTPStatus
@@ -36,6 +37,8 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Content-Security-Policy": "frame-ancestors 'none'",
 }
+_WAITED_MULTIPLE = 10
+"""Times as long as a run took to read, it is not read again: a trainer may need the processor."""
 _IDLE_S = 30.0
 """A browser opens connections that it may never use."""
 
@@ -57,18 +60,34 @@ class Answer:
         return f'"{hashlib.blake2b(self.content, digest_size=16).hexdigest()}"'
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """What was read of a run.
+
+    Attributes:
+        state: of its folder, then.
+        good_until: when it may be read again.
+    """
+
+    state: object
+    report: RunReport
+    good_until: float
+
+
 class RunPages:
     """The pages of the runs in some places, made again where a run folder has changed.
 
     Args:
         places: run folders, and folders that hold them; runs that start there later are found.
+        clock: seconds, from any beginning on.
     """
 
-    def __init__(self, places: Sequence[Path]) -> None:
+    def __init__(self, places: Sequence[Path], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._places = places
+        self._clock = clock
         self._lock = threading.Lock()
-        self._runs: dict[str, tuple[object, RunReport]] = {}
-        self._pages: dict[str, tuple[object, Answer]] = {}
+        self._runs: dict[str, _Read] = {}
+        self._pages: dict[str, tuple[list[RunReport], Answer]] = {}
 
     def answer(self, path: str) -> Answer | None:
         """What is at a path, as a browser writes it; None where nothing is."""
@@ -83,24 +102,25 @@ class RunPages:
                 return None
             if file == "":
                 return self._page(path, [name])
-            return _file(folders[name] / file) if file in _shown_files(self._runs[name][1]) else None
+            return _file(folders[name] / file) if file in _shown_files(self._runs[name].report) else None
 
-    def _up_to_date(self, name: str, folder: Path) -> tuple[object, RunReport]:
-        state = RunFolder(folder).changes()
-        known = self._runs.get(name)
-        if known is not None and known[0] == state:
+    def _up_to_date(self, name: str, folder: Path) -> _Read:
+        state, known, began_at = RunFolder(folder).changes(), self._runs.get(name), self._clock()
+        if known is not None and (known.state == state or began_at < known.good_until):
             return known
         report = read_run(folder, base=f"/runs/{quote(name, safe='')}/")
         # Its other files are not shown, so they are not listed either.
-        return state, replace(report, name=name, files=())
+        report = replace(report, name=name, files=())
+        now = self._clock()
+        return _Read(state=state, report=report, good_until=now + _WAITED_MULTIPLE * (now - began_at))
 
     def _page(self, path: str, names: Sequence[str]) -> Answer:
-        states = [(name, self._runs[name][0]) for name in names]
-        known = self._pages.get(path)
-        if known is None or known[0] != states:
-            text = render([self._runs[name][1] for name in names], is_served=True)
-            known = self._pages[path] = (states, Answer(text.encode(), "text/html; charset=utf-8"))
-        return known[1]
+        runs = [self._runs[name].report for name in names]
+        shown, answer = self._pages.get(path, ([], None))
+        if answer is None or not _are_same(runs, shown):
+            answer = Answer(render(runs, is_served=True).encode(), "text/html; charset=utf-8")
+            self._pages[path] = (runs, answer)
+        return answer
 
 
 class ReportServer(ThreadingHTTPServer):
@@ -173,6 +193,11 @@ class _Handler(BaseHTTPRequestHandler):
             return urlsplit(f"//{self.headers.get('Host', '')}").hostname in _NAMES_OF_LOOPBACK
         except ValueError:
             return False
+
+
+def _are_same(runs: Sequence[RunReport], others: Sequence[RunReport]) -> bool:
+    """Whether they are the same objects; what they hold takes long to compare."""
+    return list(map(id, runs)) == list(map(id, others))
 
 
 def _shown_files(run: RunReport) -> set[str]:

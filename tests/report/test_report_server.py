@@ -13,6 +13,7 @@ from browser import Browser
 from run_folders import ATTACK, full_folder
 
 from diffsynth_lite.redaction import Redactor, in_force
+from diffsynth_lite.report.run_report import RunReport, read_run
 from diffsynth_lite.report.server import LOOPBACK, ReportServer, RunPages
 from diffsynth_lite.run_folder.folder import RunFolder
 
@@ -22,7 +23,7 @@ SECRET = "swordfish-4711"
 
 @contextmanager
 def served(*places: Path) -> Iterator[ReportServer]:
-    with ReportServer(RunPages(places), port=0) as server:
+    with ReportServer(RunPages(places, clock=lambda: 0.0), port=0) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
@@ -132,7 +133,7 @@ def test_one_can_only_look(server: ReportServer) -> None:
 
 def test_what_has_not_changed_is_not_sent_again(tmp_path: Path) -> None:
     run = full_folder(tmp_path / "mine")
-    pages = RunPages([tmp_path])
+    pages = RunPages([tmp_path], clock=lambda: 0.0)
     before = pages.answer("/")
     assert before is pages.answer("/")
     with served(tmp_path) as server:
@@ -146,6 +147,25 @@ def test_what_has_not_changed_is_not_sent_again(tmp_path: Path) -> None:
     shutil.rmtree(run)
     assert b"No run yet" in pages.answer("/").content
     assert pages.answer("/runs/mine/") is None
+
+
+def test_a_run_that_takes_long_to_read_is_read_for_a_tenth_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, now = full_folder(tmp_path / "mine"), [0.0]
+
+    def read_slowly(folder: Path, *, base: str) -> RunReport:
+        now[0] += 3.0
+        return read_run(folder, base=base)
+
+    monkeypatch.setattr("diffsynth_lite.report.server.read_run", read_slowly)
+    pages = RunPages([tmp_path], clock=lambda: now[0])
+    assert b"Failed" in pages.answer("/").content
+    RunFolder(run).write_status("finished", exit_code=0, step=300, message="finished")
+    now[0] += 29.0
+    assert b"Failed" in pages.answer("/").content
+    now[0] += 2.0
+    assert b"Finished" in pages.answer("/").content
 
 
 def test_an_open_page_takes_over_what_is_new_and_keeps_what_was_chosen(
