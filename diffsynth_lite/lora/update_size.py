@@ -40,11 +40,11 @@ class UpdateSizes:
 
     Args:
         model: with its adapter; its frozen weights do not change, and are read once.
-        device: where to compute; nothing larger than some rows of a weight is put there.
+        device: where to compute, unless it has no fp64; no more than some rows of a weight is put there.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._device = model, device
+        self._model, self._device = model, torch.device("cpu") if device.type == "mps" else device
         self._weight_norms: list[float] | None = None
 
     def measure(self) -> dict[str, UpdateSize]:
@@ -53,7 +53,7 @@ class UpdateSizes:
         bases = [layer.get_base_layer() for layer in layers.values()]
         if self._weight_norms is None:
             self._weight_norms = _on_host([weight_norm(base, self._device) for base in bases])
-        updates = _on_host([_update_norm(layer).to(self._device) for layer in layers.values()])
+        updates = _on_host([_update_norm(layer, self._device) for layer in layers.values()])
         return {
             name: UpdateSize(_ratio(update, norm), base.in_features)
             for name, base, update, norm in zip(layers, bases, updates, self._weight_norms, strict=True)
@@ -67,13 +67,13 @@ def _ratio(update: float, norm: float) -> float:
 
 
 @torch.no_grad()
-def _update_norm(layer: LoraLayer) -> Tensor:
+def _update_norm(layer: LoraLayer, device: torch.device) -> Tensor:
     """Frobenius norm of ``scaling * B @ A``, a scalar in fp64, by products of the size of the rank alone.
 
     Its square is the trace of ``(B A)' B A``, which is the sum of ``(B' B) * (A A')``.
     """
     (adapter,) = layer.active_adapters
-    down, up = layer.lora_A[adapter].weight.double(), layer.lora_B[adapter].weight.double()
+    down, up = (half[adapter].weight.to(device).double() for half in (layer.lora_A, layer.lora_B))
     square = ((up.T @ up) * (down @ down.T)).sum()
     # Where the update is nothing, rounding can leave less.
     norm: Tensor = abs(layer.scaling[adapter]) * square.clamp(min=0).sqrt()
