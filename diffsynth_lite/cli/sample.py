@@ -25,6 +25,9 @@ _FLAG_KEYS = {
     "frames": "validation.num_frames",
 }
 
+_MAX_SEED = 2**63 - 1
+"""torch takes some more."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite sample``."""
@@ -46,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--negative", metavar="TEXT", help="what to steer away from, with a guidance above 1")
     parser.add_argument(
-        "--seed", type=_whole_numbers, metavar="N[,N...]", help="default: validation.seed, as previews"
+        "--seed", type=_seed_numbers, metavar="N[,N...]", help="default: validation.seed, as previews"
     )
     parser.add_argument("--num", type=_positive, metavar="N", help="so many seeds, from --seed on")
     parser.add_argument(
@@ -181,9 +184,9 @@ def _seeds(parsed: argparse.Namespace, default: int) -> list[int]:
     return list(range(seeds[0], seeds[0] + parsed.num))
 
 
-def _whole_numbers(text: str) -> list[int]:
-    if not all(part.isdecimal() for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text}: whole numbers from 0 on, such as 0,1,2")
+def _seed_numbers(text: str) -> list[int]:
+    if not all(part.isdecimal() and int(part) <= _MAX_SEED for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text}: whole numbers from 0 to {_MAX_SEED}, such as 0,1,2")
     return list(dict.fromkeys(map(int, text.split(","))))
 
 

@@ -255,6 +255,10 @@ def _refuse_other_kinds(
             )
 
 
+def _is_matrix(tensor: Tensor) -> bool:
+    return tensor.dtype in _DTYPES and tensor.ndim > 1 and tensor.numel() > 0
+
+
 def _sorted_out(
     file: Path, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, float]]:
@@ -265,7 +269,7 @@ def _sorted_out(
     for name, tensor in tensors.items():
         if name.endswith(_ALPHA) and tensor.numel() == 1 and tensor.isfinite() and tensor:
             alphas[name.removesuffix(_ALPHA)] = float(tensor)
-        elif (match := _MATRIX.fullmatch(name)) and tensor.dtype in _DTYPES and tensor.ndim > 1:
+        elif (match := _MATRIX.fullmatch(name)) and _is_matrix(tensor):
             (downs if match["down"] else ups)[match["key"]] = tensor
         else:
             rest.append(f"{name} ({str(tensor.dtype).removeprefix('torch.')})")

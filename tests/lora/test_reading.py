@@ -233,6 +233,7 @@ def test_what_pefts_settings_make_something_else_is_refused(
         ({"transformer.x_embedder.alpha": torch.tensor(4.0)}, "transformer.x_embedder.alpha"),
         ({"transformer.proj_out.alpha": torch.tensor(float("nan"))}, "transformer.proj_out.alpha"),
         ({"transformer.proj_out.lora_B.weight": torch.zeros(4, 5)}, "proj_out with ranks 4 and 5"),
+        ({"transformer.proj_out.lora_A.weight": torch.zeros(0, 6)}, "transformer.proj_out.lora_A.weight"),
         (tensors("transformer.proj_in"), r"1 of 2 layers are not known: transformer.proj_in \(6 to 42\)"),
         (tensors("lora_unet_double_blocks_0_img_attn_qkv"), r"not known: .*_img_attn_qkv \(6 to 42\)"),
         (tensors("lora_te3_encoder_block_0_layer_0_SelfAttention_q"), "layers are not known: lora_te3_enc"),

@@ -121,7 +121,7 @@ def test_what_cannot_be_drawn_is_said_before_weights_load(
 
 @pytest.mark.parametrize(
     "argument",
-    ["--seed=1,-2", "--seed=x", "--num=0", "--scale=1,x", "--scale=nan", "--size=ax2"],
+    ["--seed=1,-2", "--seed=x", f"--seed={2**63}", "--num=0", "--scale=1,x", "--scale=nan", "--size=ax2"],
 )
 def test_numbers_that_are_none_are_refused_with_an_example(
     argument: str, capsys: pytest.CaptureFixture[str]
