@@ -14,7 +14,7 @@ from diffsynth_lite.cli.train import make_cublas_repeatable
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.sampling.request import GivenLora, SampleRequest, find_lora, output_folder, run_of
+from diffsynth_lite.sampling.request import GivenLora, SampleRequest, find_lora, require_new, run_of
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,10 @@ def _request(parsed: argparse.Namespace) -> SampleRequest:
         UserError: a file or folder that is not there, or settings that are wrong.
     """
     loras = [find_lora(given) for given in parsed.lora]
-    run = run_of(loras[0].place) if loras else None
+    run = next(filter(None, (run_of(lora.place) for lora in loras)), None)
+    out = None if parsed.out is None else Path(parsed.out).expanduser()
+    if out is not None:
+        require_new(out)
     if parsed.config is None and run is None:
         raise UserError(
             f"--config: is missing, and no run says which base model {loras[0].place} is for; name a yaml"
@@ -120,8 +123,8 @@ def _request(parsed: argparse.Namespace) -> SampleRequest:
         loras=loras if any(parsed.scale) else [],
         scales=parsed.scale,
         seeds=_seeds(parsed, config.validation.seed),
-        folder=output_folder(parsed.out, run),
         run=run,
+        out=out,
     )
 
 

@@ -22,7 +22,7 @@ from diffsynth_lite.media import frame_strip
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.sampling.request import GivenLora, SampleRequest
+from diffsynth_lite.sampling.request import GivenLora, SampleRequest, make_folder
 from diffsynth_lite.training.builder import (
     build_accelerator,
     build_picture_source,
@@ -126,11 +126,11 @@ def draw_samples(request: SampleRequest) -> Path:
     """
     if request.config.train.cpu_threads is not None:
         torch.set_num_threads(request.config.train.cpu_threads)
-    accelerator = build_accelerator(request.config, request.folder)
+    accelerator = build_accelerator(request.config, Path(request.config.output.dir) / "trackers")
     kernels = deterministic_kernels() if request.config.train.deterministic else nullcontext()
     with shortages_explained(), kernels, _full_device_explained():
         config, family, loras = _check(request, accelerator)
-        request.folder.mkdir(parents=True, exist_ok=True)
+        folder = make_folder(request)
         family.folder.download_weights(family.components)
         samples = _encode(request, config, family, accelerator)
         model = _load(config, family, loras, accelerator)
@@ -138,9 +138,9 @@ def draw_samples(request: SampleRequest) -> Path:
         for scale in request.scales:
             logger.info("Drawing at scale %g.", scale)
             drawn = model.draw(samples, scale)
-            model.save(request.folder, samples, drawn, scale)
+            model.save(folder, samples, drawn, scale)
             columns.append([frame_strip(frames) for frames in drawn])
-    grid = request.folder / "grid.png"
+    grid = folder / "grid.png"
     titles = [f"scale {scale:g}" if scale else "base" for scale in request.scales]
     save_png(grid, preview_grid(list(zip(*columns, strict=True)), _labels(samples), titles))
     return grid

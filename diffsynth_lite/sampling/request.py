@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 from diffsynth_lite.config import Config
@@ -37,16 +36,16 @@ class SampleRequest:
         loras: drawn with together; empty draws the base model alone.
         scales: each multiplies the weights of all LoRAs; 0 is the base model.
         seeds: of the starting noise; each prompt is drawn from each.
-        folder: where the pictures go; it is new or empty.
         run: whose LoRA is drawn with, if it is a run's.
+        out: where the pictures go, new or empty; None is a new folder in ``samples``, that of the run.
     """
 
     config: Config
     loras: Sequence[GivenLora]
     scales: Sequence[float]
     seeds: Sequence[int]
-    folder: Path
     run: RunFolder | None
+    out: Path | None
 
 
 def find_lora(given: str) -> GivenLora:
@@ -80,19 +79,42 @@ def run_of(place: Path) -> RunFolder | None:
     return next((folder for folder in folders if folder.holds_run()), None)
 
 
-def output_folder(asked: str | None, run: RunFolder | None) -> Path:
-    """Where pictures go: the folder asked for, or a new one in ``samples``, that of the run if there is one.
+def require_new(out: Path) -> None:
+    """Check that a folder for pictures holds nothing.
 
     Raises:
-        UserError: the folder asked for holds something.
+        UserError: it does, or is a file.
     """
-    if asked is None:
-        samples = Path("samples") if run is None else run.samples_folder
-        return next(free for number in count(1) if not (free := samples / f"{number:04d}").exists())
-    folder = Path(asked).expanduser()
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"--out {asked}: is there, and nothing is written over; name a new or empty folder")
-    return folder
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"--out {out}: is there, and nothing is written over; name a new or empty folder")
+
+
+def make_folder(request: SampleRequest) -> Path:
+    """Make the folder for the pictures.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    samples = Path("samples") if request.run is None else request.run.samples_folder
+    folder = request.out or samples
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return request.out or _next_folder(samples)
+    except OSError as error:
+        raise UserError(f"--out: {folder} cannot be made: {error.strerror}") from error
+
+
+def _next_folder(samples: Path) -> Path:
+    """A new folder in ``samples``, with the next number, also beside another command that does the same."""
+    number = 1
+    while True:
+        folder = samples / f"{number:04d}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
 
 
 def _without_weight(given: str) -> tuple[str, float]:

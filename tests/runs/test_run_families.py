@@ -91,8 +91,8 @@ def test_a_family_trains_goes_on_as_if_it_had_not_ended_and_leaves_a_lora_that_d
     check_blocks(parts[family.trained[0]], family, run.metrics(whole))
     model = Composite(parts) if len(parts) > 1 else parts[family.trained[0]]
     check_previews(family, model, asked.requests, whole / "previews")
-    check_samples(whole, run.root / "samples")
     if case.kind != "image":  # drawn as clips are
+        check_samples(whole, run.root / "samples")
         check_card(whole / "lora", family, run.root / "model", monkeypatch)
 
 

@@ -87,6 +87,10 @@ def test_prompts_seeds_scales_and_several_loras_of_a_run_that_has_moved(
         ("--lora {root}/run --prompt a --steps 0", "got '0'; must be a whole number, at least 1"),
         ("--lora {root}/run --prompt a --input {root}/data/0.png", "validation.inputs: has no effect"),
         ("--lora {root}/run --prompt a --seed 1,2 --num 2", "--seed lists 2 seeds; give the first alone"),
+        (
+            "--lora {root}/run --prompt a --out {root}/tiny.yaml",
+            "tiny.yaml: is there",
+        ),
         ("--lora {root}/run --prompt a --out {root}/data", "data: is there, and nothing is written over"),
         (
             "--lora {root}/run --prompt a memory.stream_blocks=9",
