@@ -130,20 +130,3 @@ def tensors_of(
         for ending, matrix in zip(spelling.endings, (pair.down, pair.up), strict=True):
             tensors[f"{spelling.key(layer)}{ending}"] = matrix.to(dtype).contiguous()
     return tensors
-
-
-def pairs_from(tensors: Mapping[str, Tensor], spelling: Spelling) -> dict[str, LoraPair]:
-    """The opposite of :func:`tensors_of`; a layer without an alpha in the file has its rank.
-
-    Raises:
-        KeyError: one of the two matrices of a layer is missing.
-    """
-    down_ending, up_ending = spelling.endings
-    pairs = {}
-    for name, down in tensors.items():
-        key = name.removesuffix(down_ending)
-        layer = spelling.layer(key)
-        if name.endswith(down_ending) and layer is not None:
-            alpha = float(tensors.get(f"{key}.alpha", down.shape[0]))
-            pairs[layer] = LoraPair(down=down, up=tensors[f"{key}{up_ending}"], alpha=alpha)
-    return pairs

@@ -8,37 +8,9 @@ update by ``alpha`` over rank where a file has a tensor of that name, and by 1 w
 metadata; ``lora_conversion_utils.py`` of diffusers for those that its pipelines take.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-
-_COMPOUNDS = (
-    *("adaLN_modulation", "add_embedding", "add_k_proj", "add_q_proj", "add_v_proj", "all_final_layer"),
-    *("all_x_embedder", "cap_embedder", "caption_embedder", "caption_projection"),
-    *("condition_embedder", "context_embedder", "context_refiner", "conv_in", "conv_out", "conv_shortcut"),
-    *("cross_attn", "distilled_guidance_layer", "double_stream_modulation_img"),
-    *("double_stream_modulation_txt", "down_blocks", "feed_forward", "ff_context", "guidance_embedder"),
-    *("image_embedder", "img_emb", "img_in", "img_mlp", "img_mod", "in_proj", "k_img", "k_proj", "label_emb"),
-    *(
-        "linear_1",
-        "linear_2",
-        "linear_in",
-        "linear_out",
-        "mid_block",
-        "noise_refiner",
-        "norm1_context",
-        "norm_out",
-    ),
-    *("out_proj", "proj_in", "proj_mlp", "proj_out", "q_proj", "self_attn", "single_stream_modulation"),
-    *("single_transformer_blocks", "t_embedder", "text_embedder", "text_embedding", "text_model"),
-    *("text_projection", "time_emb_proj", "time_embed", "time_embedder", "time_embedding"),
-    *("time_guidance_embed", "time_proj", "time_projection", "time_text_embed", "timestep_embedder"),
-    *("to_add_out", "to_k", "to_out", "to_q", "to_qkv_mlp_proj", "to_v", "transformer_blocks", "txt_in"),
-    *("txt_mlp", "txt_mod", "up_blocks", "v_img", "v_proj", "x_embedder"),
-)
-"""Parts of names that have a ``_`` of their own, in models of diffusers and in ComfyUI's."""
-_PART = re.compile("|".join([*sorted(map(re.escape, _COMPOUNDS), key=len, reverse=True), "[^_]+"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,22 +39,6 @@ class Spelling:
             name = _renamed(name, ours, theirs)
         parts = [self.prefixes.get(component, component), name]
         return "_".join(parts).replace(".", "_") if self.is_flat else ".".join(parts)
-
-    def layer(self, key: str) -> str | None:
-        """The layer that the file calls so; None where it begins as none of this spelling's."""
-        if not self.prefixes:
-            return key
-        separator = "_" if self.is_flat else "."
-        components = {f"{theirs}{separator}": ours for ours, theirs in self.prefixes.items()}
-        prefix = next(filter(key.startswith, components), None)
-        if prefix is None:
-            return None
-        name = key.removeprefix(prefix)
-        if self.is_flat:
-            name = ".".join(_PART.findall(name))
-        for ours, theirs in reversed(self.renames):
-            name = _renamed(name, theirs, ours)
-        return f"{components[prefix]}.{name}"
 
     @property
     def endings(self) -> tuple[str, str]:

@@ -3,17 +3,15 @@
 ComfyUI does not run: the names that it takes are frozen in ``comfyui_names.py``.
 """
 
-from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 import torch
 from comfyui_names import TAKEN, updates_in_comfyui
 from family_sample import Sample
-from safetensors.torch import load_file
 
-from diffsynth_lite.lora.pairs import LoraPair, pairs_from, pairs_of
+from diffsynth_lite.lora.pairs import LoraPair, pairs_of
+from diffsynth_lite.lora.reading import known_pairs, read_contents
 from diffsynth_lite.pipelines import ModelFamily
 
 RANK = 4
@@ -53,8 +51,9 @@ def test_a_lora_on_all_layers_does_the_same_in_diffusers_and_in_comfyui(
         return
     left_out = []
     for file in files:
-        spelled = pairs_from(load_file(file), spelling)
-        in_comfyui = {spelling.layer(name): pair for name, pair in updates_in_comfyui(sample.name, file)}
+        spelled = known_pairs(read_contents(file), family.lora_layers)
+        layers = {spelling.key(layer): layer for layer in spelled}
+        in_comfyui = {layers[name]: pair for name, pair in updates_in_comfyui(sample.name, file)}
         left_out += [layer for layer in spelled if layer not in in_comfyui]
         assert differing({layer: spelled[layer] for layer in in_comfyui}, in_comfyui) == []
         assert [layer for layer in spelled if not spelling.in_comfyui(layer)] == left_out
@@ -68,20 +67,3 @@ def differing(expected: dict[str, LoraPair], found: dict[str, LoraPair]) -> list
         for layer in expected.keys() | found.keys()
         if layer not in expected or layer not in found or expected[layer].distance(found[layer]) != 0
     ]
-
-
-def test_a_layer_is_known_again_by_what_a_file_calls_it(family: ModelFamily, sample: Sample) -> None:
-    flat = replace(
-        family.lora_spelling,
-        is_flat=True,
-        prefixes=family.lora_spelling.prefixes or MappingProxyType({"transformer": "lora_unet"}),
-    )
-    layers = [
-        f"{family.lora_prefix(component)}{layer}"
-        for component, model in family.parts_of(family.empty_transformer()).items()
-        for layer, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    ]
-    # Which names have a _ of their own is known of the families of the package.
-    for spelling in (family.lora_spelling, flat) if sample.name in TAKEN else (family.lora_spelling,):
-        assert [spelling.layer(spelling.key(layer)) for layer in layers] == layers

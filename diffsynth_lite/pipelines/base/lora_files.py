@@ -16,7 +16,7 @@ from torch import nn
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.loading import FileHeader, LoadedLayer, header_of
-from diffsynth_lite.lora.pairs import LoraFile, LoraPair, adapter_of, pairs_from, pairs_of, tensors_of
+from diffsynth_lite.lora.pairs import LoraFile, LoraPair, adapter_of, pairs_of, tensors_of
 from diffsynth_lite.lora.reading import known_pairs, read_contents
 from diffsynth_lite.lora.spelling import DIFFUSERS, Spelling
 from diffsynth_lite.pipelines.base.composite import join_adapter, split_adapter
@@ -66,7 +66,7 @@ class DiffusersLora(ModelFamily):
         parts: dict[str, LoraFile] = {}
         for file, components in self._by_lora_file(place).items():
             prefixes = list(map(self.lora_prefix, components))
-            read = _read_own(file, prefixes, self.lora_spelling) or _read_any(self.pipeline, file, prefixes)
+            read = _read_any(self.pipeline, file, prefixes)
             parts |= zip(components, read, strict=True)
         return join_adapter(parts)
 
@@ -239,17 +239,6 @@ def _said_settings(file: Path) -> dict[str, Any]:
     with safe_open(file, "pt") as opened:
         said: dict[str, Any] = json.loads((opened.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}"))
     return said
-
-
-def _read_own(file: Path, prefixes: Sequence[str], spelling: Spelling) -> list[LoraFile] | None:
-    """The adapter of each prefix, of a file with alpha in its tensors; None of another.
-
-    diffusers leaves these to its models, in names of its own.
-    """
-    if not spelling.is_flat:
-        return None
-    tensors, settings = adapter_of(pairs_from(load_file(file), spelling))
-    return [(of_prefix, settings) for of_prefix in _split(tensors, prefixes)] if tensors else None
 
 
 def _read_any(pipeline_class: Any, file: Path, prefixes: Sequence[str]) -> list[LoraFile]:
