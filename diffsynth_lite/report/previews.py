@@ -5,7 +5,7 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 
 from PIL import Image
@@ -69,7 +69,7 @@ def find_previews(folder: Path, prompts: Sequence[str]) -> list[PromptPreviews]:
             found.setdefault(place, {}).setdefault(mark, {})[step] = path
     shown = []
     for place, by_mark in sorted(found.items()):
-        paths = max(by_mark.values(), key=lambda paths: (max(paths), paths[max(paths)].stat().st_mtime))
+        paths = max(by_mark.values(), key=lambda paths: (max(paths), _written_at(paths[max(paths)])))
         steps = evenly_spread(sorted(paths), _MAX_STEPS)
         shown.append(
             PromptPreviews(
@@ -91,12 +91,20 @@ def embedded(folder: Path, prompts: Sequence[PromptPreviews], *, share: float = 
     """
     urls: dict[str, str] = {}
     left = int(share * MAX_EMBEDDED_BYTES)
-    for preview in _most_telling_first(prompts):
-        for path, url in _urls(folder, preview).items():
-            if url is not None and len(url) <= left:
-                urls[path] = url
-                left -= len(url)
+    # One after the other: what is behind the first that does not fit is not even decoded.
+    for path, url in chain.from_iterable(_urls(folder, preview) for preview in _most_telling_first(prompts)):
+        left -= len(url)
+        if left < 0:
+            break
+        urls[path] = url
     return urls
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # It was removed meanwhile.
+        return 0.0
 
 
 def _preview(step: int, path: Path, folder: Path) -> Preview:
@@ -118,14 +126,13 @@ def _most_telling_first(prompts: Sequence[PromptPreviews]) -> Iterator[Preview]:
         yield from filter(None, row)
 
 
-def _urls(folder: Path, preview: Preview) -> dict[str, str | None]:
-    picture = folder / preview.picture
-    if preview.clip is None:
-        return {preview.picture: _picture_url(picture, largest_px=_MAX_PICTURE_PX)}
-    return {
-        preview.picture: _picture_url(picture, largest_px=_MAX_STRIP_PX),
-        preview.clip: _clip_url(folder / preview.clip),
-    }
+def _urls(folder: Path, preview: Preview) -> Iterator[tuple[str, str]]:
+    """The files of a preview and their data URLs, as far as they can be read."""
+    largest_px = _MAX_STRIP_PX if preview.clip else _MAX_PICTURE_PX
+    if picture := _picture_url(folder / preview.picture, largest_px=largest_px):
+        yield preview.picture, picture
+    if preview.clip and (clip := _clip_url(folder / preview.clip)):
+        yield preview.clip, clip
 
 
 def _picture_url(path: Path, *, largest_px: tuple[int, int]) -> str | None:

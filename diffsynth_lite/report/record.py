@@ -12,7 +12,7 @@ from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.report.state import started_at
 
 _FILES = {
-    "lora": "the LoRA, for ComfyUI and diffusers",
+    "lora": "the LoRA, and its model card",
     "lora_ema": "the moving average of the LoRA",
     "lora_best": "the LoRA with the lowest loss on held-out data",
     "previews": "previews by prompt and step; grid.png has all of them",
@@ -161,8 +161,9 @@ def _plain(value: Any) -> Any:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file, or of all in a folder; what vanishes meanwhile counts nothing."""
+    """Bytes of a file, or of all in a folder; links are not followed, and what vanishes counts nothing."""
     try:
-        return sum(_size(each) for each in path.iterdir()) if path.is_dir() else path.stat().st_size
+        is_folder = path.is_dir() and not path.is_symlink()
+        return sum(map(_size, path.iterdir())) if is_folder else path.lstat().st_size
     except OSError:
         return 0

@@ -4,6 +4,7 @@
   const LINE_COLOURS = ["--line-1", "--line-2", "--line-3", "--line-4", "--line-5", "--line-6"];
   const DASHES = [[], [6, 3], [2, 3], [10, 3, 2, 3]];
   const CHART_HEIGHT_PX = 220;
+  const SILENT_S = 600;
   const cursors = uPlot.sync("step");
   let charts = [];
 
@@ -70,6 +71,7 @@
     const lines = linesOf(chart, data.runs);
     if (!lines.length) return;
     const axis = { stroke: colour("--faint"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
+    const stepLabel = { label: "step", labelSize: 16, labelFont: "11px system-ui" };
     const options = {
       width: place.clientWidth,
       height: CHART_HEIGHT_PX,
@@ -79,7 +81,7 @@
         y: valueScale(chart),
       },
       axes: [
-        { ...axis, size: 30, label: "step", labelSize: 16, labelFont: "11px system-ui", values: (_, steps) => steps.map((step) => (Number.isInteger(step) ? step : "")) },
+        { ...axis, ...stepLabel, size: 30, values: (_, steps) => steps.map((step) => (Number.isInteger(step) ? step : "")) },
         { ...axis, size: 62, values: (_, values) => values.map((value) => (value == null ? "" : number(value))) },
       ],
       series: [{ label: "step", value: (_, step) => (step == null ? "–" : step) }, ...lines.map(series)],
@@ -167,9 +169,8 @@
   function media(link, className) {
     const picture = link.querySelector("img");
     if (!link.dataset.clip) return element("img", { src: picture.src, alt: picture.alt, className });
-    const clip = element("video", { src: link.dataset.clip, loop: true, muted: true, playsInline: true, className });
-    clip.autoplay = true;
-    return clip;
+    const plays = { loop: true, muted: true, playsInline: true, autoplay: true };
+    return element("video", { src: link.dataset.clip, ...plays, className });
   }
 
   function slider(value, max, label) {
@@ -294,6 +295,13 @@
     });
   }
 
+  // A page that nobody writes any more says for ever that the run goes on.
+  function tellSilence() {
+    document.querySelectorAll("[data-silent-since]").forEach((note) => {
+      note.hidden = Date.now() / 1000 - Number(note.dataset.silentSince) < SILENT_S;
+    });
+  }
+
   // What is there already when the page is renewed is left as it is.
   function startOnce(selector, start) {
     document.querySelectorAll(selector).forEach((place) => {
@@ -304,6 +312,7 @@
 
   function startAll() {
     localTimes();
+    tellSilence();
     drawAll();
     startOnce("section.previews", startPreviews);
     startOnce("table.sortable", startSorting);

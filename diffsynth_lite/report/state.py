@@ -18,6 +18,8 @@ _STATES = {
     "killed": "Killed",
 }
 _NOT_STARTED = "Not started"
+_LATEST_TIME = 253_402_300_799
+"""The end of the year 9999, in seconds since 1970: calendars know no later one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +86,8 @@ def read_state(
     if name == "running" and is_abandoned:
         name = "killed"
     is_running = name == "running"
-    times = [time for row in rows if (time := as_number(row.get("time"))) is not None]
-    signs = [*times[-1:], *filter(None, [as_number(status.get("time"))])]
+    times = [time for row in rows if (time := _as_time(row)) is not None]
+    signs = [*times[-1:], *filter(None, [_as_time(status)])]
     steps = [as_number(status.get("step"))]
     if name in ("running", "killed"):
         steps += [as_number(row.get("step")) for row in rows[-1:]]
@@ -100,6 +102,11 @@ def read_state(
         seconds_taken=_seconds_taken(times, lineage),
         seen_at=max(signs, default=None),
     )
+
+
+def _as_time(row: Mapping[str, Any]) -> float | None:
+    time = as_number(row.get("time"))
+    return time if time is not None and 0 <= time <= _LATEST_TIME else None
 
 
 def _seconds_taken(times: Sequence[float], lineage: Sequence[Any]) -> float | None:

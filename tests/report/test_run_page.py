@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import re
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -133,6 +134,12 @@ def test_a_run_whose_trainer_is_gone_was_killed(tmp_path: Path) -> None:
         assert read_run(tmp_path).state.title == "Killed"
 
 
+def test_times_that_no_calendar_knows_are_left_out(tmp_path: Path) -> None:
+    folder = full_folder(tmp_path / "mine")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "time": 1e20}\n{"step": 2, "time": -1}\n')
+    assert read_run(folder).state.seen_at is None
+
+
 def test_secrets_are_masked(tmp_path: Path) -> None:
     token = "hf_abcdefghijklmnopqrstuvwxyz"
     text = render([read_run(full_folder(tmp_path / "mine", text=token))])
@@ -212,3 +219,13 @@ def test_a_browser_draws_it_and_keeps_in_its_address_what_was_chosen(
         chosen = dict(pair.split("=") for pair in page.evaluate("location.hash.slice(1)").split("&"))
         assert chosen == {"prompt": "0", "step": "200", "sort": "change-down", "theme": "light"}
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+
+
+def test_a_page_that_nobody_writes_any_more_says_so(tmp_path: Path, browser: Browser) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_status("running", exit_code=None, step=3, message="", progress={"time": time.time()})
+    with browser.page(write_report(tmp_path)) as page:
+        note = "document.querySelector('[data-silent-since]')"
+        assert page.evaluate(f"{note}.hidden")
+        page.evaluate(f"{note}.dataset.silentSince -= 700; document.dispatchEvent(new Event('renewed'))")
+        assert "No sign of the trainer" in page.text("header")
