@@ -22,6 +22,7 @@ from diffsynth_lite.errors import RunInterrupted, UserError
 from diffsynth_lite.files import write_json, write_text
 from diffsynth_lite.report.renewal import PageRenewal
 from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded
+from diffsynth_lite.run_folder.items import read_items
 from diffsynth_lite.run_folder.metrics import MetricsFile, start_trackers
 from diffsynth_lite.training.builder import (
     TrainingObjects,
@@ -313,6 +314,7 @@ def _start_run_folder(run: RunContext, fingerprint: RunFingerprint, lineage: Lin
     write_text(folder.config_file, run.loaded.source_text)
     write_text(folder.resolved_file, run.loaded.resolved_yaml)
     # A new start also drops what an earlier one logged before its first checkpoint.
+    read_items(folder.items_file)  # What cannot be read is said before the run goes on.
     for file in (folder.metrics_file, folder.item_losses_file, folder.layers_file):
         MetricsFile(file).cut_back_to(start_step or -1)
     run.store.cut_back_to(start_step)
