@@ -140,6 +140,7 @@ def draw_samples(request: SampleRequest) -> Path:
             drawn = model.draw(samples, scale)
             model.save(folder, samples, drawn, scale)
             columns.append([frame_strip(frames) for frames in drawn])
+            free_memory()  # of the decoder, which is loaded for each scale as for each preview
     grid = folder / "grid.png"
     titles = [f"scale {scale:g}" if scale else "base" for scale in request.scales]
     save_png(grid, preview_grid(list(zip(*columns, strict=True)), _labels(samples), titles))
