@@ -88,6 +88,9 @@ def test_the_average_is_exported_beside_the_lora_and_changes_nothing_in_it(
     assert loaded.keys() == expected.keys() != set()
     assert all(pair.distance(loaded[layer]) == 0 for layer, pair in expected.items())
     assert not (plain / "lora_ema").exists()
+    cards = [(averaged / name / "README.md").read_text() for name in ("lora", "lora_ema")]
+    assert ["The moving average of a LoRA for" in card for card in cards] == [False, True]
+    assert ["Samples and loss are of the moving average" in card for card in cards] == [True, False]
 
 
 def test_previews_and_loss_are_those_of_the_average_unless_asked_otherwise(evaluated: TinyRun) -> None:

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import diffusers
 from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
@@ -35,7 +36,7 @@ def usage_code(
     Returns:
         Its lines; None where the family's pipeline is not one of diffusers.
     """
-    if not isinstance(family, DiffusersFamily):
+    if not isinstance(family, DiffusersFamily) or not hasattr(diffusers, family.pipeline.__name__):
         return None
     takes = inspect.signature(family.pipeline.__call__).parameters
     name, makes_clips = family.pipeline.__name__, "num_frames" in takes
@@ -50,18 +51,20 @@ def usage_code(
         **({"frame_rate": family.default_fps} if "frame_rate" in takes else {}),
         "num_inference_steps": request.num_inference_steps,
     }
-    save, tools = 'drawn.images[0].save("picture.png")', ["load_image"] if pictures else []
-    if makes_clips and request.num_frames == 1:
-        save = 'drawn.frames[0][0].save("picture.png")'
+    tools, save = ["load_image"] if pictures else [], 'drawn.images[0].save("picture.png")'
+    if request.num_frames > 1:
+        tools, save = (
+            ["export_to_video", *tools],
+            f'export_to_video(drawn.frames[0], "clip.mp4", fps={fps:g})',
+        )
     elif makes_clips:
-        save = f'export_to_video(drawn.frames[0], "clip.mp4", fps={fps:g})'
-        tools.insert(0, "export_to_video")
+        save = 'drawn.frames[0][0].save("picture.png")'
     lines = [
         "import torch",
         f"from diffusers import {name}",
         *([f"from diffusers.utils import {', '.join(tools)}"] if tools else []),
         "",
-        f'pipeline = {name}.from_pretrained("{base}", dtype=torch.{dtype}).to("cuda")',
+        f'pipeline = {name}.from_pretrained({base!r}, dtype=torch.{dtype}).to("cuda")',
         *_loading(family, lora),
         "drawn = pipeline(",
         *(f"    {key}={value!r}," for key, value in call.items()),
@@ -76,8 +79,7 @@ def usage_code(
 def _guidance(
     family: DiffusersFamily, scale: float, negative_prompt: str, takes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The scale, told to a model that knows one; others run with the negative prompt, too, and not at all
-    where it is no more than 1."""
+    """The scale, told to a model that knows one; others also run with the negative prompt, above 1."""
     if family.folder.component_config(family.trainable[0]).get("guidance_embeds"):
         return {"guidance_scale": scale}
     name = "true_cfg_scale" if "true_cfg_scale" in takes else "guidance_scale"
@@ -90,7 +92,8 @@ def _guidance(
 
 def _pictures(family: DiffusersFamily, request: PreviewRequest, takes: Mapping[str, Any]) -> dict[str, str]:
     """Names of the files that stand for what is drawn from, by argument."""
-    if "image" not in takes or not (request.inputs or family.needs_inputs):
+    needs_one = family.needs_inputs or "ImageToVideo" in family.pipeline.__name__
+    if "image" not in takes or not (request.inputs or needs_one):
         return {}
     # Wan 2.1 FLF2V always wants both.
     wants_last = family.folder.component_config(family.trainable[0]).get("pos_embed_seq_len") is not None
@@ -101,7 +104,7 @@ def _pictures(family: DiffusersFamily, request: PreviewRequest, takes: Mapping[s
 def _loading(family: DiffusersFamily, lora: str) -> Iterator[str]:
     """The call, or calls, that take the LoRA in."""
     for file, components in lora_files(family).items():
-        arguments = [f'"{lora}"']
+        arguments = [repr(lora)]
         if file != LORA_WEIGHT_NAME_SAFE:
             arguments.append(f'weight_name="{file}"')
         if components == ["transformer_2"]:

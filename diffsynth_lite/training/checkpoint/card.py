@@ -154,7 +154,7 @@ class CardWriter:
             base=self.facts.base.hub_id or _BASE_FOLDER,
             dtype=self.config.model.dtype,
             lora=LORA_FOLDER,
-            prompt=next(iter(self.previews.prompts), " ".join(self.facts.trigger_words)),
+            prompt=next(iter((*self.previews.prompts, *self.facts.trigger_words)), "your prompt"),
             negative_prompt=self.previews.negative_prompt,
             fps=self.previews.source.fps,
         )
@@ -190,9 +190,8 @@ class CardWriter:
         """How many items there are, and of which sizes most of them."""
         by_size = sorted(self.facts.items_by_size.items(), key=lambda entry: (-entry[1], entry[0]))
         sizes = [f"{width}x{height} ({count})" for (width, height), count in by_size[:_MAX_SIZES]]
-        if len(by_size) > _MAX_SIZES:
-            sizes.append(f"{len(by_size) - _MAX_SIZES} further sizes")
-        return f"{sum(self.facts.items_by_size.values())} items: {', '.join(sizes)}"
+        others = f" and {len(by_size) - _MAX_SIZES} more" if len(by_size) > _MAX_SIZES else ""
+        return f"{sum(self.facts.items_by_size.values())} items: {', '.join(sizes)}{others}"
 
     def _losses(self, step: int) -> dict[str, str]:
         """The loss on fixed noise where it was first measured, and last."""
@@ -218,7 +217,8 @@ class CardWriter:
         if (quantize := self.config.model.quantize) != "none":
             yield f"It was trained on weights in {quantize}; on others it draws a little differently."
         if self.measures_average and not is_average:
-            yield "Samples and loss are of the moving average of its weights."
+            measured = "Samples and loss are" if has_samples else "The loss is"
+            yield f"{measured} of the moving average of its weights."
         if not has_samples:
             yield "No samples were drawn."
         yield "Nothing else was measured than what stands here."
