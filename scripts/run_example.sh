@@ -17,6 +17,7 @@ run_example() {
 
 The LoRA:            $run/lora/pytorch_lora_weights.safetensors
 Before and after:    $run/score/grid.png
+Page of the run:     $run/report.html
 Previews by step:    $run/previews/grid.png
 Draw other prompts:  $PYTHON -m diffsynth_lite.cli.main sample --lora $run --prompt "..."
 Losses and speed:    $run/metrics.jsonl

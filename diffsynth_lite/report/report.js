@@ -220,7 +220,7 @@
     // Scrolls its strip alone, and not the page; before all pictures are there nobody knows how far.
     function reveal(link) {
       const strip = link.parentElement;
-      strip.scrollLeft = link.offsetLeft - strip.offsetLeft - strip.clientWidth / 2;
+      strip.scrollLeft = link.offsetLeft - strip.offsetLeft + (link.offsetWidth - strip.clientWidth) / 2;
       if (document.readyState !== "complete") addEventListener("load", () => reveal(link), { once: true });
     }
 
