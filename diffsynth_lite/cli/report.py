@@ -12,6 +12,7 @@ from urllib.parse import quote
 from rich.console import Console
 
 from diffsynth_lite.errors import Problems, UserError
+from diffsynth_lite.run_folder.folder import find_runs
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +54,6 @@ def run(parsed: argparse.Namespace) -> None:
         return
     if parsed.port is not None:
         raise UserError("--port has no effect without --serve")
-    from diffsynth_lite.run_folder.folder import find_runs
-
     folders = find_runs(parsed.places)
     if not folders:
         places = ", ".join(map(str, parsed.places))

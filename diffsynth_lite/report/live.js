@@ -27,18 +27,37 @@
 
   // Makes `live`, which was sent as `before`, what was sent now; what is the same stays as it is.
   function takeOver(live, before, now) {
-    if (before.isEqualNode(now)) return;
+    if (before.isEqualNode(now)) return live;
     if (!isAlike(before, now) || live.childNodes.length !== now.childNodes.length) {
-      live.replaceWith(document.importNode(now, true));
-      return;
+      const made = document.importNode(now, true);
+      live.replaceWith(made);
+      return made;
     }
     const children = [...live.childNodes];
     children.forEach((child, place) => takeOver(child, before.childNodes[place], now.childNodes[place]));
+    return live;
+  }
+
+  // The same for the parts of the page, of which some come only when a run has something to show there.
+  function takeOverParts(now) {
+    const name = (part) => `${part.tagName} ${part.className}`;
+    const live = [...main.children];
+    const known = [...sent.children].map((before, place) => ({ before, live: live[place] }));
+    const parts = [...now.children].map((part) => {
+      const place = known.findIndex(({ before }) => name(before) === name(part));
+      if (place < 0) return document.importNode(part, true);
+      const [old] = known.splice(place, 1);
+      return takeOver(old.live, old.before, part);
+    });
+    known.forEach((gone) => gone.live.remove());
+    parts.forEach((part, place) => {
+      if (main.children[place] !== part) main.insertBefore(part, main.children[place] ?? null);
+    });
   }
 
   function show(page) {
     const now = page.querySelector("main");
-    takeOver(document.querySelector("main"), sent, now);
+    takeOverParts(now);
     sent = now;
     document.title = page.title;
     document.getElementById("data").textContent = page.getElementById("data").textContent;

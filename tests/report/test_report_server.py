@@ -178,8 +178,15 @@ def test_an_open_page_takes_over_what_is_new_and_keeps_what_was_chosen(
         come_back = "document.dispatchEvent(new Event('visibilitychange'))"
         assert "No run yet" in page.text()
         run = full_folder(tmp_path / "first").rename(place / "first")
+        page.click("#theme")
         page.evaluate(come_back)
         page.wait_for("document.querySelector('.viewer label')")
+        assert page.evaluate("[...document.querySelector('main').children].map(part => part.className)") == [
+            *("", "", "charts", "previews", "items", "noise", "layers", "memory", "settings", "starts"),
+            *("skipped", ""),
+        ]
+        page.click("#theme")
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
         page.click(".prompt a[data-step='100']")
         page.evaluate("document.querySelector('.starts details').open = true")
         page.evaluate("scrollTo(0, 300)")
