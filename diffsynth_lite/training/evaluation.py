@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ _PARTS = (1 / 6, 1 / 2, 5 / 6)
 """Of the way from data to noise: where single items are measured."""
 
 _THUMBNAIL_PX = 128
-_MAX_NAMED = 5
+_NUM_NAMED = 3
 
 _PROTOCOL_SETTINGS = {
     "items": "validation.data and validation.loss_items",
@@ -235,10 +236,10 @@ class ItemLosses:
         by_level = [errors[place :: len(self.items)] for place in range(len(self.items))]
         losses = [sum(levels) / len(levels) for levels in by_level]
         self._file.append(step, {"losses": losses, "by_level": by_level})
-        if before:
-            self._compare(before[0], step, losses)
-        elif step > 0:
+        if step > 0 and not before:
             logger.info("Losses of single items are measured from step %d on: the start is not known.", step)
+        elif before:
+            self._tell(step, losses, before[0])
 
     def _describe(self) -> None:
         """Write what is measured, and remove losses that were measured in another way."""
@@ -271,18 +272,17 @@ class ItemLosses:
         )
         return hashlib.blake2b(repr(decides).encode(), digest_size=8).hexdigest()
 
-    def _compare(self, first: Mapping[str, Any], step: int, losses: Sequence[float]) -> None:
-        """Say which items have a higher loss than at first."""
-        rises = {
-            item.row.name: after - start
-            for item, start, after in zip(self.items, first["losses"], losses, strict=True)
-            if start is not None and after > start
-        }
-        worst = sorted(rises, key=lambda name: -rises[name])
+    def _tell(self, step: int, losses: Sequence[float], first: Mapping[str, Any]) -> None:
+        """Say which items have the highest losses, and how many have risen."""
+        named = sorted(zip(losses, self.items, strict=True), key=lambda pair: -pair[0])[:_NUM_NAMED]
+        pairs = zip(losses, first["losses"], strict=True)
         logger.info(
-            "After step %d: %d of %d items have a higher loss than after step %d%s.",
-            *(step, len(rises), len(losses), first["step"]),
-            f", most of all {join_names(worst[:_MAX_NAMED])}" if worst else "",
+            "After step %d: losses of %d single items: %.4f in the median, the highest %s; above those of "
+            "step %d: %d.",
+            *(step, len(losses), median(losses)),
+            join_names([f"{item.row.name} ({loss:.4f})" for loss, item in named]),
+            first["step"],
+            sum(before is not None and after > before for after, before in pairs),
         )
 
 
