@@ -22,7 +22,8 @@ from diffsynth_lite.run_folder.model_card import CARD, LORA_FOLDER, PICTURES, is
 
 logger = logging.getLogger(__name__)
 
-_NAMED_PICTURE = re.compile(rf"{PICTURES}/[\w-]+\.\w+")
+_NAMED_PICTURE = re.compile(rf"(?<![\w/-])(?:\./)?({PICTURES}/[\w-]+\.\w+)")
+"""A picture beside the card; the same in an address is somewhere else."""
 _NO_RIGHTS = "log in with `hf auth login` and a token that may write there, or publish to a name of your own"
 _REMEDIES = {401: _NO_RIGHTS, 403: _NO_RIGHTS, 404: _NO_RIGHTS}
 
@@ -68,12 +69,7 @@ class Publication:
                 f"{lora_folder}: holds no LoRA; a run writes it with its first checkpoint "
                 "(lora_ema with train.ema_decay, lora_best with validation.data)"
             )
-        try:
-            card = (lora_folder / CARD).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise UserError(
-                f"{lora_folder / CARD}: is not there; a run writes it with each checkpoint, or write one"
-            ) from None
+        card = _read_card(lora_folder / CARD)
         _require_public_base(card, lora_folder / CARD)
         for name in sorted(set(_NAMED_PICTURE.findall(card))):
             files[name] = lora_folder / name
@@ -132,6 +128,15 @@ class Publication:
         return False
 
 
+def _read_card(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: is not there; a run writes it with each checkpoint, or write one") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as UTF-8 ({error})") from error
+
+
 def _require_repository_name(name: str, key: str) -> None:
     try:
         validate_repo_id(name)
@@ -152,7 +157,8 @@ def _require_public_base(card: str, path: Path) -> None:
         found = ModelCard(card, ignore_metadata_errors=True).data.get("base_model")
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path}: its header cannot be read ({' '.join(str(error).split())})") from error
-    for base in [found] if isinstance(found, str) else found or ():
+    named = found if isinstance(found, list) else [] if found is None else [found]
+    for base in named:
         _require_repository_name(str(base), f"{path}, base_model")
 
 

@@ -14,7 +14,7 @@ from diffsynth_lite.run_folder.model_card import LORA_FOLDER, is_as_written, mar
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 HEADER = "---\nbase_model: Qwen/Qwen-Image\n---\n"
-CARD = marked(f'{HEADER}# LoRA\n![](pictures/prompt-00.png)\nload_lora_weights("{LORA_FOLDER}")\n')
+CARD = marked(f'{HEADER}# LoRA\n![](./pictures/prompt-00.png)\nload_lora_weights("{LORA_FOLDER}")\n')
 WEIGHTS = os.urandom(70_000)
 
 # The client of the hub, 2.4, uploads so.
@@ -38,7 +38,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     (run.lora_folder / "pictures" / "prompt-00.png").write_bytes(b"picture")
     (run.lora_folder / "pictures" / "of-an-earlier-prompt.png").write_bytes(b"not in the card")
     (run.ema_lora_folder / "pytorch_lora_weights.safetensors").write_bytes(b"average")
-    (run.ema_lora_folder / "README.md").write_text("# By hand")
+    (run.ema_lora_folder / "README.md").write_text("# By hand\n![](https://e.org/pictures/other.png)")
     return run
 
 
@@ -95,7 +95,7 @@ def test_only_what_changed_is_committed_and_a_card_edited_there_gives_way_to_one
     assert "was edited there, and stays" in caplog.text
     assert publish(run, "--lora", "ema") == 0
     assert hub.commits[3:] == [["README.md", "pytorch_lora_weights.safetensors"]]
-    assert hub.files["README.md"] == b"# By hand"
+    assert hub.files["README.md"].startswith(b"# By hand\n")
 
 
 def write_card(text: str) -> Change:
@@ -114,7 +114,9 @@ def remove(name: str) -> Change:
         (remove("lora/README.md"), "is not there"),
         (remove("lora/pictures/prompt-00.png"), "names pictures/prompt-00.png, which is not there"),
         (write_card("---\nbase_model: /models/qwen\n---\n"), "base_model: '/models/qwen' is no name"),
+        (write_card("---\nbase_model: [a/b, 7]\n---\n"), "base_model: '7' is no name"),
         (write_card("---\na: [\n---\n"), "its header cannot be read"),
+        (lambda run, _: (run.lora_folder / "README.md").write_bytes(b"\xff"), "cannot be read as UTF-8"),
         (lambda _, patch: patch.delenv("HF_TOKEN"), "no token for the hub: log in with `hf auth login`"),
         (lambda _, patch: patch.setenv("HF_TOKEN", f"{TOKEN}x"), "a token that may write there"),
         (lambda _, patch: patch.setattr(constants, "HF_HUB_OFFLINE", True), "(and HF_HUB_OFFLINE)"),

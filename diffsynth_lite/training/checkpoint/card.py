@@ -220,7 +220,7 @@ class CardWriter:
             measured = "Samples and loss are" if has_samples else "The loss is"
             yield f"{measured} of the moving average of its weights."
         if not has_samples:
-            yield "No samples were drawn."
+            yield "It has no samples."
         yield "Nothing else was measured than what stands here."
 
 
