@@ -12,7 +12,7 @@ DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"
 OF_BASE_CLASSES = {
     *("check_size", "check_frames", "empty_component", "noise_path", "noise_ranges", "parts_of"),
     *("denoisers", "take_files", "text_encoders"),
-    *("known_vae_tiles", "tile_vae"),
+    *("known_vae_tiles", "tile_vae", "min_inference_steps"),
 }
 """Members of families that have a default, which a family itself need not know."""
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")

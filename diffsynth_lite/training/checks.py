@@ -379,6 +379,11 @@ def check_previews(config: Config, family: ModelFamily) -> None:
     family.check_size(*preview_size(config, family), keys="validation.width, validation.height")
     if validation.num_frames is not None:
         family.check_frames(validation.num_frames, key="validation.num_frames")
+    if validation.prompts and validation.num_inference_steps < family.min_inference_steps:
+        raise UserError(
+            f"validation.num_inference_steps: {validation.num_inference_steps}, and this model's sampler "
+            f"takes at least {family.min_inference_steps}; set it to that or more"
+        )
     _check_pictures_have_effect(config, family)
     for key, files in (("inputs", validation.inputs), ("last_frames", validation.last_frames)):
         for path in files:

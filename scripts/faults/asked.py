@@ -59,7 +59,7 @@ def with_held_out(run: TinyRun, *settings: str) -> TinyRun:
         run,
         settings=(
             *run.settings,
-            *(f"validation.data={folder}", "validation.loss_items=2", "validation.num_inference_steps=1"),
+            *(f"validation.data={folder}", "validation.loss_items=2", "validation.num_inference_steps=2"),
             *("train.micro_batch_size=1", "train.ema_decay=0.6", "train.learning_rate=0.002"),
             *("output.checkpoint_every_steps=1000", *settings),
         ),

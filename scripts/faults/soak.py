@@ -57,7 +57,7 @@ def _with_everything(run: TinyRun) -> tuple[str, ...]:
         (held_out / f"{place}.txt").write_text("a blue square")
     return (
         *(f"validation.data={held_out}", "validation.loss_items=2", "validation.every_steps=100"),
-        *("validation.num_inference_steps=1", "train.ema_decay=0.9", "train.learning_rate=0.001"),
+        *("validation.num_inference_steps=2", "train.ema_decay=0.9", "train.learning_rate=0.001"),
         *(f"output.checkpoint_every_steps={SAVE_EVERY}", f"output.keep_checkpoints={KEEP}"),
         *(f"output.keep_every_steps={KEEP_EVERY}", f"output.checkpoint_every_minutes={SAVE_EVERY_MINUTES}"),
         *("data.num_workers=1", "logging.trackers=[tensorboard]"),

@@ -77,6 +77,14 @@ def test_the_results_of_edits_are_not_cropped_at_random(root: Path) -> None:
     check_run(load_config_of(root, {"data.crop": "random"}), PROCESS)
 
 
+def test_previews_have_as_many_steps_as_the_sampler_needs(root: Path) -> None:
+    """With one, diffusers would divide by zero, and draw black pictures."""
+    qwen_image.tiny().save_pretrained(root / "model")
+    one_step = {"validation.num_inference_steps": "1"}
+    assert "validation.num_inference_steps: 1, " in refusal(root, **one_step)
+    check_run(load_config_of(root, one_step | {"validation.prompts": "[]"}), PROCESS)
+
+
 def test_pictures_of_a_family_that_can_edit_too_are_cropped_at_random(root: Path) -> None:
     flux2.tiny().save_pretrained(root / "model")
     changes = {"model.family": "flux2", "data.crop": "random"}

@@ -177,6 +177,11 @@ class DiffusersFamily(DiffusersLora):
         tokenizer = self.load_tokenizer(self.prompt_tokenizer)
         return [len(tokens) for tokens in tokenizer(list(texts))["input_ids"]]
 
+    @property
+    def min_inference_steps(self) -> int:
+        # diffusers stretches the levels so that they end at this one, and divides by their span.
+        return 2 if self.scheduler_config.get("shift_terminal") else 1
+
     def load_scheduler(self) -> Any:
         """The folder's own scheduler, for previews.
 

@@ -236,6 +236,11 @@ class ModelFamily(LoraFormat):
         return False
 
     @property
+    def min_inference_steps(self) -> int:
+        """Fewest denoising steps of a preview."""
+        return 1
+
+    @property
     def needs_inputs(self) -> bool:
         """Whether the model needs a picture to start from, beside a prompt."""
         return not {"image", "video"} & set(self.record_kinds)
