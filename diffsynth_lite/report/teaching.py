@@ -1,4 +1,4 @@
-"""This file says which training items a run learned from and which got worse: their losses on fixed noise."""
+"""This file says which training items a run learned, and which it did not: their losses on fixed noise."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,19 +21,19 @@ class ItemLoss:
         before: its first loss.
         after: its last one.
         losses: all of them in order, those in between thinned.
-        changes_by_level: relative changes at the item's noise levels; None where one is not known.
+        by_level: the last loss at each of the item's noise levels; empty where these were not kept.
     """
 
     item: MeasuredItem
     before: float
     after: float
     losses: Sequence[float]
-    changes_by_level: Sequence[float | None]
+    by_level: Sequence[float | None]
 
     @property
     def change(self) -> float:
         """Relative to before: below 0 where the loss fell."""
-        return _change(self.before, self.after) or 0.0
+        return self.after / self.before - 1 if self.before else 0.0
 
     @property
     def thumbnail(self) -> str | None:
@@ -49,11 +49,12 @@ class Teaching:
     Attributes:
         first_step: of the first losses.
         last_step: of the last ones.
-        noise_levels: of the changes by level; empty where these were not kept.
-        shown: items whose loss rose most, or fell least, come first.
-        num_measured: of the shown ones and those that are left out, which lie between the best and the worst.
+        noise_levels: of the losses by level; empty where these were not kept.
+        shown: those with the highest losses come first, as where a loss stands tells most.
+        num_measured: of the shown ones and those that are left out, which lie in the middle.
         num_better: items whose loss fell.
-        median_change: of all that were measured.
+        median: of the last losses of all that were measured.
+        median_change: likewise of the changes.
     """
 
     first_step: int
@@ -62,6 +63,7 @@ class Teaching:
     shown: Sequence[ItemLoss]
     num_measured: int
     num_better: int
+    median: float
     median_change: float
 
 
@@ -80,9 +82,9 @@ def read_teaching(items: Sequence[MeasuredItem], rows: Sequence[Mapping[str, Any
     found = [each for place, item in enumerate(items) if (each := _item_loss(item, place, measured))]
     if not found:
         return None
-    found.sort(key=lambda each: each.change, reverse=True)
+    found.sort(key=lambda each: each.after, reverse=True)
     half = _MAX_SHOWN // 2
-    levels = items[0].noise_levels if any(each.changes_by_level for each in found) else ()
+    levels = items[0].noise_levels if any(each.by_level for each in found) else ()
     return Teaching(
         first_step=int(measured[0]["step"]),
         last_step=int(measured[-1]["step"]),
@@ -90,6 +92,7 @@ def read_teaching(items: Sequence[MeasuredItem], rows: Sequence[Mapping[str, Any
         shown=found if len(found) <= _MAX_SHOWN else [*found[:half], *found[-half:]],
         num_measured=len(found),
         num_better=sum(each.change < 0 for each in found),
+        median=median(each.after for each in found),
         median_change=median(each.change for each in found),
     )
 
@@ -100,17 +103,14 @@ def _item_loss(item: MeasuredItem, place: int, rows: Sequence[Mapping[str, Any]]
     if len(known) < 2:
         return None
     losses = [loss for loss, _ in known]
-    (before, first), (after, last) = known[0], known[-1]
+    after, last = known[-1]
     stride = -(-len(losses) // _MAX_POINTS)
     return ItemLoss(
         item=item,
-        before=before,
+        before=losses[0],
         after=after,
         losses=[*losses[:-1:stride], after],
-        changes_by_level=[
-            _change(start, now)
-            for start, now in zip(_by_level(first, place), _by_level(last, place), strict=False)
-        ],
+        by_level=_by_level(last, place),
     )
 
 
@@ -123,7 +123,3 @@ def _by_level(row: Mapping[str, Any], place: int) -> list[float | None]:
 def _list(row: Mapping[str, Any], name: str) -> list[Any]:
     value = row.get(name)
     return value if isinstance(value, list) else []
-
-
-def _change(before: float | None, after: float | None) -> float | None:
-    return after / before - 1 if before and after is not None else None

@@ -65,7 +65,7 @@ def test_a_run_is_shown_with_all_that_it_left(tmp_path: Path) -> None:
             "no memory for a circle",
             "on training data: 0.9 at step 0, 0.3 at step 200",
         ),
-        *("2 of 3 items got better; the median changed by -40.0 %", "2 a circle 8x8", "+20.0 %"),
+        *("above 0.6 now. 2 of 3 got better, the median by -40.0 %", "2 a circle 8x8", "+20.0 %"),
         *("0.0-0.1 25.0 % 0.4 0.2 -50.0 %", "1 of 4 layers did not change at all: blocks.1.a circle"),
         *("blocks.1.to_q 10 %", "6 run, 6 checkpointed, 6 recomputed", "2 tensors, 2.0 KiB"),
         *("900 bytes measured, 1000 bytes planned (-10.0 %)", "memory.auto chose memory.stream_blocks: 3"),
