@@ -9,6 +9,8 @@ from torch import Tensor
 
 _BISECTIONS = 52
 _NUM_TENTHS = 10
+_ADDED_AT_ONCE = 64
+"""Calls whose losses wait for each other: one by one, a dozen kernels were launched for a few numbers."""
 _NUM_POINTS = 1 << 14
 """Of the midpoint rule: it gives the mean of uniform draws that are shifted by 100 to 2e-8."""
 
@@ -42,6 +44,8 @@ class LossByTenth:
 
     def __init__(self) -> None:
         self._totals: Tensor | None = None
+        self._levels: list[Tensor] = []
+        self._losses: list[Tensor] = []
 
     def add(self, sigma: Tensor, losses: Tensor) -> None:
         """Count samples; one whose loss is not finite is left out.
@@ -50,16 +54,25 @@ class LossByTenth:
             sigma: (B,), noise levels in [0, 1]; 1 itself belongs to the last tenth.
             losses: (B,), on the same device.
         """
-        losses = losses.detach().float()
+        self._levels.append(sigma)
+        self._losses.append(losses.detach())
+        if len(self._losses) == _ADDED_AT_ONCE:
+            self._add_up()
+
+    def take(self, device: torch.device) -> Tensor:
+        """(2, 10), fp32: the sums and the numbers since this was last called, on the device."""
+        if self._losses:
+            self._add_up()
+        totals, self._totals = self._totals, None
+        return torch.zeros(2, _NUM_TENTHS, device=device) if totals is None else totals
+
+    def _add_up(self) -> None:
+        sigma, losses = torch.cat(self._levels), torch.cat(self._losses).float()
+        self._levels, self._losses = [], []
         tenths = torch.arange(_NUM_TENTHS, device=sigma.device)[:, None]
         counts = ((sigma * _NUM_TENTHS).long().clamp(max=_NUM_TENTHS - 1) == tenths) & losses.isfinite()
         totals = torch.stack([torch.where(counts, losses, 0.0).sum(1), counts.sum(1)])
         self._totals = totals if self._totals is None else self._totals + totals
-
-    def take(self, device: torch.device) -> Tensor:
-        """(2, 10), fp32: the sums and the numbers since this was last called, on the device."""
-        totals, self._totals = self._totals, None
-        return torch.zeros(2, _NUM_TENTHS, device=device) if totals is None else totals
 
 
 def level_shares(levels: Quantiles) -> LevelShares:

@@ -137,12 +137,15 @@ def test_losses_are_added_up_by_tenth_until_they_are_taken() -> None:
     assert counts.tolist() == [1, 1, *[0] * 7, 2]
     assert not sums.requires_grad
     assert losses.take(cpu).tolist() == [[0] * 10] * 2
+    for _ in range(1000):
+        losses.add(torch.tensor([0.25]), torch.tensor([0.5]))
+    assert losses.take(cpu)[:, 2].tolist() == [500, 1000]
 
 
 def test_losses_are_added_up_without_waiting_for_the_device() -> None:
     """On the meta device there is no number to wait for: asking for one raises."""
     losses, device = LossByTenth(), torch.device("meta")
-    for _ in range(2):
+    for _ in range(100):
         losses.add(torch.zeros(3, device=device), torch.zeros(3, device=device))
     totals = losses.take(device)
     assert totals.shape == (2, 10)
