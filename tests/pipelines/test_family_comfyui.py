@@ -11,8 +11,8 @@ from comfyui_names import TAKEN, updates_in_comfyui
 from family_sample import Sample
 
 from diffsynth_lite.lora.pairs import LoraPair, pairs_of
-from diffsynth_lite.lora.reading import known_pairs, read_contents
 from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.pipelines.base.composite import split_adapter
 
 RANK = 4
 
@@ -44,19 +44,21 @@ def test_a_lora_on_all_layers_does_the_same_in_diffusers_and_in_comfyui(
     trained = pairs_of(tensors, settings)
     family.settle_lora_spelling(model, settings["target_modules"], rank=RANK)
     spelling = family.lora_spelling
-    files = family.save_lora(tmp_path, tensors, settings)
+    (file,) = family.save_lora(tmp_path, tensors, settings)
     assert differing(trained, family.loaded_lora(tmp_path)) == []
     if sample.name not in TAKEN:
         assert spelling.unknown_to_comfyui is None
         return
-    left_out = []
-    for file in files:
-        spelled = known_pairs(read_contents(file), family.lora_layers)
-        layers = {spelling.key(layer): layer for layer in spelled}
-        in_comfyui = {layers[name]: pair for name, pair in updates_in_comfyui(sample.name, file)}
-        left_out += [layer for layer in spelled if layer not in in_comfyui]
-        assert differing({layer: spelled[layer] for layer in in_comfyui}, in_comfyui) == []
-        assert [layer for layer in spelled if not spelling.in_comfyui(layer)] == left_out
+    spelled: dict[str, LoraPair] = {}
+    named: set[str] = set()
+    for component, part in split_adapter(tensors, settings, family.trained).items():
+        pairs = pairs_of(*part, family.lora_prefix(component))
+        spelled |= {spelling.key(layer): pair for layer, pair in pairs.items()}
+        named |= {spelling.key(layer) for layer in pairs if spelling.in_comfyui(layer)}
+    in_comfyui = dict(updates_in_comfyui(sample.name, file))
+    assert in_comfyui.keys() == named
+    assert differing({key: spelled[key] for key in named}, in_comfyui) == []
+    left_out = spelled.keys() - named
     warned = f"ComfyUI has no names for {len(left_out)} of the {len(trained)} layers" in caplog.text
     assert warned == (0 < len(left_out) < len(trained))
 
