@@ -260,10 +260,20 @@ def _inputs(family: type[ModelFamily]) -> str:
 
 
 def _lora_file(family: type[ModelFamily]) -> str:
-    """What ``DiffusersFamily.save_lora`` writes."""
-    writers = [_owner(pipeline, "save_lora_weights") for pipeline in getattr(family, "pipelines", ())]
-    mixins = _names(list(dict.fromkeys(writer.__name__ for writer in writers)))
-    return f"`pytorch_lora_weights.safetensors`, for `load_lora_weights` of {mixins}" if mixins else ""
+    """What ``DiffusersLora.save_lora`` writes, and what ComfyUI takes of it."""
+    loaders = [_owner(pipeline, "load_lora_weights") for pipeline in getattr(family, "pipelines", ())]
+    mixins = _names(list(dict.fromkeys(loader.__name__ for loader in loaders)))
+    file = f"`pytorch_lora_weights.safetensors`, for `load_lora_weights` of {mixins}"
+    return file + _in_comfyui(family.lora_spelling.unknown_to_comfyui) if mixins else ""
+
+
+def _in_comfyui(unknown: tuple[str, ...] | None) -> str:
+    if unknown is None:
+        return ""
+    if unknown == ("",):
+        return "; ComfyUI has no names for its layers"
+    but = _names([f"{name}*" for name in unknown])
+    return f" and for ComfyUI{f', but for what a LoRA has on {but}' if but else ''}"
 
 
 def _owner(cls: type, attribute: str) -> type:

@@ -5,6 +5,7 @@ strength of an update. These are not guessed: its own ``load_lora_weights`` runs
 zeros that take no memory, with numbers in the LoRA that tell its tensors apart.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from diffusers.utils import logging as diffusers_logging
 from torch import Tensor, nn
+from transformers.utils import logging as transformers_logging
 
 _ADAPTER = "asked"
 
@@ -102,10 +104,13 @@ def _filled(number: float, shape: tuple[int, ...]) -> Tensor:
 
 @contextmanager
 def _in_silence() -> Iterator[None]:
-    """Scope in which diffusers does not log that a model gets no LoRA, or what it refuses."""
-    before = diffusers_logging.get_verbosity()
-    diffusers_logging.set_verbosity(diffusers_logging.CRITICAL)
+    """Scope in which the libraries do not log which models get no LoRA, what they miss in it, or refuse."""
+    loggers = (diffusers_logging, transformers_logging)
+    before = [logger.get_verbosity() for logger in loggers]
+    for logger in loggers:
+        logger.set_verbosity(logging.CRITICAL)
     try:
         yield
     finally:
-        diffusers_logging.set_verbosity(before)
+        for logger, verbosity in zip(loggers, before, strict=True):
+            logger.set_verbosity(verbosity)

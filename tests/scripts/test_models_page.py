@@ -9,6 +9,7 @@ from models_page import BY_THE_FOLDER, facts, read_recipes, render_models_page, 
 from noise_table import noise_section
 
 from diffsynth_lite.pipelines import ModelFamily, family_names, load_family
+from diffsynth_lite.pipelines.chroma import Chroma
 from diffsynth_lite.pipelines.flux import Flux
 from diffsynth_lite.pipelines.wan import Wan
 
@@ -62,8 +63,9 @@ def test_facts_that_depend_on_the_folder_are_those_of_the_docstrings() -> None:
     said = facts(Wan)
     assert said["width and height, multiples of"] == "16; 32 with TI2V-5B"
     assert (said["frames"], said["frames a second"]) == ("4 k + 1", "16; 24 with TI2V-5B")
-    assert said["LoRA file"].endswith("of `WanLoraLoaderMixin`")
+    assert said["LoRA file"].endswith("of `WanLoraLoaderMixin` and for ComfyUI")
     assert "input pictures" not in said
+    assert facts(Chroma)["LoRA file"].endswith(", but for what a LoRA has on `distilled_guidance_layer*`")
 
 
 def test_a_family_of_other_parts_than_diffusers_transformers_has_facts_too() -> None:
