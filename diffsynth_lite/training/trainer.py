@@ -162,7 +162,7 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
 
 
 def evaluate(built: TrainingObjects, saver: Saver, metrics: MetricsLog, step: int) -> None:
-    """Measure the loss on fixed noise and draw the previews, on the main process while the others wait."""
+    """Measure losses and updates, and draw the previews, on the main process while the others wait."""
 
     def measure() -> float | None:
         values = built.validation_loss.measure(built.transformer)
