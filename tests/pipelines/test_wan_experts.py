@@ -199,6 +199,7 @@ def test_layers_that_diffusers_knows_by_its_own_names_alone_have_these_in_the_fi
     family.save_lora(tmp_path, tensors, {"r": 2, "lora_alpha": 1, "target_modules": sorted(expected)})
     assert family.loaded_lora(tmp_path).keys() == expected
 
+    family = Wan(folder)
     monkeypatch.setattr(family, "ask_loader", lambda *_: {})
     with pytest.raises(UserError, match=r"WanPipeline loads no LoRA on transformer.proj_out, transformer_2"):
         family.settle_lora_spelling(model, layers, rank=2)

@@ -29,6 +29,7 @@ class DiffusersLora(ModelFamily):
     """A family whose LoRA files a pipeline of diffusers loads."""
 
     pipeline: Any
+    _settled_for: tuple[str, ...] = ()
 
     @abstractmethod
     def ask_loader(
@@ -102,6 +103,8 @@ class DiffusersLora(ModelFamily):
         return pairs
 
     def settle_lora_spelling(self, model: nn.Module, layers: Sequence[str], *, rank: int) -> None:
+        if self._settled_for == tuple(layers):  # settings of the memory change nothing here
+            return
         if not self._loads(model, layers, rank):
             self.lora_spelling = DIFFUSERS
             if not self._loads(model, layers, rank):
@@ -116,6 +119,7 @@ class DiffusersLora(ModelFamily):
                 _some(layers),
             )
         self._tell_what_comfyui_lacks(layers)
+        self._settled_for = tuple(layers)
 
     def _tell_what_comfyui_lacks(self, layers: Sequence[str]) -> None:
         if self.lora_spelling.unknown_to_comfyui is None:

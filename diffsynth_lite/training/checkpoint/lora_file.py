@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import RunStoppedError, UserError
 from diffsynth_lite.files import sync
 from diffsynth_lite.lora.file_header import add_metadata
 from diffsynth_lite.lora.metadata import NoiseRange
@@ -55,7 +55,7 @@ def export_lora(
         dtype: of the files.
 
     Raises:
-        UserError: a number is too large for the dtype.
+        RunStoppedError: a number is too large for the dtype.
         RuntimeError: the files do not do what the adapter does. A bug, of ours or of a library.
     """
     adapter = pairs_of(tensors, settings)
@@ -91,7 +91,7 @@ def _require_range(adapter: Mapping[str, LoraPair], dtype: torch.dtype) -> None:
     matrices = [matrix for pair in adapter.values() for matrix in (pair.down, pair.with_alpha(pair.rank).up)]
     largest = max(float(matrix.abs().max()) for matrix in matrices)
     if largest > torch.finfo(dtype).max:
-        raise UserError(
+        raise RunStoppedError(
             f"output.lora_dtype: float16 holds nothing above {torch.finfo(dtype).max:g}, and the LoRA has a "
             f"{largest:g}; go on from the checkpoint with output.lora_dtype=bfloat16"
         )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import RunStoppedError
 from diffsynth_lite.lora.spelling import WAN_NAMES
 from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.qwen_image import QwenImage
@@ -114,7 +114,7 @@ def test_numbers_too_large_for_a_dtype_are_refused_with_what_would_do(
 ) -> None:
     large = {name: tensor * 10_000 for name, tensor in TENSORS.items()}
     with pytest.raises(
-        UserError, match=r"float16 holds nothing above 65504, and the LoRA has a 160000; .*bfloat16"
+        RunStoppedError, match=r"float16 holds nothing above 65504, and the LoRA has a 160000; .*bfloat16"
     ):
         export_lora(family, tmp_path / "lora", large, SETTINGS, describe, dtype=torch.float16)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pipeline"]
