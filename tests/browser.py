@@ -34,8 +34,6 @@ _ON_3_AND_4 = (
     "os.execv(sys.argv[3], sys.argv[3:])"
 )
 """A program that runs another one with its pipes where Chromium looks for them."""
-
-
 _TWO_FRAMES = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
 

@@ -60,9 +60,13 @@ class PageRenewal:
         started_at = self._clock()
         try:
             write_report(self._folder)
-        except Exception:  # a page is never worth the run: a full disk, a file that nobody foresaw
+        except Exception as error:  # a page is never worth the run: a full disk, a file that nobody foresaw
             if not self._failed:
-                logger.warning("The page of the run could not be written; training goes on.", exc_info=True)
+                logger.warning(
+                    "The page of the run could not be written, and nothing else is lost: %s",
+                    error,
+                    exc_info=not isinstance(error, OSError),
+                )
             self._failed = True
         now = self._clock()
         self._due_at = now + max(_EVERY_S, _WAITED_MULTIPLE * (now - started_at))

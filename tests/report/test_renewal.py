@@ -59,7 +59,8 @@ def test_a_page_that_cannot_be_written_is_one_warning(
             page.renew()
     assert len(pages.written_at) == 4
     [line] = caplog.messages
-    assert "training goes on" in line
+    assert str(error) in line
+    assert bool(caplog.records[0].exc_info) == isinstance(error, TypeError)
 
 
 def test_a_run_that_fails_has_a_page_and_keeps_its_error(
