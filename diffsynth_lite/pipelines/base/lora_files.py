@@ -94,6 +94,8 @@ class DiffusersLora(ModelFamily):
         return name
 
     def loaded_lora(self, folder: Path) -> dict[str, LoraPair]:
+        if not self._has_loader:
+            return super().loaded_lora(folder)
         pairs = {}
         for file, components in self._by_lora_file(folder).items():
             tensors, said = load_file(file), _said_settings(file)
@@ -103,7 +105,8 @@ class DiffusersLora(ModelFamily):
         return pairs
 
     def settle_lora_spelling(self, model: nn.Module, layers: Sequence[str], *, rank: int) -> None:
-        if self._settled_for == tuple(layers):  # settings of the memory change nothing here
+        # Settings of the memory, for which it is asked again, change nothing here.
+        if not self._has_loader or self._settled_for == tuple(layers):
             return
         if not self._loads(model, layers, rank):
             self.lora_spelling = DIFFUSERS
@@ -141,6 +144,11 @@ class DiffusersLora(ModelFamily):
                 len(names),
                 _some(lacking),
             )
+
+    @property
+    def _has_loader(self) -> bool:
+        """Whether the pipeline loads LoRAs; a family whose pipeline does not writes and reads them itself."""
+        return hasattr(self.pipeline, "load_lora_weights")
 
     def _loads(self, model: nn.Module, layers: Sequence[str], rank: int) -> bool:
         """Whether the pipeline loads all of a LoRA on these layers in ``lora_spelling``."""

@@ -1,17 +1,21 @@
 """A LoRA file is read back before it replaces the last one."""
 
 import json
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from diffsynth_lite.errors import RunStoppedError
+from diffsynth_lite.lora.pairs import LoraFile
 from diffsynth_lite.lora.spelling import WAN_NAMES
 from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training.checkpoint.lora_file import export_lora
+from diffsynth_lite.training.checkpoint.saver import Saver
 
 LAYERS = ["transformer_blocks.0.attn.to_k", "transformer_blocks.0.attn.to_q"]
 TENSORS = {
@@ -75,6 +79,36 @@ def test_a_file_that_does_not_hold_the_adapter_never_replaces_a_good_one(
         export_lora(careless, tmp_path / "lora", TENSORS, SETTINGS, describe)
     assert (tmp_path / "lora" / "pytorch_lora_weights.safetensors").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lora", "pipeline"]
+
+
+class OfItsOwn(QwenImage):
+    """A family whose pipeline loads no LoRA."""
+
+    pipeline = SimpleNamespace()
+
+    def save_lora(self, folder, tensors, settings, **options) -> list[Path]:
+        folder.mkdir()
+        save_file(tensors, folder / "own.safetensors")
+        return [folder / "own.safetensors"]
+
+    def read_lora(self, place) -> LoraFile:
+        return load_file(place / "own.safetensors"), SETTINGS
+
+
+def test_a_family_that_writes_files_of_its_own_reads_them_itself(family: QwenImage, tmp_path: Path) -> None:
+    own = OfItsOwn(family.folder)
+    own.settle_lora_spelling(own.empty_transformer(), LAYERS, rank=2)
+    (file,) = export_lora(own, tmp_path / "lora", TENSORS, SETTINGS, describe).files
+    assert file == tmp_path / "lora" / "own.safetensors"
+
+
+def test_it_is_told_when_float16_loses_more_than_bfloat16_would(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        Saver.tell_rounding(SimpleNamespace(_rounding=0.002, lora_dtype=torch.bfloat16))
+        assert [record.levelname for record in caplog.records] == ["INFO"]
+        Saver.tell_rounding(SimpleNamespace(_rounding=0.02, lora_dtype=torch.float16))
+    assert "is in float16: its update is that of the checkpoint to 2 %." in caplog.text
+    assert "bfloat16 would lose less (output.lora_dtype)" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
