@@ -10,6 +10,7 @@ from diffsynth_lite.config.document import write_yaml
 from diffsynth_lite.config.files import ConfigFile, find_config_file, read_config_files
 from diffsynth_lite.config.schema import Config
 from diffsynth_lite.config.settings import Problem
+from diffsynth_lite.config.train import TrainSettings
 from diffsynth_lite.redaction import MASK, redacted
 
 
@@ -23,7 +24,8 @@ class LoadedConfig:
         source_text: the text of that file or, where it extends others, what all of them say; secrets masked.
         resolved_yaml: every setting, also overrides and defaults, with secrets masked and ``${...}`` as
             written: what a variable of the environment holds is not in it.
-        warnings: settings that have no effect, and those that hold a secret, one line each.
+        warnings: settings that have no effect or less than was asked for, and those that hold a secret, one
+            line each.
     """
 
     config: Config
@@ -55,7 +57,7 @@ def load_config(
     for override in [*overrides, *given_flags]:
         builder.add_override(override)
     config, unresolved = builder.build()
-    remarks = (*config.without_effect(), *_secrets_in(unresolved))
+    remarks = (*config.without_effect(), *_shortened_warmup(config.train), *_secrets_in(unresolved))
     return LoadedConfig(
         config=config,
         path=found,
@@ -81,6 +83,14 @@ def _in_one(files: Sequence[ConfigFile], written: dict[str, dict[str, Any]]) -> 
         return files[0].text
     names = ", which extends ".join(file.path.name for file in reversed(files))
     return f"# What {names}, says.\n\n{write_yaml(written)}"
+
+
+def _shortened_warmup(train: TrainSettings) -> Iterator[Problem]:
+    if train.warmup_in_run < train.warmup_steps:
+        message = (
+            f"{train.warmup_steps} is shortened to {train.warmup_in_run}, as train.steps is {train.steps}"
+        )
+        yield Problem(("train.warmup_steps",), message)
 
 
 def _secrets_in(unresolved: dict[str, dict[str, Any]]) -> Iterator[Problem]:

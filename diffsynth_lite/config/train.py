@@ -42,7 +42,8 @@ class TrainSettings(Settings):
     """How the learning rate goes from its highest value, after the warm-up, to the last step."""
 
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps over which the learning rate rises to its highest value."""
+    """Optimizer steps over which the learning rate rises to its highest value. In a run that is not longer it
+    is shortened to all steps but the last, and the log says so."""
 
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW: how slowly the average of gradients moves."""
@@ -97,6 +98,11 @@ class TrainSettings(Settings):
     """Threads that torch may use on the CPU; null leaves it to torch. Very small models are fastest with
     1."""
 
+    @property
+    def warmup_in_run(self) -> int:
+        """Optimizer steps of the warm-up as the run has it: at least one step is left at the highest rate."""
+        return min(self.warmup_steps, self.steps - 1)
+
     def conflicts(self) -> Iterator[Problem]:
         if self.global_batch_size % self.micro_batch_size:
             yield Problem(
@@ -104,9 +110,6 @@ class TrainSettings(Settings):
                 f"train.micro_batch_size {self.micro_batch_size} must divide "
                 f"train.global_batch_size {self.global_batch_size}",
             )
-        if self.warmup_steps > self.steps:
-            message = f"train.warmup_steps {self.warmup_steps} must be at most train.steps {self.steps}"
-            yield Problem(("warmup_steps", "steps"), message)
         if self.use_gradient_checkpointing_offload and not self.use_gradient_checkpointing:
             yield Problem(
                 ("use_gradient_checkpointing_offload", "use_gradient_checkpointing"),

@@ -326,7 +326,7 @@ def build_learning_rate(config: Config) -> Callable[[int], float]:
     return learning_rate_schedule(
         config.train.lr_scheduler,
         base=config.train.learning_rate,
-        warmup_steps=config.train.warmup_steps,
+        warmup_steps=config.train.warmup_in_run,
         total_steps=config.train.steps,
     )
 

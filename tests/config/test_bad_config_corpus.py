@@ -26,7 +26,7 @@ OVERRIDES = [
         "train.adam_epsilon=0",
         "train.weight_decay=-1",
     ),
-    *("train.ema_decay=1", "train.ema_decay=nan", "train.mixed_precision=fp8", "train.warmup_steps=9999"),
+    *("train.ema_decay=1", "train.ema_decay=nan", "train.mixed_precision=fp8", "train.warmup_steps=-1"),
     *("train.use_gradient_checkpointing=maybe", "lora.rank=4.0", "lora.rank=1000000000000000000000"),
     *("lora.alpha=nan", "lora.dropout=-0.1", "lora.target_modules=to_q", "lora.target_modules=["),
     *("lora.target_modules=[to_q", "lora.target_modules=[[a]]", "lora.target_modules={a: b}"),

@@ -46,7 +46,6 @@ WRONG_VALUES = [
     ("train", "use_gradient_checkpointing", "null", "true or false"),
     ("train", "use_gradient_checkpointing", "auto", "planned, not available yet"),
     ("train", "use_gradient_checkpointing_offload", "auto", "planned, not available yet"),
-    ("train", "warmup_steps", "1001", "at most train.steps 1000"),
     ("train", "micro_batch_size", "2", "must divide train.global_batch_size 1"),
     ("train", "lr", "1", "train has steps"),
     ("train", "learning_rat", "1", "did you mean 'learning_rate'?"),

@@ -68,10 +68,23 @@ def test_a_wrong_override_is_reported_as_typed(write, minimal, override, reason)
 
 
 def test_a_conflict_with_the_file_is_placed_at_the_first_of_the_two_that_was_set(write, minimal):
-    path = write(f"train:\n  warmup_steps: 50\n{minimal}")
+    path = write(f"train:\n  micro_batch_size: 3\n{minimal}")
     with pytest.raises(UserError) as caught:
-        load_config(path, ["train.steps=10"])
-    assert str(caught.value).startswith(f"{path}:2 train.warmup_steps: train.warmup_steps 50 must be at most")
+        load_config(path, ["train.global_batch_size=4"])
+    assert str(caught.value).startswith(
+        f"{path}:2 train.micro_batch_size: train.micro_batch_size 3 must divide"
+    )
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (10, 9), (50, 49), (51, 50)])
+def test_a_warm_up_leaves_a_step_at_the_highest_rate_and_says_when_it_is_shortened(
+    write, minimal, steps, warmup
+):
+    path = write(f"train:\n  warmup_steps: 50\n{minimal}")
+    loaded = load_config(path, [f"train.steps={steps}"])
+    assert (loaded.config.train.warmup_in_run, loaded.config.train.warmup_steps) == (warmup, 50)
+    told = f"{path}:2 train.warmup_steps: 50 is shortened to {warmup}, as train.steps is {steps}"
+    assert loaded.warnings == ((told,) if warmup < 50 else ())
 
 
 def test_a_wrong_value_is_reported_though_a_later_one_replaces_it(write, minimal):

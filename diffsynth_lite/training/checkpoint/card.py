@@ -177,7 +177,7 @@ class CardWriter:
         return {
             "LoRA": f"rank {facts.rank}, alpha {facts.alpha:g}, on {', '.join(self.family.trained)}",
             "optimizer steps": f"{step} of {train.steps}, of {train.global_batch_size} samples each",
-            "learning rate": f"{train.learning_rate:g}, {train.lr_scheduler}, warm-up {train.warmup_steps}",
+            "learning rate": f"{train.learning_rate:g}, {train.lr_scheduler}, warm-up {train.warmup_in_run}",
             "optimizer": f"AdamW, weight decay {train.weight_decay:g}",
             "data": self._data(),
             "base weights": f"{config.model.dtype}, quantize: {config.model.quantize}",

@@ -110,7 +110,7 @@ def _training(config: Config) -> dict[str, Any]:
         "total_batch_size": train.global_batch_size,
         "learning_rate": train.learning_rate,
         "lr_scheduler": train.lr_scheduler,
-        "lr_warmup_steps": train.warmup_steps,
+        "lr_warmup_steps": train.warmup_in_run,
         "optimizer": f"torch.optim.adamw.AdamW({adam})",
         "max_grad_norm": train.max_grad_norm,
         "mixed_precision": train.mixed_precision,

@@ -66,6 +66,7 @@ _WAYS = {
     _WEIGHTS: (
         "model.weights is what is in the files of model.path, or in model.transformer_file, wherever they are"
     ),
+    "train.warmup_steps": "train.warmup_steps counts as shortened to less than train.steps",
     _SHIFT_AT: (
         "objective.shift: resolution takes the sampler's where that grows with the size, and static any one "
         "value"
@@ -126,6 +127,7 @@ def settings_fingerprint(
     fingerprint |= {
         f"data.{name}": [getattr(source, name) for source in sources] for name in _FIXED_FIELDS_OF_SOURCES
     }
+    fingerprint["train.warmup_steps"] = config.train.warmup_in_run
     # Each micro-batch has dropout masks of its own; with a token budget their number in a step depends on it.
     if config.lora.dropout > 0 or config.train.micro_batch_tokens is not None:
         fingerprint["train.micro_batch_size"] = config.train.micro_batch_size

@@ -73,6 +73,15 @@ def test_the_number_of_steps_is_part_of_a_schedule_that_depends_on_it() -> None:
         require_same(fingerprint(cosine, "train.steps=600"), fingerprint(cosine), where="runs/a")
 
 
+def test_a_warm_up_is_compared_as_the_run_has_it() -> None:
+    trial, whole = (fingerprint("train.warmup_steps=50", f"train.steps={steps}") for steps in (10, 1000))
+    for new, old, told in ((whole, trial, "was 9, is 50"), (trial, whole, "was 50, is 9")):
+        with pytest.raises(DifferentRunError, match=rf"train\.warmup_steps {told}.*less than train\.steps"):
+            require_same(new, old, where="runs/a")
+    assert require_same(whole, trial, where="runs/a", allow=["train.warmup_steps"])
+    assert fingerprint("train.warmup_steps=50", "train.steps=51") == whole
+
+
 FREE = {
     "model": {"path", "revision", "variant", "transformer_file", "transformer_2_file"},
     "data": {
