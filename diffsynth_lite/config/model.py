@@ -87,10 +87,10 @@ class LoraSettings(Settings):
     """Scale: the LoRA's output is multiplied by alpha / rank. Null means the rank itself, a factor of 1."""
 
     init_from: NonEmptyStr | None = None
-    """A LoRA that a new run starts from: its file, or a folder with it, of a run or of another trainer, by
-    any names that `diffsynth-lite convert` reads. It must be on this run's layers and have its rank; where
-    its alpha is another, it is scaled to do the same. Its optimizer starts anew: to continue a run of yours,
-    start it again with its `output.dir`. Null starts from a LoRA that changes nothing."""
+    """A LoRA that a new run starts from: its file, the folder of it or of its run, or a file of another
+    trainer, by any names that `diffsynth-lite convert` reads. It must be on this run's layers and have its
+    rank; where its alpha is another, it is scaled to do the same. Its optimizer starts anew: to continue a
+    run of yours, start it again with its `output.dir`. Null starts from a LoRA that changes nothing."""
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the LoRA's inputs set to zero at each training step. A little, such as 0.05, works against

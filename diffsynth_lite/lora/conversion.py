@@ -84,7 +84,7 @@ def convert(
             kohya's with a tensor for it.
         file: that it is for.
         alpha: what the tensors for it say; None leaves it, or is what it was trained with where it was folded
-            since and metadata say so.
+            since, metadata say so, and no number has to be rounded for that.
         dtype: of the matrices; None leaves it.
 
     Raises:
@@ -96,6 +96,8 @@ def convert(
     if alpha and not has_alphas:
         raise UserError(f"--alpha: a file for {to} has no place for it here, its updates are as they are")
     alphas = dict.fromkeys(before, alpha) if alpha else _trained_alphas(before, contents.metadata)
+    if has_alphas and not alpha:
+        alphas = {layer: _alpha_without_rounding(pair, alphas[layer]) for layer, pair in before.items()}
     # In fp32: products in half precision would be rounded on the way, too. Copies: layers may share matrices.
     pairs = {
         layer: LoraPair(
@@ -181,6 +183,12 @@ def _trained_alphas(pairs: Mapping[str, LoraPair], metadata: Mapping[str, str]) 
     if not 0 < alpha < math.inf or any(pair.alpha != pair.rank for pair in pairs.values()):
         return alphas
     return alphas | {layer: alpha for layer, pair in pairs.items() if pair.rank == rank}
+
+
+def _alpha_without_rounding(pair: LoraPair, wanted: float) -> float:
+    """The alpha that is wanted where a power of two leads there, rounding nothing; else its own."""
+    mantissa, _ = math.frexp(wanted / pair.alpha)
+    return wanted if abs(mantissa) == 0.5 else pair.alpha
 
 
 def _kept_metadata(metadata: Mapping[str, str], strengths: Collection[tuple[int, float]]) -> dict[str, str]:

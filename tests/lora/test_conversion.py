@@ -89,6 +89,14 @@ def test_there_and_back_is_the_identity(contents: LoraContents, names: FamilyNam
     assert again.contents.metadata == back.contents.metadata
 
 
+def test_there_and_back_is_the_identity_where_the_alpha_that_was_folded_would_round() -> None:
+    folded = {name: tensor.half() for name, tensor in convert(OF_WAN, WAN, "comfyui", FILE).tensors.items()}
+    metadata = {"ss_network_dim": "4", "ss_network_alpha": "3"}
+    there = convert(contents_of(FILE, folded, metadata), WAN, "kohya", FILE)
+    assert there.difference == 0
+    assert equal(convert(there.contents, WAN, "comfyui", FILE).tensors, folded)
+
+
 def test_layers_that_shared_a_matrix_are_written_apart(tmp_path: Path) -> None:
     shared = kohya(("lora_unet_double_blocks_0_img_attn_qkv", 6, 18), alpha=4.0)
     there = convert(shared, FLUX, "diffusers", tmp_path / "new" / "out.safetensors")

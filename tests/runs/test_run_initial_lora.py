@@ -20,7 +20,7 @@ def adapter(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {name: value for name, value in tensors.items() if name.startswith("adapter/")}
 
 
-@pytest.mark.parametrize("form", ["lora", "lora/pytorch_lora_weights.safetensors"])
+@pytest.mark.parametrize("form", ["", "lora/pytorch_lora_weights.safetensors"])
 def test_a_new_run_starts_at_the_values_of_the_lora_and_with_a_new_optimizer(
     begun_run: TinyRun, first: Path, form: str
 ) -> None:

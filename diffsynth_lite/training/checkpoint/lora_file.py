@@ -18,6 +18,7 @@ from diffsynth_lite.lora.metadata import NoiseRange
 from diffsynth_lite.lora.pairs import LoraFile, LoraPair, adapter_of, pairs_of
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.redaction import redacted
+from diffsynth_lite.run_folder.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ def read_lora(family: ModelFamily, location: str, *, key: str) -> LoraFile:
     """A LoRA of this or another program, as the family reads it.
 
     Args:
-        location: the file, or a folder with it; of experts, with the family's file names in it.
+        location: the file, or a folder with it; of experts, with the family's file names in it; or a run.
         key: the setting or flag that names it, for messages.
 
     Raises:
@@ -136,6 +137,8 @@ def read_lora(family: ModelFamily, location: str, *, key: str) -> LoraFile:
     place = Path(location).expanduser()
     if not place.exists():
         raise UserError(f"{key}: there is no {location}; name a LoRA file, or the folder that holds it")
+    if RunFolder(place).holds_run():
+        place = RunFolder(place).lora_folder
     try:
         return family.read_lora(place)
     except UserError as error:
