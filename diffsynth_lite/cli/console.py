@@ -4,7 +4,9 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 
@@ -45,8 +47,53 @@ class _ConsoleHandler(logging.Handler):
         self._console.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
 
 
+class _LossyStream:
+    """A stream of text that nobody may be able to read any more: what it does not take is lost."""
+
+    # A signal that interrupts a write logs a line of its own, to which the stream says "reentrant call".
+    _LOST = (OSError, RuntimeError)
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(*self._LOST):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(*self._LOST):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def lossy_log() -> Iterator[None]:
+    """Scope in which nothing fails for its log: a closed pipe, a terminal that is gone, a full disk under it.
+
+    Only the error stream, where the log is: a command whose result is lost has failed.
+    """
+    stream = sys.stderr
+    sys.stderr = cast(TextIO, _LossyStream(stream))
+    try:
+        yield
+    finally:
+        sys.stderr = stream
+        try:
+            stream.flush()
+        except OSError:
+            # The interpreter would try again at its exit, and make 120 of the exit code.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+
+
 def run_command(work: Callable[[], None], console: Console, *, is_main: bool) -> int:
     """Do what a command does, with secrets masked in whatever it prints and writes, and no code from a hub.
+
+    A log that takes nothing more, as a pipe into ``head``, stops nothing.
 
     Args:
         work: the command.
@@ -60,7 +107,7 @@ def run_command(work: Callable[[], None], console: Console, *, is_main: bool) ->
     os.environ["DIFFUSERS_DISABLE_REMOTE_CODE"] = "1"
     redactor = Redactor(os.environ)
     configure_logging(console, redactor, is_main=is_main)
-    with in_force(redactor):
+    with in_force(redactor), lossy_log():
         return exit_code_of(work, redactor, is_main=is_main)
 
 

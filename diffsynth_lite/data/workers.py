@@ -86,8 +86,8 @@ def ignore_stop_signals(worker_id: int) -> None:
 
     SIGTERM is also how a stuck worker is ended at exit, so it starts a countdown that ends the worker.
     """
-    for name in ("SIGINT", "SIGUSR1"):
-        if hasattr(signal, name):  # Windows has no SIGUSR1
+    for name in ("SIGINT", "SIGUSR1", "SIGHUP"):
+        if hasattr(signal, name):  # Windows has only the first
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     if hasattr(signal, "alarm"):
         signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_SECONDS_AFTER_SIGTERM))

@@ -19,7 +19,9 @@ from diffsynth_lite.errors import RunInterrupted
 
 logger = logging.getLogger(__name__)
 
-_STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
+_STOP_SIGNALS = [
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
+]
 _SAME_EVENT_S = 2.0
 """A terminal and a launcher may both send the same signal: that is one event."""
 
@@ -44,12 +46,16 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Catch SIGTERM, SIGINT and SIGUSR1 inside the block.
+        """Catch SIGTERM, SIGINT, SIGUSR1 and, unless nohup has it ignored, SIGHUP inside the block.
 
         Raises:
             RunInterrupted: at any place in the block before ``let_steps_finish``.
         """
-        before = {number: signal.signal(number, self._receive) for number in _STOP_SIGNALS}
+        before = {
+            number: signal.signal(number, self._receive)
+            for number in _STOP_SIGNALS
+            if signal.Signals(number).name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN
+        }
         try:
             yield
         finally:

@@ -79,9 +79,14 @@ ITEMS: dict[str, Item] = {
         damage.start_two_trainers,
     ),
     "K4": Item(
-        "SIGTERM, SIGUSR1, SIGINT to train.py, accelerate launch, torchrun; at each stage; twice",
+        "SIGTERM, SIGUSR1, SIGINT, SIGHUP to train.py, accelerate launch, torchrun; at each stage; twice",
         "exit 75, checkpoint there, no process left; continued bit for bit",
         stops.signal_everything,
+    ),
+    "K5": Item(
+        "the log lost: a closed pipe, a terminal that is gone, a full disk under it",
+        "exit 0, status and metrics as ever, equal",
+        stops.lose_the_log,
     ),
     "R2": Item(
         "resumed with 2 processes",

@@ -1,4 +1,4 @@
-"""K4: signals to the trainer and to its launchers, at every stage of a run."""
+"""K4 and K5: signals to the trainer and its launchers, at every stage of a run, and logs that are lost."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from faults.bench import PLAIN, Bench, Result, assert_same, environment, forked,
 from faults.damage import wait_for_steps
 from faults.driver import waited
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 LAUNCHERS: dict[str, tuple[str, ...]] = {
     "train.py": TRAIN,
     "accelerate launch": LAUNCH,
@@ -49,6 +49,33 @@ def signal_everything(bench: Bench) -> Result:
         f"{len(launchers) * repeats} starts by 3 launchers, {stages} stages, 1 twice",
         "exit 75, checkpoint of the last step there, 0 processes left",
     )
+
+
+def lose_the_log(bench: Bench) -> Result:
+    """K5: all that a run prints goes to a closed pipe, a terminal that is gone, a full disk."""
+    run = bench.pictures()
+    whole = run.root / "whole"
+    assert train(run, whole, *PLAIN) == 0
+    for number, opened in enumerate((os.pipe, os.openpty, _full_disk)):
+        folder = run.root / f"lost {number}"
+        *reader, writer = opened()
+        for end in reader:
+            os.close(end)
+        command = [*TRAIN, *run.arguments, *PLAIN, f"output.dir={folder}"]
+        place = Path(__file__).parents[2]
+        done = subprocess.run(
+            command, cwd=place, env=environment(), stdout=writer, stderr=writer, check=False, timeout=600
+        )
+        os.close(writer)
+        assert done.returncode == 0, (opened, done.returncode)
+        assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+        assert run.metrics(folder) == run.metrics(whole)
+        assert_same(whole, folder, 6)
+    return Result("3 logs", "exit 0, status and metrics as ever, equal")
+
+
+def _full_disk() -> tuple[int, ...]:
+    return (os.open("/dev/full", os.O_WRONLY),)
 
 
 def signal_a_launcher(run: TinyRun, command: tuple[str, ...], number: signal.Signals) -> None:

@@ -3,8 +3,11 @@
 import io
 import logging
 import os
+import sys
 from collections.abc import Callable
 from logging.handlers import BufferingHandler
+from pathlib import Path
+from typing import TextIO
 
 import pytest
 from rich.console import Console
@@ -68,6 +71,32 @@ def test_the_traceback_of_a_bug_is_masked_on_every_process(
     error = capsys.readouterr().err
     assert "KeyError: 'REDACTED'" in error
     assert "OSError: REDACTED" in error
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
+@pytest.mark.parametrize("place", ["a closed pipe", "a full disk", "a terminal that is gone"])
+def test_a_log_that_takes_nothing_more_stops_nothing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = sys.stderr = open_log(place, monkeypatch)
+
+    def work() -> None:
+        logging.getLogger("diffsynth_lite").info("a line")
+        sys.stderr.write("a progress bar")
+        sys.stderr.flush()
+        raise UserError("lora.rank: 0")
+
+    assert run(work, Console(stderr=True)) == 2
+    assert sys.stderr is stream
+    stream.close()  # The interpreter flushes at its exit, where an error is exit code 120.
+
+
+def open_log(place: str, monkeypatch: pytest.MonkeyPatch) -> TextIO:
+    """A log that can be written to no more; ``sys.stderr`` is as before after the test."""
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    if place == "a full disk":
+        return Path("/dev/full").open("w", buffering=1)
+    reader, writer = os.pipe() if place == "a closed pipe" else os.openpty()
+    os.close(reader)
+    return os.fdopen(writer, "w", buffering=1)
 
 
 def test_a_command_forbids_code_from_a_hub_and_masks_what_it_writes(console: Console) -> None:

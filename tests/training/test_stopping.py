@@ -22,7 +22,7 @@ from diffsynth_lite.training.stopping import (
 )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_asks_to_stop_and_its_echo_does_not_kill(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     stop = StopRequest()
@@ -33,6 +33,18 @@ def test_a_signal_asks_to_stop_and_its_echo_does_not_kill(number: signal.Signals
         os.kill(os.getpid(), number)
         assert stop.asked
     assert signal.getsignal(number) is before
+
+
+def test_a_hangup_that_is_ignored_as_under_nohup_stops_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop = StopRequest()
+        with stop.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.asked
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_before_the_first_step_a_signal_stops_the_run_where_it_is() -> None:
