@@ -26,10 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite cache``."""
     parser.add_argument(
         "--config",
+        metavar="FILE",
         action="append",
         required=True,
         dest="configs",
-        help="yaml file; give it again for each run that the cache is for",
+        help="yaml; give it again for each run that the cache is for",
     )
     task = parser.add_mutually_exclusive_group()
     task.add_argument(

@@ -25,7 +25,7 @@ _EXPLANATION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite convert``."""
-    parser.epilog = _EXPLANATION
+    parser.description = f"{parser.description} {_EXPLANATION}"
     parser.add_argument("source", metavar="IN", type=Path, help="LoRA file, folder with one, or run")
     parser.add_argument("target", metavar="OUT", type=Path, help="file to write, which must not exist yet")
     parser.add_argument(
@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--alpha",
+        metavar="X",
         type=_positive,
         help="alpha of OUT, where it has tensors for it; lora_up is scaled so that the update stays the same "
         "(default: that of IN or, where that has it folded, the one in its metadata)",
@@ -47,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="keep",
         help="of the matrices in OUT (default: keep)",
     )
-    parser.add_argument("--family", help="model family, where metadata and layers of IN do not tell it")
+    parser.add_argument(
+        "--family", metavar="NAME", help="model family, where metadata and layers of IN do not tell it"
+    )
     parser.add_argument(
         "--without-text-encoders", action="store_true", help="leave out what IN has for text encoders"
     )

@@ -22,13 +22,18 @@ _MAX_NAMED = 10
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite doctor``."""
     parser.add_argument(
-        "--config", required=True, help="yaml file; a bare name is also looked for in configs/"
+        "--config", metavar="FILE", required=True, help="yaml; a bare name is also looked for in configs/"
     )
     parser.add_argument(
-        "--page", type=Path, default=Path("doctor.html"), help="HTML page to write (default: %(default)s)"
+        "--page",
+        metavar="FILE",
+        type=Path,
+        default=Path("doctor.html"),
+        help="HTML page to write (default: %(default)s)",
     )
     parser.add_argument(
         "--sheet",
+        metavar="N",
         type=int,
         default=120,
         help="items on the page's contact sheet, and on that of held-out data (default: %(default)s)",

@@ -4,6 +4,8 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -11,19 +13,49 @@ from diffsynth_lite import __version__
 from diffsynth_lite.cli import cache, convert, doctor, plan, publish, report, sample
 from diffsynth_lite.cli.console import run_command
 
-_COMMANDS = (doctor, plan, report, cache, sample, convert, publish)
+_EXAMPLES = {
+    doctor: "--config my.yaml",
+    plan: "--config my.yaml --gpu 'RTX 4090' --host-gib 32",
+    cache: "--config my.yaml",
+    report: "runs/* --serve",
+    sample: "--lora runs/mine --prompt 'a red star'",
+    convert: "runs/mine mine.safetensors --to kohya",
+    publish: "runs/mine --to user/name --dry-run",
+}
+"""Each command's module, in the order in which a user needs them, with what one may type behind its name."""
+
+_DESCRIPTION = (
+    "What there is to do before a training run, while it goes on, and with the LoRA that it leaves. The run "
+    "itself: accelerate launch train.py --config my.yaml (without a clone: -m diffsynth_lite.cli.train in "
+    "place of train.py)."
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells what is wrong in one line, as all commands do, and not beneath a list of all there is."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help says what there is\n")
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Exit because of arguments that there are not; the first is compared with those there are."""
+        flag = unknown[0].partition("=")[0]
+        close = get_close_matches(flag, self._option_string_actions, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """One subcommand for each module of ``_COMMANDS``."""
-    parser = argparse.ArgumentParser(prog="diffsynth-lite", description=__doc__.strip(), allow_abbrev=False)
+    """One subcommand for each module of ``_EXAMPLES``."""
+    parser = _Parser(prog="diffsynth-lite", description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in _COMMANDS:
+    for module, example in _EXAMPLES.items():
         name, summary = module.__name__.rpartition(".")[2], (module.__doc__ or "").splitlines()[0]
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.epilog = f"Example: {command.prog} {example}"
+        command.set_defaults(run=module.run, refuse=command.refuse)
     return parser
 
 
@@ -38,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     takes_overrides = "overrides" in parsed
     flags = [text for text in rest if text.startswith("-") or "=" not in text or not takes_overrides]
     if flags:
-        build_parser().error(f"unrecognized arguments: {' '.join(flags)}")
+        parsed.refuse(flags)
     if takes_overrides:
         parsed.overrides = [*parsed.overrides, *rest]
     is_main = os.environ.get("RANK", "0") == "0"

@@ -32,16 +32,25 @@ _PREDICTED = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite plan``."""
     parser.add_argument(
-        "--config", required=True, help="yaml file; a bare name is also looked for in configs/"
+        "--config", metavar="FILE", required=True, help="yaml; a bare name is also looked for in configs/"
     )
     parser.add_argument(
-        "--device-gib", type=_gib, help="memory of the device that is free for training; settings that fit it"
+        "--device-gib",
+        metavar="GIB",
+        type=_gib,
+        help="memory of the device that is free for training; says which settings fit it",
     )
     parser.add_argument(
-        "--host-gib", type=_gib, default=math.inf, help="host memory that is free (default: any amount)"
+        "--host-gib",
+        metavar="GIB",
+        type=_gib,
+        default=math.inf,
+        help="host memory that is free (default: any amount)",
     )
     parser.add_argument(
-        "--gpu", metavar="NAME", help="graphics card, such as 'RTX 4090': how long a step takes, its memory"
+        "--gpu",
+        metavar="NAME",
+        help="graphics card, such as 'RTX 4090': which settings fit its memory, and how long a step takes",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for train.py")
 

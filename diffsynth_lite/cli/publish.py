@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite publish``."""
-    parser.add_argument("folder", type=Path, metavar="RUN", help="the run folder")
+    parser.add_argument("folder", type=Path, metavar="RUN", help="run folder")
     parser.add_argument(
         "--to", required=True, metavar="USER/NAME", help="repository; made if it is not there"
     )

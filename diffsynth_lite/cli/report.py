@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out",
+        metavar="FILE",
         type=Path,
         help="page to write (default: report.html in the run folder; for several runs in this one, too)",
     )
@@ -35,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="show the pages in a browser on this machine until Ctrl+C, with runs that start meanwhile",
     )
-    parser.add_argument("--port", type=int, help=f"for --serve; 0 for any that is free (default: {_PORT})")
+    parser.add_argument(
+        "--port", metavar="N", type=int, help=f"for --serve; 0 for any that is free (default: {_PORT})"
+    )
 
 
 def run(parsed: argparse.Namespace) -> None:

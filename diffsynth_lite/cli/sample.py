@@ -32,7 +32,9 @@ _MAX_SEED = 2**63 - 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite sample``."""
     parser.add_argument(
-        "--config", help="yaml file that names the base model; not needed for the LoRA of a run"
+        "--config",
+        metavar="FILE",
+        help="yaml that names the base model; not needed for the LoRA of a run",
     )
     parser.add_argument(
         "--lora",
@@ -45,11 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt",
         action="append",
         metavar="TEXT|@FILE",
-        help="may be given again; of a file each line; default: validation.prompts",
+        help="give it again for more; of a file each line (default: validation.prompts)",
     )
     parser.add_argument("--negative", metavar="TEXT", help="what to steer away from, with a guidance above 1")
     parser.add_argument(
-        "--seed", type=_seed_numbers, metavar="N[,N...]", help="default: validation.seed, as previews"
+        "--seed",
+        type=_seed_numbers,
+        metavar="N[,N...]",
+        help="of the noise (default: validation.seed, as previews)",
     )
     parser.add_argument("--num", type=_positive, metavar="N", help="so many seeds, from --seed on")
     parser.add_argument(

@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--config", required=True, help="yaml file; a bare name is also looked for in configs/"
+        "--config", metavar="FILE", required=True, help="yaml; a bare name is also looked for in configs/"
     )
     parser.add_argument("--resume", metavar="auto|none|must|PATH", help="where to start from (default: auto)")
     for name, effect in (

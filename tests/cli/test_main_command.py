@@ -1,0 +1,41 @@
+"""The console script: its commands, and what it says of wrong words on the command line."""
+
+import pytest
+
+from diffsynth_lite.cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("", "diffsynth-lite: error: the following arguments are required: COMMAND"),
+        ("reprot runs", "diffsynth-lite: error: argument COMMAND: invalid choice: 'reprot'"),
+        ("publish runs/a", "diffsynth-lite publish: error: the following arguments are required: --to"),
+        (
+            "sample --promt x",
+            "diffsynth-lite sample: error: unrecognized arguments: --promt; did you mean --prompt?",
+        ),
+        (
+            "doctor --config a --sheets=3",
+            "diffsynth-lite doctor: error: unrecognized arguments: --sheets=3; did you mean --sheet?",
+        ),
+        ("publish runs/a --to a/b --qq", "diffsynth-lite publish: error: unrecognized arguments: --qq;"),
+        ("publish runs/a --to a/b x=1", "diffsynth-lite publish: error: unrecognized arguments: x=1;"),
+        ("sample --size 64", "diffsynth-lite sample: error: argument --size: 64: width and height"),
+    ],
+)
+def test_wrong_words_are_told_in_one_line(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(line.split())
+    assert caught.value.code == 2
+    (shown,) = capsys.readouterr().err.splitlines()
+    assert shown.startswith(told)
+    assert shown.endswith("--help says what there is")
+
+
+@pytest.mark.parametrize("command", ["doctor", "plan", "cache", "report", "sample", "convert", "publish"])
+def test_each_command_shows_an_example_of_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"Example: diffsynth-lite {command} ")
