@@ -183,13 +183,13 @@ def _as_list(texts: Sequence[str]) -> str:
     return json.dumps(list(texts), ensure_ascii=False)
 
 
-def _seeds(parsed: argparse.Namespace, default: int) -> list[int]:
+def _seeds(parsed: argparse.Namespace, default: int) -> Sequence[int]:
     seeds = parsed.seed or [default]
     if parsed.num is None:
         return seeds
     if len(seeds) > 1:
         raise UserError(f"--num {parsed.num}: --seed lists {len(seeds)} seeds; give the first alone")
-    return list(range(seeds[0], seeds[0] + parsed.num))
+    return range(seeds[0], seeds[0] + parsed.num)
 
 
 def _seed_numbers(text: str) -> list[int]:
