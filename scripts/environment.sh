@@ -80,7 +80,7 @@ prepare_environment() {
         [ -x "$PYTHON" ] || make_venv
     fi
     if ! is_installed "$extra"; then
-        echo "Installing packages (once; a few minutes) ..."
+        echo "Installing packages for $PYTHON, this folder among them (once; a few minutes) ..."
         if [ -z "$own" ]; then
             require_disk_space
             # First and alone: a package that asks for any torch would bring a newer one than is tested.

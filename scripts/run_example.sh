@@ -15,9 +15,9 @@ run_example() {
     "$PYTHON" "$example/$scorer" --model "$example/$model" --lora "$run/lora" --data "$data" --output "$run/score"
     cat <<END
 
+Page of the run:     $run/report.html (open it in a browser)
 The LoRA:            $run/lora/pytorch_lora_weights.safetensors
 Before and after:    $run/score/grid.png
-Page of the run:     $run/report.html
 Previews by step:    $run/previews/grid.png
 Draw other prompts:  $PYTHON -m diffsynth_lite.cli.main sample --lora $run --prompt "..."
 Losses and speed:    $run/metrics.jsonl

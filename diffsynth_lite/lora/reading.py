@@ -39,6 +39,7 @@ _OTHER_KINDS = {
     r"\b(bundle_emb|emb_params|string_to_param)\b": "a LoRA with embeddings of its own",
 }
 """What is no plain LoRA, by names of tensors that it has."""
+_NAMED_OF_ANOTHER_MODEL = 3
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq")
 """peft's ways to start an adapter that leave another base model, which the file then belongs to."""
 
@@ -144,9 +145,13 @@ def known_pairs(contents: LoraContents, names: Mapping[str, LayerNames]) -> dict
     """
     pairs: dict[str, LoraPair] = {}
     if unknown := unknown_layers(contents, names):
+        family = contents.metadata.get("diffsynth_lite.family")
+        origin = f" here, as the file is of {family}" if family else ""
+        # Of a LoRA for another model a few tell as much as all.
+        named = unknown if len(unknown) < len(contents.pairs) else unknown[:_NAMED_OF_ANOTHER_MODEL]
         raise UserError(
-            f"{contents.file}: {len(unknown)} of {len(contents.pairs)} layers are not known: "
-            f"{join_names(unknown)}"
+            f"{contents.file}: {len(unknown)} of {len(contents.pairs)} layers are not known{origin}: "
+            f"{join_names(named)}{'; ...' if len(named) < len(unknown) else ''}"
         )
     for key, pair in contents.pairs.items():
         component, place = _place_of(key, names)

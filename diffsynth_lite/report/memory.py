@@ -67,8 +67,10 @@ def memory_facts(rows: Sequence[Mapping[str, Any]]) -> list[MemoryFact]:
     """
     reports = [row for row in rows if "blocks_run" in row or "graphs_compiled" in row]
     starts = [place for place, row in enumerate(reports) if "blocks_run" in row]
+    if not starts:
+        return []
     numbers: dict[str, float] = {}
-    for row in reports[starts[-1] :] if starts else ():
+    for row in reports[starts[-1] :]:
         numbers |= {name: value for name, each in row.items() if (value := as_number(each)) is not None}
     lines = [*_quantised(numbers), *_gradient(numbers), *_report(StreamReport, numbers).lines()]
     lines += _report(CompileReport, numbers).lines()

@@ -353,7 +353,7 @@ def _conclude(run: RunContext, step: int) -> None:
 
 def _results(folder: RunFolder) -> str:
     previews = f"previews: {folder.previews_folder}; " if folder.previews_folder.is_dir() else ""
-    return f"LoRA: {folder.lora_folder}; {previews}metrics: {folder.metrics_file}"
+    return f"Page: {folder.report_file}; LoRA: {folder.lora_folder}; {previews}metrics: {folder.metrics_file}"
 
 
 @contextmanager

@@ -245,6 +245,13 @@ def test_no_tensor_is_left_out_silently(change: dict[str, torch.Tensor], message
         read(tensors("transformer.proj_out") | change, FLUX)
 
 
+def test_a_file_for_another_model_is_refused_with_its_family_and_few_of_its_layers() -> None:
+    content = {name: each for place in range(9) for name, each in tensors(f"lora_unet_x_{place}").items()}
+    with pytest.raises(UserError, match=r"9 of 9 layers .* here, as the file is of wan: ") as caught:
+        read(content, FLUX, {"diffsynth_lite.family": "wan"})
+    assert str(caught.value).count("lora_unet_x_") == 3
+
+
 def test_text_encoders_are_left_out_when_asked_to() -> None:
     content = {**tensors("lora_unet_img_in"), **tensors("lora_te1_text_model_x"), **tensors("lora_te3_x")}
     contents = contents_of(Path("x"), content, {}).without_text_encoders()

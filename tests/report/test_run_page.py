@@ -120,7 +120,9 @@ def test_any_file_may_be_missing_or_torn(tmp_path: Path, missing: str) -> None:
 
 
 def test_a_folder_that_is_not_there_gives_a_page(tmp_path: Path) -> None:
-    assert "Not started" in render([read_run(tmp_path / "none")])
+    page = render([read_run(tmp_path / "none")])
+    assert "Not started" in page
+    assert "<h2>Memory" not in page
 
 
 def test_a_run_whose_trainer_is_gone_was_killed(tmp_path: Path) -> None:

@@ -210,6 +210,8 @@ class CardWriter:
 
     def _caveats(self, *, is_average: bool, has_samples: bool) -> Iterator[str]:
         yield from _caveats_of_base(self.facts.base)
+        if self.config.lora.init_from:
+            yield "It started from another LoRA: what is shown of before training is with that one."
         if unknown := self._num_unknown_to_comfyui:
             yield f"ComfyUI has no names that we know for {unknown} of its {len(self.layers)} layers."
         if self.family.folder.files:

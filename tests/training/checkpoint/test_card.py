@@ -131,10 +131,14 @@ def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel 
         ("sana_lora.yaml", (), None, {}, ["ComfyUI has no names that we know for 1 of its 1 layers."]),
         (
             "qwen_lora.yaml",
-            (),
+            ("lora.init_from=first.safetensors",),
             BaseModel(hub_id="ann/tuned"),
             {"base_model": "ann/tuned"},
-            ["The licence of the base model is not known here", "from_pretrained('ann/tuned'"],
+            [
+                "The licence of the base model is not known here",
+                "from_pretrained('ann/tuned'",
+                "started from another",
+            ],
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
