@@ -24,6 +24,10 @@ class RunStoppedError(RuntimeError):
     """
 
 
+class RunDivergedError(RunStoppedError):
+    """Losses, gradients or weights of a run are not finite, so what it has come to is no result."""
+
+
 class RunInterrupted(BaseException):
     """Somebody asked the run to stop, and it stopped without losing anything.
 

@@ -14,6 +14,7 @@ _STATES = {
     "finished": "Finished",
     "interrupted": "Interrupted",
     "stopped": "Stopped",
+    "diverged": "Diverged",
     "failed": "Failed",
     "killed": "Killed",
 }

@@ -15,6 +15,7 @@ from typing import IO, Any, Literal
 from diffsynth_lite.errors import (
     EXIT_FINISHED,
     DifferentRunError,
+    RunDivergedError,
     RunInterrupted,
     RunStoppedError,
     UserError,
@@ -27,7 +28,7 @@ if sys.platform != "win32":
 
 logger = logging.getLogger(__name__)
 
-RunState = Literal["running", "finished", "interrupted", "stopped", "failed"]
+RunState = Literal["running", "finished", "interrupted", "stopped", "diverged", "failed"]
 
 _LOCK_NAME = ".lock"
 _LOCK_HOLDER = r"process (?P<process>\d+) on (?P<host>.+)"
@@ -279,8 +280,10 @@ def find_runs(places: Sequence[Path]) -> dict[str, Path]:
 @contextmanager
 def outcome_recorded(
     folder: RunFolder, saved_step: Callable[[], int], *, start_step: int, total_steps: int
-) -> Iterator[None]:
+) -> Iterator[list[str]]:
     """Scope of a run: ``status.json`` says that it is running, and afterwards how it ended.
+
+    Remarks that are put into the list are part of the message of a run that finished.
 
     A run that turns out to be a different one leaves the status as it was.
 
@@ -289,8 +292,9 @@ def outcome_recorded(
     """
     before = folder.read_status()
     folder.write_status("running", exit_code=None, step=start_step, message="started")
+    remarks: list[str] = []
     try:
-        yield
+        yield remarks
     except DifferentRunError:
         if before is not None:
             write_json(folder.status_file, before)
@@ -303,12 +307,15 @@ def outcome_recorded(
             # A full disk takes no status either; the error that ended the run matters more.
             logger.warning("%s could not be written: %s", folder.status_file, failure)
         raise
-    folder.write_status("finished", exit_code=EXIT_FINISHED, step=total_steps, message="finished")
+    message = "; ".join(["finished", *remarks])
+    folder.write_status("finished", exit_code=EXIT_FINISHED, step=total_steps, message=message)
 
 
 def _state(error: BaseException) -> RunState:
     if isinstance(error, RunInterrupted):
         return "interrupted"
+    if isinstance(error, RunDivergedError):
+        return "diverged"
     return "stopped" if isinstance(error, RunStoppedError) else "failed"
 
 

@@ -36,6 +36,7 @@ class StepResult:
         learning_rate: used in this step.
         num_samples: that it took, on all devices.
         seconds: from asking for the data to the changed weights.
+        num_skipped: steps of the run that were skipped up to now, this one included.
         totals_by_noise: of each tenth of the noise levels the sum of the losses of its samples, then of each
             their number, on all devices since the last step that is logged; empty for one that is not.
     """
@@ -46,6 +47,7 @@ class StepResult:
     learning_rate: float
     num_samples: int
     seconds: float
+    num_skipped: int = 0
     totals_by_noise: Sequence[float] = ()
 
 
@@ -161,6 +163,8 @@ class StepReport:
                 "samples_per_s": self._throughput.samples_per_s,
                 "peak_memory_gib": peak_memory_gib(self._device),
             }
+            if result.num_skipped:
+                values["skipped_steps"] = result.num_skipped
             self._metrics.log(result.step, values | metrics_by_noise(result.totals_by_noise))
 
     def _show_line(self, result: StepResult) -> None:
@@ -188,6 +192,7 @@ class StepReport:
             "total_steps": self._total_steps,
             "samples_per_s": round(self._throughput.samples_per_s, 4),
             "seconds_left": round(self._throughput.seconds_left(result)),
+            "skipped_steps": result.num_skipped,
             "time": round(time.time(), 3),
         }
         try:

@@ -1,7 +1,7 @@
 """This file builds the objects that a run trains with from its config: settings become things here, once."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -30,6 +30,7 @@ from diffsynth_lite.training.checks import (
 )
 from diffsynth_lite.training.data_settings import data_sources, frame_counts_of, num_tokens_of
 from diffsynth_lite.training.distributed import LONG_WAIT
+from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.ema import AveragedWeights
 from diffsynth_lite.training.encoding import EncodedPrompt, TrainingData
 from diffsynth_lite.training.evaluation import FixedNoiseErrors, FixedNoiseLoss, ItemLosses, LayerUpdates
@@ -63,7 +64,7 @@ class TrainingObjects:
         previews: draws the prompts.
         weights: brings the frozen weights that live in host memory to the device.
         compiler: of the blocks.
-        num_skipped_in_a_row: steps up to now that were skipped as not finite.
+        divergence: what was not finite up to now.
     """
 
     accelerator: Accelerator
@@ -83,7 +84,7 @@ class TrainingObjects:
     previews: Previews
     weights: WeightStream
     compiler: BlockCompiler
-    num_skipped_in_a_row: int = 0
+    divergence: Divergence = field(default_factory=Divergence)
 
     @property
     def trained_parameters(self) -> list[torch.nn.Parameter]:

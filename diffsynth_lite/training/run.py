@@ -2,7 +2,7 @@
 
 import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -53,6 +53,7 @@ from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.checks import check_run, checked_again
 from diffsynth_lite.training.data_settings import shifts_by_size
 from diffsynth_lite.training.distributed import on_all_processes, on_main_process
+from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.encoding import TrainingData, encode_run
 from diffsynth_lite.training.evaluation import ValidationProtocol
 from diffsynth_lite.training.planning.automatic import before_choice, choose_memory, leaves_open, what_fits
@@ -132,8 +133,11 @@ def run_training(
             total_steps=config.train.steps,
         )
         kernels = deterministic_kernels() if config.train.deterministic else nullcontext()
-        with run.page.concluded(), recorded if run.is_main else nullcontext(), shortages_explained(), kernels:
-            _conclude(run, _train(run, fingerprint, checkpoint, stop))
+        outcome: AbstractContextManager[list[str]] = recorded if run.is_main else nullcontext([])
+        with run.page.concluded(), outcome as remarks, shortages_explained(), kernels:
+            step, divergence = _train(run, fingerprint, checkpoint, stop)
+            remarks += divergence.remarks()
+            _conclude(run, step, remarks)
 
 
 def _with_chosen_memory(run: RunContext) -> RunContext:
@@ -154,8 +158,8 @@ def _with_chosen_memory(run: RunContext) -> RunContext:
 
 def _train(
     run: RunContext, fingerprint: RunFingerprint, checkpoint: Checkpoint | None, stop: StopRequest
-) -> int:
-    """Encode, load, train, save; returns the optimizer steps done."""
+) -> tuple[int, Divergence]:
+    """Encode, load, train, save; returns the optimizer steps done, and what was not finite in them."""
     start_step = checkpoint.step if checkpoint else 0
     initial = _initial_lora(run) if checkpoint is None else None
     with run.clock.stage("encoding"):
@@ -187,17 +191,21 @@ def _train(
             start_step=start_step,
             folder=run.folder,
         )
+    if checkpoint is not None:
+        built.divergence = Divergence.of_checkpoint(checkpoint.documents["state"])
     saver = _build_saver(run, built, encoded, fingerprint, lineage, run_id, checkpoint)
     try:
         with _memory_explained(run, encoded, transformer, optimizer, weights):
             step = train(run, built, saver, stop, start_step)
+            total_steps = run.config.train.steps
+            on_main_process(run.accelerator, lambda: saver.divergence.require_none(step, total_steps))
     finally:
         # The wrapped model goes before its process group: as the group's last owner it deadlocked in torch's
         # destructor, in 1 of 7 runs on two gloo processes.
         del built
         run.accelerator.free_memory()
         run.accelerator.end_training()
-    return step
+    return step, saver.divergence
 
 
 def _build_saver(
@@ -238,6 +246,7 @@ def _build_saver(
         lineage=lineage,
         resolved_yaml=run.loaded.resolved_yaml,
         lora_dtype=getattr(torch, run.config.output.lora_dtype),
+        divergence=built.divergence,
         keeps_best=config.output.keep_best and config.validation.data is not None,
         protocol=protocol,
         best=checkpoint.documents["state"].get("best") if checkpoint else None,
@@ -344,11 +353,11 @@ def _validation_protocol(config: Config, encoded: TrainingData) -> ValidationPro
     )
 
 
-def _conclude(run: RunContext, step: int) -> None:
+def _conclude(run: RunContext, step: int, remarks: Sequence[str]) -> None:
     steps = run.config.train.steps
     if step < steps:
         raise RunInterrupted(f"stopped after step {step} of {steps}, saved; the same command continues it")
-    logger.info("Finished after %d steps. %s", step, _results(run.folder))
+    logger.info("%s. %s", "; ".join([f"Finished after {step} steps", *remarks]), _results(run.folder))
 
 
 def _results(folder: RunFolder) -> str:

@@ -17,7 +17,6 @@ import torch
 from diffsynth_lite.core.gradient import gradient_engine
 from diffsynth_lite.core.randomness import random_state_scope, torch_seed
 from diffsynth_lite.data import Batch
-from diffsynth_lite.errors import RunStoppedError
 from diffsynth_lite.run_folder.metrics import MetricsFile, MetricsLog
 from diffsynth_lite.run_folder.progress import StepReport, StepResult
 from diffsynth_lite.training.builder import TrainingObjects, build_engine
@@ -30,8 +29,6 @@ from diffsynth_lite.training.stopping import Requests, ShutdownBudget, StopReque
 
 logger = logging.getLogger(__name__)
 
-_MAX_SKIPPED_IN_A_ROW = 5
-
 
 def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopRequest, start_step: int) -> int:
     """Train until the last step or until somebody asks to stop, and save there.
@@ -40,7 +37,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
         Optimizer steps done.
 
     Raises:
-        RunStoppedError: too many steps in a row were not finite.
+        RunDivergedError: too many steps in a row were not finite.
         UserError: a memory switch that is on had no effect.
     """
     config, total_steps = run.config, run.config.train.steps
@@ -116,7 +113,7 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
         step: counted from 1.
 
     Raises:
-        RunStoppedError: too many steps in a row were skipped.
+        RunDivergedError: too many steps in a row were skipped.
     """
     started_at = time.perf_counter()
     accelerator, optimizer = built.accelerator, built.optimizer
@@ -146,7 +143,7 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
         optimizer.step()
         if built.averaged is not None:
             built.averaged.update()
-        built.num_skipped_in_a_row = 0
+        built.divergence.note_taken()
     else:
         _skip(built, step, loss_value, norm_value, micro_batches)
     optimizer.zero_grad()
@@ -157,6 +154,7 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
         learning_rate=learning_rate,
         num_samples=micro_batches[0].step_samples,
         seconds=time.perf_counter() - started_at,
+        num_skipped=built.divergence.num_skipped,
         totals_by_noise=totals_by_noise,
     )
 
@@ -177,6 +175,8 @@ def evaluate(built: TrainingObjects, saver: Saver, metrics: MetricsLog, step: in
     with nullcontext() if averaged is None else averaged.applied():
         loss = on_main_process(built.accelerator, measure)
     measure_updates(built, step)
+    if loss is not None:
+        built.divergence.note_loss(step, is_finite=math.isfinite(loss), is_of_average=averaged is not None)
     saver.update_best(step, math.nan if loss is None else loss)
 
 
@@ -200,13 +200,6 @@ def _is_due(step: int, every_steps: int | None, total_steps: int) -> bool:
 def _skip(
     built: TrainingObjects, step: int, loss: float, norm: float, micro_batches: Sequence[Batch]
 ) -> None:
-    built.num_skipped_in_a_row += 1
     names = ", ".join(name for batch in micro_batches for name in batch.names)
     logger.warning("Step %d is skipped: loss %s, gradient norm %s, on %s.", step, loss, norm, names)
-    if built.num_skipped_in_a_row == _MAX_SKIPPED_IN_A_ROW:
-        raise RunStoppedError(
-            f"step {step}: loss and gradients were not finite in {_MAX_SKIPPED_IN_A_ROW} steps in a row; "
-            f"last on {names}. Checkpoints hold finite weights only. Look at these items, at the "
-            "model's files where no step was ever finite, or start a new run with a lower "
-            "train.learning_rate or train.mixed_precision=no"
-        )
+    built.divergence.note_skipped(step, names)

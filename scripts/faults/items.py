@@ -105,7 +105,7 @@ ITEMS: dict[str, Item] = {
     ),
     "H1": Item(
         "NaN or infinity in loss, gradient, latents or captions of one of 2 processes",
-        "skipped by both; weights finite; no process waits",
+        "skipped by both; weights finite; no process waits; where the last step was skipped, exit code 3",
         several.spoil_one_process,
     ),
     "H2": Item(

@@ -190,7 +190,7 @@ def _stop_one_of_two(run: TinyRun, folder: Path, *, seconds: float) -> None:
 
 def spoil_one_process(bench: Bench) -> Result:
     """H1: NaN and infinity in loss, gradient, latents and captions of one of two processes."""
-    spoiled = {2: "loss", 4: "gradient", 6: "latents", 8: "captions", 10: "loss", 11: "gradient"}
+    spoiled = {2: "loss", 4: "gradient", 6: "latents", 8: "captions", 10: "loss", 11: "gradient", 13: "loss"}
     run = bench.pictures()
     run = replace(run, settings=(*run.settings, *PLAIN, "train.steps=13", "train.micro_batch_size=1"))
     for rank in bench.pick(("1",), ("1",), ("0", "1")):
@@ -199,7 +199,9 @@ def spoil_one_process(bench: Bench) -> Result:
         folder = run.root / f"rank {rank}"
         plan = json.dumps({"rank": rank, "steps": spoiled, "notes": str(notes)})
         done = launched(run, (*torchrun(2, SPOILED), plan), f"output.dir={folder}", timeout_s=300)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode != 0, done.stderr
+        status = json.loads((folder / "status.json").read_text())
+        assert (status["state"], status["exit_code"]) == ("diverged", 3), status  # its last step was skipped
         skipped = {path.name: json.loads(path.read_text()) for path in notes.iterdir()}
         assert skipped == {"0": list(spoiled), "1": list(spoiled)}, skipped
         tensors = checkpoint_tensors(folder, 13)
@@ -207,5 +209,6 @@ def spoil_one_process(bench: Bench) -> Result:
         counts = {float(value) for name, value in tensors.items() if name.endswith("::step")}
         assert counts == {13.0 - len(spoiled)}, counts
     return Result(
-        f"{len(spoiled) * bench.pick(1, 1, 2)} steps", "skipped by both, weights finite, no process waits"
+        f"{len(spoiled) * bench.pick(1, 1, 2)} steps",
+        "skipped by both, weights finite, no process waits; a run that ends in one ends with exit code 3",
     )

@@ -35,7 +35,7 @@ def spoiled_step(rank: str, steps: dict[int, str], notes: Path) -> Any:
             with replaced_loss(built, loss):
                 return _train_step(built, step)
         finally:
-            if built.num_skipped_in_a_row:
+            if built.divergence.num_skipped_in_a_row:
                 skipped.append(step)
                 (notes / os.environ["RANK"]).write_text(json.dumps(skipped))
 

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffsynth_lite.errors import DifferentRunError, RunInterrupted, RunStoppedError, UserError
+from diffsynth_lite.errors import (
+    DifferentRunError,
+    RunDivergedError,
+    RunInterrupted,
+    RunStoppedError,
+    UserError,
+)
 from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 
@@ -37,7 +43,8 @@ def test_it_says_running_inside_and_finished_afterwards(tmp_path: Path) -> None:
     ("error", "state", "code"),
     [
         (UserError("a wrong setting"), "failed", 2),
-        (RunStoppedError("not finite"), "stopped", 3),
+        (RunStoppedError("no space left"), "stopped", 3),
+        (RunDivergedError("not finite"), "diverged", 3),
         (RunInterrupted("stopped after step 4"), "interrupted", 75),
         (KeyError("a bug"), "failed", 1),
         (KeyboardInterrupt(), "failed", 1),

@@ -312,6 +312,10 @@ def test_a_step_that_is_not_finite_is_skipped_and_the_run_goes_on(
     monkeypatch.setattr(QwenImage, "predict", predict_nan_once)
     assert tiny_run.train() == 0
     assert "Step 2 is skipped: loss nan" in caplog.text
+    remark = "skipped steps, as loss or gradients were not finite: 1"
+    assert f"Finished after 6 steps; {remark}." in caplog.text
+    assert tiny_run.status()["message"] == f"finished; {remark}"
+    assert [row.get("skipped_steps") for row in tiny_run.metrics() if "loss" in row] == [None, *[1] * 5]
     assert ".png" in caplog.text
     assert [row["step"] for row in tiny_run.metrics() if row.get("loss", 0) is None] == [2]
     tensors = checkpoint_tensors(tiny_run.folder, 6)
@@ -326,9 +330,14 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(
     before = checkpoint_tensors(begun_run.folder, 2)
     predict = QwenImage.predict
     monkeypatch.setattr(QwenImage, "predict", lambda *args, **kwargs: predict(*args, **kwargs) * float("nan"))
+    for _ in range(2):  # Also where no step is left to take.
+        assert begun_run.train("train.steps=3") == 3
+        assert begun_run.status()["state"] == "diverged"
+    assert caplog.text.count("step 3, the last one, was skipped: its loss or gradients were not finite") == 2
+    # Those of earlier starts count.
     assert begun_run.train("train.steps=20", "output.checkpoint_every_steps=20") == 3
     assert "step 7: loss and gradients were not finite in 5 steps in a row" in caplog.text
-    assert begun_run.status()["state"] == "stopped"
+    assert begun_run.status()["state"] == "diverged"
     assert differing(before, checkpoint_tensors(begun_run.folder, 2)) == []
 
 

@@ -18,7 +18,7 @@ from diffsynth_lite.config import LoadedConfig, load_config
 from diffsynth_lite.core.gradient import BlockCompiler
 from diffsynth_lite.core.weights import WeightStream
 from diffsynth_lite.data import Batch, Bucket
-from diffsynth_lite.errors import RunStoppedError
+from diffsynth_lite.errors import RunDivergedError
 from diffsynth_lite.report.renewal import PageRenewal
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.progress import StepResult
@@ -357,14 +357,20 @@ def test_steps_that_are_not_finite_are_skipped_until_too_many_follow_each_other(
     good = batch(range(4))
     model = linear()
     built = objects(model, *([bad] for _ in range(4)), [good], *([bad] for _ in range(5)))
+    built.divergence.note_save(0)
     before = flat(model)
     for step in range(1, 5):
         assert math.isnan(train_step(built, step).loss)
     assert torch.equal(flat(model), before)
     assert "Step 4 is skipped: loss nan" in caplog.text
-    train_step(built, 5)
+    built.divergence.note_save(4)
+    assert built.divergence.sound_step is None
+    assert train_step(built, 5).num_skipped == 4
+    assert built.divergence.sound_step == 4  # its weights are those that step 5 found good
+    built.divergence.note_save(5)
     assert not torch.equal(flat(model), before)
     for step in range(6, 10):
         train_step(built, step)
-    with pytest.raises(RunStoppedError, match=r"step 10: .* not finite in 5 steps in a row; last on 0.png"):
+    told = r"step 10: .* not finite in 5 steps in a row; last on 0.png.* go on from checkpoints/step-00000004"
+    with pytest.raises(RunDivergedError, match=told):
         train_step(built, 10)

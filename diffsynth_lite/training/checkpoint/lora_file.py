@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from diffsynth_lite.errors import RunStoppedError, UserError
+from diffsynth_lite.errors import RunDivergedError, RunStoppedError, UserError
 from diffsynth_lite.files import sync
 from diffsynth_lite.lora.file_header import add_metadata
 from diffsynth_lite.lora.metadata import NoiseRange
@@ -57,6 +57,7 @@ def export_lora(
 
     Raises:
         RunStoppedError: a number is too large for the dtype.
+        RunDivergedError: the update is too large to be computed.
         RuntimeError: the files do not do what the adapter does. A bug, of ours or of a library.
     """
     adapter = pairs_of(tensors, settings)
@@ -112,10 +113,16 @@ def _compare(loaded: Mapping[str, LoraPair], adapter: Mapping[str, LoraPair], dt
         raise RuntimeError(f"{len(other)} layers of the LoRA file are not the adapter's (first: {other[0]})")
     differing, lost, whole = [], 0.0, 0.0
     for layer, pair in adapter.items():
+        norm = pair.norm
+        if not math.isfinite(norm):
+            raise RunDivergedError(
+                f"the LoRA's update of {layer} is not finite, so no LoRA file was written; the one before is "
+                "intact. Lower train.learning_rate"
+            )
         distance = pair.distance(loaded[layer])
         if not distance <= pair.rounding_bound(dtype):
             differing.append(layer)
-        lost, whole = math.hypot(lost, distance), math.hypot(whole, pair.norm)
+        lost, whole = math.hypot(lost, distance), math.hypot(whole, norm)
     if differing:
         raise RuntimeError(
             f"the LoRA file does something else than the adapter to {len(differing)} layers (first: "

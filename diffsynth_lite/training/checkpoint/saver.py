@@ -27,6 +27,7 @@ from diffsynth_lite.training.checkpoint.optimizer_state import load_optimizer, o
 from diffsynth_lite.training.checkpoint.resume import Lineage, RunFingerprint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.distributed import on_main_process
+from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.ema import AveragedWeights
 from diffsynth_lite.training.evaluation import ValidationProtocol
 
@@ -52,6 +53,7 @@ class Saver:
         lora_dtype: of the LoRA's files.
         keeps_best: whether the checkpoint with the lowest loss on held-out data is kept.
         protocol: what that loss is measured by.
+        divergence: what was not finite up to now, and which checkpoint is sound.
         best: step and loss of that checkpoint, and what the loss was measured by; None before the first, and
             where it was measured by something else.
     """
@@ -73,6 +75,7 @@ class Saver:
     lora_dtype: torch.dtype
     keeps_best: bool
     protocol: ValidationProtocol
+    divergence: Divergence
     best: dict[str, Any] | None
     _saved_step: int | None = None
     _rounding: float = 0.0
@@ -186,10 +189,13 @@ class Saver:
     def _write(self, step: int) -> None:
         if step == self._saved_step:
             return
+        self.divergence.note_save(step)
+        self.store.sound = self.divergence.sound_step
         adapter = adapter_tensors(self.transformer)
         moments, groups = optimizer_tensors(self.optimizer, dict(self.transformer.named_parameters()))
         tensors = {"adapter": adapter, "optimizer": moments}
         state = {"step": step, "run_id": self.run_id, "lineage": self.lineage, "best": self.best}
+        state["divergence"] = self.divergence.document()
         if self.averaged is not None:
             tensors["ema"] = self.averaged.tensors()
             state["ema_updates"] = self.averaged.num_updates

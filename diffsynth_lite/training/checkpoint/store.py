@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from diffsynth_lite.core.units import format_bytes
-from diffsynth_lite.errors import RunStoppedError
+from diffsynth_lite.errors import RunDivergedError, RunStoppedError
 from diffsynth_lite.files import free_disk_bytes, is_unfinished, set_aside, sync, temporary_path, write_synced
 from diffsynth_lite.training.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -48,6 +48,7 @@ class CheckpointStore:
 
     Attributes:
         pinned: a step whose checkpoint stays too, such as the best one's.
+        sound: likewise, the newest one whose weights are known to be good.
     """
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int | None = None) -> None:
@@ -57,6 +58,7 @@ class CheckpointStore:
         self.keep = keep
         self.keep_every = keep_every
         self.pinned: int | None = None
+        self.sound: int | None = None
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint folder, oldest first, whatever its condition."""
@@ -76,10 +78,11 @@ class CheckpointStore:
             The folder of the checkpoint, on the disk to stay.
 
         Raises:
-            ValueError: a tensor or a document holds NaN or infinity.
+            ValueError: a document holds NaN or infinity.
+            RunDivergedError: a tensor does; the earlier ones are intact.
             RunStoppedError: it could not be written (disk full, quota, ...); the earlier ones are intact.
         """
-        _check_finite(tensors)
+        _check_finite(tensors, step)
         path = self.folder / folder_name(step)
         if self._is_good(path):
             return path
@@ -172,7 +175,7 @@ class CheckpointStore:
         """Keep the newest complete ones and those that stay; incomplete ones neither count nor go."""
         complete = [step for step in self.steps() if _is_complete(self.folder / folder_name(step))]
         for step in complete[: -self.keep]:
-            if step == self.pinned or (self.keep_every and step % self.keep_every == 0):
+            if step in (self.pinned, self.sound) or (self.keep_every and step % self.keep_every == 0):
                 continue
             path = self.folder / folder_name(step)
             removed = temporary_path(path)
@@ -200,12 +203,13 @@ def _contents(
         yield f"{name}.json", json.dumps(document, allow_nan=False).encode()
 
 
-def _check_finite(tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+def _check_finite(tensors: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
     for name, named in tensors.items():
         for key, tensor in named.items():
             if not torch.isfinite(tensor).all():
-                raise ValueError(
-                    f"{key} of {name} holds NaN or infinity: such a checkpoint would be of no use"
+                raise RunDivergedError(
+                    f"step {step}: {key} of {name} holds NaN or infinity, so no checkpoint was written; "
+                    "those before it are intact. Lower train.learning_rate"
                 )
 
 

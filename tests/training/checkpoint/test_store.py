@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffsynth_lite.errors import RunStoppedError, UserError
+from diffsynth_lite.errors import RunDivergedError, RunStoppedError, UserError
 from diffsynth_lite.training.checkpoint.manifest import Checkpoint, CheckpointError, read_checkpoint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 
@@ -231,7 +231,7 @@ def test_going_on_from_an_earlier_step_sets_later_checkpoints_aside(tmp_path: Pa
 def test_a_tensor_that_is_not_finite_is_refused_by_name(store: CheckpointStore, value: float) -> None:
     tensors, documents = contents(1)
     tensors["adapter"]["blocks.0.lora_B.weight"][3, 1] = value
-    with pytest.raises(ValueError, match=r"blocks\.0\.lora_B\.weight of adapter"):
+    with pytest.raises(RunDivergedError, match=r"step 1: blocks\.0\.lora_B\.weight of adapter"):
         store.save(1, tensors, documents)
     assert not store.folder.exists()
 
@@ -293,12 +293,15 @@ def test_a_folder_that_cannot_be_made_stops_the_run_with_its_reason(tmp_path: Pa
         save(CheckpointStore(tmp_path / "file" / "checkpoints", keep=1), 1)
 
 
-def test_a_pinned_step_and_those_of_every_so_many_stay_besides_the_newest(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reason", ["pinned", "sound"])
+def test_a_pinned_step_and_those_of_every_so_many_stay_besides_the_newest(
+    tmp_path: Path, reason: str
+) -> None:
     store = CheckpointStore(tmp_path, keep=1, keep_every=4)
     for step in range(1, 4):
-        store.pinned = 2
+        setattr(store, reason, 2)
         store.save(step, {"adapter": {"a": torch.ones(2)}}, {"state": {"step": step}})
     for step in range(4, 8):
-        store.pinned = 5 if step >= 5 else 2
+        setattr(store, reason, 5 if step >= 5 else 2)
         store.save(step, {"adapter": {"a": torch.ones(2)}}, {"state": {"step": step}})
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-0000000{step}" for step in (4, 5, 7)]

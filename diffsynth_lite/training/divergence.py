@@ -1,0 +1,119 @@
+"""This file keeps what was not finite in a run: skipped steps, and which checkpoint is known to be sound."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from diffsynth_lite.errors import RunDivergedError
+from diffsynth_lite.training.checkpoint.manifest import folder_name
+
+_MAX_SKIPPED_IN_A_ROW = 5
+
+
+@dataclass(kw_only=True)
+class Divergence:
+    """What was not finite in a run, over all of its starts; checkpoints keep it.
+
+    Weights that a step has just changed may be ruined although its loss was finite. So a checkpoint is sound
+    only once its weights have given a finite loss: in a step after it, or in an evaluation of them.
+
+    Attributes:
+        num_skipped: steps that were skipped, as their loss or gradients were not finite.
+        num_skipped_in_a_row: those of them after the last step that was taken.
+        is_loss_finite: whether the last loss on fixed noise was; True before the first.
+        saved_step: that of the newest checkpoint; None before the first.
+        sound_step: that of the newest sound checkpoint; None where there is none.
+    """
+
+    num_skipped: int = 0
+    num_skipped_in_a_row: int = 0
+    is_loss_finite: bool = True
+    saved_step: int | None = None
+    sound_step: int | None = None
+    _measured_step: int | None = None
+
+    @classmethod
+    def of_checkpoint(cls, state: Mapping[str, Any]) -> Self:
+        """What a checkpoint's state says; one of an earlier version says nothing, and counts as sound."""
+        return cls(
+            **{"sound_step": state["step"], **state.get("divergence", {}), "saved_step": state["step"]}
+        )
+
+    def document(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {
+            "num_skipped": self.num_skipped,
+            "num_skipped_in_a_row": self.num_skipped_in_a_row,
+            "is_loss_finite": self.is_loss_finite,
+            "sound_step": self.sound_step,
+        }
+
+    def note_taken(self) -> None:
+        """A step had a finite loss and gradients: the weights that it started from are sound."""
+        self.num_skipped_in_a_row = 0
+        self.sound_step = self.saved_step
+
+    def note_skipped(self, step: int, where: str) -> None:
+        """A step was skipped.
+
+        Args:
+            where: what it was trained on.
+
+        Raises:
+            RunDivergedError: too many in a row were.
+        """
+        self.num_skipped += 1
+        self.num_skipped_in_a_row += 1
+        if self.num_skipped_in_a_row >= _MAX_SKIPPED_IN_A_ROW:
+            raise RunDivergedError(
+                f"step {step}: loss and gradients were not finite in {self.num_skipped_in_a_row} steps in a "
+                f"row; last on {where}. Look at these items, and {self._way_out()}"
+            )
+
+    def note_loss(self, step: int, *, is_finite: bool, is_of_average: bool) -> None:
+        """The loss on fixed noise was measured after a step, with its weights or with their average."""
+        self.is_loss_finite = is_finite
+        if is_finite and not is_of_average:
+            self._measured_step = step
+
+    def note_save(self, step: int) -> None:
+        """A checkpoint is about to be written."""
+        self.saved_step = step
+        if self._measured_step == step:
+            self.sound_step = step
+
+    def require_none(self, step: int, total_steps: int) -> None:
+        """Check, where the run has taken its last step, that this and the last loss were finite.
+
+        Raises:
+            RunDivergedError: one was not.
+        """
+        if step < total_steps:
+            return
+        if self.num_skipped_in_a_row:
+            raise RunDivergedError(
+                f"step {step}, the last one, was skipped: its loss or gradients were not finite, as in "
+                f"{self.num_skipped} of {step} steps; {self._way_out()}"
+            )
+        if not self.is_loss_finite:
+            raise RunDivergedError(
+                f"after step {step}, the last one, the loss on fixed noise is not finite; {self._way_out()}"
+            )
+
+    def remarks(self) -> list[str]:
+        """What a run that ends well is to say of it."""
+        if not self.num_skipped:
+            return []
+        return [f"skipped steps, as loss or gradients were not finite: {self.num_skipped}"]
+
+    def _way_out(self) -> str:
+        if self.sound_step is None:
+            return (
+                "start a new run with a lower train.learning_rate or train.mixed_precision=no: no checkpoint "
+                "of this one has given a finite loss"
+            )
+        return (
+            f"go on from checkpoints/{folder_name(self.sound_step)}, the newest one whose weights have given "
+            "a finite loss, with --resume and its path, a lower train.learning_rate and "
+            "resume.allow: [train.learning_rate]"
+        )
