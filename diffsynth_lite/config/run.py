@@ -53,7 +53,7 @@ class ValidationSettings(Settings):
     """How strongly previews follow their prompt. Above 1 each denoising step runs the model twice, unless the
     model knows the scale itself, as FLUX.1 dev does."""
 
-    seed: NonNegativeInt = 0
+    seed: NonNegativeInt = Field(default=0, lt=2**63)
     """Decides the noise that previews and the validation loss start from, the same each time, so that only
     the training makes a difference."""
 

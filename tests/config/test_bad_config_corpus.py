@@ -34,6 +34,7 @@ OVERRIDES = [
     *(
         "lora.target_modules=[&a x, *a]",
         "validation.prompts[0]=x",
+        f"validation.seed={2**63}",
         "data.sources=[a]",
         "data.sources={path: a}",
     ),
