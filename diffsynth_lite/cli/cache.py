@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.prompt import Confirm
 
+from diffsynth_lite.cli.arguments import add_preset_argument
 from diffsynth_lite.config import Config, LoadedConfig, load_config
 from diffsynth_lite.errors import UserError
 
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="configs",
         help="yaml; give it again for each run that the cache is for",
     )
+    add_preset_argument(parser)
     task = parser.add_mutually_exclusive_group()
     task.add_argument(
         "--verify", action="store_true", help="read every entry, and set those that are damaged aside"
@@ -49,7 +51,7 @@ def run(parsed: argparse.Namespace) -> None:
     Raises:
         UserError: wrong settings or data, caches that differ, or a prune that nobody agreed to.
     """
-    loaded = [load_config(path, parsed.overrides) for path in parsed.configs]
+    loaded = [load_config(path, parsed.overrides, presets=parsed.presets) for path in parsed.configs]
     if parsed.yes and not parsed.prune:
         raise UserError("--yes: has no effect without --prune; remove it")
     if off := [str(one.path) for one in loaded if not one.config.data.cache]:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from diffsynth_lite.cli.arguments import add_config_arguments
 from diffsynth_lite.config import load_config
 from diffsynth_lite.doctor.findings import Findings, NoiseFindings, counted
 from diffsynth_lite.errors import UserError
@@ -21,9 +22,7 @@ _MAX_NAMED = 10
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite doctor``."""
-    parser.add_argument(
-        "--config", metavar="FILE", required=True, help="yaml; a bare name is also looked for in configs/"
-    )
+    add_config_arguments(parser)
     parser.add_argument(
         "--page",
         metavar="FILE",
@@ -38,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=120,
         help="items on the page's contact sheet, and on that of held-out data (default: %(default)s)",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for train.py")
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -47,7 +45,7 @@ def run(parsed: argparse.Namespace) -> None:
     Raises:
         UserError: what would stop the run; the findings are printed and written before that.
     """
-    loaded = load_config(parsed.config, parsed.overrides)
+    loaded = load_config(parsed.config, parsed.overrides, presets=parsed.presets)
     # The libraries take seconds to import: a wrong config is refused before that.
     from diffsynth_lite.doctor.examination import examine
     from diffsynth_lite.doctor.page import write_page

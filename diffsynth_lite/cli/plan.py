@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from diffsynth_lite.cli.arguments import add_config_arguments
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.errors import UserError
 
@@ -31,9 +32,7 @@ _PREDICTED = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite plan``."""
-    parser.add_argument(
-        "--config", metavar="FILE", required=True, help="yaml; a bare name is also looked for in configs/"
-    )
+    add_config_arguments(parser)
     parser.add_argument(
         "--device-gib",
         metavar="GIB",
@@ -52,7 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="graphics card, such as 'RTX 4090': which settings fit its memory, and how long a step takes",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for train.py")
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -62,7 +60,7 @@ def run(parsed: argparse.Namespace) -> None:
         UserError: the card is not known, the model's settings are not at hand, or its steps cannot be
             counted.
     """
-    loaded = load_config(parsed.config, parsed.overrides)
+    loaded = load_config(parsed.config, parsed.overrides, presets=parsed.presets)
     # The libraries take seconds to import: a wrong config is refused before that.
     from diffsynth_lite.training.planning.choices import SMALLER_FORMATS, Room, choices_of_first_format
     from diffsynth_lite.training.planning.device_speed import ASSUMED_GPU, gpu_here, gpu_named

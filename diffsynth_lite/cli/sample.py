@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from diffsynth_lite.cli.arguments import add_config_arguments
 from diffsynth_lite.cli.console import hide_progress_bars
 from diffsynth_lite.cli.train import make_cublas_repeatable
 from diffsynth_lite.config import load_config
@@ -31,10 +32,10 @@ _MAX_SEED = 2**63 - 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite sample``."""
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="yaml that names the base model; not needed for the LoRA of a run",
+    add_config_arguments(
+        parser,
+        config_help="yaml that names the base model; not needed for the LoRA of a run",
+        required=False,
     )
     parser.add_argument(
         "--lora",
@@ -78,7 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--last-frame", action="append", metavar="FILE", help="picture that a clip ends with, likewise"
     )
     parser.add_argument("--out", metavar="FOLDER", help="new or empty; default: a new one in samples/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for train.py")
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -105,6 +105,8 @@ def _request(parsed: argparse.Namespace) -> SampleRequest:
     Raises:
         UserError: a file or folder that is not there, or settings that are wrong.
     """
+    if parsed.presets and parsed.config is None:
+        raise UserError(f"--preset {parsed.presets[0]}: lies on top of a --config; give one, or leave it out")
     loras = [find_lora(given) for given in parsed.lora]
     run = next(filter(None, (run_of(lora.place) for lora in loras)), None)
     out = None if parsed.out is None else Path(parsed.out).expanduser()
@@ -117,7 +119,7 @@ def _request(parsed: argparse.Namespace) -> SampleRequest:
             else "--lora, --config: name the folder of a run, or a yaml file"
         )
     path = run.resolved_file if run is not None and parsed.config is None else parsed.config
-    config = load_config(path, parsed.overrides, _settings(parsed)).config
+    config = load_config(path, parsed.overrides, _settings(parsed), presets=parsed.presets).config
     if not loras:
         run = RunFolder(Path(config.output.dir).expanduser())
         run = run if run.holds_run() else None

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from diffsynth_lite import __version__
+from diffsynth_lite.cli.arguments import add_config_arguments
 from diffsynth_lite.cli.console import hide_progress_bars, run_command
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
@@ -35,12 +36,10 @@ def build_parser() -> argparse.ArgumentParser:
     """The few flags there are; everything else is a ``key=value`` of the config."""
     parser = argparse.ArgumentParser(
         prog="train.py",
-        description="Train a LoRA. Settings come from the yaml, from key=value arguments and from flags.",
+        description="Train a LoRA. Settings come from the yaml, presets, key=value and flags.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--config", metavar="FILE", required=True, help="yaml; a bare name is also looked for in configs/"
-    )
+    add_config_arguments(parser)
     parser.add_argument("--resume", metavar="auto|none|must|PATH", help="where to start from (default: auto)")
     for name, effect in (
         (
@@ -52,7 +51,6 @@ def build_parser() -> argparse.ArgumentParser:
         switch = parser.add_mutually_exclusive_group()
         switch.add_argument(f"--{name}", action="store_true", default=None, help=effect)
         switch.add_argument(f"--no-{name}", dest=name, action="store_false", default=None)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.steps=500")
     return parser
 
 
@@ -70,7 +68,7 @@ def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> N
     flags: dict[str, Any] = {
         key: getattr(parsed, name) for name, key in _FLAG_KEYS.items() if getattr(parsed, name) is not None
     }
-    loaded = load_config(parsed.config, parsed.overrides, flags)
+    loaded = load_config(parsed.config, parsed.overrides, flags, presets=parsed.presets)
     logger.info("diffsynth_lite %s, settings from %s", __version__, loaded.path)
     for warning in (*loaded.warnings, *_launcher_warnings(loaded.config.train.mixed_precision)):
         logger.warning("%s", warning)

@@ -1,5 +1,6 @@
-"""Finds and reads the files of a config: the one that is named, and those that it extends."""
+"""Finds and reads the files of a config: the one that is named, those that it extends, and presets."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,6 +12,11 @@ from diffsynth_lite.errors import UserError
 
 EXTENDS = "extends"
 """The key that names the file that one extends."""
+
+PRESETS = "presets"
+"""The folder of the presets, among the recipes."""
+_FAMILIES = "families"
+"""The key of a preset that lists the model families that it is for."""
 
 # Many times the size of a config; a file of weights named by mistake is not read into memory.
 _LARGEST_FILE = 1 << 20
@@ -29,6 +35,52 @@ class ConfigFile:
     path: Path
     text: str
     sections: list[tuple[yaml.ScalarNode, yaml.Node]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset(ConfigFile):
+    """A few settings for one goal, for any recipe.
+
+    Args:
+        name: as on the command line.
+        families: the model families that it is for; none where it is for all.
+    """
+
+    name: str
+    families: tuple[str, ...]
+
+    def require_fit(self, family: str) -> None:
+        """Check that it is for a model family; nothing is known of somebody else's, the path of a module.
+
+        Raises:
+            UserError: it is for others.
+        """
+        if self.families and family not in self.families and "." not in family:
+            raise UserError(
+                f"--preset {self.name}: is for {', '.join(self.families)}, and model.family is {family}; "
+                "leave it out"
+            )
+
+
+def read_preset(name: str) -> Preset:
+    """The preset of that name.
+
+    Raises:
+        UserError: there is none; the message lists those that there are.
+    """
+    found = {path.stem: path for path in (_recipe_folder() / PRESETS).glob("*.yaml")}
+    if name not in found:
+        raise UserError(f"--preset {name}: {_suggested(name, found)}There are {', '.join(sorted(found))}")
+    text = _read_text(found[name])
+    entries = _top_level(found[name], text)
+    families = [node for key, node in entries if key.value == _FAMILIES]
+    return Preset(
+        path=found[name],
+        text=text,
+        sections=[(key, node) for key, node in entries if key.value != _FAMILIES],
+        name=name,
+        families=tuple(entry.value for node in families for entry in node.value),
+    )
 
 
 def read_config_files(path: Path) -> list[ConfigFile]:
@@ -83,15 +135,22 @@ def _find_recipe(name: str, asked: str, looked_in: Path) -> Path:
     """
     recipes = _recipe_folder()
     found = {path.name: path for path in recipes.rglob("*.yaml")}
+    if name in found and found[name].parent.name == PRESETS:
+        raise UserError(
+            f"{asked}: is a preset; give --preset {found[name].stem} beside --config and a recipe"
+        )
     if name in found:
         return found[name]
-    close = get_close_matches(name, found, n=1)
-    hint = f"did you mean '{close[0]}'? " if close else ""
     known = sorted(path.name for path in recipes.glob("*.yaml"))
     raise UserError(
         f"{asked}: not found in {looked_in} nor in {recipes}; "
-        f"{hint}There: {', '.join(known) or 'no yaml file'}"
+        f"{_suggested(name, found)}There: {', '.join(known) or 'no yaml file'}"
     )
+
+
+def _suggested(name: str, found: Iterable[str]) -> str:
+    close = get_close_matches(name, found, n=1)
+    return f"did you mean '{close[0]}'? " if close else ""
 
 
 def _recipe_folder() -> Path:

@@ -25,13 +25,20 @@ is an error. `model`, `data` and `output` have settings that a file must give, e
 its YAML extension) completes, explains and checks the settings; in a file elsewhere, give the path to it.
 
 - **Where a value comes from.** A command-line flag wins over `section.key=value` on the command line, that
-  over the file, and that over the default. A list is overridden as a whole, as in
+  over a preset, that over the file, and that over the default. A list is overridden as a whole, as in
   `'validation.prompts=[a cat, a dog]'` or `'data.sources=[{path: photos}, {path: drawings, repeats: 2}]'`.
 - **Which file.** `--config NAME` takes a path; a bare file name is looked for in the working folder, then in
   the recipes that come with the package.
 - **On top of another file.** `extends: qwen_lora.yaml` in a line of its own takes the settings of that file,
   and its own win; a list is taken as a whole. The other file is looked for beside this one, then among the
   recipes, and may extend one itself. The run folder's copy says in one file what all of them say.
+- **Presets.** `--preset likeness` lays a few settings for a goal on top of any recipe or file of yours; given
+  again, as in `--preset likeness --preset few_pictures`, the later one wins. There are
+  [`likeness`](../configs/presets/likeness.yaml), [`style`](../configs/presets/style.yaml),
+  [`motion`](../configs/presets/motion.yaml) (for clips) and
+  [`few_pictures`](../configs/presets/few_pictures.yaml), each with the reasons for its numbers: starting
+  points, by what others recommend; we have measured none. What one changes is logged, and the run folder's
+  `config.yaml` and `resolved.yaml` hold the result. A run that goes on wants the same ones again.
 - **Paths** are relative to the working folder.
 - **Values** are read by the type of their setting. A switch is `true` or `false` (`on`, `off`, `yes` and `no`
   will do). Text stays as typed, also `yes`, `0123` or `1:30`; quotes are needed around text with `: ` or

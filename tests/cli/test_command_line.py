@@ -2,6 +2,7 @@
 
 import pytest
 
+from diffsynth_lite.cli.main import main
 from diffsynth_lite.cli.train import build_parser
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError, exit_code
 
@@ -9,7 +10,7 @@ from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError, ex
 def test_the_flags_are_these_and_no_others() -> None:
     flags = {option for action in build_parser()._actions for option in action.option_strings}
     assert flags == {
-        *("-h", "--help", "--config", "--resume"),
+        *("-h", "--help", "--config", "--preset", "--resume"),
         *("--use_gradient_checkpointing", "--no-use_gradient_checkpointing"),
         *("--use_gradient_checkpointing_offload", "--no-use_gradient_checkpointing_offload"),
     }
@@ -40,6 +41,22 @@ def test_abbreviated_contradicting_and_missing_flags_exit_with_2(
         build_parser().parse_intermixed_args(arguments)
     assert caught.value.code == 2
     assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["sample", "--lora", "one", "--preset", "style"], "--preset style: lies on top of a --config; "),
+        (["plan", "--config", "sdxl_lora.yaml", "--preset", "motion"], "--preset motion: is for ltx_video, "),
+        (["doctor", "--preset", "x", "--config", "sdxl_lora.yaml"], "--preset x: There are few_pictures, "),
+        (["cache", "--config", "sdxl_lora.yaml", "--preset", "x"], "--preset x: There are few_pictures, "),
+    ],
+)
+def test_commands_refuse_presets_that_do_not_fit(
+    arguments: list[str], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(arguments) == 2
+    assert caplog.messages[-1].startswith(reason)
 
 
 def test_each_way_to_end_has_its_exit_code() -> None:

@@ -16,7 +16,7 @@ from diffsynth_lite.config.schema import section_types
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
 SCHEMA = ROOT / "configs" / "schema.json"
-RECIPES = sorted(SCHEMA.parent.rglob("*.yaml"))
+RECIPES = [path for path in sorted(SCHEMA.parent.rglob("*.yaml")) if path.parent.name != "presets"]
 
 
 def test_the_page_is_the_one_that_is_generated():
