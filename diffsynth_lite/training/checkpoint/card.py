@@ -54,7 +54,7 @@ class CardWriter:
     layers: Sequence[str]
 
     def write(self, lora_folder: Path, step: int) -> None:
-        """Write the card beside a LoRA; one that the disk does not take is a warning, and the run goes on.
+        """Write the card beside a LoRA; a card that cannot be written is a warning, and the run goes on.
 
         Args:
             lora_folder: one of those of the run.
@@ -62,8 +62,13 @@ class CardWriter:
         """
         try:
             write_model_card(lora_folder, self._card(lora_folder, step))
-        except OSError as error:
-            logger.warning("The model card in %s could not be written: %s", lora_folder, error)
+        except Exception as error:  # a card is never worth the run: a full disk, a family that says less
+            logger.warning(
+                "The model card in %s could not be written: %s",
+                lora_folder,
+                error,
+                exc_info=not isinstance(error, OSError),
+            )
 
     def _card(self, lora_folder: Path, step: int) -> ModelCard:
         is_best = lora_folder == self.folder.best_lora_folder

@@ -66,7 +66,8 @@ def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel 
             layers=["blocks.0.to_q"],
         )
         writer.write(run.best_lora_folder, 250)
-    return (run.best_lora_folder / "README.md").read_text()
+    card = run.best_lora_folder / "README.md"
+    return card.read_text() if card.exists() else ""
 
 
 @pytest.mark.parametrize(
@@ -158,3 +159,15 @@ def test_a_card_names_the_base_model_its_licence_and_what_draws_with_it(
     assert ("## In ComfyUI" in text) is (recipe != "sana_lora.yaml")
     assert ("license" in found) is (base is None)
     assert "step 300" not in text
+
+
+def test_a_card_of_which_something_is_not_known_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lacks(*_args: object, **_settings: object) -> str:
+        raise KeyError("scheduler")
+
+    monkeypatch.setattr("diffsynth_lite.training.checkpoint.card.usage_code", lacks)
+    assert card_of(tmp_path, "flux_lora.yaml", (), None) == ""
+    assert "The model card in " in caplog.text
+    assert "could not be written: 'scheduler'" in caplog.text
