@@ -74,6 +74,18 @@ def test_an_entry_that_is_not_there_is_not_present(cache, memory):
     assert not is_present(cache, memory, "ff" * 32)
 
 
+def test_an_entry_with_numbers_that_are_not_finite_is_set_aside_before_a_run_reads_it(
+    cache, memory, monkeypatch, caplog
+):
+    with monkeypatch.context() as patch:
+        patch.setattr("diffsynth_lite.data.cache.require_finite", lambda _: None)
+        for key in KEYS[:2]:
+            cache.write(key, {"latents": torch.tensor([1.0, torch.nan])})
+    assert not is_present(cache, memory, KEYS[0])
+    assert f"{cache.path(KEYS[0])}: damaged cache entry is set aside: latents holds NaN" in caplog.text
+    assert verify(cache, lambda done, total: None).damaged == (KEYS[1],)
+
+
 def test_verify_reads_all_and_names_what_is_damaged(cache):
     damage(cache.path(KEYS[1]))
     progress = []

@@ -94,6 +94,20 @@ def test_a_lora_of_another_shape_is_refused_with_what_would_do(
     assert "Loading the transformer" not in caplog.text.rsplit("settings from", 1)[-1]
 
 
+def test_a_lora_with_a_number_that_is_not_finite_is_refused_by_name(
+    tiny_run: TinyRun, whole_run: TinyRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = load_file(whole_run.folder / "lora" / "pytorch_lora_weights.safetensors")
+    name = next(name for name in tensors if name.endswith(".lora_B.weight"))
+    tensors[name][0, 0] = torch.inf
+    file = tiny_run.root / "lora.safetensors"
+    save_file(tensors, file)
+    assert tiny_run.train(f"lora.init_from={file}") == 2
+    assert f"lora.init_from: {file}: " in caplog.text
+    assert f"{name.removeprefix('transformer.')} holds NaN or infinity" in caplog.text
+    assert "Loading the transformer" not in caplog.text
+
+
 @pytest.mark.parametrize("content", [None, b"", b"<html>", b"\x08\0\0\0\0\0\0\0{}      "])
 def test_what_is_no_lora_is_refused_in_one_line(
     tiny_run: TinyRun, caplog: pytest.LogCaptureFixture, content: bytes | None

@@ -171,9 +171,12 @@ def read_initial_lora(
         Tensors by peft's names, in fp32.
 
     Raises:
-        UserError: it is missing or damaged, or has other layers or another rank.
+        UserError: it is missing, damaged or not finite, or has other layers or another rank.
     """
     tensors, settings = read_lora(family, location, key="lora.init_from")
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise UserError(f"lora.init_from: {location}: {name} holds NaN or infinity; name another LoRA")
     _check_layers(tensors, layers, location)
     ranks = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_FIRST)}
     if ranks != {rank}:
