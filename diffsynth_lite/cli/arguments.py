@@ -1,6 +1,10 @@
 """This file has the arguments that commands share: which config, what lies on top of it, single settings."""
 
 import argparse
+import sys
+
+from diffsynth_lite.config import section_types
+from diffsynth_lite.config.messages import in_place_of_flag
 
 
 def add_config_arguments(
@@ -25,3 +29,14 @@ def add_preset_argument(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="settings for a goal, on top of the file: likeness, style, motion, few_pictures; repeatable",
     )
+
+
+def argument_hint(message: str) -> str:
+    """What to add to argparse's message where a flag is a setting, or a yaml stands without ``--config``."""
+    sections = {name: model.model_fields for name, model in section_types().items()}
+    flags = [word for word in message.split() if word.startswith("--")]
+    if message.startswith("unrecognized"):
+        instead = [setting for flag in flags if (setting := in_place_of_flag(flag, sections))]
+        return f"; settings are written without dashes: {' '.join(instead)}" if instead else ""
+    files = [word for word in sys.argv[1:] if word.endswith((".yaml", ".yml"))]
+    return f"; write --config {files[0]}" if files and "--config" in flags else ""

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from diffsynth_lite import __version__
 from diffsynth_lite.cli import cache, convert, doctor, plan, publish, report, sample
+from diffsynth_lite.cli.arguments import argument_hint
 from diffsynth_lite.cli.console import run_command
 
 _EXAMPLES = {
@@ -35,6 +36,8 @@ class _Parser(argparse.ArgumentParser):
     """Tells what is wrong in one line, as all commands do, and not beneath a list of all there is."""
 
     def error(self, message: str) -> NoReturn:
+        if any(action.dest == "overrides" for action in self._actions):
+            message += argument_hint(message)
         self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help says what there is\n")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:

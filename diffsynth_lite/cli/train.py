@@ -8,12 +8,12 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 
 from diffsynth_lite import __version__
-from diffsynth_lite.cli.arguments import add_config_arguments
+from diffsynth_lite.cli.arguments import add_config_arguments, argument_hint
 from diffsynth_lite.cli.console import hide_progress_bars, run_command
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
@@ -32,9 +32,14 @@ _FLAG_KEYS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(message + argument_hint(message))
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The few flags there are; everything else is a ``key=value`` of the config."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="train.py",
         description="Train a LoRA. Settings come from the yaml, presets, key=value and flags.",
         allow_abbrev=False,

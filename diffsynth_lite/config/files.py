@@ -20,6 +20,8 @@ _FAMILIES = "families"
 
 # Many times the size of a config; a file of weights named by mistake is not read into memory.
 _LARGEST_FILE = 1 << 20
+# Less alike, as my_lora.yaml and chroma_lora.yaml, is another name and not a mistyped one.
+_SIMILAR = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,15 +143,16 @@ def _find_recipe(name: str, asked: str, looked_in: Path) -> Path:
         )
     if name in found:
         return found[name]
+    beside = {path.name for path in looked_in.glob("*.y*ml")}
     known = sorted(path.name for path in recipes.glob("*.yaml"))
-    raise UserError(
-        f"{asked}: not found in {looked_in} nor in {recipes}; "
-        f"{_suggested(name, found)}There: {', '.join(known) or 'no yaml file'}"
-    )
+    recipe_names = ", ".join(known) or "no yaml file"
+    hint = _suggested(name, [*beside, *found], cutoff=_SIMILAR).strip()
+    hint = hint or f"give the path of a file of your own. The recipes: {recipe_names}"
+    raise UserError(f"{asked}: not found in {looked_in} nor in {recipes}; {hint}")
 
 
-def _suggested(name: str, found: Iterable[str]) -> str:
-    close = get_close_matches(name, found, n=1)
+def _suggested(name: str, found: Iterable[str], *, cutoff: float = 0.6) -> str:
+    close = get_close_matches(name, found, n=1, cutoff=cutoff)
     return f"did you mean '{close[0]}'? " if close else ""
 
 

@@ -9,6 +9,7 @@ import yaml
 
 from diffsynth_lite.config.document import NULLS
 from diffsynth_lite.config.files import EXTENDS
+from diffsynth_lite.config.peers import answer_to, setting_named
 
 Schema: TypeAlias = dict[str, Any]
 """The JSON schema of one setting, as pydantic makes it."""
@@ -25,6 +26,8 @@ _PLANNED = frozenset(["memory.budget"])
 _AUTO_IS_PLANNED = frozenset(
     ["train.use_gradient_checkpointing", "train.use_gradient_checkpointing_offload", "memory.policy"]
 )
+_MOST_LISTED = 10
+"""Keys that a message lists; of a section with more it says where they are."""
 _RENAMED = {"image_column": "'media_column'", "caption_column": "'caption_columns', a list"}
 
 
@@ -122,7 +125,11 @@ def unknown_section(name: str, sections: Mapping[str, Collection[str]]) -> str:
     """
     if name == EXTENDS:  # in a file it is none
         return "is for files; name a file that has it"
-    key = name.rpartition(".")[2]
+    section, _, key = name.rpartition(".")
+    if answer := answer_to(key):
+        return answer
+    if answer := answer_to(section):
+        return f"{section} {answer}"
     homes = _homes(key, sections)
     if homes:
         return f"'{key}' belongs under {' or '.join(homes)}, as {homes[0]}.{key}"
@@ -149,6 +156,8 @@ def unknown_key(section: str, key: str, own: Collection[str], sections: Mapping[
     of_list = key.partition("[")[0]
     if of_list != key and of_list in own:
         return f"an entry cannot be set alone; set the whole list, as {section}.{of_list}=[...]"
+    if answer := answer_to(key):
+        return answer
     meant = get_close_matches(key, own, n=1)
     if homes := _homes(key, sections):
         other = f", or did you mean '{meant[0]}'" if meant else ""
@@ -157,7 +166,27 @@ def unknown_key(section: str, key: str, own: Collection[str], sections: Mapping[
         return f"unknown key; did you mean '{meant[0]}'?"
     if elsewhere := _close_elsewhere(key, sections):
         return f"unknown key; did you mean '{elsewhere}'?"
+    if len(own) > _MOST_LISTED:
+        return f"unknown key; the {len(own)} keys of {section} are in docs/configuration.md"
     return f"unknown key; {section} has {', '.join(own)}"
+
+
+def in_place_of_flag(flag: str, sections: Mapping[str, Collection[str]]) -> str | None:
+    """What to write in place of a flag that there is not, such as "train.steps=..."; None where unknown.
+
+    Args:
+        flag: as it was typed, such as ``--lr`` or ``--lr=1e-4``.
+        sections: the keys of every section, by its name.
+    """
+    name, _, value = flag.lstrip("-").partition("=")
+    section, _, key = name.replace("-", "_").rpartition(".")
+    if key in sections.get(section, ()):
+        setting: str | None = f"{section}.{key}"
+    elif homes := _homes(key, sections):
+        setting = f"{homes[0]}.{key}"
+    else:
+        setting = setting_named(key)
+    return f"{setting}={value or '...'}" if setting else None
 
 
 def _homes(key: str, sections: Mapping[str, Collection[str]]) -> list[str]:

@@ -19,6 +19,15 @@ from diffsynth_lite.cli.main import main
             "doctor --config a --sheets=3",
             "diffsynth-lite doctor: error: unrecognized arguments: --sheets=3; did you mean --sheet?",
         ),
+        (
+            "doctor --config a --network_dim 8",
+            "diffsynth-lite doctor: error: unrecognized arguments: --network_dim; settings are written "
+            "without dashes: lora.rank=...",
+        ),
+        (
+            "convert a b --to kohya --rank 8",
+            "diffsynth-lite convert: error: unrecognized arguments: --rank 8;",
+        ),
         ("publish runs/a --to a/b --qq", "diffsynth-lite publish: error: unrecognized arguments: --qq;"),
         ("publish runs/a --to a/b x=1", "diffsynth-lite publish: error: unrecognized arguments: x=1;"),
         ("sample --size 64", "diffsynth-lite sample: error: argument --size: 64: width and height"),

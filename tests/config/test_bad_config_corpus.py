@@ -65,6 +65,11 @@ FLAGS: list[tuple[tuple[str, ...], str]] = [
     ),
     (("--unknown",), "unrecognized arguments: --unknown"),
     (("-x",), "unrecognized arguments: -x"),
+    (
+        ("--lr=1e-4", "--network_dim=8", "--what", "--train.steps=9", "--seed"),
+        "unrecognized arguments: --lr=1e-4 --network_dim=8 --what --train.steps=9 --seed; settings are "
+        "written without dashes: train.learning_rate=1e-4 lora.rank=8 train.steps=9 train.seed=...",
+    ),
     (("--help=1",), "argument -h/--help: ignored explicit argument '1'"),
     (("--config",), "argument --config: expected one argument"),
 ]
@@ -229,11 +234,13 @@ def test_a_wrong_path_is_refused(refused, tmp_path: Path, monkeypatch, name: str
     assert refused("--config", name).startswith((f"--config {name}: ", f"{name}:1: "))
 
 
-def test_a_config_is_needed(capsys) -> None:
+@pytest.mark.parametrize(("words", "hint"), [([], ""), (["my.yaml"], "; write --config my.yaml")])
+def test_a_config_is_needed(capsys, monkeypatch, words: list[str], hint: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
     with pytest.raises(SystemExit) as caught:
-        main([])
+        main()
     assert caught.value.code == 2
-    told = "the following arguments are required: --config"
+    told = f"the following arguments are required: --config{hint}"
     assert capsys.readouterr().err.splitlines()[-1] == f"train.py: error: {told}"
 
 

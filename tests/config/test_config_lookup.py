@@ -25,14 +25,18 @@ def test_a_bare_name_is_found_in_the_working_folder_first(tmp_path, monkeypatch,
 
 def test_a_missing_name_says_where_it_was_looked_for_and_what_is_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as caught:
-        find_config_file("qwen-lora.yaml")
-    message = str(caught.value)
-    assert "\n" not in message
-    assert str(tmp_path) in message
-    assert str(RECIPES) in message
-    assert "did you mean 'qwen_lora.yaml'?" in message
-    assert f"There: {', '.join(sorted(path.name for path in RECIPES.glob('*.yaml')))}" in message
+    Path("mine_lora.yml").touch()
+    for name, hint in (
+        ("qwen-lora.yaml", "did you mean 'qwen_lora.yaml'?"),
+        ("mine_lora.yaml", "did you mean 'mine_lora.yml'?"),
+        ("cat.yaml", f"The recipes: {', '.join(sorted(path.name for path in RECIPES.glob('*.yaml')))}"),
+    ):
+        with pytest.raises(UserError) as caught:
+            find_config_file(name)
+        where, _, told = str(caught.value).partition("; ")
+        assert where == f"--config {name}: not found in {tmp_path} nor in {RECIPES}"
+        assert told.endswith(hint)
+        assert "\n" not in told
 
 
 def test_an_installed_package_has_its_recipes_inside(tmp_path, monkeypatch):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from diffsynth_lite.config import load_config
+from diffsynth_lite.config import load_config, section_types
+from diffsynth_lite.config.peers import names_by_setting
 from diffsynth_lite.errors import UserError
 
 
@@ -46,6 +47,15 @@ def test_an_override_is_read_by_the_type_of_its_setting(write, minimal, override
         ("trian.stps=3", "did you mean"),
         ("train.stps=3", "did you mean 'steps'?"),
         ("train.steps.x=3", "did you mean 'steps'?"),
+        ("train.foo=3", "unknown key; the 21 keys of train are in docs/configuration.md"),
+        ("lora.foo=3", "unknown key; lora has rank, alpha"),
+        ("train.lr=1e-4", "is train.learning_rate here"),
+        ("network-dim=8", "is lora.rank here"),
+        ("model.quantization=nf4", "is model.quantize here"),
+        ("data.resolution=512", "is data.resolutions here"),
+        ("train.optimizer=adamw8bit", "the optimizer is AdamW; remove it"),
+        ("network.linear=16", "is lora.rank here"),
+        ("sample.width=512", "sample is the section validation here"),
         ("validation.prompts[0]=a", "set the whole list, as validation.prompts=[...]"),
         ("validation.prompts=a cat", "must be a list of texts"),
         ("validation.prompts=[a, b", "write a list as '[a, b]'"),
@@ -95,3 +105,12 @@ def test_a_wrong_value_is_reported_though_a_later_one_replaces_it(write, minimal
         f"{path}:2 train.steps: got 'wide'",
         "train.seed=a (command line): got 'a'",
     ]
+
+
+def test_the_names_of_other_trainers_stand_for_settings_there_are_and_are_none_themselves():
+    keys = {section: set(model.model_fields) for section, model in section_types().items()}
+    ours = [setting.split(".") for setting in names_by_setting()]
+    assert [key for section, key in ours if key not in keys[section]] == []
+    theirs = [name for names in names_by_setting().values() for name in names]
+    assert len(theirs) == len(set(theirs))
+    assert set(theirs).isdisjoint(set(keys).union(*keys.values()))

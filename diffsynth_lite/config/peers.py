@@ -1,0 +1,134 @@
+"""This file knows what other trainers call our settings, so that their users are told ours.
+
+The names are those in the documents and example configs of sd-scripts and musubi-tuner (kohya), ai-toolkit,
+SimpleTuner, OneTrainer, DiffSynth-Studio and the training scripts of diffusers.
+"""
+
+_THEIR_NAMES = {
+    "model.path": "pretrained_model_name_or_path name_or_path base_model_name",
+    "model.transformer_file": "dit",
+    "model.family": "arch model_family model_type",
+    "model.quantize": "quantization base_model_precision qtype fp8_base fp8_scaled load_in_4bit",
+    "model.text_encoder_quantize": "quantize_te qtype_te fp8_llm fp8_t5 fp8_vl text_encoder_1_precision",
+    "lora.rank": "network_dim lora_rank dim linear r",
+    "lora.alpha": "network_alpha lora_alpha linear_alpha",
+    "lora.dropout": "network_dropout lora_dropout dropout_probability",
+    "lora.init_from": "network_weights init_lora lora_model_name",
+    "lora.target_modules": "lora_layers lora_target_modules layer_filter flux_lora_target",
+    "data.path": "train_data_dir instance_data_dir image_dir image_directory video_directory folder_path",
+    "data.sources": "datasets subsets concepts",
+    "data.metadata": "in_json image_jsonl_file video_jsonl_file metadata_file",
+    "data.dataset": "dataset_name",
+    "data.repeats": "num_repeats dataset_repeat",
+    "data.trigger": "trigger_word class_tokens instance_prompt",
+    "data.resolutions": "resolution",
+    "data.bucket_step": "bucket_reso_steps aspect_bucket_alignment",
+    "data.frame_counts": "target_frames",
+    "data.fps": "source_fps",
+    "data.caption_dropout": "caption_dropout_rate caption_dropout_probability",
+    "data.tag_shuffles": "shuffle_caption shuffle_tokens",
+    "data.keep_tags": "keep_tokens",
+    "data.cache": "cache_latents cache_latents_to_disk cache_text_embeddings cache_text_encoder_outputs "
+    "cache_text_encoder_outputs_to_disk latent_caching text_caching",
+    "data.cache_dir": "cache_directory cache_dir_vae",
+    "data.num_workers": "max_data_loader_n_workers dataloader_num_workers caching_threads",
+    "objective.shift_value": "discrete_flow_shift timestep_shift flow_schedule_shift flux_schedule_shift",
+    "objective.timestep_density": "timestep_sampling weighting_scheme timestep_distribution timestep_type",
+    "objective.loss_weighting": "loss_weight_fn",
+    "objective.min_snr_gamma": "snr_gamma",
+    "train.steps": "max_train_steps max_steps",
+    "train.learning_rate": "lr unet_lr",
+    "train.lr_scheduler": "learning_rate_scheduler lr_scheduler_type",
+    "train.warmup_steps": "lr_warmup_steps learning_rate_warmup_steps num_warmup_steps",
+    "train.micro_batch_size": "batch_size train_batch_size",
+    "train.max_grad_norm": "clip_grad_norm gradient_clipping",
+    "train.mixed_precision": "train_dtype",
+    "train.use_gradient_checkpointing": "gradient_checkpointing",
+    "train.use_gradient_checkpointing_offload": "gradient_checkpointing_cpu_offload "
+    "cpu_offload_checkpointing",
+    "train.compile": "dynamo_backend torch_compile",
+    "train.cpu_threads": "num_cpu_threads_per_process",
+    "memory.stream_blocks": "blocks_to_swap block_swap enable_group_offload layer_offloading ramtorch",
+    "memory.stream_text_encoder": "ramtorch_text_encoder",
+    "memory.auto": "low_vram lowram",
+    "validation.prompts": "sample_prompts validation_prompt validation_prompts user_prompt_library",
+    "validation.negative_prompt": "neg validation_negative_prompt",
+    "validation.every_steps": "sample_every sample_every_n_steps validation_steps validation_step_interval",
+    "validation.num_inference_steps": "sample_steps validation_num_inference_steps",
+    "validation.guidance_scale": "validation_guidance",
+    "validation.seed": "validation_seed",
+    "logging.trackers": "log_with report_to",
+    "logging.project": "log_tracker_name tracker_project_name",
+    "logging.run_name": "wandb_run_name tracker_run_name output_name",
+    "output.dir": "output_dir training_folder output_path workspace_dir output_model_destination",
+    "output.checkpoint_every_steps": "save_every save_every_n_steps checkpointing_steps "
+    "checkpoint_step_interval save_steps",
+    "output.keep_checkpoints": "checkpoints_total_limit max_step_saves_to_keep save_last_n_steps "
+    "rolling_backup_count",
+    "output.lora_dtype": "save_precision output_dtype lora_weight_dtype",
+    "resume.source": "resume_from_checkpoint continue_last_backup",
+}
+"""The names that others have for each setting of ours."""
+
+_EPOCHS = "is train.steps here: passes over the data x items / train.global_batch_size"
+_ATTENTION = "is no setting here, as torch chooses how attention is computed; remove it"
+_OPTIMIZER = "is no setting here, as the optimizer is AdamW; remove it"
+_OTHERWISE = {
+    **dict.fromkeys(("epochs", "max_train_epochs", "num_train_epochs", "num_epochs"), _EPOCHS),
+    **dict.fromkeys(("xformers", "sdpa", "flash_attn", "mem_eff_attn", "attention_mechanism"), _ATTENTION),
+    **dict.fromkeys(("optimizer", "optimizer_type", "optimizer_args", "use_8bit_adam"), _OPTIMIZER),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "gradient_accumulation"),
+        "is train.global_batch_size here: train.micro_batch_size x devices x forwards of a step",
+    ),
+    **dict.fromkeys(
+        ("enable_bucket", "aspect_ratio_bucketing"),
+        "is no setting here, as items keep their shape unless data.width and data.height are set; remove it",
+    ),
+    "bucket_no_upscale": "is data.upscale here, the other way round",
+    **dict.fromkeys(
+        ("caption_extension", "caption_ext"), "is no setting here, as captions are read from .txt; remove it"
+    ),
+    **dict.fromkeys(
+        ("network_module", "network_type", "lora_type", "training_method"),
+        "is no setting here, as a LoRA is what is trained; remove it",
+    ),
+    **dict.fromkeys(
+        ("vae", "text_encoder", "ae"), "is no setting here, as it is that of model.path; remove it"
+    ),
+    **dict.fromkeys(
+        ("train_text_encoder", "network_train_unet_only", "train_unet"),
+        "is lora.components here, which names what gets a LoRA",
+    ),
+    **dict.fromkeys(("network", "network_args"), "is the section lora here"),
+    **dict.fromkeys(("sample", "samples"), "is the section validation here"),
+    "save": "is the section output here",
+    **dict.fromkeys(
+        ("job", "process", "general", "dataset_config", "data_backend_config"),
+        "is of a file of another trainer, which is not read; start from a copy of configs/qwen_lora.yaml",
+    ),
+}
+"""Names of others that are no setting here, and what there is in their place."""
+
+
+def names_by_setting() -> dict[str, list[str]]:
+    """The names that others have for each setting of ours that has any."""
+    return {setting: names.split() for setting, names in _THEIR_NAMES.items()}
+
+
+_OURS = {name: ours for ours, names in names_by_setting().items() for name in names}
+
+
+def setting_named(key: str) -> str | None:
+    """The setting of ours that others call ``key``, as ``section.key``."""
+    return _OURS.get(_spelled(key))
+
+
+def answer_to(key: str) -> str | None:
+    """What is here in place of a name of others, such as "is lora.rank here"; None for no such name."""
+    ours = setting_named(key)
+    return f"is {ours} here" if ours else _OTHERWISE.get(_spelled(key))
+
+
+def _spelled(key: str) -> str:
+    return key.lower().replace("-", "_")
