@@ -148,7 +148,7 @@ def _fill(loaded: Sequence[LoadedConfig]) -> None:
 def _verify(loaded: LoadedConfig) -> None:
     from diffsynth_lite.data import verify
 
-    with Progress(console=Console(stderr=True)) as progress:
+    with Progress(console=Console(stderr=True, emoji=False)) as progress:
         task = progress.add_task("verifying", total=None)
         verified = verify(
             _cache_of(loaded.config),

@@ -44,7 +44,8 @@ class _ConsoleHandler(logging.Handler):
         self.setFormatter(_RedactingFormatter(redactor))
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
+        text = self.format(record)
+        self._console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 class _LossyStream:

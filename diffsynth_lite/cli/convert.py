@@ -94,7 +94,7 @@ def run(parsed: argparse.Namespace) -> None:
         f"{target}: {_described(converted.contents)}",
         f"All layers are in it, and their updates {updates}.",
     ):
-        Console().print(line, highlight=False, markup=False, soft_wrap=True)
+        Console(emoji=False).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _family_of(contents: "LoraContents", asked: str | None, to: "Target") -> tuple[str, "FamilyNames"]:

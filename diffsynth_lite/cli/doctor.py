@@ -54,14 +54,15 @@ def run(parsed: argparse.Namespace) -> None:
         logger.warning("%s", warning)
     examination = examine(loaded.config, sheet_size=parsed.sheet)
     findings = examination.findings
-    console = Console()
+    console = Console(emoji=False)
     print_findings(console, findings)
     lead = f"{counted(findings.num_items, 'item')} for {loaded.config.model.family}, as {loaded.path} says"
     try:
         write_page(parsed.page, findings, title=loaded.path.stem, lead=lead)
     except OSError as error:
         raise UserError(f"--page {parsed.page}: cannot be written: {error.strerror}") from None
-    console.print(f"Page with the items as the model sees them: {parsed.page}", soft_wrap=True)
+    text = f"Page with the items as the model sees them: {parsed.page}"
+    console.print(text, markup=False, soft_wrap=True)
     examination.require_usable()
 
 

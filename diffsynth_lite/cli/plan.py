@@ -76,7 +76,7 @@ def run(parsed: argparse.Namespace) -> None:
 
     for warning in loaded.warnings:
         logger.warning("%s", warning)
-    config, console = loaded.config, Console()
+    config, console = loaded.config, Console(emoji=False)
     gpu = gpu_here() if parsed.gpu is None else gpu_named(parsed.gpu)
     device_gib = gpu.training_gib if gpu and parsed.device_gib is None else parsed.device_gib
     with family_without_weights(config) as family:

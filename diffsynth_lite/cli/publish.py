@@ -41,7 +41,7 @@ def run(parsed: argparse.Namespace) -> None:
     folder = RunFolder(parsed.folder.expanduser())
     loras = {"last": folder.lora_folder, "best": folder.best_lora_folder, "ema": folder.ema_lora_folder}
     publication = Publication.of_run(folder, loras[parsed.lora], parsed.to)
-    console = Console()
+    console = Console(emoji=False)
     console.print(f"To {parsed.to}{', private' if parsed.private else ''}:", highlight=False, markup=False)
     for name, size in publication.sizes.items():
         console.print(f"  {name}  {format_bytes(size)}", highlight=False, markup=False, soft_wrap=True)

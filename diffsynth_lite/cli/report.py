@@ -91,7 +91,7 @@ def _write_page(path: Path, folders: Mapping[str, Path]) -> None:
         write_page(path, runs)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}; --out names another file") from None
-    Console().print(f"Page: {path}", soft_wrap=True)
+    Console(emoji=False).print(f"Page: {path}", markup=False, soft_wrap=True)
 
 
 def _serve(places: list[Path], port: int) -> None:
@@ -104,7 +104,7 @@ def _serve(places: list[Path], port: int) -> None:
     except OSError as error:
         raise UserError(f"--port {port}: {error.strerror}; give another, or 0 for any that is free") from None
     with server:
-        Console().print(f"Open {server.address} in a browser; Ctrl+C ends it.", soft_wrap=True)
+        Console(emoji=False).print(f"Open {server.address} in a browser; Ctrl+C ends it.", soft_wrap=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -51,6 +51,14 @@ def test_a_log_line_is_masked_with_its_arguments_and_its_traceback(console: Cons
     assert "OSError: https://REDACTED@example.org/x" in printed(console)
 
 
+def test_a_name_that_reads_like_markup_is_printed_as_it_is(console: Console) -> None:
+    def work() -> None:
+        raise UserError("--lora runs/[bold]:abc: is not there")
+
+    assert run(work, console) == 2
+    assert "--lora runs/[bold]:abc: is not there" in printed(console)
+
+
 def test_the_line_of_an_error_is_masked(console: Console) -> None:
     def work() -> None:
         raise UserError("output.dir: runs/swordfish is a file")

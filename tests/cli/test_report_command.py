@@ -37,8 +37,11 @@ def test_each_run_gets_its_page_and_several_one_more(
     assert 'href="a/mine/report.html">a/mine</a>' in (runs / "report.html").read_text()
 
 
-def test_a_page_may_be_written_elsewhere(runs: Path) -> None:
-    assert main(["report", str(runs / "a"), "--out", str(runs / "b" / "one.html")]) == 0
+def test_a_page_may_be_written_elsewhere(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (runs / "[x]:abc:").mkdir()
+    assert main(["report", str(runs / "a"), "--out", str(runs / "[x]:abc:" / "one.html")]) == 0
+    assert capsys.readouterr().out.strip().endswith("[x]:abc:/one.html")
+    (runs / "[x]:abc:" / "one.html").rename(runs / "b" / "one.html")
     assert 'href="../a/mine/status.json"' in (runs / "b" / "one.html").read_text()
     assert not (runs / "a" / "mine" / "report.html").exists()
 
