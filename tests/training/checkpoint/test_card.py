@@ -90,6 +90,8 @@ def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel 
             [
                 f"FluxPipeline.from_pretrained('{FLUX}', dtype=torch.bfloat16)",
                 "    guidance_scale=3.5,\n",
+                "Put the file into `models/loras`",
+                "with the node\n`LoraLoaderModelOnly`.\n",
                 "after 250 optimizer steps, where the loss on held-out data was lowest",
                 "| 11 items: 64x48 (5), 32x32 (2), 32x64 (2), 64x64 (1) and 1 more |",
                 "held-out items, step 0 | 1.0000 |",
@@ -104,6 +106,7 @@ def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel 
             {"license": "openrail++"},
             ["    negative_prompt='blur',\n    guidance_scale=5.0,\n", f"{KNOWN}: CreativeML Open RAIL++-M."],
         ),
+        ("sdxl_text_encoders_lora.yaml", (), None, {}, ["with the node\n`LoraLoader`.\n"]),
         (
             "z_image_lora.yaml",
             TURBO,
@@ -117,6 +120,7 @@ def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel 
             None,
             {"pipeline_tag": "text-to-video"},
             [
+                "Put each file into `models/loras`",
                 f"load_lora_weights('path/to/this/folder', weight_name=\"{HIGH}\")\n",
                 f'weight_name="{LOW}", load_into_transformer_2=True)\n',
                 "export_to_video(drawn.frames[0],",
