@@ -40,7 +40,7 @@ class SourceSettings(Settings):
     metadata: NonEmptyStr | None = None
     """The file that names media and captions: a `.jsonl`, `.csv` or `.parquet` inside the folder, or a path
     to one. Null takes `metadata.jsonl`, `metadata.csv` or `metadata.parquet` when the folder has one, and
-    otherwise the `.txt` file beside each picture or clip."""
+    otherwise the `.txt` or `.caption` file beside each picture or clip."""
 
     media_column: NonEmptyStr = "file_name"
     """Column of the metadata file or dataset with the picture or clip to learn; a path is relative to the

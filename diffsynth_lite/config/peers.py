@@ -87,7 +87,7 @@ _OTHERWISE = {
     ),
     "bucket_no_upscale": "is data.upscale here, the other way round",
     **dict.fromkeys(
-        ("caption_extension", "caption_ext"), "is no setting here, as captions are read from .txt; remove it"
+        ("caption_extension", "caption_ext"), "is no setting here, as .txt and .caption are read; remove it"
     ),
     **dict.fromkeys(
         ("network_module", "network_type", "lora_type", "training_method"),

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from diffsynth_lite.core.randomness import counter_generator
 from diffsynth_lite.data.folder import Folder, is_unicode
@@ -13,6 +14,9 @@ from diffsynth_lite.errors import UserError, join_names
 
 logger = logging.getLogger(__name__)
 
+CAPTION_SUFFIXES = (".txt", ".caption")
+
+_SAVE_AS_UTF_8 = "not UTF-8 text; save it as UTF-8"
 _NUMBERED = re.compile(r"(.*)\.(\d+)")
 
 MAX_TAGS = 500
@@ -144,8 +148,8 @@ def _most_frequent(counts: Mapping[str, int], number: int) -> dict[str, int]:
 class CaptionFiles:
     """Text files of a folder by the files that they describe.
 
-    A whole file is one caption. ``cat.txt`` belongs to ``cat.png``, and so do further captions in
-    ``cat.1.txt``, ``cat.2.txt``, unless there is a ``cat.1.png`` for them to belong to.
+    A whole file is one caption. ``cat.txt`` or ``cat.caption`` belongs to ``cat.png``, and so do further
+    captions in ``cat.1.txt``, ``cat.2.txt``, unless there is a ``cat.1.png`` for them to belong to.
     """
 
     def __init__(self, folder: Folder, targets: Sequence[str]) -> None:
@@ -154,9 +158,9 @@ class CaptionFiles:
         self._texts: dict[str, list[tuple[int, str]]] = {}
         orphans = []
         for name in folder.files:
-            if name[-4:].lower() != ".txt":
+            if not name.lower().endswith(CAPTION_SUFFIXES):
                 continue
-            owner, number = name[:-4], -1
+            owner, number = stem(name), -1
             if owner not in stems and (numbered := _NUMBERED.fullmatch(owner)):
                 owner, number = numbered[1], int(numbered[2])
             if owner in stems:
@@ -174,17 +178,23 @@ class CaptionFiles:
         Raises:
             UserError: there is none, or one cannot be used.
         """
-        texts = self._texts.get(stem(target))
+        texts = sorted(self._texts.get(stem(target), ()))
         if not texts:
             raise UserError(f"no {stem(target)}.txt")
-        return tuple(self._read(name) for _, name in sorted(texts))
+        for (number, name), (next_number, next_name) in pairwise(texts):
+            if number == next_number:
+                raise UserError(f"{name} and {next_name}; keep one")
+        return tuple(self._read(name) for _, name in texts)
 
     def _read(self, name: str) -> str:
         path = self._folder.use(name)
         try:
-            return clean_caption(path.read_text(encoding="utf-8-sig"))
+            text = path.read_text(encoding="utf-8-sig")
+            if "\0" in text:  # as in most UTF-16 without a byte order mark
+                raise UserError(_SAVE_AS_UTF_8)
+            return clean_caption(text)
         except UnicodeDecodeError:
-            raise UserError(f"{name}: not UTF-8 text") from None
+            raise UserError(f"{name}: {_SAVE_AS_UTF_8}") from None
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
         except OSError as error:
@@ -194,7 +204,7 @@ class CaptionFiles:
         """Name the text files that belong to nothing."""
         if self._orphans:
             logger.warning(
-                "%s: %d .txt files belong to no picture or clip: %s",
+                "%s: %d caption files belong to no picture or clip: %s",
                 self._folder.path,
                 len(self._orphans),
                 join_names(self._orphans),

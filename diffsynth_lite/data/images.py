@@ -8,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import PIL
-from PIL import ExifTags, Image, ImageColor, ImageFile, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageColor, ImageFile, ImageOps, UnidentifiedImageError, features
 
 from diffsynth_lite.errors import UserError, is_of_the_machine
 from diffsynth_lite.media import Crop
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".tif", ".tiff", ".gif")
 
 MAX_PIXELS = 2**26
 """Largest accepted image, 8192 x 8192: a file of a few KiB can claim gigabytes of pixels."""
 
-_FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", *(("AVIF",) if features.check("avif") else ()))
 _GREY_16 = ("I;16", "I;16B", "I")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", *_GREY_16)
 _OUT_OF_MEMORY = ImageFile.ERRORS[-9]  # what Pillow says in an OSError without a number
@@ -43,7 +43,8 @@ def check_image(path: Path) -> ImageFacts:
         UserError: the format, the size or the kind of pixels cannot be used.
     """
     with _opened(path) as image:
-        sideways = _exif(image).get(ExifTags.Base.Orientation) in _SIDEWAYS
+        # The size of a TIFF is the upright one already.
+        sideways = image.format != "TIFF" and _exif(image).get(ExifTags.Base.Orientation) in _SIDEWAYS
         width, height = reversed(image.size) if sideways else image.size
         return ImageFacts(width=width, height=height)
 
@@ -52,7 +53,7 @@ def load_image(path: Path, *, background: str) -> Image.Image:
     """Decode an image strictly: as it is shown, as RGB with 8 bits a channel.
 
     Args:
-        path: PNG, JPEG, WebP or BMP.
+        path: PNG, JPEG, WebP, AVIF, TIFF, BMP, or GIF, of which the first frame is taken.
         background: colour that shows through where the image is transparent: a name or "#rrggbb".
 
     Raises:
@@ -133,7 +134,7 @@ def _opened(path: Path) -> Iterator[Image.Image]:
             _check_header(image)
             yield image
     except UnidentifiedImageError as error:
-        raise UserError(f"{path}: not a PNG, JPEG, WebP or BMP image") from error
+        raise UserError(f"{path}: not a PNG, JPEG, WebP, AVIF, TIFF, GIF or BMP image") from error
     except Exception as error:  # decoders raise anything: TypeError was seen for a damaged EXIF block
         if is_of_the_machine(error):
             error.add_note(f"while {path} was read")
@@ -148,11 +149,24 @@ def _check_header(image: Image.Image) -> None:
         raise ValueError(
             f"{image.width} x {image.height} pixels; at most {MAX_PIXELS} in all are read: scale it down"
         )
-    if image.mode not in _MODES:
+    if image.mode not in _MODES or not _has_known_range(image):
         raise ValueError(f"pixels of kind {image.mode!r} have no agreed range; save it with 8 bits a channel")
-    # A JPEG with several pictures (MPO, from phones) has a main one, its first; an animation has none.
-    if image.format != "MPO" and getattr(image, "is_animated", False):
-        raise ValueError("animated; save the frame that is meant as an image of its own")
+    # A JPEG with several pictures (MPO, from phones) has a main one, its first. An animation has none, but
+    # the first frame of a GIF is what stands for it where nothing moves.
+    if image.format not in ("MPO", "GIF") and getattr(image, "is_animated", False):
+        raise ValueError("animated, or of several pages; save the one that is meant as an image of its own")
+
+
+def _has_known_range(image: Image.Image) -> bool:
+    """Whether values are from 0 for black to 255, or to 65535: Pillow takes other TIFFs as they are."""
+    if image.format != "TIFF" or image.mode not in _GREY_16:
+        return True
+    tags = image.getexif()
+    return (
+        image.mode != "I"
+        and tags.get(ExifTags.Base.BitsPerSample) in (16, (16,))
+        and tags.get(ExifTags.Base.PhotometricInterpretation) == 1
+    )
 
 
 def _exif(image: Image.Image) -> Image.Exif:

@@ -260,11 +260,20 @@ class BatchLayout:
         at_once = self.micro_batch_size * self.num_processes
         whole, rest = divmod(self.global_batch_size, at_once)
         if rest:
-            fitting = " or ".join(str(count * at_once) for count in (whole, whole + 1) if count)
+            other = " or ".join(str(count * at_once) for count in (whole, whole + 1) if count)
             raise UserError(
                 f"global_batch_size {self.global_batch_size} is not a multiple of micro_batch_size "
-                f"{self.micro_batch_size} x {self.num_processes} processes = {at_once}: {fitting} would do"
+                f"{self.micro_batch_size} x {self.num_processes} processes = {at_once}: {self._fitting()} "
+                f"would do; with global_batch_size {other} it would be another run"
             )
+
+    def _fitting(self) -> str:
+        """What makes the global batch whole, in words: as many processes and samples at once as do."""
+        processes = _largest_divisor(self.global_batch_size, at_most=self.num_processes)
+        samples = _largest_divisor(self.global_batch_size // processes, at_most=self.micro_batch_size)
+        parts = [f"{processes} processes"] if processes < self.num_processes else []
+        parts += [f"micro_batch_size {samples}"] if samples < self.micro_batch_size else []
+        return " with ".join(parts)
 
     @property
     def num_micro_steps(self) -> int:
@@ -275,3 +284,7 @@ class BatchLayout:
         """Numbers of the blocks that all processes together consume in optimizer step ``step``."""
         count = self.num_micro_steps * self.num_processes
         return range(step * count, (step + 1) * count)
+
+
+def _largest_divisor(number: int, *, at_most: int) -> int:
+    return next(divisor for divisor in range(min(number, at_most), 0, -1) if number % divisor == 0)

@@ -1,13 +1,20 @@
 """This file reads all sources of training data into one list of records, or says all that is wrong."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from diffsynth_lite.data.captions import CaptionFiles, captions_in, has_trigger, with_trigger
+from diffsynth_lite.data.captions import (
+    CAPTION_SUFFIXES,
+    CaptionFiles,
+    captions_in,
+    has_trigger,
+    with_trigger,
+)
 from diffsynth_lite.data.folder import Folder, PairFolders, companions_in_row, list_folder, refuse_mixed_kinds
 from diffsynth_lite.data.images import IMAGE_SUFFIXES
 from diffsynth_lite.data.metadata import Table, read_table
@@ -18,6 +25,24 @@ logger = logging.getLogger(__name__)
 
 _Key = TypeVar("_Key")
 _METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+_TABLE_SUFFIXES = (".jsonl", ".csv", ".parquet")
+_UNREAD_PICTURES = (
+    "heic",
+    "heif",
+    "jxl",
+    "jp2",
+    "psd",
+    "svg",
+    "tga",
+    "dng",
+    "cr2",
+    "cr3",
+    "nef",
+    "arw",
+    "exr",
+)
+_UNREAD_MEDIA = frozenset([*_UNREAD_PICTURES, "wmv", "flv", "mpg", "mpeg", "ts", "m2ts", "3gp", "ogv"])
+"""Suffixes of pictures and clips that are not read."""
 _NOTHING = Companions()
 _SUFFIXES = ", ".join((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
 
@@ -110,6 +135,7 @@ class _Reader:
         folder = list_folder(source.path, allow_outside=source.allow_outside)
         pairs = PairFolders(source)
         media = [name for name in folder.files if (is_image(name) or is_video(name)) and not pairs.hold(name)]
+        _tell_what_is_not_read(folder, pairs)
         if source.metadata is not None:
             return self._read_rows(folder, media, pairs, read_table(source.metadata, source.columns))
         texts = CaptionFiles(folder, media)
@@ -244,6 +270,23 @@ class _Reader:
                 f"{where}: {len(problems)} of {len(keys)} items cannot be used: {join_names(problems)}"
             )
         return records
+
+
+def _tell_what_is_not_read(folder: Folder, pairs: PairFolders) -> None:
+    """Log of which kinds files are that are neither picture, clip, caption nor table."""
+    known = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, *CAPTION_SUFFIXES, *_TABLE_SUFFIXES)
+    others = [
+        PurePosixPath(name).suffix.lower().removeprefix(".") or "without suffix"
+        for name in folder.files
+        if not name.lower().endswith(known) and not pairs.hold(name)
+    ]
+    if not others:
+        return
+    counts = join_names([f"{count} {kind}" for kind, count in Counter(others).most_common()])
+    media = sorted(_UNREAD_MEDIA.intersection(others))
+    remedy = f"; save {' and '.join(media)} as png, jpg or mp4 to train on them" if media else ""
+    level = logging.WARNING if media else logging.INFO
+    logger.log(level, "%s: not read are %s%s", folder.path, counts, remedy)
 
 
 def _row_label(table: Table) -> Callable[[int], str]:

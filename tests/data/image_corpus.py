@@ -5,7 +5,7 @@ import struct
 import zlib
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 
 from diffsynth_lite.data.images import MAX_PIXELS
 
@@ -63,6 +63,16 @@ def grey_16(values, transparent=None):
     return png(values.shape[1], values.shape[0], bits=16, colour_type=0, rows=rows, chunks=chunks)
 
 
+def grey_tiff(**tags):
+    """A TIFF of 16-bit grey 40000, whatever its tags say."""
+    content = save(Image.fromarray(np.full((8, 8), 40000, dtype=np.uint16)), "TIFF")
+    for name, value in tags.items():
+        entry = struct.pack("<HHI", getattr(ExifTags.Base, name), 3, 1)
+        place = content.index(entry) + len(entry)
+        content = content[:place] + struct.pack("<H", value) + content[place + 2 :]
+    return content
+
+
 PNG, JPEG = save(noise_image(), "PNG"), save(noise_image(), "JPEG")
 BROKEN_EXIF = b"Exif\0\0II*\0\x08\0\0\0\x05\0\x12\x01"
 
@@ -80,6 +90,13 @@ ACCEPTED = {
     "alpha.webp": (save(plain((0, 0, 0, 0), "RGBA"), "WEBP", lossless=True), (10, 20, 30)),
     "one_bit.png": (save(plain(1, "1"), "PNG"), (255, 255, 255)),
     "cmyk.jpg": (save(plain((250, 20, 20)).convert("CMYK"), "JPEG", quality=100), (250, 20, 20)),
+    "still.gif": (save(plain((1, 2, 3)).convert("P", palette=Image.Palette.ADAPTIVE), "GIF"), (1, 2, 3)),
+    "animated.gif": (animation("GIF"), (255, 0, 0)),
+    "transparent.gif": (save(plain("black").convert("P"), "GIF", transparency=0), (10, 20, 30)),
+    "rgb.tif": (save(plain((1, 2, 3)), "TIFF", compression="tiff_lzw"), (1, 2, 3)),
+    "half.tiff": (save(plain((255, 0, 0, 128), "RGBA"), "TIFF"), (133, 10, 15)),
+    "grey16.tiff": (grey_tiff(), (156, 156, 156)),
+    "half.avif": (save(plain((255, 0, 0, 128), "RGBA"), "AVIF", quality=100), (133, 10, 15)),
     "renamed_png.jpg": (save(plain((1, 2, 3)), "PNG"), (1, 2, 3)),
     "bytes_after_the_end.png": (save(plain((1, 2, 3)), "PNG") + b"more", (1, 2, 3)),
 }
@@ -89,9 +106,13 @@ BAD_HEADERS = {
     "empty.png": (b"", "not a PNG"),
     "page.png": (b"<!DOCTYPE html><html>404</html>", "not a PNG"),
     "text.jpg": (b"this is no image", "not a PNG"),
-    "gif.png": (save(noise_image("P"), "GIF"), "not a PNG"),
-    "tiff.png": (save(noise_image(), "TIFF"), "not a PNG"),
-    "float.png": (save(plain(0.5, "F"), "TIFF"), "not a PNG"),
+    "icon.png": (save(noise_image(), "ICO"), "not a PNG"),
+    "float.tiff": (save(plain(0.5, "F"), "TIFF"), "no agreed range"),
+    "grey32.tiff": (save(plain(9, "I"), "TIFF"), "no agreed range"),
+    "grey12.tiff": (grey_tiff(BitsPerSample=12), "no agreed range"),
+    "white_is_0.tiff": (grey_tiff(PhotometricInterpretation=0), "no agreed range"),
+    "pages.tiff": (animation("TIFF"), "several pages"),
+    "animated.avif": (animation("AVIF"), "animated"),
     "svg.png": (b'<svg xmlns="http://www.w3.org/2000/svg"/>', "not a PNG"),
     "header.png": (PNG[:20], "."),
     "animated.png": (animation("PNG"), "animated"),
@@ -108,6 +129,9 @@ BAD_BODIES = {
     "truncated.jpg": (JPEG[:-300], "truncated"),
     "exif.jpg": (save(noise_image(), "JPEG", exif=BROKEN_EXIF), "corrupt exif"),
     "truncated.webp": (save(noise_image(), "WEBP")[:-300], "."),
+    "truncated.tiff": (save(noise_image(), "TIFF", compression="tiff_lzw")[:-300], "."),
+    "truncated.gif": (save(noise_image("P"), "GIF")[:-300], "truncated"),
+    "truncated.avif": (save(noise_image(), "AVIF")[:-300], "."),
     "truncated.bmp": (save(noise_image(), "BMP")[:-300], "truncated"),
     "few_pixels.png": (png(400, 400), "truncated|broken"),
 }

@@ -31,7 +31,7 @@ def assert_image(path: Path) -> None:
 
 def _assert_colour(path: Path) -> None:
     shown = np.asarray(load_image(path, background="#0a141e")).astype(int)
-    tolerance = 8 if path.suffix == ".jpg" and "renamed" not in path.name else 0
+    tolerance = 8 if path.suffix in (".jpg", ".avif") and "renamed" not in path.name else 0
     assert np.abs(shown - ACCEPTED[path.name][1]).max() <= tolerance
 
 

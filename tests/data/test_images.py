@@ -87,7 +87,8 @@ def test_pixels_without_alpha_are_kept(tmp_path):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_the_size_and_the_pixels_are_those_of_the_upright_image(tmp_path, orientation):
-    for name, image in [("a.png", noise_image()), ("b.jpg", noise_image()), ("c.webp", noise_image())]:
+    for name in ("a.png", "b.jpg", "c.webp", "d.tiff", "e.avif"):
+        image = noise_image()
         image.save(tmp_path / name, exif=oriented(orientation))
         shown = load_image(tmp_path / name, background="white")
         with Image.open(tmp_path / name) as reference:
@@ -97,10 +98,10 @@ def test_the_size_and_the_pixels_are_those_of_the_upright_image(tmp_path, orient
 
 
 def test_grey_of_16_bits_is_turned_as_well(tmp_path):
-    path = tmp_path / "grey.png"
-    Image.fromarray(np.arange(32, dtype=np.uint16).reshape(4, 8) * 2056).save(path, exif=oriented(6))
-    shown = np.asarray(load_image(path, background="white"))[..., 0]
-    assert np.array_equal(shown, np.rot90(np.arange(32).reshape(4, 8) * 8, -1))
+    for path in (tmp_path / "grey.png", tmp_path / "grey.tiff"):
+        Image.fromarray(np.arange(32, dtype=np.uint16).reshape(4, 8) * 2056).save(path, exif=oriented(6))
+        shown = np.asarray(load_image(path, background="white"))[..., 0]
+        assert np.array_equal(shown, np.rot90(np.arange(32).reshape(4, 8) * 8, -1))
 
 
 def test_the_crop_is_told_to_whole_pixels_of_the_resized_picture():
@@ -188,9 +189,9 @@ def test_a_decompression_bomb_takes_no_memory(tmp_path, name):
     )  # KiB; the image: 200 MB or more
 
 
-@pytest.mark.parametrize("suffix", ["PNG", "JPEG", "WEBP", "BMP"])
+@pytest.mark.parametrize("suffix", ["PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF"])
 def test_random_damage_gives_an_image_or_a_user_error(tmp_path, suffix):
-    content = save(noise_image(), suffix, **({} if suffix == "BMP" else {"exif": oriented(6)}))
+    content = save(noise_image(), suffix, **({} if suffix in ("BMP", "GIF") else {"exif": oriented(6)}))
     path = tmp_path / "damaged"
     draw = random.Random(0)
     refused = 0

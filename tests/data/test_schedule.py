@@ -208,7 +208,12 @@ def test_any_number_of_processes_takes_the_same_blocks_in_a_step(blocks, num_pro
 
 @pytest.mark.parametrize(
     ("global_batch_size", "micro_batch_size", "num_processes", "advice"),
-    [(8, 3, 2, "6 or 12 would do"), (2, 4, 1, "= 4: 4 would do"), (9, 2, 4, "8 or 16 would do")],
+    [
+        (8, 3, 2, "= 6: micro_batch_size 2 would do; with global_batch_size 6 or 12 it would be another run"),
+        (2, 4, 1, "= 4: micro_batch_size 2 would do; with global_batch_size 4 it"),
+        (9, 2, 4, "= 8: 3 processes with micro_batch_size 1 would do"),
+        (4, 1, 8, "= 8: 4 processes would do"),
+    ],
 )
 def test_a_global_batch_that_is_not_whole_says_what_would_do(
     global_batch_size, micro_batch_size, num_processes, advice

@@ -52,8 +52,11 @@ def test_a_caption_keeps_its_inner_lines_and_loses_its_byte_order_mark(folder, w
 
 
 def test_all_unusable_captions_are_named_at_once(folder, write_image):
-    for name in ["empty.png", "good.png", "latin.png", "missing.png", "folder.png", "wide.png"]:
-        write_image(name)
+    for name in ["empty", "good", "latin", "missing", "folder", "wide", "marked", "two"]:
+        write_image(f"{name}.png")
+    (folder / "marked.txt").write_bytes("a cat".encode("utf-16"))
+    (folder / "two.txt").write_text("a cat")
+    (folder / "two.caption").write_text("a dog")
     (folder / "good.txt").write_text("good")
     (folder / "empty.txt").write_text(" \n")
     (folder / "latin.txt").write_bytes("café".encode("latin-1"))
@@ -62,11 +65,13 @@ def test_all_unusable_captions_are_named_at_once(folder, write_image):
     with pytest.raises(UserError) as error:
         read(folder)
     message = str(error.value)
-    assert "5 of 6 items" in message
+    assert "7 of 8 items" in message
     for expected in [
         "empty.txt: empty",
-        "latin.txt: not UTF-8",
-        "wide.txt: not UTF-8",
+        "latin.txt: not UTF-8 text; save it as UTF-8",
+        "wide.txt: not UTF-8 text; save it as UTF-8",
+        "marked.txt: not UTF-8 text; save it as UTF-8",
+        "two.caption and two.txt; keep one",
         "missing.png: no missing.txt",
         "folder.png: no",
     ]:
@@ -92,6 +97,21 @@ def test_caption_files_without_image_are_warned_of(folder, write_image, caplog):
     assert "photo.txt" in caplog.text
 
 
+def test_files_that_are_not_read_are_counted_by_kind(folder, write_image, caplog):
+    for name in ("a.png", "deep/b.tiff", "c.GIF"):
+        write_image(name).with_suffix(".caption").write_text("kept")
+    for name in ("notes.md", "list.csv", "d.HEIC", "deep/e.heic", "raw", ".hidden.heic"):
+        (folder / name).write_text("x")
+    metadata = folder.parent / "rows.csv"
+    metadata.write_text("file_name,text\na.png,kept\n")
+    with caplog.at_level(logging.INFO):
+        assert names_and_captions(folder, metadata) == [("a.png", "kept")]
+    told = "not read are 2 heic; 1 md; 1 without suffix; save heic as png, jpg or mp4 to train on them"
+    assert f"{folder}: {told}" in caplog.messages
+    (folder / "list.csv").unlink()
+    assert names_and_captions(folder) == [(name, "kept") for name in ("a.png", "c.GIF", "deep/b.tiff")]
+
+
 def test_a_folder_that_is_missing_or_a_file_is_refused(folder):
     with pytest.raises(UserError, match="nowhere: no such folder"):
         read(folder / "nowhere")
@@ -101,7 +121,7 @@ def test_a_folder_that_is_missing_or_a_file_is_refused(folder):
 
 
 def test_a_folder_without_images_says_what_is_read_and_how_much_was_seen(folder):
-    (folder / "a.gif").write_bytes(b"")
+    (folder / "a.heic").write_bytes(b"")
     (folder / "a.txt").write_text("x")
     with pytest.raises(UserError, match=r"no pictures or clips among its 2 files; \.png, \.jpg.*\.mp4"):
         read(folder)

@@ -56,17 +56,18 @@ def stored_files(store):
 
 
 def test_pictures_become_files_named_by_their_content_with_the_suffix_of_their_format(save, read, store):
-    kinds = ["PNG", "JPEG", "WEBP", "BMP", "PNG"]
+    kinds = ["PNG", "JPEG", "WEBP", "BMP", "PNG", "TIFF", "GIF", "AVIF"]
     images = [picture("red", kind) | {"path": "wrong.txt"} for kind in kinds]
-    folder = save({"image": images, "text": list("abcde")}, image=Image(), text=Value("string"))
+    folder = save({"image": images, "text": list("abcdefgh")}, image=Image(), text=Value("string"))
     records = read(folder)
-    assert [record.target.suffix for record in records] == [".png", ".jpg", ".webp", ".bmp", ".png"]
+    suffixes = [".png", ".jpg", ".webp", ".bmp", ".png", ".tiff", ".gif", ".avif"]
+    assert [record.target.suffix for record in records] == suffixes
     assert [record.target.read_bytes() for record in records] == [image["bytes"] for image in images]
-    assert [record.name for record in records][::4] == ["00000000.png", "00000004.png"]
+    assert [record.name for record in records][:5:4] == ["00000000.png", "00000004.png"]
     assert records[0].target == records[4].target
-    assert len(stored_files(store)) == 4
+    assert len(stored_files(store)) == 7
     assert check_image(records[2].target) == ImageFacts(width=8, height=6)
-    assert [record.captions for record in records] == [(letter,) for letter in "abcde"]
+    assert [record.captions for record in records] == [(letter,) for letter in "abcdefgh"]
 
 
 def test_inputs_masks_and_several_captions_come_out_of_columns(save, read):
