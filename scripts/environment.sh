@@ -1,7 +1,8 @@
 # Sourced by the other scripts: finds or makes a Python environment with what they need, and sets PYTHON.
 #
-# An environment of your own is used as it is, when it has a torch that works: name its interpreter in
-# DIFFSYNTH_LITE_PYTHON, or activate it. Otherwise .venv is made here, with the versions of constraints.txt.
+# An environment of your own keeps its torch, when that works, and gets this folder as an editable package, with what it
+# needs: name its interpreter in DIFFSYNTH_LITE_PYTHON, or activate it. Otherwise .venv is made here, with the versions
+# of constraints.txt.
 
 MIN_FREE_MIB=4096
 

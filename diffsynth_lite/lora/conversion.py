@@ -94,7 +94,9 @@ def convert(
     before = known_pairs(contents, names.layers)
     has_alphas = to == "kohya" or (to == "comfyui" and names.comfyui.is_flat)
     if alpha and not has_alphas:
-        raise UserError(f"--alpha: a file for {to} has no place for it here, its updates are as they are")
+        raise UserError(
+            f"--alpha: a file for {to} has no place for it here; leave it out, or write --to kohya"
+        )
     alphas = dict.fromkeys(before, alpha) if alpha else _trained_alphas(before, contents.metadata)
     if has_alphas and not alpha:
         alphas = {layer: _alpha_without_rounding(pair, alphas[layer]) for layer, pair in before.items()}
