@@ -10,11 +10,12 @@ from typing import NoReturn
 from rich.console import Console
 
 from diffsynth_lite import __version__
-from diffsynth_lite.cli import cache, convert, doctor, plan, publish, report, sample
+from diffsynth_lite.cli import cache, convert, doctor, init, plan, publish, report, sample
 from diffsynth_lite.cli.arguments import argument_hint
 from diffsynth_lite.cli.console import run_command
 
 _EXAMPLES = {
+    init: "my_pictures --preset likeness",
     doctor: "--config my.yaml",
     plan: "--config my.yaml --gpu 'RTX 4090' --host-gib 32",
     cache: "--config my.yaml",

@@ -42,7 +42,9 @@ def test_wrong_words_are_told_in_one_line(line: str, told: str, capsys: pytest.C
     assert shown.endswith("--help says what there is")
 
 
-@pytest.mark.parametrize("command", ["doctor", "plan", "cache", "report", "sample", "convert", "publish"])
+@pytest.mark.parametrize(
+    "command", ["init", "doctor", "plan", "cache", "report", "sample", "convert", "publish"]
+)
 def test_each_command_shows_an_example_of_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])

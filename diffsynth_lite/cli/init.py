@@ -1,0 +1,58 @@
+"""Write a config for a folder of pictures or clips, by what is in it; asks nothing and loads no weights."""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from diffsynth_lite.cli.arguments import add_preset_argument
+from diffsynth_lite.config.files import read_preset
+from diffsynth_lite.errors import UserError
+
+_REASONS = {
+    "qwen_image": "as the folder holds pictures; it is the README's example",
+    "wan": "as the folder holds clips; Wan 2.1 1.3B is the smallest model for them",
+}
+"""Why a family is taken where none is named."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``diffsynth-lite init``."""
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="pictures or clips, with their captions")
+    parser.add_argument("--family", metavar="NAME", help="model family (default: by what the folder holds)")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="yaml to write; must be new (default: FOLDER_lora.yaml)"
+    )
+    add_preset_argument(parser)
+
+
+def run(parsed: argparse.Namespace) -> None:
+    """Look, write, say what comes next.
+
+    Raises:
+        UserError: a folder without media, a family or a preset that is not for them, or a file that is there.
+    """
+    presets = [read_preset(name) for name in parsed.presets]
+    out: Path = parsed.out or Path(f"{parsed.folder.resolve().name}_lora.yaml")
+    if out.exists():
+        raise UserError(f"--out {out}: is there already, and stays as it is; name another file")
+    # The libraries take seconds to import: wrong arguments are refused before that.
+    from diffsynth_lite.doctor.starting_point import look_at, next_commands, recipe_for, starting_config
+
+    found = look_at(parsed.folder)
+    family, recipe = recipe_for(found, parsed.family)
+    text = starting_config(found, recipe, out=out, presets=presets)
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+    reason = "" if parsed.family else f", {_REASONS[family]} (--family names another)"
+    lines = [
+        f"{found.path}: {found.summary}",
+        *(f"> {problem}" for problem in found.problems),
+        f"Wrote {out}, for {family}{reason}. Look at it, then:",
+        *(f"  {command}" for command in next_commands(out)),
+    ]
+    for line in lines:
+        Console().print(line, markup=False, highlight=False, soft_wrap=True)

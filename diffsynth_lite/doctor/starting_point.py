@@ -1,0 +1,241 @@
+"""This file looks at a folder of media, by headers alone, and says the config that a run starts from."""
+
+import json
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isqrt
+from pathlib import Path
+from statistics import median_low
+
+import yaml
+
+from diffsynth_lite.config import Config, find_config_file, load_config
+from diffsynth_lite.config.document import shortened
+from diffsynth_lite.config.files import Preset
+from diffsynth_lite.data import Source, VideoFacts, find_records
+from diffsynth_lite.data.folder import list_folder
+from diffsynth_lite.data.images import ImageFacts, check_image
+from diffsynth_lite.data.records import is_image, is_video
+from diffsynth_lite.data.video import check_video, max_frames
+from diffsynth_lite.doctor.findings import counted
+from diffsynth_lite.errors import UserError
+
+RECIPES_OF_PICTURES = {
+    "qwen_image": "qwen_lora.yaml",
+    "chroma": "chroma_lora.yaml",
+    "flux": "flux_lora.yaml",
+    "flux2": "flux2_lora.yaml",
+    "sana": "sana_lora.yaml",
+    "sdxl": "sdxl_lora.yaml",
+    "z_image": "z_image_lora.yaml",
+}
+RECIPES_OF_CLIPS = {"wan": "wan_t2v_lora.yaml", "ltx_video": "ltx_video_lora.yaml"}
+"""The recipe of each model family that learns clips, and pictures besides. Families that learn from pairs, or
+start from a picture, need more than a folder of media."""
+
+_EDGE_STEP = 64
+"""Pixels that a proposed resolution is a multiple of."""
+_FRAME_STEP = 8
+"""Frames of proposed clips are a multiple of it and one: right for Wan (4 k + 1) and LTX-Video (8 k + 1)."""
+_NO_TRIGGERS = frozenset(
+    ["a", "an", "the", "photo", "picture", "image", "video", "clip", "portrait", "painting"]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderFindings:
+    """What a folder of media holds.
+
+    Attributes:
+        path: as given.
+        num_pictures: files of pictures.
+        num_clips: files of clips.
+        sizes: what the headers of pictures and clips that can be read tell.
+        captions: one of each item that has any.
+        problems: what is wrong with captions and names, as a run would tell it.
+    """
+
+    path: Path
+    num_pictures: int
+    num_clips: int
+    sizes: Sequence[ImageFacts | VideoFacts]
+    captions: Sequence[str]
+    problems: Sequence[str]
+
+    @property
+    def summary(self) -> str:
+        """Such as ``24 pictures, 2 without a usable caption; 800 x 600 to 4032 x 3024 pixels``."""
+        kinds = [(self.num_pictures, "picture"), (self.num_clips, "clip")]
+        words = " and ".join(counted(number, name) for number, name in kinds if number)
+        if missing := self.num_pictures + self.num_clips - len(self.captions):
+            words += f", {missing} without a usable caption"
+        if not self.sizes:
+            return words
+        small, large = (chosen(self.sizes, key=_area) for chosen in (min, max))
+        return f"{words}; {small.width} x {small.height} to {large.width} x {large.height} pixels"
+
+
+def look_at(path: Path) -> FolderFindings:
+    """What is in a folder.
+
+    Raises:
+        UserError: it cannot be read, or holds neither pictures nor clips.
+    """
+    names = list_folder(path, allow_outside=False).files
+    pictures, clips = list(filter(is_image, names)), list(filter(is_video, names))
+    found = find_records([Source(path=path)], media_store=path)
+    if not pictures and not clips:
+        raise UserError("\n".join(found.problems))
+    return FolderFindings(
+        path=path,
+        num_pictures=len(pictures),
+        num_clips=len(clips),
+        sizes=list(_sizes(path / name for name in (*pictures, *clips))),
+        captions=[record.captions[0] for record in found.records],
+        problems=found.problems,
+    )
+
+
+def recipe_for(found: FolderFindings, family: str | None) -> tuple[str, str]:
+    """A model family and its recipe: that of the family, or else what suits the folder.
+
+    Raises:
+        UserError: the family learns something else.
+    """
+    recipes = RECIPES_OF_CLIPS if found.num_clips else RECIPES_OF_PICTURES | RECIPES_OF_CLIPS
+    family = family or next(iter(recipes))
+    if family not in recipes:
+        learned = "clips" if found.num_clips else "pictures"
+        raise UserError(
+            f"--family {family}: has no starting point for a folder of {learned}; {', '.join(recipes)} have. "
+            "Others need more than that: begin with a copy of their recipe in configs/, and see docs/data.md"
+        )
+    return family, recipes[family]
+
+
+def next_commands(config: Path) -> list[str]:
+    """What a user types with a config, as a shell takes it."""
+    named = f"--config {shlex.quote(shortened(str(config)))}"
+    commands = ("diffsynth-lite doctor", "diffsynth-lite plan", "accelerate launch train.py")
+    return [f"{command} {named}" for command in commands]
+
+
+def starting_config(found: FolderFindings, recipe: str, *, out: Path, presets: Sequence[Preset]) -> str:
+    """The yaml of a run: what the folder asks for, on top of a recipe.
+
+    Args:
+        out: the file that it is for.
+        presets: whose settings it gets; a later one wins.
+
+    Raises:
+        UserError: a preset is not for the recipe's model family.
+    """
+    config = load_config(recipe).config
+    lines: dict[str, dict[str, str]] = defaultdict(dict)
+    for section, key, value, why in _settings(found, config, out):
+        lines[section][key] = _line(key, value, why)
+    for preset in presets:
+        preset.require_fit(config.model.family)
+        for section, values in yaml.safe_load(preset.text).items():
+            for key, value in values.items() if isinstance(values, dict) else ():
+                lines[section][key] = _line(key, value, f"preset {preset.name}")
+    cards = ", ".join(_cards_of(recipe))
+    head = [
+        f"# A LoRA for {config.model.family} from {shortened(str(found.path))}: {found.summary}.",
+        "#",
+        *(f"#   {command}" for command in next_commands(out)),
+        "#",
+        "# All else is as in the recipe that it extends; docs/configuration.md explains every setting.",
+        "",
+        f"extends: {recipe}" + (f"  # by the memory of the card: {cards}" if cards else ""),
+    ]
+    if not any("trigger:" in line for line in lines["data"].values()):
+        remark = "names what is learned; captions without it get it in front"
+        lines["data"]["trigger"] = f"  # trigger: my_word  # {remark}"
+    blocks = [[f"{section}:", *own.values()] for section, own in lines.items()]
+    return "\n\n".join("\n".join(block) for block in [head, *blocks]) + "\n"
+
+
+def _settings(found: FolderFindings, config: Config, out: Path) -> Iterator[tuple[str, str, object, str]]:
+    """Section, key, value and reason of each setting."""
+    yield "data", "path", str(found.path), ""
+    if trigger := _trigger(found.captions):
+        yield "data", "trigger", trigger, "every caption begins with it"
+    yield from (("data", *setting) for setting in _proposed_sizes(found.sizes, config))
+    yield "output", "dir", f"runs/{out.stem}", "the LoRA, checkpoints, previews and logs"
+    if caption := next((text for text in found.captions if text.isprintable() and "${" not in text), None):
+        prompts = [caption, *config.validation.prompts[-1:]]
+        yield "validation", "prompts", prompts, "a caption of yours, and one without what is learned"
+
+
+def _proposed_sizes(
+    sizes: Sequence[ImageFacts | VideoFacts], config: Config
+) -> Iterator[tuple[str, object, str]]:
+    """Settings for media that are smaller or shorter than the recipe wants."""
+    data = config.data
+    width, height = data.first_size
+    edge = (
+        max(_EDGE_STEP, isqrt(median_low(map(_area, sizes))) // _EDGE_STEP * _EDGE_STEP) if sizes else width
+    )
+    if data.width is None and edge < width:
+        yield "resolutions", [edge], f"half of the pictures have fewer than {width} x {width} pixels"
+    elif data.width is not None and any(size.width < width or size.height < height for size in sizes):
+        why = f"some are smaller than {width} x {height}"
+        yield "width", None, why
+        yield "height", None, why
+        largest = max(_EDGE_STEP, isqrt(width * height) // _EDGE_STEP * _EDGE_STEP)
+        yield "resolutions", [min(edge, largest)], "as many pixels as this square, in about their own shape"
+    clips = [size for size in sizes if isinstance(size, VideoFacts)]
+    if clips and data.frame_counts and data.fps:
+        lengths = [max_frames(clip.duration_s, data.fps) for clip in clips]
+        wanted = {
+            min(data.frame_counts[0], max(1, (length - 1) // _FRAME_STEP) * _FRAME_STEP + 1)
+            for length in (min(lengths), max(lengths))
+        }
+        if wanted != set(data.frame_counts):
+            why = (
+                f"the shortest has {min(lengths)} frames at {data.fps:g} a second, the longest {max(lengths)}"
+            )
+            yield "frame_counts", sorted(wanted), why
+
+
+def _trigger(captions: Sequence[str]) -> str | None:
+    """The word that several captions all begin with, unless that is an ordinary one."""
+    words = {found[0] if (found := re.match(r"[\w-]+", text)) else "" for text in captions}
+    word = words.pop() if len(words) == 1 and len(captions) > 1 else ""
+    return None if word.casefold() in _NO_TRIGGERS else word or None
+
+
+def _sizes(paths: Iterator[Path]) -> Iterator[ImageFacts | VideoFacts]:
+    for path in paths:
+        try:
+            yield check_video(path) if is_video(path.name) else check_image(path)
+        except UserError:  # The doctor names those that cannot be used.
+            continue
+
+
+def _area(size: ImageFacts | VideoFacts) -> int:
+    return size.width * size.height
+
+
+def _cards_of(recipe: str) -> list[str]:
+    cards = sorted((find_config_file(recipe).parent / "cards").glob("*.yaml"))
+    return [path.name for path in cards if f"\nextends: {recipe}\n" in path.read_text(encoding="utf-8")]
+
+
+def _line(key: str, value: object, why: str) -> str:
+    """A setting as yaml, of which json is a part; a plain word needs no quotes."""
+    text, below = _plain(value), ""
+    if isinstance(value, list) and isinstance(value[0], str):
+        text, below = "", "".join(f"\n    - {_plain(entry)}" for entry in value)
+    return f"  {key}: {text}".rstrip() + (f"  # {why}" if why else "") + below
+
+
+def _plain(value: object) -> str:
+    is_word = isinstance(value, str) and re.fullmatch(r"[A-Za-z/][\w./-]*", value)
+    if is_word and str(value).casefold() not in ("null", "none"):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,99 @@
+"""``diffsynth-lite init``: the config that it writes, which the doctor takes as it is."""
+
+from pathlib import Path
+
+import pytest
+from tiny_run import tiny_picture
+
+from diffsynth_lite.cli.main import main
+from diffsynth_lite.config import load_config
+from diffsynth_lite.data.video import write_video
+from diffsynth_lite.doctor.starting_point import RECIPES_OF_CLIPS, RECIPES_OF_PICTURES
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder below the working folder, with three pictures and their captions."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("my pictures")
+    folder.mkdir()
+    for number in range(3):
+        tiny_picture(120, 90 + number, 10 + number).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"ohwx: a circle, no. {number} # red")
+    return folder
+
+
+def test_what_it_writes_passes_the_doctor_as_it_is(
+    pictures: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["init", str(pictures), "--preset", "likeness", "--preset", "few_pictures"]) == 0
+    printed = capsys.readouterr().out
+    assert "my pictures: 3 pictures; 120 x 90 to 120 x 92 pixels" in printed
+    assert "for qwen_image, as the folder holds pictures" in printed
+    for command in ("diffsynth-lite doctor", "diffsynth-lite plan", "accelerate launch train.py"):
+        assert f"  {command} --config 'my pictures_lora.yaml'\n" in printed
+    out = Path("my pictures_lora.yaml")
+    loaded = load_config(out)
+    config, recipe = loaded.config, load_config("qwen_lora.yaml").config
+    assert loaded.warnings == ()
+    assert (config.data.path, config.data.trigger, config.data.resolutions) == ("my pictures", "ohwx", [64])
+    assert config.validation.prompts == ["ohwx: a circle, no. 0 # red", recipe.validation.prompts[-1]]
+    assert config.output.dir == "runs/my pictures_lora"
+    assert (config.lora.rank, config.lora.dropout, config.train.steps) == (8, 0.1, 500)
+    assert (config.model, config.objective, config.memory) == (recipe.model, recipe.objective, recipe.memory)
+    assert main(["doctor", "--config", str(out), f"model.path={tiny_model}"]) == 0
+    assert "3 pictures" in capsys.readouterr().out
+    # It never overwrites.
+    text = out.read_text()
+    assert main(["init", str(pictures)]) == 2
+    assert caplog.messages[-1] == f"--out {out}: is there already, and stays as it is; name another file"
+    assert out.read_text() == text
+
+
+def test_clips_that_are_short_and_small_get_sizes_that_they_fill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("clips").mkdir()
+    for name, num_frames in (("short", 20), ("long", 100)):
+        write_video(Path("clips", f"{name}.mp4"), [tiny_picture(96, 64, 10)] * num_frames, fps=16)
+    Path("clips", "short.txt").write_text("a circle")
+    assert main(["init", "clips", "--out", "mine.yaml", "--preset", "motion"]) == 0
+    printed = capsys.readouterr().out
+    assert "clips: 2 clips, 1 without a usable caption; 96 x 64 to 96 x 64 pixels" in printed
+    assert "> clips: 1 of 2 items cannot be used: long.mp4: no long.txt" in printed
+    data = load_config("mine.yaml").config.data
+    assert (data.width, data.height, data.resolutions) == (None, None, [64])
+    assert (data.frame_counts, data.trigger) == ([17, 81], None)
+    assert "extends: wan_t2v_lora.yaml" in Path("mine.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["nothing"], "nothing: no such folder"),
+        (["empty"], "empty: no pictures or clips among its 0 files"),
+        (["my pictures", "--family", "wan_i2v"], "--family wan_i2v: has no starting point for a folder of"),
+        (["my pictures", "--preset", "motion"], "--preset motion: is for ltx_video, wan, wan_i2v, and "),
+        (["my pictures", "--preset", "x"], "--preset x: There are few_pictures, "),
+        (["my pictures", "--out", "none/mine.yaml"], "--out none/mine.yaml: cannot be written: No such file"),
+    ],
+)
+def test_what_it_cannot_do_is_told_in_a_line_and_nothing_is_written(
+    arguments: list[str], reason: str, pictures: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("empty").mkdir()
+    assert main(["init", *arguments]) == 2
+    assert caplog.messages[-1].startswith(reason)
+    assert list(Path().rglob("*.yaml")) == []
+
+
+def test_every_family_that_learns_from_a_folder_alone_has_a_recipe() -> None:
+    recipes = RECIPES_OF_PICTURES | RECIPES_OF_CLIPS
+    assert {name: load_config(recipe).config.model.family for name, recipe in recipes.items()} == {
+        name: name for name in recipes
+    }
+    families = {load_config(path).config.model.family for path in CONFIGS.glob("*.yaml")}
+    assert families - set(recipes) == {"flux_kontext", "qwen_image_edit", "wan_i2v"}
