@@ -21,7 +21,7 @@ from diffsynth_lite.errors import (
     UserError,
     exit_code,
 )
-from diffsynth_lite.files import is_unfinished, write_json
+from diffsynth_lite.files import is_unfinished, sync, write_json
 
 if sys.platform != "win32":
     import fcntl
@@ -33,6 +33,8 @@ RunState = Literal["running", "finished", "interrupted", "stopped", "diverged", 
 _LOCK_NAME = ".lock"
 _LOCK_HOLDER = r"process (?P<process>\d+) on (?P<host>.+)"
 _QUARANTINE_NAME = "quarantine.jsonl"
+_MANIFESTS = "step-*/COMPLETE"
+"""Of checkpoints, below their folder."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,11 @@ class RunFolder:
         return self.path / "layers.jsonl"
 
     @property
+    def row_files(self) -> tuple[Path, ...]:
+        """Files of rows by step, which a run that goes on takes up where it does."""
+        return self.metrics_file, self.item_losses_file, self.layers_file
+
+    @property
     def report_file(self) -> Path:
         """The page of the run."""
         return self.path / "report.html"
@@ -127,11 +134,18 @@ class RunFolder:
         return self.path / "lora"
 
     def holds_run(self) -> bool:
-        """Whether a run has been started here: ``status.json`` is the first file that a run writes."""
-        try:
-            return b'"found_at"' in self.status_file.read_bytes()
-        except OSError:
-            return False
+        """Whether a run has been started here.
+
+        ``status.json`` is the first file that a run writes; where it was lost, a checkpoint tells.
+        """
+        return b'"found_at"' in self._status_bytes() or self._holds_checkpoint()
+
+    def sync_rows(self) -> None:
+        """Wait until the rows by step are on the disk: before a checkpoint that is later than they are."""
+        for file in self.row_files:
+            if file.exists():
+                sync(file)
+        sync(self.path)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -176,22 +190,25 @@ class RunFolder:
         write_json(self.status_file, {**status, **(progress or {}), "found_at": found})
 
     def read_status(self) -> dict[str, Any] | None:
-        """Content of ``status.json``, None before a run has been started.
+        """Content of ``status.json``; None before a run has been started, and where only checkpoints tell.
 
         Raises:
-            UserError: the file is not one that ``write_status`` wrote.
+            UserError: the file is not one that ``write_status`` wrote, and there is no checkpoint.
         """
         if not self.holds_run():
             return None
         try:
-            status = json.loads(self.status_file.read_bytes())
-        except ValueError as error:
-            raise UserError(
-                f"{self.status_file} is not json ({error}): remove it, or use a new folder"
-            ) from error
-        if not isinstance(status, dict):
-            raise UserError(f"{self.status_file} was not written by diffsynth_lite: use a new output folder")
-        return status
+            status = json.loads(self._status_bytes())
+        except ValueError:
+            status = None
+        if isinstance(status, dict):
+            return status
+        if self._holds_checkpoint():
+            return None
+        raise UserError(
+            f"{self.status_file} is damaged, and there is no checkpoint to go on from: remove {self.path}, "
+            "or use a new folder"
+        )
 
     def is_abandoned(self) -> bool:
         """Whether the trainer that took the lock last is gone, as far as this machine can tell.
@@ -225,6 +242,30 @@ class RunFolder:
             found.append((entry.name, status.st_mtime_ns, status.st_size))
         return sorted(found), self.is_abandoned()
 
+    def _status_bytes(self) -> bytes:
+        try:
+            return self.status_file.read_bytes()
+        except OSError:
+            return b""
+
+    def _holds_checkpoint(self) -> bool:
+        return any(self.checkpoints_folder.glob(_MANIFESTS))
+
+    def _require_kinds(self) -> None:
+        """Check that nothing is in the place of what a run writes: a file for a folder, a dead link."""
+        folders = (
+            *(self.checkpoints_folder, self.previews_folder, self.samples_folder),
+            *(self.lora_folder, self.ema_lora_folder, self.best_lora_folder),
+        )
+        files = (
+            *(self.config_file, self.resolved_file, self.fingerprint_file, self.lineage_file),
+            *(self.status_file, self.items_file, self.quarantine_file, *self.row_files),
+        )
+        wrong = [f"{path} is no folder" for path in folders if os.path.lexists(path) and not path.is_dir()]
+        wrong += [f"{path} is no file" for path in files if os.path.lexists(path) and not path.is_file()]
+        if wrong:
+            raise UserError(f"output.dir: {'; '.join(wrong)}: move aside what is there")
+
     def _prepare(self) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"output folder {self.path} is a file: give a new or empty folder")
@@ -237,6 +278,7 @@ class RunFolder:
                 f"output folder {self.path} is not empty and holds no run: give a new or empty folder "
                 "(nothing in this one was changed)"
             )
+        self._require_kinds()
 
     def _acquire(self, file: IO[str]) -> None:
         if sys.platform == "win32":

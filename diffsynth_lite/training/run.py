@@ -24,6 +24,7 @@ from diffsynth_lite.report.renewal import PageRenewal
 from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded
 from diffsynth_lite.run_folder.items import read_items
 from diffsynth_lite.run_folder.metrics import MetricsFile, start_trackers
+from diffsynth_lite.run_folder.progress import is_logged
 from diffsynth_lite.training.builder import (
     TrainingObjects,
     build_accelerator,
@@ -108,10 +109,10 @@ def run_training(
         grace=grace,
     )
     stop = StopRequest()
-    with ExitStack() as held, stop.listening():
+    with ExitStack() as held, stop.listening(), shortages_explained(folder.path):
         on_main_process(accelerator, lambda: held.enter_context(folder.lock()))
         on_main_process(accelerator, lambda: remove_old_requests(folder.path))
-        with clock.stage("checks"), shortages_explained():
+        with clock.stage("checks"):
             run = _with_chosen_memory(run)
         config, checked = run.config, run.checked
         shift = build_noise_levels(config, checked.family).shift
@@ -121,8 +122,13 @@ def run_training(
             shifts=shifts_by_size(config, checked.family, shift),
         )
         checkpoint = resolve_checkpoint(accelerator, run.resume_policy, fingerprint)
-        status = folder.read_status() or {}
-        if checkpoint and checkpoint.step >= config.train.steps and status.get("state") == "finished":
+        status = folder.read_status()
+        if status is None and folder.holds_run():
+            logger.warning(
+                "%s is missing or damaged; the checkpoints tell how far the run is.", folder.status_file
+            )
+        is_finished = status is not None and status.get("state") == "finished"
+        if checkpoint and checkpoint.step >= config.train.steps and is_finished:
             logger.info("This run is finished (step %d). %s", checkpoint.step, _results(folder))
             return
         start_step = checkpoint.step if checkpoint else 0
@@ -134,7 +140,9 @@ def run_training(
         )
         kernels = deterministic_kernels() if config.train.deterministic else nullcontext()
         outcome: AbstractContextManager[list[str]] = recorded if run.is_main else nullcontext([])
-        with run.page.concluded(), outcome as remarks, shortages_explained(), kernels:
+        # Inside as well: the status says what the screen does.
+        explained = shortages_explained(folder.path)
+        with run.page.concluded(), outcome as remarks, explained, kernels:
             step, divergence = _train(run, fingerprint, checkpoint, stop)
             remarks += divergence.remarks()
             _conclude(run, step, remarks)
@@ -170,6 +178,7 @@ def _train(
     run_id = checkpoint.documents["state"]["run_id"] if checkpoint else uuid.uuid4().hex[:12]
     if run.is_main:
         _start_run_folder(run, fingerprint, lineage)
+        _warn_of_lost_rows(run, checkpoint)
     _start_trackers(run, run_id)
     with run.clock.stage("model"):
         logger.info("Loading the transformer.")
@@ -194,6 +203,8 @@ def _train(
     if checkpoint is not None:
         built.divergence = Divergence.of_checkpoint(checkpoint.documents["state"])
     saver = _build_saver(run, built, encoded, fingerprint, lineage, run_id, checkpoint)
+    if start_step < run.config.train.steps:
+        on_main_process(run.accelerator, saver.require_room)
     try:
         with _memory_explained(run, encoded, transformer, optimizer, weights):
             step = train(run, built, saver, stop, start_step)
@@ -324,9 +335,28 @@ def _start_run_folder(run: RunContext, fingerprint: RunFingerprint, lineage: Lin
     write_text(folder.resolved_file, run.loaded.resolved_yaml)
     # A new start also drops what an earlier one logged before its first checkpoint.
     read_items(folder.items_file)  # What cannot be read is said before the run goes on.
-    for file in (folder.metrics_file, folder.item_losses_file, folder.layers_file):
+    for file in folder.row_files:
         MetricsFile(file).cut_back_to(start_step or -1)
     run.store.cut_back_to(start_step)
+
+
+def _warn_of_lost_rows(run: RunContext, checkpoint: Checkpoint | None) -> None:
+    """Say where the metrics lack the last row that was logged before the checkpoint of this run folder."""
+    if checkpoint is None or checkpoint.path.parent != run.store.folder:
+        return
+    every_steps = yaml.safe_load(checkpoint.documents["config"])["logging"]["every_steps"]
+    # Only of the start that wrote it: the interval may have been another one before.
+    starts = checkpoint.documents["state"].get("lineage", [])
+    own_steps = range(checkpoint.step, starts[-1]["step"] if starts else checkpoint.step, -1)
+    last = next((step for step in own_steps if is_logged(step, every_steps)), None)
+    logged = [row["step"] for row in MetricsFile(run.folder.metrics_file).rows() if "loss" in row]
+    if last is not None and last not in logged:
+        logger.warning(
+            "%s ends at step %d, and step %d was logged: rows are lost. Training goes on exactly.",
+            run.folder.metrics_file,
+            max(logged, default=0),
+            last,
+        )
 
 
 def _start_trackers(run: RunContext, run_id: str) -> None:

@@ -4,6 +4,7 @@ import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -18,6 +19,9 @@ docs/benchmarks.md; the least of them, so that no more is promised than is held.
 _BYTES_PER_VALUE = 2
 """Of activations under autocast."""
 _NUM_LEVERS = 3
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+_IN_THE_WAY = (errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +125,11 @@ def out_of_memory_explained(
 
 
 @contextmanager
-def shortages_explained() -> Iterator[None]:
+def shortages_explained(run_folder: Path | None = None) -> Iterator[None]:
     """Scope in which a lack of memory, disk space or data workers ends the run with what would help.
+
+    Args:
+        run_folder: of the run, once it is there; that it is gone is explained, too.
 
     Raises:
         RunStoppedError: instead of torch's and the system's own errors.
@@ -154,16 +161,30 @@ def shortages_explained() -> Iterator[None]:
             "the disk of data.cache_dir, or set data.num_workers: 0; the same command continues the run"
         ) from error
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-            raise UserError(
-                f"{error.filename}: {error.strerror}; output.dir and data.cache_dir must be writable folders"
-            ) from error
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        explained = _of_the_disk(error, run_folder)
+        if explained is None:
             raise
-        raise RunStoppedError(
+        raise explained from error
+
+
+def _of_the_disk(error: OSError, run_folder: Path | None) -> UserError | RunStoppedError | None:
+    """What to raise in place of a system's error about files; None where it has no answer of its own."""
+    place = error.filename2 or error.filename
+    if error.errno in _DISK_FULL:
+        return RunStoppedError(
             f"no space left on the disk ({error}); checkpoints already written are intact, "
             "and the same command continues the run"
-        ) from error
+        )
+    if run_folder is not None and error.errno == errno.ENOENT and not run_folder.is_dir():
+        return RunStoppedError(
+            f"output.dir: {run_folder} was renamed or removed while the run wrote to it; put it back: the "
+            "same command continues the run from its last checkpoint"
+        )
+    if error.errno in _NOT_WRITABLE:
+        return UserError(f"{place}: {error.strerror}; output.dir and data.cache_dir must be writable folders")
+    if error.errno in _IN_THE_WAY:
+        return UserError(f"{place}: {error.strerror}; what is there is in the way of the run: move it aside")
+    return None
 
 
 def levers(workload: Workload, use: MemoryUse) -> list[str]:

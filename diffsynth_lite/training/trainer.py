@@ -63,8 +63,8 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
 
     def save_now(step: int) -> None:
         with watchdog.paused(), shutdown.timing("save"):
-            saver.save(step)
             measure_updates(built, step)
+            saver.save(step)
         requests.note_save()
 
     saver.repair_best()

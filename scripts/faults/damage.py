@@ -1,4 +1,4 @@
-"""D3 to D5: damaged checkpoints, files that are not ours, and two trainers in one folder."""
+"""D3 to D6: damaged checkpoints and run folders, files that are not ours, and two trainers in one folder."""
 
 import logging
 import os
@@ -16,8 +16,21 @@ from tiny_run import TinyRun
 from diffsynth_lite.training.checkpoint.manifest import CheckpointError, read_checkpoint
 from faults.bench import PLAIN, Bench, Result, assert_same, forked, stopped_after, train
 from faults.driver import waited
+from faults.proofs import num_passed
 
+FOLDER_TESTS = (
+    "runs/test_run_disk.py",
+    "runs/test_run.py::test_a_run_without_a_checkpoint_is_not_written_over_by_another",
+    "run_folder/test_run_folder.py",
+    "training/test_shortages.py",
+)
 SETTINGS = (*PLAIN, "train.ema_decay=0.6", "train.steps=4")
+
+
+def damage_the_run_folder(_bench: Bench) -> Result:
+    """D6: the files beside the checkpoints damaged or lost; files for folders, and folders for files."""
+    num_tests = num_passed(*FOLDER_TESTS)
+    return Result(f"{num_tests} tests", "repaired from the checkpoints and exact, or named with the way out")
 
 
 def damage_checkpoints(bench: Bench) -> Result:

@@ -78,6 +78,11 @@ ITEMS: dict[str, Item] = {
         "refused with exit 2, the first goes on; no lock stays",
         damage.start_two_trainers,
     ),
+    "D6": Item(
+        "status, contract, lineage, metrics damaged or lost; files for folders and folders for files",
+        "repaired from the checkpoints, or named with the way out",
+        damage.damage_the_run_folder,
+    ),
     "K4": Item(
         "SIGTERM, SIGUSR1, SIGINT, SIGHUP to train.py, accelerate launch, torchrun; at each stage; twice",
         "exit 75, checkpoint there, no process left; continued bit for bit",

@@ -197,6 +197,37 @@ def test_a_status_of_ours_that_was_damaged_is_named(folder: RunFolder, content: 
         folder.read_status()
 
 
+def test_checkpoints_make_up_for_a_status_that_was_lost(folder: RunFolder) -> None:
+    checkpoint = folder.checkpoints_folder / "step-00000002"
+    checkpoint.mkdir(parents=True)
+    with pytest.raises(UserError, match="holds no run"):
+        start(folder)
+    (checkpoint / "COMPLETE").touch()
+    for content in (None, "", '{"found_at"'):
+        folder.status_file.unlink(missing_ok=True)
+        if content is not None:
+            folder.status_file.write_text(content)
+        assert folder.holds_run()
+        assert folder.read_status() is None
+        with folder.lock():
+            pass
+    start(folder)
+    assert folder.read_status() is not None
+
+
+def test_what_is_in_the_place_of_files_and_folders_is_named_at_once(folder: RunFolder) -> None:
+    start(folder)
+    folder.lora_folder.symlink_to("nowhere")
+    folder.previews_folder.touch()
+    folder.metrics_file.mkdir()
+    folder.lineage_file.symlink_to(folder.lineage_file)
+    named = (
+        r"previews is no folder; .*lora is no folder; .*lineage\.json is no file; .*metrics\.jsonl is no file"
+    )
+    with pytest.raises(UserError, match=named), folder.lock():
+        pytest.fail("the folder was taken")
+
+
 def test_a_copy_without_hidden_files_still_holds_the_run(folder: RunFolder, tmp_path: Path) -> None:
     start(folder)
     copied = shutil.copytree(folder.path, tmp_path / "copy", ignore=shutil.ignore_patterns(".*"))

@@ -352,6 +352,12 @@ def test_a_run_without_a_checkpoint_is_not_written_over_by_another(
         with pytest.raises(SystemExit, match="1"):
             tiny_run.train()
     metrics = tiny_run.metrics()
+    contract = tiny_run.folder / "contract.json"
+    intact = contract.read_text()
+    contract.write_text("[1")
+    assert tiny_run.train() == 2
+    assert "contract.json is damaged, and there is no checkpoint" in caplog.text
+    contract.write_text(intact)
     assert tiny_run.train("lora.rank=8") == 2
     assert "lora.rank was 4, is 8" in caplog.text
     assert tiny_run.metrics() == metrics

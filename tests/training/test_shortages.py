@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,6 +139,13 @@ def test_a_full_disk_and_a_full_device_are_explained() -> None:
         raise torch.OutOfMemoryError
     with pytest.raises(UserError, match="cache/ab: Read-only file system"), shortages_explained():
         raise OSError(errno.EROFS, "Read-only file system", "cache/ab")
+    with pytest.raises(UserError, match=r"run/lora: Is a directory; .*move it aside"), shortages_explained():
+        raise OSError(errno.EISDIR, "Is a directory", "run/.tmp-lora", None, "run/lora")
+    gone = Path("no such run")
+    with pytest.raises(RunStoppedError, match="no such run was renamed"), shortages_explained(gone):
+        (gone / "metrics.jsonl").open("a")
+    with pytest.raises(FileNotFoundError), shortages_explained(Path.cwd()):
+        (gone / "metrics.jsonl").open("a")
     with pytest.raises(TimeoutError), shortages_explained():
         raise TimeoutError(errno.ETIMEDOUT, "timed out")
 

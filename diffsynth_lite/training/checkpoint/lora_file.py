@@ -2,6 +2,8 @@
 
 import logging
 import math
+import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from diffsynth_lite.run_folder.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
+_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
 _FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"
 
 
@@ -59,6 +62,7 @@ def export_lora(
         RunStoppedError: a number is too large for the dtype.
         RunDivergedError: the update is too large to be computed.
         RuntimeError: the files do not do what the adapter does. A bug, of ours or of a library.
+        OSError: the disk is full, or fails; the last files are as they were.
     """
     adapter = pairs_of(tensors, settings)
     _require_range(adapter, dtype)
@@ -69,7 +73,7 @@ def export_lora(
     aside = folder.with_name(f".{folder.name}-writing")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        written = family.save_lora(aside, tensors, settings, dtype=dtype)
+        written = _saved(family, aside, tensors, settings, dtype)
         # Of experts each has its own range; other models have one, whatever their files.
         ranges = family.noise_ranges if len(family.noise_ranges) > 1 else family.noise_ranges * len(written)
         for file, noise_range in zip(written, ranges, strict=True):
@@ -97,6 +101,22 @@ def _require_range(adapter: Mapping[str, LoraPair], dtype: torch.dtype) -> None:
             f"output.lora_dtype: float16 holds nothing above {torch.finfo(dtype).max:g}, and the LoRA has a "
             f"{largest:g}; go on from the checkpoint with output.lora_dtype=bfloat16"
         )
+
+
+def _saved(
+    family: ModelFamily,
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    settings: dict[str, Any],
+    dtype: torch.dtype,
+) -> list[Path]:
+    try:
+        return family.save_lora(folder, tensors, settings, dtype=dtype)
+    except SafetensorError as error:
+        # safetensors tells of a full disk in words alone.
+        if not (told := _SYSTEM_ERROR.search(str(error))):
+            raise
+        raise OSError(int(told[1]), os.strerror(int(told[1])), str(folder)) from error
 
 
 def _loaded(family: ModelFamily, folder: Path) -> dict[str, LoraPair]:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
@@ -74,6 +74,7 @@ _WAYS = {
 }
 """How what no setting of its own decides is restored, by how its keys begin."""
 _MAX_NAMED = 5
+_Document = TypeVar("_Document", list[Any], dict[str, Any])
 _PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 
 RunFingerprint = dict[str, Any]
@@ -246,6 +247,20 @@ def _checkpoint_folder(source: str) -> Path:
     return path
 
 
+def _document(path: Path, kind: type[_Document]) -> _Document:
+    """What a file of a run without a checkpoint says."""
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError:
+        document = None
+    if not isinstance(document, kind):
+        raise UserError(
+            f"{path} is damaged, and there is no checkpoint to take it from: remove {path.parent}, or set "
+            "another output.dir"
+        )
+    return document
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResumePolicy:
     """What a run may continue from.
@@ -297,7 +312,7 @@ class ResumePolicy:
         if checkpoint is not None:
             lineage = checkpoint.documents["state"].get("lineage", [])
         elif self.folder.fingerprint_file.is_file() and self.folder.lineage_file.is_file():
-            lineage = json.loads(self.folder.lineage_file.read_bytes())
+            lineage = _document(self.folder.lineage_file, list)
         else:
             return None
         return choices_in(lineage)
@@ -311,7 +326,7 @@ class ResumePolicy:
         if checkpoint is not None:
             saved, where = checkpoint.documents["contract"], checkpoint.path
         elif self.folder.fingerprint_file.is_file():
-            saved, where = json.loads(self.folder.fingerprint_file.read_bytes()), self.folder.path
+            saved, where = _document(self.folder.fingerprint_file, dict), self.folder.path
         else:
             return []
         return require_same(

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from diffsynth_lite.files import set_aside
+from diffsynth_lite.core.units import format_bytes
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.files import free_disk_bytes, set_aside
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, by_peft_names, load_adapter_tensors
 from diffsynth_lite.lora.metadata import LoraFacts, NoiseRange, lora_metadata
 from diffsynth_lite.pipelines import ModelFamily
@@ -105,6 +107,22 @@ class Saver:
         lora = trained * self.lora_dtype.itemsize // torch.float32.itemsize
         return 3 * trained + lora if self.averaged is None else 4 * trained + 2 * lora
 
+    def require_room(self) -> None:
+        """Check that the disk holds what the run is going to save; previews, which end no run, not counted.
+
+        Raises:
+            UserError: it does not, and the first save or the one after it would end the run.
+        """
+        # The old checkpoint goes once the new one is there; of a run that goes on the old one is there.
+        num_saves = 1 if self.store.steps() else 2
+        needed, free = num_saves * self.num_bytes, free_disk_bytes(self.folder.path)
+        if free < needed:
+            what = "a checkpoint" if num_saves == 1 else "two checkpoints"
+            raise UserError(
+                f"output.dir: {what} with the LoRA files take about {format_bytes(needed)}, and "
+                f"{format_bytes(free)} are free at {self.folder.path}; make room, or set another output.dir"
+            )
+
     def save(self, step: int) -> None:
         """Save the run after ``step`` optimizer steps, once for each of them; call it on all processes.
 
@@ -191,6 +209,7 @@ class Saver:
             return
         self.divergence.note_save(step)
         self.store.sound = self.divergence.sound_step
+        self.folder.sync_rows()
         adapter = adapter_tensors(self.transformer)
         moments, groups = optimizer_tensors(self.optimizer, dict(self.transformer.named_parameters()))
         tensors = {"adapter": adapter, "optimizer": moments}

@@ -1,5 +1,6 @@
 """A LoRA file is read back before it replaces the last one."""
 
+import errno
 import json
 import logging
 from pathlib import Path
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from diffsynth_lite.errors import RunStoppedError
@@ -79,6 +81,21 @@ def test_a_file_that_does_not_hold_the_adapter_never_replaces_a_good_one(
         export_lora(careless, tmp_path / "lora", TENSORS, SETTINGS, describe)
     assert (tmp_path / "lora" / "pytorch_lora_weights.safetensors").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lora", "pipeline"]
+
+
+def test_a_full_disk_is_the_systems_error_and_leaves_the_last_file(
+    family: QwenImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = export_lora(family, tmp_path / "lora", TENSORS, SETTINGS, describe).files[0].read_bytes()
+
+    def full(*_args: object, **_options: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(QwenImage, "save_lora", full)
+    with pytest.raises(OSError, match="lora-writing") as caught:
+        export_lora(family, tmp_path / "lora", TENSORS, SETTINGS, describe)
+    assert caught.value.errno == errno.ENOSPC
+    assert (tmp_path / "lora" / "pytorch_lora_weights.safetensors").read_bytes() == before
 
 
 class OfItsOwn(QwenImage):
