@@ -2,20 +2,28 @@
 
 import errno
 import os
+import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from failing_store import recorded_second_save, steps_after_a_power_cut
 from tiny_run import TinyRun
 
+from diffsynth_lite.training.checkpoint import saver
 from diffsynth_lite.training.checkpoint.saver import Saver
 from faults.bench import PLAIN, Bench, Result, assert_same, forked, launched, torchrun, train
 from faults.driver import waited
 from faults.kills import at_each_call_of_a_save
 
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+LIMITED = (
+    (Saver, "save", "checkpoint .*step-00000004 could not be written .* are free there"),
+    (saver, "export_lora", r"no space left on the disk .*File too large.*\.lora-writing"),
+)
+"""Where a limit of the system strikes, and what the run then says."""
 FULL_DISK = str(Path(__file__).with_name("full_disk_train.py"))
 
 
@@ -50,10 +58,13 @@ def fill_the_disk(bench: Bench) -> Result:
         num_calls += at_each_call_of_a_save(
             run, stride, _failing(error), ended=lambda code, codes=codes: code in codes
         )
-    _fill_a_real_one(bench.pictures("limit"))
+    for owner, name, message in LIMITED:
+        _fill_a_real_one(bench.pictures(name), owner, name, message)
     if bench.scale != "ci":
         _fill_it_for_two(bench.pictures("two"))
-    return Result(f"{num_calls} calls, 1 limit", "exit 3, earlier checkpoint good, continued bit for bit")
+    return Result(
+        f"{num_calls} calls, {len(LIMITED)} limits", "exit 3, earlier checkpoint good, continued bit for bit"
+    )
 
 
 def _failing(error: int) -> Callable[[], None]:
@@ -63,27 +74,27 @@ def _failing(error: int) -> Callable[[], None]:
     return fail
 
 
-def _fill_a_real_one(run: TinyRun) -> None:
+def _fill_a_real_one(run: TinyRun, owner: Any, name: str, message: str) -> None:
+    """A limit of the system from the second call of a function on: of the one that saves, or that exports."""
     whole, limited = run.root / "whole", run.root / "limited"
     assert train(run, whole, *PLAIN) == 0
 
     def work() -> int:
-        save = Saver.save
+        function, calls = getattr(owner, name), []
 
-        def limited_save(saver: Saver, step: int) -> None:
-            if step == 4:
+        def limiting(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            if len(calls) == 2:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-            save(saver, step)
+            return function(*args, **kwargs)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Saver, "save", limited_save)
+            patch.setattr(owner, name, limiting)
             return train(run, limited, *PLAIN)
 
     log = run.root / "log"
     assert waited(forked(work, log), 120) == 3
-    message = next(line for line in log.read_text().splitlines() if "could not be written" in line)
-    assert "step-00000004" in message
-    assert "are free there" in message
+    assert re.search(message, log.read_text()), log.read_text()
     assert train(run, limited, *PLAIN) == 0
     assert_same(whole, limited, 6)
 
