@@ -50,10 +50,10 @@ class Problems(list[str]):
         """Check that there is no problem.
 
         Raises:
-            UserError: all of them, each once, a line each.
+            UserError: all of them, each once, a line each; of very many the first.
         """
         if self:
-            raise UserError("\n".join(dict.fromkeys(self)))
+            raise UserError(join_lines(list(dict.fromkeys(self))))
 
 
 EXIT_FINISHED = 0
@@ -65,6 +65,8 @@ _EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
 )
 _OF_THE_FILE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
+MAX_LINES = 50
+"""Problems that one error tells; the rest is counted."""
 _MAX_NAMED = 20
 """Things that one line of a message names; the rest is counted."""
 
@@ -89,3 +91,9 @@ def join_names(names: Sequence[str]) -> str:
     """``names`` joined by semicolons; those past the twentieth are only counted."""
     named = "; ".join(names[:_MAX_NAMED])
     return named if len(names) <= _MAX_NAMED else f"{named}; and {len(names) - _MAX_NAMED} more"
+
+
+def join_lines(lines: Sequence[str]) -> str:
+    """``lines`` below each other; those past the fiftieth are only counted."""
+    more = len(lines) - MAX_LINES
+    return "\n".join([*lines[:MAX_LINES], *([f"and {more} more like these"] if more > 0 else [])])

@@ -28,7 +28,7 @@ from diffsynth_lite.config.messages import (
 from diffsynth_lite.config.schema import Config, section_types, setting_schemas
 from diffsynth_lite.config.settings import ConflictError, Problem
 from diffsynth_lite.config.values import REFUSED, has_reference, read_value, resolve
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import MAX_LINES, UserError, join_lines
 
 _FORM = "write section.key=value, such as train.steps=10"
 # Problems are listed by file and line, then by the argument of the command line, then what is missing.
@@ -150,7 +150,7 @@ class ConfigBuilder:
             self._note_refusals(error)
         if config is None or self._problems:
             self._problems.sort(key=lambda problem: problem[0])
-            raise UserError("\n".join(line for _, line in self._problems))
+            raise UserError(join_lines([line for _, line in self._problems]))
         unresolved = config.model_dump()
         for path, given in self._given.items():
             if given.reference is not None:
@@ -184,7 +184,10 @@ class ConfigBuilder:
         for path, node in self._without_repeats(entries, section, place_of):
             key = str(path[-1])
             if key not in own:
-                self._report(self._places[path], path, unknown_key(_name(section), key, own, self._sections))
+                # What was meant takes milliseconds to find, and is told of the first ones alone.
+                is_told = len(self._problems) < MAX_LINES
+                meant = unknown_key(_name(section), key, own, self._sections) if is_told else "unknown key"
+                self._report(self._places[path], path, meant)
                 continue
             self._given[path] = _Given(node, own[key])
             values[key] = self._value(path, place_of)
@@ -220,6 +223,8 @@ class ConfigBuilder:
 
     def _forget(self, path: _Path) -> None:
         """Drops what was given for a setting and, if it is a list of sections, for those in it."""
+        if path not in self._places:
+            return
         for known in [known for known in self._places if known[: len(path)] == path]:
             del self._places[known]
             self._given.pop(known, None)

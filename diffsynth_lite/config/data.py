@@ -1,11 +1,22 @@
 """The section ``data``: what the LoRA learns from, and where each source of it is."""
 
+import os
 from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field
 
-from diffsynth_lite.config.settings import Distinct, NonEmptyStr, Problem, Settings
+from diffsynth_lite.config.settings import (
+    MOST_COPIES,
+    Copies,
+    Distinct,
+    FilePath,
+    Frames,
+    NonEmptyStr,
+    Pixels,
+    Problem,
+    Settings,
+)
 
 _Size: TypeAlias = Annotated[str, Field(pattern="^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$", examples=["1024x768"])]
 _Colour: TypeAlias = Annotated[
@@ -23,7 +34,7 @@ class SourceSettings(Settings):
     """One source: a folder, or a dataset. These settings stand directly under `data`, or, for several
     sources, in each entry of `data.sources`; either way `path` or `dataset` must be given."""
 
-    path: NonEmptyStr | None = None
+    path: FilePath | None = None
     """Folder of the pictures or clips; subfolders are read too."""
 
     dataset: NonEmptyStr | None = None
@@ -37,7 +48,7 @@ class SourceSettings(Settings):
     """Branch, tag or commit of a dataset on the hub; null is its main branch. Set a commit to be sure that a
     later run gets the same data."""
 
-    metadata: NonEmptyStr | None = None
+    metadata: FilePath | None = None
     """The file that names media and captions: a `.jsonl`, `.csv` or `.parquet` inside the folder, or a path
     to one. Null takes `metadata.jsonl`, `metadata.csv` or `metadata.parquet` when the folder has one, and
     otherwise the `.txt` or `.caption` file beside each picture or clip."""
@@ -61,23 +72,23 @@ class SourceSettings(Settings):
     mask_column: NonEmptyStr | None = None
     """Column with a picture of what counts in the loss: white does, black does not."""
 
-    input_dirs: Distinct[NonEmptyStr] = Field(default=[])
+    input_dirs: Distinct[FilePath] = Field(default=[])
     """Instead of `input_columns`: folders in which the pictures that an edit starts from have the names of
     what they become; their suffixes may differ."""
 
-    first_frame_dir: NonEmptyStr | None = None
+    first_frame_dir: FilePath | None = None
     """Instead of `first_frame_column`: a folder in which these pictures have the names of their clips."""
 
-    last_frame_dir: NonEmptyStr | None = None
+    last_frame_dir: FilePath | None = None
     """Instead of `last_frame_column`: a folder in which these pictures have the names of their clips."""
 
-    mask_dir: NonEmptyStr | None = None
+    mask_dir: FilePath | None = None
     """Instead of `mask_column`: a folder in which masks have the names of their pictures or clips."""
 
-    repeats: PositiveInt = 1
+    repeats: int = Field(default=1, ge=1, le=1_000_000)
     """How often each item occurs in one pass over the data."""
 
-    weight: PositiveFloat = 1.0
+    weight: float = Field(default=1.0, ge=1e-6, le=1e6)
     """Multiplies `repeats`, to balance sources finely: with 0.5 half of the items occur in each pass, and all
     of them in every two."""
 
@@ -117,15 +128,15 @@ class DataSettings(SourceSettings):
     """Several sources, learned together: a list with the settings of a source (below) in each entry, as in
     `[{path: photos}, {path: drawings, repeats: 2}]`. With it, none of these stands directly under `data`."""
 
-    width: PositiveInt | None = None
+    width: Pixels | None = None
     """Width in pixels where all items get one size, given with `height`. Each is resized until it covers
     width x height, then cropped; a smaller one counts as bad, unless `upscale` is on. Families want multiples
     of a number of their own, such as 16."""
 
-    height: PositiveInt | None = None
+    height: Pixels | None = None
     """Height in pixels; see `width`."""
 
-    resolutions: Distinct[PositiveInt] = Field(default=[1024], min_length=1)
+    resolutions: Distinct[Pixels] = Field(default=[1024], min_length=1)
     """How many pixels a picture or frame has, as the edge in pixels of a square of as many. Each item keeps
     about its own shape, in a bucket of items of one size. With several, each item is learned at each of
     them."""
@@ -135,36 +146,36 @@ class DataSettings(SourceSettings):
     Each item gets, of those that it fills, the one whose shape is nearest, or a larger one of nearly that
     shape."""
 
-    bucket_step: PositiveInt | None = None
+    bucket_step: Pixels | None = None
     """Pixels between the sizes of buckets, a multiple of what the family needs. Larger makes fewer buckets
     and crops more; null chooses."""
 
-    max_aspect_ratio: float = Field(default=2.0, ge=1)
+    max_aspect_ratio: float = Field(default=2.0, ge=1, le=1000)
     """Longest shape of a bucket, the long edge over the short one; what is longer is cropped to it."""
 
     upscale: bool = False
     """Enlarge items that are smaller than their bucket, or than `width` x `height`. Off, they are learned at
     a smaller size, or count as bad where there is none."""
 
-    frame_counts: Distinct[PositiveInt] | None = Field(default=None, min_length=1)
+    frame_counts: Distinct[Frames] | None = Field(default=None, min_length=1)
     """Lengths of clips in frames; each clip gets the longest that it has enough frames for. Null takes the
     family's own."""
 
-    fps: PositiveFloat | None = None
+    fps: float | None = Field(default=None, ge=0.001, le=1000)
     """Frames per second that clips are read at, by their time stamps. Null takes the family's own."""
 
     clip: Literal["start", "center", "random", "uniform"] = "start"
     """Which part of a longer clip is learned: its start, its middle, parts drawn at random (the same ones in
     each run), or parts spread evenly."""
 
-    clips_per_video: PositiveInt = 1
+    clips_per_video: Copies = 1
     """Parts taken from each video, with `clip` random or uniform."""
 
     crop: Literal["center", "random"] = "center"
     """What is kept of an item that does not have the shape of its bucket: its middle, or a part drawn at
     random (the same one in each run)."""
 
-    crops_per_item: PositiveInt = 1
+    crops_per_item: Copies = 1
     """Crops made of each item, with `crop` random. Each is an item of its own, so a pass and the cache grow
     as many times."""
 
@@ -175,14 +186,14 @@ class DataSettings(SourceSettings):
     """Share of the samples that are learned with an empty caption. About 0.1 keeps guidance working in long
     trainings."""
 
-    tag_shuffles: NonNegativeInt = 0
+    tag_shuffles: int = Field(default=0, ge=0, le=MOST_COPIES)
     """For captions that are lists of tags: how many other orders of its tags each caption is learned in,
     beside the one written. Each is encoded, so the cache grows as many times."""
 
     tag_separator: NonEmptyStr = ","
     """What stands between tags."""
 
-    keep_tags: NonNegativeInt = 0
+    keep_tags: int = Field(default=0, ge=0, le=10_000)
     """Tags at the start of a caption that stay where they are, such as a trigger."""
 
     cache: bool = True
@@ -190,7 +201,7 @@ class DataSettings(SourceSettings):
     anew whenever they are needed: much slower, and the encoders stay in memory, but next to no space is
     taken on the disk. The result is the same."""
 
-    cache_dir: NonEmptyStr = ".diffsynth_cache"
+    cache_dir: FilePath = ".diffsynth_cache"
     """Folder for encoded media and captions, and for what is known of the files. It is shared by all runs,
     and can be deleted at any time: what is missing is encoded again."""
 
@@ -242,6 +253,7 @@ class DataSettings(SourceSettings):
         if self.sources:
             for key in own:
                 yield Problem((key,), "cannot stand beside data.sources; move it into the entries it is for")
+            yield from self._repeated_sources()
         elif self.path is None and self.dataset is None:
             message = (
                 "is required; name a folder (data.path) or a dataset (data.dataset), or list data.sources"
@@ -249,6 +261,17 @@ class DataSettings(SourceSettings):
             yield Problem(("path", "dataset"), message)
         else:
             yield from super().conflicts()
+
+    def _repeated_sources(self) -> Iterator[Problem]:
+        """Sources that are an earlier one, but for how often its items occur."""
+        seen: dict[str, int] = {}
+        for place, source in enumerate(self.sources):
+            path = None if source.path is None else os.path.normpath(source.path)
+            same = repr({**source.model_dump(exclude={"repeats", "weight"}), "path": path})
+            if same in seen:
+                message = f"is data.sources[{seen[same]}] again; keep one, and set its repeats or weight"
+                yield Problem((f"sources[{place}].{'dataset' if path is None else 'path'}",), message)
+            seen.setdefault(same, place)
 
     def _size_conflicts(self) -> Iterator[Problem]:
         if (self.width is None) != (self.height is None):

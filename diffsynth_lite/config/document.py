@@ -48,7 +48,8 @@ def read_yaml(text: str) -> yaml.Node:
         raise YamlError(f"character {error.character:#x} is not allowed in yaml; remove it", line) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise YamlError(_syntax_message(error.problem or error.context), mark.line + 1) from None
+        before = text.splitlines()[mark.line][: mark.column] if mark.line < len(text.splitlines()) else ""
+        raise YamlError(_syntax_message(error.problem or error.context, before), mark.line + 1) from None
     except YamlError:
         raise
     except (ValueError, OverflowError):
@@ -134,9 +135,10 @@ def _require_plain_keys(node: yaml.Node) -> None:
             _require_plain_keys(value)
 
 
-def _syntax_message(problem: str) -> str:
+def _syntax_message(problem: str, before: str) -> str:
+    """What is wrong, from what yaml says and what stands before it on its line."""
     if "'\\t'" in problem:
-        return "a tab is used to indent; use spaces"
+        return f"a tab {'stands between words' if before.strip() else 'is used to indent'}; use spaces"
     if "single document" in problem or "another document" in problem:
         return "a second yaml document starts here (---); a config is one"
     hint = "is a quote, bracket or colon missing? Text with ': ' or ' #' needs quotes"

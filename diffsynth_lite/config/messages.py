@@ -89,8 +89,12 @@ def _limits(schema: Schema) -> Iterator[str]:
     bounds = dict(schema)
     if schema.get("type") == "integer" and "exclusiveMinimum" in schema:
         bounds["minimum"] = bounds.pop("exclusiveMinimum") + 1
-    if limits := [f"{word} {bounds[key]:g}" for key, word in _BOUNDS.items() if key in bounds]:
+    if limits := [f"{word} {_digits(bounds[key])}" for key, word in _BOUNDS.items() if key in bounds]:
         yield " and ".join(limits)
+
+
+def _digits(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 def expectation(name: str, node: yaml.Node, schema: Schema) -> str:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field
 
-from diffsynth_lite.config.settings import Distinct, NonEmptyStr, Problem, Settings
+from diffsynth_lite.config.settings import Distinct, FilePath, NonEmptyStr, Problem, Settings
 
 Precision: TypeAlias = Literal["bfloat16", "float16", "float32"]
 TargetSet: TypeAlias = Literal["attention", "all"]
@@ -20,7 +20,7 @@ class ModelSettings(Settings):
     """Which code runs the model: the name of a file under `diffsynth_lite/pipelines/`, such as `qwen_image`,
     or the dotted path of a module of your own, such as `my_package.my_family`."""
 
-    path: NonEmptyStr
+    path: FilePath
     """The pipeline: a local folder in the diffusers layout (it holds `model_index.json`), or a hub id such
     as `Qwen/Qwen-Image`. A local folder of that name is preferred."""
 
@@ -32,14 +32,14 @@ class ModelSettings(Settings):
     """Which weight files to load where a pipeline has several, such as `fp16`; null loads the plain ones.
     All components of the pipeline must have it."""
 
-    transformer_file: NonEmptyStr | None = None
+    transformer_file: FilePath | None = None
     """A safetensors or GGUF file that the transformer's weights are read from, in place of those of `path`,
     which are then not needed and not downloaded: names as in diffusers, or as in the model's own repository
     and in ComfyUI; in 16 or 32 bits, fp8 or fp8_scaled. Of a checkpoint of SDXL the text encoders and the VAE
     are read, too. It must be on this machine. All else is that of `path`, which must be a pipeline of the
     same model: [memory.md](memory.md#from-one-file)."""
 
-    transformer_2_file: NonEmptyStr | None = None
+    transformer_2_file: FilePath | None = None
     """The same for the second of two experts: in Wan 2.2 14B the one for low noise."""
 
     dtype: Precision = "bfloat16"
@@ -80,13 +80,13 @@ class ModelSettings(Settings):
 class LoraSettings(Settings):
     """The low-rank matrices that are trained (Hu et al. 2021, arXiv:2106.09685)."""
 
-    rank: PositiveInt = 32
+    rank: int = Field(default=32, ge=1, le=65_536)
     """Rank of the matrices. More learns finer detail and makes a larger file; 8 to 64 is usual."""
 
-    alpha: PositiveFloat | None = None
+    alpha: float | None = Field(default=None, ge=1e-6, le=1e6)
     """Scale: the LoRA's output is multiplied by alpha / rank. Null means the rank itself, a factor of 1."""
 
-    init_from: NonEmptyStr | None = None
+    init_from: FilePath | None = None
     """A LoRA that a new run starts from: its file, the folder of it or of its run, or a file of another
     trainer, by any names that `diffsynth-lite convert` reads. It must be on this run's layers and have its
     rank; where its alpha is another, it is scaled to do the same. Its optimizer starts anew: to continue a
@@ -96,13 +96,13 @@ class LoraSettings(Settings):
     """Share of the LoRA's inputs set to zero at each training step. A little, such as 0.05, works against
     learning a small set of images by heart."""
 
-    components: list[NonEmptyStr] | None = Field(default=None, min_length=1)
+    components: Distinct[NonEmptyStr] | None = Field(default=None, min_length=1)
     """Folders of the pipeline that get a LoRA; null takes what the family trains by default. For most models
     that is `transformer`, and the only choice. Wan 2.2 14B has two, `transformer` for high noise and
     `transformer_2` for low, trained together or each in a run of its own; SDXL adds `text_encoder` and
     `text_encoder_2` to its `unet`."""
 
-    target_modules: Annotated[list[NonEmptyStr], Field(min_length=1)] | TargetSet | None = None
+    target_modules: Annotated[Distinct[NonEmptyStr], Field(min_length=1)] | TargetSet | None = None
     """The linear layers that get a LoRA: `attention` (its projections), `all` (those of the blocks), or a
     list of these words, names, and endings of names, such as `[to_q, to_k, to_v]`; null takes the family's
     default. What these are for each family is in [models.md](models.md). In a name `*` stands for one part,
@@ -118,10 +118,10 @@ class ObjectiveSettings(Settings):
     """How noise levels are drawn, before the shift: all alike, or with more weight on some, as in Stable
     Diffusion 3 (Esser et al. 2024, arXiv:2403.03206, section 3.1)."""
 
-    logit_mean: float = 0.0
+    logit_mean: float = Field(default=0.0, ge=-100, le=100)
     """Centre of `logit_normal`: 0 favours sigma 0.5, above 0 more noise, below 0 less."""
 
-    logit_std: PositiveFloat = 1.0
+    logit_std: float = Field(default=1.0, ge=0.001, le=100)
     """Width of `logit_normal`: less than 1 stays closer to the centre."""
 
     mode_scale: float = Field(default=1.29, ge=-1, le=1.75)
@@ -132,7 +132,7 @@ class ObjectiveSettings(Settings):
     default, which docs/models.md gives with its reason; not at all; by `shift_value`; or as its sampler does
     by the number of image tokens. `diffsynth-lite doctor` shows what comes of it."""
 
-    shift_value: PositiveFloat | None = None
+    shift_value: float | None = Field(default=None, ge=0.001, le=1000)
     """The static shift s: sigma becomes s * sigma / (1 + (s - 1) * sigma). Above 1 trains more at high
     noise; 3 is common."""
 
@@ -147,7 +147,7 @@ class ObjectiveSettings(Settings):
     the cosine map of the same paper, most in the middle (`bell`), or by the ratio of signal to noise, cut off
     (`min_snr`; Hang et al. 2023, arXiv:2303.09556). SDXL has `none` and `min_snr`."""
 
-    min_snr_gamma: PositiveFloat = 5.0
+    min_snr_gamma: float = Field(default=5.0, ge=0.001, le=1e6)
     """Where `min_snr` cuts the ratio of signal to noise off; 5 is the paper's."""
 
     def conflicts(self) -> Iterator[Problem]:

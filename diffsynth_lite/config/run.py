@@ -3,10 +3,21 @@
 from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt
 
 from diffsynth_lite.config.model import Precision
-from diffsynth_lite.config.settings import Distinct, NonEmptyStr, Problem, Settings
+from diffsynth_lite.config.settings import (
+    Count,
+    CountOrNone,
+    Distinct,
+    FilePath,
+    Frames,
+    Minutes,
+    NonEmptyStr,
+    Pixels,
+    Problem,
+    Settings,
+)
 
 AllowedChange: TypeAlias = Literal[
     "data",
@@ -32,24 +43,24 @@ class ValidationSettings(Settings):
     """Prompts sampled as previews; none turns previews off. Include some that the model knew before, to see
     that it keeps them."""
 
-    inputs: list[NonEmptyStr] = Field(default=[])
+    inputs: list[FilePath] = Field(default=[])
     """Files of pictures that previews start from, one for each prompt: for families that edit, or that make
     clips from a picture."""
 
-    last_frames: list[NonEmptyStr] = Field(default=[])
+    last_frames: list[FilePath] = Field(default=[])
     """Files of pictures that previews lead to, one for each prompt, beside `inputs`: for Wan 2.1 FLF2V, which
     leads back to the picture that it starts from where there are none, and Wan 2.2 I2V-A14B."""
 
     negative_prompt: str = " "
     """What previews are steered away from when `guidance_scale` is above 1."""
 
-    every_steps: PositiveInt | None = None
+    every_steps: Count | None = None
     """Optimizer steps between previews; null makes them only before training and at the end."""
 
-    num_inference_steps: PositiveInt = 30
+    num_inference_steps: int = Field(default=30, ge=1, le=10_000)
     """Denoising steps of a preview. Fewer is faster and coarser."""
 
-    guidance_scale: NonNegativeFloat = 4.0
+    guidance_scale: float = Field(default=4.0, ge=0, le=1000)
     """How strongly previews follow their prompt. Above 1 each denoising step runs the model twice, unless the
     model knows the scale itself, as FLUX.1 dev does."""
 
@@ -57,25 +68,25 @@ class ValidationSettings(Settings):
     """Decides the noise that previews and the validation loss start from, the same each time, so that only
     the training makes a difference."""
 
-    width: PositiveInt | None = None
+    width: Pixels | None = None
     """Width of previews in pixels; null is `data.width`, or the first of `data.sizes` or
     `data.resolutions`."""
 
-    height: PositiveInt | None = None
+    height: Pixels | None = None
     """Height of previews in pixels; null is that of the data; see `width`."""
 
-    num_frames: PositiveInt | None = None
+    num_frames: Frames | None = None
     """Frames of a preview, for families that make clips; null takes the longest of the data."""
 
-    data: NonEmptyStr | None = None
+    data: FilePath | None = None
     """Folder of items with captions, kept out of training, for the fixed-noise loss; it is read as the first
     source of the data is: folders of inputs or masks inside that one have the same place in this one. Null
     measures on training items, and names the metric `train_fixed_noise_loss`."""
 
-    loss_items: NonNegativeInt = 16
+    loss_items: CountOrNone = 16
     """Items in the fixed-noise loss; 0 turns it off."""
 
-    item_losses: NonNegativeInt = 20
+    item_losses: CountOrNone = 20
     """Training items, evenly spread over the data, whose losses on fixed noise are written down one by one,
     each at three noise levels: which of them the LoRA learns, and which it does not. 20 take the 60 forward
     passes of one preview with the default settings, each time; 0 turns it off."""
@@ -98,7 +109,7 @@ class ValidationSettings(Settings):
 class LoggingSettings(Settings):
     """Where numbers go. They are always written to `metrics.jsonl` in the run folder."""
 
-    every_steps: PositiveInt = 10
+    every_steps: Count = 10
     """Optimizer steps between two logged rows."""
 
     trackers: Distinct[Literal["wandb", "tensorboard"]] = Field(default=[])
@@ -118,19 +129,19 @@ class LoggingSettings(Settings):
 class OutputSettings(Settings):
     """The run folder, which holds everything that a run writes, except the cache."""
 
-    dir: NonEmptyStr
+    dir: FilePath
     """The run folder. A run that is already there is continued, as `resume.source` says."""
 
-    checkpoint_every_steps: PositiveInt = 250
+    checkpoint_every_steps: Count = 250
     """Optimizer steps between checkpoints. The end of a run is always saved."""
 
-    checkpoint_every_minutes: PositiveFloat | None = None
+    checkpoint_every_minutes: Minutes | None = None
     """Also save after so many minutes without a checkpoint; null saves by steps alone."""
 
-    keep_checkpoints: PositiveInt = 2
+    keep_checkpoints: Count = 2
     """Newest checkpoints to keep. 2, so that the one before is still there should the last be damaged."""
 
-    keep_every_steps: PositiveInt | None = None
+    keep_every_steps: Count | None = None
     """Keep the checkpoints of every so many steps for good, a multiple of `checkpoint_every_steps`; null
     keeps none besides the newest."""
 
@@ -155,12 +166,12 @@ class OutputSettings(Settings):
 class ResumeSettings(Settings):
     """Whether a run continues an earlier one."""
 
-    source: NonEmptyStr = "auto"
+    source: FilePath = "auto"
     """`auto` continues the newest checkpoint in the run folder if there is one, `must` insists on one,
     `none` starts anew and wants an empty run folder, and anything else is the path of a checkpoint
     folder."""
 
-    allow: list[AllowedChange] = Field(default=[])
+    allow: Distinct[AllowedChange] = Field(default=[])
     """What may differ from the run that is continued, and would otherwise be an error. `data` is the whole
     data set with its sizes, crops and weights: the order of samples then changes from here on. What was
     changed is kept in `lineage.json`. A base model, an adapter's shape or a seed never changes: that is

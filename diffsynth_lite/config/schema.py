@@ -83,6 +83,9 @@ class Config(Settings):
                 f"{self.memory.save_attention} needs to see attention run, which it cannot in blocks that "
                 "train.compile compiles; set memory.save_attention: no, or train.compile: off",
             )
+        if _is_same_folder(self.data.cache_dir, self.output.dir):
+            message = "data.cache_dir is output.dir, in which nothing else may be; name another folder"
+            yield Problem(("data.cache_dir", "output.dir"), message)
         for key, source in self.data.sources_by_key.items():
             yield from self._folder_conflicts(f"{key}.path", source.path)
 
@@ -93,6 +96,8 @@ class Config(Settings):
         if _is_same_folder(self.output.dir, folder):
             message = f"output.dir is {key}; previews would mix with the data, so name another folder"
             yield Problem(("output.dir", key), message)
+        if _is_same_folder(self.data.cache_dir, folder):
+            yield Problem(("data.cache_dir", key), f"data.cache_dir is {key}; name another folder")
 
     def _checkpointing_conflicts(self) -> Iterator[Problem]:
         for key, off in (("policy", "all"), ("save_attention", "no")):

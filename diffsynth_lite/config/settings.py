@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Self, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -15,8 +16,39 @@ def _require_distinct(entries: list[_Entry]) -> list[_Entry]:
     return entries
 
 
+def _require_home(path: str) -> str:
+    try:
+        Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError("~ is a home folder, and there is no user of that name; name a folder") from None
+    return path
+
+
+_LARGEST_COUNT = 1_000_000_000
+MOST_COPIES = 1_000
+
 NonEmptyStr: TypeAlias = Annotated[str, Field(pattern=r"\S")]
 """Text with something in it that is not white space."""
+FilePath: TypeAlias = Annotated[NonEmptyStr, AfterValidator(_require_home)]
+"""Where something is; ``~`` is a home folder."""
+Count: TypeAlias = Annotated[int, Field(ge=1, le=_LARGEST_COUNT)]
+"""How many of something, such as steps."""
+CountOrNone: TypeAlias = Annotated[int, Field(ge=0, le=_LARGEST_COUNT)]
+"""How many of something, or none."""
+Copies: TypeAlias = Annotated[int, Field(ge=1, le=MOST_COPIES)]
+"""How many items are made of one: each is planned, encoded and kept."""
+Pixels: TypeAlias = Annotated[int, Field(ge=1, le=65_536)]
+"""Edge of a picture."""
+Frames: TypeAlias = Annotated[int, Field(ge=1, le=100_000)]
+"""Length of a clip."""
+Blocks: TypeAlias = Annotated[int, Field(ge=0, le=10_000)]
+"""How many blocks of a model, or the place of one."""
+BlocksAtLeastOne: TypeAlias = Annotated[int, Field(ge=1, le=10_000)]
+"""How many blocks of a model, at least one."""
+Gib: TypeAlias = Annotated[float, Field(gt=0, le=2**20)]
+"""Size of a memory in GiB, up to one PiB."""
+Minutes: TypeAlias = Annotated[float, Field(gt=0, le=525_600)]
+"""A time of at most a year."""
 Distinct: TypeAlias = Annotated[
     list[_Entry], AfterValidator(_require_distinct), Field(json_schema_extra={"uniqueItems": True})
 ]

@@ -3,45 +3,54 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
-from diffsynth_lite.config.settings import Distinct, Problem, Settings
+from diffsynth_lite.config.settings import (
+    Blocks,
+    BlocksAtLeastOne,
+    Count,
+    CountOrNone,
+    Distinct,
+    Gib,
+    Problem,
+    Settings,
+)
 
 
 class TrainSettings(Settings):
     """The optimization (AdamW). A step is always an optimizer step, however many micro-batches it takes."""
 
-    steps: PositiveInt = 1000
+    steps: Count = 1000
     """Optimizer steps of the whole run. Samples seen = steps x `global_batch_size`."""
 
     seed: NonNegativeInt = 0
     """Decides the LoRA's first weights, the order of the data, noise, noise levels and dropout. The same
     seed and config is the same run, on any number of devices and after any resume."""
 
-    global_batch_size: PositiveInt = 1
+    global_batch_size: Count = 1
     """Samples per optimizer step, over all devices together. Must be a multiple of `micro_batch_size` x
     devices; what does not fit at once is accumulated."""
 
-    micro_batch_size: PositiveInt = 1
+    micro_batch_size: Count = 1
     """Samples per device in one forward. Raise it while memory allows: steps get faster. Where all items have
     one size the result is the same but for rounding (with LoRA dropout: but for other dropout masks); where
     there are several buckets, the samples come in another order."""
 
-    micro_batch_tokens: PositiveInt | None = None
+    micro_batch_tokens: Count | None = None
     """Most tokens in one forward, for data of several sizes: of small pictures or short clips as many samples
     go through at once as fit, of large ones fewer, but at least one. A token is a position that the
     transformer sees, in most families 16 x 16 pixels of a picture; those of input pictures count too. A step
     then has `global_batch_size` / `micro_batch_size` forwards of as many samples as each holds. Null puts
     `micro_batch_size` in each."""
 
-    learning_rate: PositiveFloat = 1e-4
+    learning_rate: float = Field(default=1e-4, gt=0, le=1)
     """Highest learning rate, after the warm-up. Lower it when previews fall apart, raise it when nothing is
     learned."""
 
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"] = "constant"
     """How the learning rate goes from its highest value, after the warm-up, to the last step."""
 
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: CountOrNone = 0
     """Optimizer steps over which the learning rate rises to its highest value. In a run that is not longer it
     is shortened to all steps but the last, and the log says so."""
 
@@ -51,10 +60,10 @@ class TrainSettings(Settings):
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     """AdamW: how slowly the average of squared gradients moves."""
 
-    adam_epsilon: PositiveFloat = 1e-8
+    adam_epsilon: float = Field(default=1e-8, gt=0, le=1)
     """AdamW: added to the denominator of the update."""
 
-    weight_decay: NonNegativeFloat = 0.01
+    weight_decay: float = Field(default=0.01, ge=0, le=100)
     """AdamW: pulls LoRA weights towards 0, by this share of the learning rate at each step."""
 
     max_grad_norm: PositiveFloat | None = 1.0
@@ -89,12 +98,12 @@ class TrainSettings(Settings):
     bit for bit, and so are those with other checkpointing and offload; set it in all parts of a run. Slower
     there, mostly in attention. The CPU is repeatable without."""
 
-    step_timeout_minutes: PositiveFloat = 60.0
+    step_timeout_minutes: float = Field(default=60.0, ge=0.01, le=43_200)
     """Longest that one optimizer step may take. After most of that time each process writes where it is to
     the standard error; then processes that wait for another one give up, and the run ends with an error
     rather than hang. Caching, previews and checkpoints do not count."""
 
-    cpu_threads: PositiveInt | None = None
+    cpu_threads: int | None = Field(default=None, ge=1, le=1024)
     """Threads that torch may use on the CPU; null leaves it to torch. Very small models are fastest with
     1."""
 
@@ -134,21 +143,21 @@ class MemorySettings(Settings):
     where nothing fits without, and `train.micro_batch_size`, as it is or 1, 2, 4 or 8, whichever takes least
     time a sample; `train.global_batch_size` stays. A run that goes on keeps what its first start chose."""
 
-    min_bytes: NonNegativeInt | None = None
+    min_bytes: int | None = Field(default=None, ge=0, le=2**50)
     """Size in bytes of the smallest tensor that the offload and streaming move: small ones cost more time
     than they save memory. Null is 65536 on accelerators, and 0 on the CPU."""
 
-    host_gib: PositiveFloat | None = None
+    host_gib: Gib | None = None
     """Most host memory in GiB for each device: for its share of the weights that `stream_blocks` keeps there,
     which must fit, and for the offload, which takes what they leave. Inputs that do not fit stay on the
     device; it must be enough for one block. Null bounds the offload alone, by half of the memory that is
     available when training starts, divided by the devices."""
 
-    resident_blocks: NonNegativeInt = 1
+    resident_blocks: Blocks = 1
     """Blocks whose inputs are still on the device: those that ran last. 0 saves the memory of one more, but
     computation may have to wait for the copies."""
 
-    prefetched_blocks: NonNegativeInt = 1
+    prefetched_blocks: Blocks = 1
     """Blocks whose inputs are fetched ahead in the backward pass. With 0 it waits for every one of them."""
 
     policy: Literal["all", "every_n", "skip", "only", "first_k", "last_k"] = "all"
@@ -156,29 +165,29 @@ class MemorySettings(Settings):
     `every_n`: blocks 0, n, 2n and so on; `first_k` and `last_k`: n blocks at one end; `only` those listed;
     `skip`: all but those listed. Where some memory is left, `first_k` makes the best use of it."""
 
-    policy_n: PositiveInt | None = None
+    policy_n: BlocksAtLeastOne | None = None
     """The n of `every_n`, `first_k` and `last_k`, which need it."""
 
-    policy_blocks: Distinct[NonNegativeInt] = Field(default=[])
+    policy_blocks: Distinct[Blocks] = Field(default=[])
     """The blocks of `skip` and `only`, which need them: their places in the model, from 0."""
 
     save_attention: Literal["no", "keep", "park"] = "no"
     """Save what attention computes in the checkpointed blocks, so that it is not computed twice: on the
     device (`keep`), or in the memory of the host (`park`). It pays most where images are large."""
 
-    stream_blocks: NonNegativeInt | Literal["all", "auto"] = 0
+    stream_blocks: Blocks | Literal["all", "auto"] = 0
     """Blocks of the transformer whose frozen weights live in host memory, and visit the device when the block
     runs: a number of them, evenly spread, `all`, or as few as let the steps fit the device (`auto`). For
     models that are too large for the device; the copies run beside the computation. The result is the same.
     Of two experts, as of Wan 2.2, that many of each. The processes of a machine share one copy in host
     memory."""
 
-    stream_slots: PositiveInt = 2
+    stream_slots: BlocksAtLeastOne = 2
     """Blocks whose streamed weights are on the device at once: one computes, the others are fetched ahead.
     With 1 the computation waits for every copy. Must be less than `stream_blocks`. Of layers of a text
     encoder that is streamed, that many."""
 
-    device_gib: PositiveFloat | None = None
+    device_gib: Gib | None = None
     """Most device memory in GiB that training steps are to take, by count, for `auto` and
     `stream_blocks: auto`. Null is nine tenths of what is free when training starts; on the CPU there is no
     limit."""

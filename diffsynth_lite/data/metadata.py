@@ -47,6 +47,8 @@ def read_table(path: Path, columns: Sequence[str]) -> Table:
     parse = parsers.get(path.suffix.lower())
     if parse is None:
         raise UserError(f"{path}: metadata is read from {', '.join(parsers)} files")
+    if path.exists() and not path.is_file():  # To open a named pipe waits for whoever writes to it.
+        raise UserError(f"{path}: is no file that metadata can be read from")
     try:
         cells = parse(path, columns)
     except UserError:

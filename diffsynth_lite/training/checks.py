@@ -181,6 +181,8 @@ def check_held_out(records: Sequence[Record], held_out: Sequence[Record]) -> Non
 
 
 def _check_output_is_apart(config: Config) -> None:
+    if Path(config.data.cache_dir).expanduser().is_file():
+        raise UserError(f"data.cache_dir: {config.data.cache_dir} is a file; name a folder")
     output = Path(config.output.dir).expanduser().resolve()
     for key, source in config.data.sources_by_key.items():
         if source.path and output.is_relative_to(Path(source.path).expanduser().resolve()):

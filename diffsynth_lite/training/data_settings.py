@@ -38,6 +38,10 @@ def plan_rules(config: Config, family: ModelFamily) -> PlanRules:
     frame_counts = frame_counts_of(config, family)
     for count in frame_counts:
         family.check_frames(count, key="data.frame_counts")
+    if family.frame_step is None:
+        for key in ("fps", "clip", "clips_per_video"):
+            if not data.is_default(key):
+                raise UserError(f"data.{key}: has no effect, as this family makes pictures; remove it")
     has_inputs = any(source.input_columns or source.input_dirs for source in data.sources_by_key.values())
     if data.crop == "random" and has_inputs:
         raise UserError(

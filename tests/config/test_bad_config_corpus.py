@@ -48,6 +48,8 @@ OVERRIDES = [
     *("model.path=${oc.env:NO_SUCH_VARIABLE}", "model.path=${model.path}", "model.path=${data.path"),
     *("model.path=${oc.create:[1]}", "model.path=${oc.decode:1}", "model.path=${now:}", "model.path=${lora}"),
     "model.path=${oc.env:PATH,${oc.env:HOME}}",
+    *("data.cache_dir=runs/one/", "data.cache_dir=pictures", "output.dir=~nosuchuser/run"),
+    *("data.tag_shuffles=1000000000", "data.crops_per_item=1000000000", "data.repeats=1000000000"),
 ]
 
 # Flags, and the line that follows the usage; the usage itself names every flag there is.

@@ -3,7 +3,7 @@
 import pytest
 
 from diffsynth_lite.config import load_config
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import MAX_LINES, UserError
 
 # Section and setting, value as written, and what the message must say. The setting stands on line 2.
 WRONG_VALUES = [
@@ -46,6 +46,11 @@ WRONG_VALUES = [
     ("train", "use_gradient_checkpointing", "null", "true or false"),
     ("train", "use_gradient_checkpointing", "auto", "planned, not available yet"),
     ("train", "use_gradient_checkpointing_offload", "auto", "planned, not available yet"),
+    ("train", "steps", "1000000001", "at least 1 and at most 1000000000"),
+    ("train", "learning_rate", "1e4", "above 0 and at most 1"),
+    ("train", "step_timeout_minutes", "1e-9", "at least 0.01 and at most 43200"),
+    ("train", "step_timeout_minutes", "1e308", "at most 43200"),
+    ("train", "cpu_threads", "100000", "at most 1024"),
     ("train", "micro_batch_size", "2", "must divide train.global_batch_size 1"),
     ("train", "lr", "1", "is train.learning_rate here"),
     ("train", "learning_rat", "1", "did you mean 'learning_rate'?"),
@@ -55,7 +60,11 @@ WRONG_VALUES = [
     ("train", "<<", "{steps: 5}", "unknown key"),
     ("train", "'no such: key'", "8", "unknown key"),
     ("lora", "rank", "0", "at least 1"),
-    ("lora", "alpha", "0", "above 0"),
+    ("lora", "rank", "200000000000000000", "at most 65536"),
+    ("lora", "alpha", "0", "at least 1e-06"),
+    ("lora", "components", "[transformer, transformer]", "twice"),
+    ("lora", "target_modules", "[to_q, to_q]", "twice"),
+    ("lora", "init_from", "~nosuchuser/lora", "no user of that name"),
     ("lora", "dropout", "1", "below 1"),
     ("lora", "target_modules", "to_q", "must be attention, all, or a list of texts"),
     ("lora", "target_modules", "atention", "did you mean 'attention'?"),
@@ -76,6 +85,7 @@ WRONG_VALUES = [
     ("train", "compile", "model", "one of off, blocks"),
     ("memory", "min_bytes", "-1", "at least 0"),
     ("memory", "host_gib", "0", "above 0"),
+    ("memory", "host_gib", "1e300", "at most 1048576"),
     ("memory", "resident_blocks", "-1", "at least 0"),
     ("memory", "prefetched_blocks", "-1", "at least 0"),
     ("memory", "policy", "auto", "planned, not available yet"),
@@ -109,6 +119,7 @@ WRONG_VALUES = [
     ("logging", "wandb_mode", "off", "one of online, offline"),
     ("logging", "project", "''", "not empty"),
     ("logging", "wandb_token", "abc", "unknown key"),
+    ("resume", "allow", "[data, data]", "twice"),
     ("resume", "source", "''", "not empty"),
     ("resume", "source", "~", "not empty"),
 ]
@@ -149,7 +160,8 @@ WRONG_FILES = [
     ("# only a comment\n", ":1:", "is empty"),
     ("- model\n", ":1:", "must be sections"),
     ("just words\n", ":1:", "must be sections"),
-    ("train:\n\tsteps: 3\n", ":2:", "a tab"),
+    ("train:\n\tsteps: 3\n", ":2:", "a tab is used to indent"),
+    ("train:\n  steps:\t3\n", ":2:", "a tab stands between words"),
     ("train:\n  steps: 3\n  steps: 4\n", ":3 train.steps:", "is there already, on line 2"),
     ("train:\n  steps: 3\ntrain:\n  seed: 4\n", ":3 train:", "is there already, on line 1"),
     ("trian:\n  steps: 3\n", ":1 trian:", "did you mean 'train'?"),
@@ -191,6 +203,16 @@ def test_a_wrong_file_is_reported_at_its_line(write, text, place, reason):
         load_config(path)
     line = next(line for line in str(caught.value).splitlines() if reason in line)
     assert line.startswith(f"{path}{place}")
+
+
+def test_very_many_problems_are_counted_and_the_first_ones_told(write, minimal):
+    path = write(minimal + "train:\n" + "".join(f"  key{number}: 1\n" for number in range(20_000)))
+    with pytest.raises(UserError) as caught:
+        load_config(path)
+    *told, rest = str(caught.value).splitlines()
+    assert len(told) == MAX_LINES
+    assert told[0].startswith(f"{path}:9 train.key0: ")
+    assert rest == f"and {20_000 - MAX_LINES} more like these"
 
 
 def test_every_problem_is_reported_at_once_what_was_written_in_its_order_and_then_what_is_missing(write):

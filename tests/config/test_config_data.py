@@ -60,7 +60,7 @@ WRONG_SOURCES = {
     ),
     "out of range": (
         ["sources:", "- path: a", "- weight: 0", "  path: b"],
-        [":4 data.sources[1].weight: got '0'; must be a number, above 0"],
+        [":4 data.sources[1].weight: got '0'; must be a number, at least 1e-06"],
     ),
     "written twice": (
         ["sources:", "- path: a", "  path: b"],
@@ -186,6 +186,10 @@ def test_an_override_replaces_the_whole_list(write):
         ),
         ("data.sources=[{path: a, repeats: x}]", " data.sources[0].repeats: got 'x'; must be a whole number"),
         ("data.sources=[{repeats: 2}]", " data.sources[0].path: is required"),
+        (
+            "data.sources=[{path: a}, {path: a/, repeats: 2}]",
+            " data.sources[1].path: is data.sources[0] again; keep one, and set its repeats or weight",
+        ),
         ("data.sources=photos", ": got 'photos'; must be a list of sections"),
         ("data.sources=[{path: a]", ": not valid yaml"),
         ("data.sources[0].repeats=2", ": an entry cannot be set alone; set the whole list, as data.sources"),

@@ -23,11 +23,11 @@ HEAVY_LIBRARIES = {
     [
         ("train.steps", "+7", 7),
         ("train.seed", "0", 0),
-        ("train.steps", "9" * 18, 10**18 - 1),
+        ("train.seed", "9" * 18, 10**18 - 1),
         ("train.learning_rate", "1e-4", 1e-4),
         ("train.learning_rate", ".5", 0.5),
         ("train.learning_rate", "1.", 1.0),
-        ("train.learning_rate", "3", 3.0),
+        ("train.weight_decay", "3", 3.0),
         ("train.max_grad_norm", "null", None),
         ("train.max_grad_norm", "~", None),
         ("train.max_grad_norm", "", None),

@@ -26,14 +26,18 @@ TEXTS = st.one_of(
         ["yes", "null", "~", "0123", "1:30", "1e3", "- a", "a: b # c", "'", '"', " x ", "a\n\nb\n", "#"]
     ),
     st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20),
-).filter(lambda text: "${" not in text and text != "???")
+).filter(lambda text: "${" not in text and text != "???" and (text == "~" or not text.startswith("~")))
 
 
 def values_of(setting: Schema) -> st.SearchStrategy:
     """Every value that a setting may have, taken alone, by its JSON schema."""
     schema = without_null(setting)
     if section_of_entries(setting):
-        return st.lists(sections_of("source", SourceSettings), max_size=2)
+        return st.lists(
+            sections_of("source", SourceSettings),
+            max_size=2,
+            unique_by=lambda source: (source.path, source.dataset),
+        )
     if "enum" in schema:
         values = st.sampled_from(schema["enum"])
     elif "items" in schema:
@@ -96,6 +100,7 @@ def consistent(name: str, values: dict) -> dict:
     """Drawn values with the settings that depend on others made to fit these."""
     if name == "data":
         values |= defaults(SourceSettings.model_fields) if values["sources"] else consistent("source", values)
+        values |= {"cache_dir": f"cache/{values['cache_dir']}"}
         is_fixed = None not in (values["width"], values["height"])
         values |= {} if is_fixed else {"width": None, "height": None}
         values |= defaults(["sizes"]) if is_fixed else {}

@@ -99,6 +99,26 @@ BEFORE_WEIGHTS: dict[str, tuple[Spoil, tuple[str, ...], str]] = {
         ("model.family=my_package.my_family",),
         "unknown family 'my_package.my_family'; Python finds no such module: install its package or name",
     ),
+    "family that is a path": (
+        lambda run: None,
+        ("model.family=../../etc/passwd",),
+        "unknown family '../../etc/passwd'",
+    ),
+    "cache that is a file": (
+        lambda run: None,
+        ("data.cache_dir={root}/data/0.txt",),
+        "0.txt is a file; name a folder",
+    ),
+    "frame rate of pictures": (
+        lambda run: None,
+        ("data.fps=16",),
+        "data.fps: has no effect, as this family makes pictures; remove it",
+    ),
+    "metadata in a named pipe": (
+        lambda run: os.mkfifo(run.root / "metadata.csv"),
+        ("data.metadata={root}/metadata.csv",),
+        "metadata.csv: is no file that metadata can be read from",
+    ),
     "no such data": (lambda run: None, ("data.path=/no/such/data",), "/no/such/data"),
     "no images": (lambda run: [path.unlink() for path in (run.root / "data").glob("*.png")], (), "data"),
     "missing caption": (lambda run: (run.root / "data" / "3.txt").unlink(), (), "3.png"),
@@ -173,7 +193,7 @@ def test_it_is_refused_in_one_line_before_weights_are_loaded(
         monkeypatch.setattr(QwenImage, method, loaded)
     spoil, arguments, message = BEFORE_WEIGHTS[case]
     spoil(tiny_run)
-    assert tiny_run.train(*arguments) == 2
+    assert tiny_run.train(*(argument.replace("{root}", str(tiny_run.root)) for argument in arguments)) == 2
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert len(errors) == 1
     assert message in errors[0]

@@ -29,7 +29,8 @@ def load_family(name: str) -> type[ModelFamily]:
         UserError: no such module, or it does not define exactly one family.
     """
     path = name if "." in name else f"{pipelines.__name__}.{name}"
-    if "." not in name and name not in family_names():
+    is_module = all(part.isidentifier() for part in name.split("."))
+    if not is_module or ("." not in name and name not in family_names()):
         raise _unknown(name)
     try:
         module = importlib.import_module(path)
