@@ -96,6 +96,10 @@ class SourceSettings(Settings):
     """Word or words that every caption shall hold, such as `ohwx dog`; a caption without them gets them in
     front, with a comma."""
 
+    captions: Literal["required", "optional", "none"] = "required"
+    """Whether each item must have a caption (`required`). Where one has none, `optional` takes the `trigger`
+    alone; `none` takes it for all items, whatever is written about them."""
+
     allow_outside: bool = False
     """Follow absolute paths, `..` and links that lead out of the folder. Off, they are refused: turn it on
     only for data that you trust."""
@@ -108,6 +112,9 @@ class SourceSettings(Settings):
                 "a source is either a folder (path) or a dataset; keep one, or list both in data.sources"
             )
             yield Problem(("dataset", "path"), message)
+        if self.captions == "none" and self.trigger is None:
+            message = "none needs a trigger, which is then the caption of all items"
+            yield Problem(("captions", "trigger"), message)
         foreign, owner = (_OF_A_DATASET, "dataset") if self.dataset is None else (_OF_A_FOLDER, "path")
         for key in foreign:
             if not self.is_default(key):

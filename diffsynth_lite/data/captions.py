@@ -27,6 +27,10 @@ _MAX_COUNTED = 50_000
 """Different tags of one source that are counted at once: some 10 MB."""
 
 
+class MissingCaption(UserError):
+    """Nothing was written about an item."""
+
+
 def clean_caption(text: str) -> str:
     """``text`` without white space around it; its inner lines stay.
 
@@ -48,7 +52,8 @@ def captions_in(cells: Mapping[str, object]) -> tuple[str, ...]:
         cells: column to what it holds.
 
     Raises:
-        UserError: no column holds a text, or one holds something else.
+        MissingCaption: no column holds a text.
+        UserError: one holds something else.
     """
     captions: list[str] = []
     for column, cell in cells.items():
@@ -60,7 +65,7 @@ def captions_in(cells: Mapping[str, object]) -> tuple[str, ...]:
             captions.append(clean_caption(text))
     if not captions:
         found = ", ".join(map(repr, cells.values()))
-        raise UserError(f"no text in {' and '.join(map(repr, cells))} but {found}")
+        raise MissingCaption(f"no text in {' and '.join(map(repr, cells))} but {found}")
     return tuple(captions)
 
 
@@ -176,11 +181,12 @@ class CaptionFiles:
         """Captions of a target: that of its own name first, then the numbered ones in order.
 
         Raises:
-            UserError: there is none, or one cannot be used.
+            MissingCaption: there is none.
+            UserError: one cannot be used.
         """
         texts = sorted(self._texts.get(stem(target), ()))
         if not texts:
-            raise UserError(f"no {stem(target)}.txt")
+            raise MissingCaption(f"no {stem(target)}.txt")
         for (number, name), (next_number, next_name) in pairwise(texts):
             if number == next_number:
                 raise UserError(f"{name} and {next_name}; keep one")

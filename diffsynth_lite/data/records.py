@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Literal
 
 from diffsynth_lite.data.images import IMAGE_SUFFIXES
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import RecordKind
+
+CaptionRule = Literal["required", "optional", "none"]
 
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
 
@@ -85,6 +88,7 @@ class Source:
         repeats: how often each item occurs in a pass, >= 1.
         weight: factor on ``repeats``, > 0.
         trigger: word or words that each caption must hold; None for none.
+        captions: "required", "optional": the trigger alone where there is none, or "none": it alone for all.
         allow_outside: follow links, absolute paths and ``..`` that leave the folder.
 
     Raises:
@@ -109,6 +113,7 @@ class Source:
     repeats: int = 1
     weight: float = 1.0
     trigger: str | None = None
+    captions: CaptionRule = "required"
     allow_outside: bool = False
 
     @property
@@ -121,6 +126,8 @@ class Source:
             raise UserError(
                 f"path {self.path} and dataset {self.dataset}: a source needs exactly one of them"
             )
+        if self.captions == "none" and not self.trigger:
+            raise UserError(f"captions {self.captions} of {self.where} needs a trigger")
         if self.dataset is not None and (self.metadata or self.pair_dirs):
             raise UserError(
                 f"dataset {self.dataset!r}: metadata and *_dir settings go with path; name columns"
@@ -158,7 +165,8 @@ class Source:
     @property
     def columns(self) -> tuple[str, ...]:
         """All columns that a metadata file or dataset must have."""
-        return tuple(dict.fromkeys((self.media_column, *self.caption_columns, *self.pair_columns)))
+        captions = () if self.captions == "none" else self.caption_columns
+        return tuple(dict.fromkeys((self.media_column, *captions, *self.pair_columns)))
 
 
 def is_video(name: str) -> bool:

@@ -11,6 +11,7 @@ from typing import TypeVar
 from diffsynth_lite.data.captions import (
     CAPTION_SUFFIXES,
     CaptionFiles,
+    MissingCaption,
     captions_in,
     has_trigger,
     with_trigger,
@@ -113,6 +114,7 @@ class _Reader:
         self._source = source
         self._index = index
         self._prefix = prefix
+        self._lacks_captions = False
         self.problems: list[str] = []
         self.without_trigger: list[str] = []
 
@@ -138,8 +140,8 @@ class _Reader:
         _tell_what_is_not_read(folder, pairs)
         if source.metadata is not None:
             return self._read_rows(folder, media, pairs, read_table(source.metadata, source.columns))
-        texts = CaptionFiles(folder, media)
-        if (metadata := self._metadata_in(folder, has_texts=bool(texts))) is not None:
+        texts, reads_texts = CaptionFiles(folder, media), source.captions != "none"
+        if (metadata := self._metadata_in(folder, has_texts=reads_texts and bool(texts))) is not None:
             return self._read_rows(folder, media, pairs, read_table(metadata, source.columns))
         if source.pair_columns:
             raise UserError(f"{folder.path}: no metadata file for {', '.join(source.pair_columns)}")
@@ -155,7 +157,8 @@ class _Reader:
             return self._record(name, folder.path / name, lambda: texts.of(name), lambda: pairs.of(name))
 
         records = self._collect(media, read_name, where=str(folder.path), label=lambda name: name)
-        texts.warn_of_orphans()
+        if reads_texts:
+            texts.warn_of_orphans()
         return records
 
     def _metadata_in(self, folder: Folder, *, has_texts: bool) -> Path | None:
@@ -214,8 +217,10 @@ class _Reader:
                 mask=named.mask or beside.mask,
             )
 
-        texts = {column: table.columns[column][row] for column in source.caption_columns}
-        return self._record(name, target, lambda: captions_in(texts), companions)
+        def captions() -> tuple[str, ...]:
+            return captions_in({column: table.columns[column][row] for column in source.caption_columns})
+
+        return self._record(name, target, captions, companions)
 
     def _record(
         self,
@@ -228,7 +233,7 @@ class _Reader:
         if not is_image(target.name) and not is_video(target.name):
             raise UserError(f"{target.name} is neither picture nor clip; {_SUFFIXES} are read")
         problems = Problems()
-        texts = problems.attempt(captions) or ()
+        texts = problems.attempt(lambda: self._captions(captions)) or ()
         paired = _NOTHING
         if self._source.pair_columns or self._source.pair_dirs:
             paired = problems.attempt(companions) or _NOTHING
@@ -250,6 +255,19 @@ class _Reader:
             mask=paired.mask,
         )
 
+    def _captions(self, read: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
+        """What was written about an item, or the trigger where that stands for it."""
+        alone = (self._source.trigger,) if self._source.trigger else ()
+        if self._source.captions == "none":
+            return alone
+        try:
+            return read()
+        except MissingCaption:
+            if self._source.captions == "optional" and alone:
+                return alone
+            self._lacks_captions = True
+            raise
+
     def _collect(
         self,
         keys: Sequence[_Key],
@@ -266,8 +284,10 @@ class _Reader:
             except UserError as error:
                 problems.append(f"{label(key)}: {error}")
         if problems:
+            hint = "; with captions: optional the trigger, if set, is the caption where there is none"
             self.problems.append(
                 f"{where}: {len(problems)} of {len(keys)} items cannot be used: {join_names(problems)}"
+                f"{hint if self._lacks_captions else ''}"
             )
         return records
 

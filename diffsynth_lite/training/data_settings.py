@@ -258,5 +258,6 @@ def _source(settings: SourceSettings) -> Source:
         repeats=settings.repeats,
         weight=settings.weight,
         trigger=settings.trigger,
+        captions=settings.captions,
         allow_outside=settings.allow_outside,
     )

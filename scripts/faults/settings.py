@@ -164,6 +164,7 @@ ELSEWHERE: dict[str, Change] = {
     "data.first_frame_dir": ("data.first_frame_dir=elsewhere",),
     "data.last_frame_dir": ("data.last_frame_dir=elsewhere",),
     "data.mask_dir": ("data.mask_dir=elsewhere",),
+    "data.captions": ("data.captions=optional",),
     "validation.inputs": ("validation.prompts=[a red circle]", "validation.inputs=[start.png]"),
     "validation.last_frames": (
         *("validation.prompts=[a red circle]", "validation.inputs=[start.png]"),

@@ -54,6 +54,10 @@ WRONG_SOURCES = {
         ["sources: [{path: a, width: 64}]"],
         [":2 data.sources[0].width: 'width' belongs under data or validation"],
     ),
+    "captions without a trigger": (
+        ["sources:", "- path: a", "  captions: none"],
+        [":4 data.sources[0].captions: none needs a trigger, which is then the caption of all items"],
+    ),
     "wrong type": (
         ["sources:", "- path: a", "  repeats: many"],
         [":4 data.sources[0].repeats: got 'many'; must be a whole number, at least 1"],

@@ -267,6 +267,29 @@ def test_the_trigger_is_put_ahead_of_captions_that_lack_it(folder, write_image):
     assert names_and_captions(folder, trigger="sks") == [("a.png", "sks, a cat"), ("b.png", "a photo of SKS")]
 
 
+def test_a_trigger_alone_is_the_caption_where_that_is_asked_for(folder, write_image, caplog):
+    write_image("a.png").with_suffix(".txt").write_text("a cat")
+    write_image("b.png")
+    rows, bare = folder.parent / "rows.jsonl", folder.parent / "bare.csv"
+    rows.write_text('{"file_name": "a.png", "text": "a cat"}\n{"file_name": "b.png", "text": ""}\n')
+    bare.write_text("file_name\na.png\nb.png\n")
+    for metadata in (None, rows):
+        for lacking in ({"trigger": "sks"}, {"captions": "optional"}):
+            with pytest.raises(UserError, match=r"1 of 2 .*; with captions: optional the trigger, if set"):
+                names_and_captions(folder, metadata, **lacking)
+        optional = names_and_captions(folder, metadata, trigger="sks", captions="optional")
+        assert optional == [("a.png", "sks, a cat"), ("b.png", "sks")]
+    for metadata in (None, rows, bare):
+        none = names_and_captions(folder, metadata, trigger="sks", captions="none")
+        assert none == [("a.png", "sks"), ("b.png", "sks")]
+    assert "belong to no picture" not in caplog.text
+    (folder / "b.txt").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"b\.txt: not UTF-8"):
+        names_and_captions(folder, trigger="sks", captions="optional")
+    with pytest.raises(UserError, match=r"captions none of .* needs a trigger"):
+        names_and_captions(folder, captions="none")
+
+
 def test_records_of_several_sources_have_names_of_their_own(folder, write_image, tmp_path):
     write_image("a.png").with_suffix(".txt").write_text("x")
     other = tmp_path / "else" / "data"
@@ -288,7 +311,8 @@ def test_the_problems_of_all_sources_are_named_at_once(folder, write_image, tmp_
     with pytest.raises(UserError) as error:
         find_records(sources, media_store=tmp_path).require_all()
     lines = str(error.value).split("\n")
-    assert [line.split(": ")[-1] for line in lines] == ["no a.txt", "no such folder", "no such folder"]
+    for line, problem in zip(lines, ["no a.txt; ", "no such folder", "no such folder"], strict=True):
+        assert f": {problem}" in line
 
 
 def test_records_with_problems_do_not_hide_the_others_and_added_triggers_are_named(tmp_path):

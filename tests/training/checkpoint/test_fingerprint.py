@@ -86,7 +86,7 @@ FREE = {
     "model": {"path", "revision", "variant", "transformer_file", "transformer_2_file"},
     "data": {
         *("sources", "path", "dataset", "split", "revision", "metadata", "allow_outside"),
-        *("media_column", "caption_columns", "input_columns"),
+        *("media_column", "caption_columns", "captions", "input_columns"),
         *("first_frame_column", "last_frame_column", "mask_column"),
         *("input_dirs", "first_frame_dir", "last_frame_dir", "mask_dir"),
         *("cache", "cache_dir", "on_bad_item", "max_bad_ratio", "num_workers"),
