@@ -77,6 +77,9 @@ def lossy_log() -> Iterator[None]:
     Only the error stream, where the log is: a command whose result is lost has failed.
     """
     stream = sys.stderr
+    if stream is None:  # closed by the shell, as with 2>&-
+        yield
+        return
     sys.stderr = cast(TextIO, _LossyStream(stream))
     try:
         yield

@@ -97,6 +97,15 @@ def test_a_log_that_takes_nothing_more_stops_nothing(place: str, monkeypatch: py
     stream.close()  # The interpreter flushes at its exit, where an error is exit code 120.
 
 
+def test_a_command_without_an_error_stream_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+
+    def work() -> None:
+        raise UserError("lora.rank: 0")
+
+    assert run(work, Console(stderr=True)) == 2
+
+
 def open_log(place: str, monkeypatch: pytest.MonkeyPatch) -> TextIO:
     """A log that can be written to no more; ``sys.stderr`` is as before after the test."""
     monkeypatch.setattr(sys, "stderr", sys.stderr)

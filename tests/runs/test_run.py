@@ -358,6 +358,12 @@ def test_a_run_without_a_checkpoint_is_not_written_over_by_another(
     assert tiny_run.train() == 2
     assert "contract.json is damaged, and there is no checkpoint" in caplog.text
     contract.write_text(intact)
+    lineage = tiny_run.folder / "lineage.json"
+    intact = lineage.read_text()
+    lineage.write_text("[1]")
+    assert tiny_run.train("memory.auto=true") == 2
+    assert "lineage.json is damaged, and there is no checkpoint" in caplog.text
+    lineage.write_text(intact)
     assert tiny_run.train("lora.rank=8") == 2
     assert "lora.rank was 4, is 8" in caplog.text
     assert tiny_run.metrics() == metrics

@@ -253,7 +253,8 @@ def _document(path: Path, kind: type[_Document]) -> _Document:
         document = json.loads(path.read_bytes())
     except ValueError:
         document = None
-    if not isinstance(document, kind):
+    starts = document if isinstance(document, list) else []
+    if not isinstance(document, kind) or not all(isinstance(start, dict) for start in starts):
         raise UserError(
             f"{path} is damaged, and there is no checkpoint to take it from: remove {path.parent}, or set "
             "another output.dir"
