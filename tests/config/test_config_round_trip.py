@@ -112,6 +112,7 @@ def consistent(name: str, values: dict) -> dict:
         is_folder = values["dataset"] is None
         values |= {"path": f"pictures/{values['path']}" if is_folder else None}
         values |= defaults(OF_A_DATASET if is_folder else OF_A_FOLDER)
+        values |= {"captions": "required"} if values["trigger"] is None else {}
         values |= {"input_columns": []} if values["input_dirs"] else {}
         for role in ("first_frame", "last_frame", "mask"):
             values |= {f"{role}_column": None} if values[f"{role}_dir"] else {}
@@ -131,7 +132,6 @@ def consistent(name: str, values: dict) -> dict:
         values |= {"keep_every_steps": None}
     if name == "train":
         values |= {"micro_batch_size": values["global_batch_size"]}
-        values |= {"warmup_steps": min(values["warmup_steps"], values["steps"])}
         values |= {"use_gradient_checkpointing": True} if values["use_gradient_checkpointing_offload"] else {}
     if name == "memory":
         is_counted = values["policy"] in ("every_n", "first_k", "last_k")
