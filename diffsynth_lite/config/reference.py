@@ -37,7 +37,8 @@ its YAML extension) completes, explains and checks the settings; in a file elsew
   [`likeness`](../configs/presets/likeness.yaml), [`style`](../configs/presets/style.yaml),
   [`motion`](../configs/presets/motion.yaml) (for clips) and
   [`few_pictures`](../configs/presets/few_pictures.yaml), each with the reasons for its numbers: starting
-  points, by what others recommend; we have measured none. What one changes is logged, and the run folder's
+  points, by what others recommend; we have measured none. None takes more memory than a recipe for a real
+  model does, so what fits a card still fits. What one changes is logged, and the run folder's
   `config.yaml` and `resolved.yaml` hold the result. A run that goes on wants the same ones again.
 - **Paths** are relative to the working folder.
 - **Values** are read by the type of their setting. A switch is `true` or `false` (`on`, `off`, `yes` and `no`
