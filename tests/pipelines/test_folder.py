@@ -1,6 +1,7 @@
 """Pipelines on disk and on the hub: what is found, and what is said when it is not."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,6 +83,22 @@ def test_a_misspelt_folder_beside_existing_ones_is_not_taken_for_a_hub_id(
 def test_a_file_is_not_a_pipeline(pipeline_folder: Path) -> None:
     with pytest.raises(UserError, match=r"is a file; .*model\.transformer_file"):
         resolve_folder(str(pipeline_folder / "model_index.json"))
+
+
+def test_a_folder_that_is_nearly_right_says_what_is(
+    pipeline_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    inside = resolve_folder(str(pipeline_folder / "transformer"))
+    parent = re.escape(str(pipeline_folder.resolve()))
+    with pytest.raises(UserError, match=rf"is missing; its parent is one: model\.path={parent}$"):
+        inside.parts()
+    comfyui = tmp_path_factory.mktemp("comfyui")
+    (comfyui / "diffusion_models").mkdir()
+    with pytest.raises(UserError, match=r"model_index\.json is missing$"):
+        resolve_folder(str(comfyui)).parts()
+    (comfyui / "diffusion_models" / "flux.safetensors").touch()
+    with pytest.raises(UserError, match=r"; diffusion_models/flux\.safetensors, .* model\.transformer_file"):
+        resolve_folder(str(comfyui)).parts()
 
 
 def test_a_revision_of_a_local_folder_is_refused(pipeline_folder: Path) -> None:

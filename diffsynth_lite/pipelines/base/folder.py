@@ -20,6 +20,8 @@ _WEIGHTS_OF = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 _VARIANT = re.compile(r"\.([^.]+?)(?:-\d+-of-\d+)?\.safetensors$")
 _SAMPLED_BLOCKS = 64
 _SAMPLED_BLOCK_BYTES = 64 * 1024
+_COMFYUI_FOLDERS = ("diffusion_models", "unet", "checkpoints")
+"""Where ComfyUI's folder of models has transformers and whole models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,13 +243,29 @@ class PipelineFolder:
         except FileNotFoundError:
             raise UserError(
                 f"model.path: {self.path} is not a diffusers pipeline: "
-                f"{path.relative_to(self.path)} is missing"
+                f"{path.relative_to(self.path)} is missing{_near(self.path)}"
             ) from None
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise UserError(f"model.path: {path} cannot be read: {error}") from None
         if not isinstance(document, dict):
             raise UserError(f"model.path: {path} does not hold a JSON object")
         return document
+
+
+def _near(folder: Path) -> str:
+    """What to add of a folder that is not a pipeline, but beside one, or holds single files."""
+    if (folder / "model_index.json").is_file():  # another file is missing
+        return ""
+    parent = folder.resolve().parent
+    if (parent / "model_index.json").is_file():
+        return f"; its parent is one: model.path={parent}"
+    for place in (folder, *(folder / name for name in _COMFYUI_FOLDERS)):
+        if found := sorted([*place.glob("*.safetensors"), *place.glob("*.gguf")]):
+            return (
+                f"; {found[0].relative_to(folder)}, as of ComfyUI, goes with model.transformer_file, beside "
+                "a pipeline as model.path, which all else is from"
+            )
+    return ""
 
 
 def resolve_folder(
