@@ -175,7 +175,9 @@ ELSEWHERE: dict[str, Change] = {
 }
 """Where things are read: free as settings; the weights and items that are found there are compared."""
 
-NOT_OF_PICTURES = frozenset({"model.family", "lora.components", "data.frame_counts", "data.fps"})
+NOT_OF_PICTURES = frozenset(
+    {"model.family", "lora.components", "data.frame_counts", "data.fps", "data.clip", "data.clips_per_video"}
+)
 """Changes that the tiny pipeline of pictures refuses before anything is compared."""
 
 TABLES: Mapping[Verdict, Mapping[str, Change]] = {
