@@ -1,7 +1,8 @@
 """This file knows what other trainers call our settings, so that their users are told ours.
 
-The names are those in the documents and example configs of sd-scripts and musubi-tuner (kohya), ai-toolkit,
-SimpleTuner, OneTrainer, DiffSynth-Studio and the training scripts of diffusers.
+The names are from the documents and example configs of sd-scripts and musubi-tuner (kohya), ai-toolkit,
+SimpleTuner and OneTrainer; those of DiffSynth-Studio and of diffusers' training scripts, and some of
+SimpleTuner's, were written down without looking them up again.
 """
 
 _THEIR_NAMES = {
