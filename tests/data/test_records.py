@@ -33,7 +33,7 @@ def test_files_are_all_that_is_read():
 
 
 def test_suffixes_tell_pictures_from_clips():
-    assert [is_image(name) for name in ("a.PNG", "b/a.jpeg", "a.png.txt", "png", "a.gif")] == [True] * 2 + [
+    assert [is_image(name) for name in ("a.PNG", "b/a.gif", "a.png.txt", "png", "a.heic")] == [True] * 2 + [
         False
     ] * 3
     assert [is_video(name) for name in ("a.MOV", "b/a.webm", "a.mp4.part", "a.gif")] == [True] * 2 + [
