@@ -1,7 +1,6 @@
 """Any config, written as yaml and read again, is the same config."""
 
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -195,5 +194,8 @@ def test_a_file_with_junk_in_it_raises_nothing_but_user_errors(junk, position):
     with TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_bytes((VALID[:position] + junk + VALID[position:]).encode("utf-8", "surrogatepass"))
-        with suppress(UserError):
-            load_config(path)
+        try:
+            answer = load_config(path).config.output.dir
+        except UserError as error:
+            answer = str(error)
+    assert answer

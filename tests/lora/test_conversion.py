@@ -117,7 +117,9 @@ def test_each_program_gets_its_names() -> None:
     assert f"lora_unet_{unet.replace('.', '_')}.alpha" in convert(OF_SDXL, SDXL, "comfyui", FILE).tensors
 
 
-def converted(content: Mapping[str, torch.Tensor], contents: LoraContents, names: FamilyNames) -> None:
+def assert_updates_alike(
+    content: Mapping[str, torch.Tensor], contents: LoraContents, names: FamilyNames
+) -> None:
     """Compare updates with those of diffusers' converter, in which alpha is folded into both matrices."""
     pairs = known_pairs(contents, names.layers)
     theirs = {name.removesuffix(".lora_A.weight") for name in content if name.endswith(".lora_A.weight")}
@@ -144,7 +146,7 @@ def test_updates_are_those_that_diffusers_converter_of_flux_finds() -> None:
     ]
     contents = kohya(*layers, rank=1, alpha=0.5)
     content = diffusers_converters._convert_kohya_flux_lora_to_diffusers(as_tensors(contents))
-    converted(content, contents, FLUX)
+    assert_updates_alike(content, contents, FLUX)
     # Trained apart: each layer with a rank of its own in the one that they are.
     apart = convert(contents, FLUX, "diffusers", FILE)
     pairs = {key: pair for key, pair in apart.contents.pairs.items() if "attn.to_" in key}
@@ -155,7 +157,7 @@ def test_updates_are_those_that_diffusers_converter_of_flux_finds() -> None:
     assert joined.tensors["lora_unet_single_blocks_37_linear1.lora_down.weight"].shape == (4, width)
     content = diffusers_converters._convert_kohya_flux_lora_to_diffusers(dict(joined.tensors))
     content = {name: tensor for name, tensor in content.items() if tensor.any()}
-    converted(content, joined.contents, FLUX)
+    assert_updates_alike(content, joined.contents, FLUX)
 
 
 def test_updates_are_those_that_diffusers_converters_of_wan_find() -> None:
@@ -163,10 +165,10 @@ def test_updates_are_those_that_diffusers_converters_of_wan_find() -> None:
     blocks += ["cross_attn_k_img", "cross_attn_v_img", "ffn_0", "ffn_2"]
     contents = kohya(*((f"lora_unet_blocks_0_{layer}", 2, 3) for layer in blocks))
     content = diffusers_converters._convert_musubi_wan_lora_to_diffusers(as_tensors(contents))
-    converted(content, contents, WAN)
+    assert_updates_alike(content, contents, WAN)
     comfyui = convert(contents, WAN, "comfyui", FILE)
     content = diffusers_converters._convert_non_diffusers_wan_lora_to_diffusers(dict(comfyui.tensors))
-    converted(content, comfyui.contents, WAN)
+    assert_updates_alike(content, comfyui.contents, WAN)
 
 
 def test_layers_are_those_that_diffusers_converter_of_sdxl_finds() -> None:
