@@ -1,6 +1,7 @@
 """This file has the arguments that commands share: which config, what lies on top of it, single settings."""
 
 import argparse
+import math
 import sys
 
 from diffsynth_lite.config import section_types
@@ -40,3 +41,14 @@ def argument_hint(message: str) -> str:
         return f"; settings are written without dashes: {' '.join(instead)}" if instead else ""
     files = [word for word in sys.argv[1:] if word.endswith((".yaml", ".yml"))]
     return f"; write --config {files[0]}" if files and "--config" in flags else ""
+
+
+def positive_number(text: str) -> float:
+    """What is given for an argument, where it is a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: a number above 0")
+    return value

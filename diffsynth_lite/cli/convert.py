@@ -1,7 +1,6 @@
 """Write a LoRA file, of ours or of another trainer, as diffusers, ComfyUI or kohya's tools read it."""
 
 import argparse
-import math
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from diffsynth_lite.cli.arguments import positive_number
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.run_folder.folder import RunFolder
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--alpha",
         metavar="X",
-        type=_positive,
+        type=positive_number,
         help="alpha of OUT, where it has tensors for it; lora_up is scaled so that the update stays the same "
         "(default: that of IN or, where that has it folded, the one in its metadata)",
     )
@@ -160,13 +160,3 @@ def _described(contents: "LoraContents") -> str:
 
 def _most_frequent_first(values: Iterable[float]) -> str:
     return " and ".join(f"{value:g}" for value, _ in Counter(values).most_common())
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: a number above 0")
-    return value

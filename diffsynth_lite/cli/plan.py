@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from diffsynth_lite.cli.arguments import add_config_arguments
+from diffsynth_lite.cli.arguments import add_config_arguments, positive_number
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.errors import UserError
 
@@ -36,13 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device-gib",
         metavar="GIB",
-        type=_gib,
+        type=positive_number,
         help="memory of the device that is free for training; says which settings fit it",
     )
     parser.add_argument(
         "--host-gib",
         metavar="GIB",
-        type=_gib,
+        type=positive_number,
         default=math.inf,
         help="host memory that is free (default: any amount)",
     )
@@ -194,13 +194,3 @@ def _print_choices(
         console.print(f"{device:.1f} GiB, {host:.1f} GiB on the host, {time}:", highlight=False)
         changes = " ".join(choice.overrides(config)) or "as the config says"
         console.print(f"  {changes}", soft_wrap=True, highlight=False, markup=False)
-
-
-def _gib(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: a number of GiB above 0")
-    return value

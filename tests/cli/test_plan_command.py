@@ -92,4 +92,4 @@ def test_a_device_has_some_memory(gib: str, capsys: pytest.CaptureFixture[str]) 
 def test_an_amount_of_memory_is_a_number_above_0(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         plan("--config", "sana_lora.yaml", f"--device-gib={given}", *ANY)
-    assert f"--device-gib: {given}: a number of GiB above 0" in capsys.readouterr().err
+    assert f"--device-gib: {given}: a number above 0" in capsys.readouterr().err
