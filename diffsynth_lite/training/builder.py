@@ -29,7 +29,7 @@ from diffsynth_lite.training.checks import (
     preview_size,
 )
 from diffsynth_lite.training.data_settings import data_sources, frame_counts_of, num_tokens_of
-from diffsynth_lite.training.distributed import LONG_WAIT
+from diffsynth_lite.training.distributed.watchdog import LONG_WAIT
 from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.ema import AveragedWeights
 from diffsynth_lite.training.encoding import EncodedPrompt, TrainingData

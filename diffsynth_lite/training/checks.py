@@ -24,7 +24,7 @@ from diffsynth_lite.pipelines.base.single_file import component_files
 from diffsynth_lite.run_folder.metrics import require_trackers
 from diffsynth_lite.training.data_settings import check_records, plan_rules
 from diffsynth_lite.training.dataset import read_records
-from diffsynth_lite.training.distributed import on_all_processes
+from diffsynth_lite.training.distributed.agreement import on_all_processes
 from diffsynth_lite.training.frozen_weights import text_encoder_memory, transformer_quantization
 from diffsynth_lite.training.learning_rate import learning_rate_schedule
 from diffsynth_lite.training.streaming import check_stream

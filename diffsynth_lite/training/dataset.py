@@ -36,7 +36,7 @@ from diffsynth_lite.training.data_settings import (
     find_training_records,
     index_file,
 )
-from diffsynth_lite.training.distributed import main_process_first, on_main_process
+from diffsynth_lite.training.distributed.agreement import main_process_first, on_main_process
 
 logger = logging.getLogger(__name__)
 

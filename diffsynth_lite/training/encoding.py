@@ -44,7 +44,7 @@ from diffsynth_lite.media import evenly_spread
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
 from diffsynth_lite.training.data_settings import cache_folder, held_out_rules, index_file, plan_rules
 from diffsynth_lite.training.dataset import Quarantine, plan_dataset, say_what_is_tiled
-from diffsynth_lite.training.distributed import on_all_processes
+from diffsynth_lite.training.distributed.agreement import on_all_processes
 from diffsynth_lite.training.evaluation import TrackedItem, ValidationItem
 
 logger = logging.getLogger(__name__)

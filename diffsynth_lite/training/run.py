@@ -53,7 +53,7 @@ from diffsynth_lite.training.checkpoint.saver import Saver, restore
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.checks import check_run, checked_again
 from diffsynth_lite.training.data_settings import shifts_by_size
-from diffsynth_lite.training.distributed import on_all_processes, on_main_process
+from diffsynth_lite.training.distributed.agreement import on_all_processes, on_main_process
 from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.encoding import TrainingData, encode_run
 from diffsynth_lite.training.evaluation import ValidationProtocol

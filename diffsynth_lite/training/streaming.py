@@ -24,7 +24,7 @@ from diffsynth_lite.core.weights import (
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.quantized import set_formats
-from diffsynth_lite.training.distributed import on_all_processes
+from diffsynth_lite.training.distributed.agreement import on_all_processes
 
 
 def streamed_blocks(

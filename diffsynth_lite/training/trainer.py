@@ -21,7 +21,8 @@ from diffsynth_lite.run_folder.metrics import MetricsFile, MetricsLog
 from diffsynth_lite.run_folder.progress import StepReport, StepResult
 from diffsynth_lite.training.builder import TrainingObjects, build_engine
 from diffsynth_lite.training.checkpoint.saver import Saver
-from diffsynth_lite.training.distributed import Watchdog, on_main_process
+from diffsynth_lite.training.distributed.agreement import on_main_process
+from diffsynth_lite.training.distributed.watchdog import Watchdog
 from diffsynth_lite.training.memory_report import report_graphs, report_memory
 from diffsynth_lite.training.planning.comparison import StepComparison
 from diffsynth_lite.training.run_context import RunContext

@@ -32,8 +32,10 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         sent.append(outcome)
         return [*others, *outcome]
 
-    monkeypatch.setattr("diffsynth_lite.training.distributed.broadcast_object_list", lambda _: [(None, "")])
-    monkeypatch.setattr("diffsynth_lite.training.distributed.gather_object", gather)
+    monkeypatch.setattr(
+        "diffsynth_lite.training.distributed.agreement.broadcast_object_list", lambda _: [(None, "")]
+    )
+    monkeypatch.setattr("diffsynth_lite.training.distributed.agreement.gather_object", gather)
     return [sent, others]
 
 

@@ -237,8 +237,12 @@ def test_one_process_of_several_encodes_the_whole_where_the_folder_is_not_shared
     prepared: Prepared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The other one has a folder of its own, so what it encoded is not here."""
-    monkeypatch.setattr("diffsynth_lite.training.distributed.gather_object", lambda outcome: outcome)
-    monkeypatch.setattr("diffsynth_lite.training.distributed.broadcast_object_list", lambda outcome: outcome)
+    monkeypatch.setattr(
+        "diffsynth_lite.training.distributed.agreement.gather_object", lambda outcome: outcome
+    )
+    monkeypatch.setattr(
+        "diffsynth_lite.training.distributed.agreement.broadcast_object_list", lambda outcome: outcome
+    )
     process = SimpleNamespace(device=CPU, num_processes=2, process_index=0, is_main_process=True)
     folder = {"data.cache_dir": str(prepared.root / "own")}
     assert encode(prepared, process=process, **folder).identity == encode(prepared).identity

@@ -27,7 +27,7 @@ from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.checkpoint.manifest import Checkpoint, read_checkpoint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.distributed import on_main_process
+from diffsynth_lite.training.distributed.agreement import on_main_process
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from diffsynth_lite.training.checkpoint.manifest import (
 from diffsynth_lite.training.checkpoint.optimizer_state import load_optimizer, optimizer_tensors
 from diffsynth_lite.training.checkpoint.resume import Lineage, RunFingerprint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.distributed import on_main_process
+from diffsynth_lite.training.distributed.agreement import on_main_process
 from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.ema import AveragedWeights
 from diffsynth_lite.training.evaluation import ValidationProtocol

@@ -16,7 +16,7 @@ from diffsynth_lite.core.transfer.host_pool import available_host_bytes, num_loc
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.training.distributed import on_all_processes
+from diffsynth_lite.training.distributed.agreement import on_all_processes
 from diffsynth_lite.training.planning.choices import (
     SMALLER_FORMATS,
     Choice,

@@ -10,13 +10,13 @@ import torch.distributed
 from accelerate import Accelerator
 from processes import FORKED, LIMIT_S, Program, free_port
 
-from diffsynth_lite.training.distributed import Watchdog
+from diffsynth_lite.training.distributed.watchdog import Watchdog
 
 SLOW = """
 import sys, time
 from datetime import timedelta
 from types import SimpleNamespace
-from diffsynth_lite.training.distributed import Watchdog
+from diffsynth_lite.training.distributed.watchdog import Watchdog
 
 watchdog = Watchdog(SimpleNamespace(num_processes=1), timedelta(seconds=float(sys.argv[1])))
 

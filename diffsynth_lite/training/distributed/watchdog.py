@@ -1,0 +1,84 @@
+"""This file bounds how long processes wait for one another, and says where one hangs."""
+
+import faulthandler
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator
+
+logger = logging.getLogger(__name__)
+
+LONG_WAIT = timedelta(hours=6)
+"""For what one process does while the others wait: its part of the cache, previews, a checkpoint."""
+_DUMP_AT = 0.8
+"""Part of the limit after which every process writes down where it is: before the limit ends them."""
+_RESET_AFTER = 0.05
+"""Part of the limit: a reset that follows the last one sooner is left out, as each starts a thread."""
+
+
+class Watchdog:
+    """Finds a process that hangs in a step, and says where it hangs.
+
+    In a step that takes longer than the limit, each process first writes the stacks of its threads to the
+    standard error; then torch gives up waiting, so that the run ends with an error instead of hanging for
+    ever. A single process waits for nobody and only writes its stacks.
+
+    Args:
+        accelerator: knows how many processes there are.
+        limit: of one optimizer step.
+    """
+
+    def __init__(self, accelerator: Accelerator, limit: timedelta) -> None:
+        self._accelerator = accelerator
+        self._limit = limit
+        self._reset_at = -math.inf
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Scope of the training loop; ``reset`` begins each step's time."""
+        self._set_timeout(self._limit)
+        self._begin()
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            self._set_timeout(LONG_WAIT)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Scope of what may take longer than a step: a save, an evaluation."""
+        faulthandler.cancel_dump_traceback_later()
+        self._set_timeout(LONG_WAIT)
+        try:
+            yield
+        finally:
+            self._set_timeout(self._limit)
+            self._begin()
+
+    def reset(self) -> None:
+        """Begin the time of the next step."""
+        now, limit_s = time.monotonic(), self._limit.total_seconds()
+        if now - self._reset_at < _RESET_AFTER * limit_s or sys.__stderr__ is None:
+            return
+        self._reset_at = now
+        faulthandler.dump_traceback_later(_DUMP_AT * limit_s, file=sys.__stderr__)
+
+    def _begin(self) -> None:
+        self._reset_at = -math.inf
+        self.reset()
+
+    def _set_timeout(self, limit: timedelta) -> None:
+        if self._accelerator.num_processes == 1:
+            return
+        # torch has no public way to change it, and offers this one in its own debugger.
+        set_timeout = getattr(torch.distributed.distributed_c10d, "_set_pg_timeout", None)
+        if set_timeout is None:
+            logger.debug("torch %s cannot change how long processes wait.", torch.__version__)
+            return
+        set_timeout(limit)
