@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
@@ -22,6 +22,7 @@ _IDLE_ADVICE = {
     "bitsandbytes.backends.cpu.ops": "pip install kernels",
 }
 """Warnings of other libraries that nobody should act on: words of them, by their logger."""
+_SILENT = logging.CRITICAL + 1
 
 
 class _RedactingFormatter(logging.Formatter):
@@ -94,7 +95,18 @@ def lossy_log() -> Iterator[None]:
             os.close(nowhere)
 
 
-def run_command(work: Callable[[], None], console: Console, *, is_main: bool) -> int:
+def log_level(environment: Mapping[str, str]) -> int:
+    """Of the lines that a process of a launcher prints.
+
+    The main process prints its facts and everybody's warnings. The first one of each other machine prints
+    what ends the run: whoever looks at that machine's log alone learns it too. The others are silent.
+    """
+    if environment.get("RANK", "0") == "0":
+        return logging.INFO
+    return logging.ERROR if environment.get("LOCAL_RANK") == "0" else _SILENT
+
+
+def run_command(work: Callable[[], None], console: Console, *, level: int = logging.INFO) -> int:
     """Do what a command does, with secrets masked in whatever it prints and writes, and no code from a hub.
 
     A log that takes nothing more, as a pipe into ``head``, stops nothing.
@@ -102,7 +114,7 @@ def run_command(work: Callable[[], None], console: Console, *, is_main: bool) ->
     Args:
         work: the command.
         console: where log lines and errors go.
-        is_main: whether this process logs and explains errors; the others are silent.
+        level: of the lines that are printed; tracebacks of bugs always are.
 
     Returns:
         The exit code, see :func:`exit_code_of`.
@@ -110,14 +122,15 @@ def run_command(work: Callable[[], None], console: Console, *, is_main: bool) ->
     # Read once, when diffusers is imported. We ask for no remote code; now nobody can.
     os.environ["DIFFUSERS_DISABLE_REMOTE_CODE"] = "1"
     redactor = Redactor(os.environ)
-    configure_logging(console, redactor, is_main=is_main)
+    configure_logging(console, redactor, level=level)
     with in_force(redactor), lossy_log():
-        return exit_code_of(work, redactor, is_main=is_main)
+        return exit_code_of(work, redactor)
 
 
-def configure_logging(console: Console, redactor: Redactor, *, is_main: bool = True) -> None:
-    """Our facts and everybody's warnings on the main process; other processes are silent."""
-    handler = _ConsoleHandler(console, redactor) if is_main else logging.NullHandler()
+def configure_logging(console: Console, redactor: Redactor, *, level: int = logging.INFO) -> None:
+    """Our facts and everybody's warnings are printed, those of a level at least."""
+    handler = _ConsoleHandler(console, redactor)
+    handler.setLevel(level)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("diffsynth_lite").setLevel(logging.INFO)
     for name in _IDLE_ADVICE:
@@ -137,13 +150,12 @@ def hide_progress_bars() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def exit_code_of(work: Callable[[], None], redactor: Redactor, *, is_main: bool) -> int:
+def exit_code_of(work: Callable[[], None], redactor: Redactor) -> int:
     """Do what a command does.
 
     Args:
         work: the command.
         redactor: masks secrets in a traceback.
-        is_main: whether this process explains errors.
 
     Returns:
         The exit code: 0 finished, 2 something the user can fix, 3 it had to stop, 75 stopped by a signal
@@ -160,8 +172,7 @@ def exit_code_of(work: Callable[[], None], redactor: Redactor, *, is_main: bool)
             # Not left to the interpreter: wandb's hook prints the traceback as it is.
             sys.stderr.write(redactor.text(traceback.format_exc()))
             raise SystemExit(code) from error
-        if is_main:
-            _explain(error)
+        _explain(error)
         return code
     return EXIT_FINISHED
 

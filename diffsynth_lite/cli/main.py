@@ -12,7 +12,7 @@ from rich.console import Console
 from diffsynth_lite import __version__
 from diffsynth_lite.cli import cache, convert, doctor, init, plan, publish, report, sample
 from diffsynth_lite.cli.arguments import argument_hint
-from diffsynth_lite.cli.console import run_command
+from diffsynth_lite.cli.console import log_level, run_command
 
 _EXAMPLES = {
     init: "my_pictures --preset likeness",
@@ -77,9 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed.refuse(flags)
     if takes_overrides:
         parsed.overrides = [*parsed.overrides, *rest]
-    is_main = os.environ.get("RANK", "0") == "0"
     run: Callable[[argparse.Namespace], None] = parsed.run
-    return run_command(lambda: run(parsed), Console(stderr=True), is_main=is_main)
+    return run_command(lambda: run(parsed), Console(stderr=True), level=log_level(os.environ))
 
 
 if __name__ == "__main__":

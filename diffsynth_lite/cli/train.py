@@ -14,7 +14,7 @@ from rich.console import Console
 
 from diffsynth_lite import __version__
 from diffsynth_lite.cli.arguments import add_config_arguments, argument_hint
-from diffsynth_lite.cli.console import hide_progress_bars, run_command
+from diffsynth_lite.cli.console import hide_progress_bars, log_level, run_command
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
 
@@ -65,8 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _die_with_launcher()
     parsed = build_parser().parse_intermixed_args(arguments)
     console = Console(stderr=True)
-    is_main = os.environ.get("RANK", "0") == "0"
-    return run_command(lambda: _train(parsed, console, started_at), console, is_main=is_main)
+    return run_command(lambda: _train(parsed, console, started_at), console, level=log_level(os.environ))
 
 
 def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> None:

@@ -46,6 +46,7 @@ from diffsynth_lite.training.data_settings import cache_folder, held_out_rules, 
 from diffsynth_lite.training.dataset import Quarantine, plan_dataset, say_what_is_tiled
 from diffsynth_lite.training.distributed.agreement import on_all_processes
 from diffsynth_lite.training.evaluation import TrackedItem, ValidationItem
+from diffsynth_lite.training.shortages import shortages_explained
 
 logger = logging.getLogger(__name__)
 
@@ -348,6 +349,7 @@ def _encode_passes(
     processes = accelerator.num_processes
     own = Shard(num_processes=processes, process_index=accelerator.process_index)
 
+    @shortages_explained()  # here, so that all processes end alike
     def work(items: Mapping[str, Encodable], encoder: Encoder, shard: Shard) -> dict[str, str]:
         if is_hopeless or not config.data.cache:
             return find_undecodable(items, memory=memory, shard=shard)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import yaml
-from accelerate.utils import broadcast_object_list
 from diffusers.training_utils import free_memory
 from rich.console import Console
 
@@ -53,7 +52,12 @@ from diffsynth_lite.training.checkpoint.saver import Saver, restore
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.checks import check_run, checked_again
 from diffsynth_lite.training.data_settings import shifts_by_size
-from diffsynth_lite.training.distributed.agreement import on_all_processes, on_main_process
+from diffsynth_lite.training.distributed.agreement import (
+    from_main_process,
+    on_all_processes,
+    on_main_process,
+    tensors_from_main_process,
+)
 from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.encoding import TrainingData, encode_run
 from diffsynth_lite.training.evaluation import ValidationProtocol
@@ -122,12 +126,7 @@ def run_training(
             shifts=shifts_by_size(config, checked.family, shift),
         )
         checkpoint = resolve_checkpoint(accelerator, run.resume_policy, fingerprint)
-        status = folder.read_status()
-        if status is None and folder.holds_run():
-            logger.warning(
-                "%s is missing or damaged; the checkpoints tell how far the run is.", folder.status_file
-            )
-        is_finished = status is not None and status.get("state") == "finished"
+        is_finished = from_main_process(accelerator, lambda: _is_finished(folder))
         if checkpoint and checkpoint.step >= config.train.steps and is_finished:
             logger.info("This run is finished (step %d). %s", checkpoint.step, _results(folder))
             return
@@ -139,21 +138,32 @@ def run_training(
             total_steps=config.train.steps,
         )
         kernels = deterministic_kernels() if config.train.deterministic else nullcontext()
-        outcome: AbstractContextManager[list[str]] = recorded if run.is_main else nullcontext([])
         # Inside as well: the status says what the screen does.
         explained = shortages_explained(folder.path)
-        with run.page.concluded(), outcome as remarks, explained, kernels:
+        with run.page.concluded(), ExitStack() as outcome, explained, kernels:
+            told = on_main_process(accelerator, lambda: outcome.enter_context(recorded))
             step, divergence = _train(run, fingerprint, checkpoint, stop)
-            remarks += divergence.remarks()
+            remarks = divergence.remarks()
+            if told is not None:
+                told += remarks
             _conclude(run, step, remarks)
+
+
+def _is_finished(folder: RunFolder) -> bool:
+    """Whether the run's status says that it is finished."""
+    status = folder.read_status()
+    if status is None and folder.holds_run():
+        logger.warning(
+            "%s is missing or damaged; the checkpoints tell how far the run is.", folder.status_file
+        )
+    return status is not None and status.get("state") == "finished"
 
 
 def _with_chosen_memory(run: RunContext) -> RunContext:
     """The run with what its config leaves open chosen, before anything is encoded."""
     if not leaves_open(run.config):
         return run
-    found = [on_main_process(run.accelerator, run.resume_policy.earlier_choices)]
-    earlier = broadcast_object_list(found)[0]
+    earlier = from_main_process(run.accelerator, run.resume_policy.earlier_choices)
     chosen = choose_memory(run.config, run.checked.family, run.accelerator, earlier=earlier)
     return replace(
         run,
@@ -173,20 +183,19 @@ def _train(
     with run.clock.stage("encoding"):
         encoded = _encode(run)
     fingerprint |= data_fingerprint(encoded.identity, micro_batch_size=run.config.train.micro_batch_size)
-    changes = run.resume_policy.changed_settings(fingerprint, checkpoint)
+    policy = run.resume_policy
+    changes = from_main_process(run.accelerator, lambda: policy.changed_settings(fingerprint, checkpoint))
     lineage = extended_lineage(checkpoint, changes, run.accelerator, chosen=run.chosen)
     run_id = checkpoint.documents["state"]["run_id"] if checkpoint else uuid.uuid4().hex[:12]
-    if run.is_main:
-        _start_run_folder(run, fingerprint, lineage)
-        _warn_of_lost_rows(run, checkpoint)
-    _start_trackers(run, run_id)
+    on_main_process(run.accelerator, lambda: _start_run_folder(run, fingerprint, lineage, checkpoint))
+    on_main_process(run.accelerator, lambda: _start_trackers(run, run_id))
     with run.clock.stage("model"):
         logger.info("Loading the transformer.")
         transformer, compiler, weights = _load_model(run, initial)
         optimizer = build_optimizer(run.config, transformer)
         averaged = build_average(run.config, transformer)
         if checkpoint is not None:
-            restore(checkpoint, transformer, optimizer, averaged)
+            restore(checkpoint, transformer, optimizer, averaged, accelerator=run.accelerator)
         built = build_run(
             run.config,
             run.checked,
@@ -317,16 +326,21 @@ def _initial_lora(run: RunContext) -> dict[str, torch.Tensor] | None:
     lora = run.config.lora
     if lora.init_from is None:
         return None
-    return read_initial_lora(
+    read = partial(
+        read_initial_lora,
         run.checked.family,
         lora.init_from,
         layers=run.checked.target_layers,
         rank=lora.rank,
         alpha=lora_alpha(run.config),
     )
+    return tensors_from_main_process(run.accelerator, read)
 
 
-def _start_run_folder(run: RunContext, fingerprint: RunFingerprint, lineage: Lineage) -> None:
+@shortages_explained()  # here, so that all processes end alike
+def _start_run_folder(
+    run: RunContext, fingerprint: RunFingerprint, lineage: Lineage, checkpoint: Checkpoint | None
+) -> None:
     """Write fingerprint, lineage and config, and cut metrics and checkpoints back to this start's step."""
     folder, start_step = run.folder, lineage[-1]["step"]
     write_json(folder.fingerprint_file, fingerprint)
@@ -338,6 +352,7 @@ def _start_run_folder(run: RunContext, fingerprint: RunFingerprint, lineage: Lin
     for file in folder.row_files:
         MetricsFile(file).cut_back_to(start_step or -1)
     run.store.cut_back_to(start_step)
+    _warn_of_lost_rows(run, checkpoint)
 
 
 def _warn_of_lost_rows(run: RunContext, checkpoint: Checkpoint | None) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,7 +128,7 @@ def _restored(root: Path, source: Path) -> dict[str, Any]:
     add_adapter(model, layers, rank=1, alpha=2, dropout=0.1, seed=1)
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad])
     averaged = AveragedWeights(model, decay=0.6)
-    restore(checkpoint, model, optimizer, averaged)
+    restore(checkpoint, model, optimizer, averaged, accelerator=SimpleNamespace(num_processes=1))
     groups = {
         "adapter": adapter_tensors(model),
         "optimizer": optimizer_tensors(optimizer, dict(model.named_parameters()))[0],

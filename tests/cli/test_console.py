@@ -12,7 +12,7 @@ from typing import TextIO
 import pytest
 from rich.console import Console
 
-from diffsynth_lite.cli.console import run_command
+from diffsynth_lite.cli.console import log_level, run_command
 from diffsynth_lite.cli.train import main
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import redacted
@@ -28,10 +28,10 @@ def console(monkeypatch: pytest.MonkeyPatch) -> Console:
     return Console(file=io.StringIO())
 
 
-def run(work: Callable[[], None], console: Console, *, is_main: bool = True) -> int:
+def run(work: Callable[[], None], console: Console, *, level: int = logging.INFO) -> int:
     """Run a command; it finds the root logger without handlers, as a process of its own would."""
     logging.getLogger().handlers.clear()
-    return run_command(work, console, is_main=is_main)
+    return run_command(work, console, level=level)
 
 
 def printed(console: Console) -> str:
@@ -67,15 +67,29 @@ def test_the_line_of_an_error_is_masked(console: Console) -> None:
     assert "output.dir: runs/REDACTED is a file" in printed(console)
 
 
-@pytest.mark.parametrize("is_main", [True, False])
+def test_what_ends_a_run_is_printed_once_a_machine(console: Console) -> None:
+    def work() -> None:
+        logging.getLogger("diffsynth_lite").warning("a slow disk")
+        raise UserError("lora.rank: 0")
+
+    lines = []
+    for rank in range(4):
+        file = console.file = io.StringIO()
+        level = log_level({"RANK": str(rank), "LOCAL_RANK": str(rank % 2)})
+        assert run(work, console, level=level) == 2
+        lines.append([line.split(" ", 1)[1] for line in file.getvalue().splitlines()])
+    assert lines == [["a slow disk", "lora.rank: 0"], [], ["lora.rank: 0"], []]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
 def test_the_traceback_of_a_bug_is_masked_on_every_process(
-    console: Console, capsys: pytest.CaptureFixture[str], is_main: bool
+    console: Console, capsys: pytest.CaptureFixture[str], rank: str
 ) -> None:
     def work() -> None:
         raise KeyError("swordfish") from OSError(TOKEN)
 
     with pytest.raises(SystemExit, match="1"):
-        run(work, console, is_main=is_main)
+        run(work, console, level=log_level({"RANK": rank, "LOCAL_RANK": rank}))
     error = capsys.readouterr().err
     assert "KeyError: 'REDACTED'" in error
     assert "OSError: REDACTED" in error

@@ -17,7 +17,6 @@ from types import MappingProxyType
 from typing import Any, TypeVar, get_args
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 from diffsynth_lite import __version__
 from diffsynth_lite.config import AllowedChange, Config, section_types
@@ -27,7 +26,7 @@ from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.checkpoint.manifest import Checkpoint, read_checkpoint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.distributed.agreement import on_main_process
+from diffsynth_lite.training.distributed.agreement import from_main_process
 
 logger = logging.getLogger(__name__)
 
@@ -340,27 +339,23 @@ def resolve_checkpoint(
 ) -> Checkpoint | None:
     """The checkpoint to continue from, the same on all processes, or None to start a new run.
 
-    Leftovers of killed writers are removed from the store.
+    The main process finds and reads it: the others may not have the run folder. Leftovers of killed writers
+    are removed from the store.
 
     Raises:
         UserError: see ``ResumePolicy.find_checkpoint``.
         DifferentRunError: the run was started with other settings.
     """
 
-    def find() -> Path | None:
+    def find() -> Checkpoint | None:
         policy.store.clean()
         checkpoint = policy.find_checkpoint()
-        if checkpoint is None:
-            policy.changed_settings(fingerprint, None)
-        return checkpoint.path if checkpoint else None
+        policy.changed_settings(fingerprint, checkpoint)
+        return checkpoint
 
-    found = [on_main_process(accelerator, find)]
-    path = broadcast_object_list(found)[0]
-    if path is None:
-        return None
-    checkpoint = read_checkpoint(path)
-    policy.changed_settings(fingerprint, checkpoint)
-    logger.info("Continuing from %s.", path)
+    checkpoint = from_main_process(accelerator, find)
+    if checkpoint is not None:
+        logger.info("Continuing from %s.", checkpoint.path)
     return checkpoint
 
 

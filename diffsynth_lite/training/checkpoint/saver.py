@@ -28,7 +28,7 @@ from diffsynth_lite.training.checkpoint.manifest import (
 from diffsynth_lite.training.checkpoint.optimizer_state import load_optimizer, optimizer_tensors
 from diffsynth_lite.training.checkpoint.resume import Lineage, RunFingerprint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.distributed.agreement import on_main_process
+from diffsynth_lite.training.distributed.agreement import on_main_process, tensors_from_main_process
 from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.ema import AveragedWeights
 from diffsynth_lite.training.evaluation import ValidationProtocol
@@ -268,19 +268,28 @@ def restore(
     transformer: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     averaged: AveragedWeights | None,
+    *,
+    accelerator: Accelerator,
 ) -> None:
     """Put the adapter, its average and the optimizer's state back, before the model is wrapped.
 
     A run that keeps an average only from here on starts it at the adapter's present values.
 
+    Args:
+        accelerator: its main process reads the checkpoint, which the others may not have; call this on all.
+
     Raises:
         UserError: the checkpoint does not fit the model.
     """
-    load_adapter_tensors(transformer, checkpoint.tensors("adapter"))
+
+    def read(name: str) -> dict[str, torch.Tensor]:
+        return tensors_from_main_process(accelerator, lambda: checkpoint.tensors(name))
+
+    load_adapter_tensors(transformer, read("adapter"))
     load_optimizer(
         optimizer,
         dict(transformer.named_parameters()),
-        checkpoint.tensors("optimizer"),
+        read("optimizer"),
         checkpoint.documents["optimizer"],
     )
     if averaged is None:
@@ -289,4 +298,4 @@ def restore(
     if updates is None:
         averaged.restart()
     else:
-        averaged.load(checkpoint.tensors("ema"), updates)
+        averaged.load(read("ema"), updates)

@@ -1,10 +1,12 @@
 """This file makes what several processes do one decision."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast, broadcast_object_list, gather_object
+from torch import Tensor
 
 from diffsynth_lite.errors import RunStoppedError, UserError
 
@@ -35,6 +37,41 @@ def on_main_process(accelerator: Accelerator, work: Callable[[], _Result]) -> _R
         raise
     broadcast_object_list([(None, "")])
     return result
+
+
+def from_main_process(accelerator: Accelerator, work: Callable[[], _Result]) -> _Result:
+    """What something comes to on the main process, given to all; when it fails, every process raises.
+
+    Raises:
+        UserError: as :func:`on_main_process`.
+        RunStoppedError: likewise.
+    """
+    if accelerator.num_processes == 1:
+        return work()
+    found: list[_Result] = broadcast_object_list([on_main_process(accelerator, work)])
+    return found[0]
+
+
+def tensors_from_main_process(
+    accelerator: Accelerator, read: Callable[[], Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Tensors that the main process has read, on the CPU of all processes, bit for bit.
+
+    Raises:
+        UserError: as :func:`on_main_process`.
+        RunStoppedError: likewise.
+    """
+    read_here = on_main_process(accelerator, read) or {}
+    if accelerator.num_processes == 1:
+        return dict(read_here)
+    described = [(name, tensor.shape, tensor.dtype) for name, tensor in read_here.items()]
+    tensors = {}
+    for name, shape, dtype in broadcast_object_list([described])[0]:
+        sent = read_here[name] if accelerator.is_main_process else torch.empty(shape, dtype=dtype)
+        # As bytes, which every backend takes, and one by one: the device need not hold all of them.
+        raw = sent.contiguous().reshape(-1).view(torch.uint8).to(accelerator.device)
+        tensors[name] = broadcast(raw).cpu().view(dtype).reshape(shape)
+    return tensors
 
 
 def on_all_processes(accelerator: Accelerator, work: Callable[[], _Result]) -> list[_Result]:
