@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from rich.progress import Progress
 from rich.prompt import Confirm
 
 from diffsynth_lite.cli.arguments import add_preset_argument
+from diffsynth_lite.cli.processes import join_processes
 from diffsynth_lite.config import Config, LoadedConfig, load_config
 from diffsynth_lite.errors import UserError
 
@@ -80,8 +82,9 @@ def caching_accelerator(config: Config) -> "Accelerator":
     encoded depends on.
 
     Raises:
-        UserError: the launcher asks for a kind of distribution that is not supported.
+        UserError: what a launcher started is not one run, or of a kind that is not supported.
     """
+    join_processes(os.environ, sys.argv)
     from diffsynth_lite.training.builder import build_accelerator
 
     return build_accelerator(config, Path(config.output.dir).expanduser() / "trackers")

@@ -10,6 +10,7 @@ from typing import Any, TextIO, cast
 
 from rich.console import Console
 
+from diffsynth_lite.cli.processes import is_local_main_process, is_main_process
 from diffsynth_lite.errors import EXIT_BUG, EXIT_FINISHED, RunInterrupted, exit_code
 from diffsynth_lite.redaction import Redactor, in_force
 
@@ -101,9 +102,9 @@ def log_level(environment: Mapping[str, str]) -> int:
     The main process prints its facts and everybody's warnings. The first one of each other machine prints
     what ends the run: whoever looks at that machine's log alone learns it too. The others are silent.
     """
-    if environment.get("RANK", "0") == "0":
+    if is_main_process(environment):
         return logging.INFO
-    return logging.ERROR if environment.get("LOCAL_RANK") == "0" else _SILENT
+    return logging.ERROR if is_local_main_process(environment) else _SILENT
 
 
 def run_command(work: Callable[[], None], console: Console, *, level: int = logging.INFO) -> int:

@@ -1,11 +1,9 @@
 """This file knows how long a launcher waits for the processes that it stops."""
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 
+from diffsynth_lite.cli.processes import argument
 from diffsynth_lite.training.stopping import GracePeriod
 
 _DEFAULT_S = 30.0
@@ -29,7 +27,7 @@ def grace_period(
         return None
     if not can_be_set:
         return GracePeriod(seconds=_DEFAULT_S, setting=None)
-    given = _argument(launcher)
+    given = argument(launcher, _ARGUMENTS)
     if given is not None:
         return _grace(given, _ARGUMENTS[0])
     for name in _VARIABLES:
@@ -43,27 +41,6 @@ def grace_can_be_set() -> bool:
     from torch.distributed.launcher.api import LaunchConfig
 
     return any(field.name == "shutdown_timeout" for field in fields(LaunchConfig))
-
-
-def parent_command() -> list[str]:
-    """Command line of the parent process; empty where the system does not show it."""
-    if sys.platform != "linux":
-        return []
-    try:
-        raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-    except OSError:
-        return []
-    return [os.fsdecode(part) for part in raw.split(b"\0")]
-
-
-def _argument(command: Sequence[str]) -> str | None:
-    """The value of the agent's argument; the last one counts, as in the agent."""
-    found = None
-    for place, word in enumerate(command):
-        name, equals, value = word.partition("=")
-        if name in _ARGUMENTS:
-            found = value if equals else "".join(command[place + 1 : place + 2])
-    return found
 
 
 def _grace(text: str, setting: str) -> GracePeriod | None:

@@ -4,6 +4,8 @@ import argparse
 import json
 import logging
 import math
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from rich.console import Console
 
 from diffsynth_lite.cli.arguments import add_config_arguments
 from diffsynth_lite.cli.console import hide_progress_bars
+from diffsynth_lite.cli.processes import join_processes
 from diffsynth_lite.cli.train import make_cublas_repeatable
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
@@ -90,6 +93,7 @@ def run(parsed: argparse.Namespace) -> None:
     """
     request = _request(parsed)
     # The libraries take seconds to import: wrong arguments are refused before that.
+    join_processes(os.environ, sys.argv)
     from diffsynth_lite.sampling.drawing import draw_samples
 
     if request.config.train.deterministic:

@@ -15,6 +15,7 @@ from rich.console import Console
 from diffsynth_lite import __version__
 from diffsynth_lite.cli.arguments import add_config_arguments, argument_hint
 from diffsynth_lite.cli.console import hide_progress_bars, log_level, run_command
+from diffsynth_lite.cli.processes import join_processes, parent_command
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
 
@@ -80,7 +81,8 @@ def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> N
         make_cublas_repeatable()
     # The libraries take seconds to import: a wrong config is refused before that.
     importing_since = time.perf_counter()
-    from diffsynth_lite.cli.launcher import grace_can_be_set, grace_period, parent_command
+    join_processes(os.environ, sys.argv)
+    from diffsynth_lite.cli.launcher import grace_can_be_set, grace_period
     from diffsynth_lite.training.run import run_training
     from diffsynth_lite.training.run_context import StartupClock
 
@@ -93,17 +95,7 @@ def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> N
 
 
 def _launcher_warnings(mixed_precision: str) -> list[str]:
-    """What the launcher asks for and the config overrules; what is not supported is refused.
-
-    Raises:
-        UserError: the launcher asks for a kind of distribution that is planned.
-    """
-    for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
-        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
-            raise UserError(
-                f"accelerate launch: {name} is planned, not available yet; use one device, or several with "
-                "plain data parallelism (--multi_gpu)"
-            )
+    """What the launcher asks for and the config overrules."""
     # The launcher sets "no" also where nobody asked for it.
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched in ("no", mixed_precision):

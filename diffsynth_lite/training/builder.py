@@ -117,8 +117,8 @@ def build_accelerator(config: Config, tracker_folder: Path) -> Accelerator:
     )
     if accelerator.distributed_type not in _SUPPORTED_DISTRIBUTION:
         raise UserError(
-            f"accelerate launch: {accelerator.distributed_type.value} is planned, not available yet; "
-            "use one device, or several with plain data parallelism (--multi_gpu)"
+            f"accelerate launch: {accelerator.distributed_type.value} is not supported; use one device, or "
+            "several with plain data parallelism (accelerate launch --multi_gpu, or torchrun)"
         )
     return accelerator
 

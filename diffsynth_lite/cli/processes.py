@@ -1,0 +1,239 @@
+"""This file sees to it that the processes of a launcher are one run, and refuses those that are not.
+
+torch and Accelerate know the processes of a run by the variables that torchrun sets. Without them each would
+train for itself, and nothing would say so.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from diffsynth_lite.errors import UserError
+
+_USE_CPU = "ACCELERATE_USE_CPU"
+_BY_ACCELERATE = "ACCELERATE_DYNAMO_MODE"
+"""``accelerate launch`` sets it, whatever it starts, and hardly anybody else."""
+_SHARDED_BY = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
+"""What ``accelerate launch`` can be asked for, as ``ACCELERATE_USE_...``, and is not supported."""
+_ON = ("1", "on", "t", "true", "y", "yes")
+"""As Accelerate reads a switch."""
+
+
+@dataclass(frozen=True)
+class _Numbering:
+    """Variables by which a launcher tells a process how many there are, and which one it is."""
+
+    num_processes: str
+    rank: str
+    local_rank: str
+    num_local: str
+
+    def numbers(self, environment: Mapping[str, str]) -> bool:
+        """Whether the process is one of several of this launcher."""
+        return self.rank in environment and environment.get(self.num_processes, "1") != "1"
+
+
+_TORCHRUN = _Numbering("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
+"""Where the processes find each other."""
+_HERE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+"""Where Accelerate has the processes of one machine meet."""
+_MPI = (
+    _Numbering(*(f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))),
+    _Numbering(*(f"MV2_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))),
+    _Numbering("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+"""Open MPI, MVAPICH2, and the Hydra of MPICH and Intel MPI."""
+_SRUN = _Numbering("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+"""Of a job step. ``SLURM_NTASKS`` alone says what a job may start: many ask for cores with it."""
+
+
+def is_main_process(environment: Mapping[str, str]) -> bool:
+    """Whether this process is the first of those that a launcher started together."""
+    return environment.get(_numbering(environment).rank, "0") == "0"
+
+
+def is_local_main_process(environment: Mapping[str, str]) -> bool:
+    """Whether this process is the first of them on this machine."""
+    return environment.get(_numbering(environment).local_rank, "0") == "0"
+
+
+def join_processes(environment: MutableMapping[str, str], command: Sequence[str]) -> None:
+    """See to it that Accelerate will take the processes of a launcher for one run.
+
+    Processes of ``mpirun`` get the variables that torchrun would have set. Those of torchrun on a machine
+    without a GPU are told that they run on the CPU: Accelerate would make each of them a run of its own.
+
+    Args:
+        environment: of this process; it is changed.
+        command: of this process, to name the one that would be right.
+
+    Raises:
+        UserError: they would be several runs, or one process where several were asked for, or share a GPU.
+    """
+    for name in _SHARDED_BY:
+        if _is_on(environment, f"ACCELERATE_USE_{name}"):
+            raise UserError(
+                f"accelerate launch: {name} is not supported; use one device, or several with plain data "
+                "parallelism (accelerate launch --multi_gpu, or torchrun)"
+            )
+    program = shlex.join(command)
+    numbering = _numbering(environment)
+    if numbering is _SRUN:
+        raise UserError(_srun_refused(environment, program))
+    if numbering in _MPI:
+        _number_as_torchrun(environment, numbering)
+    _require_all_variables(environment, program)
+    _require_as_many_as_asked(environment, program)
+    if _count(environment, _TORCHRUN.num_processes) > 1:
+        _require_devices(environment, program)
+
+
+def parent_command() -> list[str]:
+    """Command line of the parent process; empty where the system does not show it."""
+    return _shown_of_parent("cmdline")
+
+
+def argument(command: Sequence[str], names: Sequence[str]) -> str | None:
+    """The value of an argument in a command line, under any of its names; the last one counts."""
+    found = None
+    for place, word in enumerate(command):
+        name, equals, value = word.partition("=")
+        if name in names:
+            found = value if equals else "".join(command[place + 1 : place + 2])
+    return found
+
+
+def _numbering(environment: Mapping[str, str]) -> _Numbering:
+    if _TORCHRUN.rank in environment:
+        return _TORCHRUN
+    # mpirun may have started its own daemons with srun.
+    return next((one for one in (*_MPI, _SRUN) if one.numbers(environment)), _TORCHRUN)
+
+
+def _is_on(environment: Mapping[str, str], name: str) -> bool:
+    return environment.get(name, "").strip().lower() in _ON
+
+
+def _count(environment: Mapping[str, str], name: str) -> int:
+    """The number that a variable holds; 1 where it is not set."""
+    text = environment.get(name, "1")
+    if not text.isdecimal():
+        raise UserError(f"{name}: is {text!r} in the environment, and should be a number; unset it")
+    return int(text)
+
+
+def _torchrun(num_processes: int | str, program: str) -> str:
+    """The command that starts so many processes on one machine."""
+    return f"torchrun --standalone --nproc_per_node {num_processes} {program}"
+
+
+def _srun_refused(environment: Mapping[str, str], program: str) -> str:
+    tasks = _count(environment, _SRUN.num_processes)
+    nodes = _count(environment, "SLURM_STEP_NUM_NODES")
+    agent = _torchrun(tasks, program)
+    if nodes > 1:
+        agent = (
+            f"torchrun --nnodes {nodes} --nproc_per_node {max(1, tasks // nodes)} --rdzv_backend c10d "
+            f"--rdzv_endpoint FIRST_NODE:29500 {program}"
+        )
+    return (
+        f"srun: started {tasks} tasks that know nothing of each other, {tasks} runs in place of one; start "
+        f"one task a node, and torchrun in it: srun --ntasks={nodes} --ntasks-per-node=1 {agent} "
+        "(several runs: srun --ntasks=1 for each)"
+    )
+
+
+def _number_as_torchrun(environment: MutableMapping[str, str], numbering: _Numbering) -> None:
+    """Set the variables of torchrun to what MPI says, and on one machine where the processes meet."""
+    is_one_machine = environment.get(numbering.num_local) == environment[numbering.num_processes]
+    given = zip(astuple(_TORCHRUN), astuple(numbering), strict=True)
+    found = {name: environment[source] for name, source in given if source in environment}
+    for name, value in (found | (_HERE if is_one_machine else {})).items():
+        environment.setdefault(name, value)
+
+
+def _require_all_variables(environment: Mapping[str, str], program: str) -> None:
+    """Refuse some of torchrun's variables without the others: left over, or of a launcher like it."""
+    size = _count(environment, _TORCHRUN.num_processes)
+    if size == 1 and _TORCHRUN.local_rank not in environment:
+        return
+    needed = (_TORCHRUN.num_processes, _TORCHRUN.rank, _TORCHRUN.local_rank, *_RENDEZVOUS)
+    missing = [name for name in needed if not environment.get(name)]
+    if missing:
+        given = [name for name in needed if name not in missing]
+        values = ", ".join(f"{name}={environment[name]}" for name in given)
+        raise UserError(
+            f"{values}: say in the environment that this is one of {size} processes, which would not find "
+            f"each other without {', '.join(missing)}; start with {_torchrun(size, program)}, or for one "
+            f"process unset {', '.join(given)}"
+        )
+
+
+def _require_as_many_as_asked(environment: Mapping[str, str], program: str) -> None:
+    """Refuse the one process that ``accelerate launch`` starts where it was asked for several on the CPU."""
+    if _BY_ACCELERATE not in environment or _TORCHRUN.rank in environment:
+        return
+    # It says where the processes would meet, and starts one.
+    of_launcher = _parent_environment()
+    if all(environment.get(name) == of_launcher.get(name) for name in _RENDEZVOUS):
+        return
+    # The number may also stand in a file of its own.
+    asked = argument(parent_command(), ("--num_processes", "--num-processes")) or "N"
+    on_cpu = f"{_USE_CPU}=true " if _is_on(environment, _USE_CPU) else ""
+    raise UserError(
+        f"accelerate launch: was asked for {'several' if asked == 'N' else asked} processes and "
+        "started one, as it does on the CPU, and where there are not several GPUs; start one with "
+        f"--num_processes 1, several with {on_cpu}{_torchrun(asked, program)}"
+    )
+
+
+def _require_devices(environment: MutableMapping[str, str], program: str) -> None:
+    """Refuse more processes than GPUs; where there is none at all, have them run on the CPU."""
+    import torch
+
+    if _is_on(environment, _USE_CPU):
+        return
+    size = _count(environment, _TORCHRUN.num_processes)
+    if torch.cuda.is_available():
+        num_gpus, num_local = torch.cuda.device_count(), _count(environment, _TORCHRUN.num_local)
+        if num_local > num_gpus:
+            visible = environment.get("CUDA_VISIBLE_DEVICES")
+            raise UserError(
+                f"{num_local} processes were started on this machine, where torch sees "
+                f"{num_gpus} GPU{'s' * (num_gpus != 1)}"
+                f"{'' if visible is None else f' (CUDA_VISIBLE_DEVICES={visible})'}; start one for each: "
+                f"{_torchrun(num_gpus, program)}"
+            )
+    elif torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        raise UserError(
+            f"{size} processes were started, which is not supported on {kind}; start one, or all on the CPU: "
+            f"{_USE_CPU}=true {_torchrun(size, program)}"
+        )
+    elif _BY_ACCELERATE in environment:
+        raise UserError(
+            f"accelerate launch: was asked for {size} processes on GPUs, and torch sees none here; for the "
+            f"CPU start {_torchrun(size, program)}"
+        )
+    else:
+        environment[_USE_CPU] = "true"
+
+
+def _parent_environment() -> dict[str, str]:
+    """What the parent process was started with; empty where the system does not show it."""
+    return dict(entry.split("=", 1) for entry in _shown_of_parent("environ") if "=" in entry)
+
+
+def _shown_of_parent(name: str) -> list[str]:
+    """Entries of a file that Linux shows of the parent process."""
+    if sys.platform != "linux":
+        return []
+    try:
+        raw = Path(f"/proc/{os.getppid()}/{name}").read_bytes()
+    except OSError:
+        return []
+    return [os.fsdecode(part) for part in raw.split(b"\0")]

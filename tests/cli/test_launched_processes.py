@@ -1,0 +1,199 @@
+"""Processes of a launcher are one run, or none: told by the environment that each launcher gives them."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from diffsynth_lite.cli.processes import (
+    is_local_main_process,
+    is_main_process,
+    join_processes,
+    parent_command,
+)
+from diffsynth_lite.errors import UserError
+
+COMMAND = ["train.py", "--config", "my run.yaml"]
+PROGRAM = "train.py --config 'my run.yaml'"
+MEETING = {"MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}
+TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", **MEETING}
+SRUN = {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+HYDRA = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+ACCELERATE = {"ACCELERATE_DYNAMO_MODE": "default", "ACCELERATE_MIXED_PRECISION": "no"}
+
+
+def refusal(environment: dict[str, str]) -> str:
+    """What is said to a process with this environment, in one line."""
+    with pytest.raises(UserError) as refused:
+        join_processes(environment, COMMAND)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def seen_by_torch(monkeypatch: pytest.MonkeyPatch, *, num_gpus: int, kind: str | None = None) -> None:
+    """Have torch see so many GPUs, or another kind of accelerator."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: num_gpus > 0 or kind is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind or "cuda"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_main", "is_local_main"),
+    [
+        ({}, True, True),
+        (TORCHRUN, False, False),
+        (TORCHRUN | {"RANK": "4", "LOCAL_RANK": "0"}, False, True),
+        (TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}, True, True),
+        (SRUN, False, False),
+        (SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, True, True),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, True, True),
+        (OPEN_MPI, False, False),
+        (SRUN | HYDRA | {"PMI_RANK": "0"}, True, False),
+        (SRUN | TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}, True, True),
+    ],
+)
+def test_one_process_of_all_and_one_of_each_machine_is_the_main_one(
+    environment: dict[str, str], is_main: bool, is_local_main: bool
+) -> None:
+    assert is_main_process(environment) == is_main
+    assert is_local_main_process(environment) == is_local_main
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"WORLD_SIZE": "1"},
+        {"SLURM_NTASKS": "16", "SLURM_PROCID": "0"},  # a batch script, with 16 cores for one process
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+        TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
+        TORCHRUN | SRUN | {"ACCELERATE_USE_CPU": "True"},
+        ACCELERATE | {"ACCELERATE_USE_FSDP": "false"},
+    ],
+)
+def test_one_process_and_those_of_torchrun_are_left_as_they_are(environment: dict[str, str]) -> None:
+    before = dict(environment)
+    join_processes(environment, COMMAND)
+    assert environment == before
+
+
+@pytest.mark.parametrize("found", [OPEN_MPI, HYDRA, OPEN_MPI | SRUN])
+def test_processes_of_mpirun_are_numbered_as_those_of_torchrun(found: dict[str, str]) -> None:
+    environment = found | {"ACCELERATE_USE_CPU": "true"}
+    join_processes(environment, COMMAND)
+    assert environment == found | {
+        "ACCELERATE_USE_CPU": "true",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+
+
+def test_processes_of_mpirun_on_several_machines_meet_where_they_are_told_to() -> None:
+    environment = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "ACCELERATE_USE_CPU": "true"}
+    assert "without MASTER_ADDR, MASTER_PORT;" in refusal(dict(environment))
+    environment |= MEETING
+    join_processes(environment, COMMAND)
+    assert environment["MASTER_ADDR"] == "node-a"
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_tasks_of_srun_without_torchrun_are_refused_with_the_command_that_is_right(nodes: int) -> None:
+    agent = {
+        1: "srun --ntasks=1 --ntasks-per-node=1 torchrun --standalone --nproc_per_node 8",
+        2: "srun --ntasks=2 --ntasks-per-node=1 torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d",
+    }
+    text = refusal(SRUN | {"SLURM_STEP_NUM_NODES": str(nodes)})
+    assert "started 8 tasks that know nothing of each other" in text
+    assert agent[nodes] in text
+    assert PROGRAM in text
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"])
+def test_what_a_launcher_would_shard_is_refused(kind: str) -> None:
+    assert f"{kind} is not supported" in refusal(TORCHRUN | {f"ACCELERATE_USE_{kind}": "true"})
+
+
+@pytest.mark.parametrize(
+    ("environment", "missing", "num_processes"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT", 2),
+        ({"WORLD_SIZE": "2", "RANK": "0", **MEETING}, "LOCAL_RANK", 2),
+        ({"LOCAL_RANK": "0"}, "WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT", 1),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1", **MEETING}, "LOCAL_RANK", 2),
+    ],
+)
+def test_some_of_the_variables_of_torchrun_without_the_others_are_refused(
+    environment: dict[str, str], missing: str, num_processes: int
+) -> None:
+    text = refusal(environment)
+    assert f"without {missing};" in text
+    assert f"torchrun --standalone --nproc_per_node {num_processes} {PROGRAM}" in text
+
+
+def test_a_number_that_is_none_is_refused() -> None:
+    assert "WORLD_SIZE: is 'two'" in refusal({"WORLD_SIZE": "two"})
+
+
+@pytest.mark.parametrize("use_cpu", [False, True])
+def test_one_process_of_accelerate_launch_that_was_asked_for_several_is_refused(use_cpu: bool) -> None:
+    # The parent of this process has set no such variables.
+    environment = ACCELERATE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    prefix = "ACCELERATE_USE_CPU=true " if use_cpu else ""
+    text = refusal(environment | {"ACCELERATE_USE_CPU": str(use_cpu)})
+    assert "started one" in text
+    assert f"several with {prefix}torchrun --standalone --nproc_per_node" in text
+
+
+def test_without_a_gpu_processes_of_torchrun_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen_by_torch(monkeypatch, num_gpus=0)
+    environment = dict(TORCHRUN)
+    join_processes(environment, COMMAND)
+    assert environment == TORCHRUN | {"ACCELERATE_USE_CPU": "true"}
+    assert "on GPUs, and torch sees none" in refusal(TORCHRUN | ACCELERATE)
+
+
+@pytest.mark.parametrize(("num_gpus", "named"), [(1, "1 GPU;"), (3, "3 GPUs (CUDA_VISIBLE_DEVICES=0,1,2);")])
+def test_more_processes_than_gpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, named: str
+) -> None:
+    seen_by_torch(monkeypatch, num_gpus=num_gpus)
+    visible = {"CUDA_VISIBLE_DEVICES": "0,1,2"} if num_gpus == 3 else {}
+    text = refusal(TORCHRUN | visible)
+    assert f"4 processes were started on this machine, where torch sees {named}" in text
+    assert f"--nproc_per_node {num_gpus} {PROGRAM}" in text
+
+
+def test_as_many_processes_as_gpus_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen_by_torch(monkeypatch, num_gpus=4)
+    environment = dict(TORCHRUN)
+    join_processes(environment, COMMAND)
+    assert environment == TORCHRUN
+
+
+def test_several_processes_on_another_kind_of_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen_by_torch(monkeypatch, num_gpus=0, kind="mps")
+    assert "not supported on mps" in refusal(dict(TORCHRUN))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_the_parent_s_command_line_is_that_of_the_process_which_started_this_one() -> None:
+    child = "from diffsynth_lite.cli.processes import parent_command; print(parent_command())"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    done = subprocess.run(
+        [sys.executable, "-c", parent, "--shutdown-timeout", "7"], capture_output=True, text=True, check=True
+    )
+    assert "'--shutdown-timeout', '7'" in done.stdout
+    assert parent_command()
