@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,20 @@ def _pictures(samples: Sequence[Sample]) -> dict[str, Path]:
 
 def _rendered(card: ModelCard, pictures: set[str]) -> str:
     """The card; secrets are masked before anything is escaped or wrapped, and once more after that."""
-    environment = Environment(
+    rows = [_row(sample, place, pictures) for place, sample in enumerate(card.samples)]
+    header = ModelCardData(**redacted(card.header), widget=[row["widget"] for row in rows] or None)
+    text = _environment().get_template("model_card.md.jinja").render(
+        card=card,
+        rows=rows,
+        code=None if card.code is None else Markup(redacted(card.code)),
+    )
+    return marked(redacted(f"---\n{header.to_yaml()}\n---\n\n{text}"))
+
+
+@cache
+def _environment() -> Environment:
+    """Keeps the template as it was compiled, which takes most of the time of a card; a run writes several."""
+    return Environment(
         loader=PackageLoader("diffsynth_lite.run_folder", ""),
         autoescape=True,
         undefined=StrictUndefined,
@@ -157,14 +171,6 @@ def _rendered(card: ModelCard, pictures: set[str]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    rows = [_row(sample, place, pictures) for place, sample in enumerate(card.samples)]
-    header = ModelCardData(**redacted(card.header), widget=[row["widget"] for row in rows] or None)
-    text = environment.get_template("model_card.md.jinja").render(
-        card=card,
-        rows=rows,
-        code=None if card.code is None else Markup(redacted(card.code)),
-    )
-    return marked(redacted(f"---\n{header.to_yaml()}\n---\n\n{text}"))
 
 
 def _row(sample: Sample, place: int, pictures: set[str]) -> dict[str, Any]:

@@ -64,12 +64,23 @@ def _class_named(name: str) -> Any:
 
 def full_config(component: ReleaseComponent) -> dict[str, Any]:
     """The settings of a component as its file holds them: also those that are the defaults of its class."""
-    return _full_config(class_of(component), component.config)
+    return _full_config(component.class_name, component.config)
 
 
-def _full_config(component_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+def _full_config(class_name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads(_full_config_json(class_name, json.dumps(dict(config))))
+    return settings
+
+
+@cache
+def _full_config_json(class_name: str, config: str) -> str:
+    # A run asks three times what its model is, and transformers takes 10 ms to make one config.
+    return json.dumps(_with_defaults(_class_named(class_name), json.loads(config)))
+
+
+def _with_defaults(component_class: Any, config: dict[str, Any]) -> dict[str, Any]:
     if issubclass(component_class, PreTrainedModel):
-        settings: dict[str, Any] = component_class.config_class.from_dict(dict(config)).to_dict()
+        settings: dict[str, Any] = component_class.config_class.from_dict(config).to_dict()
         return settings
     parameters = inspect.signature(component_class).parameters.values()
     defaults = {
@@ -141,7 +152,7 @@ def differences(release: Release, folder: PipelineFolder) -> Differences:
     differing = dict(_differing(found, expected, "model_index."))
     for name in components.keys() & named:
         component = components[name]
-        found = _full_config(class_of(component), folder.component_config(name))
+        found = _full_config(component.class_name, folder.component_config(name))
         expected = full_config(component)
         if issubclass(class_of(component), PreTrainedModel):
             expected = _given(expected, component.config)
