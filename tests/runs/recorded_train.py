@@ -11,26 +11,29 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from diffsynth_lite.cli.train import main
 from diffsynth_lite.data import Batch
-from diffsynth_lite.run_folder.progress import StepResult
-from diffsynth_lite.training import trainer
-from diffsynth_lite.training.builder import TrainingObjects
+
+if TYPE_CHECKING:  # the workers that read ahead import this file too, and need nothing else
+    from diffsynth_lite.run_folder.progress import StepResult
+    from diffsynth_lite.training.builder import TrainingObjects
 
 Loss = Callable[[torch.nn.Module, Batch], torch.Tensor]
 
 
-def recorded_step(folder: Path) -> Callable[[TrainingObjects, int], StepResult]:
+def recorded_step(folder: Path) -> Callable[["TrainingObjects", int], "StepResult"]:
     """`train_step` that also writes the samples of each step down, in a file for each process."""
+    from diffsynth_lite.training import trainer
+
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"process-{os.environ.get('RANK', '0')}.jsonl"
     train_step = trainer.train_step
 
-    def train_step_recorded(built: TrainingObjects, step: int) -> StepResult:
+    def train_step_recorded(built: "TrainingObjects", step: int) -> "StepResult":
         loss = built.loss
 
         def recorded_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -45,7 +48,7 @@ def recorded_step(folder: Path) -> Callable[[TrainingObjects, int], StepResult]:
 
 
 @contextmanager
-def replaced_loss(built: TrainingObjects, loss: Loss) -> Iterator[None]:
+def replaced_loss(built: "TrainingObjects", loss: Loss) -> Iterator[None]:
     """Scope in which a run has another loss."""
     own = built.loss
     built.loss = loss
@@ -85,5 +88,7 @@ def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    from diffsynth_lite.training import trainer
+
     trainer.train_step = recorded_step(Path(sys.argv[1]))
     sys.exit(main(sys.argv[2:]))
