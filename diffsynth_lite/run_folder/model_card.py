@@ -152,10 +152,14 @@ def _rendered(card: ModelCard, pictures: set[str]) -> str:
     """The card; secrets are masked before anything is escaped or wrapped, and once more after that."""
     rows = [_row(sample, place, pictures) for place, sample in enumerate(card.samples)]
     header = ModelCardData(**redacted(card.header), widget=[row["widget"] for row in rows] or None)
-    text = _environment().get_template("model_card.md.jinja").render(
-        card=card,
-        rows=rows,
-        code=None if card.code is None else Markup(redacted(card.code)),
+    text = (
+        _environment()
+        .get_template("model_card.md.jinja")
+        .render(
+            card=card,
+            rows=rows,
+            code=None if card.code is None else Markup(redacted(card.code)),
+        )
     )
     return marked(redacted(f"---\n{header.to_yaml()}\n---\n\n{text}"))
 

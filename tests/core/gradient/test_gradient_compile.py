@@ -235,6 +235,8 @@ def test_compiled_code_computes_nearly_the_same_and_its_recompute_exactly(
     except ValueError as error:
         pytest.skip(str(error))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    # Else it compiles a program for each instruction set of this CPU, to see that the compiler knows it.
+    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
     subject, given = Subject.make("inductor", num_blocks=1), tokens(2, 6)
     plain = Subject(Model(1), BlockCompiler([]))
     for model in (subject.model, plain.model):
