@@ -10,6 +10,7 @@ cache entry is synced too, for it is dear, but not its folder: an entry that has
 files copied out of a dataset are synced once for all of them. Previews are only whole.
 """
 
+import errno
 import json
 import os
 import re
@@ -23,6 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from diffsynth_lite.redaction import redacted
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the errors of a disk that takes no more, of a quota, and of a limit on the size of files."""
 
 _UNFINISHED_NAME = re.compile(r"\.tmp-.+-[0-9a-f]{8}", re.DOTALL)
 
@@ -76,7 +80,20 @@ def write_json(path: Path, value: Any) -> None:
         OSError: it could not be written; the old file is as it was.
         ValueError: ``value`` holds a number that json has no way to write (NaN, infinity).
     """
-    write_text(path, json.dumps(redacted(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+    write_text(path, _json(value))
+
+
+def write_json_over(path: Path, value: Any) -> None:
+    """Write over a json file where it is, where a full disk has no room for another: a kill tears it.
+
+    Raises:
+        OSError: it is not there, or could not be written.
+    """
+    with path.open("r+b") as file:
+        file.write(_json(value).encode())
+        file.truncate()
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_synced(path: Path, content: bytes) -> None:
@@ -116,3 +133,7 @@ def free_disk_bytes(folder: Path) -> int:
     """Bytes that are free for a folder, which may not exist yet."""
     folder = folder.expanduser().absolute()
     return shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.exists())).free
+
+
+def _json(value: Any) -> str:
+    return json.dumps(redacted(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n"

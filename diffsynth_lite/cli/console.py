@@ -16,6 +16,7 @@ from diffsynth_lite.redaction import Redactor, in_force
 
 logger = logging.getLogger(__name__)
 
+_ERROR_DESCRIPTOR = 2
 _IDLE_ADVICE = {
     # That each picture processor is the one of Pillow, as we want it to be.
     "transformers.utils.import_utils": "requires torchvision",
@@ -80,6 +81,7 @@ def lossy_log() -> Iterator[None]:
     """
     stream = sys.stderr
     if stream is None:  # closed by the shell, as with 2>&-
+        _occupy_error_stream()
         yield
         return
     sys.stderr = cast(TextIO, _LossyStream(stream))
@@ -93,6 +95,17 @@ def lossy_log() -> Iterator[None]:
             # The interpreter would try again at its exit, and make 120 of the exit code.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+
+
+def _occupy_error_stream() -> None:
+    """Keep its number from the next file that is opened: libraries in C print there, whatever it is."""
+    try:
+        os.fstat(_ERROR_DESCRIPTOR)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        if nowhere != _ERROR_DESCRIPTOR:
+            os.dup2(nowhere, _ERROR_DESCRIPTOR)
             os.close(nowhere)
 
 

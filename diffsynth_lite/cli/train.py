@@ -2,12 +2,16 @@
 
 import argparse
 import ctypes
+import json
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -17,13 +21,15 @@ from diffsynth_lite.cli.arguments import add_config_arguments, argument_hint
 from diffsynth_lite.cli.console import hide_progress_bars, log_level, run_command
 from diffsynth_lite.cli.processes import join_processes, parent_command
 from diffsynth_lite.config import load_config
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import EXIT_BUG, RunInterrupted, UserError, exit_code
+from diffsynth_lite.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"}
 """Variables that ``accelerate launch`` and torchrun set."""
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _REPEATABLE_WORKSPACES = (":4096:8", ":16:8")
 _FLAG_KEYS = {
@@ -66,7 +72,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _die_with_launcher()
     parsed = build_parser().parse_intermixed_args(arguments)
     console = Console(stderr=True)
-    return run_command(lambda: _train(parsed, console, started_at), console, level=log_level(os.environ))
+
+    def work() -> None:
+        with _told_to_launcher(os.environ.get(_ERROR_FILE)):
+            _train(parsed, console, started_at)
+
+    return run_command(work, console, level=log_level(os.environ))
+
+
+@contextmanager
+def _told_to_launcher(file: str | None) -> Iterator[None]:
+    """Scope whose errors torch's elastic agent shows in the summary that it prints when a process failed.
+
+    Args:
+        file: where the agent looks for it; none, or empty, where there is no agent.
+    """
+    try:
+        yield
+    except (Exception, RunInterrupted) as error:
+        if file:
+            told = str(error) if exit_code(error) != EXIT_BUG else traceback.format_exc()
+            # In the layout of torch.distributed.elastic.multiprocessing.errors.
+            message = {"message": redacted(told), "extraInfo": {"timestamp": str(int(time.time()))}}
+            with suppress(OSError):
+                Path(file).write_text(json.dumps({"message": message}))
+        raise
 
 
 def _train(parsed: argparse.Namespace, console: Console, started_at: float) -> None:

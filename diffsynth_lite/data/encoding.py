@@ -103,7 +103,8 @@ def encode_missing(
     bad: dict[str, str] = {}
     if not missing:
         return bad
-    logger.info("encoding %d %s that the cache does not hold", len(missing), encoder.what)
+    what = encoder.what if len(missing) > 1 else encoder.what.removesuffix("s")
+    logger.info("encoding %d %s that the cache does not hold", len(missing), what)
     encode: Encode | None = None
     for key, loaded in _load_each(items, missing, bad, f"encoded %d of %d {encoder.what}"):
         if not (bad and stop_at_bad):

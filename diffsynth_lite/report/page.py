@@ -20,6 +20,9 @@ from diffsynth_lite.report.side_by_side import side_by_side
 from diffsynth_lite.run_folder.folder import RunFolder
 
 _SCRIPTS = ("live.js", "vendor/uPlot.iife.min.js", "report.js")
+_TEMPLATES = ("page.html", "run.html", "several.html")
+_HEAD_BYTES = 1000
+"""Of a page; the mark of what wrote it is in them."""
 _STYLES = ("vendor/uPlot.min.css", "style.css", "report.css")
 
 
@@ -32,6 +35,15 @@ def write_report(folder: Path) -> Path:
     path = RunFolder(folder).report_file
     write_page(path, [read_run(folder)])
     return path
+
+
+def is_current_page(path: Path) -> bool:
+    """Whether there is a page, and one that was written as pages are now."""
+    try:
+        with path.open("rb") as file:
+            return _generator().encode() in file.read(_HEAD_BYTES)
+    except OSError:
+        return False
 
 
 def write_page(path: Path, runs: Sequence[RunReport]) -> None:
@@ -72,9 +84,17 @@ def render(runs: Sequence[RunReport], *, is_served: bool = False) -> str:
             scripts=scripts,
             script_hashes=[_script_hash(script) for script in scripts],
             styles=[_resource(name) for name in _STYLES],
+            generator=_generator(),
             written_at=time.time(),
         )
     )
+
+
+@cache
+def _generator() -> str:
+    """What stands in a page for the templates and scripts that made it."""
+    made_of = "".join(map(_resource, (*_TEMPLATES, *_SCRIPTS, *_STYLES)))
+    return f"diffsynth_lite {hashlib.sha256(made_of.encode()).hexdigest()[:16]}"
 
 
 @cache

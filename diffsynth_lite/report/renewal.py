@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from diffsynth_lite.errors import DifferentRunError
-from diffsynth_lite.report.page import write_report
+from diffsynth_lite.report.page import is_current_page, write_report
+from diffsynth_lite.run_folder.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,11 @@ class PageRenewal:
     def renew(self) -> None:
         """Write the page, unless that was done just now."""
         if self._clock() >= self._due_at:
+            self._write()
+
+    def restore(self) -> None:
+        """Write the page of a run that has ended, where it was removed, or an earlier version wrote it."""
+        if not is_current_page(RunFolder(self._folder).report_file):
             self._write()
 
     @contextmanager

@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -21,7 +21,7 @@ from diffsynth_lite.errors import (
     UserError,
     exit_code,
 )
-from diffsynth_lite.files import is_unfinished, sync, write_json
+from diffsynth_lite.files import DISK_FULL, is_unfinished, sync, write_json, write_json_over
 
 if sys.platform != "win32":
     import fcntl
@@ -39,9 +39,10 @@ _MANIFESTS = "step-*/COMPLETE"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run folder. It stores nothing that breaks when it is moved."""
+    """Paths of a run folder, and its lock. It stores nothing that breaks when it is moved."""
 
     path: Path
+    _locked: list[IO[str]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def config_file(self) -> Path:
@@ -158,12 +159,11 @@ class RunFolder:
         """
         self._prepare()
         try:
-            file = (self.path / _LOCK_NAME).open("a+", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"output.dir: {self.path} cannot be written to: {error.strerror}") from error
-        with file:
-            self._acquire(file)
+            self._take_lock()
             yield
+        finally:
+            while self._locked:
+                self._locked.pop().close()
 
     def write_status(
         self,
@@ -180,45 +180,82 @@ class RunFolder:
             exit_code: None while the trainer runs.
             message: one line for a person.
             progress: numbers by name, while the trainer runs.
+
+        Raises:
+            RunStoppedError: the folder is not the one any more that this process has locked.
+            OSError: the disk is full, or fails.
         """
+        self.require_held()
+        write_json(self.status_file, self._status(state, exit_code, step, message, progress or {}))
+
+    def write_last_status(self, state: RunState, *, exit_code: int, step: int, message: str) -> None:
+        """As ``write_status``, when a run has ended: over the old one where a full disk takes no other."""
+        try:
+            self.write_status(state, exit_code=exit_code, step=step, message=message)
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            write_json_over(self.status_file, self._status(state, exit_code, step, message, {}))
+
+    def _status(
+        self,
+        state: RunState,
+        exit_code: int | None,
+        step: int,
+        message: str,
+        progress: Mapping[str, float],
+    ) -> dict[str, Any]:
         places = (
             *(self.checkpoints_folder, self.lora_folder, self.ema_lora_folder, self.best_lora_folder),
             *(self.metrics_file, self.previews_folder),
         )
         found = {place.stem: place.name for place in places if place.exists()}
         status = {"state": state, "exit_code": exit_code, "step": step, "message": message}
-        write_json(self.status_file, {**status, **(progress or {}), "found_at": found})
+        return {**status, **progress, "found_at": found}
 
     def read_status(self) -> dict[str, Any] | None:
-        """Content of ``status.json``; None before a run has been started, and where only checkpoints tell.
-
-        Raises:
-            UserError: the file is not one that ``write_status`` wrote, and there is no checkpoint.
-        """
+        """Content of ``status.json``; None before a run has been started, and where the file is damaged."""
         if not self.holds_run():
             return None
         try:
             status = json.loads(self._status_bytes())
-        except ValueError:
-            status = None
-        if isinstance(status, dict):
-            return status
-        if self._holds_checkpoint():
+        except (ValueError, RecursionError):
             return None
-        raise UserError(
-            f"{self.status_file} is damaged, and there is no checkpoint to go on from: remove {self.path}, "
-            "or use a new folder"
-        )
+        return status if isinstance(status, dict) else None
+
+    def has_lost_status(self) -> bool:
+        """Whether a run has been started here of which no status tells any more."""
+        return self.read_status() is None and (self.holds_run() or self._was_begun())
+
+    def require_held(self) -> None:
+        """Check that the folder is still the one that this process has locked.
+
+        Somebody may have renamed or removed it, and then begun another run under its name. A lock that was
+        removed alone is taken again.
+
+        Raises:
+            RunStoppedError: it is not.
+            UserError: another process took the lock meanwhile, or it cannot be made.
+        """
+        if not self.path.is_dir():
+            raise RunStoppedError(folder_is_gone(self.path))
+        if self._locked and not (self.path / _LOCK_NAME).exists():
+            logger.warning("%s was removed; it is made again.", self.path / _LOCK_NAME)
+            self._take_lock()
+        holder = self._holder()
+        # By its number alone: the name of a host may change while a run goes on.
+        if holder is not None and int(holder["process"]) != os.getpid():
+            raise RunStoppedError(
+                f"output.dir: {self.path} was renamed or removed, and {holder[0]} has begun a run under its "
+                "name; this run can be continued from where its folder is now, with that as its output.dir"
+            )
 
     def is_abandoned(self) -> bool:
         """Whether the trainer that took the lock last is gone, as far as this machine can tell.
 
         Nothing is locked for that: whoever only looks must not keep a trainer out.
         """
-        try:
-            holder = re.fullmatch(_LOCK_HOLDER, (self.path / _LOCK_NAME).read_text(encoding="utf-8").strip())
-        except (OSError, UnicodeDecodeError):
-            return False
+        holder = self._holder()
         if holder is None or holder["host"] != socket.gethostname() or sys.platform == "win32":
             return False
         try:
@@ -251,6 +288,18 @@ class RunFolder:
     def _holds_checkpoint(self) -> bool:
         return any(self.checkpoints_folder.glob(_MANIFESTS))
 
+    def _holder(self) -> re.Match[str] | None:
+        """Who took the lock last; None where no trainer did, or the file was lost."""
+        try:
+            return re.fullmatch(_LOCK_HOLDER, (self.path / _LOCK_NAME).read_text(encoding="utf-8").strip())
+        except (OSError, UnicodeDecodeError):
+            return None
+
+    def _was_begun(self) -> bool:
+        """Whether a trainer has locked the folder and left a file here: its status may have been lost."""
+        left = self.status_file, self.fingerprint_file, self.metrics_file, self.report_file
+        return self._holder() is not None and any(file.exists() for file in left)
+
     def _require_kinds(self) -> None:
         """Check that nothing is in the place of what a run writes: a file for a folder, a dead link."""
         folders = (
@@ -273,17 +322,32 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"output folder {self.path} cannot be made: {error.strerror}") from error
-        if not self.holds_run() and any(not _is_ours(entry.name) for entry in self.path.iterdir()):
+        is_run = self.holds_run() or self._was_begun()
+        if not is_run and any(not _is_ours(entry.name) for entry in self.path.iterdir()):
             raise UserError(
                 f"output folder {self.path} is not empty and holds no run: give a new or empty folder "
                 "(nothing in this one was changed)"
             )
         self._require_kinds()
 
-    def _acquire(self, file: IO[str]) -> None:
+    def _take_lock(self) -> None:
+        try:
+            file = (self.path / _LOCK_NAME).open("a+", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"output.dir: {self.path} cannot be written to: {error.strerror}") from error
+        self._locked.append(file)
+        is_locked = self._lock_file(file)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        if is_locked:
+            self._remove_unfinished()
+
+    def _lock_file(self, file: IO[str]) -> bool:
+        """Whether it could be locked; where that cannot be done a warning says so."""
         if sys.platform == "win32":
             logger.warning("Folders cannot be locked on Windows: start no second run in %s", self.path)
-            return
+            return False
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -291,11 +355,8 @@ class RunFolder:
             raise UserError(f"output folder {self.path} is in use by {file.read().strip()}") from None
         except OSError as error:
             logger.warning("%s cannot be locked (%s): start no second run there", self.path, error.strerror)
-            return
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        self._remove_unfinished()
+            return False
+        return True
 
     def _remove_unfinished(self) -> None:
         """Remove the files that killed writers left; nobody else writes while the lock is held."""
@@ -337,20 +398,29 @@ def outcome_recorded(
     remarks: list[str] = []
     try:
         yield remarks
-    except DifferentRunError:
-        if before is not None:
-            write_json(folder.status_file, before)
-        raise
     except BaseException as error:
         try:
-            message = str(error) or type(error).__name__
-            folder.write_status(_state(error), exit_code=exit_code(error), step=saved_step(), message=message)
-        except OSError as failure:
-            # A full disk takes no status either; the error that ended the run matters more.
+            if isinstance(error, DifferentRunError) and before is not None:
+                write_json(folder.status_file, before)
+            else:
+                message = str(error) or type(error).__name__
+                step = saved_step()
+                state, code = _state(error), exit_code(error)
+                folder.write_last_status(state, exit_code=code, step=step, message=message)
+        except (OSError, RunStoppedError, UserError) as failure:
+            # A full disk, or a folder that is gone, takes no status; what ended the run matters more.
             logger.warning("%s could not be written: %s", folder.status_file, failure)
         raise
     message = "; ".join(["finished", *remarks])
-    folder.write_status("finished", exit_code=EXIT_FINISHED, step=total_steps, message=message)
+    folder.write_last_status("finished", exit_code=EXIT_FINISHED, step=total_steps, message=message)
+
+
+def folder_is_gone(path: Path) -> str:
+    """What to say of a run folder that is not there any more."""
+    return (
+        f"output.dir: {path} was renamed or removed while the run wrote to it. Where it was renamed, its "
+        "checkpoints are in it: put it back, and the same command continues the run from the last one"
+    )
 
 
 def _state(error: BaseException) -> RunState:

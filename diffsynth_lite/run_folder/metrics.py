@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,8 @@ from accelerate import Accelerator
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import write_text
 from diffsynth_lite.redaction import redacted
+
+logger = logging.getLogger(__name__)
 
 NOISE_TENTHS = tuple(f"{tenth / 10:.1f}-{(tenth + 1) / 10:.1f}" for tenth in range(10))
 """Names of the ten equal parts of the noise levels, the least noise first; 1 itself is in the last."""
@@ -63,6 +66,21 @@ class MetricsFile:
         # What follows the last line break is empty, or torn.
         lines = self.path.read_bytes().split(b"\n")[:-1]
         return [self._parse(line, number) for number, line in enumerate(lines, start=1)]
+
+    def warn_of_lost_rows(self, step: int) -> None:
+        """Warn where the row of a step is missing that was logged: a power cut, or somebody, cut the file.
+
+        Raises:
+            UserError: a line is not a row.
+        """
+        logged = [row["step"] for row in self.rows() if "loss" in row]
+        if step not in logged:
+            logger.warning(
+                "%s ends at step %d, and step %d was logged: rows are lost. Training goes on exactly.",
+                self.path,
+                max(logged, default=0),
+                step,
+            )
 
     def cut_back_to(self, step: int) -> None:
         """Remove the rows of later steps, which a run resumed at ``step`` is going to take again.

@@ -28,7 +28,7 @@ from diffsynth_lite.training.checks import (
     build_learning_rate,
     preview_size,
 )
-from diffsynth_lite.training.data_settings import data_sources, frame_counts_of, num_tokens_of
+from diffsynth_lite.training.data_settings import data_sources, num_preview_frames, num_tokens_of
 from diffsynth_lite.training.distributed.watchdog import LONG_WAIT
 from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.ema import AveragedWeights
@@ -377,7 +377,7 @@ def build_preview_requests(
             inputs=prompt.inputs,
             width=width,
             height=height,
-            num_frames=config.validation.num_frames or max(frame_counts_of(config, family)),
+            num_frames=num_preview_frames(config, family),
             num_inference_steps=config.validation.num_inference_steps,
             guidance_scale=config.validation.guidance_scale,
             seed=config.validation.seed,

@@ -18,7 +18,7 @@ from diffsynth_lite.config.model import TargetSet
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_of, require_compiler
 from diffsynth_lite.data import BatchLayout, Record, load_image
 from diffsynth_lite.errors import Problems, UserError
-from diffsynth_lite.lora import find_target_layers
+from diffsynth_lite.lora import adapter_size, find_target_layers
 from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder
 from diffsynth_lite.pipelines.base.single_file import component_files
 from diffsynth_lite.run_folder.metrics import require_trackers
@@ -50,6 +50,7 @@ class CheckedRun:
         target_layers: full names of the layers that get a LoRA.
         num_blocks: transformer blocks that checkpointing covers.
         num_selected_blocks: those of them that the policy checkpoints.
+        num_lora_weights: numbers that are trained.
     """
 
     family: ModelFamily
@@ -58,6 +59,7 @@ class CheckedRun:
     target_layers: Sequence[str]
     num_blocks: int
     num_selected_blocks: int
+    num_lora_weights: int
 
     def drop_records(self) -> None:
         """Let go of the records, which take 0.7 KB each, when all is encoded."""
@@ -102,6 +104,7 @@ def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
         target_layers=model.target_layers,
         num_blocks=model.num_blocks,
         num_selected_blocks=model.num_selected_blocks,
+        num_lora_weights=model.num_lora_weights,
     )
 
 
@@ -221,6 +224,7 @@ class _CheckedModel:
     target_layers: Sequence[str]
     num_blocks: int
     num_selected_blocks: int
+    num_lora_weights: int
 
 
 def _check_model(
@@ -234,6 +238,8 @@ def _check_model(
     transformer = family.empty_transformer().requires_grad_(False)
     blocks = problems.attempt(lambda: find_blocks(family, transformer))
     layers = problems.attempt(lambda: find_targets(family, transformer, config)) if blocks else []
+    # Before layers get the formats of the run, whose shapes are others.
+    num_lora_weights = adapter_size(transformer, layers or [], rank=config.lora.rank)
     if layers:
         rank = config.lora.rank
         problems.attempt(lambda: family.settle_lora_spelling(transformer, layers, rank=rank))
@@ -243,6 +249,7 @@ def _check_model(
         target_layers=layers or [],
         num_blocks=len(blocks or []),
         num_selected_blocks=len(selected or []),
+        num_lora_weights=num_lora_weights,
     )
 
 

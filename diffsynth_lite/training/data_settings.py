@@ -71,6 +71,11 @@ def frame_counts_of(config: Config, family: ModelFamily) -> tuple[int, ...]:
     return tuple(config.data.frame_counts or (family.default_num_frames,))
 
 
+def num_preview_frames(config: Config, family: ModelFamily) -> int:
+    """Frames of a preview; 1 is a picture."""
+    return config.validation.num_frames or max(frame_counts_of(config, family))
+
+
 def check_records(records: Sequence[Record], family: ModelFamily) -> None:
     """Check, by the files that the records name, that the family can train on them.
 

@@ -108,8 +108,13 @@ class Previews:
                 OUT_OF_MEMORY_ADVICE,
             )
             return None
-        except Exception:  # a picture is never worth the run: no memory, a full disk, a broken scheduler
-            logger.warning("Previews at step %d failed; training goes on.", step, exc_info=True)
+        except Exception as error:  # a picture is never worth the run: a full disk, a broken scheduler
+            logger.warning(
+                "Previews at step %d failed; training goes on: %s",
+                step,
+                error,
+                exc_info=not isinstance(error, OSError),
+            )
             return None
         finally:
             free_memory()
@@ -137,7 +142,7 @@ class Previews:
         return jpeg_url(middle)
 
     def _save(self, previews: Sequence[Sequence[Image.Image]], step: int) -> Path:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)
         # Before the first step a LoRA changes nothing.
         loras = [(f"step-{step:08d}", 1.0)] if step else []
         for place, frames in enumerate(previews):

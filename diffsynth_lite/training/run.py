@@ -48,6 +48,7 @@ from diffsynth_lite.training.checkpoint.resume import (
     resolve_checkpoint,
     settings_fingerprint,
 )
+from diffsynth_lite.training.checkpoint.room import require_room
 from diffsynth_lite.training.checkpoint.saver import Saver, restore
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.checks import check_run, checked_again
@@ -128,6 +129,7 @@ def run_training(
         checkpoint = resolve_checkpoint(accelerator, run.resume_policy, fingerprint)
         is_finished = from_main_process(accelerator, lambda: _is_finished(folder))
         if checkpoint and checkpoint.step >= config.train.steps and is_finished:
+            run.page.restore()
             logger.info("This run is finished (step %d). %s", checkpoint.step, _results(folder))
             return
         start_step = checkpoint.step if checkpoint else 0
@@ -152,9 +154,9 @@ def run_training(
 def _is_finished(folder: RunFolder) -> bool:
     """Whether the run's status says that it is finished."""
     status = folder.read_status()
-    if status is None and folder.holds_run():
+    if folder.has_lost_status():
         logger.warning(
-            "%s is missing or damaged; the checkpoints tell how far the run is.", folder.status_file
+            "%s is missing or damaged; what is saved tells how far the run is.", folder.status_file
         )
     return status is not None and status.get("state") == "finished"
 
@@ -180,12 +182,16 @@ def _train(
     """Encode, load, train, save; returns the optimizer steps done, and what was not finite in them."""
     start_step = checkpoint.step if checkpoint else 0
     initial = _initial_lora(run) if checkpoint is None else None
+    check_room = partial(require_room, run.config, run.checked, run.store, start_step)
+    on_main_process(run.accelerator, check_room)
     with run.clock.stage("encoding"):
         encoded = _encode(run)
+    on_main_process(run.accelerator, check_room)  # Again: the cache may be on the same disk.
     fingerprint |= data_fingerprint(encoded.identity, micro_batch_size=run.config.train.micro_batch_size)
     policy = run.resume_policy
     changes = from_main_process(run.accelerator, lambda: policy.changed_settings(fingerprint, checkpoint))
-    lineage = extended_lineage(checkpoint, changes, run.accelerator, chosen=run.chosen)
+    earlier = from_main_process(run.accelerator, lambda: policy.earlier_starts(checkpoint))
+    lineage = extended_lineage(earlier, checkpoint, changes, run.accelerator, chosen=run.chosen)
     run_id = checkpoint.documents["state"]["run_id"] if checkpoint else uuid.uuid4().hex[:12]
     on_main_process(run.accelerator, lambda: _start_run_folder(run, fingerprint, lineage, checkpoint))
     on_main_process(run.accelerator, lambda: _start_trackers(run, run_id))
@@ -212,8 +218,6 @@ def _train(
     if checkpoint is not None:
         built.divergence = Divergence.of_checkpoint(checkpoint.documents["state"])
     saver = _build_saver(run, built, encoded, fingerprint, lineage, run_id, checkpoint)
-    if start_step < run.config.train.steps:
-        on_main_process(run.accelerator, saver.require_room)
     try:
         with _memory_explained(run, encoded, transformer, optimizer, weights):
             step = train(run, built, saver, stop, start_step)
@@ -361,17 +365,11 @@ def _warn_of_lost_rows(run: RunContext, checkpoint: Checkpoint | None) -> None:
         return
     every_steps = yaml.safe_load(checkpoint.documents["config"])["logging"]["every_steps"]
     # Only of the start that wrote it: the interval may have been another one before.
-    starts = checkpoint.documents["state"].get("lineage", [])
+    starts = checkpoint.lineage
     own_steps = range(checkpoint.step, starts[-1]["step"] if starts else checkpoint.step, -1)
     last = next((step for step in own_steps if is_logged(step, every_steps)), None)
-    logged = [row["step"] for row in MetricsFile(run.folder.metrics_file).rows() if "loss" in row]
-    if last is not None and last not in logged:
-        logger.warning(
-            "%s ends at step %d, and step %d was logged: rows are lost. Training goes on exactly.",
-            run.folder.metrics_file,
-            max(logged, default=0),
-            last,
-        )
+    if last is not None:
+        MetricsFile(run.folder.metrics_file).warn_of_lost_rows(last)
 
 
 def _start_trackers(run: RunContext, run_id: str) -> None:

@@ -12,6 +12,8 @@ from diffsynth_lite.core.gradient import HostBytesError
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.data import is_lost_worker
 from diffsynth_lite.errors import RunStoppedError, UserError
+from diffsynth_lite.files import DISK_FULL
+from diffsynth_lite.run_folder.folder import folder_is_gone
 
 _ACTIVATIONS_PER_INPUT = 20
 """What a block keeps without checkpointing, as a multiple of its input: 19 to 40 in the models measured in
@@ -19,7 +21,7 @@ docs/benchmarks.md; the least of them, so that no more is promised than is held.
 _BYTES_PER_VALUE = 2
 """Of activations under autocast."""
 _NUM_LEVERS = 3
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FAILS = (errno.EIO, errno.ESTALE)
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 _IN_THE_WAY = (errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP)
 
@@ -170,15 +172,17 @@ def shortages_explained(run_folder: Path | None = None) -> Iterator[None]:
 def _of_the_disk(error: OSError, run_folder: Path | None) -> UserError | RunStoppedError | None:
     """What to raise in place of a system's error about files; None where it has no answer of its own."""
     place = error.filename2 or error.filename
-    if error.errno in _DISK_FULL:
+    if error.errno in DISK_FULL:
         return RunStoppedError(
             f"no space left on the disk ({error}); checkpoints already written are intact, "
             "and the same command continues the run"
         )
     if run_folder is not None and error.errno == errno.ENOENT and not run_folder.is_dir():
+        return RunStoppedError(folder_is_gone(run_folder))
+    if error.errno in _DISK_FAILS:
         return RunStoppedError(
-            f"output.dir: {run_folder} was renamed or removed while the run wrote to it; put it back: the "
-            "same command continues the run from its last checkpoint"
+            f"a disk fails ({error}); once it is well, the same command continues the run from the newest "
+            "checkpoint that can be read"
         )
     if error.errno in _NOT_WRITABLE:
         return UserError(f"{place}: {error.strerror}; output.dir and data.cache_dir must be writable folders")

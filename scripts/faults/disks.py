@@ -53,11 +53,7 @@ def fill_the_disk(bench: Bench) -> Result:
     num_calls = 0
     for error in errors:
         run = bench.pictures(errno.errorcode[error])
-        # EIO while exporting is no shortage that has an answer of its own: an error with its traceback.
-        codes = (3,) if error != errno.EIO else (3, 1)
-        num_calls += at_each_call_of_a_save(
-            run, stride, _failing(error), ended=lambda code, codes=codes: code in codes
-        )
+        num_calls += at_each_call_of_a_save(run, stride, _failing(error), ended=lambda code: code == 3)
     for owner, name, message in LIMITED:
         _fill_a_real_one(bench.pictures(name), owner, name, message)
     if bench.scale != "ci":

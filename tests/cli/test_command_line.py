@@ -1,9 +1,13 @@
 """The flags: which there are, what wins, and what is refused."""
 
+from pathlib import Path
+
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.cli.train import build_parser
+from diffsynth_lite.cli.train import main as train
 from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError, exit_code
 
 
@@ -64,3 +68,13 @@ def test_each_way_to_end_has_its_exit_code() -> None:
     assert exit_code(RunStoppedError("")) == 3
     assert exit_code(RunInterrupted("")) == 75
     assert exit_code(ValueError("")) == 1
+
+
+def test_torchs_agent_gets_the_reason_for_its_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    assert train(["--config", "nowhere.yaml"]) == 2
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    assert "nowhere.yaml" in str(ChildFailedError("train.py", {0: failure}))

@@ -81,3 +81,14 @@ def test_who_must_not_write_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
         pages.now += 100
         other_process.renew()
     assert pages.written_at == []
+
+
+def test_the_page_of_a_run_that_has_ended_is_written_where_it_is_missing_or_old(tmp_path: Path) -> None:
+    page, file = PageRenewal(tmp_path, is_main=True), tmp_path / "report.html"
+    page.restore()
+    written = file.read_text()
+    page.restore()
+    assert file.read_text() == written
+    file.write_text(written.replace("diffsynth_lite", "another", 1))
+    page.restore()
+    assert "diffsynth_lite" in file.read_text()[:1000]

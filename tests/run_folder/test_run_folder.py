@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import diffsynth_lite
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import RunStoppedError, UserError
 from diffsynth_lite.run_folder.folder import RunFolder
 
 
@@ -25,7 +25,11 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def start(folder: RunFolder) -> None:
     with folder.lock():
-        folder.write_status("running", exit_code=None, step=0, message="training")
+        start_without_lock(folder)
+
+
+def start_without_lock(folder: RunFolder) -> None:
+    folder.write_status("running", exit_code=None, step=0, message="training")
 
 
 def test_the_layout_is_the_documented_one(folder: RunFolder) -> None:
@@ -71,6 +75,18 @@ def test_a_run_folder_can_be_moved(folder: RunFolder, tmp_path: Path) -> None:
     start(moved)
 
 
+def test_a_lock_that_somebody_removed_is_taken_again(
+    folder: RunFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    with folder.lock():
+        (folder.path / ".lock").unlink()
+        start_without_lock(folder)
+        assert "was removed; it is made again" in caplog.text
+        with pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
+            start(RunFolder(folder.path))
+    start(RunFolder(folder.path))
+
+
 def test_a_new_folder_is_made_and_holds_a_run_once_its_status_is_written(folder: RunFolder) -> None:
     assert not folder.holds_run()
     assert folder.read_status() is None
@@ -84,6 +100,7 @@ def test_what_ended_before_its_first_status_does_not_block_the_folder(folder: Ru
     with folder.lock():
         (folder.path / ".tmp-status.json-0123abcd").write_text("{")
         folder.quarantine_file.write_text("{}")  # bad items, which somebody has repaired meanwhile
+        assert not folder.has_lost_status()
     start(folder)
     assert folder.holds_run()
 
@@ -189,12 +206,34 @@ def test_a_folder_with_somebody_elses_status_is_no_run_and_left_alone(
     assert folder.status_file.read_text() == content
 
 
-@pytest.mark.parametrize("content", ['{"found_at"', '["found_at"]'])
-def test_a_status_of_ours_that_was_damaged_is_named(folder: RunFolder, content: str) -> None:
+@pytest.mark.parametrize("content", [None, "", '{"found_at"', '["found_at"]'])
+def test_a_run_whose_status_was_lost_before_its_first_checkpoint_is_still_one(
+    folder: RunFolder, content: str | None
+) -> None:
     start(folder)
-    folder.status_file.write_text(content)
-    with pytest.raises(UserError, match=r"status\.json"):
-        folder.read_status()
+    folder.fingerprint_file.write_text("{}")
+    folder.status_file.unlink()
+    if content is not None:
+        folder.status_file.write_text(content)
+    assert folder.has_lost_status()
+    start(folder)
+    assert folder.read_status() is not None
+    assert not folder.has_lost_status()
+
+
+def test_a_folder_that_is_gone_or_has_become_another_runs_is_not_written_to(folder: RunFolder) -> None:
+    with folder.lock():
+        start_without_lock(folder)
+        moved = RunFolder(folder.path.rename(folder.path.with_name("moved")))
+        with pytest.raises(RunStoppedError, match="renamed or removed"):
+            start_without_lock(folder)
+        assert not folder.path.exists()
+        folder.path.mkdir()
+        (folder.path / ".lock").write_text("process 1 on elsewhere\n")
+        with pytest.raises(RunStoppedError, match="process 1 on elsewhere has begun a run under its name"):
+            start_without_lock(folder)
+        assert not folder.status_file.exists()
+    start(moved)
 
 
 def test_checkpoints_make_up_for_a_status_that_was_lost(folder: RunFolder) -> None:

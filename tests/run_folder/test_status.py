@@ -1,6 +1,8 @@
 """The status in the run folder tells how the run ended."""
 
+import errno
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,23 @@ def test_a_different_run_leaves_the_status_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(DifferentRunError), recorded(tmp_path):
         raise DifferentRunError("another rank")
     assert status(tmp_path) == before
+
+
+@pytest.mark.parametrize("error", [RunStoppedError("no space left"), None])
+def test_a_full_disk_takes_the_last_status_over_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with suppress(RunStoppedError), recorded(tmp_path):
+        monkeypatch.setattr("diffsynth_lite.files.write_bytes", full)
+        if error:
+            raise error
+    assert status(tmp_path)["state"] == ("stopped" if error else "finished")
+
+
+def test_a_different_run_in_a_folder_without_a_status_has_failed(tmp_path: Path) -> None:
+    with pytest.raises(DifferentRunError), recorded(tmp_path):
+        raise DifferentRunError("another rank")
+    assert status(tmp_path)["state"] == "failed"

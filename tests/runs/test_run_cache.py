@@ -50,4 +50,4 @@ def test_a_picture_that_changed_is_read_again(tiny_run: TinyRun, caplog: pytest.
     tiny_picture(80, 48, 77).save(tiny_run.root / "data" / "0.png")
     caplog.clear()
     assert tiny_run.train("train.steps=1", f"output.dir={tiny_run.root / 'again'}") == 0
-    assert "encoding 1 items that the cache does not hold" in caplog.text
+    assert "encoding 1 item that the cache does not hold" in caplog.text

@@ -3,13 +3,23 @@
 import errno
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tiny_run import TinyRun, checkpoint_tensors, differing
 
-from diffsynth_lite.training.checkpoint.store import CheckpointStore
+from diffsynth_lite.config import load_config
+from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.training.checkpoint.room import (
+    num_checkpoints_to_come,
+    require_room,
+)
+from diffsynth_lite.training.checkpoint.store import CheckpointStore, SavedBytes
+from diffsynth_lite.training.checks import bind_family
 
 
 def test_a_disk_that_is_full_at_the_first_status_stops_the_run(
@@ -23,14 +33,64 @@ def test_a_disk_that_is_full_at_the_first_status_stops_the_run(
     assert "no space left on the disk" in caplog.text
 
 
-def test_a_disk_without_room_for_two_checkpoints_is_refused_before_the_first_step(
+def test_a_disk_without_room_for_checkpoints_is_refused_before_weights_load(
     begun_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("diffsynth_lite.training.checkpoint.saver.free_disk_bytes", lambda _: 2**10)
+    monkeypatch.setattr("diffsynth_lite.training.checkpoint.room.free_disk_bytes", lambda _: 2**10)
+    monkeypatch.setattr(QwenImage, "load_transformer", None)
     assert begun_run.train() == 2
-    assert "a checkpoint with the LoRA files take about" in caplog.text
+    assert "checkpoints (at most 2 more at once) and LoRA files take about" in caplog.text
     assert "1.0 KiB are free" in caplog.text
     assert [row["step"] for row in begun_run.metrics() if "loss" in row] == [1, 2]
+
+
+def test_what_a_run_saves_was_counted(whole_run: TinyRun) -> None:
+    saved = SavedBytes.of(
+        sum(
+            tensor.numel()
+            for name, tensor in checkpoint_tensors(whole_run.folder, 6).items()
+            if name.startswith("adapter/")
+        ),
+        lora_dtype=torch.float32,
+        has_average=False,
+    )
+    for folder, counted in (("checkpoints/step-00000006", saved.checkpoint), ("lora", saved.lora)):
+        found = sum(file.stat().st_size for file in (whole_run.folder / folder).glob("*.safetensors"))
+        headers = 40_000  # names of layers, and a small picture
+        assert counted < found < counted + headers
+
+
+@pytest.mark.parametrize(
+    ("settings", "saved", "number"),
+    [
+        ((), 0, 3),  # one more than are kept, while it is written
+        ((), 1, 2),
+        ((), 2, 1),
+        (("output.keep_checkpoints=9",), 0, 3),
+        (("output.keep_checkpoints=1",), 0, 2),
+        (("train.steps=20", "output.keep_every_steps=4"), 0, 6),  # 4, 8, 12, and 16, 18, 20
+        (("validation.data=data",), 0, 4),
+    ],
+)
+def test_the_checkpoints_that_are_there_at_once_are_counted(
+    tiny_run: TinyRun, settings: Sequence[str], saved: int, number: int
+) -> None:
+    config = load_config(tiny_run.config, settings).config
+    assert num_checkpoints_to_come(config, num_there=saved, start_step=2 * saved) == number
+
+
+def test_previews_that_may_fill_the_disk_are_a_warning(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(tiny_run.config).config
+    monkeypatch.setattr("diffsynth_lite.training.checkpoint.room.free_disk_bytes", lambda _: 2**15)
+    checked = SimpleNamespace(num_lora_weights=1, family=bind_family(config))
+    require_room(config, checked, CheckpointStore(tiny_run.folder / "checkpoints", keep=2), 0)
+    # Two pictures of 64 x 32 before the first step and after the last one.
+    assert "previews may take up to 24.0 KiB beside the" not in caplog.text
+    monkeypatch.setattr("diffsynth_lite.training.checkpoint.room.free_disk_bytes", lambda _: 2**14)
+    require_room(config, checked, CheckpointStore(tiny_run.folder / "checkpoints", keep=2), 0)
+    assert "previews may take up to 24.0 KiB beside the" in caplog.text
 
 
 def test_a_run_goes_on_exactly_from_its_checkpoints_when_all_else_was_lost(

@@ -8,6 +8,9 @@ import pytest
 from tiny_run import TinyRun, checkpoint_tensors, differing
 
 from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.training.checkpoint.resume import ResumePolicy
+from diffsynth_lite.training.checkpoint.store import CheckpointStore
 
 
 def lineage(run: TinyRun) -> list[dict]:
@@ -96,3 +99,25 @@ def test_a_run_of_a_version_that_kept_no_shifts_is_held_against_what_the_family_
     assert "objective.shift at 64x32 was 3.0, is 1.62824" in caplog.text
     monkeypatch.undo()
     assert begun_run.train() == 0
+
+
+def test_starts_that_saved_nothing_stay_in_the_lineage(
+    begun_run: TinyRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = RunFolder(begun_run.folder)
+    store = CheckpointStore(folder.checkpoints_folder, keep=2)
+    policy = ResumePolicy(source="auto", allow=(), folder=folder, store=store, earlier_shifts={})
+    (saved,) = lineage(begun_run)
+    killed = saved | {"step": 2, "continues": "step-00000002"}
+    folder.lineage_file.write_text(json.dumps([saved, killed]))
+    assert policy.earlier_starts(store.latest()) == [saved, killed]
+    assert policy.earlier_starts(None) == [saved, killed]
+    folder.lineage_file.write_text(json.dumps([killed]))  # another run's, or that of an earlier version
+    assert policy.earlier_starts(store.latest()) == [saved]
+    assert not caplog.messages
+    folder.lineage_file.write_text("[[]]")
+    assert policy.earlier_starts(store.latest()) == [saved]
+    assert "is damaged" in caplog.text
+    folder.lineage_file.unlink()
+    assert policy.earlier_starts(store.latest()) == [saved]
+    assert policy.earlier_starts(None) == []

@@ -127,6 +127,8 @@ def test_the_error_says_what_the_memory_was_used_for() -> None:
 def test_a_full_disk_and_a_full_device_are_explained() -> None:
     with pytest.raises(RunStoppedError, match="no space left on the disk"), shortages_explained():
         raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(RunStoppedError, match=r"a disk fails .*Input/output error"), shortages_explained():
+        raise OSError(errno.EIO, "Input/output error", "run/metrics.jsonl")
     with (
         pytest.raises(RunStoppedError, match=r"before training.*vae_tiling: true.*vae_dtype"),
         shortages_explained(),

@@ -79,7 +79,7 @@ def export_lora(
         for file, noise_range in zip(written, ranges, strict=True):
             add_metadata(file, describe(noise_range))
         rounding = _compare(_loaded(family, aside), adapter, dtype)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         for file in written:
             # safetensors writes files that only their owner may read.
             file.chmod(folder.stat().st_mode & 0o666)

@@ -43,6 +43,12 @@ class Checkpoint:
     step: int
     documents: dict[str, Any]
 
+    @property
+    def lineage(self) -> list[dict[str, Any]]:
+        """The starts of the run up to the one that wrote this; none where an old version did."""
+        lineage: list[dict[str, Any]] = self.documents["state"].get("lineage", [])
+        return lineage
+
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Tensors of ``<name>.safetensors``, on the CPU.
 

@@ -217,7 +217,9 @@ def _differences(fingerprint: RunFingerprint, saved: Mapping[str, Any]) -> list[
 
 def _is_rounding(change: Change) -> bool:
     """Whether a shift is the same but for how it was computed."""
-    return change.key.startswith(_SHIFT_AT) and math.isclose(change.old, change.new, rel_tol=_SAME_SHIFT)
+    if not change.key.startswith(_SHIFT_AT) or not isinstance(change.old, int | float):
+        return False
+    return math.isclose(change.old, change.new, rel_tol=_SAME_SHIFT)
 
 
 def _shift_keys(fingerprint: Mapping[str, Any]) -> set[str]:
@@ -250,7 +252,7 @@ def _document(path: Path, kind: type[_Document]) -> _Document:
     """What a file of a run without a checkpoint says."""
     try:
         document = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         document = None
     starts = document if isinstance(document, list) else []
     if not isinstance(document, kind) or not all(isinstance(start, dict) for start in starts):
@@ -310,12 +312,27 @@ class ResumePolicy:
         """
         checkpoint = self.find_checkpoint()
         if checkpoint is not None:
-            lineage = checkpoint.documents["state"].get("lineage", [])
+            lineage = checkpoint.lineage
         elif self.folder.fingerprint_file.is_file() and self.folder.lineage_file.is_file():
             lineage = _document(self.folder.lineage_file, list)
         else:
             return None
         return choices_in(lineage)
+
+    def earlier_starts(self, checkpoint: Checkpoint | None) -> Lineage:
+        """The history that a checkpoint holds, and the starts after it that ended without one."""
+        saved: Lineage = checkpoint.lineage if checkpoint else []
+        if not self.folder.lineage_file.is_file():
+            return saved
+        try:
+            known = _document(self.folder.lineage_file, list)
+        except UserError:
+            logger.warning(
+                "%s is damaged; it is written anew, without starts that saved nothing.",
+                self.folder.lineage_file,
+            )
+            return saved
+        return known if known[: len(saved)] == redacted(saved) else saved
 
     def changed_settings(self, fingerprint: RunFingerprint, checkpoint: Checkpoint | None) -> list[Change]:
         """What is allowed to differ and does, from the checkpoint, or from a run that has none yet.
@@ -365,15 +382,18 @@ def choices_in(lineage: Lineage) -> dict[str, Any]:
 
 
 def extended_lineage(
+    earlier: Lineage,
     checkpoint: Checkpoint | None,
     changes: Sequence[Change],
     accelerator: Accelerator,
     *,
     chosen: Mapping[str, Any] = MappingProxyType({}),
 ) -> Lineage:
-    """The history in the checkpoint that this start continues, and this start; warns of each change.
+    """The history of a run, and this start; warns of each change.
 
     Args:
+        earlier: see ``ResumePolicy.earlier_starts``.
+        checkpoint: that this start continues.
         chosen: what ``earlier_choices`` is to give.
     """
     entry: dict[str, Any] = {
@@ -390,5 +410,4 @@ def extended_lineage(
         entry["chosen"] = dict(chosen)
     for change in changes:
         logger.warning("resume.allow: %s from step %d on.", change, entry["step"])
-    earlier = checkpoint.documents["state"].get("lineage", []) if checkpoint else []
     return [*earlier, entry]

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from diffsynth_lite.core.units import format_bytes
-from diffsynth_lite.errors import UserError
-from diffsynth_lite.files import free_disk_bytes, set_aside
+from diffsynth_lite.files import set_aside
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, by_peft_names, load_adapter_tensors
 from diffsynth_lite.lora.metadata import LoraFacts, NoiseRange, lora_metadata
 from diffsynth_lite.pipelines import ModelFamily
@@ -27,7 +25,7 @@ from diffsynth_lite.training.checkpoint.manifest import (
 )
 from diffsynth_lite.training.checkpoint.optimizer_state import load_optimizer, optimizer_tensors
 from diffsynth_lite.training.checkpoint.resume import Lineage, RunFingerprint
-from diffsynth_lite.training.checkpoint.store import CheckpointStore
+from diffsynth_lite.training.checkpoint.store import CheckpointStore, SavedBytes
 from diffsynth_lite.training.distributed.agreement import on_main_process, tensors_from_main_process
 from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.ema import AveragedWeights
@@ -102,26 +100,10 @@ class Saver:
 
     @property
     def num_bytes(self) -> int:
-        """What a save writes: the adapter, its two moments and the LoRA; an average, and the LoRA of it."""
-        trained = sum(weight.nbytes for weight in self.transformer.parameters() if weight.requires_grad)
-        lora = trained * self.lora_dtype.itemsize // torch.float32.itemsize
-        return 3 * trained + lora if self.averaged is None else 4 * trained + 2 * lora
-
-    def require_room(self) -> None:
-        """Check that the disk holds what the run is going to save; previews, which end no run, not counted.
-
-        Raises:
-            UserError: it does not, and the first save or the one after it would end the run.
-        """
-        # The old checkpoint goes once the new one is there; of a run that goes on the old one is there.
-        num_saves = 1 if self.store.steps() else 2
-        needed, free = num_saves * self.num_bytes, free_disk_bytes(self.folder.path)
-        if free < needed:
-            what = "a checkpoint" if num_saves == 1 else "two checkpoints"
-            raise UserError(
-                f"output.dir: {what} with the LoRA files take about {format_bytes(needed)}, and "
-                f"{format_bytes(free)} are free at {self.folder.path}; make room, or set another output.dir"
-            )
+        """What a save writes."""
+        num_weights = sum(weight.numel() for weight in self.transformer.parameters() if weight.requires_grad)
+        saved = SavedBytes.of(num_weights, lora_dtype=self.lora_dtype, has_average=self.averaged is not None)
+        return saved.checkpoint + saved.lora
 
     def save(self, step: int) -> None:
         """Save the run after ``step`` optimizer steps, once for each of them; call it on all processes.
@@ -218,6 +200,7 @@ class Saver:
         if self.averaged is not None:
             tensors["ema"] = self.averaged.tensors()
             state["ema_updates"] = self.averaged.num_updates
+        self.folder.require_held()
         self.store.save(
             step,
             tensors=tensors,
@@ -246,6 +229,7 @@ class Saver:
         tensors: dict[str, torch.Tensor],
         describe: Callable[[NoiseRange], Mapping[str, str]],
     ) -> None:
+        self.folder.require_held()  # diffusers would make the run folder too, where that is gone.
         exported = export_lora(
             self.family, folder, tensors, adapter_settings(self.transformer), describe, dtype=self.lora_dtype
         )

@@ -9,6 +9,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,31 @@ from diffsynth_lite.training.checkpoint.manifest import (
 )
 
 logger = logging.getLogger(__name__)
+
+_MOMENTS = 2
+"""Numbers that AdamW keeps of each one that trains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedBytes:
+    """What one save writes: a checkpoint, and the LoRA files."""
+
+    checkpoint: int
+    lora: int
+
+    @classmethod
+    def of(cls, num_weights: int, *, lora_dtype: torch.dtype, has_average: bool) -> "SavedBytes":
+        """Of an adapter of so many weights.
+
+        Args:
+            lora_dtype: of the LoRA files; a checkpoint is in fp32.
+            has_average: whether a moving average is kept, and exported, too.
+        """
+        adapters = 2 if has_average else 1
+        return cls(
+            checkpoint=(adapters + _MOMENTS) * num_weights * torch.float32.itemsize,
+            lora=adapters * num_weights * lora_dtype.itemsize,
+        )
 
 
 class CheckpointStore:
@@ -142,7 +168,7 @@ class CheckpointStore:
         self, path: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, Any]
     ) -> None:
         if not self.folder.exists():
-            self.folder.mkdir(parents=True)
+            self.folder.mkdir()  # Not the run folder: where that is gone, its lock is too.
             sync(self.folder.parent)
         temporary = temporary_path(path)
         temporary.mkdir()

@@ -11,7 +11,7 @@ from diffsynth_lite.core.planning import StandIns
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.training.checks import preview_size
-from diffsynth_lite.training.data_settings import frame_counts_of
+from diffsynth_lite.training.data_settings import num_preview_frames
 from diffsynth_lite.training.evaluation import evaluation_mode
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
@@ -80,7 +80,7 @@ def preview_request(config: Config, family: ModelFamily) -> PreviewRequest:
     """A preview as a run draws it, but in few steps, with a prompt of ones as long as may be."""
     validation = config.validation
     width, height = preview_size(config, family)
-    num_frames = validation.num_frames or max(frame_counts_of(config, family))
+    num_frames = num_preview_frames(config, family)
     conditioning = family.example_conditioning(family.latents_shape(width, height, num_frames))
     assert conditioning is not None, "training steps were counted before"
     num_inputs = bool(validation.inputs or family.needs_inputs) + bool(validation.last_frames)

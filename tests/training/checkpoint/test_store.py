@@ -54,7 +54,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "run" / "checkpoints", keep=2)
+    return CheckpointStore(tmp_path / "checkpoints", keep=2)
 
 
 def flip_last_bit(path: Path) -> None:
