@@ -20,6 +20,7 @@ from diffsynth_lite.data import (
     kept_ratio,
 )
 from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.training.distributed.folder_groups import FolderGroup
 from diffsynth_lite.training.encoding import EncodingJob
 
 MUCH_CROPPED = 0.3
@@ -154,7 +155,7 @@ def estimate_cache(data: ExaminedData, cache: TensorCache) -> CacheEstimate:
     """
     config, family = data.config, data.family
     text_dtype: torch.dtype = getattr(torch, config.model.text_encoder_dtype)
-    job = EncodingJob(config, family, torch.device("cpu"))
+    job = EncodingJob(config, family, torch.device("cpu"), FolderGroup())
     plan = dataclasses.replace(data.plan, items=data.items)
     job.add_dataset(plan, has_unconditional=config.data.caption_dropout > 0)
     token_bytes = _text_width(family) * text_dtype.itemsize

@@ -36,7 +36,8 @@ from diffsynth_lite.training.data_settings import (
     find_training_records,
     index_file,
 )
-from diffsynth_lite.training.distributed.agreement import main_process_first, on_main_process
+from diffsynth_lite.training.distributed.agreement import on_main_process, some_processes_first
+from diffsynth_lite.training.distributed.folder_groups import FolderGroup, find_folder_group
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,8 @@ def read_records(
 ) -> tuple[list[Record], list[Record]]:
     """The training and the held-out records of a run, after a look at the headers of their files.
 
-    The main process goes first and the others find its findings, so that no file is read by all at once. Bad
-    items are listed in the run's ``quarantine.jsonl``.
+    The first of the processes that share a cache goes first and the others find its findings, so that no file
+    is read by all at once. Bad items are listed in the run's ``quarantine.jsonl``.
 
     Args:
         config: names the data.
@@ -67,8 +68,9 @@ def read_records(
         finds = (find_training_records, find_held_out_records)
         return [problems.attempt(partial(read_one, find)) or [] for find in finds]
 
-    (training, held_out), gathered = main_process_first(
-        accelerator, read, lambda _: (list(problems), quarantine.rows)
+    group = find_cache_group(config, accelerator)
+    (training, held_out), gathered = some_processes_first(
+        accelerator, read, lambda _: (list(problems), quarantine.rows), is_first=group.is_first
     )
     for found, rows in gathered:
         problems += found
@@ -76,6 +78,11 @@ def read_records(
     if quarantine.rows:
         on_main_process(accelerator, quarantine.write)
     return training, held_out
+
+
+def find_cache_group(config: Config, accelerator: Accelerator) -> FolderGroup:
+    """The processes that share this one's cache; call it on all."""
+    return find_folder_group(accelerator, cache_folder(config), on_each_machine=True)
 
 
 def _check_headers(config: Config, records: Sequence[Record], quarantine: "Quarantine") -> None:
@@ -102,7 +109,11 @@ def _bad_headers(records: Sequence[Record], index: MediaIndex) -> dict[str, str]
 
 
 def plan_dataset(
-    records: Sequence[Record], rules: PlanRules, memory: FileMemory, accelerator: Accelerator
+    records: Sequence[Record],
+    rules: PlanRules,
+    memory: FileMemory,
+    accelerator: Accelerator,
+    group: FolderGroup,
 ) -> DatasetPlan:
     """The plan of records, without those that are bad for any process."""
 
@@ -111,7 +122,9 @@ def plan_dataset(
         memory.flush()  # for the other processes
         return planned
 
-    planned, bad = main_process_first(accelerator, plan, lambda planned: planned.bad)
+    planned, bad = some_processes_first(
+        accelerator, plan, lambda planned: planned.bad, is_first=group.is_first
+    )
     return planned.without(dict(ChainMap(*map(dict, bad))))
 
 

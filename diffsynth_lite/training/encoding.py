@@ -43,8 +43,9 @@ from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.media import evenly_spread
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
 from diffsynth_lite.training.data_settings import cache_folder, held_out_rules, index_file, plan_rules
-from diffsynth_lite.training.dataset import Quarantine, plan_dataset, say_what_is_tiled
+from diffsynth_lite.training.dataset import Quarantine, find_cache_group, plan_dataset, say_what_is_tiled
 from diffsynth_lite.training.distributed.agreement import on_all_processes
+from diffsynth_lite.training.distributed.folder_groups import FolderGroup
 from diffsynth_lite.training.evaluation import TrackedItem, ValidationItem
 from diffsynth_lite.training.shortages import shortages_explained
 
@@ -116,6 +117,7 @@ class EncodingJob:
         config: names the cache and the precision of the encoders.
         family: its encoders are loaded when they are first needed.
         device: for the encoders.
+        group: the processes that share the cache.
 
     Attributes:
         media: key to the item whose files are encoded.
@@ -124,11 +126,12 @@ class EncodingJob:
         preview_keys: key of each preview's prompt, and of its negative prompt.
     """
 
-    def __init__(self, config: Config, family: ModelFamily, device: torch.device) -> None:
+    def __init__(self, config: Config, family: ModelFamily, device: torch.device, group: FolderGroup) -> None:
         text_dtype = getattr(torch, config.model.text_encoder_dtype)
         vae_dtype = getattr(torch, config.model.vae_dtype)
         tiles = "" if family.vae_tiles is None else f" {family.vae_tiles}"
         self.cache = TensorCache(cache_folder(config))
+        self.group = group
         self.media: dict[str, TrainingItem] = {}
         self.prompts: dict[str, PromptItem] = {}
         self.datasets: list[tuple[DatasetPlan, ItemTable]] = []
@@ -231,13 +234,15 @@ def plan_encoding(
     Raises:
         UserError: settings that the family cannot do.
     """
-    rules, job = plan_rules(config, family), EncodingJob(config, family, accelerator.device)
+    rules, group = plan_rules(config, family), find_cache_group(config, accelerator)
+    job = EncodingJob(config, family, accelerator.device, group)
     data, validation = config.data, config.validation
-    training = plan_dataset(records, rules, memory, accelerator)
+    training = plan_dataset(records, rules, memory, accelerator, group)
     job.add_dataset(training, has_unconditional=data.caption_dropout > 0)
     measured = held_out[: validation.loss_items]
     job.add_dataset(
-        plan_dataset(measured, held_out_rules(rules), memory, accelerator), has_unconditional=False
+        plan_dataset(measured, held_out_rules(rules), memory, accelerator, group),
+        has_unconditional=False,
     )
     if family.vae_tiles is not None:
         say_what_is_tiled(family.vae_tiles, [item for plan, _ in job.datasets for item in plan.items])
@@ -265,7 +270,8 @@ def encode_run(
 ) -> TrainingData:
     """Plan the data of a run, and encode what the cache does not hold, each process its share.
 
-    The encoders are freed on return, unless the run encodes while it trains.
+    Where machines have caches of their own, each of these gets everything: the processes that share one share
+    the work. The encoders are freed on return, unless the run encodes while it trains.
 
     Args:
         config: its data, validation and precisions are read.
@@ -305,7 +311,7 @@ def encode_previews(config: Config, family: ModelFamily, accelerator: Accelerato
         UserError: a picture that a preview starts from cannot be used.
     """
     with FileMemory(index_file(cache_folder(config))) as memory:
-        job = EncodingJob(config, family, accelerator.device)
+        job = EncodingJob(config, family, accelerator.device, find_cache_group(config, accelerator))
         _add_previews(config, family, job, memory)
         if bad := _encode_passes(config, job, memory, accelerator):
             raise UserError("\n".join(f"validation.inputs: {reason}" for reason in bad.values()))
@@ -346,8 +352,7 @@ def _encode_passes(
     """Key to the reason, of what cannot be used; agreed on before the next encoder loads."""
     stop_at_bad = config.data.on_bad_item == "error"
     is_hopeless = stop_at_bad and any(plan.bad for plan, _ in job.datasets)
-    processes = accelerator.num_processes
-    own = Shard(num_processes=processes, process_index=accelerator.process_index)
+    own = Shard(num_processes=len(job.group.ranks), process_index=job.group.place)
 
     @shortages_explained()  # here, so that all processes end alike
     def work(items: Mapping[str, Encodable], encoder: Encoder, shard: Shard) -> dict[str, str]:
@@ -361,8 +366,8 @@ def _encode_passes(
 
     bad: dict[str, str] = {}
     for items, encoder in job.passes:
-        # Each process its share, and then what it still misses: nothing where the folder is shared.
-        for shard in [own, Shard()][:processes]:
+        # Each process its share, and then what it still misses: nothing, unless a file system shows it late.
+        for shard in [own, Shard()][: accelerator.num_processes]:
             left = {key: item for key, item in items.items() if key not in bad}
             for found in on_all_processes(accelerator, partial(work, left, encoder, shard)):
                 bad |= found

@@ -1,10 +1,10 @@
 """Records are read by all processes with one outcome."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pretended_processes import PretendedProcesses
 
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.errors import Problems, RunStoppedError
@@ -23,45 +23,43 @@ def config_of(folder: Path) -> Config:
 
 
 @pytest.fixture
-def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What this process, which is not the main one, tells the others; they tell it what ``others`` holds."""
-    sent: list[Any] = []
-    others: list[Any] = []
-
-    def gather(outcome: list[Any]) -> list[Any]:
-        sent.append(outcome)
-        return [*others, *outcome]
-
-    monkeypatch.setattr(
-        "diffsynth_lite.training.distributed.agreement.broadcast_object_list", lambda _: [(None, "")]
-    )
-    monkeypatch.setattr("diffsynth_lite.training.distributed.agreement.gather_object", gather)
-    return [sent, others]
-
-
-PROCESS = SimpleNamespace(num_processes=2, process_index=1, is_main_process=False)
+def processes(monkeypatch: pytest.MonkeyPatch) -> PretendedProcesses:
+    """Two, on one machine."""
+    return PretendedProcesses(monkeypatch, num_machines=1, num_local=2)
 
 
 def test_all_that_is_wrong_with_the_data_of_any_process_is_a_problem_of_each(
-    tmp_path: Path, exchanged: list[Any]
+    tmp_path: Path, processes: PretendedProcesses
 ) -> None:
-    sent, others = exchanged
-    others.append((None, "", (["data.path: 3.png has no caption"], [])))
-    problems = Problems()
-    assert read_records(config_of(tmp_path), PROCESS, problems) == ([], [])
-    text = "\n".join(problems)
-    assert "data.path: 3.png has no caption" in text
-    assert f"{tmp_path}/pictures" in text
-    assert f"{tmp_path}/held out" in text
-    assert len(sent) == 1
+    def read(accelerator: Any, _: int) -> str:
+        problems = Problems([] if accelerator.is_main_process else ["data.path: 3.png has no caption"])
+        assert read_records(config_of(tmp_path), accelerator, problems) == ([], [])
+        return "\n".join(problems)
+
+    for text in processes.run(read):
+        assert "data.path: 3.png has no caption" in text
+        assert f"{tmp_path}/pictures" in text
+        assert f"{tmp_path}/held out" in text
 
 
 def test_bad_data_do_not_let_a_process_go_on_where_another_has_ended(
-    tmp_path: Path, exchanged: list[Any]
+    tmp_path: Path, processes: PretendedProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next exchange would wait for that one."""
-    sent, others = exchanged
-    others.append(("other", "Input/output error", None))
-    with pytest.raises(RunStoppedError, match="Input/output error"):
-        read_records(config_of(tmp_path), PROCESS, Problems())
-    assert len(sent) == 1
+
+    other = tmp_path / "other"
+    other.mkdir()
+
+    def fail_there(config: Config) -> None:
+        if config.validation.data == f"{other}/held out":
+            raise OSError("Input/output error")
+
+    monkeypatch.setattr("diffsynth_lite.training.dataset.find_held_out_records", fail_there)
+
+    def read(accelerator: Any, _: int) -> Any:
+        folder = tmp_path if accelerator.is_main_process else other
+        return read_records(config_of(folder), accelerator, Problems())
+
+    first, second = processes.run(read)
+    assert isinstance(first, RunStoppedError)
+    assert str(first) == str(second) == "Input/output error"

@@ -2,8 +2,8 @@
 
 import itertools
 import json
+import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +11,14 @@ import torch
 from diffusers import AutoencoderKLQwenImage
 from PIL import Image
 from prepared_run import CPU, PROCESS, Prepared, load_config_of, prepare
+from pretended_processes import PretendedProcesses
 
-from diffsynth_lite.data import Batch
+from diffsynth_lite.data import Batch, TensorCache
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles
 from diffsynth_lite.training.checks import check_run
+from diffsynth_lite.training.distributed.folder_groups import FolderGroup
 from diffsynth_lite.training.encoding import EncodingJob, TrainingData, encode_run
 
 CHANGES = {
@@ -156,7 +158,7 @@ def test_captions_of_a_quantised_text_encoder_are_other_entries_and_those_of_a_s
     family = prepared.checked.family
 
     def identities(**changes: str) -> list[str]:
-        job = EncodingJob(load_config_of(prepared.root, changes), family, CPU)
+        job = EncodingJob(load_config_of(prepared.root, changes), family, CPU, FolderGroup())
         return [encoder.identity for _, encoder in job.passes]
 
     media, captions = identities()
@@ -233,29 +235,54 @@ def test_more_bad_items_than_are_named_are_all_in_the_file_that_the_error_names(
         assert all(str(path) in row["reason"] for path, row in zip(bad, rows, strict=True))
 
 
-def test_one_process_of_several_encodes_the_whole_where_the_folder_is_not_shared(
-    prepared: Prepared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("shared", [True, False])
+def test_each_item_is_encoded_once_a_cache_by_the_processes_that_share_it(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shared: bool
 ) -> None:
-    """The other one has a folder of its own, so what it encoded is not here."""
-    monkeypatch.setattr(
-        "diffsynth_lite.training.distributed.agreement.gather_object", lambda outcome: outcome
-    )
-    monkeypatch.setattr(
-        "diffsynth_lite.training.distributed.agreement.broadcast_object_list", lambda outcome: outcome
-    )
-    process = SimpleNamespace(device=CPU, num_processes=2, process_index=0, is_main_process=True)
-    folder = {"data.cache_dir": str(prepared.root / "own")}
-    assert encode(prepared, process=process, **folder).identity == encode(prepared).identity
-    (tmp_path / "data").mkdir()
-    for path in (prepared.root / "data").iterdir():
-        (tmp_path / "data" / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "data" / "1.png").write_bytes((prepared.root / "data" / "1.png").read_bytes()[:-200])
-    changes = {"data.path": str(tmp_path / "data"), "data.cache_dir": str(tmp_path / "cache")}
-    skip = {"data.on_bad_item": "skip", "data.max_bad_ratio": "0.5"}
-    encoded = encode(prepared, process=process, **changes, **skip)
-    rows = [encoded.items.row(place) for place in range(len(encoded.items))]
+    """Each machine has data of its own, too."""
+    monkeypatch.setattr("diffsynth_lite.training.distributed.folder_groups._WAIT_S", 0.0)
+    write, written = TensorCache.write, []
+
+    def noted(cache: TensorCache, key: str, tensors: Any) -> None:
+        written.append((cache.folder, key))
+        write(cache, key, tensors)
+
+    monkeypatch.setattr(TensorCache, "write", noted)
+    for machine in range(2):
+        data = shutil.copytree(prepared.root / "data", tmp_path / f"data {machine}")
+        (data / "1.png").write_bytes((data / "1.png").read_bytes()[:-200])
+
+    def encoded(accelerator: Any, machine: int) -> TrainingData:
+        own = {
+            "data.path": str(tmp_path / f"data {machine}"),
+            "data.cache_dir": str(tmp_path / f"cache {0 if shared else machine}"),
+            "output.dir": str(tmp_path / "run"),
+            "train.micro_batch_size": "1",
+            "data.crops_per_item": "1",
+            "data.tag_shuffles": "0",
+        }
+        skip = {"data.on_bad_item": "skip", "data.max_bad_ratio": "0.5", "data.crops_per_item": "1"}
+        config = load_config_of(prepared.root, CHANGES | own | skip)
+        checked = check_run(config, accelerator)
+        return encode_run(
+            config, checked.family, accelerator, records=checked.records, held_out=checked.validation_records
+        )
+
+    first, *others = PretendedProcesses(monkeypatch, num_machines=2, num_local=2).run(encoded)
+    assert isinstance(first, TrainingData), first
+    rows = list(first.items)
     assert "1.png" not in {row.name.split("#")[0] for row in rows}
-    assert all(encoded.tensors.read(row.media_key) for row in rows)
+    for data in others:
+        assert data.identity == first.identity
+        assert list(data.items) == rows
+        for key in {key for row in rows for key in row.keys}:
+            ours, theirs = first.tensors.read(key), data.tensors.read(key)
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert len(written) == len(set(written))
+    keys = [{key for folder, key in written if folder.name == f"cache {place}"} for place in range(2)]
+    assert not keys[1] if shared else keys[1] <= keys[0]
+    assert {key for row in rows for key in row.keys} <= keys[0]
 
 
 def test_what_is_larger_than_a_tile_is_encoded_in_tiles_under_keys_of_their_own(

@@ -97,15 +97,20 @@ def on_all_processes(accelerator: Accelerator, work: Callable[[], _Result]) -> l
     return [result for _, _, result in outcomes]
 
 
-def main_process_first(
-    accelerator: Accelerator, work: Callable[[], _Result], gather: Callable[[_Result], _Gathered]
+def some_processes_first(
+    accelerator: Accelerator,
+    work: Callable[[], _Result],
+    gather: Callable[[_Result], _Gathered],
+    *,
+    is_first: bool,
 ) -> tuple[_Result, list[_Gathered]]:
-    """Do something on the main process and then on the others, which find its files on the disk.
+    """Do something on some processes and then on the others, which find its files on the disk.
 
     Args:
         accelerator: knows the processes.
         work: to do.
         gather: gives the part of a process's result that all of them get.
+        is_first: whether this process is one of those that begin: of those that share a folder, one.
 
     Returns:
         The result of this process, and the gathered parts of all, the same list on each.
@@ -114,13 +119,18 @@ def main_process_first(
         UserError: some process raised it; on the others with the same text.
         RunStoppedError: the same; on the others also when a process failed in any other way.
     """
-    results = on_main_process(accelerator, lambda: [work()]) or []
+    results: list[_Result] = []
+
+    def begin() -> None:
+        if is_first:
+            results.append(work())
 
     def finish() -> _Gathered:
         if not results:
             results.append(work())
         return gather(results[0])
 
+    on_all_processes(accelerator, begin)
     gathered = on_all_processes(accelerator, finish)
     return results[0], gathered
 
