@@ -54,8 +54,10 @@ class _Place:
     setting: _Path | None = None
 
     def line(self, path: _Path, message: str) -> str:
-        """A problem with what stands here."""
-        return f"{self.text}: {message}" if path == self.setting else f"{self.text} {_name(path)}: {message}"
+        """A problem with what stands here; the message may begin with the setting's name."""
+        name = _name(path)
+        place = self.text if path == self.setting else f"{self.text} {name}"
+        return f"{place}: {message.removeprefix(f'{name} ')}"
 
 
 _PlaceOf: TypeAlias = Callable[[yaml.Node], _Place]

@@ -1,13 +1,15 @@
 """The section ``data``: what the LoRA learns from, and where each source of it is."""
 
+import json
 import os
 from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from diffsynth_lite.config.settings import (
     MOST_COPIES,
+    MOST_PIXELS,
     Copies,
     Distinct,
     FilePath,
@@ -18,7 +20,18 @@ from diffsynth_lite.config.settings import (
     Settings,
 )
 
-_Size: TypeAlias = Annotated[str, Field(pattern="^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$", examples=["1024x768"])]
+
+def _require_few_pixels(size: str) -> str:
+    if max(map(int, size.split("x"))) > MOST_PIXELS:
+        raise ValueError(f"an edge has at most {MOST_PIXELS} pixels")
+    return size
+
+
+_Size: TypeAlias = Annotated[
+    str,
+    Field(pattern="^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$", examples=["1024x768"]),
+    AfterValidator(_require_few_pixels),
+]
 _Colour: TypeAlias = Annotated[
     str, Field(pattern="^([A-Za-z]+|#[0-9A-Fa-f]{6})$", examples=["white", "#c0c0c0"])
 ]
@@ -259,7 +272,12 @@ class DataSettings(SourceSettings):
         own = [key for key in SourceSettings.model_fields if not self.is_default(key)]
         if self.sources:
             for key in own:
-                yield Problem((key,), "cannot stand beside data.sources; move it into the entries it is for")
+                default = json.dumps(self.defaults()[key])
+                message = (
+                    "cannot stand beside data.sources; move it into the entries it is for, or, where an "
+                    f"extended file sets it, undo that: data: {{{key}: {default}}}"
+                )
+                yield Problem((key,), message)
             yield from self._repeated_sources()
         elif self.path is None and self.dataset is None:
             message = (

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field
 
 from diffsynth_lite.config.model import Precision
 from diffsynth_lite.config.settings import (
@@ -16,6 +16,7 @@ from diffsynth_lite.config.settings import (
     NonEmptyStr,
     Pixels,
     Problem,
+    Seed,
     Settings,
 )
 
@@ -64,7 +65,7 @@ class ValidationSettings(Settings):
     """How strongly previews follow their prompt. Above 1 each denoising step runs the model twice, unless the
     model knows the scale itself, as FLUX.1 dev does."""
 
-    seed: NonNegativeInt = Field(default=0, lt=2**63)
+    seed: Seed = 0
     """Decides the noise that previews and the validation loss start from, the same each time, so that only
     the training makes a difference."""
 

@@ -36,6 +36,7 @@ class Config(Settings):
         previews, loss = bool(validation.prompts), validation.loss_items > 0
         watched = previews or loss or validation.item_losses > 0
         checkpointing = train.use_gradient_checkpointing or is_auto
+        is_guided = not previews or validation.guidance_scale > 1
         of_previews = "num_frames negative_prompt num_inference_steps guidance_scale width height"
         parts = [
             (offload or visits, "memory", "min_bytes", "while the offload is off and nothing is streamed"),
@@ -55,11 +56,12 @@ class Config(Settings):
             (data.on_bad_item == "skip", "data", "max_bad_ratio", "while data.on_bad_item is error"),
             (previews, "validation", "inputs last_frames", "without validation.prompts"),
             (previews, "validation", of_previews, "without validation.prompts"),
+            (is_guided, "validation", "negative_prompt", "while validation.guidance_scale is at most 1"),
             (loss, "validation", "data", "while validation.loss_items is 0"),
             (watched, "validation", "every_steps", "without prompts, loss_items and item_losses"),
             (loss and bool(validation.data), "output", "keep_best", "without a loss on validation.data"),
             (train.ema_decay is not None, "validation", "use_ema", "without train.ema_decay"),
-            (bool(trackers), "logging", "project run_name", "without logging.trackers"),
+            (bool(trackers), "logging", "project", "without logging.trackers"),
             ("wandb" in trackers, "logging", "wandb_mode", "without wandb in logging.trackers"),
         ]
         for is_on, section, keys, reason in parts:

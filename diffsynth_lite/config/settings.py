@@ -26,6 +26,7 @@ def _require_home(path: str) -> str:
 
 _LARGEST_COUNT = 1_000_000_000
 MOST_COPIES = 1_000
+MOST_PIXELS = 65_536
 
 NonEmptyStr: TypeAlias = Annotated[str, Field(pattern=r"\S")]
 """Text with something in it that is not white space."""
@@ -37,7 +38,9 @@ CountOrNone: TypeAlias = Annotated[int, Field(ge=0, le=_LARGEST_COUNT)]
 """How many of something, or none."""
 Copies: TypeAlias = Annotated[int, Field(ge=1, le=MOST_COPIES)]
 """How many items are made of one: each is planned, encoded and kept."""
-Pixels: TypeAlias = Annotated[int, Field(ge=1, le=65_536)]
+Seed: TypeAlias = Annotated[int, Field(ge=0, le=10**18 - 1)]
+"""Of random numbers: as many digits as a whole number may have in a file."""
+Pixels: TypeAlias = Annotated[int, Field(ge=1, le=MOST_PIXELS)]
 """Edge of a picture."""
 Frames: TypeAlias = Annotated[int, Field(ge=1, le=100_000)]
 """Length of a clip."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat
+from pydantic import Field
 
 from diffsynth_lite.config.settings import (
     Blocks,
@@ -13,6 +13,7 @@ from diffsynth_lite.config.settings import (
     Distinct,
     Gib,
     Problem,
+    Seed,
     Settings,
 )
 
@@ -23,7 +24,7 @@ class TrainSettings(Settings):
     steps: Count = 1000
     """Optimizer steps of the whole run. Samples seen = steps x `global_batch_size`."""
 
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Decides the LoRA's first weights, the order of the data, noise, noise levels and dropout. The same
     seed and config is the same run, on any number of devices and after any resume."""
 
@@ -60,13 +61,13 @@ class TrainSettings(Settings):
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     """AdamW: how slowly the average of squared gradients moves."""
 
-    adam_epsilon: float = Field(default=1e-8, gt=0, le=1)
+    adam_epsilon: float = Field(default=1e-8, ge=1e-30, le=1)
     """AdamW: added to the denominator of the update."""
 
     weight_decay: float = Field(default=0.01, ge=0, le=100)
     """AdamW: pulls LoRA weights towards 0, by this share of the learning rate at each step."""
 
-    max_grad_norm: PositiveFloat | None = 1.0
+    max_grad_norm: float | None = Field(default=1.0, ge=1e-6, le=1e6)
     """Gradients with a larger norm, over all LoRA weights, are scaled down to it; null never does."""
 
     ema_decay: float | None = Field(default=None, gt=0, lt=1)

@@ -165,13 +165,17 @@ def _is_whole(cache: TensorCache, key: str) -> bool:
     """Whether an entry can be read and has finite numbers; one that is damaged is set aside."""
     path = cache.path(key)
     try:
-        state = FileState.of(path)
-        require_finite(cache.read(key) or {})
+        state, tensors = FileState.of(path), cache.read(key)
     except FileNotFoundError:
         return False
+    if tensors is None:
+        return False
+    try:
+        require_finite(tensors)
     except ValueError as error:
         _set_aside(path, state, str(error))
-    return path.exists()
+        return False
+    return True
 
 
 def remember_written(cache: TensorCache, memory: FileMemory, key: str) -> None:

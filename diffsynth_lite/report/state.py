@@ -31,7 +31,8 @@ class RunState:
         name: the state of ``status.json``, ``killed`` where that says running and nobody does, or
             ``not started``.
         message: how it ended, in the trainer's words; empty while it runs.
-        step: optimizer steps done; where the run ended early and could say so, those of its last checkpoint.
+        step: optimizer steps done, or tried where the run diverged; where it ended early otherwise and could
+            say so, those of its last checkpoint.
         total_steps: of the whole run; None where nothing says.
         samples_per_s: while it runs.
         seconds_left: while it runs.
@@ -90,7 +91,7 @@ def read_state(
     times = [time for row in rows if (time := _as_time(row)) is not None]
     signs = [*times[-1:], *filter(None, [_as_time(status)])]
     steps = [as_number(status.get("step"))]
-    if name in ("running", "killed"):
+    if name in ("running", "killed", "diverged"):
         steps += [as_number(row.get("step")) for row in rows[-1:]]
     total = as_number(status.get("total_steps")) or total_steps
     return RunState(

@@ -4,14 +4,16 @@ import logging
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 from rich.console import Console
 from rich.progress import Progress, TaskID, TextColumn
 
+from diffsynth_lite.errors import RunDivergedError
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MetricsLog, metrics_by_noise
 
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _SMOOTHING = 0.9
 _STATUS_EVERY_S = 5.0
+_MAX_LAST_STEPS = 100
 _GIB = 2**30
 
 
@@ -135,19 +138,29 @@ class StepReport:
         self._clock = clock
         self._throughput = Throughput(total_steps=total_steps)
         self._live: tuple[Progress, TaskID] | None = None
+        self._without_row: deque[tuple[int, dict[str, float]]] = deque(maxlen=_MAX_LAST_STEPS)
         self._status_written_at = -math.inf
         self._status_failed = False
 
     @contextmanager
     def shown(self, console: Console) -> Iterator[None]:
-        """Scope of the progress line, which is live where the console is a terminal."""
-        if not self._is_main or not console.is_terminal:
-            yield
-            return
-        with Progress(TextColumn("{task.description}"), console=console) as progress:
-            task = progress.add_task("first step", total=self._total_steps, completed=self._start_step)
-            self._live = (progress, task)
-            yield
+        """Scope of the progress line, which is live where the console is a terminal.
+
+        Where the run diverges in it, its last steps get rows, whatever the interval: they show how it did.
+        """
+        with ExitStack() as open_line:
+            if self._is_main and console.is_terminal:
+                progress = open_line.enter_context(
+                    Progress(TextColumn("{task.description}"), console=console)
+                )
+                task = progress.add_task("first step", total=self._total_steps, completed=self._start_step)
+                self._live = (progress, task)
+            try:
+                yield
+            except RunDivergedError:
+                for step, values in self._without_row:
+                    self._metrics.log(step, values)
+                raise
 
     def after_step(self, result: StepResult) -> None:
         """Show one more step."""
@@ -155,17 +168,20 @@ class StepReport:
         self._show_line(result)
         if self._is_main:
             self._write_status(result)
+        values = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+            "samples_per_s": self._throughput.samples_per_s,
+            "peak_memory_gib": peak_memory_gib(self._device),
+        }
+        if result.num_skipped:
+            values["skipped_steps"] = result.num_skipped
         if is_logged(result.step, self._every_steps):
-            values = {
-                "loss": result.loss,
-                "grad_norm": result.grad_norm,
-                "learning_rate": result.learning_rate,
-                "samples_per_s": self._throughput.samples_per_s,
-                "peak_memory_gib": peak_memory_gib(self._device),
-            }
-            if result.num_skipped:
-                values["skipped_steps"] = result.num_skipped
             self._metrics.log(result.step, values | metrics_by_noise(result.totals_by_noise))
+            self._without_row.clear()
+        else:
+            self._without_row.append((result.step, values))
 
     def _show_line(self, result: StepResult) -> None:
         is_due = result.step % self._every_steps == 0 or result.step == self._total_steps

@@ -95,11 +95,21 @@ class _LoadedModel:
     transformer: torch.nn.Module
 
     def draw(self, samples: Sequence[_Sample], scale: float) -> list[list[Image.Image]]:
-        """The frames of each sample, with the weights of all LoRAs multiplied by ``scale``."""
+        """The frames of each sample, with the weights of all LoRAs multiplied by ``scale``.
+
+        Raises:
+            UserError: numbers overflowed, and diffusers would draw them in black.
+        """
         set_lora_weights(self.transformer, {one.adapter: one.given.weight * scale for one in self.loras})
         vae_dtype = getattr(torch, self.config.model.vae_dtype)
-        with evaluation_mode(self.transformer):
-            return self.family.sample(self.transformer, vae_dtype, [sample.request for sample in samples])
+        try:
+            with evaluation_mode(self.transformer):
+                return self.family.sample(self.transformer, vae_dtype, [sample.request for sample in samples])
+        except FloatingPointError as error:
+            remedy = (
+                "take a smaller one" if scale else "--scale 0 is the base model: see model.dtype, vae_dtype"
+            )
+            raise UserError(f"--scale {scale:g}: numbers overflow, {error}; {remedy}") from error
 
     def save(
         self, folder: Path, samples: Sequence[_Sample], drawn: Sequence[Sequence[Image.Image]], scale: float

@@ -75,6 +75,7 @@ def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
     Raises:
         UserError: one line for each problem found, on whatever process; or the download failed.
     """
+    _require_cache_folder(config)
     problems = Problems()
     problems.attempt(lambda: _check_batch_size(config, accelerator.num_processes))
     problems.attempt(lambda: build_learning_rate(config))
@@ -183,9 +184,13 @@ def check_held_out(records: Sequence[Record], held_out: Sequence[Record]) -> Non
         )
 
 
-def _check_output_is_apart(config: Config) -> None:
+def _require_cache_folder(config: Config) -> None:
+    """Check, before what is known of the data is looked up there, that the cache is not a file."""
     if Path(config.data.cache_dir).expanduser().is_file():
         raise UserError(f"data.cache_dir: {config.data.cache_dir} is a file; name a folder")
+
+
+def _check_output_is_apart(config: Config) -> None:
     output = Path(config.output.dir).expanduser().resolve()
     for key, source in config.data.sources_by_key.items():
         if source.path and output.is_relative_to(Path(source.path).expanduser().resolve()):

@@ -1,6 +1,7 @@
 """This file keeps what was not finite in a run: skipped steps, and which checkpoint is known to be sound."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -20,7 +21,8 @@ class Divergence:
     Attributes:
         num_skipped: steps that were skipped, as their loss or gradients were not finite.
         num_skipped_in_a_row: those of them after the last step that was taken.
-        is_loss_finite: whether the last loss on fixed noise was; True before the first.
+        is_loss_finite: whether the last loss on fixed noise was; True where none was measured since the last
+            step that was taken.
         saved_step: that of the newest checkpoint; None before the first.
         sound_step: that of the newest sound checkpoint; None where there is none.
     """
@@ -31,6 +33,7 @@ class Divergence:
     saved_step: int | None = None
     sound_step: int | None = None
     _measured_step: int | None = None
+    _skipped_on: str = ""
 
     @classmethod
     def of_checkpoint(cls, state: Mapping[str, Any]) -> Self:
@@ -51,23 +54,29 @@ class Divergence:
     def note_taken(self) -> None:
         """A step had a finite loss and gradients: the weights that it started from are sound."""
         self.num_skipped_in_a_row = 0
+        self.is_loss_finite = True
         self.sound_step = self.saved_step
 
-    def note_skipped(self, step: int, where: str) -> None:
+    def note_skipped(self, where: str) -> None:
         """A step was skipped.
 
         Args:
             where: what it was trained on.
-
-        Raises:
-            RunDivergedError: too many in a row were.
         """
         self.num_skipped += 1
         self.num_skipped_in_a_row += 1
+        self._skipped_on = where
+
+    def require_few_in_a_row(self, step: int) -> None:
+        """Check, after a step, that not too many up to it were skipped.
+
+        Raises:
+            RunDivergedError: they were.
+        """
         if self.num_skipped_in_a_row >= _MAX_SKIPPED_IN_A_ROW:
             raise RunDivergedError(
                 f"step {step}: loss and gradients were not finite in {self.num_skipped_in_a_row} steps in a "
-                f"row; last on {where}. Look at these items, and {self._way_out()}"
+                f"row; last on {self._skipped_on}. Look at these items, and {self._way_out()}"
             )
 
     def note_loss(self, step: int, *, is_finite: bool, is_of_average: bool) -> None:
@@ -100,6 +109,14 @@ class Divergence:
                 f"after step {step}, the last one, the loss on fixed noise is not finite; {self._way_out()}"
             )
 
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Scope of a save, in which weights that are not finite also say from where the run can go on."""
+        try:
+            yield
+        except RunDivergedError as error:
+            raise RunDivergedError(f"{error}; {self._way_out()}") from error
+
     def remarks(self) -> list[str]:
         """What a run that ends well is to say of it."""
         if not self.num_skipped:
@@ -109,8 +126,8 @@ class Divergence:
     def _way_out(self) -> str:
         if self.sound_step is None:
             return (
-                "start a new run with a lower train.learning_rate or train.mixed_precision=no: no checkpoint "
-                "of this one has given a finite loss"
+                "start a new run (another output.dir) with a lower train.learning_rate or "
+                "train.mixed_precision=no: no checkpoint of this one has given a finite loss"
             )
         return (
             f"go on from checkpoints/{folder_name(self.sound_step)}, the newest one whose weights have given "

@@ -38,7 +38,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
         Optimizer steps done.
 
     Raises:
-        RunDivergedError: too many steps in a row were not finite.
+        RunDivergedError: too many steps in a row, or weights that were to be saved, were not finite.
         UserError: a memory switch that is on had no effect.
     """
     config, total_steps = run.config, run.config.train.steps
@@ -84,8 +84,8 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
                 report_memory(config, run.checked, built, engine, metrics, step)
             report_graphs(built.compiler, metrics, step)
             report.after_step(result)
+            built.divergence.require_few_in_a_row(step)
             shutdown.after_step(result.seconds)
-
             # What is due or asked for. Evaluation first: the checkpoint says whether it is the best so far.
             asked = requests.gather()
             if asked.evaluate or _is_due(step, config.validation.every_steps, total_steps):
@@ -112,9 +112,6 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
     Args:
         built: the model, the loss, the data and the optimizer.
         step: counted from 1.
-
-    Raises:
-        RunDivergedError: too many steps in a row were skipped.
     """
     started_at = time.perf_counter()
     accelerator, optimizer = built.accelerator, built.optimizer
@@ -167,7 +164,8 @@ def evaluate(built: TrainingObjects, saver: Saver, metrics: MetricsLog, step: in
         values = built.validation_loss.measure(built.transformer)
         metrics.log(step, values)
         for name, value in values.items():
-            logger.info("After step %d: %s %.4f.", step, name, value)
+            level = logging.INFO if math.isfinite(value) else logging.WARNING
+            logger.log(level, "After step %d: %s %.4f.", step, name, value)
         built.item_losses.record(built.transformer, step)
         built.previews.draw(built.transformer, step)
         return values.get(built.validation_loss.name)
@@ -203,4 +201,4 @@ def _skip(
 ) -> None:
     names = ", ".join(name for batch in micro_batches for name in batch.names)
     logger.warning("Step %d is skipped: loss %s, gradient norm %s, on %s.", step, loss, norm, names)
-    built.divergence.note_skipped(step, names)
+    built.divergence.note_skipped(names)

@@ -96,8 +96,10 @@ WRONG_SOURCES = {
     "beside one": (
         ["path: a", "sources: [{path: b}]", "repeats: 2"],
         [
-            ":2 data.path: cannot stand beside data.sources; move it into the entries",
-            ":4 data.repeats: cannot stand beside data.sources; move it into the entries",
+            ":2 data.path: cannot stand beside data.sources; move it into the entries it is for, or, where "
+            "an extended file sets it, undo that: data: {path: null}",
+            ":4 data.repeats: cannot stand beside data.sources; move it into the entries it is for, or, "
+            "where an extended file sets it, undo that: data: {repeats: 1}",
         ],
     ),
     "neither": (["width: 64", "height: 64"], [":1 data.path: is required; name a folder (data.path)"]),

@@ -175,7 +175,8 @@ def test_dump_config_holds_every_setting(write, minimal):
         ("validation: {loss_items: 0, item_losses: 0, every_steps: 5}", ["validation.every_steps"]),
         ("validation: {every_steps: 5}", []),
         ("validation: {inputs: [a.png], num_frames: 9}", ["validation.inputs", "validation.num_frames"]),
-        ("logging: {run_name: a, wandb_mode: online}", ["logging.run_name"]),
+        ("validation: {prompts: [a], guidance_scale: 1, negative_prompt: b}", ["validation.negative_prompt"]),
+        ("logging: {run_name: a, project: b, wandb_mode: online}", ["logging.project"]),
         ("logging: {trackers: [tensorboard], run_name: a, wandb_mode: offline}", ["logging.wandb_mode"]),
     ],
 )
@@ -229,7 +230,7 @@ def test_a_block_named_twice_is_an_error(write, minimal):
 
 
 def test_output_in_the_folder_of_the_images_is_an_error(write, minimal):
-    with pytest.raises(UserError, match=r"output.dir=./pictures \(command line\): output.dir is data.path"):
+    with pytest.raises(UserError, match=r"output.dir=./pictures \(command line\): is data.path"):
         load_config(write(minimal), ["output.dir=./pictures"])
 
 

@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from diffsynth_lite.config import SourceSettings
+from diffsynth_lite.config.messages import without_null
 from diffsynth_lite.config.reference import render_reference, render_schema
-from diffsynth_lite.config.schema import section_types
+from diffsynth_lite.config.schema import section_types, setting_schemas
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -41,6 +42,15 @@ def test_the_settings_of_a_source_have_a_table_of_their_own():
     table = page_of("### data.sources").split("\n## ")[0]
     rows = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
     assert rows == list(SourceSettings.model_fields)
+
+
+@pytest.mark.parametrize("model", ["SourceSettings", *(type_.__name__ for type_ in section_types().values())])
+def test_every_number_has_a_least_and_a_largest_value(model):
+    for key, setting in setting_schemas()[model]["properties"].items():
+        number = without_null(without_null(setting).get("items", setting))
+        if number.get("type") in ("integer", "number"):
+            assert {"minimum", "exclusiveMinimum"} & number.keys(), key
+            assert {"maximum", "exclusiveMaximum"} & number.keys(), key
 
 
 def test_no_setting_holds_a_secret():

@@ -17,7 +17,7 @@ from diffsynth_lite.config.messages import (
     words_instead,
 )
 from diffsynth_lite.config.schema import section_types
-from diffsynth_lite.config.settings import Settings
+from diffsynth_lite.config.settings import MOST_PIXELS, Settings
 from diffsynth_lite.errors import UserError
 
 TEXTS = st.one_of(
@@ -102,6 +102,9 @@ def consistent(name: str, values: dict) -> dict:
         values |= {"cache_dir": f"cache/{values['cache_dir']}"}
         is_fixed = None not in (values["width"], values["height"])
         values |= {} if is_fixed else {"width": None, "height": None}
+        values |= {
+            "sizes": [size for size in values["sizes"] if max(map(int, size.split("x"))) <= MOST_PIXELS]
+        }
         values |= defaults(["sizes"]) if is_fixed else {}
         is_given = is_fixed or values["sizes"]
         values |= defaults(["resolutions", "bucket_step", "max_aspect_ratio"]) if is_given else {}

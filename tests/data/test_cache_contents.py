@@ -86,6 +86,16 @@ def test_an_entry_with_numbers_that_are_not_finite_is_set_aside_before_a_run_rea
     assert verify(cache, lambda done, total: None).damaged == (KEYS[1],)
 
 
+def test_an_entry_that_the_system_cannot_read_is_not_present_and_stays(cache, memory, monkeypatch, caplog):
+    def fail(*_args, **_settings):
+        raise PermissionError("no")
+
+    monkeypatch.setattr("diffsynth_lite.data.cache.safe_open", fail)
+    assert not is_present(cache, memory, KEYS[0])
+    assert "the cache entry cannot be read: no" in caplog.text
+    assert cache.path(KEYS[0]).exists()
+
+
 def test_verify_reads_all_and_names_what_is_damaged(cache):
     damage(cache.path(KEYS[1]))
     progress = []

@@ -105,6 +105,12 @@ def test_previews_have_the_size_asked_for_and_repeat_exactly(
     size = (4 * family.size_divisor, 2 * family.size_divisor)
     assert [frame.size for frame in first] == [size] * len(sample.media[0].frames)
     assert [frame.tobytes() for frame in first] == [frame.tobytes() for frame in second]
+    with torch.no_grad():
+        for weight in transformer.parameters():
+            weight.mul_(torch.inf)
+    short = sample.request(num_inference_steps=family.min_inference_steps, guidance_scale=1.0, seed=5)
+    with pytest.raises(FloatingPointError, match="NaN or infinity"):  # diffusers draws it in black
+        family.sample(transformer, torch.float32, [short])
 
 
 def test_the_shift_is_positive_and_grows_with_the_picture_where_it_depends_on_it(sample: Sample) -> None:

@@ -136,6 +136,13 @@ def test_a_run_whose_trainer_is_gone_was_killed(tmp_path: Path) -> None:
         assert read_run(tmp_path).state.title == "Killed"
 
 
+def test_a_run_that_diverged_shows_the_last_step_that_was_tried(tmp_path: Path) -> None:
+    RunFolder(tmp_path).write_status("diverged", exit_code=3, step=0, message="step 9: loss not finite")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 9, "loss": null}\n')
+    state = read_run(tmp_path).state
+    assert (state.title, state.step) == ("Diverged", 9)
+
+
 def test_times_that_no_calendar_knows_are_left_out(tmp_path: Path) -> None:
     folder = full_folder(tmp_path / "mine")
     (folder / "metrics.jsonl").write_text('{"step": 1, "time": 1e20}\n{"step": 2, "time": -1}\n')

@@ -14,6 +14,7 @@ import torch
 from processes import Program
 from rich.console import Console
 
+from diffsynth_lite.errors import RunDivergedError
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.progress import StepReport, StepResult, Throughput
 
@@ -108,6 +109,20 @@ def test_the_first_step_and_every_so_many_have_a_row_of_metrics(tmp_path: Path) 
         shown.after_step(result(step))
     assert shown._metrics.steps == [1, 10, 20]
     assert shown._metrics.by_noise == {}
+
+
+def test_of_a_run_that_diverges_the_last_steps_have_rows_whatever_the_interval(tmp_path: Path) -> None:
+    shown = report(tmp_path, every_steps=4)
+
+    def diverge() -> None:
+        with shown.shown(Console(file=io.StringIO())):
+            for step in range(1, 8):
+                shown.after_step(result(step))
+            raise RunDivergedError("step 7: not finite")
+
+    with pytest.raises(RunDivergedError, match="step 7"):
+        diverge()
+    assert shown._metrics.steps == [1, 4, 5, 6, 7]
 
 
 def test_the_loss_by_noise_is_a_mean_and_a_tenth_without_samples_has_none(tmp_path: Path) -> None:

@@ -173,6 +173,18 @@ def test_an_error_without_a_message_is_logged_too(tmp_path: Path, caplog: pytest
     assert "Previews at step 3 failed, out of memory" in caplog.text
 
 
+def test_a_picture_that_is_not_finite_is_told_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def overflow(*_args):
+        raise FloatingPointError("the decoded picture holds NaN or infinity")
+
+    assert previews(tmp_path, overflow).draw(torch.nn.Linear(1, 1), 3) is None
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert record.getMessage().startswith("Previews at step 3 were not drawn: the decoded picture holds NaN")
+    assert record.exc_info is None
+
+
 def test_without_prompts_nothing_is_drawn(tmp_path: Path) -> None:
     assert previews(tmp_path / "previews", draw_colours, prompts=[]).draw(torch.nn.Linear(1, 1), 0) is None
     assert not (tmp_path / "previews").exists()

@@ -24,6 +24,7 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects, build_accelerator
+from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.run_context import RunContext, StartupClock
 from diffsynth_lite.training.trainer import train, train_step
 
@@ -369,8 +370,17 @@ def test_steps_that_are_not_finite_are_skipped_until_too_many_follow_each_other(
     assert built.divergence.sound_step == 4  # its weights are those that step 5 found good
     built.divergence.note_save(5)
     assert not torch.equal(flat(model), before)
-    for step in range(6, 10):
+    for step in range(6, 11):
+        built.divergence.require_few_in_a_row(step - 1)
         train_step(built, step)
     told = r"step 10: .* not finite in 5 steps in a row; last on 0.png.* go on from checkpoints/step-00000004"
     with pytest.raises(RunDivergedError, match=told):
-        train_step(built, 10)
+        built.divergence.require_few_in_a_row(10)
+
+
+def test_a_loss_on_fixed_noise_that_was_not_finite_counts_until_a_step_is_taken_again() -> None:
+    divergence = Divergence.of_checkpoint({"step": 4, "divergence": {"is_loss_finite": False}})
+    with pytest.raises(RunDivergedError, match=r"after step 4, the last one, the loss on fixed noise is not"):
+        divergence.require_none(4, total_steps=4)
+    divergence.note_taken()
+    divergence.require_none(5, total_steps=5)

@@ -158,8 +158,12 @@ class DiffusersFamily(DiffusersLora):
         return vae_class and tiles_of(vae_class, self.folder.component_config("vae"))
 
     def load_preview_vae(self, dtype: torch.dtype, device: torch.device) -> Any:
-        """The autoencoder for previews: what it cannot decode as a whole on a full device goes in tiles."""
+        """The autoencoder for previews: what it cannot decode as a whole on a full device goes in tiles.
+
+        It raises FloatingPointError where a picture holds NaN or infinity, which diffusers draws in black.
+        """
         vae = self.load_component("vae", dtype).to(device)
+        vae.decoder.register_forward_hook(lambda _module, _inputs, output: _require_finite(output))
         if self.vae_tiles is None and self.known_vae_tiles is not None:
             tile_when_full(vae, self.known_vae_tiles)
         return vae
@@ -410,6 +414,13 @@ def described(scheduler: Any) -> str:
     """Class of a scheduler, with the settings that say what it samples."""
     settings = [f"{name} {scheduler.config[name]}" for name in _TELLING if name in scheduler.config]
     return " with ".join(filter(None, [type(scheduler).__name__, " and ".join(settings)]))
+
+
+def _require_finite(decoded: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+    """Check the output of a decoder; that of CogVideoX's also returns what it keeps for the next frames."""
+    pixels = decoded[0] if isinstance(decoded, tuple) else decoded
+    if not torch.isfinite(pixels).all():
+        raise FloatingPointError("the decoded picture holds NaN or infinity")
 
 
 def _decode_in_own_dtype(vae: Any) -> None:

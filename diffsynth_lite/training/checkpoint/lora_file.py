@@ -137,7 +137,7 @@ def _compare(loaded: Mapping[str, LoraPair], adapter: Mapping[str, LoraPair], dt
         if not math.isfinite(norm):
             raise RunDivergedError(
                 f"the LoRA's update of {layer} is not finite, so no LoRA file was written; the one before is "
-                "intact. Lower train.learning_rate"
+                "intact"
             )
         distance = pair.distance(loaded[layer])
         if not distance <= pair.rounding_bound(dtype):

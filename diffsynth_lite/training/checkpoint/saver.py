@@ -110,6 +110,7 @@ class Saver:
 
         Raises:
             RunStoppedError: the disk is full.
+            RunDivergedError: the weights or the LoRA's update are not finite.
         """
         on_main_process(self.accelerator, lambda: self._write(step))
 
@@ -201,19 +202,17 @@ class Saver:
             tensors["ema"] = self.averaged.tensors()
             state["ema_updates"] = self.averaged.num_updates
         self.folder.require_held()
-        self.store.save(
-            step,
-            tensors=tensors,
-            documents={
-                "optimizer": groups,
-                "state": state,
-                "contract": self.fingerprint,
-                "config": self.resolved_yaml,
-            },
-        )
-        self._export(self.folder.lora_folder, step, average=False)
-        if self.averaged is not None:
-            self._export(self.folder.ema_lora_folder, step, average=True)
+        documents = {
+            "optimizer": groups,
+            "state": state,
+            "contract": self.fingerprint,
+            "config": self.resolved_yaml,
+        }
+        with self.divergence.explained():
+            self.store.save(step, tensors=tensors, documents=documents)
+            self._export(self.folder.lora_folder, step, average=False)
+            if self.averaged is not None:
+                self._export(self.folder.ema_lora_folder, step, average=True)
         # Last: a checkpoint of an earlier start, whose export failed, is still to be exported.
         self._saved_step = step
 

@@ -235,7 +235,7 @@ def _check_finite(tensors: Mapping[str, Mapping[str, Tensor]], step: int) -> Non
             if not torch.isfinite(tensor).all():
                 raise RunDivergedError(
                     f"step {step}: {key} of {name} holds NaN or infinity, so no checkpoint was written; "
-                    "those before it are intact. Lower train.learning_rate"
+                    "those before it are intact"
                 )
 
 
