@@ -1,5 +1,6 @@
 """What the sections of the config are built on: their base class, and the types that they share."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,21 +17,27 @@ def _require_distinct(entries: list[_Entry]) -> list[_Entry]:
     return entries
 
 
-def _require_home(path: str) -> str:
+def _require_possible_path(path: str) -> str:
     try:
-        Path(path).expanduser()
+        parts = Path(path).expanduser().parts
     except RuntimeError:
         raise ValueError("~ is a home folder, and there is no user of that name; name a folder") from None
+    if max(len(os.fsencode(part)) for part in (*parts, "")) > _LONGEST_NAME:
+        raise ValueError(f"the name of a file or folder has at most {_LONGEST_NAME} bytes")
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise ValueError(f"a path has at most {_LONGEST_PATH} bytes here")
     return path
 
 
 _LARGEST_COUNT = 1_000_000_000
+# Of Linux; a path has 4095 there, of which some are left for what is below a folder.
+_LONGEST_NAME, _LONGEST_PATH = 255, 3_000
 MOST_COPIES = 1_000
 MOST_PIXELS = 65_536
 
 NonEmptyStr: TypeAlias = Annotated[str, Field(pattern=r"\S")]
 """Text with something in it that is not white space."""
-FilePath: TypeAlias = Annotated[NonEmptyStr, AfterValidator(_require_home)]
+FilePath: TypeAlias = Annotated[NonEmptyStr, AfterValidator(_require_possible_path)]
 """Where something is; ``~`` is a home folder."""
 Count: TypeAlias = Annotated[int, Field(ge=1, le=_LARGEST_COUNT)]
 """How many of something, such as steps."""

@@ -185,9 +185,11 @@ def check_held_out(records: Sequence[Record], held_out: Sequence[Record]) -> Non
 
 
 def _require_cache_folder(config: Config) -> None:
-    """Check, before what is known of the data is looked up there, that the cache is not a file."""
-    if Path(config.data.cache_dir).expanduser().is_file():
-        raise UserError(f"data.cache_dir: {config.data.cache_dir} is a file; name a folder")
+    """Check, before what is known of the data is looked up there, that the cache is or can be a folder."""
+    cache = Path(config.data.cache_dir).expanduser()
+    there = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise UserError(f"data.cache_dir: {there} is a file; name a folder")
 
 
 def _check_output_is_apart(config: Config) -> None:

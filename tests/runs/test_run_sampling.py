@@ -123,6 +123,15 @@ def test_what_cannot_be_drawn_is_said_before_weights_load(
     assert not (root / "run" / "samples").exists()
 
 
+def test_a_picture_whose_numbers_overflow_is_not_drawn(
+    finished_run: TinyRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    drawn = ("--prompt", "a red circle", "--size", "32x32", "--steps", 2, "--guidance", 1)
+    assert sample("--lora", finished_run.folder, *drawn, "--scale", "1e30") == 2
+    assert "--scale 1e+30: numbers overflow, the decoded picture holds NaN or infinity" in caplog.text
+    assert list(finished_run.folder.rglob("*.png")) == []
+
+
 @pytest.mark.parametrize(
     "argument",
     ["--seed=1,-2", "--seed=x", f"--seed={2**63}", "--num=0", "--scale=1,x", "--scale=nan", "--size=ax2"],

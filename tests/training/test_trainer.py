@@ -305,7 +305,9 @@ class Life:
             clock=StartupClock(0.0),
             grace=None,
         )
-        built = SimpleNamespace(weights=WeightStream([], process.device), compiler=BlockCompiler([]))
+        built = SimpleNamespace(
+            weights=WeightStream([], process.device), compiler=BlockCompiler([]), divergence=Divergence()
+        )
         return train(run, built, self._saver, self._stop, start_step)
 
     def _note(self, what: str, step: int) -> None:

@@ -164,6 +164,8 @@ def read_lora(family: ModelFamily, location: str, *, key: str) -> LoraFile:
     place = Path(location).expanduser()
     if not place.exists():
         raise UserError(f"{key}: there is no {location}; name a LoRA file, or the folder that holds it")
+    if not (place.is_file() or place.is_dir()):
+        raise UserError(f"{key}: {location} is neither a file nor a folder")
     if RunFolder(place).holds_run():
         place = RunFolder(place).lora_folder
     try:
