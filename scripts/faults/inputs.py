@@ -1,21 +1,25 @@
-"""C1 and C3: wrong configs and commands, and what is written of a config and read again."""
+"""C1, C3 and C4: wrong configs and commands, extremes, and what is written of a config and read again."""
 
 import os
 import re
 import resource
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from test_bad_config_corpus import FLAGS, OVERRIDES, PATHS, TEXTS
 from test_config_bad_files import WRONG_FILES, WRONG_REFERENCES, WRONG_VALUES
 from test_config_round_trip import assert_survives_yaml, configs
 
-from diffsynth_lite.config import Config
+from diffsynth_lite.config import Config, load_config, section_types
+from diffsynth_lite.errors import UserError
 from faults.bench import Bench, Result, environment
 from faults.proofs import num_passed
 
@@ -23,6 +27,13 @@ MINIMAL = (
     "model:\n  family: qwen_image\n  path: some/model\ndata:\n  path: pictures\noutput:\n  dir: runs/one\n"
 )
 LIMIT_S = 2.0
+EXTREMES = (
+    *("0", "-0", "1", "-1", "1.5", "1e-308", "1e308", "-1e308", "1e999", "nan", ".inf", "0x10", "1_000"),
+    *("9" * 18, "9" * 60, "null", "", " ", "true", "a" * 20_000, "a\nb", "\x1b[31m", "\u202e", "\U0001f600"),
+    *("..", "/", "[]", "[[1]]", "{a: 1}", f"[{', '.join(map(str, range(300)))}]"),
+)
+LONGEST_LINE = 500
+MANY = 20_000
 _TIME = re.compile(r"^\d\d:\d\d:\d\d ")
 MODELLESS = (sys.executable, str(Path(__file__).with_name("modelless_train.py")))
 
@@ -129,3 +140,39 @@ def write_and_read_configs(bench: Bench) -> Result:
     survive()
     assert len(tried) >= wanted
     return Result(f"{len(tried)} random configs", "each the same after yaml, and after the resolved yaml")
+
+
+def go_to_extremes(bench: Bench) -> Result:
+    """C4."""
+    file = bench.root / "good.yaml"
+    file.write_text(MINIMAL)
+    names = [f"{section}.{key}" for section, kind in section_types().items() for key in kind.model_fields]
+    answers = Counter(
+        _answered(file, name, value) for name in names for value in EXTREMES[:: bench.pick(10, 3, 1)]
+    )
+    many = bench.root / "many.yaml"
+    many.write_text(f"{MINIMAL}memory:\n" + "".join(f"  key{number}: 1\n" for number in range(MANY)))
+    before = time.process_time()
+    with pytest.raises(UserError) as caught:
+        load_config(many)
+    num_lines, seconds = str(caught.value).count("\n") + 1, time.process_time() - before
+    return Result(
+        f"{len(names)} settings, {answers.total()} values",
+        f"{answers[False]} refused, each in a line; {answers[True]} taken. Of {MANY} wrong keys {num_lines} "
+        f"lines, after {seconds:.1f} s of a processor",
+    )
+
+
+def _answered(file: Path, name: str, value: str) -> bool:
+    """Whether a setting takes a value; where it does not, the answer is as it should be."""
+    override, before = f"{name}={value}", time.process_time()
+    try:
+        load_config(file, [override])
+    except UserError as error:
+        lines = str(error).splitlines()
+        assert all(len(line) <= LONGEST_LINE and line.isprintable() for line in lines), (override, lines)
+        assert any(line.startswith(f"{name}=") for line in lines), (override, lines)
+        return False
+    finally:
+        assert time.process_time() - before < LIMIT_S, override
+    return True

@@ -6,6 +6,7 @@ from faults import (
     caches,
     damage,
     disks,
+    diverging,
     drift,
     full_memory,
     golden,
@@ -124,6 +125,11 @@ ITEMS: dict[str, Item] = {
         "are skipped",
         full_memory.run_out_of_memory,
     ),
+    "H4": Item(
+        "weights ruined or infinite in a run that saves after each step; NaN in other places",
+        "exit 3; the last good checkpoint stays, is named, and is continued with a lower rate",
+        diverging.diverge,
+    ),
     "R7": Item(
         "the checkpoint of each released schema, kept in tests/training/golden",
         "loads; tensors exact, next losses those stored",
@@ -143,6 +149,11 @@ ITEMS: dict[str, Item] = {
         "a config written and read again",
         "the same config",
         inputs.write_and_read_configs,
+    ),
+    "C4": Item(
+        "each setting at extremes: numbers, texts, lists; 20,000 wrong keys",
+        "taken or refused in one line of at most 500 characters, in 2 s of a processor",
+        inputs.go_to_extremes,
     ),
     "M1": Item(
         "odd and bad pictures and clips, alone and in a run",

@@ -55,7 +55,6 @@ OVERRIDES = [
     *("model.path=${oc.create:[1]}", "model.path=${oc.decode:1}", "model.path=${now:}", "model.path=${lora}"),
     "model.path=${oc.env:PATH,${oc.env:HOME}}",
     *("data.cache_dir=runs/one/", "data.cache_dir=pictures", "output.dir=~nosuchuser/run"),
-    *(f"output.dir={'x' * 256}", f"model.path={'x/' * 1501}"),
     *("data.tag_shuffles=1000000000", "data.crops_per_item=1000000000", "data.repeats=1000000000"),
 ]
 

@@ -1,0 +1,101 @@
+"""H4: runs whose numbers are not finite any more, and how they go on from what their message names."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import TinyRun
+
+from diffsynth_lite.run_folder.progress import StepResult
+from diffsynth_lite.training import trainer
+from diffsynth_lite.training.builder import TrainingObjects
+from faults.bench import PLAIN, Bench, Result, assert_same, train
+from faults.proofs import num_passed
+
+STEPS, LAST_GOOD = 14, 6
+SETTINGS = (*PLAIN, f"train.steps={STEPS}", "output.checkpoint_every_steps=1", "train.ema_decay=0.6")
+SLOWER = ("train.learning_rate=0.005", "resume.allow=[train.learning_rate]")
+
+TESTS = (
+    "run_folder/test_progress.py::test_of_a_run_that_diverges_the_last_steps_have_rows_whatever_the_interval",
+    "runs/test_run.py::test_too_many_skipped_steps_in_a_row_stop_the_run",
+    "runs/test_run_requests.py::test_a_best_lora_of_a_run_that_goes_on_from_before_any_best_is_set_aside",
+    "runs/test_run_initial_lora.py::test_a_lora_with_a_number_that_is_not_finite_is_refused_by_name",
+    "data/test_cache_contents.py",
+    "training/test_previews.py::test_a_picture_that_is_not_finite_is_told_in_one_line",
+    "runs/test_run_sampling.py::test_a_picture_whose_numbers_overflow_is_not_drawn",
+)
+"""The other places of numbers that are not finite."""
+
+Spoil = Callable[[torch.nn.Parameter], object]
+
+
+def _ruined(weight: torch.nn.Parameter) -> None:
+    weight.fill_(1e30)  # Finite, and its products are not.
+
+
+def _infinite(weight: torch.nn.Parameter) -> None:
+    weight.fill_(torch.inf)
+
+
+WAYS: dict[str, Spoil] = {"ruined": _ruined, "infinite": _infinite}
+
+
+def diverge(bench: Bench) -> Result:
+    """H4: runs that save after each step, and keep one checkpoint."""
+    num_tests = num_passed(*TESTS)
+    run = bench.pictures()
+    run = replace(run, settings=(*run.settings, *SETTINGS))
+    whole = run.root / "whole"
+    assert train(run, whole, "output.keep_checkpoints=100") == 0
+    for way, spoil in WAYS.items():
+        folder = run.root / way
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer, "train_step", _spoiled_after(LAST_GOOD, spoil))
+            assert train(run, folder, "output.keep_checkpoints=1") == 3
+        named = _named_in_message(folder)
+        assert_same(whole, folder, LAST_GOOD)  # No save after it took it away.
+        _continue_as_told(run, whole, folder, named)
+    return Result(
+        f"{len(WAYS)} runs, {num_tests} tests",
+        "exit code 3; the last good checkpoint stays and is named; continued from it with a lower rate as an "
+        "undisturbed run is",
+    )
+
+
+def _spoiled_after(last_good: int, spoil: Spoil) -> Any:
+    """`train_step` that spoils all that is trained in the step after a good one."""
+    train_step = trainer.train_step
+
+    def spoiled(built: TrainingObjects, step: int) -> StepResult:
+        result = train_step(built, step)
+        if step == last_good + 1:
+            with torch.no_grad():
+                for weight in built.trained_parameters:
+                    spoil(weight)
+        return result
+
+    return spoiled
+
+
+def _named_in_message(folder: Path) -> Path:
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("diverged", 3), status
+    named = re.search(r"go on from (checkpoints/step-\d{8})", status["message"])
+    assert named, status
+    assert named[1] == f"checkpoints/step-{LAST_GOOD:08d}", status
+    return folder / named[1]
+
+
+def _continue_as_told(run: TinyRun, whole: Path, folder: Path, named: Path) -> None:
+    """Go on from the checkpoint that the message names, and from that of the undisturbed run."""
+    other = folder.with_name(f"{folder.name}, undisturbed")
+    assert train(run, folder, "--resume", str(named), *SLOWER) == 0
+    assert train(run, other, "--resume", str(whole / "checkpoints" / named.name), *SLOWER) == 0
+    assert_same(other, folder, STEPS)
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
