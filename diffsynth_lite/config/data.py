@@ -37,6 +37,8 @@ _Colour: TypeAlias = Annotated[
 ]
 # What shapes buckets that are computed; where sizes are given they do nothing.
 _BUCKET_SETTINGS = ("bucket_step", "max_aspect_ratio")
+_MOST_OCCURRENCES = 10_000
+"""Of an item in one pass, whose order is made as a whole."""
 _ROLES = ("first_frame", "last_frame", "mask")
 # What goes with a folder, and what with a dataset; of the other one it would do nothing.
 _OF_A_FOLDER = ("metadata", "input_dirs", *(f"{role}_dir" for role in _ROLES))
@@ -98,10 +100,10 @@ class SourceSettings(Settings):
     mask_dir: FilePath | None = None
     """Instead of `mask_column`: a folder in which masks have the names of their pictures or clips."""
 
-    repeats: int = Field(default=1, ge=1, le=1_000_000)
+    repeats: int = Field(default=1, ge=1, le=_MOST_OCCURRENCES)
     """How often each item occurs in one pass over the data."""
 
-    weight: float = Field(default=1.0, ge=1e-6, le=1e6)
+    weight: float = Field(default=1.0, ge=1e-6, le=_MOST_OCCURRENCES)
     """Multiplies `repeats`, to balance sources finely: with 0.5 half of the items occur in each pass, and all
     of them in every two."""
 
@@ -125,6 +127,12 @@ class SourceSettings(Settings):
                 "a source is either a folder (path) or a dataset; keep one, or list both in data.sources"
             )
             yield Problem(("dataset", "path"), message)
+        if self.repeats * self.weight > _MOST_OCCURRENCES:
+            message = (
+                f"{self.weight:g} times the repeats, {self.repeats}, is more often than the "
+                f"{_MOST_OCCURRENCES} times that an item may occur in one pass; lower one of them"
+            )
+            yield Problem(("weight", "repeats"), message)
         if self.captions == "none" and self.trigger is None:
             message = "none needs a trigger, which is then the caption of all items"
             yield Problem(("captions", "trigger"), message)

@@ -80,7 +80,7 @@ class ModelSettings(Settings):
 class LoraSettings(Settings):
     """The low-rank matrices that are trained (Hu et al. 2021, arXiv:2106.09685)."""
 
-    rank: int = Field(default=32, ge=1, le=65_536)
+    rank: int = Field(default=32, ge=1, le=8_192)
     """Rank of the matrices. More learns finer detail and makes a larger file; 8 to 64 is usual."""
 
     alpha: float | None = Field(default=None, ge=1e-6, le=1e6)

@@ -33,7 +33,7 @@ _LARGEST_COUNT = 1_000_000_000
 # Of Linux; a path has 4095 there, of which some are left for what is below a folder.
 _LONGEST_NAME, _LONGEST_PATH = 255, 3_000
 MOST_COPIES = 1_000
-MOST_PIXELS = 65_536
+MOST_PIXELS = 16_384
 
 NonEmptyStr: TypeAlias = Annotated[str, Field(pattern=r"\S")]
 """Text with something in it that is not white space."""

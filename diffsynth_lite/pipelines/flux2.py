@@ -32,7 +32,11 @@ from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import INPUT, stack_inputs
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
+from diffsynth_lite.pipelines.base.diffusers_family import (
+    DiffusersFamily,
+    device_and_dtype,
+    exponential_shift,
+)
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import (
     encode_patched_latents,
@@ -231,7 +235,7 @@ class Flux2(DiffusersFamily):
         It grows up to 4,300 tokens (a little over 1024 x 1024 pixels), where it falls once, from 7.7 to 3.3,
         and grows again.
         """
-        return math.exp(compute_empirical_mu(self.num_tokens(latents_shape), _SAMPLING_STEPS))
+        return exponential_shift(compute_empirical_mu(self.num_tokens(latents_shape), _SAMPLING_STEPS))
 
     def family_shift(self, latents_shape: Sequence[int]) -> float:
         """2.2 (mu 0.8) at any size.

@@ -108,20 +108,12 @@ class Previews:
                 OUT_OF_MEMORY_ADVICE,
             )
             return None
-        except FloatingPointError as error:
-            logger.warning(
-                "Previews at step %d were not drawn: %s. Training goes on; where losses are finite, look at "
-                "validation.guidance_scale, model.vae_dtype and model.dtype.",
-                step,
-                error,
-            )
-            return None
         except Exception as error:  # a picture is never worth the run: a full disk, a broken scheduler
             logger.warning(
                 "Previews at step %d failed; training goes on: %s",
                 step,
                 error,
-                exc_info=not isinstance(error, OSError),
+                exc_info=not isinstance(error, OSError | FloatingPointError),
             )
             return None
         finally:

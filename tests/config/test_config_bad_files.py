@@ -62,7 +62,7 @@ WRONG_VALUES = [
     ("train", "<<", "{steps: 5}", "unknown key"),
     ("train", "'no such: key'", "8", "unknown key"),
     ("lora", "rank", "0", "at least 1"),
-    ("lora", "rank", "200000000000000000", "at most 65536"),
+    ("lora", "rank", "200000000000000000", "at most 8192"),
     ("lora", "alpha", "0", "at least 1e-06"),
     ("lora", "components", "[transformer, transformer]", "twice"),
     ("lora", "target_modules", "[to_q, to_q]", "twice"),

@@ -93,6 +93,10 @@ WRONG_SOURCES = {
         ["sources: ${data.path}"],
         [":2 data.sources: got '${data.path}'; must be a list of sections"],
     ),
+    "occurs too often": (
+        ["sources: [{path: a, repeats: 200, weight: 100}]"],
+        [":2 data.sources[0].weight: 100 times the repeats, 200, is more often than the 10000 times"],
+    ),
     "beside one": (
         ["path: a", "sources: [{path: b}]", "repeats: 2"],
         [

@@ -111,6 +111,7 @@ def consistent(name: str, values: dict) -> dict:
         values |= {"crops_per_item": 1} if values["crop"] == "center" else {}
         values |= {"clips_per_video": 1} if values["clip"] in ("start", "center") else {}
     if name == "source":
+        values |= {"weight": 1.0} if values["weight"] * values["repeats"] > 10_000 else {}
         is_folder = values["dataset"] is None
         values |= {"path": f"pictures/{values['path']}" if is_folder else None}
         values |= defaults(OF_A_DATASET if is_folder else OF_A_FOLDER)

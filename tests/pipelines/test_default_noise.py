@@ -17,7 +17,9 @@ from diffsynth_lite.core.noise import (
     shift_sigma,
     sigma_from_uniform,
 )
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import family_names, load_family, releases_of
+from diffsynth_lite.pipelines.base.diffusers_family import exponential_shift
 from diffsynth_lite.pipelines.base.release_folder import write_release
 from diffsynth_lite.releases import Release
 from diffsynth_lite.training.builder import build_noise_levels
@@ -179,3 +181,8 @@ def test_what_was_corrected_has_these_noise_levels_and_had_those(
     shares = level_shares(lambda draws: shift_sigma(sigma_from_uniform(draws, "uniform"), shift))
     assert (round(shares.mean, 3), round(shares.below_half, 2)) == (mean, below_half)
     assert round(mean_level("uniform", family.earlier_shift(shape)), 3) == mean_before
+
+
+def test_a_shift_that_no_number_holds_is_an_error_of_the_user() -> None:
+    with pytest.raises(UserError, match=r"objective\.shift: that of the sampler is exp\(2700\)"):
+        exponential_shift(2700.2)

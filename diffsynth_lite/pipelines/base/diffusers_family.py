@@ -291,7 +291,7 @@ class DiffusersFamily(DiffusersLora):
             base_tokens=config.get("base_image_seq_len", 256),
             max_tokens=config.get("max_image_seq_len", 4096),
         )
-        return math.exp(mu)
+        return exponential_shift(mu)
 
     def family_shift(self, latents_shape: Sequence[int]) -> float:
         """That of the folder's sampler, which is fixed or, in some releases, grows with the picture.
@@ -346,6 +346,21 @@ def _ask_loader(
     """Kept: it is the same for all files that a run writes."""
     models = {name: empty_model(class_, json.loads(config)) for name, (class_, config) in components}
     return loaded_layers(assemble(pipeline_class, **models), models, header)
+
+
+def exponential_shift(mu: float) -> float:
+    """``exp(mu)``.
+
+    Raises:
+        UserError: no float is as large.
+    """
+    try:
+        return math.exp(mu)
+    except OverflowError:
+        raise UserError(
+            f"objective.shift: that of the sampler is exp({mu:.0f}) for pictures or clips of this size, "
+            "which no number holds; take smaller ones, or set objective.shift: static"
+        ) from None
 
 
 def assemble(pipeline_class: Any, **parts: Any) -> Any:
