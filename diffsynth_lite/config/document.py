@@ -41,8 +41,7 @@ def read_yaml(text: str) -> yaml.Node:
             that is not plain text.
     """
     try:
-        _refuse_what_a_config_never_needs(text)
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = yaml.compose(text, Loader=_Loader)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise YamlError(f"character {error.character:#x} is not allowed in yaml; remove it", line) from None
@@ -103,10 +102,15 @@ def write_yaml(values: dict[str, Any]) -> str:
     return text
 
 
-def _refuse_what_a_config_never_needs(text: str) -> None:
-    """Looks at the events before a tree is built, so that no text can make that expensive."""
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+    """Refuses what a config never needs where it comes, so that no text can make a tree expensive."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+
+    def get_event(self) -> yaml.Event:
+        event = super().get_event()
         if getattr(event, "anchor", None):
             raise YamlError(
                 f"'{event.anchor}' is a yaml anchor or alias (& or *), which a config does not have; "
@@ -119,9 +123,11 @@ def _refuse_what_a_config_never_needs(text: str) -> None:
                 "or put text that starts with ! in quotes",
                 line_of(event),
             )
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST:
+        self._depth += isinstance(event, yaml.CollectionStartEvent)
+        self._depth -= isinstance(event, yaml.CollectionEndEvent)
+        if self._depth > _DEEPEST:
             raise YamlError("nested too deeply; a config has sections, and settings in them", line_of(event))
+        return event
 
 
 def _require_plain_keys(node: yaml.Node) -> None:
