@@ -54,6 +54,7 @@ def targets(family: ModelFamily, model: torch.nn.Module) -> list[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_blocks", "numbers"), [("flux", 5, [5]), ("wan", 9, [4, 5])])
 def test_a_few_blocks_of_each_list_take_what_all_of_them_take(
     name: str, num_blocks: int, numbers: list[int], monkeypatch: pytest.MonkeyPatch
