@@ -61,7 +61,7 @@ class PageRenewal:
         self._write()
 
     def _write(self) -> None:
-        if not self._is_main:
+        if not self._is_main or not self._folder.is_dir():
             return
         started_at = self._clock()
         try:

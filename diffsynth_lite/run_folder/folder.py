@@ -409,7 +409,8 @@ def outcome_recorded(
                 folder.write_last_status(state, exit_code=code, step=step, message=message)
         except (OSError, RunStoppedError, UserError) as failure:
             # A full disk, or a folder that is gone, takes no status; what ended the run matters more.
-            logger.warning("%s could not be written: %s", folder.status_file, failure)
+            if str(failure) != str(error):
+                logger.warning("%s could not be written: %s", folder.status_file, failure)
         raise
     message = "; ".join(["finished", *remarks])
     folder.write_last_status("finished", exit_code=EXIT_FINISHED, step=total_steps, message=message)

@@ -48,7 +48,7 @@ from diffsynth_lite.training.checkpoint.resume import (
     resolve_checkpoint,
     settings_fingerprint,
 )
-from diffsynth_lite.training.checkpoint.room import require_room
+from diffsynth_lite.training.checkpoint.room import require_room, warn_of_previews
 from diffsynth_lite.training.checkpoint.saver import Saver, restore
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.checks import check_run, checked_again
@@ -182,11 +182,13 @@ def _train(
     """Encode, load, train, save; returns the optimizer steps done, and what was not finite in them."""
     start_step = checkpoint.step if checkpoint else 0
     initial = _initial_lora(run) if checkpoint is None else None
-    check_room = partial(require_room, run.config, run.checked, run.store, start_step)
-    on_main_process(run.accelerator, check_room)
+    saving = run.config, run.checked, run.store, start_step
+    on_main_process(run.accelerator, lambda: require_room(*saving))
+    on_main_process(run.accelerator, lambda: warn_of_previews(*saving))
     with run.clock.stage("encoding"):
         encoded = _encode(run)
-    on_main_process(run.accelerator, check_room)  # Again: the cache may be on the same disk.
+    # Again: the cache may be on the same disk.
+    on_main_process(run.accelerator, lambda: require_room(*saving))
     fingerprint |= data_fingerprint(encoded.identity, micro_batch_size=run.config.train.micro_batch_size)
     policy = run.resume_policy
     changes = from_main_process(run.accelerator, lambda: policy.changed_settings(fingerprint, checkpoint))
@@ -364,6 +366,8 @@ def _warn_of_lost_rows(run: RunContext, checkpoint: Checkpoint | None) -> None:
     if checkpoint is None or checkpoint.path.parent != run.store.folder:
         return
     every_steps = yaml.safe_load(checkpoint.documents["config"])["logging"]["every_steps"]
+    if not isinstance(every_steps, int):
+        return  # ${...}, whose value is kept nowhere
     # Only of the start that wrote it: the interval may have been another one before.
     starts = checkpoint.lineage
     own_steps = range(checkpoint.step, starts[-1]["step"] if starts else checkpoint.step, -1)

@@ -179,7 +179,9 @@ def _of_the_disk(error: OSError, run_folder: Path | None) -> UserError | RunStop
         )
     if run_folder is not None and error.errno == errno.ENOENT and not run_folder.is_dir():
         return RunStoppedError(folder_is_gone(run_folder))
-    if error.errno in _DISK_FAILS:
+    # Linux makes a disk read-only after an error of it; in the run folder this run has written before.
+    was_writable = run_folder is not None and Path(str(place)).is_relative_to(run_folder)
+    if error.errno in _DISK_FAILS or (error.errno == errno.EROFS and was_writable):
         return RunStoppedError(
             f"a disk fails ({error}); once it is well, the same command continues the run from the newest "
             "checkpoint that can be read"

@@ -1,4 +1,4 @@
-"""D3 to D6: damaged checkpoints and run folders, files that are not ours, and two trainers in one folder."""
+"""D3 to D7: run folders that are damaged, gone, hold files of others, or are taken by two trainers."""
 
 import logging
 import os
@@ -6,14 +6,20 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from damages import CERTAIN, RANDOM
 from tiny_run import TinyRun
 
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.training import trainer
 from diffsynth_lite.training.checkpoint.manifest import CheckpointError, read_checkpoint
+from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from faults.bench import PLAIN, Bench, Result, assert_same, forked, stopped_after, train
 from faults.driver import waited
 from faults.proofs import num_passed
@@ -24,6 +30,8 @@ FOLDER_TESTS = (
     "run_folder/test_run_folder.py",
     "training/test_shortages.py",
 )
+MOMENTS = ((trainer, "train_step"), (CheckpointStore, "save"))
+"""After which a folder is lost: the second is in a save, before its export."""
 SETTINGS = (*PLAIN, "train.ema_decay=0.6", "train.steps=4")
 
 
@@ -31,6 +39,55 @@ def damage_the_run_folder(_bench: Bench) -> Result:
     """D6: the files beside the checkpoints damaged or lost; files for folders, and folders for files."""
     num_tests = num_passed(*FOLDER_TESTS)
     return Result(f"{num_tests} tests", "repaired from the checkpoints and exact, or named with the way out")
+
+
+def lose_the_folder(bench: Bench) -> Result:
+    """D7: a run folder that is renamed, removed, or becomes another run's, in a step and inside a save."""
+    run = bench.pictures()
+    whole, folder, moved = (run.root / name for name in ("whole", "run", "moved"))
+    assert train(run, whole, *PLAIN) == 0
+
+    def replace_it() -> None:
+        folder.rename(moved)
+        assert waited(forked(lambda: _begin_another(folder), run.root / "log"), 60) == 0
+
+    ways = (lambda: folder.rename(moved), lambda: shutil.rmtree(folder), replace_it)
+    for number, (way, (owner, name)) in enumerate(product(ways, MOMENTS)):
+        with pytest.MonkeyPatch.context() as patch:
+            _act_after(patch, owner, name, way)
+            assert train(run, folder, *PLAIN) == 3, number
+        assert folder.exists() == (way is replace_it), number
+        left = {path.name for path in folder.glob("*")} - {"report.html"}
+        assert left == ({".lock", "status.json"} if way is replace_it else set()), left
+        place = moved if moved.exists() else folder
+        assert train(run, place, *PLAIN) == 0, number
+        assert_same(whole, place, 6)
+        for done in (moved, folder):
+            shutil.rmtree(done, ignore_errors=True)
+    num_ways = len(ways) * len(MOMENTS)
+    return Result(f"{num_ways} runs", "exit 3, nothing in its place; what was moved continued bit for bit")
+
+
+def _begin_another(folder: Path) -> int:
+    """What another trainer does first."""
+    other = RunFolder(folder)
+    with other.lock():
+        other.write_status("running", exit_code=None, step=0, message="started")
+    return 0
+
+
+def _act_after(patch: pytest.MonkeyPatch, owner: Any, name: str, act: Callable[[], object]) -> None:
+    """Act once, when a function has been called a second time."""
+    function, calls = getattr(owner, name), []
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        calls.append(name)
+        if len(calls) == 2:
+            act()
+        return result
+
+    patch.setattr(owner, name, wrapped)
 
 
 def damage_checkpoints(bench: Bench) -> Result:

@@ -1,6 +1,7 @@
 """D1 and D2: a machine that loses power, and a disk that is full."""
 
 import errno
+import json
 import os
 import re
 import resource
@@ -91,6 +92,8 @@ def _fill_a_real_one(run: TinyRun, owner: Any, name: str, message: str) -> None:
     log = run.root / "log"
     assert waited(forked(work, log), 120) == 3
     assert re.search(message, log.read_text()), log.read_text()
+    status = json.loads((limited / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("stopped", 3), status
     assert train(run, limited, *PLAIN) == 0
     assert_same(whole, limited, 6)
 

@@ -80,13 +80,19 @@ ITEMS: dict[str, Item] = {
         damage.start_two_trainers,
     ),
     "D6": Item(
-        "status, contract, lineage, metrics damaged or lost; files for folders and folders for files",
+        "status, contract, lineage, metrics damaged or lost; files for folders, folders for files; no room",
         "repaired from the checkpoints, or named with the way out",
         damage.damage_the_run_folder,
     ),
+    "D7": Item(
+        "the run folder renamed, removed, or become another run's, in a step and inside a save",
+        "exit 3, nothing in its place; what was moved continued bit for bit",
+        damage.lose_the_folder,
+    ),
     "K4": Item(
-        "SIGTERM, SIGUSR1, SIGINT, SIGHUP to train.py, accelerate launch, torchrun; at each stage; twice",
-        "exit 75, checkpoint there, no process left; continued bit for bit",
+        "SIGTERM, SIGUSR1, SIGINT, SIGHUP to train.py, accelerate launch, torchrun; at each stage; twice; "
+        "SIGHUP under nohup",
+        "exit 75, checkpoint there, no process left; continued bit for bit; under nohup it goes on",
         stops.signal_everything,
     ),
     "K5": Item(

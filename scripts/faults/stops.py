@@ -45,8 +45,9 @@ def signal_everything(bench: Bench) -> Result:
             signal_at_a_stage(bench.pictures(f"{stage} {number.name}"), stage, number)
             stages += 1
     signal_twice(bench.pictures("twice"))
+    hang_up_under_nohup(bench.pictures("nohup"))
     return Result(
-        f"{len(launchers) * repeats} starts by 3 launchers, {stages} stages, 1 twice",
+        f"{len(launchers) * repeats} starts by 3 launchers, {stages} stages, 1 twice, 1 under nohup",
         "exit 75, checkpoint of the last step there, 0 processes left",
     )
 
@@ -176,6 +177,17 @@ def signal_at_a_stage(run: TinyRun, stage: str, number: signal.Signals) -> None:
     assert train(run, folder) == 0
     assert train(run, whole) == 0
     assert_same(whole, folder, 4)
+
+
+def hang_up_under_nohup(run: TinyRun) -> None:
+    """A run that ignores SIGHUP from its start goes on to its end."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            STAGES["a step"](patch, lambda: os.kill(os.getpid(), signal.SIGHUP))
+            assert train(run, run.folder, *PLAIN) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def signal_twice(run: TinyRun) -> None:

@@ -70,8 +70,11 @@ def test_an_entry_that_was_only_touched_is_still_there(cache, memory):
     assert is_present(cache, memory, KEYS[0])
 
 
-def test_an_entry_that_is_not_there_is_not_present(cache, memory):
+def test_an_entry_that_is_not_there_or_cannot_be_read_is_not_present(cache, memory):
     assert not is_present(cache, memory, "ff" * 32)
+    cache.path(KEYS[0]).unlink()
+    cache.path(KEYS[0]).mkdir()
+    assert not is_present(cache, memory, KEYS[0])
 
 
 def test_an_entry_with_numbers_that_are_not_finite_is_set_aside_before_a_run_reads_it(

@@ -18,10 +18,10 @@ class Pages:
         monkeypatch.setattr(renewal, "write_report", self._write)
 
     def renewal(self, *, is_main: bool = True) -> PageRenewal:
-        return PageRenewal(Path("mine"), is_main=is_main, clock=lambda: self.now)
+        return PageRenewal(Path(), is_main=is_main, clock=lambda: self.now)
 
     def _write(self, folder: Path) -> None:
-        assert folder == Path("mine")
+        assert folder == Path()
         self.written_at.append(self.now)
         self.now += self._seconds
         if self._error:

@@ -16,7 +16,7 @@ from diffsynth_lite.config import load_config
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training.checkpoint.room import (
     num_checkpoints_to_come,
-    require_room,
+    warn_of_previews,
 )
 from diffsynth_lite.training.checkpoint.store import CheckpointStore, SavedBytes
 from diffsynth_lite.training.checks import bind_family
@@ -39,7 +39,7 @@ def test_a_disk_without_room_for_checkpoints_is_refused_before_weights_load(
     monkeypatch.setattr("diffsynth_lite.training.checkpoint.room.free_disk_bytes", lambda _: 2**10)
     monkeypatch.setattr(QwenImage, "load_transformer", None)
     assert begun_run.train() == 2
-    assert "checkpoints (at most 2 more at once) and LoRA files take about" in caplog.text
+    assert "the checkpoints that are there at once and the LoRA files take about" in caplog.text
     assert "1.0 KiB are free" in caplog.text
     assert [row["step"] for row in begun_run.metrics() if "loss" in row] == [1, 2]
 
@@ -67,7 +67,10 @@ def test_what_a_run_saves_was_counted(whole_run: TinyRun) -> None:
         ((), 1, 2),
         ((), 2, 1),
         (("output.keep_checkpoints=9",), 0, 3),
-        (("output.keep_checkpoints=1",), 0, 2),
+        (("train.steps=7",), 3, 1),
+        (("train.steps=5", "output.keep_every_steps=2"), 0, 3),
+        (("train.steps=1000000000", "output.checkpoint_every_steps=1"), 0, 3),
+        (("output.keep_checkpoints=1",), 0, 3),  # the newest that is known to be sound stays
         (("train.steps=20", "output.keep_every_steps=4"), 0, 6),  # 4, 8, 12, and 16, 18, 20
         (("validation.data=data",), 0, 4),
     ],
@@ -85,12 +88,31 @@ def test_previews_that_may_fill_the_disk_are_a_warning(
     config = load_config(tiny_run.config).config
     monkeypatch.setattr("diffsynth_lite.training.checkpoint.room.free_disk_bytes", lambda _: 2**15)
     checked = SimpleNamespace(num_lora_weights=1, family=bind_family(config))
-    require_room(config, checked, CheckpointStore(tiny_run.folder / "checkpoints", keep=2), 0)
+    warn_of_previews(config, checked, CheckpointStore(tiny_run.folder / "checkpoints", keep=2), 0)
     # Two pictures of 64 x 32 before the first step and after the last one.
     assert "previews may take up to 24.0 KiB beside the" not in caplog.text
     monkeypatch.setattr("diffsynth_lite.training.checkpoint.room.free_disk_bytes", lambda _: 2**14)
-    require_room(config, checked, CheckpointStore(tiny_run.folder / "checkpoints", keep=2), 0)
+    warn_of_previews(config, checked, CheckpointStore(tiny_run.folder / "checkpoints", keep=2), 0)
     assert "previews may take up to 24.0 KiB beside the" in caplog.text
+
+
+def test_a_folder_renamed_inside_a_save_ends_the_run_and_is_not_made_again(
+    begun_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save = CheckpointStore.save
+    moved = begun_run.folder.with_name("moved")
+
+    def renaming(store: CheckpointStore, *args: Any, **kwargs: Any) -> Path:
+        path = save(store, *args, **kwargs)
+        begun_run.folder.rename(moved)
+        return path
+
+    monkeypatch.setattr(CheckpointStore, "save", renaming)
+    assert begun_run.train() == 3
+    assert not begun_run.folder.exists()
+    assert (moved / "checkpoints" / "step-00000004").is_dir()
+    told = [message for message in caplog.messages if "was renamed or removed" in message]
+    assert len(told) == 1
 
 
 def test_a_run_goes_on_exactly_from_its_checkpoints_when_all_else_was_lost(
@@ -103,9 +125,10 @@ def test_a_run_goes_on_exactly_from_its_checkpoints_when_all_else_was_lost(
     (begun_run.folder / "status.json").write_text("")
     (begun_run.folder / "contract.json").write_text("{")
     (begun_run.folder / "lineage.json").unlink()
+    monkeypatch.setenv("INTERVAL", "1")
     rows = (begun_run.folder / "metrics.jsonl").read_bytes()
     (begun_run.folder / "metrics.jsonl").write_bytes(rows[: rows.index(b'"step": 2') + 20])
-    assert begun_run.train() == 0
+    assert begun_run.train("logging.every_steps=${oc.env:INTERVAL}") == 0
     assert "status.json is missing or damaged" in caplog.text
     assert "metrics.jsonl ends at step 1, and step 2 was logged: rows are lost" in caplog.text
     for name in ("contract.json", "lineage.json"):
@@ -114,6 +137,7 @@ def test_a_run_goes_on_exactly_from_its_checkpoints_when_all_else_was_lost(
     assert saved == [(4, 4, 4), (6, 6, 6)]
     found = checkpoint_tensors(begun_run.folder, 6)
     assert differing(checkpoint_tensors(whole_run.folder, 6), found) == []
+    assert begun_run.train("train.steps=7") == 0  # The checkpoint says "${...}" of the interval.
 
 
 def rows_synced_before_each_checkpoint(

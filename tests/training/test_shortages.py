@@ -129,6 +129,8 @@ def test_a_full_disk_and_a_full_device_are_explained() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(RunStoppedError, match=r"a disk fails .*Input/output error"), shortages_explained():
         raise OSError(errno.EIO, "Input/output error", "run/metrics.jsonl")
+    with pytest.raises(RunStoppedError, match="a disk fails"), shortages_explained(Path("run")):
+        raise OSError(errno.EROFS, "Read-only file system", "run/metrics.jsonl")
     with (
         pytest.raises(RunStoppedError, match=r"before training.*vae_tiling: true.*vae_dtype"),
         shortages_explained(),
