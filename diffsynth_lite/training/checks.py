@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import get_args
 
@@ -24,7 +23,7 @@ from diffsynth_lite.pipelines.base.single_file import component_files
 from diffsynth_lite.run_folder.metrics import require_trackers
 from diffsynth_lite.training.data_settings import check_records, plan_rules
 from diffsynth_lite.training.dataset import read_records
-from diffsynth_lite.training.distributed.agreement import on_all_processes
+from diffsynth_lite.training.distributed.agreement import on_all_processes, problems_of_all
 from diffsynth_lite.training.frozen_weights import text_encoder_memory, transformer_quantization
 from diffsynth_lite.training.learning_rate import learning_rate_schedule
 from diffsynth_lite.training.streaming import check_stream
@@ -92,7 +91,7 @@ def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
             problems.attempt(partial(check_records, found, family))
     problems.attempt(lambda: check_held_out(records, held_out))
     # The same on all processes, whichever found them.
-    Problems(chain.from_iterable(on_all_processes(accelerator, lambda: problems))).require_none()
+    problems_of_all(accelerator, problems).require_none()
     assert family is not None
     if warning := distillation_warning(family, config.model.path, config.model.transformer_file):
         logger.warning("%s", warning)
@@ -117,7 +116,7 @@ def checked_again(checked: CheckedRun, config: Config, accelerator: Accelerator)
     """
     problems = Problems()
     model = _check_model(problems, checked.family, config, accelerator.device)
-    Problems(chain.from_iterable(on_all_processes(accelerator, lambda: problems))).require_none()
+    problems_of_all(accelerator, problems).require_none()
     return replace(checked, num_blocks=model.num_blocks, num_selected_blocks=model.num_selected_blocks)
 
 

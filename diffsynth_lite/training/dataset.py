@@ -36,7 +36,11 @@ from diffsynth_lite.training.data_settings import (
     find_training_records,
     index_file,
 )
-from diffsynth_lite.training.distributed.agreement import on_main_process, some_processes_first
+from diffsynth_lite.training.distributed.agreement import (
+    on_main_process,
+    problems_of_all,
+    some_processes_first,
+)
 from diffsynth_lite.training.distributed.folder_groups import FolderGroup, find_folder_group
 
 logger = logging.getLogger(__name__)
@@ -69,11 +73,12 @@ def read_records(
         return [problems.attempt(partial(read_one, find)) or [] for find in finds]
 
     group = find_cache_group(config, accelerator)
+    group.log("data.cache_dir", cache_folder(config), own="what one lacks is encoded for it")
     (training, held_out), gathered = some_processes_first(
-        accelerator, read, lambda _: (list(problems), quarantine.rows), is_first=group.is_first
+        accelerator, read, lambda _: quarantine.rows, is_first=group.is_first
     )
-    for found, rows in gathered:
-        problems += found
+    problems[:] = problems_of_all(accelerator, problems)
+    for rows in gathered:
         quarantine.add_rows(rows)
     if quarantine.rows:
         on_main_process(accelerator, quarantine.write)

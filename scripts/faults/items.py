@@ -13,6 +13,7 @@ from faults import (
     inputs,
     kept,
     kills,
+    machines,
     media,
     resume,
     several,
@@ -109,6 +110,13 @@ ITEMS: dict[str, Item] = {
         "another number of processes in each part",
         "samples, noise, timesteps, rates identical; weights within 1e-6",
         several.change_the_number_of_processes,
+    ),
+    "N1": Item(
+        "2 machines of 2 processes that share neither run folder nor cache nor data: started, started again "
+        "when finished, continued; the main process elsewhere, no data, no run folder",
+        "equal to the run with shared folders; what is refused is with its reason on both, exit code 2, all "
+        "gone within 20 s",
+        machines.share_no_folders,
     ),
     "K3": Item(
         "one of 2 processes killed; stopped for seconds; stopped for good",

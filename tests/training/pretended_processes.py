@@ -10,7 +10,9 @@ import pytest
 import torch
 
 _EXCHANGES = (
-    *("agreement.gather_object", "agreement.broadcast_object_list", "agreement.broadcast"),
+    "agreement.gather_object",
+    "agreement.broadcast_object_list",
+    "agreement.broadcast",
     "folder_groups.gather_object",
 )
 _LIMIT_S = 120.0
@@ -33,6 +35,7 @@ class PretendedProcesses:
         for name in _EXCHANGES:
             exchange = getattr(self, f"_{name.partition('.')[2]}")
             patch.setattr(f"diffsynth_lite.training.distributed.{name}", exchange)
+        patch.setattr("diffsynth_lite.training.distributed.agreement.gethostname", self._gethostname)
 
     def run(self, work: Callable[[Any, int], Any]) -> list[Any]:
         """By rank, what ``work`` gives or raises for an accelerator and the place of its machine."""
@@ -66,6 +69,9 @@ class PretendedProcesses:
 
     def _gather_object(self, values: list[Any]) -> list[Any]:
         return [value for told in self._exchange(values) for value in told]
+
+    def _gethostname(self) -> str:
+        return f"machine {self._own.rank // self._num_local}"
 
     def _broadcast_object_list(self, values: list[Any]) -> list[Any]:
         return self._exchange(values)[0]

@@ -24,8 +24,8 @@ def config_of(folder: Path) -> Config:
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> PretendedProcesses:
-    """Two, on one machine."""
-    return PretendedProcesses(monkeypatch, num_machines=1, num_local=2)
+    """One on each of two machines."""
+    return PretendedProcesses(monkeypatch, num_machines=2, num_local=1)
 
 
 def test_all_that_is_wrong_with_the_data_of_any_process_is_a_problem_of_each(
@@ -37,9 +37,10 @@ def test_all_that_is_wrong_with_the_data_of_any_process_is_a_problem_of_each(
         return "\n".join(problems)
 
     for text in processes.run(read):
-        assert "data.path: 3.png has no caption" in text
+        assert "machine 1: data.path: 3.png has no caption" in text
         assert f"{tmp_path}/pictures" in text
         assert f"{tmp_path}/held out" in text
+        assert text.count("machine 1: ") == 1
 
 
 def test_bad_data_do_not_let_a_process_go_on_where_another_has_ended(
@@ -62,4 +63,4 @@ def test_bad_data_do_not_let_a_process_go_on_where_another_has_ended(
 
     first, second = processes.run(read)
     assert isinstance(first, RunStoppedError)
-    assert str(first) == str(second) == "Input/output error"
+    assert str(first) == f"machine 1: {second}" == "machine 1: Input/output error"

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import platform
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,7 +27,8 @@ from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.checkpoint.manifest import Checkpoint, read_checkpoint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.distributed.agreement import from_main_process
+from diffsynth_lite.training.distributed.agreement import from_main_process, on_all_processes
+from diffsynth_lite.training.distributed.folder_groups import find_folder_group
 
 logger = logging.getLogger(__name__)
 
@@ -360,9 +362,10 @@ def resolve_checkpoint(
     are removed from the store.
 
     Raises:
-        UserError: see ``ResumePolicy.find_checkpoint``.
+        UserError: see ``ResumePolicy.find_checkpoint``; or another machine has more of the run.
         DifferentRunError: the run was started with other settings.
     """
+    require_newest_run(accelerator, policy)
 
     def find() -> Checkpoint | None:
         policy.store.clean()
@@ -374,6 +377,31 @@ def resolve_checkpoint(
     if checkpoint is not None:
         logger.info("Continuing from %s.", checkpoint.path)
     return checkpoint
+
+
+def require_newest_run(accelerator: Accelerator, policy: ResumePolicy) -> None:
+    """Check that no machine with a run folder of its own is further than that of the main process.
+
+    The launcher may have put the main process on another machine than before.
+
+    Raises:
+        UserError: one is, and no checkpoint is named to continue from.
+    """
+    folder = policy.folder.path
+    group = find_folder_group(accelerator, folder, on_each_machine=False)
+    group.log("output.dir", folder, own="the run is on that of the main process")
+    if group.num_folders == 1 or policy.source not in ("auto", "must", "none"):
+        return
+    found = on_all_processes(
+        accelerator, lambda: (max(policy.store.steps(), default=0), socket.gethostname())
+    )
+    (here, main_host), (step, host) = found[0], max(found)
+    if step > here:
+        raise UserError(
+            f"output.dir: {host} has a checkpoint of step {step} in its own {folder}, and {main_host}, where "
+            f"the main process is, {f'one of step {here}' if here else 'none'}; start with {host} as the "
+            f"first machine, copy the folder from there to {main_host}, or remove it there"
+        )
 
 
 def choices_in(lineage: Lineage) -> dict[str, Any]:

@@ -1,14 +1,18 @@
-"""This file makes what several processes do one decision."""
+"""This file makes what several processes do one decision.
+
+What goes wrong on another machine is told with that machine's name: its paths may be there on this one.
+"""
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from socket import gethostname
+from typing import NamedTuple, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast, broadcast_object_list, gather_object
 from torch import Tensor
 
-from diffsynth_lite.errors import RunStoppedError, UserError
+from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 
 _Result = TypeVar("_Result")
 _Gathered = TypeVar("_Gathered")
@@ -27,15 +31,14 @@ def on_main_process(accelerator: Accelerator, work: Callable[[], _Result]) -> _R
     if accelerator.num_processes == 1:
         return work()
     if not accelerator.is_main_process:
-        kind, message = broadcast_object_list([None])[0]
-        _raise_as(kind, message)
+        _raise_here(broadcast_object_list([None])[0])
         return None
     try:
         result = work()
     except BaseException as error:
-        broadcast_object_list([_described(error)])
+        broadcast_object_list([_Failure.of(error)])
         raise
-    broadcast_object_list([(None, "")])
+    broadcast_object_list([None])
     return result
 
 
@@ -89,12 +92,26 @@ def on_all_processes(accelerator: Accelerator, work: Callable[[], _Result]) -> l
     try:
         result = work()
     except BaseException as error:
-        gather_object([(*_described(error), None)])
+        gather_object([(_Failure.of(error), None)])
         raise
-    outcomes = gather_object([(None, "", result)])
-    for kind, message, _ in outcomes:
-        _raise_as(kind, message)
-    return [result for _, _, result in outcomes]
+    outcomes = gather_object([(None, result)])
+    for failure, _ in outcomes:
+        _raise_here(failure)
+    return [result for _, result in outcomes]
+
+
+def problems_of_all(accelerator: Accelerator, problems: Problems) -> Problems:
+    """The problems of all processes, each once and the same on each."""
+    if accelerator.num_processes == 1:
+        return problems
+    found = gather_object([(gethostname(), list(problems))])
+    main_host, common = found[0]
+    lines = (
+        line if line in common or host == main_host else f"{host}: {line}"
+        for host, lines in found
+        for line in lines
+    )
+    return Problems(dict.fromkeys(lines))
 
 
 def some_processes_first(
@@ -135,12 +152,22 @@ def some_processes_first(
     return results[0], gathered
 
 
-def _described(error: BaseException) -> tuple[str, str]:
-    """The kind of an error and its text, for the other processes."""
-    return "UserError" if isinstance(error, UserError) else "other", str(error) or type(error).__name__
+class _Failure(NamedTuple):
+    """An error of a process, for the others."""
+
+    is_of_user: bool
+    message: str
+    host: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> "_Failure":
+        return cls(isinstance(error, UserError), str(error) or type(error).__name__, gethostname())
 
 
-def _raise_as(kind: str | None, message: str) -> None:
-    """Raise the error that another process described, if it had one."""
-    if kind is not None:
-        raise UserError(message) if kind == "UserError" else RunStoppedError(message)
+def _raise_here(failure: _Failure | None) -> None:
+    """Raise the error of another process, if it had one."""
+    if failure is None:
+        return
+    prefix = "" if failure.host == gethostname() else f"{failure.host}: "
+    message = f"{prefix}{failure.message}"
+    raise UserError(message) if failure.is_of_user else RunStoppedError(message)

@@ -1,5 +1,6 @@
 """This file finds out which processes have the same folder under a path: machines may each have their own."""
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from diffsynth_lite.files import temporary_path
+
+logger = logging.getLogger(__name__)
 
 _WAIT_S = 1.0
 """For a file that another machine has just written: a network file system may show it late."""
@@ -36,6 +39,18 @@ class FolderGroup:
     def is_first(self) -> bool:
         """Whether this process is the first one of the group."""
         return self.place == 0
+
+    def log(self, key: str, folder: Path, *, own: str) -> None:
+        """Say whether machines share a folder; nothing where there is one machine.
+
+        Args:
+            key: of the setting that names the folder.
+            own: what follows from it where they do not.
+        """
+        if self.num_folders > 1:
+            logger.info("%s: %s is not shared by the %d machines: %s.", key, folder, self.num_machines, own)
+        elif self.num_machines > 1:
+            logger.info("%s: %s is shared by the %d machines.", key, folder, self.num_machines)
 
 
 def find_folder_group(accelerator: Accelerator, folder: Path, *, on_each_machine: bool) -> FolderGroup:

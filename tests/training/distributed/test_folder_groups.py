@@ -9,6 +9,10 @@ import torch
 from pretended_processes import PretendedProcesses
 
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.training.checkpoint.manifest import folder_name
+from diffsynth_lite.training.checkpoint.resume import ResumePolicy, require_newest_run
+from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.distributed import folder_groups
 from diffsynth_lite.training.distributed.agreement import from_main_process, tensors_from_main_process
 from diffsynth_lite.training.distributed.folder_groups import FolderGroup, find_folder_group
@@ -111,6 +115,32 @@ def test_what_the_main_process_cannot_read_ends_all_with_its_words(processes: Pr
         raise UserError("resume.source: no such checkpoint")
 
     outcomes = processes.run(lambda accelerator, _: from_main_process(accelerator, missing))
-    assert [(type(error), str(error)) for error in outcomes] == [
-        (UserError, "resume.source: no such checkpoint")
-    ] * 4
+    told = "resume.source: no such checkpoint"
+    assert {type(error) for error in outcomes} == {UserError}
+    assert [str(error) for error in outcomes] == [told, told, f"machine 0: {told}", f"machine 0: {told}"]
+
+
+@pytest.mark.parametrize(("steps", "refused"), [((0, 4), True), ((4, 2), False), ((2, 4), True)])
+def test_a_run_is_refused_where_another_machine_than_the_main_process_s_has_more_of_it(
+    processes: PretendedProcesses, tmp_path: Path, steps: tuple[int, int], refused: bool
+) -> None:
+    def require(accelerator: Any, machine: int) -> None:
+        folder = RunFolder(tmp_path / f"run {machine}")
+        if machine == 0 or steps[machine]:
+            (folder.checkpoints_folder / folder_name(steps[machine])).mkdir(parents=True, exist_ok=True)
+        policy = ResumePolicy(
+            source="auto",
+            allow=(),
+            folder=folder,
+            store=CheckpointStore(folder.checkpoints_folder, keep=1),
+            earlier_shifts={},
+        )
+        require_newest_run(accelerator, policy)
+
+    outcomes = processes.run(require)
+    if not refused:
+        assert outcomes == [None] * 4
+        return
+    assert {type(error) for error in outcomes} == {UserError}
+    for error in outcomes:
+        assert f"has a checkpoint of step {steps[1]} in its own {tmp_path}" in str(error)

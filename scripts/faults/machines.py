@@ -1,0 +1,117 @@
+"""N1: a run on two machines, pretended on this one, that share neither run folder nor cache."""
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from processes import free_port
+from tiny_run import REPOSITORY, TinyRun
+
+from faults.bench import PLAIN, Bench, Result, assert_same, environment
+
+GONE_WITHIN_S = 20.0
+"""Between the end of the first launcher and that of the last. One that waits for the other in vain gives up
+after 5 minutes."""
+_LIMIT_S = 600.0
+_EXIT_CODE = re.compile(r"exitcode +: (\d+)")
+"""Of a trainer, in the report of its launcher."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a run on two machines ended.
+
+    Attributes:
+        codes: of the launchers.
+        logs: what each of them and its trainers printed.
+        seconds: between the end of the first launcher and that of the last.
+    """
+
+    codes: Sequence[int]
+    logs: Sequence[str]
+    seconds: float
+
+    def assert_refused(self, words: str) -> None:
+        """All trainers ended with exit code 2, soon after each other, and each machine's log says why."""
+        assert self.seconds < GONE_WITHIN_S, self.seconds
+        for log in self.logs:
+            assert words in log, log
+            assert set(_EXIT_CODE.findall(log)) == {"2"}, log
+
+
+def launched_on(run: TinyRun, machines: Sequence[Path], *settings: str) -> Ended:
+    """Start a launcher with two processes for each machine, which has folders of its own; wait for all."""
+    meeting = ("--master_addr", "127.0.0.1", "--master_port", str(free_port()))
+    started, logs = [], []
+    for rank, machine in enumerate(machines):
+        own = (f"data.path={machine / 'data'}", f"data.cache_dir={machine / 'cache'}")
+        command = (
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(machines))),
+            *("--node_rank", str(rank), "--nproc_per_node", "2", *meeting, "train.py", *run.arguments),
+            *(*own, f"output.dir={machine / 'run'}", *settings),
+        )
+        logs.append(machine / f"log of {rank}")
+        with logs[-1].open("w") as log:
+            started.append(
+                subprocess.Popen(command, cwd=REPOSITORY, env=environment(), stdout=log, stderr=log)
+            )
+    end, ended_at = time.monotonic() + _LIMIT_S, []
+    while len(ended_at) < len(started):
+        assert time.monotonic() < end, "\n".join(log.read_text() for log in logs)
+        time.sleep(0.05)
+        num_ended = sum(one.poll() is not None for one in started)
+        ended_at += [time.monotonic()] * (num_ended - len(ended_at))
+    return Ended(
+        codes=[one.returncode for one in started],
+        logs=[log.read_text(errors="replace") for log in logs],
+        seconds=ended_at[-1] - ended_at[0],
+    )
+
+
+def share_no_folders(bench: Bench) -> Result:
+    """N1."""
+    run = bench.pictures()
+    run = replace(run, settings=(*run.settings, *PLAIN, "train.micro_batch_size=1"))
+    shared, first, second = (run.root / name for name in ("shared", "first", "second"))
+    for machine in (shared, first, second):
+        shutil.copytree(run.root / "data", machine / "data")
+    # Stopped at the same step: four processes add gradients in an order that a start may change.
+    for steps in (2, 4):
+        done = launched_on(run, [shared, shared], f"train.steps={steps}")
+        assert done.codes == [0, 0], done.logs
+        assert "run is shared by the 2 machines" in done.logs[0]
+
+    ended = []
+    for steps in (2, 2, 4):  # the first start, the finished run once more, and the run continued
+        ended.append(launched_on(run, [first, second], f"train.steps={steps}"))
+        assert ended[-1].codes == [0, 0], ended[-1].logs
+        assert "run is not shared by the 2 machines" in ended[-1].logs[0]
+    assert_same(shared / "run", first / "run", 4)
+    assert not (second / "run").exists()
+    assert _entries(shared) == _entries(first) == _entries(second)
+
+    ended.append(launched_on(run, [second, first], "train.steps=6"))
+    ended[-1].assert_refused("has a checkpoint of step 4 in its own")
+    shutil.rmtree(second / "data")
+    ended.append(launched_on(run, [first, second], "train.steps=6"))
+    ended[-1].assert_refused(str(second / "data"))
+    shutil.rmtree(first / "run")
+    shutil.copytree(first / "data", second / "data")
+    ended.append(launched_on(run, [first, second], "train.steps=6", "--resume", "must"))
+    ended[-1].assert_refused("no checkpoint")
+    longest = max(one.seconds for one in ended)
+    return Result(
+        "5 starts, 3 refused",
+        "equal to the run with shared folders, the caches alike in bytes; refused on both machines with the "
+        f"reason and exit code 2; the second launcher gone {longest:.1f} s after the first at most",
+    )
+
+
+def _entries(machine: Path) -> dict[str, bytes]:
+    """The entries of a machine's cache."""
+    return {path.name: path.read_bytes() for path in (machine / "cache").rglob("*.safetensors")}
