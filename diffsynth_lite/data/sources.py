@@ -1,5 +1,6 @@
 """This file reads all sources of training data into one list of records, or says all that is wrong."""
 
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -145,6 +146,7 @@ class _Reader:
             return self._read_rows(folder, media, pairs, read_table(metadata, source.columns))
         if source.pair_columns:
             raise UserError(f"{folder.path}: no metadata file for {', '.join(source.pair_columns)}")
+        _warn_of_unused_columns(source)
         if not media:
             raise UserError(
                 f"{folder.path}: no pictures or clips among its {len(folder.files)} files; "
@@ -307,6 +309,14 @@ def _tell_what_is_not_read(folder: Folder, pairs: PairFolders) -> None:
     remedy = f"; save {' and '.join(media)} as png, jpg or mp4 to train on them" if media else ""
     level = logging.WARNING if media else logging.INFO
     logger.log(level, "%s: not read are %s%s", folder.path, counts, remedy)
+
+
+def _warn_of_unused_columns(source: Source) -> None:
+    """Say which columns were named although nothing has columns."""
+    keys = ("media_column", "caption_columns")
+    defaults = {field.name: field.default for field in dataclasses.fields(source)}
+    if unused := [key for key in keys if getattr(source, key) != defaults[key]]:
+        logger.warning("%s: no metadata file, so nothing is read by %s", source.path, " and ".join(unused))
 
 
 def _row_label(table: Table) -> Callable[[int], str]:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import UserError, join_names
 
 
 def find_target_layers(
@@ -75,9 +75,9 @@ def _ends_in(name: str, target: str) -> bool:
 def _describe_unmatched(unmatched: Sequence[str], names: Sequence[str], owner: str) -> str:
     endings = sorted({_without_indices(name) for name in names})
     close = [match for target in unmatched for match in difflib.get_close_matches(target, endings, n=1)]
-    hint = f"did you mean {', '.join(dict.fromkeys(close))}? " if close else ""
+    hint = f"did you mean {join_names(list(dict.fromkeys(close)))}? " if close else ""
     return (
-        f"{', '.join(unmatched)} match no linear layer of {owner}; "
+        f"{join_names(unmatched)} match no linear layer of {owner}; "
         f"{hint}its layers end in: {', '.join(endings)}"
     )
 

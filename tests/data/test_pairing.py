@@ -111,6 +111,8 @@ def test_the_folder_of_the_targets_is_not_that_of_their_inputs(read, folder):
         read("data/a.png", input_dirs=(folder,))
 
 
-def test_columns_need_a_metadata_file(read):
+def test_columns_need_a_metadata_file(read, caplog):
     with pytest.raises(UserError, match="data: no metadata file for before, mask"):
         read("data/a.png", input_columns=("before",), mask_column="mask")
+    read("data/a.png", caption_columns=("note",))
+    assert "data: no metadata file, so nothing is read by caption_columns" in caplog.text

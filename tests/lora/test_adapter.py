@@ -63,13 +63,13 @@ def test_a_star_in_a_target_stands_for_one_part_of_a_name() -> None:
     model = tiny_transformer()
     assert targets(model, "transformer_blocks.*.attn.to_q") == targets(model, "to_q")
     assert targets(model, "norm_out.*") == ["norm_out.linear"]
-    with pytest.raises(UserError, match=r"transformer_blocks\.\*\.proj_out, blocks\.\*\.to_q match no "):
+    with pytest.raises(UserError, match=r"transformer_blocks\.\*\.proj_out; blocks\.\*\.to_q match no "):
         targets(model, "to_q", "transformer_blocks.*.proj_out", "blocks.*.to_q")
 
 
 def test_each_target_without_a_match_is_named_with_the_close_one() -> None:
     with pytest.raises(
-        UserError, match=r"img_mlp\.2, to_x match no linear layer .* did you mean .*img_mlp\.net\.2"
+        UserError, match=r"img_mlp\.2; to_x match no linear layer .* did you mean .*img_mlp\.net\.2"
     ):
         targets(tiny_transformer(), "to_q", "img_mlp.2", "to_x")
 
