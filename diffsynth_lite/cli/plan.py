@@ -62,6 +62,7 @@ def run(parsed: argparse.Namespace) -> None:
     """
     loaded = load_config(parsed.config, parsed.overrides, presets=parsed.presets)
     # The libraries take seconds to import: a wrong config is refused before that.
+    from diffsynth_lite.training.data_settings import plan_rules
     from diffsynth_lite.training.planning.choices import SMALLER_FORMATS, Room, choices_of_first_format
     from diffsynth_lite.training.planning.device_speed import ASSUMED_GPU, gpu_here, gpu_named
     from diffsynth_lite.training.planning.phases import PhaseCounter
@@ -80,6 +81,7 @@ def run(parsed: argparse.Namespace) -> None:
     gpu = gpu_here() if parsed.gpu is None else gpu_named(parsed.gpu)
     device_gib = gpu.training_gib if gpu and parsed.device_gib is None else parsed.device_gib
     with family_without_weights(config) as family:
+        plan_rules(config, family)  # refuses what no run could do
         counter, settings = counter_of(config, family), step_settings(config, family)
         size = largest_size(config, family)
         console.print(f"{config.model.family}, {size.name}, micro-batch of {settings.micro_batch_size}")
