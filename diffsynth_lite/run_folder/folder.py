@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ RunState = Literal["running", "finished", "interrupted", "stopped", "diverged", 
 
 _LOCK_NAME = ".lock"
 _LOCK_HOLDER = r"process (?P<process>\d+) on (?P<host>.+)"
+_REMOVAL_S = 2.0
+"""Within which whoever removes a run folder, its lock first, has most likely done so."""
 _QUARANTINE_NAME = "quarantine.jsonl"
 _MANIFESTS = "step-*/COMPLETE"
 """Of checkpoints, below their folder."""
@@ -237,9 +240,12 @@ class RunFolder:
             RunStoppedError: it is not.
             UserError: another process took the lock meanwhile, or it cannot be made.
         """
+        lacks_lock = self._locked and not (self.path / _LOCK_NAME).exists()
+        if lacks_lock:
+            time.sleep(_REMOVAL_S)  # Who removes the folder may have begun with this file.
         if not self.path.is_dir():
             raise RunStoppedError(folder_is_gone(self.path))
-        if self._locked and not (self.path / _LOCK_NAME).exists():
+        if lacks_lock:
             logger.warning("%s was removed; it is made again.", self.path / _LOCK_NAME)
             self._take_lock()
         holder = self._holder()

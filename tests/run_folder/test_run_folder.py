@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -75,9 +76,21 @@ def test_a_run_folder_can_be_moved(folder: RunFolder, tmp_path: Path) -> None:
     start(moved)
 
 
-def test_a_lock_that_somebody_removed_is_taken_again(
-    folder: RunFolder, caplog: pytest.LogCaptureFixture
+def test_a_folder_whose_removal_begins_with_the_lock_is_left_alone(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with folder.lock():
+        (folder.path / ".lock").unlink()
+        monkeypatch.setattr(time, "sleep", lambda _: shutil.rmtree(folder.path))
+        with pytest.raises(RunStoppedError, match="renamed or removed"):
+            start_without_lock(folder)
+        assert not folder.path.exists()
+
+
+def test_a_lock_that_somebody_removed_is_taken_again(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)
     with folder.lock():
         (folder.path / ".lock").unlink()
         start_without_lock(folder)
