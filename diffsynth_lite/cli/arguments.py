@@ -37,8 +37,12 @@ def argument_hint(message: str) -> str:
     sections = {name: model.model_fields for name, model in section_types().items()}
     flags = [word for word in message.split() if word.startswith("--")]
     if message.startswith("unrecognized"):
-        instead = [setting for flag in flags if (setting := in_place_of_flag(flag, sections))]
-        return f"; settings are written without dashes: {' '.join(instead)}" if instead else ""
+        instead = [words for flag in flags if (words := in_place_of_flag(flag, sections))]
+        settings = [words for words in instead if not words.startswith("--")]
+        answers = [words for words in instead if words.startswith("--")]
+        if settings:
+            answers.insert(0, f"settings are written without dashes: {' '.join(settings)}")
+        return "".join(f"; {answer}" for answer in answers)
     files = [word for word in sys.argv[1:] if word.endswith((".yaml", ".yml"))]
     return f"; write --config {files[0]}" if files and "--config" in flags else ""
 

@@ -28,7 +28,6 @@ _AUTO_IS_PLANNED = frozenset(
 )
 _MOST_LISTED = 10
 """Keys that a message lists; of a section with more it says where they are."""
-_RENAMED = {"image_column": "'media_column'", "caption_column": "'caption_columns', a list"}
 
 
 def without_null(schema: Schema) -> Schema:
@@ -155,8 +154,6 @@ def unknown_key(section: str, key: str, own: Collection[str], sections: Mapping[
     """
     if f"{section}.{key}" in _PLANNED:
         return "planned, not available yet; remove it"
-    if section == "data" and key in _RENAMED:
-        return f"is now called {_RENAMED[key]}"
     of_list = key.partition("[")[0]
     if of_list != key and of_list in own:
         return f"an entry cannot be set alone; set the whole list, as {section}.{of_list}=[...]"
@@ -176,7 +173,8 @@ def unknown_key(section: str, key: str, own: Collection[str], sections: Mapping[
 
 
 def in_place_of_flag(flag: str, sections: Mapping[str, Collection[str]]) -> str | None:
-    """What to write in place of a flag that there is not, such as "train.steps=..."; None where unknown.
+    """What to write in place of a flag that there is not, such as "train.steps=...", or what it is here, such
+    as "--num_epochs is train.steps here"; None where unknown.
 
     Args:
         flag: as it was typed, such as ``--lr`` or ``--lr=1e-4``.
@@ -184,12 +182,11 @@ def in_place_of_flag(flag: str, sections: Mapping[str, Collection[str]]) -> str 
     """
     name, _, value = flag.lstrip("-").partition("=")
     section, _, key = name.replace("-", "_").rpartition(".")
-    if key in sections.get(section, ()):
-        setting: str | None = f"{section}.{key}"
-    elif homes := _homes(key, sections):
-        setting = f"{homes[0]}.{key}"
-    else:
-        setting = setting_named(key)
+    answer, setting = answer_to(key), setting_named(key)
+    if answer and not setting:
+        return f"--{name} {answer}"
+    homes = [section] if key in sections.get(section, ()) else _homes(key, sections)
+    setting = f"{homes[0]}.{key}" if homes else setting
     return f"{setting}={value or '...'}" if setting else None
 
 

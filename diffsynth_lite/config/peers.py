@@ -1,38 +1,51 @@
 """This file knows what other trainers call our settings, so that their users are told ours.
 
-The names are from the documents and example configs of sd-scripts and musubi-tuner (kohya), ai-toolkit,
-SimpleTuner and OneTrainer; those of DiffSynth-Studio and of diffusers' training scripts, and some of
-SimpleTuner's, were written down without looking them up again.
+The names are from the documents and example configs of sd-scripts and musubi-tuner (kohya), ai-toolkit and
+OneTrainer, SimpleTuner's documentation/OPTIONS.md, DiffSynth-Studio's diffsynth/diffusion/parsers.py, and the
+training scripts in diffusers' examples/dreambooth.
 """
 
 _THEIR_NAMES = {
-    "model.path": "pretrained_model_name_or_path name_or_path base_model_name",
+    "model.path": "pretrained_model_name_or_path name_or_path base_model_name model_flavour "
+    "model_id_with_origin_paths model_paths",
     "model.transformer_file": "dit",
-    "model.family": "arch model_family model_type",
-    "model.quantize": "quantization base_model_precision qtype fp8_base fp8_scaled load_in_4bit",
+    "model.family": "arch model_family",
+    "model.dtype": "base_model_default_dtype",
+    "model.quantize": "quantization base_model_precision qtype fp8_base fp8_scaled fp8_models load_in_4bit "
+    "bnb_quantization_config_path",
     "model.text_encoder_quantize": "quantize_te qtype_te fp8_llm fp8_t5 fp8_vl text_encoder_1_precision",
+    "model.vae_tiling": "vae_enable_tiling",
     "lora.rank": "network_dim lora_rank dim linear r",
     "lora.alpha": "network_alpha lora_alpha linear_alpha",
     "lora.dropout": "network_dropout lora_dropout dropout_probability",
-    "lora.init_from": "network_weights init_lora lora_model_name",
+    "lora.init_from": "network_weights init_lora lora_model_name lora_checkpoint",
+    "lora.components": "lora_base_model trainable_models",
     "lora.target_modules": "lora_layers lora_target_modules layer_filter flux_lora_target",
-    "data.path": "train_data_dir instance_data_dir image_dir image_directory video_directory folder_path",
+    "data.path": "train_data_dir instance_data_dir image_dir image_directory video_directory folder_path "
+    "dataset_base_path",
     "data.sources": "datasets subsets concepts",
-    "data.metadata": "in_json image_jsonl_file video_jsonl_file metadata_file",
+    "data.metadata": "in_json image_jsonl_file video_jsonl_file metadata_file dataset_metadata_path",
     "data.dataset": "dataset_name",
+    "data.media_column": "image_column data_file_keys",
+    "data.caption_columns": "caption_column parquet_caption_column",
     "data.repeats": "num_repeats dataset_repeat",
     "data.trigger": "trigger_word class_tokens instance_prompt",
+    "data.captions": "caption_strategy only_instance_prompt",
     "data.resolutions": "resolution",
+    "data.sizes": "aspect_ratio_buckets",
+    "data.crop": "center_crop random_crop crop_style",
     "data.bucket_step": "bucket_reso_steps aspect_bucket_alignment",
     "data.frame_counts": "target_frames",
-    "data.fps": "source_fps",
+    "data.fps": "source_fps framerate",
     "data.caption_dropout": "caption_dropout_rate caption_dropout_probability",
     "data.tag_shuffles": "shuffle_caption shuffle_tokens",
     "data.keep_tags": "keep_tokens",
     "data.cache": "cache_latents cache_latents_to_disk cache_text_embeddings cache_text_encoder_outputs "
-    "cache_text_encoder_outputs_to_disk latent_caching text_caching",
+    "cache_text_encoder_outputs_to_disk latent_caching",
     "data.cache_dir": "cache_directory cache_dir_vae",
-    "data.num_workers": "max_data_loader_n_workers dataloader_num_workers caching_threads",
+    "data.num_workers": "max_data_loader_n_workers dataloader_num_workers dataset_num_workers "
+    "caching_threads",
+    "objective.shift": "flow_schedule_auto_shift",
     "objective.shift_value": "discrete_flow_shift timestep_shift flow_schedule_shift flux_schedule_shift",
     "objective.timestep_density": "timestep_sampling weighting_scheme timestep_distribution timestep_type",
     "objective.loss_weighting": "loss_weight_fn",
@@ -42,6 +55,8 @@ _THEIR_NAMES = {
     "train.lr_scheduler": "learning_rate_scheduler lr_scheduler_type",
     "train.warmup_steps": "lr_warmup_steps learning_rate_warmup_steps num_warmup_steps",
     "train.micro_batch_size": "batch_size train_batch_size",
+    "train.weight_decay": "adam_weight_decay",
+    "train.ema_decay": "ema_config",
     "train.max_grad_norm": "clip_grad_norm gradient_clipping",
     "train.mixed_precision": "train_dtype",
     "train.use_gradient_checkpointing": "gradient_checkpointing",
@@ -49,12 +64,14 @@ _THEIR_NAMES = {
     "cpu_offload_checkpointing",
     "train.compile": "dynamo_backend torch_compile",
     "train.cpu_threads": "num_cpu_threads_per_process",
-    "memory.stream_blocks": "blocks_to_swap block_swap enable_group_offload layer_offloading ramtorch",
+    "memory.stream_blocks": "blocks_to_swap block_swap enable_group_offload enable_model_cpu_offload "
+    "layer_offloading ramtorch",
     "memory.stream_text_encoder": "ramtorch_text_encoder",
     "memory.auto": "low_vram lowram",
     "validation.prompts": "sample_prompts validation_prompt validation_prompts user_prompt_library",
     "validation.negative_prompt": "neg validation_negative_prompt",
     "validation.every_steps": "sample_every sample_every_n_steps validation_steps validation_step_interval",
+    "validation.num_frames": "validation_num_video_frames",
     "validation.num_inference_steps": "sample_steps validation_num_inference_steps",
     "validation.guidance_scale": "validation_guidance",
     "validation.seed": "validation_seed",
@@ -64,18 +81,29 @@ _THEIR_NAMES = {
     "output.dir": "output_dir training_folder output_path workspace_dir output_model_destination",
     "output.checkpoint_every_steps": "save_every save_every_n_steps checkpointing_steps "
     "checkpoint_step_interval save_steps",
-    "output.keep_checkpoints": "checkpoints_total_limit max_step_saves_to_keep save_last_n_steps "
-    "rolling_backup_count",
+    "output.keep_checkpoints": "checkpoints_total_limit checkpoints_rolling_total_limit "
+    "max_step_saves_to_keep save_last_n_steps rolling_backup_count",
     "output.lora_dtype": "save_precision output_dtype lora_weight_dtype",
     "resume.source": "resume_from_checkpoint continue_last_backup",
 }
 """The names that others have for each setting of ours."""
 
 _EPOCHS = "is train.steps here: passes over the data x items / train.global_batch_size"
+_SAVE_EPOCHS = "is output.checkpoint_every_steps here, in steps: items / train.global_batch_size are a pass"
+_SAMPLE_EPOCHS = "is validation.every_steps here, in steps: items / train.global_batch_size are a pass"
 _ATTENTION = "is no setting here, as torch chooses how attention is computed; remove it"
+_CLASS = "is no setting here; put pictures of other things of its kind into a second entry of data.sources"
+_HUB = "is no setting here; diffsynth-lite publish puts a LoRA on the hub"
 _OPTIMIZER = "is no setting here, as the optimizer is AdamW; remove it"
 _OTHERWISE = {
     **dict.fromkeys(("epochs", "max_train_epochs", "num_train_epochs", "num_epochs"), _EPOCHS),
+    **dict.fromkeys(("save_every_n_epochs", "checkpoint_epoch_interval"), _SAVE_EPOCHS),
+    **dict.fromkeys(
+        ("sample_every_n_epochs", "validation_epochs", "validation_epoch_interval"), _SAMPLE_EPOCHS
+    ),
+    **dict.fromkeys(("class_data_dir", "class_prompt", "reg_data_dir", "is_reg"), _CLASS),
+    **dict.fromkeys(("with_prior_preservation", "prior_loss_weight", "num_class_images"), _CLASS),
+    **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_token", "huggingface_repo_id"), _HUB),
     **dict.fromkeys(("xformers", "sdpa", "flash_attn", "mem_eff_attn", "attention_mechanism"), _ATTENTION),
     **dict.fromkeys(("optimizer", "optimizer_type", "optimizer_args", "use_8bit_adam"), _OPTIMIZER),
     **dict.fromkeys(
@@ -86,6 +114,11 @@ _OTHERWISE = {
         ("enable_bucket", "aspect_ratio_bucketing"),
         "is no setting here, as items keep their shape unless data.width and data.height are set; remove it",
     ),
+    "max_pixels": "is data.resolutions here: the edge of a square of as many pixels",
+    "validation_resolution": "is validation.width and validation.height here",
+    "num_validation_images": "is no setting here, as each of validation.prompts is drawn once",
+    "num_frames": "is data.frame_counts here, a list; validation.num_frames is that of previews",
+    "use_ema": "is train.ema_decay here; validation.use_ema asks for it in previews",
     "bucket_no_upscale": "is data.upscale here, the other way round",
     **dict.fromkeys(
         ("caption_extension", "caption_ext"), "is no setting here, as .txt and .caption are read; remove it"
@@ -101,6 +134,17 @@ _OTHERWISE = {
         ("train_text_encoder", "network_train_unet_only", "train_unet"),
         "is lora.components here, which names what gets a LoRA",
     ),
+    "text_encoder_lr": "is train.learning_rate here, for all that is trained; remove it",
+    **dict.fromkeys(
+        ("max_sequence_length", "max_token_length", "tokenizer_max_length"),
+        "is no setting here, as each model family has its own; remove it",
+    ),
+    "model_type": "is model.family here; a LoRA is what is trained",
+    **dict.fromkeys(
+        ("lora_format", "save_model_as"),
+        "is no setting here; diffsynth-lite convert writes files for other programs",
+    ),
+    "logging_dir": "is no setting here, as logs are in output.dir; remove it",
     **dict.fromkeys(("network", "network_args"), "is the section lora here"),
     **dict.fromkeys(("sample", "samples"), "is the section validation here"),
     "save": "is the section output here",

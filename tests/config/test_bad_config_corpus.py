@@ -74,9 +74,11 @@ FLAGS: list[tuple[tuple[str, ...], str]] = [
     (("--unknown",), "unrecognized arguments: --unknown"),
     (("-x",), "unrecognized arguments: -x"),
     (
-        ("--lr=1e-4", "--network_dim=8", "--what", "--train.steps=9", "--seed"),
-        "unrecognized arguments: --lr=1e-4 --network_dim=8 --what --train.steps=9 --seed; settings are "
-        "written without dashes: train.learning_rate=1e-4 lora.rank=8 train.steps=9 train.seed=...",
+        ("--lr=1e-4", "--num_epochs=3", "--network_dim=8", "--what", "--train.steps=9", "--seed"),
+        "unrecognized arguments: --lr=1e-4 --num_epochs=3 --network_dim=8 --what --train.steps=9 --seed; "
+        "settings are written without dashes: train.learning_rate=1e-4 lora.rank=8 train.steps=9 "
+        "train.seed=...; --num_epochs is train.steps here: passes over the data x items / "
+        "train.global_batch_size",
     ),
     (("--help=1",), "argument -h/--help: ignored explicit argument '1'"),
     (("--config",), "argument --config: expected one argument"),

@@ -127,8 +127,8 @@ WRONG_SOURCES = {
     "an old name": (
         ["path: a", "image_column: b", "caption_column: c"],
         [
-            ":3 data.image_column: is now called 'media_column'",
-            ":4 data.caption_column: is now called 'caption_columns', a list",
+            ":3 data.image_column: is data.media_column here",
+            ":4 data.caption_column: is data.caption_columns here",
         ],
     ),
     "a variable that is not set": (

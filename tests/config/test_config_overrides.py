@@ -51,6 +51,7 @@ def test_an_override_is_read_by_the_type_of_its_setting(write, minimal, override
         ("lora.foo=3", "unknown key; lora has rank, alpha"),
         ("train.lr=1e-4", "is train.learning_rate here"),
         ("network-dim=8", "is lora.rank here"),
+        ("train.num_frames=81", "is data.frame_counts here, a list; validation.num_frames is"),
         ("model.quantization=nf4", "is model.quantize here"),
         ("data.resolution=512", "is data.resolutions here"),
         ("train.optimizer=adamw8bit", "the optimizer is AdamW; remove it"),
