@@ -109,8 +109,8 @@ def fill_cache(config: Config, accelerator: "Accelerator") -> int:
             config,
             checked.family,
             accelerator,
-            records=checked.records,
-            held_out=checked.validation_records,
+            training=checked.training,
+            held_out=checked.held_out,
         )
     return len(encoded.items)
 
@@ -134,8 +134,8 @@ def needed_keys(config: Config, accelerator: "Accelerator") -> set[str]:
                 config,
                 checked.family,
                 accelerator,
-                records=checked.records,
-                held_out=checked.validation_records,
+                training=checked.training,
+                held_out=checked.held_out,
                 memory=memory,
             )
     return {*job.media, *job.prompts}

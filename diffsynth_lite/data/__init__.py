@@ -23,6 +23,7 @@ from diffsynth_lite.data.plan import (
     plan_items,
     refuse_bad_items,
     refuse_other_kinds,
+    summary_of_bad,
 )
 from diffsynth_lite.data.records import Record, Source
 from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule, micro_batch_sizes
@@ -71,6 +72,7 @@ __all__ = [
     "prune",
     "refuse_bad_items",
     "refuse_other_kinds",
+    "summary_of_bad",
     "tag_variants",
     "verify",
 ]

@@ -4,7 +4,6 @@ Where records cannot be used, the run stops or goes on without them.
 """
 
 import dataclasses
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,6 @@ from diffsynth_lite.data.video import ClipPlace, VideoFacts, clip_starts, max_fr
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.media import RecordKind
 from diffsynth_lite.progress_log import ProgressLog
-
-logger = logging.getLogger(__name__)
 
 CropPlace = Literal["center", "random"]
 OnBadItem = Literal["error", "skip"]
@@ -68,7 +65,7 @@ class DatasetPlan:
     Attributes:
         records: all of the data set, the bad ones too.
         items: one or more for each record that is not bad, in the order of the records.
-        bad: name of a record to the reason why it cannot be used.
+        bad: name of a record, or of what could not be read into one, to the reason why it cannot be used.
         facts: name of a record that is not bad to size and length of its target.
     """
 
@@ -77,8 +74,13 @@ class DatasetPlan:
     bad: Mapping[str, str]
     facts: Mapping[str, MediaFacts]
 
+    @property
+    def names(self) -> list[str]:
+        """Of all that the data set holds, what could not be read into a record too."""
+        return list(dict.fromkeys((*(record.name for record in self.records), *self.bad)))
+
     def without(self, bad: Mapping[str, str]) -> "DatasetPlan":
-        """The plan where more records cannot be used: ``bad``, by name with the reason."""
+        """The plan where more cannot be used: ``bad``, by name with the reason."""
         return dataclasses.replace(
             self,
             items=[item for item in self.items if item.record.name not in bad],
@@ -228,17 +230,17 @@ class BadItemsError(UserError):
 
 
 def refuse_bad_items(
-    records: Sequence[Record],
+    names: Sequence[str],
     bad: Mapping[str, str],
     *,
     on_bad_item: OnBadItem,
     max_bad_ratio: float,
 ) -> None:
-    """Stop the run for items that cannot be used, or warn that they are left out.
+    """Stop the run for items that cannot be used, unless they are to be left out and are not too many.
 
     Args:
-        records: all records.
-        bad: name of a record to the reason why it cannot be used.
+        names: of all items.
+        bad: name of an item to the reason why it cannot be used.
         on_bad_item: "error" refuses any bad item, "skip" leaves them out.
         max_bad_ratio: more bad items than this part of all, in [0, 1], are not skipped.
 
@@ -247,12 +249,16 @@ def refuse_bad_items(
     """
     if not bad:
         return
-    reasons = [f"{name}: {bad[name]}" for name in (record.name for record in records) if name in bad]
-    summary = f"{len(reasons)} of {len(records)} items cannot be used: {join_names(reasons)}"
+    summary = summary_of_bad(names, bad)
     if on_bad_item == "error":
         raise BadItemsError(f"{summary}. Repair or remove them, or leave them out with data.on_bad_item=skip")
-    if len(reasons) > max_bad_ratio * len(records) or len(reasons) == len(records):
+    if len(bad) > max_bad_ratio * len(names) or len(bad) == len(names):
         raise BadItemsError(
             f"{summary}. Too many to skip: data.max_bad_ratio is {max_bad_ratio}, and one must be good"
         )
-    logger.warning("%s. They are left out", summary)
+
+
+def summary_of_bad(names: Sequence[str], bad: Mapping[str, str]) -> str:
+    """How many of the items cannot be used, the first of them, and why; both as for `refuse_bad_items`."""
+    reasons = [f"{name}: {bad[name]}" for name in names if name in bad]
+    return f"{len(reasons)} of {len(names)} items cannot be used: {join_names(reasons)}"

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -20,6 +20,7 @@ from diffsynth_lite.data.captions import (
 from diffsynth_lite.data.folder import Folder, PairFolders, companions_in_row, list_folder, refuse_mixed_kinds
 from diffsynth_lite.data.images import IMAGE_SUFFIXES
 from diffsynth_lite.data.metadata import Table, read_table
+from diffsynth_lite.data.plan import OnBadItem
 from diffsynth_lite.data.records import VIDEO_SUFFIXES, Companions, Record, Source, is_image, is_video
 from diffsynth_lite.errors import Problems, UserError, join_names
 
@@ -28,22 +29,31 @@ logger = logging.getLogger(__name__)
 _Key = TypeVar("_Key")
 _METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _TABLE_SUFFIXES = (".jsonl", ".csv", ".parquet")
-_UNREAD_PICTURES = (
-    "heic",
-    "heif",
-    "jxl",
-    "jp2",
-    "psd",
-    "svg",
-    "tga",
-    "dng",
-    "cr2",
-    "cr3",
-    "nef",
-    "arw",
-    "exr",
+_UNREAD_MEDIA = frozenset(
+    [
+        "heic",
+        "heif",
+        "jxl",
+        "jp2",
+        "psd",
+        "svg",
+        "tga",
+        "dng",
+        "cr2",
+        "cr3",
+        "nef",
+        "arw",
+        "exr",
+        "wmv",
+        "flv",
+        "mpg",
+        "mpeg",
+        "ts",
+        "m2ts",
+        "3gp",
+        "ogv",
+    ]
 )
-_UNREAD_MEDIA = frozenset([*_UNREAD_PICTURES, "wmv", "flv", "mpg", "mpeg", "ts", "m2ts", "3gp", "ogv"])
 """Suffixes of pictures and clips that are not read."""
 _NOTHING = Companions()
 _SUFFIXES = ", ".join((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
@@ -56,14 +66,21 @@ class FoundRecords:
     Attributes:
         sources: those that were read.
         records: one source after the other.
+        unread: name of an item that became no record to the reason, such as a caption that is missing.
         problems: a line for each source that cannot be used as it is, with all that is wrong in it.
         without_trigger: names of the records with a caption that got its trigger only now.
     """
 
     sources: Sequence[Source]
     records: Sequence[Record]
+    unread: Mapping[str, str]
     problems: Sequence[str]
     without_trigger: Sequence[str]
+
+    @property
+    def names(self) -> list[str]:
+        """Of all items: those that became records, and those that could not be read."""
+        return [*(record.name for record in self.records), *self.unread]
 
     def require_all(self) -> list[Record]:
         """The records, where nothing is wrong.
@@ -75,7 +92,9 @@ class FoundRecords:
         return list(self.records)
 
 
-def find_records(sources: Sequence[Source], *, media_store: Path) -> FoundRecords:
+def find_records(
+    sources: Sequence[Source], *, media_store: Path, on_bad_item: OnBadItem = "error"
+) -> FoundRecords:
     """Records of all sources, and what is wrong in them. No picture and no clip is decoded here.
 
     In a folder the captions stand in text files beside the media, or in one metadata file. Hidden files and
@@ -84,8 +103,10 @@ def find_records(sources: Sequence[Source], *, media_store: Path) -> FoundRecord
     Args:
         sources: in the order of the records' ``source``.
         media_store: folder for the pictures and clips that datasets hold as bytes.
+        on_bad_item: "skip" makes no problem of single items, and leaves out those that cannot be read.
     """
     records: list[Record] = []
+    unread: dict[str, str] = {}
     problems = Problems()
     without_trigger: list[str] = []
     for index, source in enumerate(sources):
@@ -93,9 +114,17 @@ def find_records(sources: Sequence[Source], *, media_store: Path) -> FoundRecord
         reader = _Reader(source, index=index, prefix=f"{index}/" if len(sources) > 1 else "")
         read = partial(reader.read_dataset, media_store) if source.dataset else reader.read_folder
         records += problems.attempt(read) or []
-        problems += reader.problems
+        unread |= reader.unread
+        if on_bad_item == "error":
+            problems += reader.problems
         without_trigger += reader.without_trigger
-    return FoundRecords(sources=sources, records=records, problems=problems, without_trigger=without_trigger)
+    return FoundRecords(
+        sources=sources,
+        records=records,
+        unread=unread,
+        problems=problems,
+        without_trigger=without_trigger,
+    )
 
 
 class _Reader:
@@ -108,6 +137,7 @@ class _Reader:
 
     Attributes:
         problems: what was wrong with single items.
+        unread: each of these by its name, with the reason.
         without_trigger: names of the records with a caption that lacked its trigger.
     """
 
@@ -117,6 +147,7 @@ class _Reader:
         self._prefix = prefix
         self._lacks_captions = False
         self.problems: list[str] = []
+        self.unread: dict[str, str] = {}
         self.without_trigger: list[str] = []
 
     def read_dataset(self, media_store: Path) -> list[Record]:
@@ -279,13 +310,15 @@ class _Reader:
         label: Callable[[_Key], str],
     ) -> list[Record]:
         records: list[Record] = []
-        problems: list[str] = []
+        bad: dict[str, str] = {}
         for key in keys:
             try:
                 records.append(read(key))
             except UserError as error:
-                problems.append(f"{label(key)}: {error}")
-        if problems:
+                bad[label(key)] = str(error)
+        if bad:
+            self.unread |= {f"{self._prefix}{name}": reason for name, reason in bad.items()}
+            problems = [f"{name}: {reason}" for name, reason in bad.items()]
             hint = "; with captions: optional the trigger, if set, is the caption where there is none"
             self.problems.append(
                 f"{where}: {len(problems)} of {len(keys)} items cannot be used: {join_names(problems)}"

@@ -78,7 +78,7 @@ class Examination:
             problems.attempt(
                 partial(
                     refuse_bad_items,
-                    data.records,
+                    data.plan.names,
                     data.dropped,
                     on_bad_item=settings.on_bad_item,
                     max_bad_ratio=settings.max_bad_ratio,
@@ -141,9 +141,11 @@ class _Examiner:
     def examine(self, found: FoundRecords, rules: PlanRules) -> tuple[ExaminedData, Decoded]:
         """The records planned by the rules, and decoded."""
         records = self._usable_kinds(found.records)
-        plan = plan_items(records, index=MediaIndex(self.memory), rules=rules)
+        planned = plan_items(records, index=MediaIndex(self.memory), rules=rules)
+        plan = planned.without(found.unread if self.config.data.on_bad_item == "skip" else {})
         decoded = decode(plan.items, cache=self.cache, memory=self.memory, sheet_size=self.sheet_size)
         bad = {**plan.bad, **decoded.bad}
+        prefixes = {record.name: f"{record.target}: " for record in records}
         texts = list(dict.fromkeys(caption for record in records for caption in record.captions))
         data = ExaminedData(
             config=self.config,
@@ -153,9 +155,7 @@ class _Examiner:
             without_trigger=found.without_trigger,
             plan=plan,
             dropped={
-                record.name: bad[record.name].removeprefix(f"{record.target}: ")
-                for record in records
-                if record.name in bad
+                name: bad[name].removeprefix(prefixes.get(name, "")) for name in plan.names if name in bad
             },
             caption_tokens=dict(zip(texts, self.family.prompt_lengths(texts), strict=True)) if texts else {},
         )

@@ -56,12 +56,13 @@ def source_table(data: ExaminedData) -> list[SourceFindings]:
     found = []
     for index, source in enumerate(data.sources):
         own = [record for record in data.records if record.source == index]
+        place = f"{index}/" if len(data.sources) > 1 else ""
         found.append(
             SourceFindings(
                 place=source.where,
                 num_records=Counter(record.kind for record in own),
                 num_captions=sum(len(record.captions) for record in own),
-                num_dropped=sum(record.name in data.dropped for record in own),
+                num_dropped=sum(name.startswith(place) for name in data.dropped),
                 passes=float(source.passes),
             )
         )

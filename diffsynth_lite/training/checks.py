@@ -22,7 +22,7 @@ from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, r
 from diffsynth_lite.pipelines.base.single_file import component_files
 from diffsynth_lite.run_folder.metrics import require_trackers
 from diffsynth_lite.training.data_settings import check_records, plan_rules
-from diffsynth_lite.training.dataset import read_records
+from diffsynth_lite.training.dataset import ReadRecords, read_records
 from diffsynth_lite.training.distributed.agreement import on_all_processes, problems_of_all
 from diffsynth_lite.training.frozen_weights import text_encoder_memory, transformer_quantization
 from diffsynth_lite.training.learning_rate import learning_rate_schedule
@@ -44,8 +44,8 @@ class CheckedRun:
 
     Attributes:
         family: the model family, bound to the folder of the base model.
-        records: training images and captions.
-        validation_records: held-out ones; empty when the training items are measured instead.
+        training: records of what is trained on.
+        held_out: those of other items; empty when the training items are measured instead.
         target_layers: full names of the layers that get a LoRA.
         num_blocks: transformer blocks that checkpointing covers.
         num_selected_blocks: those of them that the policy checkpoints.
@@ -53,8 +53,8 @@ class CheckedRun:
     """
 
     family: ModelFamily
-    records: list[Record]
-    validation_records: list[Record]
+    training: ReadRecords
+    held_out: ReadRecords
     target_layers: Sequence[str]
     num_blocks: int
     num_selected_blocks: int
@@ -62,8 +62,8 @@ class CheckedRun:
 
     def drop_records(self) -> None:
         """Let go of the records, which take 0.7 KB each, when all is encoded."""
-        self.records.clear()
-        self.validation_records.clear()
+        self.training.records.clear()
+        self.held_out.records.clear()
 
 
 def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
@@ -81,15 +81,15 @@ def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
     problems.attempt(lambda: _check_output_is_apart(config))
     problems.attempt(lambda: _check_compiler(config, accelerator.device))
     problems.attempt(lambda: require_trackers(config.logging.trackers))
-    records, held_out = read_records(config, accelerator, problems)
+    training, held_out = read_records(config, accelerator, problems)
     family = None
     if not problems or Path(config.model.path).expanduser().is_dir():  # No download for nothing.
         family = problems.attempt(lambda: bind_family(config))
     if family is not None:
         model = _check_model(problems, family, config, accelerator.device)
-        for found in (records, held_out):
-            problems.attempt(partial(check_records, found, family))
-    problems.attempt(lambda: check_held_out(records, held_out))
+        for found in (training, held_out):
+            problems.attempt(partial(check_records, found.records, family))
+    problems.attempt(lambda: check_held_out(training.records, held_out.records))
     # The same on all processes, whichever found them.
     problems_of_all(accelerator, problems).require_none()
     assert family is not None
@@ -99,8 +99,8 @@ def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
     on_all_processes(accelerator, lambda: folder.download_weights(components))
     return CheckedRun(
         family=family,
-        records=records,
-        validation_records=held_out,
+        training=training,
+        held_out=held_out,
         target_layers=model.target_layers,
         num_blocks=model.num_blocks,
         num_selected_blocks=model.num_selected_blocks,

@@ -232,7 +232,9 @@ def _captions(record: Record, config: Config) -> tuple[str, ...]:
 
 
 def _find(key: str, sources: Sequence[Source], config: Config) -> FoundRecords:
-    found = find_records(sources, media_store=cache_folder(config) / "media")
+    found = find_records(
+        sources, media_store=cache_folder(config) / "media", on_bad_item=config.data.on_bad_item
+    )
     return dataclasses.replace(found, problems=[f"{key}: {problem}" for problem in found.problems])
 
 

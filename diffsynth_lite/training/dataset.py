@@ -5,6 +5,7 @@ import logging
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -17,12 +18,14 @@ from diffsynth_lite.data import (
     DatasetPlan,
     FileMemory,
     FoundRecords,
+    ItemTable,
     MediaIndex,
     PlanRules,
     Record,
     TrainingItem,
     plan_items,
     refuse_bad_items,
+    summary_of_bad,
 )
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.files import write_text
@@ -46,9 +49,22 @@ from diffsynth_lite.training.distributed.folder_groups import FolderGroup, find_
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadRecords:
+    """What could be read of a data set, the same on all processes.
+
+    Attributes:
+        records: in their order.
+        unread: name of an item that is left out to the reason; it has no record.
+    """
+
+    records: list[Record] = field(default_factory=list)
+    unread: Mapping[str, str] = field(default_factory=dict)
+
+
 def read_records(
     config: Config, accelerator: Accelerator, problems: Problems
-) -> tuple[list[Record], list[Record]]:
+) -> tuple[ReadRecords, ReadRecords]:
     """The training and the held-out records of a run, after a look at the headers of their files.
 
     The first of the processes that share a cache goes first and the others find its findings, so that no file
@@ -60,29 +76,36 @@ def read_records(
     """
     quarantine = Quarantine(config)
 
-    def read_one(find: Callable[[Config], FoundRecords | None]) -> list[Record]:
+    def read_one(find: Callable[[Config], FoundRecords | None]) -> ReadRecords:
         found = find(config)
-        records = found.require_all() if found else []
-        _check_headers(config, records, quarantine)
-        return records
+        if found is None:
+            return ReadRecords()
+        quarantine.add_rows(found.unread.items())
+        records = found.require_all()
+        _check_headers(config, found, quarantine)
+        return ReadRecords(records=records, unread=found.unread)
 
-    def read() -> list[list[Record]]:
+    def read() -> list[ReadRecords]:
         # A UserError stays in here. Caught further out it would let this process go on to the next exchange,
         # and wait there for one that has ended with another error.
         finds = (find_training_records, find_held_out_records)
-        return [problems.attempt(partial(read_one, find)) or [] for find in finds]
+        return [problems.attempt(partial(read_one, find)) or ReadRecords() for find in finds]
 
     group = find_cache_group(config, accelerator)
     group.log("data.cache_dir", cache_folder(config), own="what one lacks is encoded for it")
     (training, held_out), gathered = some_processes_first(
-        accelerator, read, lambda _: quarantine.rows, is_first=group.is_first
+        accelerator,
+        read,
+        lambda both: (quarantine.rows, [each.unread for each in both]),
+        is_first=group.is_first,
     )
     problems[:] = problems_of_all(accelerator, problems)
-    for rows in gathered:
+    for rows, _ in gathered:
         quarantine.add_rows(rows)
     if quarantine.rows:
         on_main_process(accelerator, quarantine.write)
-    return training, held_out
+    of_training, of_held_out = zip(*(unread for _, unread in gathered), strict=True)
+    return _without(training, of_training), _without(held_out, of_held_out)
 
 
 def find_cache_group(config: Config, accelerator: Accelerator) -> FolderGroup:
@@ -90,14 +113,24 @@ def find_cache_group(config: Config, accelerator: Accelerator) -> FolderGroup:
     return find_folder_group(accelerator, cache_folder(config), on_each_machine=True)
 
 
-def _check_headers(config: Config, records: Sequence[Record], quarantine: "Quarantine") -> None:
-    if config.data.on_bad_item == "skip":
-        return  # The caching pass finds the bad ones and keeps the list of them.
-    with FileMemory(index_file(cache_folder(config))) as memory:
-        bad = _bad_headers(records, MediaIndex(memory))
-    quarantine.add(records, bad)
+def _without(read: ReadRecords, unread: Sequence[Mapping[str, str]]) -> ReadRecords:
+    """What was read without what any process could not read."""
+    of_any = dict(ChainMap(*map(dict, unread)))
+    return ReadRecords(
+        records=[record for record in read.records if record.name not in of_any], unread=of_any
+    )
+
+
+def _check_headers(config: Config, found: FoundRecords, quarantine: "Quarantine") -> None:
+    """Refuse what is known to be too much, by then; the caching pass finds the rest of it."""
+    data = config.data
+    bad = found.unread
+    if data.on_bad_item == "error":
+        with FileMemory(index_file(cache_folder(config))) as memory:
+            bad = _bad_headers(found.records, MediaIndex(memory))
+        quarantine.add_rows(bad.items())
     with quarantine.named():
-        refuse_bad_items(records, bad, on_bad_item="error", max_bad_ratio=0.0)
+        refuse_bad_items(found.names, bad, on_bad_item=data.on_bad_item, max_bad_ratio=data.max_bad_ratio)
 
 
 def _bad_headers(records: Sequence[Record], index: MediaIndex) -> dict[str, str]:
@@ -133,6 +166,16 @@ def plan_dataset(
     return planned.without(dict(ChainMap(*map(dict, bad))))
 
 
+def bad_records(plan: DatasetPlan, table: ItemTable, bad_keys: Mapping[str, str]) -> dict[str, str]:
+    """Name to the reason, of the records that the plan or one of their keys says to be bad."""
+    bad = dict(plan.bad)
+    if bad_keys:
+        for item, row in zip(plan.items, table, strict=True):
+            if reasons := [bad_keys[key] for key in row.keys if key in bad_keys]:
+                bad.setdefault(item.record.name, reasons[0])
+    return bad
+
+
 def say_what_is_tiled(tiles: VaeTiles, items: Sequence[TrainingItem]) -> None:
     """Log how many items the autoencoder takes apart.
 
@@ -157,6 +200,7 @@ class Quarantine:
     """``quarantine.jsonl`` of a run: one row an item that cannot be used; written anew by each start."""
 
     def __init__(self, config: Config) -> None:
+        self._data = config.data
         self._path = RunFolder(Path(config.output.dir).expanduser()).quarantine_file
         self._rows: dict[tuple[str, str], None] = {}
 
@@ -165,13 +209,25 @@ class Quarantine:
         """Name of each item, and why it cannot be used."""
         return list(self._rows)
 
-    def add(self, records: Sequence[Record], bad: Mapping[str, str]) -> None:
-        """Note the records that are in ``bad``, a name to the reason, in their order."""
-        self.add_rows((record.name, bad[record.name]) for record in records if record.name in bad)
-
     def add_rows(self, rows: Iterable[tuple[str, str]]) -> None:
-        """Note the rows of another process."""
+        """Note more items, each by its name with the reason."""
         self._rows |= dict.fromkeys(rows)
+
+    def leave_out(self, names: Sequence[str], bad: Mapping[str, str]) -> None:
+        """Note what is bad, and warn that it is left out.
+
+        Args:
+            names: of all items.
+            bad: name of an item to the reason why it cannot be used.
+
+        Raises:
+            BadItemsError: none is to be left out, or too many would be.
+        """
+        self.add_rows((name, bad[name]) for name in names if name in bad)
+        data = self._data
+        refuse_bad_items(names, bad, on_bad_item=data.on_bad_item, max_bad_ratio=data.max_bad_ratio)
+        if bad:
+            logger.warning("%s. They are left out", summary_of_bad(names, bad))
 
     @contextmanager
     def named(self) -> Iterator[None]:

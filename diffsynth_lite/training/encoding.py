@@ -28,7 +28,6 @@ from diffsynth_lite.data import (
     LiveTensors,
     MediaIndex,
     PromptItem,
-    Record,
     Shard,
     TagCounts,
     TensorCache,
@@ -37,13 +36,19 @@ from diffsynth_lite.data import (
     encode_missing,
     find_undecodable,
     load_image,
-    refuse_bad_items,
 )
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.media import evenly_spread
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
 from diffsynth_lite.training.data_settings import cache_folder, held_out_rules, index_file, plan_rules
-from diffsynth_lite.training.dataset import Quarantine, find_cache_group, plan_dataset, say_what_is_tiled
+from diffsynth_lite.training.dataset import (
+    Quarantine,
+    ReadRecords,
+    bad_records,
+    find_cache_group,
+    plan_dataset,
+    say_what_is_tiled,
+)
 from diffsynth_lite.training.distributed.agreement import on_all_processes
 from diffsynth_lite.training.distributed.folder_groups import FolderGroup
 from diffsynth_lite.training.evaluation import TrackedItem, ValidationItem
@@ -223,8 +228,8 @@ def plan_encoding(
     family: ModelFamily,
     accelerator: Accelerator,
     *,
-    records: Sequence[Record],
-    held_out: Sequence[Record],
+    training: ReadRecords,
+    held_out: ReadRecords,
     memory: FileMemory,
 ) -> EncodingJob:
     """All that a run encodes: its data, what is held out, and the prompts of its previews.
@@ -237,9 +242,9 @@ def plan_encoding(
     rules, group = plan_rules(config, family), find_cache_group(config, accelerator)
     job = EncodingJob(config, family, accelerator.device, group)
     data, validation = config.data, config.validation
-    training = plan_dataset(records, rules, memory, accelerator, group)
-    job.add_dataset(training, has_unconditional=data.caption_dropout > 0)
-    measured = held_out[: validation.loss_items]
+    trained_on = plan_dataset(training.records, rules, memory, accelerator, group).without(training.unread)
+    job.add_dataset(trained_on, has_unconditional=data.caption_dropout > 0)
+    measured = held_out.records[: validation.loss_items]
     job.add_dataset(
         plan_dataset(measured, held_out_rules(rules), memory, accelerator, group),
         has_unconditional=False,
@@ -265,8 +270,8 @@ def encode_run(
     family: ModelFamily,
     accelerator: Accelerator,
     *,
-    records: Sequence[Record],
-    held_out: Sequence[Record],
+    training: ReadRecords,
+    held_out: ReadRecords,
 ) -> TrainingData:
     """Plan the data of a run, and encode what the cache does not hold, each process its share.
 
@@ -277,29 +282,29 @@ def encode_run(
         config: its data, validation and precisions are read.
         family: bound to its folder.
         accelerator: device and processes.
-        records: what is trained on.
+        training: what is trained on.
         held_out: what the validation loss is measured on; training items where it is empty.
 
     Raises:
         UserError: bad items, all of them listed in the run's ``quarantine.jsonl``; the same on all processes.
     """
     with FileMemory(index_file(cache_folder(config))) as memory:
-        job = plan_encoding(config, family, accelerator, records=records, held_out=held_out, memory=memory)
-        training, measured = _encode(config, job, memory, accelerator)
-    validation = measured if held_out else training
+        job = plan_encoding(config, family, accelerator, training=training, held_out=held_out, memory=memory)
+        trained_on, measured = _encode(config, job, memory, accelerator, held_out.unread)
+    validation = measured if held_out.records else trained_on
     tensors = job.cache if config.data.cache else LiveTensors(job.passes)
     num_measured = min(config.validation.loss_items, len(validation.items))
     return TrainingData(
-        items=training.items,
-        identity=training.identity,
-        tag_counts=training.tag_counts,
+        items=trained_on.items,
+        identity=trained_on.identity,
+        tag_counts=trained_on.tag_counts,
         tensors=tensors,
         is_live=not config.data.cache,
         validation_items=[
             _validation_item(tensors, validation.items.row(place)) for place in range(num_measured)
         ],
         validation_identity=validation.identity,
-        tracked_items=_tracked_items(config, job.datasets[0][0], training.items, tensors),
+        tracked_items=_tracked_items(config, job.datasets[0][0], trained_on.items, tensors),
         prompts=_encoded_prompts(config, job, tensors),
     )
 
@@ -331,16 +336,23 @@ def _encoded_prompts(config: Config, job: EncodingJob, tensors: EntryReader) -> 
     ]
 
 
-def _encode(config: Config, job: EncodingJob, memory: FileMemory, accelerator: Accelerator) -> list[_Usable]:
+def _encode(
+    config: Config,
+    job: EncodingJob,
+    memory: FileMemory,
+    accelerator: Accelerator,
+    unread: Mapping[str, str],
+) -> list[_Usable]:
     """Encode media, then prompts; the usable items of each data set.
 
-    What is bad is the same for all processes, and the main process lists it.
+    What is bad is the same for all processes, and the main process lists it, with ``unread`` held-out items.
     """
     quarantine = Quarantine(config)
+    quarantine.add_rows(unread.items())
     try:
         with quarantine.named():
             bad = _encode_passes(config, job, memory, accelerator)
-            return _usable_datasets(config, job, bad, quarantine)
+            return _usable_datasets(job, bad, quarantine)
     finally:
         if accelerator.is_main_process:
             quarantine.write()
@@ -378,32 +390,19 @@ def _encode_passes(
     return bad
 
 
-def _usable_datasets(
-    config: Config, job: EncodingJob, bad_keys: Mapping[str, str], quarantine: Quarantine
-) -> list[_Usable]:
+def _usable_datasets(job: EncodingJob, bad_keys: Mapping[str, str], quarantine: Quarantine) -> list[_Usable]:
     """What of each data set is trained on or measured, or one error about all of them."""
-    data, problems = config.data, Problems()
+    problems = Problems()
 
     def usable(plan: DatasetPlan, table: ItemTable) -> _Usable:
-        bad = _bad_records(plan, table, bad_keys)
-        quarantine.add(plan.records, bad)
-        refuse_bad_items(plan.records, bad, on_bad_item=data.on_bad_item, max_bad_ratio=data.max_bad_ratio)
+        bad = bad_records(plan, table, bad_keys)
+        quarantine.leave_out(plan.names, bad)
         return job.usable(plan.without(bad), table)
 
     found = [problems.attempt(partial(usable, plan, table)) for plan, table in job.datasets]
     if problems:
         raise BadItemsError("\n".join(problems))
     return [each for each in found if each is not None]
-
-
-def _bad_records(plan: DatasetPlan, table: ItemTable, bad_keys: Mapping[str, str]) -> dict[str, str]:
-    """Name to the reason, of the records that the plan or one of their keys says to be bad."""
-    bad = dict(plan.bad)
-    if bad_keys:
-        for item, row in zip(plan.items, table, strict=True):
-            if reasons := [bad_keys[key] for key in row.keys if key in bad_keys]:
-                bad.setdefault(item.record.name, reasons[0])
-    return bad
 
 
 def _preview_files(config: Config, place: int) -> tuple[Path, ...]:

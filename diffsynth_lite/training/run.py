@@ -320,8 +320,8 @@ def _encode(run: RunContext) -> TrainingData:
         run.config,
         checked.family,
         run.accelerator,
-        records=checked.records,
-        held_out=checked.validation_records,
+        training=checked.training,
+        held_out=checked.held_out,
     )
     checked.drop_records()
     free_memory()

@@ -116,7 +116,7 @@ def equal_runs(
     accelerator = Accelerator(mixed_precision=config.train.mixed_precision)
     checked = check_run(config, accelerator)
     encoded = encode_run(
-        config, checked.family, accelerator, records=checked.records, held_out=checked.validation_records
+        config, checked.family, accelerator, training=checked.training, held_out=checked.held_out
     )
     runs = [
         build_run(

@@ -330,3 +330,5 @@ def test_records_with_problems_do_not_hide_the_others_and_added_triggers_are_nam
     [problem] = found.problems
     assert "1 of 4 items cannot be used" in problem
     assert "gone.png" in problem
+    assert found.unread.keys() == {"row 4"}
+    assert find_records([source], media_store=tmp_path, on_bad_item="skip").problems == []

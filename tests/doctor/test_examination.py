@@ -75,10 +75,13 @@ def test_bad_files_are_named_with_their_reason_and_the_others_are_shown(workplac
 def test_bad_files_that_are_skipped_stop_nothing_until_they_are_too_many(workplace: Workplace) -> None:
     path = add_pictures(workplace, "data", 3)
     workplace.add("data/page.png", scene(8)).write_text("<!doctype html>")
+    workplace.add("data/bare.png", scene(5), caption=None)
     skip = (f"data.path={path}", "data.on_bad_item=skip")
     examination = examine(workplace.config(*skip, "data.max_bad_ratio=0.5"), sheet_size=0)
     examination.require_usable()
-    assert "1 item cannot be used, and left out: page.png" in examination.findings.advice[0]
+    assert "2 items cannot be used, and left out: page.png, bare.png." in examination.findings.advice[0]
+    assert examination.findings.dropped["bare.png"] == "no bare.txt"
+    assert examination.findings.sources[0].num_dropped == 2
     with pytest.raises(UserError, match=r"max_bad_ratio is 0\.1"):
         examine(workplace.config(*skip), sheet_size=0).require_usable()
 

@@ -34,11 +34,14 @@ def test_what_one_process_cannot_read_is_bad_for_all_and_headers_are_read_by_the
     assert sorted(notes.read_text().splitlines()) == [f"0 {place}.png" for place in range(5)]
 
     (tiny_run.folder / "quarantine.jsonl").unlink()
+    # A caption that is missing is left out, too, and counts with what is found later.
+    (tiny_run.root / "data" / "4.txt").unlink()
     skip = ("data.on_bad_item=skip", "data.max_bad_ratio=0.5")
     program = forked(tiny_run, *settings, *skip, script=(HALF_BLIND, notes), num_processes=2)
     assert program.wait() == 0, program.printed()
-    assert quarantined(tiny_run) == ["2.png"]
-    assert "4 items" in (tiny_run.folder / "contract.json").read_text()
+    assert "2 of 5 items cannot be used: 2.png: " in program.printed()
+    assert quarantined(tiny_run) == ["2.png", "4.png"]
+    assert "3 items" in (tiny_run.folder / "contract.json").read_text()
 
 
 def test_a_run_goes_on_when_the_folders_of_its_sources_have_moved(tiny_run: TinyRun) -> None:

@@ -122,7 +122,7 @@ def prepare(root: Path) -> Prepared:
         root=root,
         checked=checked,
         encoded=encode_run(
-            config, checked.family, PROCESS, records=checked.records, held_out=checked.validation_records
+            config, checked.family, PROCESS, training=checked.training, held_out=checked.held_out
         ),
         transformer=build_transformer(config, checked),
     )

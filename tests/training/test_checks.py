@@ -59,12 +59,12 @@ def test_held_out_items_that_are_also_trained_on_are_refused(root: Path) -> None
     assert message in refusal(root, **{"validation.data": str(linked)})
     apart = shutil.move(inside, root / "held_out")
     checked = check_run(load_config_of(root, {"validation.data": str(apart)}), PROCESS)
-    assert len(checked.validation_records) == len(checked.records) == 2
+    assert len(checked.held_out.records) == len(checked.training.records) == 2
 
 
 def test_held_out_edits_never_start_from_the_inputs_of_training_items_of_their_names(root: Path) -> None:
     changes = edit_pairs(root) | {"validation.prompts": "[]"}
-    assert len(check_run(load_config_of(root, changes), PROCESS).records) == 2
+    assert len(check_run(load_config_of(root, changes), PROCESS).training.records) == 2
     held_out = shutil.copytree(root / "data", root / "held_out")
     assert "validation.data: " in refusal(root, **changes, **{"validation.data": str(held_out)})
 
@@ -221,7 +221,7 @@ def test_clips_that_end_with_a_picture_are_refused_where_the_model_leads_to_none
         **OF_32,
     }
     checked = check_run(load_config_of(root, changes), PROCESS)
-    assert [record.kind for record in checked.records] == ["image_to_video"] * 2
+    assert [record.kind for record in checked.training.records] == ["image_to_video"] * 2
     message = "data: 2 clips, such as a.mp4, end with a picture, and this model only starts them from one"
     assert message in refusal(root, **changes, **{"data.last_frame_dir": f"{root}/starts"})
 

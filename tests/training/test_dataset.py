@@ -8,7 +8,7 @@ from pretended_processes import PretendedProcesses
 
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.errors import Problems, RunStoppedError
-from diffsynth_lite.training.dataset import read_records
+from diffsynth_lite.training.dataset import ReadRecords, read_records
 
 
 def config_of(folder: Path) -> Config:
@@ -33,7 +33,7 @@ def test_all_that_is_wrong_with_the_data_of_any_process_is_a_problem_of_each(
 ) -> None:
     def read(accelerator: Any, _: int) -> str:
         problems = Problems([] if accelerator.is_main_process else ["data.path: 3.png has no caption"])
-        assert read_records(config_of(tmp_path), accelerator, problems) == ([], [])
+        assert read_records(config_of(tmp_path), accelerator, problems) == (ReadRecords(), ReadRecords())
         return "\n".join(problems)
 
     for text in processes.run(read):

@@ -53,9 +53,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 def encode(prepared: Prepared, process: Any = PROCESS, **changes: str) -> TrainingData:
     config = load_config_of(prepared.root, CHANGES | changes)
     checked = check_run(config, PROCESS)
-    return encode_run(
-        config, checked.family, process, records=checked.records, held_out=checked.validation_records
-    )
+    return encode_run(config, checked.family, process, training=checked.training, held_out=checked.held_out)
 
 
 def listed_as_bad(prepared: Prepared) -> list[str]:
@@ -265,7 +263,7 @@ def test_each_item_is_encoded_once_a_cache_by_the_processes_that_share_it(
         config = load_config_of(prepared.root, CHANGES | own | skip)
         checked = check_run(config, accelerator)
         return encode_run(
-            config, checked.family, accelerator, records=checked.records, held_out=checked.validation_records
+            config, checked.family, accelerator, training=checked.training, held_out=checked.held_out
         )
 
     first, *others = PretendedProcesses(monkeypatch, num_machines=2, num_local=2).run(encoded)
