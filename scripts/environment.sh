@@ -1,14 +1,18 @@
 # Sourced by the other scripts: finds or makes a Python environment with what they need, and sets PYTHON.
 #
-# An environment of your own keeps its torch, when that works, and gets this folder as an editable package, with what it
-# needs: name its interpreter in DIFFSYNTH_LITE_PYTHON, or activate it. Otherwise .venv is made here, with the versions
-# of constraints.txt.
+# An environment of your own keeps its packages, torch among them, and gets those that are missing; this folder is not
+# installed into it, but found by PYTHONPATH, so that several clones may share it: name its interpreter in
+# DIFFSYNTH_LITE_PYTHON, or activate it. Otherwise .venv is made here, with the versions of constraints.txt.
 
 MIN_FREE_MIB=4096
 
 fail() {
     echo "$0: $*" >&2
     exit 2
+}
+
+fail_install() {
+    fail "the packages could not be installed; see pip's message above"
 }
 
 has_torch() {
@@ -44,6 +48,24 @@ fingerprint() {
     echo "extra '$1' $PYTHON $PWD $(cat pyproject.toml constraints.txt | cksum)"
 }
 
+# What pyproject.toml asks for, with the extra $1, a requirement a line.
+requirements() {
+    "$PYTHON" - "$1" <<'END'
+import sys
+import tomllib
+
+with open("pyproject.toml", "rb") as file:
+    project = tomllib.load(file)["project"]
+extras = project["optional-dependencies"]
+found = project["dependencies"] + extras.get(sys.argv[1], [])
+while own := [line for line in found if line.startswith(project["name"])]:
+    found.remove(own[0])
+    for extra in own[0].partition("[")[2].rstrip("]").split(","):
+        found += extras[extra]
+print("\n".join(found))
+END
+}
+
 make_venv() {
     local base
     base=$(find_python) || exit 2
@@ -62,8 +84,7 @@ compile_packages() {
 
 # prepare_environment [EXTRA]: sets PYTHON to an interpreter with the package, and the extra, installed.
 prepare_environment() {
-    local extra=${1:-} own="" options=() package=.
-    [ -z "$extra" ] || package=".[$extra]"
+    local extra=${1:-} own=""
     if [ -n "${DIFFSYNTH_LITE_PYTHON:-}" ]; then
         own=$DIFFSYNTH_LITE_PYTHON
         has_torch "$own" || fail "DIFFSYNTH_LITE_PYTHON=$own is not a Python 3.11 or later with a torch that works"
@@ -73,23 +94,25 @@ prepare_environment() {
     if [ -n "$own" ]; then
         PYTHON=$own
         STAMP=.venv-own.stamp
-        echo "Using $PYTHON with its own torch."
+        export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+        echo "Using $PYTHON with its own packages; this folder is not installed there ('$PYTHON -m pip install -e .'" \
+            "does that, and puts diffsynth-lite on its path)."
     else
         PYTHON=$PWD/.venv/bin/python
         STAMP=.venv/installed.stamp
-        options=(-c constraints.txt --no-compile)
         [ -x "$PYTHON" ] || make_venv
     fi
-    if ! is_installed "$extra"; then
-        echo "Installing packages for $PYTHON, this folder among them (once; a few minutes) ..."
-        if [ -z "$own" ]; then
-            require_disk_space
-            # First and alone: a package that asks for any torch would bring a newer one than is tested.
-            "$PYTHON" -m pip install --quiet "${options[@]}" torch || fail "torch could not be installed"
-        fi
-        "$PYTHON" -m pip install --quiet ${options[@]+"${options[@]}"} --editable "$package" ||
-            fail "the packages could not be installed; see pip's message above"
-        [ -n "$own" ] || compile_packages
-        fingerprint "$extra" >>"$STAMP"
+    is_installed "$extra" && return
+    echo "Installing the packages that $PYTHON lacks (once; a few minutes) ..."
+    if [ -n "$own" ]; then
+        requirements "$extra" | "$PYTHON" -m pip install --quiet -r /dev/stdin || fail_install
+    else
+        require_disk_space
+        # First and alone: a package that asks for any torch would bring a newer one than is tested.
+        "$PYTHON" -m pip install --quiet -c constraints.txt --no-compile torch || fail "torch could not be installed"
+        "$PYTHON" -m pip install --quiet -c constraints.txt --no-compile --editable ".${extra:+[$extra]}" ||
+            fail_install
+        compile_packages
     fi
+    fingerprint "$extra" >>"$STAMP"
 }
