@@ -12,6 +12,7 @@ from diffsynth_lite.errors import UserError
 _REASONS = {
     "qwen_image": "as the folder holds pictures; it is the README's example",
     "wan": "as the folder holds clips; Wan 2.1 1.3B is the smallest model for them",
+    "qwen_image_edit": "as its pictures come from others",
 }
 """Why a family is taken where none is named."""
 
@@ -20,6 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diffsynth-lite init``."""
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="pictures or clips, with their captions")
     parser.add_argument("--family", metavar="NAME", help="model family (default: by what the folder holds)")
+    parser.add_argument(
+        "--inputs",
+        metavar="FOLDER",
+        type=Path,
+        action="append",
+        default=[],
+        help="pictures that those in FOLDER are edits of, with the same names; repeatable",
+    )
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="yaml to write; must be new (default: FOLDER_lora.yaml)"
     )
@@ -37,11 +46,18 @@ def run(parsed: argparse.Namespace) -> None:
     if out.exists():
         raise UserError(f"--out {out}: is there already, and stays as it is; name another file")
     # The libraries take seconds to import: wrong arguments are refused before that.
-    from diffsynth_lite.doctor.starting_point import look_at, next_commands, recipe_for, starting_config
+    from diffsynth_lite.doctor.starting_point import (
+        look_at,
+        next_commands,
+        recipe_for,
+        starting_config,
+        write_start,
+    )
 
-    found = look_at(parsed.folder)
-    family, recipe = recipe_for(found, parsed.family)
+    family, recipe = recipe_for(parsed.folder, parsed.family, has_inputs=bool(parsed.inputs))
+    found = look_at(parsed.folder, recipe, parsed.inputs)
     text = starting_config(found, recipe, out=out, presets=presets)
+    start = write_start(found, recipe, out)
     try:
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -51,7 +67,7 @@ def run(parsed: argparse.Namespace) -> None:
     lines = [
         f"{found.path}: {found.summary}",
         *(f"> {problem}" for problem in found.problems),
-        f"Wrote {out}, for {family}{reason}. Look at it, then:",
+        f"Wrote {out}{f' and {start}' if start else ''}, for {family}{reason}. Look at it, then:",
         *(f"  {command}" for command in next_commands(out)),
     ]
     for line in lines:

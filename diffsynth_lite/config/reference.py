@@ -39,7 +39,9 @@ its YAML extension) completes, explains and checks the settings; in a file elsew
   [`few_pictures`](../configs/presets/few_pictures.yaml), each with the reasons for its numbers: starting
   points, by what others recommend; we have measured none. None takes more memory than a recipe for a real
   model does, so what fits a card still fits. What one changes is logged, and the run folder's
-  `config.yaml` and `resolved.yaml` hold the result. A run that goes on wants the same ones again.
+  `config.yaml` and `resolved.yaml` hold the result. A run that goes on wants the same ones again. There is
+  none for a card: what fits depends on model, sizes and rank, too. `memory.auto: true` finds it for the run
+  at hand, and [memory.md](memory.md#recipes-for-cards) has recipes for eight models on five sizes of cards.
 - **Paths** are relative to the working folder.
 - **Values** are read by the type of their setting. A switch is `true` or `false` (`on`, `off`, `yes` and `no`
   will do). Text stays as typed, also `yes`, `0123` or `1:30`; quotes are needed around text with `: ` or

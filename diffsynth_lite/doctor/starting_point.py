@@ -15,11 +15,11 @@ import yaml
 from diffsynth_lite.config import Config, find_config_file, load_config
 from diffsynth_lite.config.document import shortened
 from diffsynth_lite.config.files import Preset
-from diffsynth_lite.data import Source, VideoFacts, find_records
+from diffsynth_lite.data import Record, Source, VideoFacts, find_records
 from diffsynth_lite.data.folder import list_folder
 from diffsynth_lite.data.images import ImageFacts, check_image
 from diffsynth_lite.data.records import is_image, is_video
-from diffsynth_lite.data.video import check_video, max_frames
+from diffsynth_lite.data.video import check_video, max_frames, read_frames
 from diffsynth_lite.doctor.findings import counted
 from diffsynth_lite.errors import UserError
 
@@ -32,9 +32,17 @@ RECIPES_OF_PICTURES = {
     "sdxl": "sdxl_lora.yaml",
     "z_image": "z_image_lora.yaml",
 }
+"""The recipe of each model family that learns pictures."""
 RECIPES_OF_CLIPS = {"wan": "wan_t2v_lora.yaml", "ltx_video": "ltx_video_lora.yaml"}
-"""The recipe of each model family that learns clips, and pictures besides. Families that learn from pairs, or
-start from a picture, need more than a folder of media."""
+"""Of those that learn clips, and pictures besides."""
+RECIPES_OF_STARTED_CLIPS = {"wan_i2v": "wan_i2v_14b_lora.yaml"}
+"""Of those that learn how a clip goes on from its first frame."""
+RECIPES_OF_EDITS = {
+    "qwen_image_edit": "qwen_image_edit_lora.yaml",
+    "flux2": "flux2_klein_edit_lora.yaml",
+    "flux_kontext": "flux_kontext_lora.yaml",
+}
+"""Of those that learn what pictures become."""
 
 _EDGE_STEP = 64
 """Pixels that a proposed resolution is a multiple of."""
@@ -53,67 +61,108 @@ class FolderFindings:
         path: as given.
         num_pictures: files of pictures.
         num_clips: files of clips.
+        input_dirs: folders with the pictures that those in it come from, as given.
         sizes: what the headers of pictures and clips that can be read tell.
-        captions: one of each item that has any.
+        records: its items that can be used, by all that is known without their pixels.
         problems: what is wrong with captions and names, as a run would tell it.
     """
 
     path: Path
     num_pictures: int
     num_clips: int
+    input_dirs: Sequence[Path]
     sizes: Sequence[ImageFacts | VideoFacts]
-    captions: Sequence[str]
+    records: Sequence[Record]
     problems: Sequence[str]
 
     @property
     def summary(self) -> str:
-        """Such as ``24 pictures, 2 without a usable caption; 800 x 600 to 4032 x 3024 pixels``."""
+        """Such as ``24 pictures, 2 of which cannot be used yet; 800 x 600 to 4032 x 3024 pixels``."""
         kinds = [(self.num_pictures, "picture"), (self.num_clips, "clip")]
         words = " and ".join(counted(number, name) for number, name in kinds if number)
-        if missing := self.num_pictures + self.num_clips - len(self.captions):
-            words += f", {missing} without a usable caption"
+        if bad := self.num_pictures + self.num_clips - len(self.records):
+            words += f", {bad} of which cannot be used yet"
         if not self.sizes:
             return words
         small, large = (chosen(self.sizes, key=_area) for chosen in (min, max))
         return f"{words}; {small.width} x {small.height} to {large.width} x {large.height} pixels"
 
 
-def look_at(path: Path) -> FolderFindings:
-    """What is in a folder.
+def recipe_for(path: Path, family: str | None, *, has_inputs: bool) -> tuple[str, str]:
+    """A model family and its recipe: that of the family, or else what suits the folder.
+
+    Args:
+        has_inputs: its pictures come from others, which are known.
 
     Raises:
-        UserError: it cannot be read, or holds neither pictures nor clips.
+        UserError: the folder cannot be read, or the family learns something else.
     """
-    names = list_folder(path, allow_outside=False).files
-    pictures, clips = list(filter(is_image, names)), list(filter(is_video, names))
-    found = find_records([Source(path=path)], media_store=path)
+    if any(map(is_video, list_folder(path, allow_outside=False).files)):
+        learned, recipes = "clips", RECIPES_OF_CLIPS | RECIPES_OF_STARTED_CLIPS
+    elif has_inputs or (family in RECIPES_OF_EDITS and family not in RECIPES_OF_PICTURES):
+        learned, recipes = "pictures with --inputs", RECIPES_OF_EDITS
+    else:
+        learned, recipes = "pictures", RECIPES_OF_PICTURES | RECIPES_OF_CLIPS
+    if has_inputs and recipes is not RECIPES_OF_EDITS:
+        raise UserError("--inputs: are of pictures, and the folder holds clips; leave it out")
+    family = family or next(iter(recipes))
+    if family not in recipes:
+        raise UserError(
+            f"--family {family}: has no starting point for a folder of {learned}; {', '.join(recipes)} have"
+        )
+    return family, recipes[family]
+
+
+def look_at(path: Path, recipe: str, input_dirs: Sequence[Path]) -> FolderFindings:
+    """What is in a folder, as the data of a recipe.
+
+    Raises:
+        UserError: it holds neither pictures nor clips, or names none that they come from.
+    """
+    columns = () if input_dirs else tuple(load_config(recipe).config.data.input_columns)
+    source = Source(path=path, input_dirs=tuple(input_dirs), input_columns=columns)
+    found = find_records([source], media_store=path)
+    pictures, clips = list(filter(is_image, found.names)), list(filter(is_video, found.names))
     if not pictures and not clips:
-        raise UserError("\n".join(found.problems))
+        hint = "; --inputs FOLDER names pictures of the same names that these come from" if columns else ""
+        raise UserError("\n".join(found.problems) + hint)
     return FolderFindings(
         path=path,
         num_pictures=len(pictures),
         num_clips=len(clips),
+        input_dirs=input_dirs,
         sizes=list(_sizes(path / name for name in (*pictures, *clips))),
-        captions=[record.captions[0] for record in found.records],
+        records=found.records,
         problems=found.problems,
     )
 
 
-def recipe_for(found: FolderFindings, family: str | None) -> tuple[str, str]:
-    """A model family and its recipe: that of the family, or else what suits the folder.
+def write_start(found: FolderFindings, recipe: str, out: Path) -> Path | None:
+    """Write the picture that previews of clips start from, where the config names it.
+
+    Args:
+        out: the file of the config, which it lies beside.
+
+    Returns:
+        Its file, or None where there is no need of one.
 
     Raises:
-        UserError: the family learns something else.
+        UserError: the first clip cannot be used, or the file is there or cannot be written.
     """
-    recipes = RECIPES_OF_CLIPS if found.num_clips else RECIPES_OF_PICTURES | RECIPES_OF_CLIPS
-    family = family or next(iter(recipes))
-    if family not in recipes:
-        learned = "clips" if found.num_clips else "pictures"
-        raise UserError(
-            f"--family {family}: has no starting point for a folder of {learned}; {', '.join(recipes)} have. "
-            "Others need more than that: begin with a copy of their recipe in configs/, and see docs/data.md"
-        )
-    return family, recipes[family]
+    if recipe not in RECIPES_OF_STARTED_CLIPS.values() or not found.records:
+        return None
+    path = _start_file(out)
+    [frame] = read_frames(found.records[0].target, [0.0])
+    try:
+        with path.open("xb") as file:
+            frame.save(file, format="PNG")
+    except OSError as error:
+        raise UserError(f"{path}: the picture that previews start from: {error.strerror}") from None
+    return path
+
+
+def _start_file(out: Path) -> Path:
+    return out.with_name(f"{out.stem}_start.png")
 
 
 def next_commands(config: Path) -> list[str]:
@@ -135,7 +184,9 @@ def starting_config(found: FolderFindings, recipe: str, *, out: Path, presets: S
     """
     config = load_config(recipe).config
     lines: dict[str, dict[str, str]] = defaultdict(dict)
-    for section, key, value, why in _settings(found, config, out):
+    is_started = recipe in RECIPES_OF_STARTED_CLIPS.values()
+    start = _start_file(out) if is_started and found.records else None
+    for section, key, value, why in _settings(found, config, out, start):
         lines[section][key] = _line(key, value, why)
     for preset in presets:
         preset.require_fit(config.model.family)
@@ -159,16 +210,39 @@ def starting_config(found: FolderFindings, recipe: str, *, out: Path, presets: S
     return "\n\n".join("\n".join(block) for block in [head, *blocks]) + "\n"
 
 
-def _settings(found: FolderFindings, config: Config, out: Path) -> Iterator[tuple[str, str, object, str]]:
-    """Section, key, value and reason of each setting."""
+def _settings(
+    found: FolderFindings, config: Config, out: Path, start: Path | None
+) -> Iterator[tuple[str, str, object, str]]:
+    """Section, key, value and reason of each setting.
+
+    Args:
+        out: the file of the config.
+        start: picture that previews of clips start from.
+    """
     yield "data", "path", str(found.path), ""
-    if trigger := _trigger(found.captions):
+    if found.input_dirs:
+        yield "data", "input_dirs", list(map(str, found.input_dirs)), "what they come from, by the same names"
+        yield "data", "input_columns", [], ""
+    if trigger := _trigger([record.captions[0] for record in found.records]):
         yield "data", "trigger", trigger, "every caption begins with it"
     yield from (("data", *setting) for setting in _proposed_sizes(found.sizes, config))
     yield "output", "dir", f"runs/{out.stem}", "the LoRA, checkpoints, previews and logs"
-    if caption := next((text for text in found.captions if text.isprintable() and "${" not in text), None):
-        prompts = [caption, *config.validation.prompts[-1:]]
-        yield "validation", "prompts", prompts, "a caption of yours, and one without what is learned"
+    yield from (("validation", *setting) for setting in _proposed_previews(found, config, start))
+
+
+def _proposed_previews(
+    found: FolderFindings, config: Config, start: Path | None
+) -> Iterator[tuple[str, object, str]]:
+    """Prompts, and the picture that each starts from where the recipe has some."""
+    texts = (text for record in found.records for text in record.captions[:1])
+    caption = next((text for text in texts if text.isprintable() and "${" not in text), None)
+    prompts = [caption, *config.validation.prompts[-1:]] if caption else []
+    if prompts or config.validation.inputs:
+        yield "prompts", prompts, "a caption of yours, and one without what is learned"
+    if config.validation.inputs:
+        pictures = [start] if start else [path for record in found.records[:1] for path in record.inputs[:1]]
+        inputs = [str(pictures[0])] * len(prompts) if pictures else []
+        yield "inputs", inputs, "what each starts from; others than you train on tell more"
 
 
 def _proposed_sizes(
@@ -229,7 +303,7 @@ def _cards_of(recipe: str) -> list[str]:
 def _line(key: str, value: object, why: str) -> str:
     """A setting as yaml, of which json is a part; a plain word needs no quotes."""
     text, below = _plain(value), ""
-    if isinstance(value, list) and isinstance(value[0], str):
+    if isinstance(value, list) and value and isinstance(value[0], str):
         text, below = "", "".join(f"\n    - {_plain(entry)}" for entry in value)
     return f"  {key}: {text}".rstrip() + (f"  # {why}" if why else "") + below
 

@@ -1,14 +1,22 @@
 """``diffsynth-lite init``: the config that it writes, which the doctor takes as it is."""
 
+import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from tiny_run import tiny_picture
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.config import load_config
 from diffsynth_lite.data.video import write_video
-from diffsynth_lite.doctor.starting_point import RECIPES_OF_CLIPS, RECIPES_OF_PICTURES
+from diffsynth_lite.doctor.starting_point import (
+    RECIPES_OF_CLIPS,
+    RECIPES_OF_EDITS,
+    RECIPES_OF_PICTURES,
+    RECIPES_OF_STARTED_CLIPS,
+)
+from diffsynth_lite.training.data_settings import find_training_records
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -62,12 +70,46 @@ def test_clips_that_are_short_and_small_get_sizes_that_they_fill(
     Path("clips", "short.txt").write_text("a circle")
     assert main(["init", "clips", "--out", "mine.yaml", "--preset", "motion"]) == 0
     printed = capsys.readouterr().out
-    assert "clips: 2 clips, 1 without a usable caption; 96 x 64 to 96 x 64 pixels" in printed
+    assert "clips: 2 clips, 1 of which cannot be used yet; 96 x 64 to 96 x 64 pixels" in printed
     assert "> clips: 1 of 2 items cannot be used: long.mp4: no long.txt" in printed
     data = load_config("mine.yaml").config.data
     assert (data.width, data.height, data.resolutions) == (None, None, [64])
     assert (data.frame_counts, data.trigger) == ([17, 81], None)
     assert "extends: wan_t2v_lora.yaml" in Path("mine.yaml").read_text()
+    # Where clips are learned from their first frame, previews need one to start from.
+    assert main(["init", "clips", "--out", "i2v.yaml", "--family", "wan_i2v"]) == 0
+    assert "Wrote i2v.yaml and i2v_start.png, for wan_i2v." in capsys.readouterr().out
+    assert load_config("i2v.yaml").config.validation.inputs == ["i2v_start.png"] * 2
+    with Image.open("i2v_start.png") as start:
+        assert start.size == (96, 64)
+
+
+@pytest.mark.parametrize("has_table", [False, True])
+def test_pictures_that_come_from_others_get_an_edit_model(
+    has_table: bool, pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = pictures / "before" if has_table else Path("before")
+    before.mkdir()
+    for number in range(3):
+        tiny_picture(96, 64, 40 + number).save(before / f"{number}.png")
+    if has_table:
+        rows = [{"file_name": f"{n}.png", "input": f"before/{n}.png", "text": "redder"} for n in range(3)]
+        (pictures / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        for number in range(3):
+            (pictures / f"{number}.txt").unlink()
+        arguments, family = ["--family", "flux_kontext"], "flux_kontext"
+    else:
+        arguments, family = ["--inputs", "before"], "qwen_image_edit"
+    assert main(["init", str(pictures), "--out", "mine.yaml", *arguments]) == 0
+    assert "my pictures: 3 pictures; 120 x 90 to 120 x 92 pixels" in capsys.readouterr().out
+    loaded = load_config("mine.yaml")
+    config = loaded.config
+    assert loaded.warnings == ()
+    assert config.model.family == family
+    assert config.validation.inputs == [f"{before}/0.png"] * 2
+    found = find_training_records(config)
+    assert found.problems == []
+    assert [record.inputs for record in found.records] == [(before / f"{n}.png",) for n in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +118,14 @@ def test_clips_that_are_short_and_small_get_sizes_that_they_fill(
         (["nothing"], "nothing: no such folder"),
         (["empty"], "empty: no pictures or clips among its 0 files"),
         (["my pictures", "--family", "wan_i2v"], "--family wan_i2v: has no starting point for a folder of"),
+        (
+            ["my pictures", "--family", "flux_kontext"],
+            "my pictures: no metadata file for input; --inputs FOLDER names",
+        ),
+        (
+            ["my pictures", "--inputs", "empty"],
+            "my pictures: 3 of 3 items cannot be used: 0.png: empty has no",
+        ),
         (["my pictures", "--preset", "motion"], "--preset motion: is for ltx_video, wan, wan_i2v, and "),
         (["my pictures", "--preset", "x"], "--preset x: There are few_pictures, "),
         (["my pictures", "--out", "none/mine.yaml"], "--out none/mine.yaml: cannot be written: No such file"),
@@ -90,10 +140,10 @@ def test_what_it_cannot_do_is_told_in_a_line_and_nothing_is_written(
     assert list(Path().rglob("*.yaml")) == []
 
 
-def test_every_family_that_learns_from_a_folder_alone_has_a_recipe() -> None:
-    recipes = RECIPES_OF_PICTURES | RECIPES_OF_CLIPS
-    assert {name: load_config(recipe).config.model.family for name, recipe in recipes.items()} == {
-        name: name for name in recipes
+def test_every_family_has_a_starting_point() -> None:
+    groups = (RECIPES_OF_PICTURES, RECIPES_OF_CLIPS, RECIPES_OF_STARTED_CLIPS, RECIPES_OF_EDITS)
+    of_recipes = {
+        (name, load_config(file).config.model.family) for group in groups for name, file in group.items()
     }
     families = {load_config(path).config.model.family for path in CONFIGS.glob("*.yaml")}
-    assert families - set(recipes) == {"flux_kontext", "qwen_image_edit", "wan_i2v"}
+    assert of_recipes == {(family, family) for family in families}
