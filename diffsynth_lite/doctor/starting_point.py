@@ -227,6 +227,13 @@ def _settings(
         yield "data", "trigger", trigger, "every caption begins with it"
     yield from (("data", *setting) for setting in _proposed_sizes(found.sizes, config))
     yield "output", "dir", f"runs/{out.stem}", "the LoRA, checkpoints, previews and logs"
+    yield (
+        "model",
+        "path",
+        config.model.path,
+        "of the hub, downloaded on first use; or the folder of a pipeline",
+    )
+    yield "logging", "run_name", found.path.resolve().name, "names the LoRA in its file and on its card"
     yield from (("validation", *setting) for setting in _proposed_previews(found, config, start))
 
 

@@ -48,7 +48,7 @@ def test_what_it_writes_passes_the_doctor_as_it_is(
     assert loaded.warnings == ()
     assert (config.data.path, config.data.trigger, config.data.resolutions) == ("my pictures", "ohwx", [64])
     assert config.validation.prompts == ["ohwx: a circle, no. 0 # red", recipe.validation.prompts[-1]]
-    assert config.output.dir == "runs/my pictures_lora"
+    assert (config.output.dir, config.logging.run_name) == ("runs/my pictures_lora", "my pictures")
     assert (config.lora.rank, config.lora.dropout, config.train.steps) == (8, 0.1, 500)
     assert (config.model, config.objective, config.memory) == (recipe.model, recipe.objective, recipe.memory)
     assert main(["doctor", "--config", str(out), f"model.path={tiny_model}"]) == 0
@@ -121,10 +121,6 @@ def test_pictures_that_come_from_others_get_an_edit_model(
         (
             ["my pictures", "--family", "flux_kontext"],
             "my pictures: no metadata file for input; --inputs FOLDER names",
-        ),
-        (
-            ["my pictures", "--inputs", "empty"],
-            "my pictures: 3 of 3 items cannot be used: 0.png: empty has no",
         ),
         (["my pictures", "--preset", "motion"], "--preset motion: is for ltx_video, wan, wan_i2v, and "),
         (["my pictures", "--preset", "x"], "--preset x: There are few_pictures, "),
