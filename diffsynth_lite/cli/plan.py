@@ -184,9 +184,10 @@ def _print_choices(
     changes_numbers: bool,
 ) -> None:
     console.print(
-        "Settings that fit; with another model.quantize, the numbers are others:"
+        "Settings that fit, as arguments of train.py; another model.quantize gives other numbers:"
         if changes_numbers
-        else "Settings that fit, and give the same numbers:"
+        else "Settings that fit and give the same numbers, as arguments of train.py:",
+        soft_wrap=True,
     )
     for choice in found:
         device, host = (size / _GIB for size in (choice.count.device, choice.count.host))

@@ -100,7 +100,8 @@ def run(parsed: argparse.Namespace) -> None:
         make_cublas_repeatable()
     if not Console(stderr=True).is_terminal:
         hide_progress_bars()
-    logger.info("Pictures: %s", draw_samples(request))
+    grid, here = draw_samples(request), Path.cwd()
+    logger.info("Pictures: %s", grid.relative_to(here) if grid.is_relative_to(here) else grid)
 
 
 def _request(parsed: argparse.Namespace) -> SampleRequest:

@@ -51,7 +51,7 @@ def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
         return [line.strip() for line in printed[-4:]]
 
     assert last_of("1") == [
-        "Settings that fit, and give the same numbers:",
+        "Settings that fit and give the same numbers, as arguments of train.py:",
         "0.0 GiB, 0.0 GiB on the host, 1.00 of the fastest's time:",
         "train.use_gradient_checkpointing=false",
         "With the first of these, all other phases fit, too.",
