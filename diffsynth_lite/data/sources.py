@@ -29,32 +29,11 @@ logger = logging.getLogger(__name__)
 _Key = TypeVar("_Key")
 _METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _TABLE_SUFFIXES = (".jsonl", ".csv", ".parquet")
-_UNREAD_MEDIA = frozenset(
-    [
-        "heic",
-        "heif",
-        "jxl",
-        "jp2",
-        "psd",
-        "svg",
-        "tga",
-        "dng",
-        "cr2",
-        "cr3",
-        "nef",
-        "arw",
-        "exr",
-        "wmv",
-        "flv",
-        "mpg",
-        "mpeg",
-        "ts",
-        "m2ts",
-        "3gp",
-        "ogv",
-    ]
-)
-"""Suffixes of pictures and clips that are not read."""
+_UNREAD_MEDIA = {
+    "png or jpg": "heic heif jxl jp2 psd svg tga dng cr2 cr3 nef arw exr",
+    "mp4": "wmv flv mpg mpeg ts m2ts 3gp ogv",
+}
+"""Suffixes of pictures and of clips that are not read, by what to save them as."""
 _NOTHING = Companions()
 _SUFFIXES = ", ".join((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
 
@@ -338,10 +317,13 @@ def _tell_what_is_not_read(folder: Folder, pairs: PairFolders) -> None:
     if not others:
         return
     counts = join_names([f"{count} {kind}" for kind, count in Counter(others).most_common()])
-    media = sorted(_UNREAD_MEDIA.intersection(others))
-    remedy = f"; save {' and '.join(media)} as png, jpg or mp4 to train on them" if media else ""
-    level = logging.WARNING if media else logging.INFO
-    logger.log(level, "%s: not read are %s%s", folder.path, counts, remedy)
+    remedies = [
+        f"; save {' and '.join(media)} as {readable} to train on them"
+        for readable, suffixes in _UNREAD_MEDIA.items()
+        if (media := sorted(set(others).intersection(suffixes.split())))
+    ]
+    level = logging.WARNING if remedies else logging.INFO
+    logger.log(level, "%s: not read are %s%s", folder.path, counts, "".join(remedies))
 
 
 def _warn_of_unused_columns(source: Source) -> None:
