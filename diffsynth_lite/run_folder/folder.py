@@ -243,7 +243,7 @@ class RunFolder:
         lacks_lock = self._locked and not (self.path / _LOCK_NAME).exists()
         if lacks_lock:
             time.sleep(_REMOVAL_S)  # Who removes the folder may have begun with this file.
-        if not self.path.is_dir():
+        if not self.path.is_dir() or (lacks_lock and self._is_elsewhere()):
             raise RunStoppedError(folder_is_gone(self.path))
         if lacks_lock:
             logger.warning("%s was removed; it is made again.", self.path / _LOCK_NAME)
@@ -300,6 +300,13 @@ class RunFolder:
             return re.fullmatch(_LOCK_HOLDER, (self.path / _LOCK_NAME).read_text(encoding="utf-8").strip())
         except (OSError, UnicodeDecodeError):
             return None
+
+    def _is_elsewhere(self) -> bool:
+        """Whether a folder without our lock is none of ours: a library made it again, in the midst of a save.
+
+        Then our lock has a name in a folder that was renamed, or the status, too, was removed.
+        """
+        return os.fstat(self._locked[-1].fileno()).st_nlink > 0 or not self.status_file.exists()
 
     def _was_begun(self) -> bool:
         """Whether a trainer has locked the folder and left a file here: its status may have been lost."""

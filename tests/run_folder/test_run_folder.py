@@ -87,11 +87,29 @@ def test_a_folder_whose_removal_begins_with_the_lock_is_left_alone(
         assert not folder.path.exists()
 
 
+@pytest.mark.parametrize("is_renamed", [True, False])
+def test_a_folder_that_a_library_made_again_is_left_alone(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, is_renamed: bool
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    with folder.lock():
+        start_without_lock(folder)
+        if is_renamed:
+            folder.path.rename(folder.path.with_name("moved"))
+        else:
+            shutil.rmtree(folder.path)
+        folder.lora_folder.mkdir(parents=True)
+        with pytest.raises(RunStoppedError, match="renamed or removed"):
+            folder.require_held()
+        assert [path.name for path in folder.path.iterdir()] == ["lora"]
+
+
 def test_a_lock_that_somebody_removed_is_taken_again(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)
     with folder.lock():
+        start_without_lock(folder)
         (folder.path / ".lock").unlink()
         start_without_lock(folder)
         assert "was removed; it is made again" in caplog.text

@@ -228,10 +228,12 @@ class Saver:
         tensors: dict[str, torch.Tensor],
         describe: Callable[[NoiseRange], Mapping[str, str]],
     ) -> None:
-        self.folder.require_held()  # diffusers would make the run folder too, where that is gone.
+        # Before and after, as diffusers makes the run folder, too, where that is gone.
+        self.folder.require_held()
         exported = export_lora(
             self.family, folder, tensors, adapter_settings(self.transformer), describe, dtype=self.lora_dtype
         )
+        self.folder.require_held()
         self._rounding = exported.rounding
 
     def _description(self, step: int, *, is_average: bool) -> Callable[[NoiseRange], Mapping[str, str]]:
