@@ -23,7 +23,7 @@ from diffsynth_lite.core.weights import (
 )
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.pipelines.base.quantized import set_formats
+from diffsynth_lite.pipelines.base.quantized import require_finite_weights, set_formats
 from diffsynth_lite.training.distributed.agreement import on_all_processes
 
 
@@ -168,18 +168,10 @@ def place_weights(
     except ValueError as error:
         raise UserError(f"memory.stream_blocks: {error}") from error
     transformer.to(device)
-    _require_finite(family, transformer)
+    # Those in a format or on the host were looked at as they were read.
+    for name, part in family.parts_of(transformer).items():
+        require_finite_weights(family.folder, name, part)
     return weights
-
-
-def _require_finite(family: ModelFamily, transformer: torch.nn.Module) -> None:
-    """Check the weights on the device; those in a format or on the host were checked as they were read."""
-    for name, parameter in transformer.named_parameters():
-        if not parameter.isfinite().all():
-            keys = sorted({file.key for file in family.folder.files.values()}) or ["model.path"]
-            raise UserError(
-                f"{' or '.join(keys)}: {name} of the model holds numbers that are not finite; get it again"
-            )
 
 
 def streamable_bytes(

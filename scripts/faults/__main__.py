@@ -19,7 +19,10 @@ ROOT = Path(__file__).parents[2]
 # In place of this folder: its modules are those of the package `faults`.
 sys.path[:1] = [
     *(str(ROOT / name) for name in ("scripts", "scripts/benchmarks", "tests")),
-    *(str(ROOT / "tests" / name) for name in ("config", "data", "runs", "training", "training/checkpoint")),
+    *(
+        str(ROOT / "tests" / name)
+        for name in ("config", "data", "pipelines", "runs", "training", "training/checkpoint")
+    ),
 ]
 
 from faults.driver import main  # noqa: E402

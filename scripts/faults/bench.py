@@ -22,8 +22,9 @@ from tiny_run import (
     make_mixed_run,
     make_run,
 )
+from wan_pipelines import two_experts
 
-from diffsynth_lite.pipelines import qwen_image, wan
+from diffsynth_lite.pipelines import qwen_image, sdxl, wan
 from diffsynth_lite.training import trainer
 
 Scale = Literal["ci", "quick", "full"]
@@ -31,7 +32,12 @@ Scale = Literal["ci", "quick", "full"]
 PLAIN = ("validation.prompts=[]", "validation.loss_items=0", "validation.item_losses=0")
 """Nothing that only looks at the training."""
 
-_MODELS = {"qwen_image": qwen_image.tiny, "wan": wan.tiny}
+_MODELS = {
+    "qwen_image": qwen_image.tiny,
+    "wan": wan.tiny,
+    "wan_experts": two_experts,
+    "sdxl": sdxl.tiny,
+}
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,16 @@ class Bench:
             "data.caption_dropout=0.3",
         )
         return TinyRun(root=run.root, config=run.config, settings=(*run.settings, *PLAIN, *draws))
+
+    def experts(self, name: str = "experts") -> TinyRun:
+        """A run on pictures, of two experts of Wan."""
+        run = make_run(self.root / name, self._model("wan_experts"))
+        return TinyRun(root=run.root, config=run.config, settings=("model.family=wan",))
+
+    def unet(self, name: str = "unet") -> TinyRun:
+        """A run on pictures, of SDXL's UNet."""
+        run = make_run(self.root / name, self._model("sdxl"))
+        return TinyRun(root=run.root, config=run.config, settings=("model.family=sdxl",))
 
     def _model(self, family: str) -> Path:
         folder = self.models / family

@@ -208,7 +208,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(
     stored["proj_out.bias"][0] = torch.nan
     save_file(stored, weights)
     assert tiny_run.train() == 2
-    assert "model.path: proj_out.bias of the model holds numbers that are not finite" in caplog.text
+    assert f"model.path: {weights}: proj_out.bias holds numbers that are not finite" in caplog.text
 
 
 def test_several_mistakes_are_all_reported_at_once(

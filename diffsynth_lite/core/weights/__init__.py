@@ -8,6 +8,7 @@ from diffsynth_lite.core.weights.formats import (
     NotFiniteError,
     WeightFormat,
     counted_format,
+    is_finite,
     weight_format,
 )
 from diffsynth_lite.core.weights.frozen_linear import (
@@ -38,6 +39,7 @@ __all__ = [
     "WeightStream",
     "counted_format",
     "frozen_weights",
+    "is_finite",
     "is_scale",
     "load_frozen",
     "packed_bytes",

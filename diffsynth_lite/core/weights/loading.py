@@ -54,6 +54,9 @@ class StoredTensors:
                 tensors |= {name: opened.get_tensor(name) for name in list(opened.keys())}
                 metadata |= opened.metadata() or {}
         weights, scales = separate_scales(tensors, metadata)
+        for name, tensor in weights.items():
+            if name.endswith((".weight", ".bias")) and not tensor.is_floating_point():
+                raise StoredFormatError(f"{name} holds {tensor.dtype}, and no floating-point numbers")
         return cls(tensors=weights, per_row=scales)
 
     def shape(self, name: str) -> torch.Size:
@@ -248,8 +251,8 @@ def _copy(stored: StoredTensors, name: str, write: _Write) -> None:
     for first_row in range(0, num_rows, _NUM_ROWS):
         try:
             write(stored.numbers(name, slice(first_row, first_row + _NUM_ROWS)), first_row)
-        except NotFiniteError as error:
-            raise NotFiniteError(f"{name} {error}") from None
+        except NotFiniteError:
+            raise NotFiniteError(name) from None
 
 
 def _one_a_row(tensor: Tensor) -> tuple[int, ...]:

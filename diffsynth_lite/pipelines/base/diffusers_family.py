@@ -5,7 +5,7 @@ import json
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any, ClassVar
 
@@ -24,9 +24,19 @@ from diffsynth_lite.lora.loading import FileHeader, LoadedLayer, loaded_layers
 from diffsynth_lite.media import Media
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.base.family import EncodedMedia, PreviewRequest
-from diffsynth_lite.pipelines.base.folder import PipelineFolder
 from diffsynth_lite.pipelines.base.lora_files import DiffusersLora
-from diffsynth_lite.pipelines.base.quantized import load_frozen_component, load_plain_component
+from diffsynth_lite.pipelines.base.model_settings import (
+    ModelSettings,
+    building,
+    require_class,
+    require_kinds,
+    require_possible,
+)
+from diffsynth_lite.pipelines.base.quantized import (
+    load_frozen_component,
+    load_plain_component,
+    require_finite_weights,
+)
 from diffsynth_lite.pipelines.base.release_folder import empty_model
 from diffsynth_lite.pipelines.base.single_file import read_single_file
 from diffsynth_lite.pipelines.base.tokenizer import load_tokenizer
@@ -65,14 +75,22 @@ class DiffusersFamily(DiffusersLora):
         return next(pipeline for pipeline in self.pipelines if pipeline.__name__ == name)
 
     @cached_property
-    def scheduler_config(self) -> dict[str, Any]:
+    def scheduler_config(self) -> ModelSettings:
         """Settings of the folder's scheduler, read once: the shift is asked for with every batch."""
         return self.folder.component_config("scheduler")
 
     def check_folder(self, *, with_weights: bool = True) -> None:
         super().check_folder(with_weights=with_weights)
         for component in self.components:
-            require_class(self.folder, component, self.component_class(component))
+            component_class, settings = (
+                self.component_class(component),
+                self.folder.component_config(component),
+            )
+            require_class(component_class, settings)
+            require_kinds(component_class, settings)
+            model = self.empty_component(component)
+            if with_weights:
+                self.folder.require_as_many_numbers(component, model)
         for component, file in self.folder.files.items():
             stored = read_single_file(file, self.empty_component(component))
             logger.info("%s of %s: %s.", component, file.path, stored.described())
@@ -130,7 +148,8 @@ class DiffusersFamily(DiffusersLora):
                 all else of it goes to; None loads it as any other.
 
         Raises:
-            UserError: a weight file is damaged, or the files do not hold what the component's config needs.
+            UserError: a weight file is damaged, the files do not hold what the component's config needs, or
+                numbers in them are not finite.
         """
         component_class = self.component_class(name)
         quantization, host_blocks = self.quantization, self.host_blocks
@@ -148,6 +167,8 @@ class DiffusersFamily(DiffusersLora):
                 f"model.path: the weights in {self.folder.path / name} cannot be read "
                 f"({' '.join(str(error).split())}); get the folder again"
             ) from error
+        if name not in (*self.denoisers, *self.text_encoders):  # these are looked at on their device
+            require_finite_weights(self.folder, name, component)
         if name == "vae" and self.vae_tiles is not None:
             self.vae_tiles.apply_to(component)
         return component
@@ -190,7 +211,7 @@ class DiffusersFamily(DiffusersLora):
         """The folder's own scheduler, for previews.
 
         Raises:
-            UserError: diffusers has no scheduler of that name.
+            UserError: diffusers has no scheduler of that name, or makes none of these settings.
         """
         name = self.scheduler_config.get("_class_name")
         scheduler_class: Any = getattr(diffusers, str(name), None)
@@ -198,7 +219,9 @@ class DiffusersFamily(DiffusersLora):
         if not is_scheduler:
             raise UserError(f"model.path: {self.folder.path / 'scheduler'} names no scheduler class: {name}")
         loaded: Any = scheduler_class
-        return loaded.from_config(self.scheduler_config)
+        require_kinds(loaded, self.scheduler_config)
+        with building(loaded, self.scheduler_config.file):
+            return loaded.from_config(self.scheduler_config)
 
     def load_text_encoders(self, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         """All text encoders, frozen, by folder, on the device or where ``text_encoder_memory`` puts them."""
@@ -210,6 +233,8 @@ class DiffusersFamily(DiffusersLora):
             if hasattr(settings, "use_cache"):
                 settings.use_cache = False  # no tokens follow that would need keys and values of these
         memory.place(list(encoders.values()), device, blocks)
+        for name, encoder in encoders.items():
+            require_finite_weights(self.folder, name, encoder)
         return encoders
 
     def prompt_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
@@ -316,7 +341,11 @@ class DiffusersFamily(DiffusersLora):
         return Composite({name: make(name) for name in self.trained})
 
     def empty_component(self, name: str) -> torch.nn.Module:
-        return empty_model(self.component_class(name), self.folder.component_config(name))
+        component_class, settings = self.component_class(name), self.folder.component_config(name)
+        with building(component_class, settings.file):
+            model = empty_model(component_class, settings)
+            require_possible(model)
+        return model
 
     def ask_loader(
         self, names: Mapping[str, str], header: FileHeader
@@ -371,43 +400,6 @@ def assemble(pipeline_class: Any, **parts: Any) -> Any:
     parameters = inspect.signature(pipeline_class).parameters.values()
     required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     return pipeline_class(**dict.fromkeys(required) | parts)
-
-
-def require_class(folder: PipelineFolder, component: str, wanted: Any) -> None:
-    """Check the class that a component's ``config.json`` names; one that names none passes.
-
-    Of a model of transformers it is the ``model_type``: ``architectures`` may name another head of the same
-    model, whose weights do as well.
-
-    Args:
-        component: name of its folder.
-        wanted: the class, of diffusers or transformers.
-
-    Raises:
-        UserError: the component is of another class.
-    """
-    config = folder.component_config(component)
-    if issubclass(wanted, PreTrainedModel):
-        key, name = "model_type", wanted.config_class.model_type
-        # That of a CLIP with both halves holds the settings of each.
-        found = list(_model_types(config))
-    else:
-        key, name = "_class_name", wanted.__name__
-        found = [config[key]] if key in config else []
-    if found and name not in found:
-        raise UserError(
-            f"model.path: {folder.path / component / 'config.json'} is that of a {found[0]}, but this family "
-            f"loads {component} as a {wanted.__name__} ({key}: {name}); get the folder again, or check "
-            "model.path and model.family"
-        )
-
-
-def _model_types(config: Mapping[str, Any]) -> Iterator[Any]:
-    if "model_type" in config:
-        yield config["model_type"]
-    for part in config.values():
-        if isinstance(part, dict):
-            yield from _model_types(part)
 
 
 _TELLING = ("prediction_type", "use_flow_sigmas")

@@ -262,7 +262,7 @@ class ModelFamily(LoraFormat):
         if with_weights:
             self.folder.require_weights(self.components)
             self.folder.require_whole_weights(self.components)
-        for component in self.components_without_weights:
+        for component in (*self.components_without_weights, *self.components):
             self.folder.require_files(component)
 
     def fingerprint(self) -> str:

@@ -1,23 +1,32 @@
 """This file finds a pipeline in diffusers' layout, on disk or on the hub, and identifies its weights."""
 
 import hashlib
-import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from diffsynth_lite.core.weights import is_scale
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.hub import INDEX, SMALL_SUFFIXES, HubCommit
+from diffsynth_lite.pipelines.base.model_settings import (
+    ModelSettings,
+    read_settings,
+    require_readable,
+    require_sizes,
+    shortened,
+)
 
 _WEIGHT_SUFFIX = ".safetensors"
 _WEIGHTS_OF = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 """How each library names the weights that it saves."""
 _VARIANT = re.compile(r"\.([^.]+?)(?:-\d+-of-\d+)?\.safetensors$")
+_FLOATING = (".weight", ".bias")
+"""Endings of names of weights; other tensors may well be of whole numbers, such as positions."""
 _SAMPLED_BLOCKS = 64
 _SAMPLED_BLOCK_BYTES = 64 * 1024
 _COMFYUI_FOLDERS = ("diffusion_models", "unet", "checkpoints")
@@ -66,7 +75,7 @@ class PipelineFolder:
             )
         return name
 
-    def pipeline_config(self) -> dict[str, Any]:
+    def pipeline_config(self) -> ModelSettings:
         """What ``model_index.json`` holds: the pipeline's class, its components' classes and its settings."""
         return self._read_json(self.path / INDEX)
 
@@ -79,14 +88,16 @@ class PipelineFolder:
                     found[name] = library, class_name
         return found
 
-    def component_config(self, component: str) -> dict[str, Any]:
+    def component_config(self, component: str) -> ModelSettings:
         """The configuration of one component.
 
         Raises:
-            UserError: the component's folder or its config is missing or not JSON.
+            UserError: the component's folder or its config is missing, or cannot be read.
         """
         name = "scheduler_config.json" if component == "scheduler" else "config.json"
-        return self._read_json(self.path / component / name)
+        settings = self._read_json(self.path / component / name)
+        require_sizes(settings)
+        return settings
 
     def require_weights(self, components: Sequence[str]) -> None:
         """Check that each component without a file of its own has safetensors files of the wanted variant.
@@ -125,16 +136,53 @@ class PipelineFolder:
 
         Raises:
             UserError: a file is no safetensors file, or ends before the tensors that its header lists; or it
-                holds scales that the component's library knows nothing of, and would leave out.
+                holds scales that the component's library knows nothing of, and would leave out, or weights
+                that are no floating-point numbers, which it would take for such.
         """
         for component in self._without_files(components):
-            names = [name for file in self.files_to_load(component) for name in _names_in(file)]
-            scale = next(filter(is_scale, names), None)
-            if scale is not None and "quantization_config" not in self.component_config(component):
+            tensors = self._stored(component)
+            if "quantization_config" in self.component_config(component):
+                continue
+            whole = [
+                name for name, one in tensors.items() if name.endswith(_FLOATING) and not one.is_floating
+            ]
+            if whole:
+                raise UserError(
+                    f"model.path: the weights in {self.path / component} hold {whole[0]} in "
+                    f"{tensors[whole[0]].dtype}, and not as floating-point numbers; get the folder again"
+                )
+            scale = next(filter(is_scale, tensors), None)
+            if scale is not None:
                 raise UserError(
                     f"model.path: the weights in {self.path / component} have scales ({scale}), as ComfyUI's "
                     "fp8_scaled files; these are read from model.transformer_file alone, not from a folder"
                 )
+
+    def require_as_many_numbers(self, component: str, model: nn.Module) -> None:
+        """Check that a component's files can hold its weights, before memory is made for what they lack.
+
+        Args:
+            model: of the component's settings, on the meta device.
+
+        Raises:
+            UserError: they hold less than half as many numbers.
+        """
+        if component in self.files or "quantization_config" in self.component_config(component):
+            return
+        stored = sum(tensor.num_numbers for tensor in self._stored(component).values())
+        needed = sum(parameter.numel() for parameter in model.parameters())
+        if needed > 2 * stored:
+            raise UserError(
+                f"model.path: {self.path / component / 'config.json'} is that of a {type(model).__name__} "
+                f"with {needed} weights, and the files beside it hold {stored}; get the folder again"
+            )
+
+    def _stored(self, component: str) -> dict[str, "_StoredTensor"]:
+        return {
+            name: tensor
+            for file in self.files_to_load(component)
+            for name, tensor in _header_of(file).items()
+        }
 
     def _of_variant(self, names: Iterable[str]) -> list[str]:
         wanted = self.variant or ""
@@ -175,13 +223,29 @@ class PipelineFolder:
         """
         library, _ = self.parts().get(component, ("", ""))
         indices = (self.path / component).glob("*.safetensors.index*.json")
-        listed = {name for index in indices for name in self._read_json(index).get("weight_map", {}).values()}
+        listed = {name for index in indices for name in self._shards_in(index)}
         files, shards = self._of_variant(names), self._of_variant(sorted(listed))
         if library not in _WEIGHTS_OF:
             return sorted({*files, *shards}) if listed.intersection(files) else files
         variant = f".{self.variant}" if self.variant else ""
         single = [name for name in files if name == f"{_WEIGHTS_OF[library]}{variant}{_WEIGHT_SUFFIX}"]
         return (shards or single if library == "diffusers" else single or shards) or files
+
+    def _shards_in(self, index: Path) -> set[str]:
+        """Names of the files that an index of weights lists: they are beside it."""
+        files = self._read_json(index)["weight_map"]
+        if not isinstance(files, dict):
+            raise UserError(
+                f"model.path: {index} is no index of weights: its weight_map is no object; get the folder "
+                "again"
+            )
+        for name in files.values():
+            if not isinstance(name, str) or Path(name).name != name or not name.endswith(_WEIGHT_SUFFIX):
+                raise UserError(
+                    f"model.path: {index} lists {shortened(name)}, which is no {_WEIGHT_SUFFIX} file beside "
+                    "it; get the folder again"
+                )
+        return set(files.values())
 
     def files_to_load(self, component: str) -> list[Path]:
         """The weight files of a component that its library loads, also shards that are missing."""
@@ -190,13 +254,30 @@ class PipelineFolder:
         return [folder / name for name in self._loaded_files(component, names)]
 
     def require_files(self, component: str) -> None:
-        """Check that a component's folder is there and holds something.
+        """Check that a component's folder is there and holds something, and that settings in it can be read.
 
         Raises:
-            UserError: naming the folder.
+            UserError: naming the folder or the file.
         """
-        if not self._small_files(component):
+        small = self._small_files(component)
+        for path in small:
+            require_readable(path)
+            if path.name.endswith("config.json"):
+                self._read_json(path)
+        if not small:
             raise UserError(f"model.path: {self.path / component} is missing or empty; complete the download")
+
+    def place_of(self, component: str, tensor: str) -> str:
+        """The setting and the file that a tensor of a component is read from, or its folder if no name tells.
+
+        Args:
+            tensor: its name in the model; in a file it may have another.
+        """
+        if given := self.files.get(component):
+            return f"{given.key}: {given.path}"
+        files = self.files_to_load(component)
+        found = [file for file in files if len(files) == 1 or tensor in _header_of(file)]
+        return f"model.path: {found[0] if found else self.path / component}"
 
     def fingerprint(self, component: str) -> str:
         """Hash that tells one component from another: its configuration and its weights.
@@ -237,19 +318,14 @@ class PipelineFolder:
         folder = self.path / component
         return [folder / name for name in self._of_variant(sorted(path.name for path in folder.glob("*")))]
 
-    def _read_json(self, path: Path) -> dict[str, Any]:
+    def _read_json(self, path: Path) -> ModelSettings:
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            return read_settings(path)
         except FileNotFoundError:
             raise UserError(
                 f"model.path: {self.path} is not a diffusers pipeline: "
                 f"{path.relative_to(self.path)} is missing{_near(self.path)}"
             ) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise UserError(f"model.path: {path} cannot be read: {error}") from None
-        if not isinstance(document, dict):
-            raise UserError(f"model.path: {path} does not hold a JSON object")
-        return document
 
 
 def _near(folder: Path) -> str:
@@ -339,10 +415,30 @@ def _looks_local(location: str) -> bool:
     )
 
 
-def _names_in(file: Path) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class _StoredTensor:
+    """What the header of a file says of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def is_floating(self) -> bool:
+        return self.dtype.startswith(("F", "BF"))
+
+    @property
+    def num_numbers(self) -> int:
+        return math.prod(self.shape)
+
+
+def _header_of(file: Path) -> dict[str, _StoredTensor]:
     try:
         with safe_open(file, framework="pt") as opened:
-            return list(opened.keys())
+            parts = {name: opened.get_slice(name) for name in list(opened.keys())}
+            return {
+                name: _StoredTensor(dtype=part.get_dtype(), shape=tuple(part.get_shape()))
+                for name, part in parts.items()
+            }
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"model.path: the weights in {file.parent} cannot be read ({file.name}: {error}); "

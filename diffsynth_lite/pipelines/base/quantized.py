@@ -17,10 +17,12 @@ from diffsynth_lite.core.weights import (
     Quantization,
     StoredFormatError,
     StoredTensors,
+    is_finite,
     load_frozen,
 )
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.folder import ComponentFile, PipelineFolder
+from diffsynth_lite.pipelines.base.model_settings import building
 from diffsynth_lite.pipelines.base.single_file import read_single_file
 
 logger = logging.getLogger(__name__)
@@ -109,7 +111,7 @@ def load_frozen_component(
     except StoredFormatError as error:
         raise UserError(f"{where.key}: the weights in {where.path} are not read: {error}") from error
     except NotFiniteError as error:
-        raise UserError(f"{where.key}: {where.path}: {error}; get it again") from error
+        raise UserError(f"{folder.place_of(component, error.tensor)}: {error}; get it again") from error
     return model.eval()
 
 
@@ -129,17 +131,33 @@ def load_plain_component(
         OSError: a file is not there, or cannot be read.
     """
     model: torch.nn.Module
-    model, loading = model_class.from_pretrained(
-        folder.path,
-        subfolder=component,
-        variant=folder.variant,
-        dtype=dtype,
-        use_safetensors=True,
-        ignore_mismatched_sizes=True,  # they are listed then, and refused below
-        output_loading_info=True,
-    )
+    with building(model_class, folder.path / component):
+        model, loading = model_class.from_pretrained(
+            folder.path,
+            subfolder=component,
+            variant=folder.variant,
+            dtype=dtype,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are listed then, and refused below
+            output_loading_info=True,
+        )
     require_fitting(folder, component, model_class, lacking_by(loading))
     return model
+
+
+def require_finite_weights(folder: PipelineFolder, component: str, model: torch.nn.Module) -> None:
+    """Check that the weights of a component are numbers, but for those that are kept in a format.
+
+    Args:
+        model: on its device; with or without an adapter.
+
+    Raises:
+        UserError: naming the file and the tensor.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not is_finite(parameter):
+            error = NotFiniteError(name.replace(".base_layer.", "."))
+            raise UserError(f"{folder.place_of(component, error.tensor)}: {error}; get it again")
 
 
 def lacking_by(loading: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines.base.model_settings import shortened
 
 _WHOLE = "tokenizer.json"
 # transformers also takes this name for classes that have another one for their SentencePiece model.
@@ -31,8 +32,10 @@ def load_tokenizer(folder: Path, class_name: str | None = None) -> Any:
     try:
         # Not said to be False, transformers asks whoever sits at the terminal.
         tokenizer = tokenizer_class.from_pretrained(folder, trust_remote_code=False)
+        if isinstance(tokenizer, PreTrainedTokenizerBase):
+            tokenizer("a")  # some of its settings are first read then
     except Exception as error:  # tokenizers has no class of errors of its own
-        reason = _what_is_wrong(folder, tokenizer_class) or " ".join(str(error).split())
+        reason = _what_is_wrong(folder, tokenizer_class) or shortened(error)
         raise UserError(
             f"model.path: the tokenizer in {folder} cannot be loaded: {reason}; {_files(folder)}"
         ) from error

@@ -46,8 +46,6 @@ def load_frozen_encoder(
         safetensors.SafetensorError: a file is damaged.
         OSError: a file is not there, or cannot be read.
     """
-    given = folder.files.get(component)
-    where = folder.path / component if given is None else given.path
     files = _stored_tensors(model_class, folder, component)
     model: nn.Module
     model, loading = model_class.from_pretrained(
@@ -68,7 +66,7 @@ def load_frozen_encoder(
     try:
         load_frozen(model, stored, device=device, host_blocks=host_blocks)
     except NotFiniteError as error:
-        raise UserError(f"model.text_encoder_quantize: {where}: {error}; get it again") from error
+        raise UserError(f"{folder.place_of(component, error.tensor)}: {error}; get it again") from error
     except HostMemoryError as error:
         raise UserError(f"memory.stream_text_encoder: {error}") from error
     return model.eval()

@@ -37,6 +37,7 @@ from diffsynth_lite.pipelines.base.latents import (
     encode_scaled_latents,
     scaled_latents_shape,
 )
+from diffsynth_lite.pipelines.base.model_settings import ModelSettings
 from diffsynth_lite.pipelines.base.single_file import holds, names_in
 from diffsynth_lite.pipelines.sdxl.text_encoders import (
     clip_prompt_embeds,
@@ -208,9 +209,10 @@ class SDXL(DiffusionFamily):
         return {"prediction_type": "v_prediction"} | (zero_snr if "ztsnr" in names else {})
 
     @cached_property
-    def scheduler_config(self) -> dict[str, Any]:
+    def scheduler_config(self) -> ModelSettings:
         """Settings of the folder's scheduler, but for what the file of the UNet says otherwise."""
-        return self.folder.component_config("scheduler") | self._settings_of_file
+        settings = self.folder.component_config("scheduler")
+        return ModelSettings(settings | self._settings_of_file, settings.file)
 
     def check_scheduler(self, scheduler: Any) -> None:
         super().check_scheduler(scheduler)

@@ -18,6 +18,7 @@ from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import Conditioning
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
+from diffsynth_lite.pipelines.base.model_settings import shortened
 from diffsynth_lite.pipelines.base.quantized import set_formats
 
 _EXPERTS = MappingProxyType({"transformer": "high_noise", "transformer_2": "low_noise"})
@@ -180,7 +181,8 @@ def estimates_by_expert(
 def _boundary_of(folder: PipelineFolder) -> float | None:
     index, file = folder.pipeline_config(), folder.path / "model_index.json"
     boundary = index.get("boundary_ratio")
-    missing = [name for name in _EXPERTS if not any(index.get(name) or ())]
+    parts = folder.parts()
+    missing = [name for name in _EXPERTS if name not in parts]
     if boundary is None and "transformer_2" in missing:
         return None
     if boundary is None:
@@ -192,5 +194,10 @@ def _boundary_of(folder: PipelineFolder) -> float | None:
         raise UserError(
             f"model.path: {file} gives the boundary_ratio {boundary} of two transformers, but names no "
             f"{' and no '.join(missing)}; get the whole folder (lora.components trains one of the two alone)"
+        )
+    if isinstance(boundary, bool) or not isinstance(boundary, int | float) or not 0 < boundary < 1:
+        raise UserError(
+            f"model.path: {file}: boundary_ratio is {shortened(boundary)}, and no noise level between 0 and "
+            "1; get the folder again"
         )
     return float(boundary)

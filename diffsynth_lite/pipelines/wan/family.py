@@ -35,6 +35,7 @@ from diffsynth_lite.pipelines.base.diffusers_family import assemble
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.first_frame import encode_clips, preview_start, with_first_frames
 from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.pipelines.base.model_settings import ModelSettings
 from diffsynth_lite.pipelines.wan.experts import ExpertFamily
 from diffsynth_lite.releases.wan import WAN
 from diffsynth_lite.testing import seeded
@@ -220,9 +221,12 @@ class Wan(ExpertFamily):
         return {"vae": vae}
 
     @cached_property
-    def _vae_config(self) -> dict[str, Any]:
+    def _vae_config(self) -> ModelSettings:
+        settings = self.folder.component_config("vae")
         # A folder saved by an older diffusers lacks the two, which were 8 and 4 then.
-        return {"scale_factor_spatial": 8, "scale_factor_temporal": 4, **self.folder.component_config("vae")}
+        return ModelSettings(
+            {"scale_factor_spatial": 8, "scale_factor_temporal": 4, **settings}, settings.file
+        )
 
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
         config = self._vae_config
