@@ -40,6 +40,11 @@ _OTHER_KINDS = {
 }
 """What is no plain LoRA, by names of tensors that it has."""
 _NAMED_OF_ANOTHER_MODEL = 3
+_NOT_HONOURED = (
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config"),
+    *("target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora"),
+)
+"""peft's settings by which an adapter computes something else than the product of its two matrices."""
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq")
 """peft's ways to start an adapter that leave another base model, which the file then belongs to."""
 
@@ -127,7 +132,7 @@ def contents_of(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str
     for key, (down, up) in matrices.items():
         try:
             alpha = alphas.get(key) or _alpha_by_peft(key, settings, down.shape[0])
-        except (ValueError, TypeError, re.error) as error:
+        except (AttributeError, OverflowError, TypeError, ValueError, re.error) as error:
             raise UserError(f"{file}: its settings of peft give no alpha for {key} ({error})") from error
         says_alpha = says_alpha or alpha is not None
         pairs[key] = LoraPair(down=down, up=up, alpha=alpha or float(down.shape[0]))
@@ -202,8 +207,8 @@ def _file_in(place: Path) -> Path:
         if len(found) != 1:
             names = ", ".join(file.name for file in found) or "none"
             raise UserError(f"{place}: name one file of safetensors; in this folder there is {names}")
-        return found[0]
-    if not place.exists():
+        place = found[0]
+    if not place.is_file():
         raise UserError(f"{place}: there is no such file")
     return place
 
@@ -220,7 +225,7 @@ def _peft_settings(file: Path, metadata: Mapping[str, str]) -> dict[str, dict[st
             return settings
         if file.name == "adapter_model.safetensors" and beside.is_file():
             return {"": dict(json.loads(beside.read_text(encoding="utf-8")))}
-    except (ValueError, AttributeError, TypeError) as error:
+    except (AttributeError, OSError, RecursionError, TypeError, ValueError) as error:
         raise UserError(f"{file}: its settings of peft cannot be read ({error})") from error
     return {}
 
@@ -253,6 +258,13 @@ def _refuse_other_kinds(
         start = str(one.get("init_lora_weights")).lower()
         if one.get("use_dora"):
             raise UserError(f"{file}: is a DoRA by its settings; a plain LoRA would do")
+        if str(one.get("peft_type", "LORA")).upper() != "LORA":
+            raise UserError(f"{file}: is of the kind {one['peft_type']} by its settings; a LoRA would do")
+        if unknown := next(filter(one.get, _NOT_HONOURED), None):
+            raise UserError(
+                f"{file}: has {unknown} in its settings of peft, which is not computed here; a plain LoRA "
+                "would do"
+            )
         if start.startswith(_BASE_CHANGING):
             raise UserError(
                 f"{file}: was started by {start}, which changes the base model that it belongs to; save it "
@@ -264,6 +276,11 @@ def _is_matrix(tensor: Tensor) -> bool:
     return tensor.dtype in _DTYPES and tensor.ndim > 1 and tensor.numel() > 0
 
 
+def _is_alpha(tensor: Tensor) -> bool:
+    is_number = tensor.dtype in (*_DTYPES, torch.int32, torch.int64) and tensor.numel() == 1
+    return is_number and bool(tensor.isfinite()) and bool(tensor)
+
+
 def _sorted_out(
     file: Path, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, float]]:
@@ -272,12 +289,13 @@ def _sorted_out(
     ups: dict[str, Tensor] = {}
     alphas, rest = {}, []
     for name, tensor in tensors.items():
-        if name.endswith(_ALPHA) and tensor.numel() == 1 and tensor.isfinite() and tensor:
+        if name.endswith(_ALPHA) and _is_alpha(tensor):
             alphas[name.removesuffix(_ALPHA)] = float(tensor)
         elif (match := _MATRIX.fullmatch(name)) and _is_matrix(tensor):
             (downs if match["down"] else ups)[match["key"]] = tensor
         else:
-            rest.append(f"{name} ({str(tensor.dtype).removeprefix('torch.')})")
+            shape = "x".join(map(str, tensor.shape)) or "no axes"
+            rest.append(f"{name} ({str(tensor.dtype).removeprefix('torch.')}, {shape})")
     if not downs:
         raise UserError(
             f"{file}: holds no LoRA (first of {len(tensors)} tensors: {next(iter(tensors), None)})"

@@ -88,9 +88,7 @@ class DiffusersFamily(DiffusersLora):
             )
             require_class(component_class, settings)
             require_kinds(component_class, settings)
-            model = self.empty_component(component)
-            if with_weights:
-                self.folder.require_as_many_numbers(component, model)
+            self.empty_component(component)
         for component, file in self.folder.files.items():
             stored = read_single_file(file, self.empty_component(component))
             logger.info("%s of %s: %s.", component, file.path, stored.described())
@@ -161,6 +159,7 @@ class DiffusersFamily(DiffusersLora):
                 load = load_frozen_encoder if is_from_transformers else load_frozen_component
                 component = load(component_class, self.folder, name, dtype, quantization, host_blocks)
             else:
+                self.folder.require_as_many_numbers(name, self.empty_component(name))
                 component = load_plain_component(component_class, self.folder, name, dtype)
         except (SafetensorError, OSError) as error:
             raise UserError(

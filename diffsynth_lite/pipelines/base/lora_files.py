@@ -17,7 +17,7 @@ from torch import nn
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.loading import FileHeader, LoadedLayer, header_of
 from diffsynth_lite.lora.pairs import LoraFile, LoraPair, adapter_of, pairs_of, tensors_of
-from diffsynth_lite.lora.reading import known_pairs, read_contents
+from diffsynth_lite.lora.reading import LoraContents, contents_of, known_pairs, read_contents
 from diffsynth_lite.lora.spelling import DIFFUSERS, Spelling
 from diffsynth_lite.pipelines.base.composite import join_adapter, split_adapter
 from diffsynth_lite.pipelines.base.family import ModelFamily
@@ -66,9 +66,10 @@ class DiffusersLora(ModelFamily):
             return adapter_of(self._known_pairs(place))
         parts: dict[str, LoraFile] = {}
         for file, components in self._by_lora_file(place).items():
-            prefixes = list(map(self.lora_prefix, components))
-            read = _read_any(self.pipeline, file, prefixes)
-            parts |= zip(components, read, strict=True)
+            pairs = _read_any(self.pipeline, file).pairs
+            by_prefix = _split(pairs, list(map(self.lora_prefix, components)))
+            for component, of_component in zip(components, by_prefix, strict=True):
+                parts[component] = adapter_of(of_component) if of_component else ({}, {})
         return join_adapter(parts)
 
     def _known_pairs(self, place: Path) -> dict[str, LoraPair]:
@@ -253,25 +254,34 @@ def _said_settings(file: Path) -> dict[str, Any]:
     return said
 
 
-def _read_any(pipeline_class: Any, file: Path, prefixes: Sequence[str]) -> list[LoraFile]:
-    """The adapter of each prefix, through the pipeline's own loader."""
-    tensors, *_, settings = pipeline_class.lora_state_dict(
-        file.parent,
-        weight_name=file.name,
-        use_safetensors=True,
-        local_files_only=True,
-        return_lora_metadata=True,
-    )
-    of_models = [f"{prefix.partition('.')[0]}." for prefix in prefixes]
-    return list(zip(_split(tensors, prefixes), _split(settings or {}, of_models), strict=True))
+def _read_any(pipeline_class: Any, file: Path) -> LoraContents:
+    """What a pipeline's own loader finds in a file, by diffusers' names of layers, behind their components.
+
+    Raises:
+        UserError: it finds nothing that it can read, or what is no plain LoRA.
+    """
+    try:
+        tensors, *_, settings = pipeline_class.lora_state_dict(
+            file.parent,
+            weight_name=file.name,
+            use_safetensors=True,
+            local_files_only=True,
+            return_lora_metadata=True,
+        )
+    except Exception as error:  # its converters know no class of errors
+        raise UserError(
+            f"{file}: holds no LoRA that {pipeline_class.__name__} can read ({' '.join(str(error).split())})"
+        ) from error
+    metadata = {LORA_ADAPTER_METADATA_KEY: json.dumps(settings)} if settings else {}
+    return contents_of(file, tensors, metadata)
 
 
-def _split(values: Mapping[str, Any], prefixes: Sequence[str]) -> list[dict[str, Any]]:
+def _split(values: Mapping[str, LoraPair], prefixes: Sequence[str]) -> list[dict[str, LoraPair]]:
     """What begins with each prefix, without it.
 
     What begins with none of them is left to the first, whose layers then are not those that are asked for.
     """
-    parts: dict[str, dict[str, Any]] = {prefix: {} for prefix in prefixes}
+    parts: dict[str, dict[str, LoraPair]] = {prefix: {} for prefix in prefixes}
     for name, value in values.items():
         prefix = next(filter(name.startswith, prefixes), prefixes[0])
         parts[prefix][name.removeprefix(prefix)] = value
