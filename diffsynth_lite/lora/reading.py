@@ -223,7 +223,9 @@ def _peft_settings(file: Path, metadata: Mapping[str, str]) -> dict[str, dict[st
                 component, _, setting = name.partition(".")
                 settings.setdefault(component, {})[setting] = value
             return settings
-        if file.name == "adapter_model.safetensors" and beside.is_file():
+        if file.name == "adapter_model.safetensors" and (beside.exists() or beside.is_symlink()):
+            if not beside.is_file():
+                raise ValueError(f"{beside.name} is no file")
             return {"": dict(json.loads(beside.read_text(encoding="utf-8")))}
     except (AttributeError, OSError, RecursionError, TypeError, ValueError) as error:
         raise UserError(f"{file}: its settings of peft cannot be read ({error})") from error
@@ -240,6 +242,8 @@ def _alpha_by_peft(key: str, settings: Mapping[str, Mapping[str, Any]], rank: in
         return None
     patterns = chosen.get("alpha_pattern") or {}
     alpha = float(patterns.get(get_pattern_key(list(patterns), name), chosen["lora_alpha"]))
+    if chosen.get("use_rslora") not in (None, False, True):
+        raise ValueError(f"use_rslora is {chosen['use_rslora']!r}")
     if not alpha or not math.isfinite(alpha):
         raise ValueError(f"lora_alpha is {alpha:g}")
     return alpha * math.sqrt(rank) if chosen.get("use_rslora") else alpha

@@ -13,8 +13,10 @@ from faults import (
     inputs,
     kept,
     kills,
+    lora_files,
     machines,
     media,
+    model_folders,
     resume,
     several,
     shortages,
@@ -208,6 +210,16 @@ ITEMS: dict[str, Item] = {
         "runs without a network",
         "pass, and try no connection",
         untrusted.cut_the_network,
+    ),
+    "S5": Item(
+        "model folders damaged or hostile: each file, each setting, headers, tensors, indices",
+        "refused with a line, or possible; nothing executed, no memory taken for what a size says",
+        model_folders.attack_folders,
+    ),
+    "S6": Item(
+        "LoRA files damaged or hostile: file, header, tensors, settings in them and beside them",
+        "refused with a line, or without effect; nothing executed",
+        lora_files.attack_lora_files,
     ),
     "B1": Item(
         "thousands of steps with saves, previews, held-out loss and a data worker",

@@ -1,6 +1,7 @@
 """S5: model folders whose files are damaged or hostile, one at a time, before the start of a real run."""
 
 import json
+import logging
 import os
 import resource
 import shutil
@@ -8,7 +9,7 @@ import signal
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -33,8 +34,13 @@ DEPTH = 100_000
 NAN = float("nan")
 VALUES: tuple[Any, ...] = (None, "x", [], {}, -1, 0, 10**12, NAN, "x" * 100_000)
 """That each field has in turn."""
+_ERROR = "told as an error: "
 _COPIED = ("tokenizer.json",)
 """Files whose fields are vocabularies: these are damaged as a whole alone."""
+_LATE = ("text_encoder", "tokenizer")
+"""Of these some settings make a model that cannot compute, which the first caption shows."""
+_OPTIONAL = ("generation_config.json", "tokenizer_config.json")
+"""Files that transformers does without: nothing is generated, and the vocabulary's file holds all of it."""
 _INDEX = "diffusion_pytorch_model.safetensors.index.json"
 
 
@@ -61,16 +67,20 @@ def attack_folders(bench: Bench) -> Result:
     counts: Counter[Outcome] = Counter()
     for name, run in runs(bench).items():
         model = model_of(run)
+        assert train(run, run.root / "run", *SETTINGS) == 0, f"{name} is refused as it is"
         attacks = list(attacks_on(model, marker))
         for attack in attacks[bench.seed % 7 :: bench.pick(149, 29, 1)]:
-            outcome, text = answer(run, attack)
+            outcome, text = start_of(run, attack)
             allowed = {"refused", "accepted"} if attack.is_harmless else {"refused"}
+            if attack.file.startswith(_LATE) and "encoding" in text:
+                allowed.add("traceback")
             assert outcome in allowed, f"{name}, {attack.file}, {attack.what}: {outcome}\n{text}"
             assert not marker.exists(), f"{name}, {attack.file}, {attack.what}"
             counts[outcome] += 1
     return Result(
         f"{sum(counts.values())} attacks on 3 pipelines",
-        f"{counts['refused']} refused with a line, {counts['accepted']} without effect; 0 executed",
+        f"{counts['refused']} refused with a line, {counts['accepted']} taken, as of no use or possible; "
+        f"{counts['traceback']} of text encoders found by a traceback, as it encodes; 0 executed",
     )
 
 
@@ -85,33 +95,41 @@ def model_of(run: TinyRun) -> Path:
     return Path(line.split(": ")[1])
 
 
-def answer(run: TinyRun, attack: Attack) -> tuple[Outcome, str]:
+def start_of(run: TinyRun, attack: Attack) -> tuple[Outcome, str]:
     """What the training command makes of a pipeline that was attacked, and what it prints."""
-    model, log = run.root / "attacked", run.root / "attacked.log"
+    model = run.root / "attacked"
     shutil.rmtree(model, ignore_errors=True)
     shutil.rmtree(run.root / "run", ignore_errors=True)
-    log.unlink(missing_ok=True)
     shutil.copytree(model_of(run), model, symlinks=True)
     attack.spoil(model / attack.file)
-    child = forked(partial(_start, run, model), log)
+    return answer(lambda: train(run, run.root / "run", *SETTINGS, f"model.path={model}"), run.root / "log")
+
+
+def answer(command: Callable[[], int], log: Path) -> tuple[Outcome, str]:
+    """What came of a command in a child of this process, which has little memory, and what it printed."""
+    log.unlink(missing_ok=True)
+    child = forked(partial(_limited, command), log)
     code = waited(child, LIMIT_S)
     if code is None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     text = log.read_text(errors="replace")
-    lines = [line for line in text.splitlines() if "model." in line]
     if code is None:
         return "no answer", text
     if code == 0:
         return "accepted", text
-    is_told = code == 2 and "Traceback" not in text and 0 < len(lines) <= MAX_LINES
+    is_told = code == 2 and "Traceback" not in text and 0 < text.count(_ERROR) <= MAX_LINES
     return ("refused" if is_told else "traceback"), text
 
 
-def _start(run: TinyRun, model: Path) -> int:
+def _limited(command: Callable[[], int]) -> int:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES,) * 2)
-    return train(run, run.root / "run", *SETTINGS, f"model.path={model}")
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.ERROR)
+    handler.setFormatter(logging.Formatter(f"{_ERROR}%(message)s"))
+    logging.getLogger("diffsynth_lite").addHandler(handler)
+    return command()
 
 
 def attacks_on(model: Path, marker: Path) -> Iterator[Attack]:
@@ -126,7 +144,12 @@ def attacks_on(model: Path, marker: Path) -> Iterator[Attack]:
     yield from _on_index(f"{denoiser}/diffusion_pytorch_model.safetensors")
 
 
-def _on_any_file(file: str, marker: Path) -> Iterator[Attack]:
+def on_any_file(file: str, marker: Path) -> Iterator[Attack]:
+    """What may stand in the place of a file.
+
+    Args:
+        marker: the folder that pickles make where they run.
+    """
     replaced = partial(Attack, file)
     yield replaced("missing", Path.unlink)
     yield replaced("empty", partial(_write, content=b""))
@@ -140,7 +163,8 @@ def _on_any_file(file: str, marker: Path) -> Iterator[Attack]:
 
 
 def _on_settings(file: str, document: dict[str, Any], marker: Path) -> Iterator[Attack]:
-    yield from _on_any_file(file, marker)
+    for attack in on_any_file(file, marker):
+        yield replace(attack, is_harmless=attack.what == "missing" and Path(file).name in _OPTIONAL)
     written = partial(Attack, file)
     yield written("not UTF-8", lambda path: _write(path, path.read_bytes().replace(b'": "', b'": "\xff')))
     yield written("nested deep", partial(_write, content=b'{"a":' * DEPTH + b"1" + b"}" * DEPTH))
@@ -205,13 +229,18 @@ def _planted(path: Path, content: bytes, marker: Path) -> None:
 
 
 def _on_weights(file: str, marker: Path) -> Iterator[Attack]:
-    yield from _on_any_file(file, marker)
+    yield from on_any_file(file, marker)
     yield Attack(file, "a pickle of another name", partial(_renamed_pickle, marker=marker))
-    for what, change in _HEADERS.items():
-        yield Attack(file, f"header: {what}", partial(_change_header, change=change))
+    yield from on_header(file)
     for what, change in _TENSORS.items():
         is_harmless = what in ("one too many", "one of another dtype")
         yield Attack(file, f"tensors: {what}", partial(_change_tensors, change=change), is_harmless)
+
+
+def on_header(file: str) -> Iterator[Attack]:
+    """What the header of a safetensors file may say of what follows it."""
+    for what, change in _HEADERS.items():
+        yield Attack(file, f"header: {what}", partial(_change_header, change=change))
 
 
 def _renamed_pickle(path: Path, marker: Path) -> None:

@@ -1,6 +1,7 @@
 """Files as other trainers write them: each layer is found, each tensor accounted for, alpha honoured."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -215,6 +216,9 @@ def test_what_is_no_plain_lora_is_refused_by_what_it_is(name: str, kind: str) ->
         ({"lora_alpha": "much"}, "its settings of peft give no alpha for transformer.proj_out"),
         ({"lora_alpha": 0}, "lora_alpha is 0"),
         ({"lora_alpha": 4, "alpha_pattern": {"(": 2}}, "its settings of peft give no alpha"),
+        ({"lora_alpha": 4, "alpha_pattern": ["x"]}, "its settings of peft give no alpha"),
+        ({"peft_type": "LOHA"}, "is of the kind LOHA by its settings"),
+        ({"layer_replication": [[0, 1]]}, "has layer_replication in its settings of peft, which is not comp"),
     ],
 )
 def test_what_pefts_settings_make_something_else_is_refused(
@@ -234,6 +238,8 @@ def test_what_pefts_settings_make_something_else_is_refused(
         ({"transformer.proj_out.alpha": torch.tensor(float("nan"))}, "transformer.proj_out.alpha"),
         ({"transformer.proj_out.lora_B.weight": torch.zeros(4, 5)}, "proj_out with ranks 4 and 5"),
         ({"transformer.proj_out.lora_A.weight": torch.zeros(0, 6)}, "transformer.proj_out.lora_A.weight"),
+        ({"transformer.proj_out.lora_B.weight": torch.zeros(())}, r"lora_B.weight \(float32, no axes\)"),
+        ({"transformer.proj_out.alpha": torch.tensor(1j)}, r"proj_out.alpha \(complex64, no axes\)"),
         (tensors("transformer.proj_in"), r"1 of 2 layers are not known: transformer.proj_in \(6 to 42\)"),
         (tensors("lora_unet_double_blocks_0_img_attn_qkv"), r"not known: .*_img_attn_qkv \(6 to 42\)"),
         (tensors("lora_te3_encoder_block_0_layer_0_SelfAttention_q"), "layers are not known: lora_te3_enc"),
@@ -256,6 +262,15 @@ def test_text_encoders_are_left_out_when_asked_to() -> None:
     content = {**tensors("lora_unet_img_in"), **tensors("lora_te1_text_model_x"), **tensors("lora_te3_x")}
     contents = contents_of(Path("x"), content, {}).without_text_encoders()
     assert list(known_pairs(contents, FLUX)) == ["transformer.x_embedder"]
+
+
+def test_metadata_and_files_that_never_end_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="its settings of peft cannot be read"):
+        read(tensors("transformer.proj_out"), FLUX, {"lora_adapter_metadata": "[" * 100_000})
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    for place in (tmp_path, tmp_path / "pipe.safetensors"):
+        with pytest.raises(UserError, match=r"pipe\.safetensors: there is no such file"):
+            read_contents(place)
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>", b"\x08\0\0\0\0\0\0\0{}      "])

@@ -82,7 +82,7 @@ def read_settings(path: Path) -> ModelSettings:
     """
     require_readable(path)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_constant)
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as error:
@@ -92,8 +92,11 @@ def read_settings(path: Path) -> ModelSettings:
     return ModelSettings(document, path)
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"it holds {name}, which is no number")
+def _constant(name: str) -> float:
+    # Infinities are not json either, but some schedulers of diffusers have them.
+    if name == "NaN":
+        raise ValueError("it holds NaN, which is no number")
+    return float(name)
 
 
 def require_sizes(settings: ModelSettings) -> None:
