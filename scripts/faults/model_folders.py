@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import resource
 import shutil
 import signal
@@ -37,8 +38,9 @@ VALUES: tuple[Any, ...] = (None, "x", [], {}, -1, 0, 10**12, NAN, "x" * 100_000)
 _ERROR = "told as an error: "
 _COPIED = ("tokenizer.json",)
 """Files whose fields are vocabularies: these are damaged as a whole alone."""
-_LATE = ("text_encoder", "tokenizer")
-"""Of these some settings make a model that cannot compute, which the first caption shows."""
+_COMPUTES = re.compile(r"encoding \d+ |Loading the transformer")
+"""Told before the first caption and the first step: some settings make a model that its files fit and that
+cannot compute, which these then show."""
 _OPTIONAL = ("generation_config.json", "tokenizer_config.json")
 """Files that transformers does without: nothing is generated, and the vocabulary's file holds all of it."""
 _INDEX = "diffusion_pytorch_model.safetensors.index.json"
@@ -72,7 +74,7 @@ def attack_folders(bench: Bench) -> Result:
         for attack in attacks[bench.seed % 7 :: bench.pick(149, 29, 1)]:
             outcome, text = start_of(run, attack)
             allowed = {"refused", "accepted"} if attack.is_harmless else {"refused"}
-            if attack.file.startswith(_LATE) and "encoding" in text:
+            if attack.file.endswith("config.json") and _COMPUTES.search(text):
                 allowed.add("traceback")
             assert outcome in allowed, f"{name}, {attack.file}, {attack.what}: {outcome}\n{text}"
             assert not marker.exists(), f"{name}, {attack.file}, {attack.what}"
@@ -80,7 +82,7 @@ def attack_folders(bench: Bench) -> Result:
     return Result(
         f"{sum(counts.values())} attacks on 3 pipelines",
         f"{counts['refused']} refused with a line, {counts['accepted']} taken, as of no use or possible; "
-        f"{counts['traceback']} of text encoders found by a traceback, as it encodes; 0 executed",
+        f"{counts['traceback']} found by a traceback when the model first computes; 0 executed",
     )
 
 

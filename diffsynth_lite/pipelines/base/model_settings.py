@@ -21,7 +21,7 @@ from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.errors import UserError
 
 _MAX_BYTES = 256 << 20
-"""Of a file of settings or a vocabulary; that of Gemma's tokenizer has 33 MB."""
+"""Of a file of settings or a vocabulary, which is read in whole."""
 _MAX_SHOWN = 200
 _MAX_TABLES = 4 << 30
 """Bytes of what a model computes when it is made, such as of positions; Wan's take 1 MiB."""
@@ -107,8 +107,9 @@ def require_sizes(settings: ModelSettings) -> None:
     """
     for name, value in _whole_numbers(settings):
         words = re.split(r"[._]", name)
-        limits = [_LARGEST[word] for word in words if word in _LARGEST]
-        smallest, largest = (0, min(limits)) if limits else (-_MAX_INT, _MAX_INT)
+        largest = min((_LARGEST[word] for word in words if word in _LARGEST), default=_MAX_INT)
+        # Without layers a model is made, and leaves the files' unread; of others, -1 may be the last layer.
+        smallest = 0 if largest < _MAX_INT and "num" in words else -_MAX_INT
         if not smallest <= value <= largest:
             raise UserError(
                 f"model.path: {settings.file}: {name} is {value}, and in no model below {smallest} or above "
