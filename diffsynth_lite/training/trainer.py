@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 
 import torch
 
@@ -84,7 +85,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
                 report_memory(config, run.checked, built, engine, metrics, step)
             report_graphs(built.compiler, metrics, step)
             report.after_step(result)
-            built.divergence.require_few_in_a_row(step)
+            _require_few_skips(built, step)
             shutdown.after_step(result.seconds)
             # What is due or asked for. Evaluation first: the checkpoint says whether it is the best so far.
             asked = requests.gather()
@@ -194,6 +195,12 @@ def _num_parts(batch: Batch, num_processes: int) -> float:
 
 def _is_due(step: int, every_steps: int | None, total_steps: int) -> bool:
     return step == total_steps or (every_steps is not None and step % every_steps == 0)
+
+
+def _require_few_skips(built: TrainingObjects, step: int) -> None:
+    """Check on all processes what has been skipped; the main one alone knows which checkpoint is sound."""
+    if built.divergence.num_skipped_in_a_row:
+        on_main_process(built.accelerator, partial(built.divergence.require_few_in_a_row, step))
 
 
 def _skip(
