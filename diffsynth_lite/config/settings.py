@@ -43,6 +43,8 @@ Count: TypeAlias = Annotated[int, Field(ge=1, le=_LARGEST_COUNT)]
 """How many of something, such as steps."""
 CountOrNone: TypeAlias = Annotated[int, Field(ge=0, le=_LARGEST_COUNT)]
 """How many of something, or none."""
+Samples: TypeAlias = Annotated[int, Field(ge=1, le=65_536)]
+"""How many samples a step takes."""
 Copies: TypeAlias = Annotated[int, Field(ge=1, le=MOST_COPIES)]
 """How many items are made of one: each is planned, encoded and kept."""
 Seed: TypeAlias = Annotated[int, Field(ge=0, le=10**18 - 1)]

@@ -13,6 +13,7 @@ from diffsynth_lite.config.settings import (
     Distinct,
     Gib,
     Problem,
+    Samples,
     Seed,
     Settings,
 )
@@ -28,11 +29,11 @@ class TrainSettings(Settings):
     """Decides the LoRA's first weights, the order of the data, noise, noise levels and dropout. The same
     seed and config is the same run, on any number of devices and after any resume."""
 
-    global_batch_size: int = Field(default=1, ge=1, le=1_000_000)
+    global_batch_size: Samples = 1
     """Samples per optimizer step, over all devices together. Must be a multiple of `micro_batch_size` x
     devices; what does not fit at once is accumulated."""
 
-    micro_batch_size: int = Field(default=1, ge=1, le=65_536)
+    micro_batch_size: Samples = 1
     """Samples per device in one forward. Raise it while memory allows: steps get faster. Where all items have
     one size the result is the same but for rounding (with LoRA dropout: but for other dropout masks); where
     there are several buckets, the samples come in another order."""
