@@ -4,15 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from processes import LIMIT_S
 from tiny_run import LAUNCH, UNWATCHED, TinyRun, checkpoint_tensors, differing, forked, start
 
-TORCHRUN = (
-    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-    "train.py",
-)
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+OWN_MACHINE = Path(__file__).with_name("own_machine_train.py")
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> None:
@@ -69,11 +68,14 @@ def test_a_signal_to_the_whole_process_group_does_not_take_the_data_workers_firs
     assert tiny_run.status()["state"] == "interrupted"
 
 
-def test_two_processes_train_on_the_same_samples_as_one(watched_run: TinyRun) -> None:
-    single, double = watched_run.root / "single", watched_run.root / "double"
+def test_two_processes_train_on_the_same_samples_as_one_and_their_machines_share_no_folder(
+    watched_run: TinyRun,
+) -> None:
+    single, machines = watched_run.root / "single", watched_run.root / "machines"
+    double = machines / "machine 0" / "run"
     settings = ("lora.dropout=0", "train.micro_batch_size=1", "train.use_gradient_checkpointing_offload=true")
     assert watched_run.train(*settings, *UNWATCHED, f"output.dir={single}") == 0
-    process = start(watched_run, *settings, f"output.dir={double}", command=TORCHRUN)
+    process = start(watched_run, *settings, command=(*TORCHRUN, str(OWN_MACHINE), str(machines)))
     _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, errors
     rows = [[row for row in watched_run.metrics(folder) if "loss" in row] for folder in (single, double)]
@@ -86,6 +88,18 @@ def test_two_processes_train_on_the_same_samples_as_one(watched_run: TinyRun) ->
         assert {0, 6} <= {row["step"] for row in watched_run.metrics(double, name=name)}
     ours, theirs = checkpoint_tensors(single, 6), checkpoint_tensors(double, 6)
     assert ours.keys() == theirs.keys()
+
+    settings = (*settings, *UNWATCHED, "train.steps=7")
+    program = forked(watched_run, *settings, script=(OWN_MACHINE, machines), num_processes=2)
+    assert program.wait() == 0, program.printed()
+    assert "step-00000006" in program.printed()
+    assert checkpoint_tensors(double, 7).keys() == theirs.keys()
+    assert sorted(path.name for path in (machines / "machine 1").iterdir()) == ["cache"]
+    entries = [
+        {path.name: path.read_bytes() for path in (machines / name / "cache").rglob("*.safetensors")}
+        for name in ("machine 0", "machine 1")
+    ]
+    assert entries[0] == entries[1] != {}
 
 
 def test_wandb_works_offline_without_an_account_and_tensorboard_beside_it(watched_run: TinyRun) -> None:
