@@ -149,9 +149,9 @@ def write_start(found: FolderFindings, recipe: str, out: Path) -> Path | None:
     Raises:
         UserError: the first clip cannot be used, or the file is there or cannot be written.
     """
-    if recipe not in RECIPES_OF_STARTED_CLIPS.values() or not found.records:
+    path = _start_file(found, recipe, out)
+    if path is None:
         return None
-    path = _start_file(out)
     [frame] = read_frames(found.records[0].target, [0.0])
     try:
         with path.open("xb") as file:
@@ -161,8 +161,9 @@ def write_start(found: FolderFindings, recipe: str, out: Path) -> Path | None:
     return path
 
 
-def _start_file(out: Path) -> Path:
-    return out.with_name(f"{out.stem}_start.png")
+def _start_file(found: FolderFindings, recipe: str, out: Path) -> Path | None:
+    is_needed = recipe in RECIPES_OF_STARTED_CLIPS.values() and found.records
+    return out.with_name(f"{out.stem}_start.png") if is_needed else None
 
 
 def next_commands(config: Path) -> list[str]:
@@ -184,8 +185,7 @@ def starting_config(found: FolderFindings, recipe: str, *, out: Path, presets: S
     """
     config = load_config(recipe).config
     lines: dict[str, dict[str, str]] = defaultdict(dict)
-    is_started = recipe in RECIPES_OF_STARTED_CLIPS.values()
-    start = _start_file(out) if is_started and found.records else None
+    start = _start_file(found, recipe, out)
     for section, key, value, why in _settings(found, config, out, start):
         lines[section][key] = _line(key, value, why)
     for preset in presets:
@@ -227,12 +227,7 @@ def _settings(
         yield "data", "trigger", trigger, "every caption begins with it"
     yield from (("data", *setting) for setting in _proposed_sizes(found.sizes, config))
     yield "output", "dir", f"runs/{out.stem}", "the LoRA, checkpoints, previews and logs"
-    yield (
-        "model",
-        "path",
-        config.model.path,
-        "of the hub, downloaded on first use; or the folder of a pipeline",
-    )
+    yield "model", "path", config.model.path, "a hub id, downloaded on first use, or a pipeline's folder"
     yield "logging", "run_name", found.path.resolve().name, "names the LoRA in its file and on its card"
     yield from (("validation", *setting) for setting in _proposed_previews(found, config, start))
 
