@@ -241,7 +241,7 @@ class RunFolder:
             UserError: another process took the lock meanwhile, or it cannot be made.
         """
         lacks_lock = self._locked and not (self.path / _LOCK_NAME).exists()
-        if lacks_lock:
+        if lacks_lock and self.path.is_dir():
             time.sleep(_REMOVAL_S)  # Who removes the folder may have begun with this file.
         if not self.path.is_dir() or (lacks_lock and self._is_elsewhere()):
             raise RunStoppedError(folder_is_gone(self.path))
