@@ -74,7 +74,7 @@ def _full_config(class_name: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _full_config_json(class_name: str, config: str) -> str:
-    # A run asks three times what its model is, and transformers takes 10 ms to make one config.
+    # A run asks three times what its model is, and to make configs of transformers is most of the answer.
     return json.dumps(_with_defaults(_class_named(class_name), json.loads(config)))
 
 
