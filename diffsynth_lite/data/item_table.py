@@ -3,6 +3,7 @@
 Keys are stored as the 32 bytes of their 64 hexadecimal digits; variable lengths by the end of each.
 """
 
+import hashlib
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -99,6 +100,17 @@ class ItemTable:
     def __len__(self) -> int:
         return len(self.bucket_index)
 
+    def facts(self) -> dict[str, int | str]:
+        """What is equal of two tables that hold the same items in the same order, whatever their names."""
+        sizes = repr([self.buckets, self.has_unconditional]).encode()
+        return {
+            "number of items": len(self),
+            "pictures and clips": _digest(self._media_keys),
+            "captions": _digest(self._caption_keys, self._caption_ends.tobytes()),
+            "sizes": _digest(sizes, self.bucket_index.tobytes()),
+            "sources": _digest(self.source_index.tobytes()),
+        }
+
     def __iter__(self) -> Iterator[ItemRow]:
         return map(self.row, range(len(self)))
 
@@ -142,3 +154,7 @@ def _key(keys: bytes, place: int) -> str:
 
 def _span(ends: npt.NDArray[np.int64], index: int) -> tuple[int, int]:
     return int(ends[index - 1]) if index else 0, int(ends[index])
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()

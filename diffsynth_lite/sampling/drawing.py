@@ -42,7 +42,7 @@ from diffsynth_lite.training.previews import (
     save_drawn,
     save_png,
 )
-from diffsynth_lite.training.run import deterministic_kernels
+from diffsynth_lite.training.run_context import deterministic_kernels
 from diffsynth_lite.training.shortages import shortages_explained
 from diffsynth_lite.training.streaming import place_weights, share_host_memory
 

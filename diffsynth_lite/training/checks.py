@@ -24,6 +24,7 @@ from diffsynth_lite.run_folder.metrics import require_trackers
 from diffsynth_lite.training.data_settings import check_records, plan_rules
 from diffsynth_lite.training.dataset import ReadRecords, read_records
 from diffsynth_lite.training.distributed.agreement import on_all_processes, problems_of_all
+from diffsynth_lite.training.distributed.same_run import require_same_model, require_same_settings
 from diffsynth_lite.training.frozen_weights import text_encoder_memory, transformer_quantization
 from diffsynth_lite.training.learning_rate import learning_rate_schedule
 from diffsynth_lite.training.streaming import check_stream
@@ -72,9 +73,11 @@ def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
     Those of a model of the hub are downloaded when there is nothing wrong.
 
     Raises:
-        UserError: one line for each problem found, on whatever process; or the download failed.
+        UserError: one line for each problem found, on whatever process; or the download failed, or processes
+            differ in their settings, programs or base model.
     """
-    _require_cache_folder(config)
+    require_same_settings(accelerator, config)
+    on_all_processes(accelerator, lambda: _require_cache_folder(config))
     problems = Problems()
     problems.attempt(lambda: _check_batch_size(config, accelerator.num_processes))
     problems.attempt(lambda: build_learning_rate(config))
@@ -97,6 +100,7 @@ def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
         logger.warning("%s", warning)
     folder, components = family.folder, family.components
     on_all_processes(accelerator, lambda: folder.download_weights(components))
+    require_same_model(accelerator, family)
     return CheckedRun(
         family=family,
         training=training,

@@ -51,6 +51,7 @@ from diffsynth_lite.training.dataset import (
 )
 from diffsynth_lite.training.distributed.agreement import on_all_processes
 from diffsynth_lite.training.distributed.folder_groups import FolderGroup
+from diffsynth_lite.training.distributed.same_run import require_same_items
 from diffsynth_lite.training.evaluation import TrackedItem, ValidationItem
 from diffsynth_lite.training.shortages import shortages_explained
 
@@ -237,7 +238,7 @@ def plan_encoding(
     No pixel is decoded but the first frames of clips that are new.
 
     Raises:
-        UserError: settings that the family cannot do.
+        UserError: settings that the family cannot do; or processes have different items.
     """
     rules, group = plan_rules(config, family), find_cache_group(config, accelerator)
     job = EncodingJob(config, family, accelerator.device, group)
@@ -245,10 +246,9 @@ def plan_encoding(
     trained_on = plan_dataset(training.records, rules, memory, accelerator, group).without(training.unread)
     job.add_dataset(trained_on, has_unconditional=data.caption_dropout > 0)
     measured = held_out.records[: validation.loss_items]
-    job.add_dataset(
-        plan_dataset(measured, held_out_rules(rules), memory, accelerator, group),
-        has_unconditional=False,
-    )
+    held_out_plan = plan_dataset(measured, held_out_rules(rules), memory, accelerator, group)
+    job.add_dataset(held_out_plan, has_unconditional=False)
+    require_same_items(accelerator, *(table for _, table in job.datasets))
     if family.vae_tiles is not None:
         say_what_is_tiled(family.vae_tiles, [item for plan, _ in job.datasets for item in plan.items])
     _add_previews(config, family, job, memory)

@@ -2,12 +2,11 @@
 
 import logging
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -17,7 +16,7 @@ from rich.console import Console
 from diffsynth_lite.config import Config, LoadedConfig
 from diffsynth_lite.core.gradient import BlockCompiler
 from diffsynth_lite.core.weights import WeightStream
-from diffsynth_lite.errors import RunInterrupted, UserError
+from diffsynth_lite.errors import RunInterrupted
 from diffsynth_lite.files import write_json, write_text
 from diffsynth_lite.report.renewal import PageRenewal
 from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded
@@ -59,20 +58,18 @@ from diffsynth_lite.training.distributed.agreement import (
     on_main_process,
     tensors_from_main_process,
 )
+from diffsynth_lite.training.distributed.devices import describe_run
 from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.encoding import TrainingData, encode_run
 from diffsynth_lite.training.evaluation import ValidationProtocol
 from diffsynth_lite.training.planning.automatic import before_choice, choose_memory, leaves_open, what_fits
-from diffsynth_lite.training.run_context import RunContext, StartupClock
+from diffsynth_lite.training.run_context import RunContext, StartupClock, deterministic_kernels
 from diffsynth_lite.training.shortages import out_of_memory_explained, shortages_explained
 from diffsynth_lite.training.stopping import GracePeriod, StopRequest, remove_old_requests
 from diffsynth_lite.training.streaming import place_weights, share_host_memory
 from diffsynth_lite.training.trainer import train
 
 logger = logging.getLogger(__name__)
-
-_NONE_THERE = "does not have a deterministic implementation"
-"""torch has no class for this error, only these words."""
 
 
 def run_training(
@@ -120,6 +117,7 @@ def run_training(
         with clock.stage("checks"):
             run = _with_chosen_memory(run)
         config, checked = run.config, run.checked
+        logger.info("Runs in %s.", describe_run(config, accelerator))
         shift = build_noise_levels(config, checked.family).shift
         fingerprint = settings_fingerprint(
             config,
@@ -410,41 +408,3 @@ def _conclude(run: RunContext, step: int, remarks: Sequence[str]) -> None:
 def _results(folder: RunFolder) -> str:
     previews = f"previews: {folder.previews_folder}; " if folder.previews_folder.is_dir() else ""
     return f"Page: {folder.report_file}; LoRA: {folder.lora_folder}; {previews}metrics: {folder.metrics_file}"
-
-
-@contextmanager
-def deterministic_kernels() -> Iterator[None]:
-    """Scope in which torch takes kernels that sum in the same order each time.
-
-    Flash and memory-efficient attention then sum in order in the backward pass, and cuDNN's attention is left
-    out. On the CPU nothing changes that this package computes.
-
-    cuBLAS is repeatable where ``CUBLAS_WORKSPACE_CONFIG`` was ``:4096:8`` or ``:16:8`` when it was first
-    used; torch raises where it was not.
-
-    Raises:
-        UserError: something has no such kernel on this device.
-    """
-    empty_memory: Any = torch.utils.deterministic
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark = torch.backends.cudnn.benchmark
-    filled = empty_memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    # It exposes reads of memory that nobody wrote by writing all of it, and offloaded blocks are gigabytes.
-    empty_memory.fill_uninitialized_memory = False
-    try:
-        yield
-    except RuntimeError as error:
-        what, found, _ = str(error).partition(_NONE_THERE)
-        if not found:
-            raise
-        raise UserError(
-            f"train.deterministic: true, but torch {torch.__version__} has no repeatable kernel for what "
-            f"this model needs on this device: {what.strip()}. Set it to false"
-        ) from error
-    finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        torch.backends.cudnn.benchmark = benchmark
-        empty_memory.fill_uninitialized_memory = filled

@@ -1,4 +1,4 @@
-"""This file holds what every stage of a run needs, and the clock of its start."""
+"""This file holds what every stage of a run needs: settings, places, the clock of its start, its kernels."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -6,10 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from rich.console import Console
 
 from diffsynth_lite.config import Config, LoadedConfig
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.report.renewal import PageRenewal
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.checkpoint.resume import ResumePolicy
@@ -18,6 +20,9 @@ from diffsynth_lite.training.checks import CheckedRun
 from diffsynth_lite.training.data_settings import shifts_by_size
 from diffsynth_lite.training.planning.memory_count import MemoryCount
 from diffsynth_lite.training.stopping import GracePeriod
+
+_NONE_THERE = "does not have a deterministic implementation"
+"""torch has no class for this error, only these words."""
 
 
 class StartupClock:
@@ -104,3 +109,41 @@ class RunContext:
     def is_main(self) -> bool:
         """Whether this process is the one that writes."""
         return bool(self.accelerator.is_main_process)
+
+
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Scope in which torch takes kernels that sum in the same order each time.
+
+    Flash and memory-efficient attention then sum in order in the backward pass, and cuDNN's attention is left
+    out. On the CPU nothing changes that this package computes.
+
+    cuBLAS is repeatable where ``CUBLAS_WORKSPACE_CONFIG`` was ``:4096:8`` or ``:16:8`` when it was first
+    used; torch raises where it was not.
+
+    Raises:
+        UserError: something has no such kernel on this device.
+    """
+    empty_memory: Any = torch.utils.deterministic
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    filled = empty_memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    # It exposes reads of memory that nobody wrote by writing all of it, and offloaded blocks are gigabytes.
+    empty_memory.fill_uninitialized_memory = False
+    try:
+        yield
+    except RuntimeError as error:
+        what, found, _ = str(error).partition(_NONE_THERE)
+        if not found:
+            raise
+        raise UserError(
+            f"train.deterministic: true, but torch {torch.__version__} has no repeatable kernel for what "
+            f"this model needs on this device: {what.strip()}. Set it to false"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.backends.cudnn.benchmark = benchmark
+        empty_memory.fill_uninitialized_memory = filled

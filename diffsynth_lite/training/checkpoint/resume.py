@@ -12,14 +12,12 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args
 
 from accelerate import Accelerator
 
-from diffsynth_lite import __version__
 from diffsynth_lite.config import AllowedChange, Config, section_types
 from diffsynth_lite.data import DataIdentity
 from diffsynth_lite.errors import DifferentRunError, UserError
@@ -28,7 +26,9 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.checkpoint.manifest import Checkpoint, read_checkpoint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.distributed.agreement import from_main_process, on_all_processes
+from diffsynth_lite.training.distributed.devices import device_name
 from diffsynth_lite.training.distributed.folder_groups import find_folder_group
+from diffsynth_lite.training.distributed.same_run import package_versions
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,6 @@ _WAYS = {
 """How what no setting of its own decides is restored, by how its keys begin."""
 _MAX_NAMED = 5
 _Document = TypeVar("_Document", list[Any], dict[str, Any])
-_PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 
 RunFingerprint = dict[str, Any]
 """What decides a run's numbers, by dotted key."""
@@ -429,9 +428,9 @@ def extended_lineage(
         "continues": checkpoint.path.name if checkpoint else None,
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "processes": accelerator.num_processes,
-        "device": str(accelerator.device.type),
+        "device": device_name(accelerator.device),
         "python": platform.python_version(),
-        "versions": {"diffsynth_lite": __version__} | {name: version(name) for name in _PACKAGES},
+        "versions": package_versions(),
         "changed": {change.key: {"from": change.old, "to": change.new} for change in changes},
     }
     if chosen:
