@@ -13,6 +13,7 @@ from faults import (
     inputs,
     kept,
     kills,
+    launches,
     lora_files,
     machines,
     media,
@@ -124,6 +125,16 @@ ITEMS: dict[str, Item] = {
         "one of 2 processes killed; stopped for seconds; stopped for good",
         "no process left 45 s later (for good: after train.step_timeout_minutes); continued bit for bit",
         several.lose_a_process,
+    ),
+    "P1": Item(
+        "launchers used by mistake, for train, cache and sample; variables of torchrun and MPI on the CPU",
+        "refused in one line with exit 2 and the command that is right; the others are one run",
+        launches.mistake_the_launcher,
+    ),
+    "P2": Item(
+        "process 1 of 2 with other settings, base, pictures, versions or sources; on 2 machines, too",
+        "all end with exit 2 before anything is loaded; the log of each machine says what differs",
+        launches.start_different_runs,
     ),
     "H1": Item(
         "NaN or infinity in loss, gradient, latents or captions of one of 2 processes",
