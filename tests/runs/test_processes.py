@@ -78,7 +78,7 @@ def test_two_processes_train_on_the_same_samples_as_one_and_their_machines_share
     process = start(watched_run, *settings, command=(*TORCHRUN, str(OWN_MACHINE), str(machines)))
     _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, errors
-    assert "Runs in 2 processes on the CPU" in errors
+    assert "Runs in 2 processes of 2 machines on the CPU" in errors
     rows = [[row for row in watched_run.metrics(folder) if "loss" in row] for folder in (single, double)]
     for one, other in zip(*rows, strict=True):
         for name in (name for name in one if "loss" in name or "samples_by_noise" in name):
