@@ -8,10 +8,12 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+import torch.distributed
 import torch.multiprocessing
 
 LIMIT_S = 1800.0
@@ -99,22 +101,37 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def on_ranks(work: Callable[..., None], *arguments: object) -> None:
+def on_ranks(work: Callable[..., None], *arguments: object, num_ranks: int = NUM_RANKS) -> None:
     """Call a function, with its rank first, in the processes of a gloo group; raises the error of one."""
     with tempfile.TemporaryDirectory() as folder:
-        rendezvous = f"file://{folder}/rendezvous"
+        group = f"file://{folder}/rendezvous", num_ranks
         torch.multiprocessing.start_processes(
-            _on_rank, (work, arguments, rendezvous), nprocs=NUM_RANKS, start_method="forkserver"
+            _on_rank, (work, arguments, *group), nprocs=num_ranks, start_method="forkserver"
         )
 
 
-def _on_rank(rank: int, work: Callable[..., None], arguments: Sequence[object], rendezvous: str) -> None:
+def _on_rank(
+    rank: int, work: Callable[..., None], arguments: Sequence[object], rendezvous: str, num_ranks: int
+) -> None:
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=NUM_RANKS)
+    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=num_ranks)
     work(rank, *arguments)
     # Wrapped models go before their process group: as its last owner one can deadlock in torch's destructor.
     gc.collect()
     torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def group_of_one() -> Iterator[torch.distributed.ProcessGroup]:
+    """A gloo group of this process alone: what is sharded is all there, but comes and goes with its block."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        yield group
+    finally:
+        gc.collect()
+        torch.distributed.destroy_process_group()
 
 
 def free_port() -> int:

@@ -47,6 +47,13 @@ def argument_hint(message: str) -> str:
     return f"; write --config {files[0]}" if files and "--config" in flags else ""
 
 
+def positive_count(text: str) -> int:
+    """What is given for an argument, where it is a whole number above 0."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text}: a whole number above 0")
+    return int(text)
+
+
 def positive_number(text: str) -> float:
     """What is given for an argument, where it is a finite number above 0."""
     try:

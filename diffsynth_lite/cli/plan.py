@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from diffsynth_lite.cli.arguments import add_config_arguments, positive_number
+from diffsynth_lite.cli.arguments import add_config_arguments, positive_count, positive_number
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.errors import UserError
 
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
 _PREDICTED = (
-    "A step of batch {} is predicted to take {:.2f} s on one {}: from its data sheet, and what we assume is "
-    "reached of it. Nothing on a GPU confirms it."
+    "A step of batch {:g} is predicted to take {:.2f} s on one {}: from its data sheet, and what we assume "
+    "is reached of it. Nothing on a GPU confirms it."
 )
 
 
@@ -51,14 +51,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="graphics card, such as 'RTX 4090': which settings fit its memory, and how long a step takes",
     )
+    parser.add_argument(
+        "--processes",
+        metavar="N",
+        type=positive_count,
+        default=1,
+        help="devices of one machine, each with a process, that train together (default: 1)",
+    )
 
 
 def run(parsed: argparse.Namespace) -> None:
     """Count, and print.
 
     Raises:
-        UserError: the card is not known, the model's settings are not at hand, or its steps cannot be
-            counted.
+        UserError: the card is not known, the model's settings are not at hand, its steps cannot be counted,
+            or there is nothing to shard the base over.
     """
     loaded = load_config(parsed.config, parsed.overrides, presets=parsed.presets)
     # The libraries take seconds to import: a wrong config is refused before that.
@@ -78,26 +85,34 @@ def run(parsed: argparse.Namespace) -> None:
     for warning in loaded.warnings:
         logger.warning("%s", warning)
     config, console = loaded.config, Console(emoji=False)
+    shards = config.memory.shard_base
+    if shards != "no" and parsed.processes == 1:
+        raise UserError(f"memory.shard_base: {shards} is over several processes: say how many, --processes 8")
     gpu = gpu_here() if parsed.gpu is None else gpu_named(parsed.gpu)
     device_gib = gpu.training_gib if gpu and parsed.device_gib is None else parsed.device_gib
     with family_without_weights(config) as family:
         plan_rules(config, family)  # refuses what no run could do
-        counter, settings = counter_of(config, family), step_settings(config, family)
+        counter = counter_of(config, family)
+        settings = step_settings(config, family, num_processes=parsed.processes)
         size = largest_size(config, family)
         console.print(f"{config.model.family}, {size.name}, micro-batch of {settings.micro_batch_size}")
-        console.print(_needs(counter.count(settings)))
+        console.print(_needs(counter.count(settings), num_shards=settings.num_shards))
         if settings.compiles:
             console.print("Counted and predicted as with train.compile=off.", highlight=False)
         num_inputs = num_inputs_of(config, family)
         phases = PhaseCounter(config, family, counter, size=size, num_inputs=num_inputs)
         _print_phases(console, phases, settings)
-        timer = timer_of(config, counter, gpu or gpu_named(ASSUMED_GPU))
+        timer = timer_of(config, counter, gpu or gpu_named(ASSUMED_GPU), num_processes=parsed.processes)
         if gpu:
-            seconds, samples = timer.seconds(settings), config.train.global_batch_size
-            console.print(_PREDICTED.format(samples, seconds, gpu.name), highlight=False)
+            samples = config.train.global_batch_size / parsed.processes
+            text = _PREDICTED.format(samples, timer.seconds(settings), gpu.name)
+            apart = " What the processes exchange comes on top." if parsed.processes > 1 else ""
+            console.print(f"{text}{apart}", highlight=False)
         if device_gib is None:
             return
-        room = Room(device=device_gib * _GIB, host=parsed.host_gib * _GIB)
+        # What is given is the host's, which all processes share.
+        host_bytes = parsed.host_gib * _GIB / parsed.processes
+        room = Room(device=device_gib * _GIB, host=host_bytes, num_sharing=parsed.processes)
         formats = settings.quantize, *SMALLER_FORMATS
         found = choices_of_first_format(counter, timer.seconds, [settings], room, formats)
         if found:
@@ -109,10 +124,13 @@ def run(parsed: argparse.Namespace) -> None:
     console.print(f"Nothing fits {device_gib:g} GiB{host}.")
 
 
-def _needs(count: "MemoryCount") -> Table:
+def _needs(count: "MemoryCount", *, num_shards: int) -> Table:
+    weights, visiting = "frozen weights", "slots of streamed weights"
+    if num_shards > 1:
+        weights, visiting = f"frozen weights, one of {num_shards} shards", "gathered of all shards, at most"
     rows: dict[str, tuple[float, float]] = {
-        "frozen weights": (count.weights, count.weights_on_host),
-        "slots of streamed weights": (count.slots, 0),
+        weights: (count.weights, count.weights_on_host),
+        visiting: (count.slots, 0),
         "LoRA": (count.lora, 0),
         "its optimizer": (count.optimizer, 0),
         "activations and gradients, at most": (count.step.peak, count.step.host),

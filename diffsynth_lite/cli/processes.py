@@ -78,7 +78,8 @@ def join_processes(environment: MutableMapping[str, str], command: Sequence[str]
         if _is_on(environment, f"ACCELERATE_USE_{name}"):
             raise UserError(
                 f"accelerate launch: {name} is not supported; use one device, or several with plain data "
-                "parallelism (accelerate launch --multi_gpu, or torchrun)"
+                "parallelism (accelerate launch --multi_gpu, or torchrun), and set memory.shard_base: all "
+                "where they are to share the model"
             )
     program = shlex.join(command)
     numbering = _numbering(environment)

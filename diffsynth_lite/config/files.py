@@ -15,6 +15,8 @@ EXTENDS = "extends"
 
 PRESETS = "presets"
 """The folder of the presets, among the recipes."""
+_LAUNCHES = "accelerate"
+"""The folder of files that say how a run is launched, which are no configs of one."""
 _FAMILIES = "families"
 """The key of a preset that lists the model families that it is for."""
 
@@ -140,6 +142,11 @@ def _find_recipe(name: str, asked: str, looked_in: Path) -> Path:
     if name in found and found[name].parent.name == PRESETS:
         raise UserError(
             f"{asked}: is a preset; give --preset {found[name].stem} beside --config and a recipe"
+        )
+    if name in found and found[name].parent.name == _LAUNCHES:
+        raise UserError(
+            f"{asked}: says how a run is launched; give accelerate launch --config_file {found[name]}, and "
+            "a recipe behind train.py"
         )
     if name in found:
         return found[name]

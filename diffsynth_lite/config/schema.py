@@ -85,6 +85,12 @@ class Config(Settings):
                 f"{self.memory.save_attention} needs to see attention run, which it cannot in blocks that "
                 "train.compile compiles; set memory.save_attention: no, or train.compile: off",
             )
+        if self.train.compile != "off" and self.memory.shard_base != "no":
+            yield Problem(
+                ("memory.shard_base", "train.compile"),
+                f"memory.shard_base {self.memory.shard_base}: compiled blocks cannot be sharded; set "
+                "train.compile: off, or memory.shard_base: no",
+            )
         if _is_same_folder(self.data.cache_dir, self.output.dir):
             message = "data.cache_dir is output.dir, in which nothing else may be; name another folder"
             yield Problem(("data.cache_dir", "output.dir"), message)

@@ -189,6 +189,12 @@ class MemorySettings(Settings):
     With 1 the computation waits for every copy. Must be less than `stream_blocks`. Of layers of a text
     encoder that is streamed, that many."""
 
+    shard_base: Literal["no", "node", "all"] = "no"
+    """Shard the frozen weights over the processes of a run, so that each device holds its share of them and,
+    whole, the block that runs: over those of each machine (`node`), whose devices exchange them faster, or
+    over all (`all`). The LoRA stays whole on each. For models that are too large for one device, where there
+    are several. The result is the same. Not together with `stream_blocks`. See [scaling.md](scaling.md)."""
+
     device_gib: Gib | None = None
     """Most device memory in GiB that training steps are to take, by count, for `auto` and
     `stream_blocks: auto`. Null is nine tenths of what is free when training starts; on the CPU there is no
@@ -213,6 +219,12 @@ class MemorySettings(Settings):
                 yield Problem(("policy", key), f"{self.policy} needs memory.{key}")
             elif is_set and self.policy not in policies:
                 yield Problem((key, "policy"), f"has no effect with memory.policy {self.policy}")
+        if self.shard_base != "no" and self.stream_blocks != 0:
+            message = (
+                f"memory.shard_base {self.shard_base} keeps each device's share of the weights there, and "
+                f"memory.stream_blocks {self.stream_blocks} keeps all of them on the host; set one of the two"
+            )
+            yield Problem(("shard_base", "stream_blocks"), message)
         if self.may_change and not self.auto:
             yield Problem(("may_change", "auto"), "has no effect without memory.auto: true")
         if isinstance(self.stream_blocks, int) and 0 < self.stream_blocks <= self.stream_slots:

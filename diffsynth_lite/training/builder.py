@@ -7,14 +7,14 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import BlockCompiler, GradientEngine
 from diffsynth_lite.core.randomness import torch_seed
 from diffsynth_lite.core.transfer.shared_memory import HostMemoryError
-from diffsynth_lite.core.weights import HostBlocks, QuantizationReport, WeightStream
+from diffsynth_lite.core.weights import HostBlocks, QuantizationReport, WeightStream, local_bytes
 from diffsynth_lite.data import Batch, BatchLayout, BatchStream, SampleSchedule, micro_batch_sizes
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import UpdateSizes, add_adapter, load_adapter_tensors
@@ -29,6 +29,7 @@ from diffsynth_lite.training.checks import (
     preview_size,
 )
 from diffsynth_lite.training.data_settings import data_sources, num_preview_frames, num_tokens_of
+from diffsynth_lite.training.distributed.sharding import require_sharded
 from diffsynth_lite.training.distributed.watchdog import LONG_WAIT
 from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.ema import AveragedWeights
@@ -47,9 +48,8 @@ class TrainingObjects:
     """What the training loop works with.
 
     Attributes:
-        accelerator: gives backward, gradient synchronisation and the mean over devices.
-        transformer: with its adapter, not wrapped.
-        model: the transformer as prepared by the accelerator.
+        accelerator: gives backward, and the mean over devices.
+        transformer: with its adapter, under the run's mixed precision.
         optimizer: over the adapter's parameters.
         loss: of a micro-batch, a scalar; knows the model, which the loop does not.
         learning_rate: of the 0-based optimizer step.
@@ -63,13 +63,13 @@ class TrainingObjects:
         layer_updates: how large the LoRA's updates are.
         previews: draws the prompts.
         weights: brings the frozen weights that live in host memory to the device.
+        is_sharded: whether each process has a share of the frozen weights, and all run the model together.
         compiler: of the blocks.
         divergence: what was not finite up to now.
     """
 
     accelerator: Accelerator
     transformer: torch.nn.Module
-    model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     loss: Callable[[torch.nn.Module, Batch], torch.Tensor]
     learning_rate: Callable[[int], float]
@@ -84,6 +84,7 @@ class TrainingObjects:
     previews: Previews
     weights: WeightStream
     compiler: BlockCompiler
+    is_sharded: bool = False
     divergence: Divergence = field(default_factory=Divergence)
 
     @property
@@ -97,7 +98,7 @@ class TrainingObjects:
         averaged = {} if self.averaged is None else self.averaged.tensors()
         state = (value for entry in self.optimizer.state.values() for value in entry.values())
         held = [*self.transformer.parameters(), *self.transformer.buffers(), *averaged.values(), *state]
-        num_bytes = sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor))
+        num_bytes = local_bytes(tensor for tensor in held if isinstance(tensor, torch.Tensor))
         return num_bytes + self.weights.slot_bytes
 
 
@@ -118,7 +119,8 @@ def build_accelerator(config: Config, tracker_folder: Path) -> Accelerator:
     if accelerator.distributed_type not in _SUPPORTED_DISTRIBUTION:
         raise UserError(
             f"accelerate launch: {accelerator.distributed_type.value} is not supported; use one device, or "
-            "several with plain data parallelism (accelerate launch --multi_gpu, or torchrun)"
+            "several with plain data parallelism (accelerate launch --multi_gpu, or torchrun), and set "
+            "memory.shard_base: all where they are to share the model"
         )
     return accelerator
 
@@ -177,6 +179,7 @@ def load_frozen_transformer(
             f"model.quantize: {config.model.quantize} has no effect, as {config.model.family} loads its "
             "model in a way of its own; set it to none"
         )
+    require_sharded(config, family, transformer)
     return transformer
 
 
@@ -229,14 +232,11 @@ def build_run(
         seed=config.validation.seed,
         batch_size=config.train.micro_batch_size,
     )
-    # Each step trains one expert; the others' parameters must not be waited for.
-    accelerator.ddp_handler = DistributedDataParallelKwargs(
-        find_unused_parameters=len(checked.family.noise_ranges) > 1
-    )
+    is_main = accelerator.is_main_process
     return TrainingObjects(
         accelerator=accelerator,
-        transformer=transformer,
-        model=accelerator.prepare(transformer),
+        # Not wrapped for several processes, which exchange gradients by themselves.
+        transformer=accelerator.prepare_model(transformer, evaluation_mode=True),
         optimizer=optimizer,
         loss=objective.loss,
         learning_rate=build_learning_rate(config),
@@ -255,15 +255,18 @@ def build_run(
             errors=errors(purpose="item-noise"),
             is_average=averaged is not None and config.validation.use_ema,
             folder=folder,
+            writes=is_main,
         ),
         layer_updates=LayerUpdates(
             UpdateSizes(transformer, accelerator.device),
             MetricsFile(folder.layers_file),
             last_step=config.train.steps,
+            writes=is_main,
         ),
-        previews=_build_previews(config, checked.family, encoded, folder.previews_folder),
+        previews=_build_previews(config, checked.family, encoded, folder.previews_folder, writes=is_main),
         weights=weights,
         compiler=compiler,
+        is_sharded=checked.family.shards is not None,
     )
 
 
@@ -341,10 +344,13 @@ def _build_batches(
     )
 
 
-def _build_previews(config: Config, family: ModelFamily, encoded: TrainingData, folder: Path) -> Previews:
+def _build_previews(
+    config: Config, family: ModelFamily, encoded: TrainingData, folder: Path, *, writes: bool
+) -> Previews:
     return Previews(
         family=family,
         folder=folder,
+        writes=writes,
         prompts=config.validation.prompts,
         negative_prompt=config.validation.negative_prompt,
         requests=build_preview_requests(config, family, encoded.prompts),
@@ -415,7 +421,7 @@ def build_workload(
 
 def _float32_bytes(model: torch.nn.Module) -> int:
     frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
-    return sum(parameter.nbytes for parameter in frozen if parameter.dtype == torch.float32)
+    return local_bytes(parameter for parameter in frozen if parameter.dtype == torch.float32)
 
 
 def build_engine(config: Config, weights: WeightStream) -> GradientEngine:

@@ -207,24 +207,28 @@ class ItemLosses:
         errors: measures them.
         is_average: whether the averaged weights are measured.
         folder: gets the losses, and what is measured.
+        writes: whether this process writes what it measures.
     """
 
     def __init__(
-        self, items: Sequence[TrackedItem], errors: FixedNoiseErrors, *, is_average: bool, folder: RunFolder
+        self,
+        items: Sequence[TrackedItem],
+        errors: FixedNoiseErrors,
+        *,
+        is_average: bool,
+        folder: RunFolder,
+        writes: bool = True,
     ) -> None:
         self.items, self.errors = items, errors
-        self._is_average, self._folder = is_average, folder
+        self._is_average, self._folder, self._writes = is_average, folder, writes
         self._file = MetricsFile(folder.item_losses_file)
         self._noise_levels = [errors.objective.noise_levels.evenly(part) for part in _PARTS]
         self._is_described = False
 
     def record(self, transformer: torch.nn.Module, step: int) -> None:
-        """Measure the items and write a row of their losses; on the main process alone."""
+        """Measure the items and write a row of their losses; on the main process alone, or on all."""
         if not self.items:
             return
-        if not self._is_described:
-            self._describe()
-        before = self._file.rows()
         # Level by level, so that one expert runs after the other. Read when it is their turn: those of clips
         # are tens of megabytes each.
         samples = (
@@ -233,6 +237,13 @@ class ItemLosses:
             for item in self.items
         )
         errors = torch.cat(self.errors.measure(transformer, samples)).tolist()
+        if self._writes:
+            self._write(errors, step)
+
+    def _write(self, errors: Sequence[float], step: int) -> None:
+        if not self._is_described:
+            self._describe()
+        before = self._file.rows()
         by_level = [errors[place :: len(self.items)] for place in range(len(self.items))]
         losses = [sum(levels) / len(levels) for levels in by_level]
         self._file.append(step, {"losses": losses, "by_level": by_level})
@@ -293,17 +304,20 @@ class LayerUpdates:
         sizes: measures them.
         file: gets a row for each step that is recorded.
         last_step: of the run.
+        writes: whether this process writes what it measures.
     """
 
-    def __init__(self, sizes: UpdateSizes, file: MetricsFile, *, last_step: int) -> None:
-        self._sizes, self._file, self._last_step = sizes, file, last_step
+    def __init__(self, sizes: UpdateSizes, file: MetricsFile, *, last_step: int, writes: bool = True) -> None:
+        self._sizes, self._file, self._last_step, self._writes = sizes, file, last_step, writes
         self._recorded_step: int | None = None
 
     def record(self, step: int) -> None:
-        """Measure what is trained after a step, once for each of them; on the main process alone."""
+        """Measure what is trained after a step, once for each; on the main process alone, or on all."""
         if step == self._recorded_step:
             return
         self._recorded_step, sizes = step, self._sizes.measure()
+        if not self._writes:
+            return
         self._file.append(step, {"updates": {name: size.ratio for name, size in sizes.items()}})
         if step == self._last_step:
             self._conclude(sizes)

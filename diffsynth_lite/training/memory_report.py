@@ -8,7 +8,7 @@ from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import BlockCompiler, GradientEngine, IneffectiveSwitchError
-from diffsynth_lite.core.weights import QuantizationReport, WeightStream
+from diffsynth_lite.core.weights import QuantizationReport, ShardReport, WeightStream
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.metrics import MetricsLog
 from diffsynth_lite.training.checks import CheckedRun
@@ -33,7 +33,7 @@ def report_memory(
     metrics: MetricsLog,
     step: int,
 ) -> None:
-    """Log what is quantised, and what checkpointing, offload and streaming did in the first step.
+    """Log what is quantised and sharded, and what checkpointing, offload and streaming did in the first step.
 
     Raises:
         UserError: a switch that is on had no effect.
@@ -53,10 +53,10 @@ def report_memory(
     except IneffectiveSwitchError as error:
         section = "memory" if str(error).startswith(("save_attention", "stream_blocks")) else "train"
         raise UserError(f"{section}.{error}") from error
-    quantized = QuantizationReport.of(built.transformer)
-    for line in (*quantized.lines(), *report.lines(), *streamed.lines()):
+    quantized, sharded = QuantizationReport.of(built.transformer), ShardReport.of(built.transformer)
+    for line in (*quantized.lines(), *sharded.lines(), *report.lines(), *streamed.lines()):
         logger.info("%s", line)
-    metrics.log(step, quantized.metrics() | report.metrics() | streamed.metrics())
+    metrics.log(step, quantized.metrics() | sharded.metrics() | report.metrics() | streamed.metrics())
 
 
 def report_graphs(compiler: BlockCompiler, metrics: MetricsLog, step: int) -> None:

@@ -10,6 +10,7 @@ import logging
 import re
 import textwrap
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,9 @@ from PIL.PngImagePlugin import PngInfo
 
 from diffsynth_lite import __version__
 from diffsynth_lite.core.randomness import random_state_scope
+from diffsynth_lite.core.weights import FailedWithinPassError
 from diffsynth_lite.data.video import write_video
+from diffsynth_lite.errors import RunStoppedError
 from diffsynth_lite.files import replacing
 from diffsynth_lite.media import STRIP_FRAMES, evenly_spread, frame_strip, jpeg_url
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
@@ -75,6 +78,7 @@ class Previews:
         requests: one a prompt.
         source: what they are drawn with.
         vae_dtype: of the decoder, which is loaded for the preview and freed again.
+        writes: whether this process writes what it draws.
     """
 
     family: ModelFamily
@@ -84,22 +88,32 @@ class Previews:
     requests: Sequence[PreviewRequest]
     source: PictureSource
     vae_dtype: torch.dtype
+    writes: bool = True
 
     def draw(self, transformer: torch.nn.Module, step: int) -> Path | None:
         """Draw all prompts and renew the grid; a failure is logged with its traceback and training goes on.
 
         The model's mode and the global random state are as before.
 
+        Where the base is sharded all processes draw, together.
+
         Returns:
-            The grid's file, or None when there are no prompts or drawing failed.
+            The grid's file, or None when there are no prompts, drawing failed or another process writes it.
+
+        Raises:
+            RunStoppedError: a process failed where the others wait for it.
         """
         if not self.requests:
             return None
         logger.info("After step %d: drawing %d previews.", step, len(self.requests))
         try:
-            with random_state_scope(next(transformer.parameters()).device), evaluation_mode(transformer):
-                previews = self.family.sample(transformer, self.vae_dtype, self.requests)
-            return self._save(previews, step)
+            previews = self._sample(transformer)
+            return self._save(previews, step) if self.writes else None
+        except FailedWithinPassError as error:
+            raise RunStoppedError(
+                f"previews at step {step} failed where the processes, which share the base, wait for each "
+                f"other: {str(error).partition(chr(10))[0]} What helps: {OUT_OF_MEMORY_ADVICE}"
+            ) from error
         except torch.OutOfMemoryError as error:
             logger.warning(
                 "Previews at step %d failed, out of memory: %s Training goes on. What helps: %s",
@@ -118,6 +132,13 @@ class Previews:
             return None
         finally:
             free_memory()
+
+    def _sample(self, transformer: torch.nn.Module) -> list[list[Image.Image]]:
+        shards = self.family.shards
+        together = nullcontext() if shards is None else shards.failing_together()
+        device = next(transformer.parameters()).device
+        with random_state_scope(device), evaluation_mode(transformer), together:
+            return self.family.sample(transformer, self.vae_dtype, self.requests)
 
     def thumbnail(self, step: int) -> str | None:
         """A small picture of the first prompt after training: of the last previews up to a step.

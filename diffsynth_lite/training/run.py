@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from accelerate import Accelerator
 from diffusers.training_utils import free_memory
 from rich.console import Console
 
@@ -50,7 +51,7 @@ from diffsynth_lite.training.checkpoint.resume import (
 from diffsynth_lite.training.checkpoint.room import require_room, warn_of_previews
 from diffsynth_lite.training.checkpoint.saver import Saver, restore
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from diffsynth_lite.training.checks import check_run, checked_again
+from diffsynth_lite.training.checks import CheckedRun, check_run, checked_again
 from diffsynth_lite.training.data_settings import shifts_by_size
 from diffsynth_lite.training.distributed.agreement import (
     from_main_process,
@@ -59,6 +60,7 @@ from diffsynth_lite.training.distributed.agreement import (
     tensors_from_main_process,
 )
 from diffsynth_lite.training.distributed.devices import describe_run
+from diffsynth_lite.training.distributed.sharding import check_sharding, shards_of
 from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.encoding import TrainingData, encode_run
 from diffsynth_lite.training.evaluation import ValidationProtocol
@@ -94,7 +96,7 @@ def run_training(
     folder = RunFolder(Path(config.output.dir).expanduser())
     accelerator = build_accelerator(config, folder.path / "trackers")
     with clock.stage("checks"), shortages_explained():
-        checked = check_run(before_choice(config), accelerator)
+        checked = _checked(config, accelerator)
     run = RunContext(
         loaded=loaded,
         accelerator=accelerator,
@@ -147,6 +149,14 @@ def run_training(
             if told is not None:
                 told += remarks
             _conclude(run, step, remarks)
+
+
+def _checked(config: Config, accelerator: Accelerator) -> CheckedRun:
+    """The run as it can be checked before weights load, with what shards its base."""
+    check_sharding(config, accelerator)
+    checked = check_run(before_choice(config), accelerator)
+    checked.family.shards = shards_of(config, checked.family, accelerator)
+    return checked
 
 
 def _is_finished(folder: RunFolder) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from diffsynth_lite.core.gradient import HostBytesError
 from diffsynth_lite.core.units import format_bytes
+from diffsynth_lite.core.weights import local_bytes
 from diffsynth_lite.data import is_lost_worker
 from diffsynth_lite.errors import RunStoppedError, UserError
 from diffsynth_lite.files import DISK_FULL
@@ -231,7 +232,7 @@ def _of_batches(workload: Workload, use: MemoryUse) -> Iterator[tuple[int | None
 
 
 def _num_bytes(tensors: list[torch.Tensor] | list[torch.nn.Parameter]) -> int:
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+    return local_bytes(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
 def _in_words(use: MemoryUse) -> str:

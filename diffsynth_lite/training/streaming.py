@@ -17,6 +17,8 @@ from diffsynth_lite.core.weights import (
     Int8,
     WeightStream,
     frozen_weights,
+    is_sharded,
+    local_bytes,
     packed_bytes,
     require_saving,
     spread_evenly,
@@ -167,8 +169,13 @@ def place_weights(
         )
     except ValueError as error:
         raise UserError(f"memory.stream_blocks: {error}") from error
-    transformer.to(device)
-    # Those in a format or on the host were looked at as they were read.
+    if family.shards is None:
+        transformer.to(device)
+    else:
+        # Shards were loaded there, and are torch's to move.
+        for tensor in (*transformer.parameters(), *transformer.buffers()):
+            tensor.data = tensor.data if is_sharded(tensor) else tensor.data.to(device)
+    # Those in a format, in shards or on the host were looked at as they were read.
     for name, part in family.parts_of(transformer).items():
         require_finite_weights(family.folder, name, part)
     return weights
@@ -205,7 +212,8 @@ def quantizable_bytes(family: ModelFamily, transformer: torch.nn.Module) -> int:
             weight = module._parameters.get("weight")
             if type(module) is torch.nn.Linear and weight is not None and not weight.requires_grad:
                 quantised = Int8().empty(module.out_features, module.in_features, torch.device("meta"))
-                saved += weight.nbytes - sum(part.nbytes for part in quantised)
+                here = local_bytes([weight]) / weight.nbytes
+                saved += int(here * (weight.nbytes - sum(part.nbytes for part in quantised)))
     return saved
 
 

@@ -8,10 +8,11 @@ alone, so that the step is all that a checkpoint has to remember of the data.
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -22,7 +23,8 @@ from diffsynth_lite.run_folder.metrics import MetricsFile, MetricsLog
 from diffsynth_lite.run_folder.progress import StepReport, StepResult
 from diffsynth_lite.training.builder import TrainingObjects, build_engine
 from diffsynth_lite.training.checkpoint.saver import Saver
-from diffsynth_lite.training.distributed.agreement import on_main_process
+from diffsynth_lite.training.distributed.agreement import on_all_processes, on_main_process
+from diffsynth_lite.training.distributed.gradients import mean_gradients
 from diffsynth_lite.training.distributed.watchdog import Watchdog
 from diffsynth_lite.training.memory_report import report_graphs, report_memory
 from diffsynth_lite.training.planning.comparison import StepComparison
@@ -30,6 +32,8 @@ from diffsynth_lite.training.run_context import RunContext
 from diffsynth_lite.training.stopping import Requests, ShutdownBudget, StopRequest
 
 logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 
 def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopRequest, start_step: int) -> int:
@@ -122,16 +126,14 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
         group["lr"] = learning_rate
 
     local_loss = torch.zeros((), device=accelerator.device)
-    for place, batch in enumerate(micro_batches):
-        is_last = place == len(micro_batches) - 1
-        # Devices exchange gradients once a step, with the last micro-batch.
-        with nullcontext() if is_last else accelerator.no_sync(built.model):
-            # Dropout has no generator argument: it draws from a seed that is set for this micro-batch.
-            dropout_seed = torch_seed(built.seed, "dropout", batch.positions[0])
-            with random_state_scope(accelerator.device, dropout_seed):
-                loss = built.loss(built.model, batch) / _num_parts(batch, accelerator.num_processes)
-            accelerator.backward(loss)
+    for batch in micro_batches:
+        # Dropout has no generator argument: it draws from a seed that is set for this micro-batch.
+        dropout_seed = torch_seed(built.seed, "dropout", batch.positions[0])
+        with random_state_scope(accelerator.device, dropout_seed):
+            loss = built.loss(built.transformer, batch) / _num_parts(batch, accelerator.num_processes)
+        accelerator.backward(loss)
         local_loss += loss.detach()
+    mean_gradients(built.trained_parameters, accelerator)
     mean_loss = accelerator.reduce(local_loss, reduction="mean")
     grad_norm = torch.nn.utils.clip_grad_norm_(built.trained_parameters, built.max_grad_norm)
 
@@ -159,21 +161,21 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
 
 
 def evaluate(built: TrainingObjects, saver: Saver, metrics: MetricsLog, step: int) -> None:
-    """Measure losses and updates, and draw the previews, on the main process while the others wait."""
+    """Measure losses and updates, and draw the previews, where the model runs between two steps."""
 
-    def measure() -> float | None:
+    def measure_loss() -> float | None:
         values = built.validation_loss.measure(built.transformer)
         metrics.log(step, values)
         for name, value in values.items():
             level = logging.INFO if math.isfinite(value) else logging.WARNING
             logger.log(level, "After step %d: %s %.4f.", step, name, value)
-        built.item_losses.record(built.transformer, step)
-        built.previews.draw(built.transformer, step)
         return values.get(built.validation_loss.name)
 
     averaged = built.averaged if saver.measures_average else None
     with nullcontext() if averaged is None else averaged.applied():
-        loss = on_main_process(built.accelerator, measure)
+        loss = _between_steps(built, measure_loss)
+        _between_steps(built, lambda: built.item_losses.record(built.transformer, step))
+        _between_steps(built, lambda: built.previews.draw(built.transformer, step))
     measure_updates(built, step)
     if loss is not None:
         built.divergence.note_loss(step, is_finite=math.isfinite(loss), is_of_average=averaged is not None)
@@ -182,7 +184,17 @@ def evaluate(built: TrainingObjects, saver: Saver, metrics: MetricsLog, step: in
 
 def measure_updates(built: TrainingObjects, step: int) -> None:
     """Write down how large the updates that are trained have become, once for each step."""
-    on_main_process(built.accelerator, lambda: built.layer_updates.record(step))
+    _between_steps(built, lambda: built.layer_updates.record(step))
+
+
+def _between_steps(built: TrainingObjects, work: Callable[[], _Result]) -> _Result | None:
+    """Compute with the model, and write what comes of it: on the main process, while the others wait.
+
+    Where the base is sharded they compute, too, as each forward pass gathers weights of all.
+    """
+    if built.is_sharded:
+        return on_all_processes(built.accelerator, work)[0]
+    return on_main_process(built.accelerator, work)
 
 
 def _num_parts(batch: Batch, num_processes: int) -> float:

@@ -172,8 +172,10 @@ ELSEWHERE: dict[str, Change] = {
     ),
     "validation.num_frames": ("validation.num_frames=9",),
     "validation.data": ("validation.data=elsewhere",),
+    "memory.shard_base": ("memory.shard_base=all",),
 }
-"""Where things are read: free as settings; the weights and items that are found there are compared."""
+"""Where things are read: free as settings; the weights and items that are found there are compared. And what
+needs several processes, which K3 changes."""
 
 NOT_OF_PICTURES = frozenset(
     {"model.family", "lora.components", "data.frame_counts", "data.fps", "data.clip", "data.clips_per_video"}

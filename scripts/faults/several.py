@@ -33,6 +33,7 @@ from faults.stops import gone_within, processes_of
 RECORDED = str(Path(recorded_train.__file__))
 SPOILED = str(Path(__file__).with_name("spoiled_train.py"))
 EVERY_STEP = ("output.checkpoint_every_steps=1", "output.keep_checkpoints=1000")
+SHARDED = ("memory.shard_base=all",)
 MAX_WEIGHT_DIFFERENCE = 1e-6
 GONE_WITHIN_S = 45.0
 """torchrun gives the others 30 s after one of them has died."""
@@ -104,7 +105,7 @@ def change_the_number_of_processes(bench: Bench) -> Result:
 
 
 def lose_a_process(bench: Bench) -> Result:
-    """K3: one of two is killed; one of two stands still for seconds."""
+    """K3: one of two is killed, also where they share the base; one of two stands still for seconds."""
     run = bench.pictures()
     steps = ("train.steps=120", *PLAIN, "train.micro_batch_size=1", "output.checkpoint_every_steps=5")
     run = replace(run, settings=(*run.settings, *steps))
@@ -115,8 +116,9 @@ def lose_a_process(bench: Bench) -> Result:
     tries = bench.pick(1, 2, 20)
     for number in range(tries):
         folder = run.root / "killed"
-        times.append(_kill_one_of_two(run, folder, str(number % 2)))
-        done = launched(run, torchrun(2, "train.py"), f"output.dir={folder}")
+        shared = SHARDED if number % 2 else ()
+        times.append(_kill_one_of_two(run, folder, str(number % 2), *shared))
+        done = launched(run, torchrun(2, "train.py"), f"output.dir={folder}", *shared)
         assert done.returncode == 0, done.stderr
         assert_same(whole, folder, 120)
         shutil.rmtree(folder)
@@ -154,9 +156,9 @@ def _process_of_rank(root: Path, rank: str) -> int:
     return next(pid for pid, variables in ranks.items() if f"RANK={rank}".encode() in variables)
 
 
-def _kill_one_of_two(run: TinyRun, folder: Path, rank: str) -> float:
+def _kill_one_of_two(run: TinyRun, folder: Path, rank: str, *settings: str) -> float:
     """Seconds until all processes are gone."""
-    process = _started(run, folder)
+    process = _started(run, folder, *settings)
     wait_for_steps(folder, 7)
     os.kill(_process_of_rank(folder, rank), signal.SIGKILL)
     killed_at = time.monotonic()

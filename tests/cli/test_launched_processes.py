@@ -123,7 +123,9 @@ def test_tasks_of_srun_without_torchrun_are_refused_with_the_command_that_is_rig
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"])
 def test_what_a_launcher_would_shard_is_refused(kind: str) -> None:
-    assert f"{kind} is not supported" in refusal(TORCHRUN | {f"ACCELERATE_USE_{kind}": "true"})
+    text = refusal(TORCHRUN | {f"ACCELERATE_USE_{kind}": "true"})
+    assert f"{kind} is not supported" in text
+    assert "set memory.shard_base: all" in text
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,21 @@ def test_a_release_is_planned_from_its_numbers_alone(capsys: pytest.CaptureFixtu
     assert row(printed, "frozen weights")[1] > row(printed, "slots of streamed weights")[0] > 0
 
 
+def test_a_base_that_is_sharded_is_counted_as_each_process_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    told = []
+    for settings in (("--processes=1",), ("--processes=4", "memory.shard_base=node")):
+        room = ("--device-gib=24", "--gpu=RTX 4090", "train.global_batch_size=4")
+        assert plan("--config", "sana_lora.yaml", *room, *settings, "validation.prompts=[]", *ANY) == 0
+        told.append(capsys.readouterr().out)
+    whole, sharded = told
+    weights = row(sharded, "frozen weights, one of 4 shards")
+    assert weights == [pytest.approx(row(whole, "frozen weights")[0] / 4, abs=0.02), 0]
+    assert 0 < row(sharded, "gathered of all shards, at most")[0] < row(whole, "frozen weights")[0]
+    assert "A step of batch 1 is predicted" in sharded
+    assert "What the processes exchange comes on top." in " ".join(sharded.split())
+    assert "stream_blocks" not in sharded
+
+
 def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
     tiny_run: TinyRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +89,7 @@ def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
         ("memory.stream_blocks=61", "memory.stream_blocks: 61; the model has 60 blocks"),
         ("lora.target_modules=[nothing]", "lora.target_modules: nothing match no linear layer"),
         ("--gpu=RTX 1", "--gpu RTX 1: not known; known are RTX 3060 12GB, RTX 3090,"),
+        ("memory.shard_base=all", "memory.shard_base: all is over several processes: say how many"),
         ("--gpu=", "--gpu : not known; known are RTX 3060 12GB, RTX 3090,"),
     ],
 )

@@ -17,7 +17,11 @@ from diffsynth_lite.config.schema import section_types, setting_schemas
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
 SCHEMA = ROOT / "configs" / "schema.json"
-RECIPES = [path for path in sorted(SCHEMA.parent.rglob("*.yaml")) if path.parent.name != "presets"]
+RECIPES = [
+    path
+    for path in sorted(SCHEMA.parent.rglob("*.yaml"))
+    if path.parent.name not in ("presets", "accelerate")
+]
 
 
 def test_the_page_is_the_one_that_is_generated():

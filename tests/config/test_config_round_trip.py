@@ -144,7 +144,7 @@ def consistent(name: str, values: dict) -> dict:
         is_moving = (
             isinstance(values["stream_blocks"], str) or values["stream_blocks"] > values["stream_slots"]
         )
-        values |= {} if is_moving else {"stream_blocks": 0}
+        values |= {} if is_moving and values["shard_base"] == "no" else {"stream_blocks": 0}
         values |= {} if values["auto"] else {"may_change": []}
     return values
 
@@ -153,7 +153,7 @@ def consistent(name: str, values: dict) -> dict:
 def configs(draw: st.DrawFn) -> Config:
     sections = {name: draw(sections_of(name, section)) for name, section in section_types().items()}
     changed(sections, "output", dir=f"runs/{sections['output'].dir}")
-    if sections["memory"].save_attention != "no":
+    if sections["memory"].save_attention != "no" or sections["memory"].shard_base != "no":
         changed(sections, "train", compile="off")
     if sections["memory"].policy != "all" or sections["memory"].save_attention != "no":
         changed(sections, "train", use_gradient_checkpointing=True)

@@ -1,6 +1,8 @@
 """What the two gradient switches do to the blocks of every family; a new file is tested here too."""
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -9,9 +11,10 @@ import pytest
 import torch
 from family_sample import CPU, FLAGS, Sample, adapted_transformer, engine_with, velocity_and_gradients
 from lazy_backend import LazyBackend
+from processes import group_of_one
 
 from diffsynth_lite.core.gradient import BlockPolicy, blocks_of, gradient_checkpoint_forward
-from diffsynth_lite.core.weights import WeightStream
+from diffsynth_lite.core.weights import BaseShards, WeightStream
 from diffsynth_lite.pipelines import family_names
 
 
@@ -35,24 +38,39 @@ def test_the_flags_change_neither_the_velocity_nor_any_gradient_also_with_dropou
     assert not torch.equal(velocity, other_velocity)
 
 
-def test_weights_that_live_on_the_host_change_nothing_whenever_copies_run(sample: Sample) -> None:
+def test_weights_that_come_for_the_run_of_a_block_change_nothing(sample: Sample) -> None:
+    """From host memory, whenever copies run, and from shards."""
     resident, streamed, backend = adapted_transformer(sample), adapted_transformer(sample), LazyBackend()
     blocks = blocks_of(streamed, sample.family.block_lists)
     stream = WeightStream([blocks], CPU, num_slots=1, backend=backend)
     # Some blocks keep what they compute, the others offload their inputs.
     policy = BlockPolicy(select="every_n", n=2)
-    engines = [engine_with((False, True), backend=one, policy=policy) for one in (None, backend)]
+    engines = [engine_with((False, True), backend=one, policy=policy) for one in (None, backend, None)]
     velocity, gradients = velocity_and_gradients(sample, resident, engines[0])
-    other_velocity, other_gradients = velocity_and_gradients(sample, streamed, engines[1])
-    assert torch.equal(velocity, other_velocity)
-    assert gradients.keys() == other_gradients.keys()
-    for name, gradient in gradients.items():
-        other = other_gradients[name]
-        assert gradient is other is None or torch.equal(gradient, other), name
+    others = [velocity_and_gradients(sample, streamed, engines[1])]
+    with group_of_one() as group, sharded(sample, group):
+        others.append(velocity_and_gradients(sample, adapted_transformer(sample), engines[2]))
+    for other_velocity, other_gradients in others:
+        assert torch.equal(velocity, other_velocity)
+        assert gradients.keys() == other_gradients.keys()
+        for name, gradient in gradients.items():
+            other = other_gradients[name]
+            assert gradient is other is None or torch.equal(gradient, other), name
     # What is available on this machine changes meanwhile.
     reports = [replace(engine.report(), host_bytes_cap=0) for engine in engines]
-    assert reports[0] == reports[1]
+    assert reports[0] == reports[1] == reports[2]
     assert stream.report().blocks_streamed == len(blocks)
+
+
+@contextmanager
+def sharded(sample: Sample, group: torch.distributed.ProcessGroup) -> Iterator[None]:
+    """Scope in which the family loads its model as shards."""
+    family = sample.family
+    family.shards = BaseShards(group, CPU, family.block_lists)
+    try:
+        yield
+    finally:
+        family.shards = None
 
 
 def targets_of(sample: Sample, name: str) -> tuple[str, ...]:

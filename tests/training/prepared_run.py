@@ -20,7 +20,11 @@ from diffsynth_lite.training.encoding import TrainingData, encode_run
 NUM_PICTURES = 5
 CPU = torch.device("cpu")
 PROCESS = SimpleNamespace(
-    device=CPU, num_processes=1, process_index=0, is_main_process=True, prepare=lambda model: model
+    device=CPU,
+    num_processes=1,
+    process_index=0,
+    is_main_process=True,
+    prepare_model=lambda model, evaluation_mode: model,
 )
 
 SETTINGS = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
-from prepared_run import CPU, NUM_PICTURES, SETTINGS, Prepared, prepare
+from prepared_run import CPU, NUM_PICTURES, PROCESS, SETTINGS, Prepared, prepare
 
 from diffsynth_lite.core.gradient import GradientEngine
 from diffsynth_lite.core.randomness import normal
@@ -290,7 +290,7 @@ def test_the_data_goes_on_at_the_step_that_the_run_starts_with(prepared: Prepare
 def test_each_process_takes_its_own_share(prepared: Prepared) -> None:
     def positions(process_index: int) -> list[list[int]]:
         accelerator = SimpleNamespace(
-            device=CPU, num_processes=3, process_index=process_index, prepare=lambda model: model
+            **vars(PROCESS) | {"num_processes": 3, "process_index": process_index, "is_main_process": False}
         )
         return [batch.positions for batch in _samples(prepared.build(accelerator=accelerator), 1)]
 
@@ -319,11 +319,18 @@ def test_previews_go_to_their_folder_from_the_same_family(prepared: Prepared, tm
 
 
 def test_the_run_trains_the_model_and_the_optimizer_that_it_was_given(prepared: Prepared) -> None:
-    wrapped = torch.nn.Sequential(prepared.transformer)
-    accelerator = SimpleNamespace(device=CPU, num_processes=1, process_index=0, prepare=lambda _: wrapped)
+    given: list[torch.nn.Module] = []
+    under_autocast = torch.nn.Identity()
+
+    def prepare_model(model: torch.nn.Module, *, evaluation_mode: bool) -> torch.nn.Module:
+        assert evaluation_mode  # else DDP is put around it
+        given.append(model)
+        return under_autocast
+
+    accelerator = SimpleNamespace(**vars(PROCESS) | {"prepare_model": prepare_model})
     optimizer = build_optimizer(prepared.config(), prepared.transformer)
     built = prepared.build(accelerator=accelerator, optimizer=optimizer)
-    assert built.model is wrapped
-    assert built.transformer is prepared.transformer
+    assert given == [prepared.transformer]
+    assert built.transformer is under_autocast
     assert built.optimizer is optimizer
     assert built.accelerator is accelerator

@@ -5,6 +5,8 @@ import dataclasses
 import io
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,8 @@ import torch
 from PIL import Image, ImageStat
 
 from diffsynth_lite import __version__
+from diffsynth_lite.core.weights import FailedWithinPassError
+from diffsynth_lite.errors import RunStoppedError
 from diffsynth_lite.media import frame_strip
 from diffsynth_lite.pipelines import PreviewRequest
 from diffsynth_lite.training.previews import (
@@ -34,7 +38,7 @@ class Request(PreviewRequest):
     prompt: str
 
 
-def previews(folder: Path, sample, prompts=PROMPTS, inputs=()) -> Previews:
+def previews(folder: Path, sample, prompts=PROMPTS, inputs=(), shards=None, **settings) -> Previews:
     requests = [
         Request(
             prompt=prompt,
@@ -50,13 +54,14 @@ def previews(folder: Path, sample, prompts=PROMPTS, inputs=()) -> Previews:
         for prompt in prompts
     ]
     return Previews(
-        family=SimpleNamespace(sample=sample),
+        family=SimpleNamespace(sample=sample, shards=shards),
         folder=folder,
         prompts=prompts,
         negative_prompt="",
         requests=requests,
         source=PictureSource(model="tiny", sampler="Euler", fps=8),
         vae_dtype=torch.float32,
+        **settings,
     )
 
 
@@ -68,6 +73,28 @@ def draw_colours(_transformer, _dtype, requests) -> list[list[Image.Image]]:
 def pixel_counts(path: Path) -> dict[tuple[int, int, int], int]:
     with Image.open(path) as image:
         return {colour: count for count, colour in image.convert("RGB").getcolors(1 << 24)}
+
+
+class Shards:
+    """Turns what fails into the error of one process that fails where others wait for it."""
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise FailedWithinPassError(str(error)) from error
+
+
+def test_a_failure_that_other_processes_wait_for_ends_the_run_and_one_process_writes(tmp_path: Path) -> None:
+    def fail(*_arguments: object) -> None:
+        raise ValueError("of one process")
+
+    with pytest.raises(RunStoppedError, match=r"previews at step 3 failed .*: of one process What helps:"):
+        previews(tmp_path, fail, shards=Shards()).draw(torch.nn.Linear(1, 1), 3)
+    drawn = previews(tmp_path, draw_colours, shards=Shards(), writes=False)
+    assert drawn.draw(torch.nn.Linear(1, 1), 3) is None
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_grid_has_a_row_a_prompt_and_a_column_a_step(tmp_path: Path) -> None:

@@ -20,9 +20,19 @@ from diffsynth_lite.core.weights.frozen_linear import (
 from diffsynth_lite.core.weights.gguf import GgufTensors
 from diffsynth_lite.core.weights.loading import StoredTensors, load_frozen
 from diffsynth_lite.core.weights.packing import HostBlocks, frozen_weights, packed_bytes
+from diffsynth_lite.core.weights.sharding import (
+    BaseShards,
+    FailedWithinPassError,
+    ShardReport,
+    is_sharded,
+    local_bytes,
+    local_part,
+)
 from diffsynth_lite.core.weights.stream import StreamReport, WeightStream, require_saving, spread_evenly
 
 __all__ = [
+    "BaseShards",
+    "FailedWithinPassError",
     "FrozenLinear",
     "GgufTensors",
     "HostBlocks",
@@ -32,6 +42,7 @@ __all__ = [
     "NotFiniteError",
     "Quantization",
     "QuantizationReport",
+    "ShardReport",
     "StoredFormatError",
     "StoredTensors",
     "StreamReport",
@@ -41,7 +52,10 @@ __all__ = [
     "frozen_weights",
     "is_finite",
     "is_scale",
+    "is_sharded",
     "load_frozen",
+    "local_bytes",
+    "local_part",
     "packed_bytes",
     "require_saving",
     "spread_evenly",

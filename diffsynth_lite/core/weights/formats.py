@@ -72,25 +72,45 @@ class WeightFormat(ABC):
     def empty(self, num_rows: int, num_columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Memory for the values and the scales of a weight (num_rows, num_columns)."""
 
-    def write(self, rows: Tensor, first_row: int, values: Tensor | None, scales: Tensor | None) -> None:
+    def write(
+        self,
+        rows: Tensor,
+        first_row: int,
+        values: Tensor | None,
+        scales: Tensor | None,
+        *,
+        starts: Sequence[int] = (0, 0),
+    ) -> None:
         """Quantise some rows of a weight, on their device, into the memory that ``empty`` gave.
 
         Args:
             rows: (R, num_columns), floating.
             first_row: where they stand in the weight, a multiple of ``row_step``.
-            values: of the whole weight, on any device, as ``scales``; None is not written.
+            values: of the weight, on any device, as ``scales``; None is not written.
+            starts: places of the first numbers of both among all of the weight, where the memory is a part
+                of it; what belongs elsewhere is not written.
 
         Raises:
             NotFiniteError: a number is infinite or NaN.
         """
         assert first_row % self.row_step == 0, f"{self.name} is not written from row {first_row} on"
         require_finite(rows)
-        first, num_columns = first_row * rows.shape[1], rows.shape[1]
-        written = zip((values, scales), self._quantised(rows.float()), self._spans(num_columns), strict=True)
-        for memory, part, span in written:
+        first, spans = first_row * rows.shape[1], self._spans(rows.shape[1])
+        written = zip((values, scales), self._quantised(rows.float()), spans, starts, strict=True)
+        for memory, part, span, start in written:
             if memory is not None:
-                start = first // span
-                memory.view(-1)[start : start + part.numel()].copy_(part.view(-1))
+                _write_part(memory.view(-1), first // span - start, part.view(-1))
+
+    def rows_of(self, values: range, scales: range, num_columns: int) -> range:
+        """The rows that must be written to fill these numbers of the values and of the scales."""
+        parts = zip((values, scales), self._spans(num_columns), strict=True)
+        weights = [(part.start * span, part.stop * span) for part, span in parts if part]
+        if not weights:
+            return range(0)
+        first = min(start for start, _ in weights) // num_columns
+        return range(
+            first // self.row_step * self.row_step, -(-max(stop for _, stop in weights) // num_columns)
+        )
 
     @abstractmethod
     def _quantised(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,6 +137,13 @@ class WeightFormat(ABC):
     @abstractmethod
     def dense(self, values: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The weight again, of this shape, computed in fp32 and rounded once to ``dtype``."""
+
+
+def _write_part(memory: Tensor, place: int, part: Tensor) -> None:
+    """Write what of ``part`` lies in ``memory`` if it begins at ``place`` there, which may be outside."""
+    first, last = max(place, 0), min(place + len(part), len(memory))
+    if first < last:
+        memory[first:last].copy_(part[first - place : last - place])
 
 
 class Int8(WeightFormat):

@@ -1,6 +1,6 @@
 """This file has the linear layer of frozen models: its weight is in a format, and made where it is used."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from diffsynth_lite.core.autocast import autocast_dtype
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.core.weights.formats import WeightFormat
+from diffsynth_lite.core.weights.sharding import whole
 
 _ROWS_NUMBERS = 2**22
 """Of a weight whose norm is taken, on the device at once."""
@@ -115,22 +116,29 @@ def weight_norm(layer: nn.Linear, device: torch.device) -> Tensor:
 
     Args:
         layer: its weight may be anywhere.
-        device: where it is computed, some rows at a time: at most 64 MiB are there of them at once.
+        device: where it is computed, some rows at a time: at most 64 MiB are there of them at once. A sharded
+            weight is gathered before, as a whole, by all processes together.
     """
+    kept = [whole(part.detach()) for part in _parts_of(layer)]
     step = layer.format.row_step if isinstance(layer, FrozenLinear) else 1
     num_rows = max(step, _ROWS_NUMBERS // layer.in_features // step * step)
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for first in range(0, layer.out_features, num_rows):
         rows = range(first, min(first + num_rows, layer.out_features))
-        squares += torch.linalg.vector_norm(_rows_of(layer, rows, device), dtype=torch.float64) ** 2
+        squares += torch.linalg.vector_norm(_rows_of(layer, kept, rows, device), dtype=torch.float64) ** 2
     return squares.sqrt()
 
 
-def _rows_of(layer: nn.Linear, rows: range, device: torch.device) -> Tensor:
+def _parts_of(layer: nn.Linear) -> list[Tensor]:
+    return [layer.weight, layer.weight_scale] if isinstance(layer, FrozenLinear) else [layer.weight]
+
+
+def _rows_of(layer: nn.Linear, kept: Sequence[Tensor], rows: range, device: torch.device) -> Tensor:
     if not isinstance(layer, FrozenLinear):
-        return layer.weight.detach()[rows.start : rows.stop].to(device)
-    kept = layer.format.rows(layer.weight, layer.weight_scale, rows, layer.in_features)
-    values, scales = (tensor.detach().to(device) for tensor in kept)
+        return kept[0][rows.start : rows.stop].to(device)
+    values, scales = kept
+    own = layer.format.rows(values, scales, rows, layer.in_features)
+    values, scales = (part.to(device) for part in own)
     return layer.format.dense(values, scales, (len(rows), layer.in_features), torch.float32)
 
 

@@ -19,6 +19,7 @@ from diffsynth_lite.core.weights.float8 import FLOAT8, StoredFormatError, separa
 from diffsynth_lite.core.weights.formats import NotFiniteError, WeightFormat, require_finite
 from diffsynth_lite.core.weights.frozen_linear import FrozenLinear
 from diffsynth_lite.core.weights.packing import HostBlocks, place_in_line
+from diffsynth_lite.core.weights.sharding import BaseShards, local_part, own_rows
 
 _NUM_ROWS = 64
 """Rows that are read at once; a multiple of each format's ``row_step``. While 256 rows of
@@ -128,6 +129,7 @@ def load_frozen(
     *,
     device: torch.device,
     host_blocks: HostBlocks | None = None,
+    shards: BaseShards | None = None,
 ) -> None:
     """Make memory for all of a model's tensors, and fill it with stored ones; the model is frozen then.
 
@@ -140,12 +142,16 @@ def load_frozen(
         stored: holds all tensors of the model as it is without formats; what else it holds is not read.
         device: where the model goes, and weights are quantised.
         host_blocks: those whose weights go to host memory instead.
+        shards: which parts of the weights this process gets; of the others nothing is read. None is all.
 
     Raises:
         NotFiniteError: a weight is not finite; those that stay in their file are not looked at.
         HostMemoryError: the system has too little host memory for the blocks.
     """
-    in_place = _usable_in_place(model.requires_grad_(False), stored) if device.type == "cpu" else {}
+    model.requires_grad_(False)
+    if shards is not None:
+        shards.apply_to(model)
+    in_place = _usable_in_place(model, stored) if device.type == "cpu" and shards is None else {}
     on_host: set[nn.Parameter] = set()
     if host_blocks is not None:
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -158,8 +164,8 @@ def load_frozen(
     filled: set[Tensor] = {state[name] for name in in_place} - on_host
     if host_blocks is not None and host_blocks.memory.is_filled_elsewhere:
         filled |= on_host
-    for name, write in _writers(model, device, filled).items():
-        _copy(stored, name, write)
+    for name, writer in _writers(model, device, filled).items():
+        _copy(stored, name, writer)
 
 
 def _usable_in_place(model: nn.Module, stored: StoredTensors) -> dict[str, Tensor]:
@@ -191,13 +197,22 @@ def _make_memory(
             _set(model, name, buffer.to(device))
 
 
-_Write = Callable[[Tensor, int], object]
-"""Takes rows as they are stored, and the first one's place in the tensor."""
+@dataclass(frozen=True)
+class _Writer:
+    """Writes to a tensor of the model, or to the shard of it that is here.
+
+    Attributes:
+        rows: of the stored tensor, that are to be written.
+        write: takes some of them as they are stored, and the first one's place in the tensor.
+    """
+
+    rows: range
+    write: Callable[[Tensor, int], object]
 
 
-def _writers(model: nn.Module, device: torch.device, filled: Set[Tensor]) -> dict[str, _Write]:
+def _writers(model: nn.Module, device: torch.device, filled: Set[Tensor]) -> dict[str, _Writer]:
     """What writes to each tensor of the model that is not filled, by the stored name."""
-    writers: dict[str, _Write] = {}
+    writers: dict[str, _Writer] = {}
     done = set(filled)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor in done:
@@ -207,13 +222,27 @@ def _writers(model: nn.Module, device: torch.device, filled: Set[Tensor]) -> dic
             layer = name.rpartition(".")[0]
             owner = model.get_submodule(layer)
             assert isinstance(owner, FrozenLinear)
-            values, scales = (
-                None if part in filled else part.data for part in (owner.weight, owner.weight_scale)
-            )
-            writers[f"{layer}.weight"] = partial(_quantise, owner.format, device, values, scales)
+            writers[f"{layer}.weight"] = _quantiser(owner, device, filled)
         else:
-            writers[name] = partial(_write_plain, tensor.data)
+            rows = own_rows(tensor)
+            writers[name] = _Writer(rows, partial(_write_plain, local_part(tensor.data), rows.start))
     return writers
+
+
+def _quantiser(layer: FrozenLinear, device: torch.device, filled: Set[Tensor]) -> _Writer:
+    parts = layer.weight, layer.weight_scale
+    values, scales = map(_own_numbers, parts)
+    memories = [None if part in filled else local_part(part.data) for part in parts]
+    return _Writer(
+        layer.format.rows_of(values, scales, layer.in_features),
+        partial(_quantise, layer.format, device, memories, (values.start, scales.start)),
+    )
+
+
+def _own_numbers(tensor: Tensor) -> range:
+    """Places among all numbers of a tensor, row by row, of those that are here."""
+    rows, width = own_rows(tensor), tensor.numel() // len(tensor)
+    return range(rows.start * width, rows.stop * width)
 
 
 def _is_quantised(model: nn.Module, name: str) -> bool:
@@ -230,27 +259,29 @@ def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
 def _quantise(
     weight_format: WeightFormat,
     device: torch.device,
-    values: Tensor | None,
-    scales: Tensor | None,
+    memories: Sequence[Tensor | None],
+    starts: Sequence[int],
     rows: Tensor,
     first_row: int,
 ) -> None:
-    weight_format.write(rows.to(device), first_row, values, scales)
+    values, scales = memories
+    weight_format.write(rows.to(device), first_row, values, scales, starts=starts)
 
 
-def _write_plain(memory: Tensor, rows: Tensor, first_row: int) -> None:
+def _write_plain(memory: Tensor, start: int, rows: Tensor, first_row: int) -> None:
     # A tensor without dimensions has no rows.
-    part = memory[first_row : first_row + len(rows)] if memory.ndim else memory
+    place = first_row - start
+    part = memory[place : place + len(rows)] if memory.ndim else memory
     part.copy_(rows)
     require_finite(part)
 
 
-def _copy(stored: StoredTensors, name: str, write: _Write) -> None:
-    """Have one stored tensor written, some rows at a time."""
-    num_rows = len(stored.tensors[name]) if stored.tensors[name].ndim else 1
-    for first_row in range(0, num_rows, _NUM_ROWS):
+def _copy(stored: StoredTensors, name: str, writer: _Writer) -> None:
+    """Have the rows that are wanted of a stored tensor written, some at a time."""
+    for first_row in range(writer.rows.start, writer.rows.stop, _NUM_ROWS):
+        rows = slice(first_row, min(first_row + _NUM_ROWS, writer.rows.stop))
         try:
-            write(stored.numbers(name, slice(first_row, first_row + _NUM_ROWS)), first_row)
+            writer.write(stored.numbers(name, rows), first_row)
         except NotFiniteError:
             raise NotFiniteError(name) from None
 

@@ -136,9 +136,9 @@ class DiffusersFamily(DiffusersLora):
     def load_component(self, name: str, dtype: torch.dtype, encoder_blocks: HostBlocks | None = None) -> Any:
         """A component with its weights in ``dtype``, on the CPU; pickled weights are refused.
 
-        Where ``quantization`` or ``host_blocks`` is set, what is not of ``encoder_classes`` is loaded as they
-        say, and to their device; text encoders as ``text_encoder_memory`` says. The autoencoder, ``vae``,
-        works in ``vae_tiles``. What the folder has a file for is read from there.
+        Where ``quantization``, ``host_blocks`` or ``shards`` is set, what is not of ``encoder_classes`` is
+        loaded as they say, and to their device; text encoders as ``text_encoder_memory`` says. The
+        autoencoder, ``vae``, works in ``vae_tiles``. What the folder has a file for is read from there.
 
         Args:
             name: folder of the component.
@@ -150,17 +150,19 @@ class DiffusersFamily(DiffusersLora):
                 numbers in them are not finite.
         """
         component_class = self.component_class(name)
-        quantization, host_blocks = self.quantization, self.host_blocks
+        source = component_class, self.folder, name, dtype
+        placing: tuple[Any, ...] = self.quantization, self.host_blocks, self.shards
+        load: Callable[..., torch.nn.Module] = load_frozen_component
         if name in self.encoder_classes:
-            quantization, host_blocks = self.text_encoder_memory.quantizations.get(name), encoder_blocks
+            placing = self.text_encoder_memory.quantizations.get(name), encoder_blocks
+            if issubclass(component_class, PreTrainedModel):
+                load = load_frozen_encoder
         try:
-            if quantization or host_blocks or name in self.folder.files:
-                is_from_transformers = issubclass(component_class, PreTrainedModel)
-                load = load_frozen_encoder if is_from_transformers else load_frozen_component
-                component = load(component_class, self.folder, name, dtype, quantization, host_blocks)
+            if any(placing) or name in self.folder.files:
+                component = load(*source, *placing)
             else:
                 self.folder.require_as_many_numbers(name, self.empty_component(name))
-                component = load_plain_component(component_class, self.folder, name, dtype)
+                component = load_plain_component(*source)
         except (SafetensorError, OSError) as error:
             raise UserError(
                 f"model.path: the weights in {self.folder.path / name} cannot be read "

@@ -9,7 +9,7 @@ import torch
 from PIL.Image import Image
 
 from diffsynth_lite.core.noise import FlowMatchingPath, NoisePath
-from diffsynth_lite.core.weights import HostBlocks, Quantization
+from diffsynth_lite.core.weights import BaseShards, HostBlocks, Quantization
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.format import LoraFormat
 from diffsynth_lite.media import Media, Prompt, RecordKind
@@ -85,6 +85,7 @@ class ModelFamily(LoraFormat):
             sets it when it is checked.
         host_blocks: of these models, whose weights are loaded to host memory; None is none. A run sets it
             while it loads what it trains.
+        shards: over which all models that remove noise are spread; None is over none. A run sets it.
         text_encoder_memory: how text encoders are kept while they encode. A run sets it likewise.
         vae_tiles: that the autoencoder works in; None leaves pictures and clips whole. A run sets it, too.
     """
@@ -122,6 +123,7 @@ class ModelFamily(LoraFormat):
         self.trained = tuple(name for name in self.trainable if name in given)
         self.quantization: Quantization | None = None
         self.host_blocks: HostBlocks | None = None
+        self.shards: BaseShards | None = None
         self.text_encoder_memory = TextEncoderMemory()
         self.vae_tiles: VaeTiles | None = None
 

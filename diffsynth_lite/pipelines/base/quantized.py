@@ -12,6 +12,7 @@ from accelerate import init_empty_weights
 
 from diffsynth_lite.core.gradient import blocks_in
 from diffsynth_lite.core.weights import (
+    BaseShards,
     HostBlocks,
     NotFiniteError,
     Quantization,
@@ -19,6 +20,7 @@ from diffsynth_lite.core.weights import (
     StoredTensors,
     is_finite,
     load_frozen,
+    local_part,
 )
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.folder import ComponentFile, PipelineFolder
@@ -74,6 +76,7 @@ def load_frozen_component(
     dtype: torch.dtype,
     quantization: Quantization | None = None,
     host_blocks: HostBlocks | None = None,
+    shards: BaseShards | None = None,
 ) -> torch.nn.Module:
     """A component as ``from_pretrained`` gives it, but frozen, and each tensor where it is going to be.
 
@@ -83,7 +86,8 @@ def load_frozen_component(
         dtype: of all that is not quantised.
         quantization: of some of its layers, while they are read, from the numbers in the files; None is none.
         host_blocks: blocks whose weights go to host memory; None is none. All else goes to the device that
-            this or ``quantization`` names, or stays on the CPU.
+            this, ``shards`` or ``quantization`` names, or stays on the CPU.
+        shards: which parts of the weights are loaded; None is all of them.
 
     Raises:
         HostMemoryError: the system has too little host memory for the blocks.
@@ -97,7 +101,7 @@ def load_frozen_component(
         model: torch.nn.Module = model_class.from_config(folder.component_config(component))
     given = folder.files.get(component)
     where = ComponentFile(path=folder.path / component, key="model.path") if given is None else given
-    placing = host_blocks or quantization
+    placing = host_blocks or shards or quantization
     device = torch.device("cpu") if placing is None else placing.device
     try:
         if given is not None:
@@ -107,7 +111,7 @@ def load_frozen_component(
             require_fitting(folder, component, model_class, stored.lacking(model))
         _warn_of_unused(where.path, model, stored)
         set_formats(model, dtype, quantization)
-        load_frozen(model, stored, device=device, host_blocks=host_blocks)
+        load_frozen(model, stored, device=device, host_blocks=host_blocks, shards=shards)
     except StoredFormatError as error:
         raise UserError(f"{where.key}: the weights in {where.path} are not read: {error}") from error
     except NotFiniteError as error:
@@ -155,7 +159,7 @@ def require_finite_weights(folder: PipelineFolder, component: str, model: torch.
         UserError: naming the file and the tensor.
     """
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not is_finite(parameter):
+        if parameter.is_floating_point() and not is_finite(local_part(parameter)):
             error = NotFiniteError(name.replace(".base_layer.", "."))
             raise UserError(f"{folder.place_of(component, error.tensor)}: {error}; get it again")
 

@@ -112,7 +112,13 @@ class ExpertFamily(DiffusersFamily):
         return transformers
 
     def _load_streamed(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-        """A frozen expert with its blocks in host memory, where that has room and something is saved."""
+        """A frozen expert with its blocks in host memory, where that has room and something is saved.
+
+        Where what is trained is sharded, it is, too, and nothing is in host memory.
+        """
+        if self.shards is not None:
+            shared: torch.nn.Module = self.load_component(name, dtype)
+            return shared.requires_grad_(False)
         empty = self.empty_component(name).requires_grad_(False)
         set_formats(empty, dtype, self.quantization)
         blocks, min_bytes = blocks_in(empty, self.block_lists), smallest_worth_moving(device)

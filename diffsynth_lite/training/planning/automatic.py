@@ -227,11 +227,10 @@ class _Search:
 
 def _settings_of(config: Config, family: ModelFamily, accelerator: Accelerator) -> StepSettings:
     """Of a step in one of the processes, on their kind of device."""
-    settings = step_settings(config, family)
-    batch_size = config.train.global_batch_size // accelerator.num_processes
+    settings = step_settings(config, family, num_processes=accelerator.num_processes)
     return replace(
         settings,
-        accumulates=batch_size > config.train.micro_batch_size,
+        num_shards=1 if family.shards is None else family.shards.num_shards,
         device_type="cuda" if accelerator.device.type == "cuda" else "cpu",
     )
 

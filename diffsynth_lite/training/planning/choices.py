@@ -170,13 +170,18 @@ def least_streamed(
 
 
 def _numbers_streamed(counter: MemoryCounter, settings: StepSettings) -> list[int]:
+    if settings.num_shards > 1:
+        return [0]
     return [0, *range(settings.stream_slots + 1, counter.num_blocks + 1)]
 
 
 def least_of_device(counter: MemoryCounter, settings: StepSettings) -> StepSettings:
-    """The settings with what takes least of the device: all blocks are streamed, and treated alike."""
+    """The settings with what takes least of the device: all blocks are treated alike.
+
+    All are streamed, but where they are sharded.
+    """
     tried = [replace(treated(settings, strategy), stream_blocks="all") for strategy in _strategies(settings)]
-    if counter.num_blocks <= settings.stream_slots:
+    if counter.num_blocks <= settings.stream_slots or settings.num_shards > 1:
         tried = [replace(one, stream_blocks=0) for one in tried]
     return min(tried, key=lambda one: counter.count(one).device)
 

@@ -33,6 +33,8 @@ from diffsynth_lite.training.planning.few_blocks import BlockLists, FewBlocks
 from diffsynth_lite.training.planning.step import MetaModel, MetaStep, Sample, StepSettings
 
 _META = torch.device("meta")
+_BLOCKS_GATHERED = 3
+"""As torch's ``fully_shard`` overlaps what it gathers with what is computed; not measured on a GPU."""
 _MOMENTS = 2
 """Numbers that AdamW keeps of each one that trains."""
 
@@ -43,7 +45,7 @@ class MemoryCount:
 
     Attributes:
         weights: frozen, and all the time on the device.
-        slots: that streamed weights visit.
+        slots: that streamed weights visit; of a sharded base, what is gathered of it at once.
         lora: weights of the LoRA, and of its moving average.
         optimizer: AdamW's state.
         gradients: of the LoRA, at the end of the backward pass.
@@ -123,12 +125,13 @@ class MemoryCounter:
         Raises:
             UserError: ``quantize_skip`` names layers that are not there.
         """
-        models = self._model_bytes(settings)
+        models, num_shards = self._model_bytes(settings), settings.num_shards
         streamed = [block for model in models for block in model.streamed(settings.stream_blocks).values()]
-        resident = sum(model.total for model in models) - sum(block.plain for block in streamed)
+        resident = sum(model.share(num_shards) for model in models) - sum(block.plain for block in streamed)
+        slots = settings.stream_slots * max((block.packed for block in streamed), default=0)
         return MemoryCount(
             weights=resident,
-            slots=settings.stream_slots * max((block.packed for block in streamed), default=0),
+            slots=slots + max(model.gathered(num_shards) for model in models),
             lora=self.lora_bytes * (2 if settings.has_average else 1),
             optimizer=_MOMENTS * self.lora_bytes,
             gradients=self.lora_bytes,
@@ -273,10 +276,17 @@ class _BlockBytes:
 
 @dataclass(frozen=True)
 class _ModelBytes:
-    """What the weights of a model take, and those of its blocks that can be streamed, in call order."""
+    """What the weights of a model take, and those of its blocks that can be streamed, in call order.
+
+    Attributes:
+        rows: number and bytes of the rows of each weight that can be sharded.
+        whole_blocks: bytes of all weights of each block.
+    """
 
     total: int
     blocks: list[_BlockBytes]
+    rows: list[tuple[int, int]]
+    whole_blocks: list[int]
 
     @classmethod
     def of(cls, model: nn.Module, blocks: Sequence[nn.Module], min_bytes: int) -> "_ModelBytes":
@@ -287,7 +297,25 @@ class _ModelBytes:
                 _BlockBytes(sum(weight.nbytes for weight in weights), packed_bytes(weights))
                 for weights in movable
             ],
+            rows=[(len(one), one[0].nbytes) for one in model.parameters() if one.ndim] if blocks else [],
+            whole_blocks=[sum(weight.nbytes for weight in block.parameters()) for block in blocks],
         )
+
+    def share(self, num_shards: int) -> int:
+        """Bytes that the first of so many processes has, whose share is the largest."""
+        elsewhere = sum((number - -(-number // num_shards)) * size for number, size in self.rows)
+        return self.total - elsewhere
+
+    def gathered(self, num_shards: int) -> int:
+        """Bytes of the weights that are whole at once in each of so many processes.
+
+        Those outside of blocks, and three times the largest block: the one that computes, one that arrives,
+        and the room that it arrives in.
+        """
+        if num_shards == 1 or not self.whole_blocks:
+            return 0
+        outside = sum(number * size for number, size in self.rows) - sum(self.whole_blocks)
+        return outside + _BLOCKS_GATHERED * max(self.whole_blocks)
 
     def streamed(self, number: int | Literal["all"]) -> dict[int, _BlockBytes]:
         """The blocks that ``memory.stream_blocks`` streams, by their places."""

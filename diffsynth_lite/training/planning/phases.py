@@ -142,7 +142,7 @@ class PhaseCounter:
     def _loading(self, step: MemoryCount, settings: StepSettings) -> Phase:
         """Weights, in place or cast by their library; the optimizer's state is made in the first step."""
         copied = 0
-        if settings.quantize == "none" and not settings.stream_blocks:
+        if settings.quantize == "none" and not settings.stream_blocks and settings.num_shards == 1:
             copied = self._once(lambda: self._copied(settings), "copied", settings.dtype)
         device = step.weights + step.slots + step.lora
         return _phase(
@@ -171,8 +171,10 @@ class PhaseCounter:
             held += self._counter.lora_bytes  # what is trained waits while the average draws
         host = self._beside.host + step.host + drawn.copies
         if set(self.family.denoisers) - set(self.family.trained):
-            # The other expert draws, too, and waits in host memory.
-            other = self._counter.count(replace(settings, stream_blocks="all", stream_slots=NUM_SLOTS))
+            # The other expert draws, too, and waits in host memory, or is sharded likewise.
+            other = replace(step, slots=0, weights_on_host=0)
+            if settings.num_shards == 1:
+                other = self._counter.count(replace(settings, stream_blocks="all", stream_slots=NUM_SLOTS))
             held, host = held + other.weights + other.slots, host + other.weights_on_host
         return Phase(
             name="drawing previews",

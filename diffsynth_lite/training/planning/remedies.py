@@ -87,7 +87,7 @@ def _of_phase(phase: Phase, phases: PhaseCounter, settings: StepSettings) -> Ite
             yield from formats
             yield from (_STREAMED | changes for changes in formats)
         case "loading" if settings.quantize == "none" and not settings.stream_blocks:
-            # A model of which something is streamed is filled in place, and cast row by row.
+            # A model of which something is streamed, or sharded, is filled in place, and cast row by row.
             yield {"memory.stream_blocks": settings.stream_slots + 1}
         case "drawing previews":
             yield _IN_BFLOAT16

@@ -36,6 +36,7 @@ class StepSettings:
         policy: which blocks are checkpointed, and what they keep.
         has_average: whether a moving average of the LoRA is kept.
         compiles: whether blocks are compiled, which is not counted: they show no attention to save.
+        num_shards: processes over which the frozen weights are sharded.
         device_type: kernels and autocast of CUDA and the CPU are not the same.
     """
 
@@ -56,6 +57,7 @@ class StepSettings:
     quantize_skip: tuple[str, ...] = ()
     stream_blocks: int | Literal["all"] = 0
     stream_slots: int = 2
+    num_shards: int = 1
     device_type: Literal["cuda", "cpu"] = "cuda"
 
     @property
@@ -80,6 +82,7 @@ class StepSettings:
             # Where weights are changes no activation, nor does an average.
             stream_blocks=0,
             stream_slots=2,
+            num_shards=1,
             has_average=False,
         )
 

@@ -28,6 +28,8 @@ _COUNTED = BlockPolicy(selected=BlockStrategy(offload=True, save_attention="park
 class StepTimer:
     """Predicts how long optimizer steps of what a counter counts take on a device.
 
+    What the processes of a run exchange is not a part of it.
+
     Counting takes a second or two; it is done once for what changes the work, which neither the number of
     streamed blocks does nor which blocks a policy selects.
 
@@ -99,7 +101,7 @@ _CHANGES_NO_WORK = frozenset(
     (
         *("policy", "use_gradient_checkpointing", "use_gradient_checkpointing_offload"),
         *("resident_blocks", "prefetched_blocks", "stream_blocks", "stream_slots"),
-        *("accumulates", "has_average"),
+        *("accumulates", "has_average", "num_shards"),
     )
 )
 """Settings that say which blocks do what, or when, and what is added up here without being counted."""

@@ -50,15 +50,15 @@ def largest_size(config: Config, family: ModelFamily) -> Bucket:
     return max(sizes_of(config, family), key=lambda size: num_tokens_of(size, family))
 
 
-def step_settings(config: Config, family: ModelFamily) -> StepSettings:
-    """What of a config decides how much memory a step takes, in one process."""
+def step_settings(config: Config, family: ModelFamily, *, num_processes: int = 1) -> StepSettings:
+    """What of a config decides how much memory a step takes, in one of the processes of a machine."""
     train, memory, model = config.train, config.memory, config.model
     size = train.micro_batch_size
     if train.micro_batch_tokens is not None:
         size = max(1, train.micro_batch_tokens // num_tokens_of(largest_size(config, family), family))
     return StepSettings(
         micro_batch_size=size,
-        accumulates=train.global_batch_size > train.micro_batch_size,
+        accumulates=train.global_batch_size > num_processes * train.micro_batch_size,
         has_average=train.ema_decay is not None,
         compiles=train.compile != "off",
         mixed_precision=train.mixed_precision,
@@ -74,6 +74,7 @@ def step_settings(config: Config, family: ModelFamily) -> StepSettings:
         quantize_skip=tuple(model.quantize_skip),
         stream_blocks=0 if memory.stream_blocks == "auto" else memory.stream_blocks,
         stream_slots=memory.stream_slots,
+        num_shards=1 if memory.shard_base == "no" else num_processes,
     )
 
 
@@ -108,9 +109,9 @@ def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
     )
 
 
-def timer_of(config: Config, counter: MemoryCounter, gpu: Gpu) -> StepTimer:
-    """Predicts how long optimizer steps of a config take in one process on a card."""
-    return StepTimer(counter, gpu.speed(), batch_size=config.train.global_batch_size)
+def timer_of(config: Config, counter: MemoryCounter, gpu: Gpu, *, num_processes: int = 1) -> StepTimer:
+    """Predicts how long optimizer steps of a config take in one of the processes, on a card each."""
+    return StepTimer(counter, gpu.speed(), batch_size=-(-config.train.global_batch_size // num_processes))
 
 
 def with_changes(config: Config, changes: Mapping[str, object]) -> Config:

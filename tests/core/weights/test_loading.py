@@ -1,5 +1,6 @@
 """Filling a frozen model from files: the same numbers, a few rows at a time."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,9 +142,11 @@ def test_a_weight_is_read_some_rows_at_a_time(
     written: list[tuple[int, int]] = []
     write = WeightFormat.write
 
-    def watched(self: WeightFormat, rows: Tensor, first_row: int, *memory: Tensor) -> None:
+    def watched(
+        self: WeightFormat, rows: Tensor, first_row: int, *memory: Tensor, starts: Sequence[int]
+    ) -> None:
         written.append((first_row, len(rows)))
-        write(self, rows, first_row, *memory)
+        write(self, rows, first_row, *memory, starts=starts)
 
     monkeypatch.setattr(WeightFormat, "write", watched)
     stored = StoredTensors.in_files(files_of(tensors, tmp_path))

@@ -28,10 +28,16 @@ def by_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(automatic, "timer_of", lambda *_: SimpleNamespace(seconds=seconds))
 
 
-def chosen(device: int, host: int, *settings: str, earlier: dict[str, Any] | None = None) -> ChosenMemory:
+def chosen(
+    device: int,
+    host: int,
+    *settings: str,
+    earlier: dict[str, Any] | None = None,
+    shards: SimpleNamespace | None = None,
+) -> ChosenMemory:
     room = (f"memory.device_gib={(device + 0.5) / GIB}", f"memory.host_gib={(host + 0.5) / GIB}")
     config = load_config("qwen_lora.yaml", ["data.path=x", "memory.auto=true", *room, *settings]).config
-    return choose_memory(config, None, PROCESS, earlier=earlier)
+    return choose_memory(config, SimpleNamespace(shards=shards), PROCESS, earlier=earlier)
 
 
 def in_words(config: Config) -> str:
@@ -42,6 +48,14 @@ def in_words(config: Config) -> str:
         how = "offloaded" if train.use_gradient_checkpointing_offload else "again"
         how = f"{memory.policy_n or 10} {how}, attention {memory.save_attention}"
     return f"{how}, {memory.stream_blocks} streamed, {config.model.quantize}"
+
+
+def test_what_is_sharded_is_not_streamed() -> None:
+    shards = SimpleNamespace(num_shards=2)
+    made = chosen(110, 10, "memory.shard_base=all", shards=shards)
+    assert in_words(made.config) == "10 offloaded, attention no, 0 streamed, none"
+    with pytest.raises(UserError, match="nothing fits 60 bytes"):
+        chosen(60, 99, "memory.shard_base=all", shards=shards)
 
 
 @pytest.mark.parametrize(

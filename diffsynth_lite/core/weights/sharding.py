@@ -1,0 +1,199 @@
+"""This file shards frozen weights over processes: each keeps some rows of every weight, not all of them.
+
+torch's ``fully_shard`` has them meet: the weights of a block are whole on each device from its call on until
+the call is over, in forward, recompute and backward. Frozen weights have no gradients to exchange, and what
+trains is put on a model after it was sharded, so that it is whole everywhere.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from diffsynth_lite.core.gradient import blocks_in
+from diffsynth_lite.core.gradient.arguments import put_tensors, take_tensors
+from diffsynth_lite.core.units import format_bytes
+
+
+class PeerFailedError(RuntimeError):
+    """Another process failed, between two forward passes that all of them run together."""
+
+
+class FailedWithinPassError(RuntimeError):
+    """This process failed within a forward pass, in which the others wait for it: they cannot be told."""
+
+
+class BaseShards:
+    """Shards models over the processes of a group, which all of them do alike.
+
+    Args:
+        group: of the processes; each keeps about the same number of bytes.
+        device: of the shards.
+        block_lists: where a model holds its blocks, as of ``blocks_in``; no block holds another one. The
+            weights of each are gathered together, and those outside of blocks are, too.
+
+    Attributes:
+        num_shards: processes of the group.
+        device: as given.
+    """
+
+    def __init__(
+        self, group: torch.distributed.ProcessGroup, device: torch.device, block_lists: Sequence[str]
+    ) -> None:
+        self.num_shards, self.device = group.size(), device
+        self._group, self._block_lists = group, tuple(block_lists)
+        self._asks_before_forward = self._is_in_forward = False
+
+    def apply_to(self, model: nn.Module) -> None:
+        """Shard a frozen model on the meta device; its parameters are empty shards afterwards."""
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = DeviceMesh.from_group(self._group, self.device.type)
+        # A number alone has no rows.
+        ignored = {parameter for parameter in model.parameters() if not parameter.ndim}
+        for module in (*blocks_in(model, self._block_lists), model):
+            module.register_forward_hook(_without_views)
+            fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
+        # Before torch's own hook, which waits for the other processes.
+        model.register_forward_pre_hook(lambda *_: self._begin_forward(), prepend=True)
+        model.register_forward_hook(lambda *_: self._end_forward())
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Scope in which a process that fails between two forward passes makes the others fail at their next
+        one, where they would wait for it; all of them enter it, and run as many passes.
+
+        Raises:
+            PeerFailedError: another process failed.
+            FailedWithinPassError: this one did, within a pass.
+        """
+        self._asks_before_forward, self._is_in_forward = True, False
+        try:
+            yield
+            self._require_all(succeeded=True)
+        except PeerFailedError:
+            raise
+        except Exception as error:
+            if self._is_in_forward:
+                raise FailedWithinPassError(str(error)) from error
+            self._require_all(succeeded=False)
+            raise
+        finally:
+            self._asks_before_forward = False
+
+    def _begin_forward(self) -> None:
+        if self._asks_before_forward:
+            self._require_all(succeeded=True)
+        self._is_in_forward = True
+
+    def _end_forward(self) -> None:
+        self._is_in_forward = False
+
+    def _require_all(self, *, succeeded: bool) -> None:
+        answers = torch.tensor(int(succeeded), device=self.device)
+        torch.distributed.all_reduce(answers, torch.distributed.ReduceOp.MIN, group=self._group)
+        if succeeded and not answers:
+            raise PeerFailedError("another process failed, and its error tells why")
+
+
+def _without_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    """What a module returns, without views: where one is changed in place, torch's hook on it is lost.
+
+    The weights would then be missing in backward.
+    """
+    tensors, template = take_tensors(output)
+    if not torch.is_grad_enabled() or not any(tensor._is_view() for tensor in tensors):
+        return output
+    return put_tensors(template, [tensor.clone() if tensor._is_view() else tensor for tensor in tensors])
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a shard of a larger one, as which it shows itself."""
+    # To import its class takes time in which nothing may be sharded at all.
+    return hasattr(tensor, "full_tensor")
+
+
+def local_part(tensor: Any) -> Tensor:
+    """What of a tensor is in the memory of this process: all of one that is not sharded."""
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return part
+
+
+def whole(tensor: Any) -> Tensor:
+    """All of a tensor; of a sharded one all processes of its group call this together."""
+    gathered: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return gathered
+
+
+def own_rows(tensor: Any) -> range:
+    """The rows of a tensor, of those of all processes, that ``local_part`` holds; one without dimensions has
+    one.
+
+    As ``torch.chunk`` cuts them: as many for each process, and fewer or none for the last ones.
+    """
+    num_rows = len(tensor) if tensor.ndim else 1
+    if not is_sharded(tensor):
+        return range(num_rows)
+    size = -(-num_rows // tensor.device_mesh.size())
+    first = min(size * tensor.device_mesh.get_local_rank(), num_rows)
+    return range(first, min(first + size, num_rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardReport:
+    """What a process keeps of the frozen weights of a model; nothing is sharded where it keeps all.
+
+    Attributes:
+        num_shards: processes that share the weights.
+        num_bytes: of frozen weights here.
+        whole_bytes: of all of them.
+    """
+
+    num_shards: int
+    num_bytes: int
+    whole_bytes: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """What is in the memory of this process, also of a model with adapters."""
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        return cls(
+            num_shards=max((_num_shards(parameter) for parameter in frozen), default=1),
+            num_bytes=local_bytes(frozen),
+            whole_bytes=sum(parameter.nbytes for parameter in frozen),
+        )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the weights are shared at all."""
+        return self.num_shards > 1
+
+    def lines(self) -> list[str]:
+        """The report for people, in the form of the gradient engine's: at most one line."""
+        if not self.is_sharded:
+            return []
+        sizes = f"{format_bytes(self.num_bytes)} here of {format_bytes(self.whole_bytes)} of frozen weights"
+        return [f"{'sharded':<15} {sizes}, over {self.num_shards} processes"]
+
+    def metrics(self) -> dict[str, float]:
+        """Each number by its name; none where nothing is sharded."""
+        if not self.is_sharded:
+            return {}
+        return {
+            "weight_shards": self.num_shards,
+            "weight_bytes_of_process": self.num_bytes,
+            "weight_bytes_of_all_shards": self.whole_bytes,
+        }
+
+
+def local_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes that tensors take in this process."""
+    return sum(local_part(tensor).nbytes for tensor in tensors)
+
+
+def _num_shards(tensor: Any) -> int:
+    return int(tensor.device_mesh.size()) if is_sharded(tensor) else 1

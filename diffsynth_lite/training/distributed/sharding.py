@@ -1,0 +1,96 @@
+"""This file decides which processes share the frozen base, and checks that sharding it parts anything."""
+
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from diffsynth_lite.config import Config
+from diffsynth_lite.core.units import format_bytes
+from diffsynth_lite.core.weights import BaseShards, ShardReport
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.training.distributed.agreement import on_all_processes
+
+_OLDEST_TORCH = (2, 7)
+"""Before, ``fully_shard`` could not leave parameters out."""
+
+
+def check_sharding(config: Config, accelerator: Accelerator) -> None:
+    """Check that there are processes to shard the base over; all of them call this together.
+
+    Raises:
+        UserError: naming what would do.
+    """
+    wanted = config.memory.shard_base
+    if wanted == "no":
+        return
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _OLDEST_TORCH:
+        oldest = ".".join(map(str, _OLDEST_TORCH))
+        raise UserError(
+            f"memory.shard_base: {wanted} needs torch {oldest} or later, and {torch.__version__} is "
+            "installed; update it, or set no"
+        )
+    if accelerator.num_processes == 1:
+        raise UserError(
+            f"memory.shard_base: {wanted} shards the base over the processes of a run, and this is the only "
+            "one; start one for each device (torchrun --standalone --nproc_per_node 8 train.py ...), or set "
+            "no"
+        )
+    if wanted == "node" and any(len(ranks) == 1 for ranks in ranks_by_machine(accelerator)):
+        raise UserError(
+            "memory.shard_base: node shards the base over the processes of each machine, and one of them "
+            "has a single one; set all, or no"
+        )
+
+
+def ranks_by_machine(accelerator: Accelerator) -> list[range]:
+    """The processes of each machine, which all of them call this together to find out.
+
+    Raises:
+        UserError: the launcher has not numbered them machine by machine.
+    """
+    local = on_all_processes(accelerator, lambda: accelerator.local_process_index)
+    starts = [*(rank for rank, place in enumerate(local) if place == 0), len(local)]
+    machines = [range(first, last) for first, last in pairwise(starts)]
+    if [place for ranks in machines for place in range(len(ranks))] != local:
+        raise UserError(
+            "memory.shard_base: node needs processes that are numbered machine by machine, as torchrun and "
+            f"accelerate launch do it; their places in their machines are {local}"
+        )
+    return machines
+
+
+def shards_of(config: Config, family: ModelFamily, accelerator: Accelerator) -> BaseShards | None:
+    """What shards the models of a family that remove noise; None where each process keeps all of them.
+
+    All processes call this together.
+    """
+    if config.memory.shard_base == "no":
+        return None
+    group = torch.distributed.group.WORLD
+    if config.memory.shard_base == "node":
+        # As Watchdog has it for the group of all: nobody waits for a process that hangs.
+        limit = timedelta(minutes=config.train.step_timeout_minutes)
+        ranks = [list(machine) for machine in ranks_by_machine(accelerator)]
+        by_enumeration: Any = torch.distributed.new_subgroups_by_enumeration  # torch has no types for it
+        group, _ = by_enumeration(ranks, timeout=limit)
+    assert group is not None
+    return BaseShards(group, accelerator.device, family.block_lists)
+
+
+def require_sharded(config: Config, family: ModelFamily, transformer: torch.nn.Module) -> None:
+    """Check that a model that was loaded is sharded where that is asked for.
+
+    Raises:
+        UserError: this process holds all of it.
+    """
+    report = ShardReport.of(transformer)
+    if family.shards is not None and not report.is_sharded:
+        raise UserError(
+            f"memory.shard_base: {config.memory.shard_base} has no effect, as {config.model.family} loads "
+            f"its model in a way of its own: each process holds all {format_bytes(report.whole_bytes)}; set "
+            "it to no"
+        )
