@@ -11,10 +11,18 @@ import torch
 from diffusers import WanPipeline
 from diffusers.training_utils import free_memory
 from family_sample import CPU, PROMPTS, assert_does_as, engine_with
+from processes import group_of_one
 from wan_pipelines import BOUNDARY, two_experts
 
 from diffsynth_lite.core.gradient import gradient_engine
-from diffsynth_lite.core.weights import Quantization, QuantizationReport, WeightStream, weight_format
+from diffsynth_lite.core.weights import (
+    BaseShards,
+    Quantization,
+    QuantizationReport,
+    WeightStream,
+    is_sharded,
+    weight_format,
+)
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter, find_target_layers
 from diffsynth_lite.lora.pairs import pairs_of
@@ -232,6 +240,15 @@ def test_previews_draw_with_both_experts_whichever_are_trained(
     expected = drawn_by(pipeline, family._prompt_embeds(conditioning[:1]))
     assert [frame.tobytes() for frame in drawn[0]] == expected
     assert min(calls.values()) > 0
+
+    with group_of_one() as group:
+        family.shards = BaseShards(group, CPU, family.block_lists)
+        model = adapted(family).eval()
+        parts = family._transformers(model).values()
+        frozen = [weight for part in parts for weight in part.parameters() if not weight.requires_grad]
+        assert all(map(is_sharded, frozen))
+        shared = family.sample(model, torch.float32, [request(conditioning)])[0]
+    assert [frame.tobytes() for frame in shared] == expected
 
 
 def drawn_by(pipeline: WanPipeline, prompt_embeds: torch.Tensor) -> list[bytes]:

@@ -39,6 +39,7 @@ def test_a_sharded_run_that_is_killed_goes_on_as_one_that_is_not_sharded_and_was
     program = forked(watched_run, *settings, num_processes=2)
     assert program.wait() == 0, program.printed()
     assert "Continuing from" in program.printed()
+    assert "base in float32 and int8, one copy in all;" in program.printed()
 
     assert differing(checkpoint_tensors(alone, 3), checkpoint_tensors(killed, 3)) == []
     for name in ("item_losses.jsonl", "layers.jsonl"):

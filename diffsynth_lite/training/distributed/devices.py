@@ -30,11 +30,12 @@ def describe_run(config: Config, accelerator: Accelerator) -> str:
     processes = f"{layout.num_processes} process{'es' * (layout.num_processes > 1)}"
     tokens = config.train.micro_batch_tokens
     quantized = "" if config.model.quantize == "none" else f" and {config.model.quantize}"
+    shared = {"no": "", "node": ", one copy a machine", "all": ", one copy in all"}[config.memory.shard_base]
     return (
         f"{processes}{f' of {num_machines} machines' if num_machines > 1 else ''} on "
         f"{_counted(name for name, _ in everywhere)}; mixed precision {config.train.mixed_precision}, "
-        f"base in {config.model.dtype}{quantized}; global batch {layout.global_batch_size} = micro-batch "
-        f"{layout.micro_batch_size} x accumulation {layout.num_micro_steps} x {processes}"
+        f"base in {config.model.dtype}{quantized}{shared}; global batch {layout.global_batch_size} = "
+        f"micro-batch {layout.micro_batch_size} x accumulation {layout.num_micro_steps} x {processes}"
         f"{'' if tokens is None else f' (micro-batches of up to {tokens} tokens)'}"
     )
 
