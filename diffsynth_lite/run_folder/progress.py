@@ -163,15 +163,10 @@ class StepReport:
                 raise
 
     def after_step(self, result: StepResult) -> None:
-        """Show one more step.
-
-        Raises:
-            RunStoppedError: the run folder is gone, or another run's.
-        """
+        """Show one more step; that the folder is still the run's is for the caller to know."""
         self._throughput.update(result)
         self._show_line(result)
         if self._is_main:
-            self._folder.require_held()  # Also the rows that follow would go to another run.
             self._write_status(result)
         values = {
             "loss": result.loss,

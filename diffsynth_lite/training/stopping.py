@@ -15,7 +15,9 @@ from typing import Literal, NamedTuple
 import torch
 from accelerate import Accelerator
 
-from diffsynth_lite.errors import RunInterrupted
+from diffsynth_lite.errors import RunInterrupted, RunStoppedError, UserError
+from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.training.distributed.agreement import on_main_process
 
 logger = logging.getLogger(__name__)
 
@@ -106,13 +108,13 @@ class Requests:
     """What signals, request files and the clock ask of a run; all processes get the same answers.
 
     Attributes:
-        folder: where request files are put.
+        folder: of the run, where request files are put.
         signals: ask to stop.
         accelerator: its main process looks at the files and the clock.
         save_every_minutes: longest time without a save; None saves by steps alone.
     """
 
-    folder: Path
+    folder: RunFolder
     signals: StopRequest
     accelerator: Accelerator
     save_every_minutes: float | None
@@ -120,7 +122,7 @@ class Requests:
     _files: list[Path] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._files = [self.folder / name for name in REQUEST_FILES]
+        self._files = [self.folder.path / name for name in REQUEST_FILES]
         self.note_save()
 
     def note_save(self) -> None:
@@ -128,18 +130,38 @@ class Requests:
         self._saved_at = time.monotonic()
 
     def gather(self) -> Asked:
-        """What any process was asked for; call it on all. A request file is removed when it is seen."""
-        asked = [self.signals.asked, False, False]
+        """What any process was asked for; call it on all. A request file is removed when it is seen.
+
+        Raises:
+            RunStoppedError: the run folder is gone, or another run's; on all processes.
+            UserError: another process has locked it meanwhile; likewise.
+        """
+        is_lost, asked = False, [self.signals.asked, False, False]
         if self.accelerator.is_main_process:
-            for place, path in enumerate(self._files):
-                if _take(path):
-                    logger.info("%s: found in the run folder.", path.name)
-                    asked[place] = True
+            is_lost = self._has_lost_folder()
+            if not is_lost:  # What is there under its name may be another run's.
+                self._look_at_files(asked)
             asked[1] = asked[1] or self._is_time_to_save()
-        if self.accelerator.num_processes == 1:
-            return Asked(*asked)
-        counts = torch.tensor(asked, dtype=torch.float32, device=self.accelerator.device)
-        return Asked(*(count > 0 for count in self.accelerator.reduce(counts, reduction="sum").tolist()))
+        if self.accelerator.num_processes > 1:
+            flags = torch.tensor([is_lost, *asked], dtype=torch.float32, device=self.accelerator.device)
+            counts = self.accelerator.reduce(flags, reduction="sum").tolist()
+            is_lost, *asked = (count > 0 for count in counts)
+        if is_lost:
+            on_main_process(self.accelerator, self.folder.require_held)
+        return Asked(*asked)
+
+    def _has_lost_folder(self) -> bool:
+        try:
+            self.folder.require_held()
+        except (RunStoppedError, UserError):
+            return True
+        return False
+
+    def _look_at_files(self, asked: list[bool]) -> None:
+        for place, path in enumerate(self._files):
+            if _take(path):
+                logger.info("%s: found in the run folder.", path.name)
+                asked[place] = True
 
     def _is_time_to_save(self) -> bool:
         if self.save_every_minutes is None:

@@ -44,13 +44,14 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
 
     Raises:
         RunDivergedError: too many steps in a row, or weights that were to be saved, were not finite.
+        RunStoppedError: the run folder was lost, or something that it is there for failed.
         UserError: a memory switch that is on had no effect.
     """
     config, total_steps = run.config, run.config.train.steps
     metrics = MetricsLog(MetricsFile(run.folder.metrics_file), run.accelerator)
     watchdog = Watchdog(run.accelerator, timedelta(minutes=config.train.step_timeout_minutes))
     shutdown = ShutdownBudget(run.grace if run.is_main else None, save_bytes=saver.num_bytes)
-    requests = Requests(run.folder.path, stop, run.accelerator, config.output.checkpoint_every_minutes)
+    requests = Requests(run.folder, stop, run.accelerator, config.output.checkpoint_every_minutes)
     engine = build_engine(config, built.weights)
     comparison = StepComparison(run.predicted, built, metrics.log, start_step)
     report = StepReport(
@@ -85,6 +86,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
         for step in range(start_step + 1, total_steps + 1):
             with comparison.watching(step):
                 result = train_step(built, step)
+            asked = requests.gather()  # Before rows are written: the run folder may have been lost.
             if step == start_step + 1:
                 report_memory(config, run.checked, built, engine, metrics, step)
             report_graphs(built.compiler, metrics, step)
@@ -92,7 +94,6 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
             _require_few_skips(built, step)
             shutdown.after_step(result.seconds)
             # What is due or asked for. Evaluation first: the checkpoint says whether it is the best so far.
-            asked = requests.gather()
             if asked.evaluate or _is_due(step, config.validation.every_steps, total_steps):
                 evaluate_now(step)
             if asked.save or _is_due(step, config.output.checkpoint_every_steps, total_steps):

@@ -38,6 +38,7 @@ from diffsynth_lite.core.gradient import GradientEngine, count_blocks, gradient_
 from diffsynth_lite.core.randomness import normal, torch_seed, uniform
 from diffsynth_lite.lora.targets import find_target_layers
 from diffsynth_lite.pipelines.qwen_image import QwenImage
+from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.stopping import Requests, StopRequest
@@ -75,7 +76,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def measure_steps(options: argparse.Namespace, folder: Path) -> None:
     """Print what a step takes with all of it, without it, and each part alone."""
     accelerator, config, _, (run,) = equal_runs(options, folder, count=1)
-    requests = Requests(folder, StopRequest(), accelerator, save_every_minutes=None)
+    requests = Requests(RunFolder(folder), StopRequest(), accelerator, save_every_minutes=None)
     steps: dict[str, Step] = {
         "with all": _with_all(run, requests),
         "without": _without(run),

@@ -52,6 +52,7 @@ class PretendedProcesses:
             process_index=rank,
             is_main_process=rank == 0,
             is_local_main_process=place == 0,
+            reduce=lambda tensor, reduction: sum(self._exchange(tensor)),
         )
         with self._computing:
             return work(accelerator, machine)

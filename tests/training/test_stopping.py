@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+from pretended_processes import PretendedProcesses
 from processes import Program
 
-from diffsynth_lite.errors import RunInterrupted
+from diffsynth_lite.errors import RunInterrupted, RunStoppedError
+from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.stopping import (
     Asked,
     GracePeriod,
@@ -83,7 +85,7 @@ NOTHING = Asked(stop=False, save=False, evaluate=False)
 def requests_of(folder: Path, *, minutes: float | None = None, **process: Any) -> Requests:
     """The requests of a run in ``folder``, whose signals ask for nothing yet."""
     accelerator = SimpleNamespace(**({"num_processes": 1, "is_main_process": True} | process))
-    return Requests(folder, SimpleNamespace(asked=False), accelerator, minutes)
+    return Requests(RunFolder(folder), SimpleNamespace(asked=False), accelerator, minutes)
 
 
 @pytest.mark.parametrize(("name", "what"), [("SAVE", "save"), ("SAMPLE", "evaluate"), ("STOP", "stop")])
@@ -142,12 +144,24 @@ def test_any_process_that_is_asked_to_stop_stops_all_and_only_the_main_one_looks
 
     def reduce(flags: Any, reduction: str) -> Any:
         sent.append((flags.tolist(), reduction))
-        return flags + flags.new_tensor([1, 0, 1])  # what another process adds
+        return flags + flags.new_tensor([0, 1, 0, 1])  # what another process adds
 
     requests = requests_of(tmp_path, num_processes=2, is_main_process=False, device="cpu", reduce=reduce)
     assert requests.gather() == Asked(stop=True, save=False, evaluate=True)
-    assert sent == [([0, 0, 0], "sum")]
+    assert sent == [([0, 0, 0, 0], "sum")]
     assert (tmp_path / "SAVE").exists()
+
+
+def test_a_lost_run_folder_ends_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = PretendedProcesses(monkeypatch, num_machines=1, num_local=2)
+
+    def gather(accelerator: Any, _machine: int) -> Asked:
+        signals = SimpleNamespace(asked=False)
+        return Requests(RunFolder(tmp_path / "renamed"), signals, accelerator, None).gather()
+
+    ends = processes.run(gather)
+    assert all(isinstance(end, RunStoppedError) for end in ends)
+    assert all("renamed was renamed or removed" in str(end) for end in ends)
 
 
 MIB = 2**20
