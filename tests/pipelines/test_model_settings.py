@@ -22,6 +22,7 @@ from diffsynth_lite.pipelines.base.model_settings import (
     require_possible,
     require_sizes,
 )
+from diffsynth_lite.pipelines.base.quantized import require_finite_weights
 from diffsynth_lite.pipelines.base.release_folder import class_of, empty_model, full_config
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 
@@ -185,6 +186,17 @@ def test_weights_of_encoders_that_are_not_finite_are_refused_by_file_and_name(
     ):
         LOAD[component](QwenImage(folder))
     safetensors.torch.save_file(before, file, {"format": "pt"})
+
+
+def test_weights_in_a_format_of_their_library_are_not_taken_for_numbers(folder: PipelineFolder) -> None:
+    # torch does not say what is finite in 8 bits; in other formats the bits of a NaN are weights.
+    layer = nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False)
+    layer.weight.data = torch.full((2, 2), torch.nan).to(torch.float8_e4m3fn)
+    file = folder.path / "text_encoder" / "config.json"
+    before = file.read_text()
+    file.write_text(json.dumps(json.loads(before) | {"quantization_config": {"quant_method": "fp8"}}))
+    require_finite_weights(folder, "text_encoder", layer)
+    file.write_text(before)
 
 
 @pytest.mark.parametrize("component", LOAD)

@@ -141,7 +141,7 @@ class PipelineFolder:
         """
         for component in self._without_files(components):
             tensors = self._stored(component)
-            if "quantization_config" in self.component_config(component):
+            if self.is_quantised(component):
                 continue
             whole = [
                 name for name, one in tensors.items() if name.endswith(_FLOATING) and not one.is_floating
@@ -158,6 +158,10 @@ class PipelineFolder:
                     "fp8_scaled files; these are read from model.transformer_file alone, not from a folder"
                 )
 
+    def is_quantised(self, component: str) -> bool:
+        """Whether a component's files hold its weights in a format of its library's own."""
+        return component not in self.files and "quantization_config" in self.component_config(component)
+
     def require_as_many_numbers(self, component: str, model: nn.Module) -> None:
         """Check that a component's files can hold its weights, before memory is made for what they lack.
 
@@ -167,7 +171,7 @@ class PipelineFolder:
         Raises:
             UserError: they hold less than half as many numbers.
         """
-        if component in self.files or "quantization_config" in self.component_config(component):
+        if component in self.files or self.is_quantised(component):
             return
         stored = sum(tensor.num_numbers for tensor in self._stored(component).values())
         needed = sum(parameter.numel() for parameter in model.parameters())

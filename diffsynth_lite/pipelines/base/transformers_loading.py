@@ -77,7 +77,7 @@ def _stored_tensors(model_class: Any, folder: PipelineFolder, component: str) ->
     if component in folder.files:
         return read_single_file(folder.files[component], empty_model(model_class, config))
     where = folder.path / component
-    if "quantization_config" in config:
+    if folder.is_quantised(component):
         raise UserError(
             f"{_KEYS}: the weights in {where} are quantised already (quantization_config in config.json); "
             "leave both out"
