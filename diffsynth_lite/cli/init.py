@@ -42,7 +42,8 @@ def run(parsed: argparse.Namespace) -> None:
         UserError: a folder without media, a family or a preset that is not for them, or a file that is there.
     """
     presets = [read_preset(name) for name in parsed.presets]
-    out: Path = parsed.out or Path(f"{parsed.folder.resolve().name}_lora.yaml")
+    name = parsed.folder.resolve().name  # that of "." too; "/" has none
+    out: Path = parsed.out or Path(f"{name}_lora.yaml" if name else "lora.yaml")
     if out.exists():
         raise UserError(f"--out {out}: is there already, and stays as it is; name another file")
     # The libraries take seconds to import: wrong arguments are refused before that.

@@ -1,6 +1,7 @@
 """``diffsynth-lite init``: the config that it writes, which the doctor takes as it is."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from diffsynth_lite.doctor.starting_point import (
     RECIPES_OF_EDITS,
     RECIPES_OF_PICTURES,
     RECIPES_OF_STARTED_CLIPS,
+    look_at,
+    recipe_for,
+    starting_config,
 )
 from diffsynth_lite.training.data_settings import find_training_records
 
@@ -58,6 +62,16 @@ def test_what_it_writes_passes_the_doctor_as_it_is(
     assert main(["init", str(pictures)]) == 2
     assert caplog.messages[-1] == f"--out {out}: is there already, and stays as it is; name another file"
     assert out.read_text() == text
+
+
+def test_a_folder_without_a_name_gets_one(pictures: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, recipe = recipe_for(pictures, None, has_inputs=False)
+    found = replace(look_at(pictures, recipe, []), path=Path("/"))
+    out = Path("lora.yaml")
+    out.write_text(starting_config(found, recipe, out=out, presets=[]))
+    assert load_config(out).config.logging.run_name == "lora"
+    assert main(["init", "/"]) == 2
+    assert caplog.messages[-1].startswith("--out lora.yaml: is there already")
 
 
 def test_clips_that_are_short_and_small_get_sizes_that_they_fill(
