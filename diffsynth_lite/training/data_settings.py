@@ -235,7 +235,13 @@ def _find(key: str, sources: Sequence[Source], config: Config) -> FoundRecords:
     found = find_records(
         sources, media_store=cache_folder(config) / "media", on_bad_item=config.data.on_bad_item
     )
-    return dataclasses.replace(found, problems=[f"{key}: {problem}" for problem in found.problems])
+    tables = tuple(f"{source.metadata}: " for source in sources if source.metadata is not None)
+    # Several sources have one key, and so has what is held out.
+    table_key = "data.metadata" if key == "data.path" else key
+    problems = [
+        f"{table_key if problem.startswith(tables) else key}: {problem}" for problem in found.problems
+    ]
+    return dataclasses.replace(found, problems=problems)
 
 
 def _source(settings: SourceSettings) -> Source:
