@@ -228,7 +228,12 @@ def _settings(
     yield from (("data", *setting) for setting in _proposed_sizes(found.sizes, config))
     yield "output", "dir", f"runs/{out.stem}", "the LoRA, checkpoints, previews and logs"
     yield "model", "path", config.model.path, "a hub id, downloaded on first use, or a pipeline's folder"
-    yield "logging", "run_name", found.path.resolve().name or out.stem, "names the LoRA in its file and on its card"
+    yield (
+        "logging",
+        "run_name",
+        found.path.resolve().name or out.stem,
+        "names the LoRA in its file and on its card",
+    )
     yield from (("validation", *setting) for setting in _proposed_previews(found, config, start))
 
 

@@ -311,15 +311,20 @@ class LayerUpdates:
         self._sizes, self._file, self._last_step, self._writes = sizes, file, last_step, writes
         self._recorded_step: int | None = None
 
-    def record(self, step: int) -> None:
-        """Measure what is trained after a step, once for each; on the main process alone, or on all."""
+    def record(self, step: int, *, num_skipped: int) -> None:
+        """Measure what is trained after a step, once for each; on the main process alone, or on all.
+
+        Args:
+            step: optimizer steps done.
+            num_skipped: those of them that changed nothing; where all did, nothing is said at the end.
+        """
         if step == self._recorded_step:
             return
         self._recorded_step, sizes = step, self._sizes.measure()
         if not self._writes:
             return
         self._file.append(step, {"updates": {name: size.ratio for name, size in sizes.items()}})
-        if step == self._last_step:
+        if step == self._last_step and num_skipped < step:
             self._conclude(sizes)
 
     def _conclude(self, sizes: Mapping[str, UpdateSize]) -> None:

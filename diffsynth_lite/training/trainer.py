@@ -185,7 +185,8 @@ def evaluate(built: TrainingObjects, saver: Saver, metrics: MetricsLog, step: in
 
 def measure_updates(built: TrainingObjects, step: int) -> None:
     """Write down how large the updates that are trained have become, once for each step."""
-    _between_steps(built, lambda: built.layer_updates.record(step))
+    num_skipped = built.divergence.num_skipped
+    _between_steps(built, lambda: built.layer_updates.record(step, num_skipped=num_skipped))
 
 
 def _between_steps(built: TrainingObjects, work: Callable[[], _Result]) -> _Result | None:

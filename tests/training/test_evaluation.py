@@ -258,10 +258,10 @@ def test_updates_are_written_once_a_step_and_told_at_the_end(
 ) -> None:
     caplog.set_level("INFO")
     updates = updates_of(tmp_path, 0.0, 0.5)
-    updates.record(2)
+    updates.record(2, num_skipped=0)
     assert caplog.text == ""
-    updates.record(6)
-    updates.record(6)
+    updates.record(6, num_skipped=5)
+    updates.record(6, num_skipped=5)
     found = MetricsFile(tmp_path / "layers.jsonl").rows()
     assert [(row["step"], row["updates"]) for row in found] == [
         (2, {"first": 0.0, "second": 0.0}),
@@ -275,5 +275,14 @@ def test_updates_are_written_once_a_step_and_told_at_the_end(
 def test_a_lora_that_changes_nothing_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, ratio: float
 ) -> None:
-    updates_of(tmp_path, ratio).record(6)
+    updates_of(tmp_path, ratio).record(6, num_skipped=0)
     assert "The LoRA changes practically nothing" in caplog.text
+
+
+def test_of_updates_that_no_step_has_made_nothing_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    updates_of(tmp_path, 0.0).record(6, num_skipped=6)
+    assert [row["step"] for row in MetricsFile(tmp_path / "layers.jsonl").rows()] == [6]
+    assert caplog.text == ""
