@@ -13,14 +13,16 @@ def mean_gradients(parameters: Iterable[torch.nn.Parameter], accelerator: Accele
     ``DistributedDataParallel``: divided first, and then added.
 
     Args:
-        parameters: those without a gradient are the same on all processes, and keep none.
+        parameters: the same on all processes. One without a gradient counts as zero where another process has
+            one, such as of the expert of another noise level; where none has, it keeps none.
     """
     if accelerator.num_processes == 1:
         return
-    trained = [parameter for parameter in parameters if parameter.grad is not None]
-    gradients = [parameter.grad.flatten() for parameter in trained if parameter.grad is not None]
-    flat = torch.cat(gradients).mul_(1 / accelerator.num_processes)
-    torch.distributed.all_reduce(flat)
-    parts = torch.split(flat, [one.numel() for one in gradients])
-    for parameter, part in zip(trained, parts, strict=True):
-        parameter.grad = part.view_as(parameter)
+    trained = list(parameters)
+    is_used = torch.tensor([one.grad is not None for one in trained], device=trained[0].device)
+    gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trained]
+    flat = torch.cat([*(one.flatten() for one in gradients), is_used.to(gradients[0].dtype)])
+    torch.distributed.all_reduce(flat.mul_(1 / accelerator.num_processes))
+    *parts, uses = torch.split(flat, [*(one.numel() for one in trained), len(trained)])
+    for parameter, part, use in zip(trained, parts, uses.tolist(), strict=True):
+        parameter.grad = part.view_as(parameter) if use else None

@@ -98,20 +98,23 @@ def check_base(group: Any, quantization: Quantization | None) -> dict[str, Any]:
 
 
 def exchanged(rank: int) -> dict[str, bool]:
-    """Gradients of DDP, and of ``mean_gradients``; one parameter has none."""
+    """Gradients of DDP, and of ``mean_gradients``; one layer runs nowhere, one on one process alone."""
     found = []
+    names = ("used", "sometimes")[: rank + 1]
     for wraps in (True, False):
         torch.manual_seed(0)
-        model = nn.ModuleDict({"used": nn.Linear(WIDTH, 5), "unused": nn.Linear(2, 2)})
+        sizes = {"used": (WIDTH, 5), "sometimes": (5, 5), "unused": (2, 2)}
+        model = nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
         parameters = list(model.parameters())
-        model.forward = lambda x, model=model: model["used"](x)
+        used = nn.Sequential(*(model[name] for name in names))
+        model.forward = used.forward
         called = DistributedDataParallel(model, find_unused_parameters=True) if wraps else model
         (called(torch.randn(7, WIDTH) * (rank + 1)) ** 2).sum().backward()
         if not wraps:
             mean_gradients(parameters, SimpleNamespace(num_processes=NUM_RANKS))
         found.append([parameter.grad for parameter in parameters])
-    used = [torch.equal(*pair) for pair in zip(*(gradients[:2] for gradients in found), strict=True)]
-    return {"equal": all(used), "apart": [one is None for one in found[1][2:]] == [True, True]}
+    same = [torch.equal(*pair) for pair in zip(*(gradients[:4] for gradients in found), strict=True)]
+    return {"equal": all(same), "apart": [one is None for one in found[1][4:]] == [True, True]}
 
 
 def failures(rank: int, group: Any) -> dict[str, str]:
