@@ -235,7 +235,7 @@ class DataSettings(SourceSettings):
 
     on_bad_item: Literal["error", "skip"] = "error"
     """What an item that cannot be used does: stop the run before training, or be left out. All of them are
-    listed in the run's `quarantine.jsonl` either way. A missing caption is an error in any case."""
+    listed in the run's `quarantine.jsonl` either way. So are items whose caption or row cannot be read."""
 
     max_bad_ratio: float = Field(default=0.1, ge=0, le=1)
     """Share of the items that `on_bad_item: skip` leaves out at most; with more the run stops."""
