@@ -193,7 +193,7 @@ ITEMS: dict[str, Item] = {
         media.damage_media,
     ),
     "M3": Item(
-        "runs with 5 % of bad items, and with 30 %",
+        "runs with 5 % of bad items and two bad captions, and with 30 %",
         "5 %: left out, continued bit for bit; 30 %: exit 2, as all that a user can fix",
         bad_data.train_on_bad_data,
     ),
