@@ -41,7 +41,8 @@ class NoiseLevels:
         sigma_min: lower end of the range trained on, in [0, 1).
         sigma_max: upper end, in (0, 1].
         ranges: the parts [low, high) of the noise levels that are trained, each by a model of its own: all
-            samples of an optimizer step are of one of them. 1 itself belongs to the part that ends there.
+            samples of an optimizer step are of one of them, unless the shift depends on their sizes. 1 itself
+            belongs to the part that ends there.
     """
 
     density: TimestepDensity

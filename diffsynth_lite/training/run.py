@@ -60,7 +60,7 @@ from diffsynth_lite.training.distributed.agreement import (
     tensors_from_main_process,
 )
 from diffsynth_lite.training.distributed.devices import describe_run
-from diffsynth_lite.training.distributed.sharding import check_sharding, shards_of
+from diffsynth_lite.training.distributed.sharding import check_sharding, require_same_expert, shards_of
 from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.encoding import TrainingData, encode_run
 from diffsynth_lite.training.evaluation import ValidationProtocol
@@ -121,10 +121,10 @@ def run_training(
         config, checked = run.config, run.checked
         logger.info("Runs in %s.", describe_run(config, accelerator))
         shift = build_noise_levels(config, checked.family).shift
+        shifts = shifts_by_size(config, checked.family, shift)
+        require_same_expert(config, checked.family, shifts.values())
         fingerprint = settings_fingerprint(
-            config,
-            model_fingerprint=checked.family.fingerprint(),
-            shifts=shifts_by_size(config, checked.family, shift),
+            config, model_fingerprint=checked.family.fingerprint(), shifts=shifts
         )
         checkpoint = resolve_checkpoint(accelerator, run.resume_policy, fingerprint)
         is_finished = from_main_process(accelerator, lambda: _is_finished(folder))

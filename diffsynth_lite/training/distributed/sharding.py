@@ -1,5 +1,6 @@
 """This file decides which processes share the frozen base, and checks that sharding it parts anything."""
 
+from collections.abc import Iterable
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -79,6 +80,26 @@ def shards_of(config: Config, family: ModelFamily, accelerator: Accelerator) -> 
         group, _ = by_enumeration(ranks, timeout=limit)
     assert group is not None
     return BaseShards(group, accelerator.device, family.block_lists)
+
+
+def require_same_expert(config: Config, family: ModelFamily, shifts: Iterable[float]) -> None:
+    """Check that all processes run the same expert in a step, whatever the sizes of their samples.
+
+    They gather each block together, and would take each other's weights for their own.
+
+    Args:
+        shifts: of the noise levels, at each size that the run may train.
+
+    Raises:
+        UserError: the expert of a step depends on the size.
+    """
+    if family.shards is not None and len(family.noise_ranges) > 1 and len(set(shifts)) > 1:
+        raise UserError(
+            f"memory.shard_base: {config.memory.shard_base}, but with objective.shift: "
+            f"{config.objective.shift} the expert of a step depends on the size of the sample, and processes "
+            "that share the base must run the same one; set objective.shift: static, one expert in "
+            "lora.components, or shard_base: no"
+        )
 
 
 def require_sharded(config: Config, family: ModelFamily, transformer: torch.nn.Module) -> None:

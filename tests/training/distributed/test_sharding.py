@@ -28,7 +28,11 @@ from diffsynth_lite.core.weights import (
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.training.distributed import sharding
 from diffsynth_lite.training.distributed.gradients import mean_gradients
-from diffsynth_lite.training.distributed.sharding import check_sharding, ranks_by_machine
+from diffsynth_lite.training.distributed.sharding import (
+    check_sharding,
+    ranks_by_machine,
+    require_same_expert,
+)
 
 CPU = torch.device("cpu")
 WIDTH = 9  # as all widths here not a multiple of the number of processes
@@ -289,3 +293,14 @@ def test_what_sharding_could_not_do_is_refused_with_what_would_do(
     for setting in ("memory.stream_blocks=all", "memory.stream_blocks=auto", "train.compile=blocks"):
         with pytest.raises(UserError, match=r"memory\.shard_base"):
             config_with("memory.shard_base=node", setting)
+
+
+def test_experts_that_are_chosen_by_size_are_not_sharded(config_with: Callable[..., Any]) -> None:
+    config = config_with("memory.shard_base=all")
+    sharded: Any = SimpleNamespace(shards=object(), noise_ranges=[(0.5, 1.0), (0.0, 0.5)])
+    whole = SimpleNamespace(shards=None, noise_ranges=sharded.noise_ranges)
+    one_model = SimpleNamespace(shards=object(), noise_ranges=[(0.0, 1.0)])
+    for family, shifts in ((sharded, [3.0, 3.0]), (whole, [3.0, 5.0]), (one_model, [3.0, 5.0])):
+        require_same_expert(config, family, shifts)
+    with pytest.raises(UserError, match=r"memory\.shard_base: all.*lora\.components"):
+        require_same_expert(config, sharded, [3.0, 5.0])
