@@ -273,7 +273,7 @@ class LossOfRun:
         from diffsynth_lite.core.gradient import gradient_engine
 
         with gradient_engine(self._engine):
-            loss: Tensor = self._run.loss(self._run.model, batch)
+            loss: Tensor = self._run.loss(self.model, batch)
         return loss
 
 
@@ -328,7 +328,7 @@ def measure_alone(options: argparse.Namespace) -> list[float]:
                 figures.append(time.process_time())
             if number == STEPS_ALONE:
                 batch = next(built.batches)[0]
-                figures.extend([peak_bytes(), peak_tensor_bytes(partial(built.loss, built.model, batch))])
+                figures.extend([peak_bytes(), peak_tensor_bytes(partial(built.loss, built.transformer, batch))])
             return result
 
         run_trainer(settings_of(folder, mode, options.batch), STEPS_ALONE, step)

@@ -45,7 +45,7 @@ def held_by(run: TinyRun, folder: Path, *settings: str) -> Held:
     def measured(built: TrainingObjects, step: int) -> StepResult:
         if step < _MEASURED_STEP:
             return train_step(built, step)
-        parameters = list(built.model.parameters())
+        parameters = list(built.transformer.parameters())
         state = [value for entry in built.optimizer.state.values() for value in entry.values()]
         meter = CountingMeter()
         with pytest.MonkeyPatch.context() as patch, meter:
