@@ -328,7 +328,9 @@ def measure_alone(options: argparse.Namespace) -> list[float]:
                 figures.append(time.process_time())
             if number == STEPS_ALONE:
                 batch = next(built.batches)[0]
-                figures.extend([peak_bytes(), peak_tensor_bytes(partial(built.loss, built.transformer, batch))])
+                figures.extend(
+                    [peak_bytes(), peak_tensor_bytes(partial(built.loss, built.transformer, batch))]
+                )
             return result
 
         run_trainer(settings_of(folder, mode, options.batch), STEPS_ALONE, step)
