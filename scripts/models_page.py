@@ -39,13 +39,14 @@ A family is chosen by `model.family`; `model.path` is a folder in diffusers' lay
 data of each kind are given is in [data.md](data.md), how another family is written, here or in a package of
 your own, in [add-a-model.md](add-a-model.md).
 
-Of a hub id, a run and `diffsynth-lite cache` fetch the folders that `model_index.json` names, and nothing
-else of the repository: first settings and tokenizers, by which the model is checked; then, when nothing is
-wrong with config and data either, of each component the safetensors files of `model.variant` that its library
-loads. They say before how much that is, and do not begin where the disk of the hub's cache (`HF_HOME`) has no
-room for it. All is of one commit. After an interruption the same command goes on: huggingface_hub 2.4 keeps
-the files that are complete, and begins the others anew. With `HF_HUB_OFFLINE=1`, or while the hub cannot be
-reached, the cache is enough where it has all of them. `diffsynth-lite doctor` fetches no weights.
+Of a hub id, a run and `diffsynth-lite cache fill` fetch the folders that `model_index.json` names, and
+nothing else of the repository: first settings and tokenizers, by which the model is checked; then, when
+nothing is wrong with config and data either, of each component the safetensors files of `model.variant` that
+its library loads. They say before how much that is, and do not begin where the disk of the hub's cache
+(`HF_HOME`) has no room for it. All is of one commit. After an interruption the same command goes on:
+huggingface_hub 2.4 keeps the files that are complete, and begins the others anew. With `HF_HUB_OFFLINE=1`,
+or while the hub cannot be reached, the cache is enough where it has all of them. `diffsynth-lite doctor`
+fetches no weights.
 
 The transformer may also come from one file, as ComfyUI has them: `model.transformer_file`
 ([memory.md](memory.md#from-one-file)).

@@ -24,27 +24,35 @@ if TYPE_CHECKING:  # Wrong arguments are told before torch is imported, which ta
 
 logger = logging.getLogger(__name__)
 
+_OLD_FLAGS = ("--config", "--preset", "--verify", "--prune", "--yes")
+"""With which the command began when it had no subcommands."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``diffsynth-lite cache``."""
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        action="append",
-        required=True,
-        dest="configs",
-        help="yaml; give it again for each run that the cache is for",
-    )
-    add_preset_argument(parser)
-    task = parser.add_mutually_exclusive_group()
-    task.add_argument(
-        "--verify", action="store_true", help="read every entry, and set those that are damaged aside"
-    )
-    task.add_argument(
-        "--prune", action="store_true", help="delete entries that none of the configs needs, after asking"
-    )
-    parser.add_argument("--yes", action="store_true", help="prune without asking")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for train.py")
+    """A subcommand of ``diffsynth-lite cache`` for each thing that is done to one."""
+    parser.add_argument(*_OLD_FLAGS, nargs=0, action=_OldForm, dest="old", help=argparse.SUPPRESS)
+    tasks = parser.add_subparsers(title="tasks", required=True, metavar="TASK")
+    for name, task, example in (
+        ("fill", _fill, "--config my.yaml"),
+        ("verify", _verify, "--config my.yaml"),
+        ("prune", _prune, "--config a.yaml --config b.yaml"),
+    ):
+        summary = task.__doc__ or ""
+        command = tasks.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        command.epilog = f"Example: {command.prog} {example}"
+        command.set_defaults(task=task)
+        command.add_argument(
+            "--config",
+            metavar="FILE",
+            action="append",
+            required=True,
+            dest="configs",
+            help="yaml; give it again for each run that the cache is for",
+        )
+        add_preset_argument(command)
+        if task is _prune:
+            command.add_argument("--yes", action="store_true", help="delete without asking")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for train.py")
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -54,8 +62,6 @@ def run(parsed: argparse.Namespace) -> None:
         UserError: wrong settings or data, caches that differ, or a prune that nobody agreed to.
     """
     loaded = [load_config(path, parsed.overrides, presets=parsed.presets) for path in parsed.configs]
-    if parsed.yes and not parsed.prune:
-        raise UserError("--yes: has no effect without --prune; remove it")
     if off := [str(one.path) for one in loaded if not one.config.data.cache]:
         raise UserError(
             f"data.cache: is false in {', '.join(off)}, so that there is nothing to do; set it true"
@@ -65,14 +71,74 @@ def run(parsed: argparse.Namespace) -> None:
         raise UserError(
             f"data.cache_dir: the configs name {' and '.join(sorted(folders))}; take those of one cache"
         )
-    if (parsed.verify or parsed.prune) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("--verify, --prune: need one process; start them without a launcher")
-    if parsed.verify:
-        _verify(loaded[0])
-    elif parsed.prune:
-        _prune(loaded, ask=not parsed.yes)
-    else:
-        _fill(loaded)
+    parsed.task(parsed, loaded)
+
+
+class _OldForm(argparse.Action):
+    """Names the subcommands to who still writes the flags that they were."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        parser.error(
+            f"{option_string}: the task comes first: `{parser.prog} fill` (was without a flag), "
+            f"`{parser.prog} verify` (was --verify) or `{parser.prog} prune` (was --prune), then the rest"
+        )
+
+
+def _fill(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
+    """Encode all that the runs of the configs will need."""
+    accelerator = caching_accelerator(loaded[0].config)
+    for one in loaded:
+        items = fill_cache(one.config, accelerator)
+        logger.info("%s: all of its %d items are in the cache %s", one.path, items, one.config.data.cache_dir)
+
+
+def _verify(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
+    """Read every entry, and set those that are damaged aside."""
+    from diffsynth_lite.data import verify
+
+    _require_one_process("verify")
+    with Progress(console=Console(stderr=True, emoji=False)) as progress:
+        task = progress.add_task("verifying", total=None)
+        verified = verify(
+            _cache_of(loaded[0].config),
+            lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    logger.info("%d entries are whole", verified.num_entries - len(verified.damaged))
+    if verified.damaged:
+        logger.warning(
+            "%d entries were damaged and are set aside; the next run that needs them makes them again",
+            len(verified.damaged),
+        )
+
+
+def _prune(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
+    """Delete the entries that none of the configs needs, after asking."""
+    from diffsynth_lite.core.units import format_bytes
+    from diffsynth_lite.data import prune
+
+    _require_one_process("prune")
+    cache, accelerator = _cache_of(loaded[0].config), caching_accelerator(loaded[0].config)
+    keep = set[str]().union(*(needed_keys(one.config, accelerator) for one in loaded))
+    found = prune(cache, keep, dry_run=True)
+    what = f"{found.num_files} files, {format_bytes(found.num_bytes)}, that {_none_of(loaded)}"
+    if not found.num_files:
+        logger.info("The cache holds nothing that the configs do not need.")
+        return
+    if not parsed.yes and not _agrees(f"Delete {what}, from {cache.folder}?"):
+        raise UserError(f"prune: nothing was deleted from {cache.folder}; agree when asked, or give --yes")
+    prune(cache, keep, dry_run=False)
+    logger.info("Deleted %s.", what)
+
+
+def _require_one_process(task: str) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"cache {task}: needs one process; start it without a launcher")
 
 
 def caching_accelerator(config: Config) -> "Accelerator":
@@ -139,47 +205,6 @@ def needed_keys(config: Config, accelerator: "Accelerator") -> set[str]:
                 memory=memory,
             )
     return {*job.media, *job.prompts}
-
-
-def _fill(loaded: Sequence[LoadedConfig]) -> None:
-    accelerator = caching_accelerator(loaded[0].config)
-    for one in loaded:
-        items = fill_cache(one.config, accelerator)
-        logger.info("%s: all of its %d items are in the cache %s", one.path, items, one.config.data.cache_dir)
-
-
-def _verify(loaded: LoadedConfig) -> None:
-    from diffsynth_lite.data import verify
-
-    with Progress(console=Console(stderr=True, emoji=False)) as progress:
-        task = progress.add_task("verifying", total=None)
-        verified = verify(
-            _cache_of(loaded.config),
-            lambda done, total: progress.update(task, completed=done, total=total),
-        )
-    logger.info("%d entries are whole", verified.num_entries - len(verified.damaged))
-    if verified.damaged:
-        logger.warning(
-            "%d entries were damaged and are set aside; the next run that needs them makes them again",
-            len(verified.damaged),
-        )
-
-
-def _prune(loaded: Sequence[LoadedConfig], *, ask: bool) -> None:
-    from diffsynth_lite.core.units import format_bytes
-    from diffsynth_lite.data import prune
-
-    cache, accelerator = _cache_of(loaded[0].config), caching_accelerator(loaded[0].config)
-    keep = set[str]().union(*(needed_keys(one.config, accelerator) for one in loaded))
-    found = prune(cache, keep, dry_run=True)
-    what = f"{found.num_files} files, {format_bytes(found.num_bytes)}, that {_none_of(loaded)}"
-    if not found.num_files:
-        logger.info("The cache holds nothing that the configs do not need.")
-        return
-    if ask and not _agrees(f"Delete {what}, from {cache.folder}?"):
-        raise UserError(f"--prune: nothing was deleted from {cache.folder}; agree when asked, or give --yes")
-    prune(cache, keep, dry_run=False)
-    logger.info("Deleted %s.", what)
 
 
 def _cache_of(config: Config) -> "TensorCache":

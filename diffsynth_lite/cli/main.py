@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -18,7 +18,7 @@ _EXAMPLES = {
     init: "my_pictures --preset likeness",
     doctor: "--config my.yaml",
     plan: "--config my.yaml --gpu 'RTX 4090' --host-gib 32",
-    cache: "--config my.yaml",
+    cache: "fill --config my.yaml",
     report: "runs/* --serve",
     sample: "--lora runs/mine --prompt 'a red star'",
     convert: "runs/mine mine.safetensors --to kohya",
@@ -35,6 +35,10 @@ _DESCRIPTION = (
 
 class _Parser(argparse.ArgumentParser):
     """Tells what is wrong in one line, as all commands do, and not beneath a list of all there is."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.set_defaults(refuse=self.refuse)  # of several, the innermost subcommand's is called
 
     def error(self, message: str) -> NoReturn:
         if any(action.dest == "overrides" for action in self._actions):
@@ -59,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         module.add_arguments(command)
         command.epilog = f"Example: {command.prog} {example}"
-        command.set_defaults(run=module.run, refuse=command.refuse)
+        command.set_defaults(run=module.run)
     return parser
 
 

@@ -74,7 +74,7 @@ def _refused() -> Iterator[_Launch]:
     yield _Launch("FSDP is not supported", (*LAUNCH, "--use_fsdp", "train.py"), {})
     yield _Launch("without RANK, LOCAL_RANK", python, {"WORLD_SIZE": "2"})
     yield _Launch("srun: started 2 tasks", python, SRUN, 2)
-    cache = (sys.executable, "-m", "diffsynth_lite.cli.main", "cache")
+    cache = (sys.executable, "-m", "diffsynth_lite.cli.main", "cache", "fill")
     yield _Launch("srun: started 2 tasks", cache, SRUN, 2)
     sample = (sys.executable, "-m", "diffsynth_lite.cli.main", "sample", "--scale", "0", "--prompt", "a star")
     yield _Launch("without RANK, LOCAL_RANK", sample, {"WORLD_SIZE": "2"})

@@ -53,7 +53,10 @@ def test_abbreviated_contradicting_and_missing_flags_exit_with_2(
         (["sample", "--lora", "one", "--preset", "style"], "--preset style: lies on top of a --config; "),
         (["plan", "--config", "sdxl_lora.yaml", "--preset", "motion"], "--preset motion: is for ltx_video, "),
         (["doctor", "--preset", "x", "--config", "sdxl_lora.yaml"], "--preset x: There are few_pictures, "),
-        (["cache", "--config", "sdxl_lora.yaml", "--preset", "x"], "--preset x: There are few_pictures, "),
+        (
+            ["cache", "fill", "--config", "sdxl_lora.yaml", "--preset", "x"],
+            "--preset x: There are few_pictures, ",
+        ),
     ],
 )
 def test_commands_refuse_presets_that_do_not_fit(

@@ -4,6 +4,8 @@ import pytest
 
 from diffsynth_lite.cli.main import main
 
+_CACHE = "diffsynth-lite cache"
+
 
 @pytest.mark.parametrize(
     ("line", "told"),
@@ -30,6 +32,14 @@ from diffsynth_lite.cli.main import main
         ),
         ("publish runs/a --to a/b --qq", "diffsynth-lite publish: error: unrecognized arguments: --qq;"),
         ("publish runs/a --to a/b x=1", "diffsynth-lite publish: error: unrecognized arguments: x=1;"),
+        ("cache", "diffsynth-lite cache: error: the following arguments are required: TASK"),
+        ("cache --config a --verify", f"{_CACHE}: error: --config: the task comes first: `{_CACHE} fill`"),
+        ("cache --prune --config a", f"{_CACHE}: error: --prune: the task comes first: `{_CACHE} fill`"),
+        ("cache fill --config a --yes", f"{_CACHE} fill: error: unrecognized arguments: --yes;"),
+        (
+            "cache prune --config a --yse",
+            f"{_CACHE} prune: error: unrecognized arguments: --yse; did you mean --yes?",
+        ),
         ("sample --size 64", "diffsynth-lite sample: error: argument --size: 64: width and height"),
     ],
 )
@@ -43,10 +53,10 @@ def test_wrong_words_are_told_in_one_line(line: str, told: str, capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    "command", ["init", "doctor", "plan", "cache", "report", "sample", "convert", "publish"]
+    "command", ["init", "doctor", "plan", "cache", "cache prune", "report", "sample", "convert", "publish"]
 )
 def test_each_command_shows_an_example_of_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main([command, "--help"])
+        main([*command.split(), "--help"])
     assert caught.value.code == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"Example: diffsynth-lite {command} ")
