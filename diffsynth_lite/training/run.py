@@ -27,10 +27,8 @@ from diffsynth_lite.run_folder.progress import is_logged
 from diffsynth_lite.training.builder import (
     TrainingObjects,
     build_accelerator,
-    build_average,
     build_compiler,
     build_noise_levels,
-    build_optimizer,
     build_run,
     build_transformer,
     build_workload,
@@ -64,6 +62,7 @@ from diffsynth_lite.training.distributed.sharding import check_sharding, require
 from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.encoding import TrainingData, encode_run
 from diffsynth_lite.training.evaluation import ValidationProtocol
+from diffsynth_lite.training.optimizers import build_average, build_optimizer
 from diffsynth_lite.training.planning.automatic import before_choice, choose_memory, leaves_open, what_fits
 from diffsynth_lite.training.run_context import RunContext, StartupClock, deterministic_kernels
 from diffsynth_lite.training.shortages import out_of_memory_explained, shortages_explained

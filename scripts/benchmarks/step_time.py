@@ -24,12 +24,12 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.builder import (
     TrainingObjects,
     build_compiler,
-    build_optimizer,
     build_run,
     build_transformer,
 )
 from diffsynth_lite.training.checks import CheckedRun, check_run
 from diffsynth_lite.training.encoding import encode_run
+from diffsynth_lite.training.optimizers import build_optimizer
 from diffsynth_lite.training.streaming import place_weights
 from diffsynth_lite.training.trainer import train_step
 

@@ -13,9 +13,10 @@ from diffsynth_lite.core.gradient import BlockCompiler
 from diffsynth_lite.core.weights import WeightStream
 from diffsynth_lite.pipelines.qwen_image import tiny
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.training.builder import TrainingObjects, build_optimizer, build_run, build_transformer
+from diffsynth_lite.training.builder import TrainingObjects, build_run, build_transformer
 from diffsynth_lite.training.checks import CheckedRun, check_run
 from diffsynth_lite.training.encoding import TrainingData, encode_run
+from diffsynth_lite.training.optimizers import build_optimizer
 
 NUM_PICTURES = 5
 CPU = torch.device("cpu")

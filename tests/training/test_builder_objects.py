@@ -14,10 +14,10 @@ from diffsynth_lite.core.weights import WeightStream
 from diffsynth_lite.training.builder import (
     build_accelerator,
     build_engine,
-    build_optimizer,
     build_transformer,
     lora_alpha,
 )
+from diffsynth_lite.training.optimizers import build_optimizer
 
 
 @pytest.fixture(scope="module")
