@@ -26,15 +26,18 @@ from diffsynth_lite.training.stopping import (
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_asks_to_stop_and_its_echo_does_not_kill(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    stop = StopRequest()
-    with stop.listening():
-        stop.let_steps_finish()
-        assert not stop.asked
-        os.kill(os.getpid(), number)
-        os.kill(os.getpid(), number)
-        assert stop.asked
-    assert signal.getsignal(number) is before
+    before = signal.signal(number, signal.default_int_handler)  # The suite itself may run under nohup.
+    try:
+        stop = StopRequest()
+        with stop.listening():
+            stop.let_steps_finish()
+            assert not stop.asked
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)
+            assert stop.asked
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_hangup_that_is_ignored_as_under_nohup_stops_nothing() -> None:
