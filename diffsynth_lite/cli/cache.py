@@ -166,7 +166,7 @@ def fill_cache(config: Config, accelerator: "Accelerator") -> int:
         UserError: what would stop the run.
     """
     from diffsynth_lite.training.checks import check_run
-    from diffsynth_lite.training.encoding import encode_run
+    from diffsynth_lite.training.encoding.run_encoding import encode_run
     from diffsynth_lite.training.shortages import shortages_explained
 
     with shortages_explained():
@@ -190,7 +190,7 @@ def needed_keys(config: Config, accelerator: "Accelerator") -> set[str]:
     from diffsynth_lite.data import FileMemory
     from diffsynth_lite.training.checks import check_run
     from diffsynth_lite.training.data_settings import cache_folder, index_file
-    from diffsynth_lite.training.encoding import plan_encoding
+    from diffsynth_lite.training.encoding.run_encoding import plan_encoding
     from diffsynth_lite.training.shortages import shortages_explained
 
     with shortages_explained():

@@ -21,7 +21,7 @@ from diffsynth_lite.data import (
 )
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.distributed.folder_groups import FolderGroup
-from diffsynth_lite.training.encoding import EncodingJob
+from diffsynth_lite.training.encoding.job import EncodingJob
 
 MUCH_CROPPED = 0.3
 """Part of an item's area whose loss is worth a remark."""

@@ -32,7 +32,7 @@ from diffsynth_lite.training.builder import (
 from diffsynth_lite.training.checkpoint.lora_file import read_lora
 from diffsynth_lite.training.checkpoint.resume import choices_in
 from diffsynth_lite.training.checks import bind_family, check_loading, check_previews, find_blocks
-from diffsynth_lite.training.encoding import encode_previews
+from diffsynth_lite.training.encoding.run_encoding import encode_previews
 from diffsynth_lite.training.evaluation import evaluation_mode
 from diffsynth_lite.training.planning.automatic import before_choice, choose_memory, leaves_open
 from diffsynth_lite.training.previews import (

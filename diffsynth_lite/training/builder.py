@@ -33,7 +33,7 @@ from diffsynth_lite.training.distributed.sharding import require_sharded
 from diffsynth_lite.training.distributed.watchdog import LONG_WAIT
 from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.ema import AveragedWeights
-from diffsynth_lite.training.encoding import EncodedPrompt, TrainingData
+from diffsynth_lite.training.encoding.run_encoding import EncodedPrompt, TrainingData
 from diffsynth_lite.training.evaluation import FixedNoiseErrors, FixedNoiseLoss, ItemLosses, LayerUpdates
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 from diffsynth_lite.training.previews import PictureSource, Previews

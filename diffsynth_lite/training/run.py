@@ -60,7 +60,7 @@ from diffsynth_lite.training.distributed.agreement import (
 from diffsynth_lite.training.distributed.devices import describe_run
 from diffsynth_lite.training.distributed.sharding import check_sharding, require_same_expert, shards_of
 from diffsynth_lite.training.divergence import Divergence
-from diffsynth_lite.training.encoding import TrainingData, encode_run
+from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
 from diffsynth_lite.training.evaluation import ValidationProtocol
 from diffsynth_lite.training.optimizers import build_average, build_optimizer
 from diffsynth_lite.training.planning.automatic import before_choice, choose_memory, leaves_open, what_fits

@@ -19,7 +19,8 @@ from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles
 from diffsynth_lite.training.checks import check_run
 from diffsynth_lite.training.distributed.folder_groups import FolderGroup
-from diffsynth_lite.training.encoding import EncodingJob, TrainingData, encode_run
+from diffsynth_lite.training.encoding.job import EncodingJob
+from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
 
 CHANGES = {
     "data.width": "null",

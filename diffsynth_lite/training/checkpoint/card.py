@@ -18,7 +18,7 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.model_card import LORA_FOLDER, ModelCard, Sample, write_model_card
 from diffsynth_lite.run_folder.reading import TolerantReader
 from diffsynth_lite.training.builder import build_preview_requests
-from diffsynth_lite.training.encoding import EncodedPrompt
+from diffsynth_lite.training.encoding.run_encoding import EncodedPrompt
 from diffsynth_lite.training.previews import Previews
 
 logger = logging.getLogger(__name__)

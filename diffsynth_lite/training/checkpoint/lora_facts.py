@@ -18,7 +18,7 @@ from diffsynth_lite.redaction import redacted
 from diffsynth_lite.training.builder import lora_alpha
 from diffsynth_lite.training.checkpoint.resume import RunFingerprint
 from diffsynth_lite.training.data_settings import data_sources
-from diffsynth_lite.training.encoding import TrainingData
+from diffsynth_lite.training.encoding.run_encoding import TrainingData
 
 
 def gather_lora_facts(

@@ -5,7 +5,7 @@ What is to be encoded is an `EncodingJob`; what the training then reads is its `
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
@@ -30,9 +30,6 @@ from diffsynth_lite.data import (
     PromptItem,
     Shard,
     TagCounts,
-    TensorCache,
-    TrainingItem,
-    count_tags,
     encode_missing,
     find_undecodable,
     load_image,
@@ -50,27 +47,12 @@ from diffsynth_lite.training.dataset import (
     say_what_is_tiled,
 )
 from diffsynth_lite.training.distributed.agreement import on_all_processes
-from diffsynth_lite.training.distributed.folder_groups import FolderGroup
 from diffsynth_lite.training.distributed.same_run import require_same_items
+from diffsynth_lite.training.encoding.job import EncodingJob, UsableData
 from diffsynth_lite.training.evaluation import TrackedItem, ValidationItem
 from diffsynth_lite.training.shortages import shortages_explained
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Usable:
-    """What of a data set is not bad.
-
-    Attributes:
-        items: that are trained on.
-        identity: what these items hold, wherever their tensors are.
-        tag_counts: by the index of a source.
-    """
-
-    items: ItemTable
-    identity: DataIdentity
-    tag_counts: Mapping[int, TagCounts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,114 +96,6 @@ class TrainingData:
     validation_identity: DataIdentity
     tracked_items: Sequence[TrackedItem]
     prompts: Sequence[EncodedPrompt]
-
-
-class EncodingJob:
-    """What a run encodes: media and prompts, each once, by the key of its tensors.
-
-    Args:
-        config: names the cache and the precision of the encoders.
-        family: its encoders are loaded when they are first needed.
-        device: for the encoders.
-        group: the processes that share the cache.
-
-    Attributes:
-        media: key to the item whose files are encoded.
-        prompts: key to a caption or the prompt of a preview.
-        datasets: plan of each data set, and a row for each of its items.
-        preview_keys: key of each preview's prompt, and of its negative prompt.
-    """
-
-    def __init__(self, config: Config, family: ModelFamily, device: torch.device, group: FolderGroup) -> None:
-        text_dtype = getattr(torch, config.model.text_encoder_dtype)
-        vae_dtype = getattr(torch, config.model.vae_dtype)
-        tiles = "" if family.vae_tiles is None else f" {family.vae_tiles}"
-        self.cache = TensorCache(cache_folder(config))
-        self.group = group
-        self.media: dict[str, TrainingItem] = {}
-        self.prompts: dict[str, PromptItem] = {}
-        self.datasets: list[tuple[DatasetPlan, ItemTable]] = []
-        self.preview_keys: list[tuple[str, str]] = []
-        self._tag_separator = config.data.tag_separator
-        self._prompt_sees_images = family.prompt_sees_images
-        self._media_encoder = Encoder(
-            what="items",
-            identity=f"{family.media_encoder_id(vae_dtype)}{tiles}",
-            load=lambda: family.load_media_encoder(vae_dtype, device),
-        )
-        self._prompt_encoder = Encoder(
-            what="captions",
-            identity=_prompt_encoder_id(config, family),
-            load=lambda: family.text_encoder_memory.watched(
-                lambda: family.load_prompt_encoder(text_dtype, device)
-            ),
-        )
-
-    @property
-    def passes(self) -> tuple[tuple[Mapping[str, Encodable], Encoder], ...]:
-        """What each encoder encodes, in the order in which they are loaded."""
-        return (self.media, self._media_encoder), (self.prompts, self._prompt_encoder)
-
-    def add_dataset(self, plan: DatasetPlan, *, has_unconditional: bool) -> None:
-        """Also encode the items of a plan and their captions, and the empty one if it is asked for."""
-        rows = (self._row(item, has_unconditional=has_unconditional) for item in plan.items)
-        self.datasets.append((plan, ItemTable.build(rows)))
-
-    def add_preview(self, prompt: PromptItem, *, negative: str) -> None:
-        """Also encode the prompt of a preview and its negative, which sees the same images."""
-        steered_from = replace(prompt, text=negative, is_negative=True)
-        self.preview_keys.append((self._add_prompt(prompt), self._add_prompt(steered_from)))
-
-    def usable(self, plan: DatasetPlan, table: ItemTable) -> _Usable:
-        """What of a data set is trained on, where the items of ``plan`` are some of those in ``table``."""
-        if len(plan.items) < len(table):
-            names = {item.name for item in plan.items}
-            table = ItemTable.build(row for row in table if row.name in names)
-        identity = DataIdentity.of(
-            plan.items,
-            media_encoder=self._media_encoder.identity,
-            prompt_encoder=self._prompt_encoder.identity,
-        )
-        records = {item.record.name: item.record for item in plan.items}
-        tag_counts = count_tags(records.values(), self._tag_separator)
-        return _Usable(items=table, identity=identity, tag_counts=tag_counts)
-
-    def _row(self, item: TrainingItem, *, has_unconditional: bool) -> ItemRow:
-        media_key = item.key(self.cache, self._media_encoder.identity)
-        self.media.setdefault(media_key, item)  # equal files are encoded once
-        return ItemRow(
-            name=item.name,
-            bucket=item.bucket,
-            source=item.record.source,
-            media_key=media_key,
-            caption_keys=tuple(self._add_caption(item, text) for text in item.record.captions),
-            unconditional_key=self._add_caption(item, "", is_negative=True) if has_unconditional else None,
-        )
-
-    def _add_caption(self, item: TrainingItem, text: str, *, is_negative: bool = False) -> str:
-        inputs = item.record.inputs
-        if not inputs or not self._prompt_sees_images:
-            return self._add_prompt(PromptItem(text=text, is_negative=is_negative))
-        prompt = PromptItem(
-            text=text,
-            is_negative=is_negative,
-            images=inputs,
-            content=item.content[1 : 1 + len(inputs)],
-            background=item.background,
-        )
-        return self._add_prompt(prompt)
-
-    def _add_prompt(self, prompt: PromptItem) -> str:
-        key = prompt.key(self.cache, self._prompt_encoder.identity)
-        self.prompts.setdefault(key, prompt)
-        return key
-
-
-def _prompt_encoder_id(config: Config, family: ModelFamily) -> str:
-    identity = family.prompt_encoder_id(getattr(torch, config.model.text_encoder_dtype))
-    text_format = config.model.text_encoder_quantize
-    # Nothing is added for plain weights: these are the keys of all caches from before there were formats.
-    return identity if text_format == "none" else f"{identity} {text_format}"
 
 
 def plan_encoding(
@@ -342,7 +216,7 @@ def _encode(
     memory: FileMemory,
     accelerator: Accelerator,
     unread: Mapping[str, str],
-) -> list[_Usable]:
+) -> list[UsableData]:
     """Encode media, then prompts; the usable items of each data set.
 
     What is bad is the same for all processes, and the main process lists it, with ``unread`` held-out items.
@@ -390,11 +264,13 @@ def _encode_passes(
     return bad
 
 
-def _usable_datasets(job: EncodingJob, bad_keys: Mapping[str, str], quarantine: Quarantine) -> list[_Usable]:
+def _usable_datasets(
+    job: EncodingJob, bad_keys: Mapping[str, str], quarantine: Quarantine
+) -> list[UsableData]:
     """What of each data set is trained on or measured, or one error about all of them."""
     problems = Problems()
 
-    def usable(plan: DatasetPlan, table: ItemTable) -> _Usable:
+    def usable(plan: DatasetPlan, table: ItemTable) -> UsableData:
         bad = bad_records(plan, table, bad_keys)
         quarantine.leave_out(plan.names, bad)
         return job.usable(plan.without(bad), table)

@@ -1,0 +1,1 @@
+"""What a run encodes before it trains, and how: all at once, or by parts."""

@@ -1,0 +1,147 @@
+"""This file says all that a run encodes: media and prompts, each once, by the key of its tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from diffsynth_lite.config import Config
+from diffsynth_lite.data import (
+    DataIdentity,
+    DatasetPlan,
+    Encodable,
+    Encoder,
+    ItemRow,
+    ItemTable,
+    PromptItem,
+    TagCounts,
+    TensorCache,
+    TrainingItem,
+    count_tags,
+)
+from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.training.data_settings import cache_folder
+from diffsynth_lite.training.distributed.folder_groups import FolderGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class UsableData:
+    """What of a data set is not bad.
+
+    Attributes:
+        items: that are trained on.
+        identity: what these items hold, wherever their tensors are.
+        tag_counts: by the index of a source.
+    """
+
+    items: ItemTable
+    identity: DataIdentity
+    tag_counts: Mapping[int, TagCounts]
+
+
+class EncodingJob:
+    """What a run encodes: media and prompts, each once, by the key of its tensors.
+
+    Args:
+        config: names the cache and the precision of the encoders.
+        family: its encoders are loaded when they are first needed.
+        device: for the encoders.
+        group: the processes that share the cache.
+
+    Attributes:
+        media: key to the item whose files are encoded.
+        prompts: key to a caption or the prompt of a preview.
+        datasets: plan of each data set, and a row for each of its items.
+        preview_keys: key of each preview's prompt, and of its negative prompt.
+    """
+
+    def __init__(self, config: Config, family: ModelFamily, device: torch.device, group: FolderGroup) -> None:
+        text_dtype = getattr(torch, config.model.text_encoder_dtype)
+        vae_dtype = getattr(torch, config.model.vae_dtype)
+        tiles = "" if family.vae_tiles is None else f" {family.vae_tiles}"
+        self.cache = TensorCache(cache_folder(config))
+        self.group = group
+        self.media: dict[str, TrainingItem] = {}
+        self.prompts: dict[str, PromptItem] = {}
+        self.datasets: list[tuple[DatasetPlan, ItemTable]] = []
+        self.preview_keys: list[tuple[str, str]] = []
+        self._tag_separator = config.data.tag_separator
+        self._prompt_sees_images = family.prompt_sees_images
+        self._media_encoder = Encoder(
+            what="items",
+            identity=f"{family.media_encoder_id(vae_dtype)}{tiles}",
+            load=lambda: family.load_media_encoder(vae_dtype, device),
+        )
+        self._prompt_encoder = Encoder(
+            what="captions",
+            identity=_prompt_encoder_id(config, family),
+            load=lambda: family.text_encoder_memory.watched(
+                lambda: family.load_prompt_encoder(text_dtype, device)
+            ),
+        )
+
+    @property
+    def passes(self) -> tuple[tuple[Mapping[str, Encodable], Encoder], ...]:
+        """What each encoder encodes, in the order in which they are loaded."""
+        return (self.media, self._media_encoder), (self.prompts, self._prompt_encoder)
+
+    def add_dataset(self, plan: DatasetPlan, *, has_unconditional: bool) -> None:
+        """Also encode the items of a plan and their captions, and the empty one if it is asked for."""
+        rows = (self._row(item, has_unconditional=has_unconditional) for item in plan.items)
+        self.datasets.append((plan, ItemTable.build(rows)))
+
+    def add_preview(self, prompt: PromptItem, *, negative: str) -> None:
+        """Also encode the prompt of a preview and its negative, which sees the same images."""
+        steered_from = replace(prompt, text=negative, is_negative=True)
+        self.preview_keys.append((self._add_prompt(prompt), self._add_prompt(steered_from)))
+
+    def usable(self, plan: DatasetPlan, table: ItemTable) -> UsableData:
+        """What of a data set is trained on, where the items of ``plan`` are some of those in ``table``."""
+        if len(plan.items) < len(table):
+            names = {item.name for item in plan.items}
+            table = ItemTable.build(row for row in table if row.name in names)
+        identity = DataIdentity.of(
+            plan.items,
+            media_encoder=self._media_encoder.identity,
+            prompt_encoder=self._prompt_encoder.identity,
+        )
+        records = {item.record.name: item.record for item in plan.items}
+        tag_counts = count_tags(records.values(), self._tag_separator)
+        return UsableData(items=table, identity=identity, tag_counts=tag_counts)
+
+    def _row(self, item: TrainingItem, *, has_unconditional: bool) -> ItemRow:
+        media_key = item.key(self.cache, self._media_encoder.identity)
+        self.media.setdefault(media_key, item)  # equal files are encoded once
+        return ItemRow(
+            name=item.name,
+            bucket=item.bucket,
+            source=item.record.source,
+            media_key=media_key,
+            caption_keys=tuple(self._add_caption(item, text) for text in item.record.captions),
+            unconditional_key=self._add_caption(item, "", is_negative=True) if has_unconditional else None,
+        )
+
+    def _add_caption(self, item: TrainingItem, text: str, *, is_negative: bool = False) -> str:
+        inputs = item.record.inputs
+        if not inputs or not self._prompt_sees_images:
+            return self._add_prompt(PromptItem(text=text, is_negative=is_negative))
+        prompt = PromptItem(
+            text=text,
+            is_negative=is_negative,
+            images=inputs,
+            content=item.content[1 : 1 + len(inputs)],
+            background=item.background,
+        )
+        return self._add_prompt(prompt)
+
+    def _add_prompt(self, prompt: PromptItem) -> str:
+        key = prompt.key(self.cache, self._prompt_encoder.identity)
+        self.prompts.setdefault(key, prompt)
+        return key
+
+
+def _prompt_encoder_id(config: Config, family: ModelFamily) -> str:
+    identity = family.prompt_encoder_id(getattr(torch, config.model.text_encoder_dtype))
+    text_format = config.model.text_encoder_quantize
+    # Nothing is added for plain weights: these are the keys of all caches from before there were formats.
+    return identity if text_format == "none" else f"{identity} {text_format}"
