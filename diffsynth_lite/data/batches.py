@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -178,11 +177,11 @@ class BatchStream:
                 per_step,
                 len(self._items),
             )
-        counts = np.bincount(self._items.bucket_index, minlength=len(self._items.buckets)).tolist()
+        counts, buckets = self._items.items_by_bucket, self._items.buckets
         small = [
-            f"{bucket.name} ({count})"
-            for bucket, count, size in zip(self._items.buckets, counts, self._schedule.sizes, strict=True)
-            if 0 < count < size
+            f"{buckets[place].name} ({count})"
+            for place, count in counts.items()
+            if count < self._schedule.sizes[place]
         ]
         if small:
             logger.warning("buckets with fewer items than a micro-batch repeat them: %s", join_names(small))

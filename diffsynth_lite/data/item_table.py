@@ -1,19 +1,25 @@
 """This file holds the encoded items of a run, a million of them in some hundred megabytes.
 
-Keys are stored as the 32 bytes of their 64 hexadecimal digits; variable lengths by the end of each.
+Keys are stored as the 32 bytes of their 64 hexadecimal digits; variable lengths by the end of each. Numbers
+are little-endian. A column is bytes, in memory or in a file that is mapped.
 """
 
 import hashlib
+import struct
 from array import array
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from diffsynth_lite.data.buckets import Bucket
 
-_KEY_BYTES = 32
+KEY_BYTES = 32
+
+Indices = npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,38 +48,89 @@ class ItemRow:
         return (self.media_key, *self.caption_keys, *filter(None, [self.unconditional_key]))
 
 
+class Column(Protocol):
+    """Bytes that parts are taken of, as ``bytes`` themselves are."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> bytes: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ItemColumns:
+    """The columns of a table of N items.
+
+    Attributes:
+        bucket_index: (N,) uint16, place of each item's bucket among those of the table.
+        source_index: (N,) uint16.
+        members: (N,) uint32, the items by bucket, then by source, then in their order.
+        names: UTF-8.
+        name_ends: (N,) int64, in ``names``.
+        media_keys: (N,) keys.
+        caption_keys: of each item those of its captions, and the unconditional one where items have that.
+        caption_ends: (N,) int64, counted in keys.
+    """
+
+    bucket_index: Column
+    source_index: Column
+    members: Column
+    names: Column
+    name_ends: Column
+    media_keys: Column
+    caption_keys: Column
+    caption_ends: Column
+
+    def by_name(self) -> dict[str, Column]:
+        """The columns by their names, in the order in which a file has them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ItemGroup:
+    """The items of one bucket that are of one source, at least one.
+
+    Attributes:
+        bucket: place of the bucket among those of the table.
+        source: index of the source.
+        count: of the items.
+        members: gives them, (count,), ascending.
+    """
+
+    bucket: int
+    source: int
+    count: int
+    members: Callable[[], Indices]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ItemTable:
-    """Items in order, in a few arrays; :meth:`build` makes one.
+    """Items in order, in a few columns; :meth:`build` makes one.
 
     Attributes:
         buckets: of all items, in ascending order.
         has_unconditional: whether the items have an unconditional key; it is kept after their captions.
-        bucket_index: (N,), place of each item's bucket in ``buckets``.
-        source_index: (N,).
+        group_counts: bucket and source, as indices, to the number of their items, in ascending order.
+        columns: the items.
+        known_facts: see :meth:`facts`, where they were computed before.
     """
 
     buckets: tuple[Bucket, ...]
     has_unconditional: bool
-    bucket_index: npt.NDArray[np.uint16]
-    source_index: npt.NDArray[np.uint16]
-    _names: bytes
-    _name_ends: npt.NDArray[np.int64]
-    _media_keys: bytes
-    _caption_keys: bytes
-    _caption_ends: npt.NDArray[np.int64]
+    group_counts: Mapping[tuple[int, int], int]
+    columns: ItemColumns
+    known_facts: Mapping[str, int | str] | None = None
 
     @classmethod
     def build(cls, rows: Iterable[ItemRow]) -> "ItemTable":
         """Table of ``rows``, which are read once and not kept."""
-        bucket_index, source_index = array("H"), array("H")
+        bucket_places, source_index = array("H"), array("H")
         names, media_keys, caption_keys = bytearray(), bytearray(), bytearray()
         name_ends, caption_ends = array("q"), array("q")
         places: dict[Bucket, int] = {}  # in the order of their first rows
         unconditional: set[bool] = set()
         for row in rows:
             assert row.caption_keys, row.name
-            bucket_index.append(places.setdefault(row.bucket, len(places)))
+            bucket_places.append(places.setdefault(row.bucket, len(places)))
             source_index.append(row.source)
             names += row.name.encode()
             name_ends.append(len(names))
@@ -81,34 +138,70 @@ class ItemTable:
             unconditional.add(row.unconditional_key is not None)
             for key in row.keys[1:]:
                 caption_keys += _key_bytes(key)
-            caption_ends.append(len(caption_keys) // _KEY_BYTES)
+            caption_ends.append(len(caption_keys) // KEY_BYTES)
         assert len(unconditional) < 2, "all items have an unconditional key, or none"
         rank = {bucket: place for place, bucket in enumerate(sorted(places))}
         rank_of_place = np.array([rank[bucket] for bucket in places], np.uint16)
+        bucket_index = rank_of_place[np.array(bucket_places, np.uint16)]
+        source_of_item = np.array(source_index, np.uint16)
+        group_counts, members = _grouped(bucket_index, source_of_item)
         return cls(
             buckets=tuple(rank),
             has_unconditional=unconditional == {True},
-            bucket_index=rank_of_place[np.array(bucket_index, np.uint16)],
-            source_index=np.array(source_index, np.uint16),
-            _names=bytes(names),
-            _name_ends=np.array(name_ends, np.int64),
-            _media_keys=bytes(media_keys),
-            _caption_keys=bytes(caption_keys),
-            _caption_ends=np.array(caption_ends, np.int64),
+            group_counts=group_counts,
+            columns=ItemColumns(
+                bucket_index=bucket_index.astype("<u2").tobytes(),
+                source_index=source_of_item.astype("<u2").tobytes(),
+                members=members.tobytes(),
+                names=bytes(names),
+                name_ends=np.array(name_ends, "<i8").tobytes(),
+                media_keys=bytes(media_keys),
+                caption_keys=bytes(caption_keys),
+                caption_ends=np.array(caption_ends, "<i8").tobytes(),
+            ),
         )
 
     def __len__(self) -> int:
-        return len(self.bucket_index)
+        return len(self.columns.media_keys) // KEY_BYTES
 
-    def facts(self) -> dict[str, int | str]:
+    @property
+    def groups(self) -> tuple[ItemGroup, ...]:
+        """The items by bucket and source, in ascending order."""
+        groups, start = [], 0
+        for (bucket, source), count in self.group_counts.items():
+            members = partial(_members, self.columns.members, start, count)
+            groups.append(ItemGroup(bucket=bucket, source=source, count=count, members=members))
+            start += count
+        return tuple(groups)
+
+    @property
+    def items_by_bucket(self) -> dict[int, int]:
+        """Place of each bucket in ``buckets`` to the number of its items."""
+        return self._counts(0)
+
+    @property
+    def items_by_source(self) -> dict[int, int]:
+        """Index of each source that has items to their number."""
+        return self._counts(1)
+
+    def _counts(self, part: int) -> dict[int, int]:
+        counts: dict[int, int] = {}
+        for group, count in self.group_counts.items():
+            counts[group[part]] = counts.get(group[part], 0) + count
+        return counts
+
+    def facts(self) -> Mapping[str, int | str]:
         """What is equal of two tables that hold the same items in the same order, whatever their names."""
+        if self.known_facts is not None:
+            return self.known_facts
+        columns = self.columns
         sizes = repr([self.buckets, self.has_unconditional]).encode()
         return {
             "number of items": len(self),
-            "pictures and clips": _digest(self._media_keys),
-            "captions": _digest(self._caption_keys, self._caption_ends.tobytes()),
-            "sizes": _digest(sizes, self.bucket_index.tobytes()),
-            "sources": _digest(self.source_index.tobytes()),
+            "pictures and clips": _digest(columns.media_keys[:]),
+            "captions": _digest(columns.caption_keys[:], columns.caption_ends[:]),
+            "sizes": _digest(sizes, columns.bucket_index[:]),
+            "sources": _digest(columns.source_index[:]),
         }
 
     def __iter__(self) -> Iterator[ItemRow]:
@@ -122,39 +215,65 @@ class ItemTable:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"item {index} of {len(self)}")
-        name_start, name_end = _span(self._name_ends, index)
-        first, end = _span(self._caption_ends, index)
-        captions_end = end - self.has_unconditional
+        columns = self.columns
+        name_start, name_end = _span(columns.name_ends, index)
+        first, end = _span(columns.caption_ends, index)
+        caption_keys = _keys(columns.caption_keys, first, end)
+        captions_end = len(caption_keys) - self.has_unconditional
         return ItemRow(
-            name=self._names[name_start:name_end].decode(),
-            bucket=self.buckets[self.bucket_index[index]],
-            source=int(self.source_index[index]),
-            media_key=_key(self._media_keys, index),
-            caption_keys=tuple(_key(self._caption_keys, place) for place in range(first, captions_end)),
-            unconditional_key=_key(self._caption_keys, captions_end) if self.has_unconditional else None,
+            name=columns.names[name_start:name_end].decode(),
+            bucket=self.buckets[_short(columns.bucket_index, index)],
+            source=_short(columns.source_index, index),
+            media_key=_keys(columns.media_keys, index, index + 1)[0],
+            caption_keys=caption_keys[:captions_end],
+            unconditional_key=caption_keys[-1] if self.has_unconditional else None,
         )
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the table takes."""
-        columns = (self.bucket_index, self.source_index, self._name_ends, self._caption_ends)
-        blobs = (self._names, self._media_keys, self._caption_keys)
-        return sum(column.nbytes for column in columns) + sum(map(len, blobs))
+        """Bytes that the columns take."""
+        return sum(map(len, self.columns.by_name().values()))
+
+
+def _grouped(
+    bucket_index: npt.NDArray[np.uint16], source_index: npt.NDArray[np.uint16]
+) -> tuple[dict[tuple[int, int], int], npt.NDArray[np.uint32]]:
+    """How many items each bucket has of each source, and all items in the order of these groups."""
+    group_of_item = bucket_index.astype(np.uint32) << 16 | source_index
+    members = np.argsort(group_of_item, kind="stable").astype("<u4")
+    groups, counts = np.unique(group_of_item, return_counts=True)
+    pairs = ((group >> 16, group & 0xFFFF) for group in groups.tolist())
+    return dict(zip(pairs, counts.tolist(), strict=True)), members
+
+
+def _members(column: Column, start: int, count: int) -> Indices:
+    return np.frombuffer(column[4 * start : 4 * (start + count)], "<u4")
 
 
 def _key_bytes(key: str) -> bytes:
     packed = bytes.fromhex(key)
-    assert len(packed) == _KEY_BYTES, key
+    assert len(packed) == KEY_BYTES, key
     return packed
 
 
-def _key(keys: bytes, place: int) -> str:
-    return keys[place * _KEY_BYTES : (place + 1) * _KEY_BYTES].hex()
+def _keys(column: Column, first: int, end: int) -> tuple[str, ...]:
+    digits = column[first * KEY_BYTES : end * KEY_BYTES].hex()
+    return tuple(digits[start : start + 2 * KEY_BYTES] for start in range(0, len(digits), 2 * KEY_BYTES))
 
 
-def _span(ends: npt.NDArray[np.int64], index: int) -> tuple[int, int]:
-    return int(ends[index - 1]) if index else 0, int(ends[index])
+def _span(ends: Column, index: int) -> tuple[int, int]:
+    if not index:
+        return 0, int.from_bytes(ends[:8], "little")
+    start, end = struct.unpack("<2q", ends[8 * index - 8 : 8 * index + 8])
+    return start, end
+
+
+def _short(column: Column, index: int) -> int:
+    return int.from_bytes(column[2 * index : 2 * index + 2], "little")
 
 
 def _digest(*parts: bytes) -> str:
-    return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()

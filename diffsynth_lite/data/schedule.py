@@ -15,14 +15,32 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from diffsynth_lite.core.randomness import permutation
+from diffsynth_lite.data.item_table import Indices, ItemGroup
 from diffsynth_lite.errors import UserError
 
-Indices = npt.NDArray[np.int64]
+_COUNTED_AT_ONCE = 2**16
+
+
+class Numbers(Protocol):
+    """Integers that parts are taken of, as arrays are."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Indices: ...
+
+
+Orders = Callable[[str, int, Callable[[], Indices]], Numbers]
+"""What keeps drawn orders: gives that of a purpose and a number, by what draws it where none is kept."""
+
+
+def draw_order(purpose: str, number: int, draw: Callable[[], Indices]) -> Numbers:
+    """Keep nothing."""
+    return draw()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,11 +64,11 @@ class SampleSchedule:
     """The blocks of a run.
 
     Args:
-        bucket_index: bucket of each item, (N,).
-        source_index: source of each item, (N,).
+        groups: the items, by their buckets and sources, in ascending order.
         passes: times that an item of each source is seen in a pass: repeats x weight, more than 0.
         sizes: samples of a block of each bucket, at least 1.
         seed: seed of the run.
+        orders: keeps what was drawn.
 
     Raises:
         UserError: no items, or a number that is out of range.
@@ -58,14 +76,14 @@ class SampleSchedule:
 
     def __init__(
         self,
-        bucket_index: npt.NDArray[np.integer],
-        source_index: npt.NDArray[np.integer],
+        groups: Sequence[ItemGroup],
         *,
         passes: Sequence[Fraction],
         sizes: Sequence[int],
         seed: int,
+        orders: Orders = draw_order,
     ) -> None:
-        if len(bucket_index) < 1:
+        if not groups:
             raise UserError("there are no items to train on")
         if min(sizes) < 1 or min(passes) <= 0:
             raise UserError(
@@ -74,14 +92,13 @@ class SampleSchedule:
             )
         self.sizes = tuple(sizes)
         self._seed = seed
+        self._orders = orders
         self._streams = [
             _BucketStream(
-                [
-                    (np.flatnonzero((bucket_index == bucket) & (source_index == source)), passes[source])
-                    for source in map(int, np.unique(source_index[bucket_index == bucket]))
-                ],
+                [(group, passes[group.source]) for group in groups if group.bucket == bucket],
                 seed=seed,
                 purpose=f"bucket-{bucket}",
+                orders=orders,
             )
             for bucket in range(len(sizes))
         ]
@@ -90,7 +107,7 @@ class SampleSchedule:
         ]
         # One cycle is kept: finding it asks every bucket, which for 50 of them takes 0.1 ms a block.
         self._cycle_start = 0
-        self._cycle = _Cycle.of([0] * len(sizes), self.sizes, np.zeros(0, np.int64))
+        self._cycle = _Cycle([0] * len(sizes), self.sizes, np.zeros(0, np.uint16))
 
     @property
     def samples_per_pass(self) -> Fraction:
@@ -104,19 +121,12 @@ class SampleSchedule:
 
     def block(self, index: int) -> Block:
         """Block number ``index`` of the stream, from 0."""
-        if not 0 <= index - self._cycle_start < len(self._cycle.labels):
+        if not 0 <= index - self._cycle_start < len(self._cycle):
             number, self._cycle_start = _find(
                 self._blocks_before, self.blocks_per_pass, len(self.sizes), index
             )
             self._cycle = self._draw_cycle(number)
-        cycle, place = self._cycle, index - self._cycle_start
-        bucket = int(cycle.labels[place])
-        return Block(
-            bucket=bucket,
-            ordinal=int(cycle.ordinals[place]),
-            position=int(cycle.positions[place]),
-            size=self.sizes[bucket],
-        )
+        return self._cycle.block(index - self._cycle_start)
 
     def items(self, block: Block) -> list[int]:
         """Index of each item of a block, in the order of its positions."""
@@ -131,45 +141,65 @@ class SampleSchedule:
         before, until = (
             [_floor(cycle, rate) for rate in self._blocks_per_pass] for cycle in (number, number + 1)
         )
-        labels = np.repeat(np.arange(len(before)), np.subtract(until, before))
-        shuffled = labels[permutation(self._seed, "cycle", number, len(labels))]
-        return _Cycle.of(before, self.sizes, shuffled)
+
+        def draw() -> Indices:
+            labels = np.repeat(np.arange(len(before), dtype=np.uint16), np.subtract(until, before))
+            return labels[permutation(self._seed, "cycle", number, len(labels))]
+
+        return _Cycle(before, self.sizes, self._orders("cycle", number, draw))
 
 
-@dataclass(frozen=True, slots=True)
 class _Cycle:
-    """The blocks of a cycle: bucket, number within the bucket, and first position of each."""
+    """The blocks of a cycle, whose order is all that is kept of them: they are asked for one after the other.
 
-    labels: Indices
-    ordinals: Indices
-    positions: Indices
+    Args:
+        before: blocks of each bucket ahead of it.
+        sizes: samples of a block of each bucket.
+        labels: bucket of each block.
+    """
 
-    @classmethod
-    def of(cls, before: Sequence[int], sizes: Sequence[int], labels: Indices) -> "_Cycle":
-        """A cycle of ``labels``, with ``before`` blocks of each bucket ahead of it."""
-        by_bucket = np.argsort(labels, kind="stable")
-        counts = np.bincount(labels, minlength=len(before))
-        starts = np.cumsum(counts) - counts
-        ordinals = np.empty_like(labels)
-        ordinals[by_bucket] = np.arange(len(labels)) + np.repeat(np.asarray(before) - starts, counts)
-        taken = np.asarray(sizes, np.int64)[labels]
-        first = sum(count * size for count, size in zip(before, sizes, strict=True))
-        return cls(labels, ordinals, first + np.cumsum(taken) - taken)
+    def __init__(self, before: Sequence[int], sizes: Sequence[int], labels: Numbers) -> None:
+        self._labels = labels
+        self._sizes = np.array(sizes, np.int64)
+        self._before = np.array(before, np.int64)
+        self._counted, self._ordinals = 0, self._before.copy()
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def block(self, place: int) -> Block:
+        """The block at a place of the cycle; O(1) where the last one asked for was just before it."""
+        if place < self._counted:
+            self._counted, self._ordinals = 0, self._before.copy()
+        for start in range(self._counted, place, _COUNTED_AT_ONCE):
+            passed = self._labels[start : min(start + _COUNTED_AT_ONCE, place)]
+            self._ordinals += np.bincount(passed, minlength=len(self._sizes))
+        self._counted = place
+        bucket = int(self._labels[place : place + 1][0])
+        return Block(
+            bucket=bucket,
+            ordinal=int(self._ordinals[bucket]),
+            position=int(self._ordinals @ self._sizes),
+            size=int(self._sizes[bucket]),
+        )
 
 
 class _BucketStream:
     """The endless stream of one bucket's samples, from its groups: the items of a source and their passes."""
 
-    def __init__(self, groups: Sequence[tuple[Indices, Fraction]], *, seed: int, purpose: str) -> None:
-        self._groups = groups
-        self._rates = [len(members) * passes for members, passes in groups]
+    def __init__(
+        self, groups: Sequence[tuple[ItemGroup, Fraction]], *, seed: int, purpose: str, orders: Orders
+    ) -> None:
+        self._groups = [group for group, _ in groups]
+        self._rates = [group.count * passes for group, passes in groups]
         self.samples_per_pass = sum(self._rates, Fraction(0))
         self._seed = seed
         self._purpose = purpose
+        self._orders = orders
         # One pass is kept: drawing it for each sample would make a step as slow as the data set is large.
         self._pass = -1
         self._start = self._end = 0
-        self._order = np.zeros(0, np.int64)
+        self._order: Numbers = np.zeros(0, np.uint32)
 
     def item(self, place: int) -> int:
         """Index of the item at a place of the stream."""
@@ -177,9 +207,12 @@ class _BucketStream:
             self._pass, self._start = _find(
                 self._samples_before, self.samples_per_pass, len(self._rates), place
             )
-            self._order = self._draw_pass(self._pass)
+            self._order = self._orders(
+                f"{self._purpose}:pass", self._pass, lambda: self._draw_pass(self._pass)
+            )
             self._end = self._start + len(self._order)
-        return int(self._order[place - self._start])
+        at = place - self._start
+        return int(self._order[at : at + 1][0])
 
     def _samples_before(self, number: int) -> int:
         return sum(_floor(number, rate) for rate in self._rates)
@@ -195,7 +228,7 @@ class _BucketStream:
 
     def _take(self, group: int, start: int, end: int) -> Indices:
         """Items at [start, end) of a group's own stream of permutations."""
-        members = self._groups[group][0]
+        members = self._groups[group].members()
         first = start // len(members)
         turns = [
             members[permutation(self._seed, f"{self._purpose}:group-{group}", turn, len(members))]

@@ -295,8 +295,7 @@ def _build_batches(
 ) -> BatchStream:
     items = encoded.items
     schedule = SampleSchedule(
-        items.bucket_index,
-        items.source_index,
+        items.groups,
         passes=[source.passes for source in data_sources(config)],
         sizes=micro_batch_sizes(
             [num_tokens_of(bucket, family) for bucket in items.buckets],

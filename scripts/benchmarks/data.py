@@ -89,8 +89,7 @@ def synthetic_rows(count: int) -> Iterator[ItemRow]:
 def batch_stream(table: ItemTable, entries: EntryReader, *, num_workers: int) -> BatchStream:
     """A stream of one process, whose step is one micro-batch."""
     schedule = SampleSchedule(
-        table.bucket_index,
-        table.source_index,
+        table.groups,
         passes=[Fraction(1), Fraction(3, 2)],
         sizes=[MICRO_BATCH_SIZE] * len(table.buckets),
         seed=0,

@@ -40,7 +40,7 @@ def stream_of_many_tensors(folder: Path, *, num_workers: int = 2) -> BatchStream
     return BatchStream(
         items,
         cache,
-        SampleSchedule(items.bucket_index, items.source_index, passes=[Fraction(1)], sizes=[2], seed=5),
+        SampleSchedule(items.groups, passes=[Fraction(1)], sizes=[2], seed=5),
         BatchLayout(global_batch_size=8, micro_batch_size=2, num_processes=1, process_index=0),
         seed=5,
         num_workers=num_workers,

@@ -52,7 +52,7 @@ def items(rows):
 
 def schedule_of(items, sizes):
     passes = [Fraction(1)]
-    return SampleSchedule(items.bucket_index, items.source_index, passes=passes, sizes=sizes, seed=5)
+    return SampleSchedule(items.groups, passes=passes, sizes=sizes, seed=5)
 
 
 def stream(items, cache, *, sizes=None, **changes):

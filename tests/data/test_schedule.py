@@ -2,6 +2,7 @@
 
 from collections import Counter
 from fractions import Fraction
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import diffsynth_lite.data.schedule as schedule_module
+from diffsynth_lite.data.item_table import ItemGroup
 from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule, micro_batch_sizes
 from diffsynth_lite.errors import UserError
 
@@ -38,8 +40,8 @@ def plans(draw, *, passes=rates):
     pairs = st.tuples(st.integers(0, num_buckets - 1), st.integers(0, num_sources - 1))
     rows = draw(st.lists(pairs, min_size=1, max_size=25))
     return {
-        "bucket_index": np.array([bucket for bucket, _ in rows], np.uint16),
-        "source_index": np.array([source for _, source in rows], np.uint16),
+        "bucket_index": [bucket for bucket, _ in rows],
+        "source_index": [source for _, source in rows],
         "passes": [draw(passes) for _ in range(num_sources)],
         "sizes": draw(st.lists(st.integers(1, 4), min_size=num_buckets, max_size=num_buckets)),
         "seed": draw(st.integers(0, 2**70)),
@@ -47,12 +49,21 @@ def plans(draw, *, passes=rates):
 
 
 def schedule_of(*, bucket_index, source_index, **options):
-    return SampleSchedule(bucket_index, source_index, **options)
+    """The schedule of items whose groups are found one by one."""
+    pairs = list(zip(bucket_index, source_index, strict=True))
+    members = {pair: [item for item, other in enumerate(pairs) if other == pair] for pair in sorted(pairs)}
+    groups = [
+        ItemGroup(bucket=bucket, source=source, count=len(items), members=partial(np.array, items))
+        for (bucket, source), items in members.items()
+    ]
+    return SampleSchedule(groups, **options)
 
 
 def single(num_items, *, size=1, repeats=1, seed=0):
-    none = np.zeros(num_items, np.uint16)
-    return SampleSchedule(none, none, passes=[Fraction(repeats)], sizes=[size], seed=seed)
+    none = [0] * num_items
+    return schedule_of(
+        bucket_index=none, source_index=none, passes=[Fraction(repeats)], sizes=[size], seed=seed
+    )
 
 
 def taken(schedule, blocks):
@@ -65,9 +76,7 @@ def test_each_pass_of_a_bucket_holds_each_item_exactly_as_often_as_it_is_repeate
     schedule = schedule_of(**plan)
     length = int(schedule.samples_per_pass)
     seen = Counter(taken(schedule, range(number * length, (number + 1) * length)))
-    assert seen == {
-        item: int(plan["passes"][source]) for item, source in enumerate(plan["source_index"].tolist())
-    }
+    assert seen == {item: int(plan["passes"][source]) for item, source in enumerate(plan["source_index"])}
 
 
 @given(plan=plans(), num_blocks=st.integers(1, 150))
@@ -77,7 +86,7 @@ def test_over_time_each_item_is_seen_as_often_as_the_others_of_its_source_and_bu
     samples = Counter()
     for block in map(schedule.block, range(num_blocks)):
         samples[block.bucket] += block.size
-    groups = list(zip(plan["bucket_index"].tolist(), plan["source_index"].tolist(), strict=True))
+    groups = list(zip(plan["bucket_index"], plan["source_index"], strict=True))
     mean = Counter()
     for bucket, source in groups:
         mean[bucket] += plan["passes"][source]
@@ -92,7 +101,7 @@ def test_over_time_each_item_is_seen_as_often_as_the_others_of_its_source_and_bu
 def test_buckets_have_their_exact_part_of_the_samples_after_any_number_of_cycles(plan, cycles):
     schedule = schedule_of(**plan)
     mean = [Fraction(0)] * len(plan["sizes"])
-    for bucket, source in zip(plan["bucket_index"].tolist(), plan["source_index"].tolist(), strict=True):
+    for bucket, source in zip(plan["bucket_index"], plan["source_index"], strict=True):
         mean[bucket] += plan["passes"][source]
     expected = [int(cycles * rate / size) for rate, size in zip(mean, plan["sizes"], strict=True)]
     seen = Counter(schedule.block(index).bucket for index in range(sum(expected)))
@@ -131,9 +140,13 @@ def test_one_bucket_gives_the_same_stream_whatever_the_size_of_its_blocks(num_it
 
 
 def test_a_weight_below_one_takes_turns_through_all_items_of_its_source():
-    source_index = np.array([0] * 4 + [1] * 2, np.uint16)
-    schedule = SampleSchedule(
-        np.zeros(6, np.uint16), source_index, passes=[Fraction(1, 4), Fraction(1)], sizes=[1], seed=3
+    source_index = [0] * 4 + [1] * 2
+    schedule = schedule_of(
+        bucket_index=[0] * 6,
+        source_index=source_index,
+        passes=[Fraction(1, 4), Fraction(1)],
+        sizes=[1],
+        seed=3,
     )
     passes = [taken(schedule, range(3 * number, 3 * number + 3)) for number in range(8)]
     assert all(sum(source_index[item] == 0 for item in items) == 1 for items in passes)
@@ -149,9 +162,9 @@ def test_the_order_changes_with_the_pass_and_with_the_seed():
 
 def test_the_order_is_pinned():
     assert taken(single(4, repeats=2), range(12)) == PINNED_SINGLE
-    schedule = SampleSchedule(
-        np.array([0, 0, 0, 1, 1, 1, 1, 2], np.uint16),
-        np.array([0, 1, 1, 0, 0, 1, 1, 1], np.uint16),
+    schedule = schedule_of(
+        bucket_index=[0, 0, 0, 1, 1, 1, 1, 2],
+        source_index=[0, 1, 1, 0, 0, 1, 1, 1],
         passes=[Fraction(1), Fraction(3, 2)],
         sizes=[2, 1, 3],
         seed=0,

@@ -4,9 +4,6 @@ import hashlib
 import json
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from diffsynth_lite import __version__
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import TagCounts
@@ -60,9 +57,9 @@ def _trigger_words(config: Config, encoded: TrainingData) -> tuple[str, ...]:
 
 
 def _items_by_size(encoded: TrainingData) -> dict[tuple[int, int], int]:
-    buckets = encoded.items.buckets
     counts: dict[tuple[int, int], int] = {}
-    for bucket, count in zip(buckets, _counts(encoded.items.bucket_index, len(buckets)), strict=True):
+    for place, count in encoded.items.items_by_bucket.items():
+        bucket = encoded.items.buckets[place]
         size = bucket.width, bucket.height
         counts[size] = counts.get(size, 0) + count
     return counts
@@ -70,10 +67,10 @@ def _items_by_size(encoded: TrainingData) -> dict[tuple[int, int], int]:
 
 def _sources(config: Config, encoded: TrainingData) -> dict[str, SourceFacts]:
     names, sources = config.data.sources_by_key, data_sources(config)
-    counts = _counts(encoded.items.source_index, len(sources))
+    counts = encoded.items.items_by_source
     return {
         name: SourceFacts(
-            num_items=counts[place],
+            num_items=counts.get(place, 0),
             passes=float(source.passes),
             tag_counts=redacted(_tag_counts(encoded.tag_counts.get(place), source.trigger)),
         )
@@ -85,11 +82,6 @@ def _tag_counts(counted: TagCounts | None, trigger: str | None) -> dict[str, int
     """The most frequent first, and the trigger before what is as frequent: readers show the first few."""
     by_tag = counted.by_tag if counted else {}
     return dict(sorted(by_tag.items(), key=lambda entry: (-entry[1], entry[0] != trigger)))
-
-
-def _counts(places: npt.NDArray[np.uint16], length: int) -> list[int]:
-    counts: list[int] = np.bincount(places, minlength=length).tolist()
-    return counts
 
 
 def _prediction_type(family: ModelFamily) -> str | None:
