@@ -1,4 +1,4 @@
-"""The ways in which a run ends before its last step, their exit codes, and how problems are collected."""
+"""The ways in which a run ends, their exit codes, who tells of it, and how problems are collected."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -65,6 +65,8 @@ _EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
 )
 _OF_THE_FILE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
+ON_EACH_MACHINE = {"on_each_machine": True}
+"""``extra`` of a log line that says how a run ended: the first process of each machine prints it."""
 MAX_LINES = 50
 """Problems that one error tells; the rest is counted."""
 _MAX_NAMED = 20

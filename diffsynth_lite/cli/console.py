@@ -11,7 +11,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 
 from diffsynth_lite.cli.processes import is_local_main_process, is_main_process
-from diffsynth_lite.errors import EXIT_BUG, EXIT_FINISHED, RunInterrupted, exit_code
+from diffsynth_lite.errors import EXIT_BUG, EXIT_FINISHED, ON_EACH_MACHINE, RunInterrupted, exit_code
 from diffsynth_lite.redaction import Redactor, in_force
 
 logger = logging.getLogger(__name__)
@@ -41,10 +41,15 @@ class _RedactingFormatter(logging.Formatter):
 class _ConsoleHandler(logging.Handler):
     """Prints log lines above the progress line, unbroken: a terminal wraps them, a file keeps them whole."""
 
-    def __init__(self, console: Console, redactor: Redactor) -> None:
+    def __init__(self, console: Console, redactor: Redactor, level: int) -> None:
         super().__init__()
         self._console = console
+        self._level = level
         self.setFormatter(_RedactingFormatter(redactor))
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        tells_the_end = ON_EACH_MACHINE.items() <= vars(record).items() and self._level < _SILENT
+        return tells_the_end or record.levelno >= self._level
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
@@ -113,7 +118,8 @@ def log_level(environment: Mapping[str, str]) -> int:
     """Of the lines that a process of a launcher prints.
 
     The main process prints its facts and everybody's warnings. The first one of each other machine prints
-    what ends the run: whoever looks at that machine's log alone learns it too. The others are silent.
+    errors, and how the run ended: whoever looks at that machine's log alone learns it too. The others are
+    silent.
     """
     if is_main_process(environment):
         return logging.INFO
@@ -143,8 +149,7 @@ def run_command(work: Callable[[], None], console: Console, *, level: int = logg
 
 def configure_logging(console: Console, redactor: Redactor, *, level: int = logging.INFO) -> None:
     """Our facts and everybody's warnings are printed, those of a level at least."""
-    handler = _ConsoleHandler(console, redactor)
-    handler.setLevel(level)
+    handler = _ConsoleHandler(console, redactor, level)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("diffsynth_lite").setLevel(logging.INFO)
     for name in _IDLE_ADVICE:
@@ -195,4 +200,4 @@ def _explain(error: BaseException) -> None:
     """One line for each problem, on the error stream."""
     level = logging.WARNING if isinstance(error, RunInterrupted) else logging.ERROR
     for line in str(error).splitlines():
-        logger.log(level, "%s", line)
+        logger.log(level, "%s", line, extra=ON_EACH_MACHINE)

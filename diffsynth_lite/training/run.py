@@ -17,7 +17,7 @@ from rich.console import Console
 from diffsynth_lite.config import Config, LoadedConfig
 from diffsynth_lite.core.gradient import BlockCompiler
 from diffsynth_lite.core.weights import WeightStream
-from diffsynth_lite.errors import RunInterrupted
+from diffsynth_lite.errors import ON_EACH_MACHINE, RunInterrupted
 from diffsynth_lite.files import write_json, write_text
 from diffsynth_lite.report.renewal import PageRenewal
 from diffsynth_lite.run_folder.folder import RunFolder, outcome_recorded
@@ -93,8 +93,8 @@ def run_training(
     if config.train.cpu_threads is not None:
         torch.set_num_threads(config.train.cpu_threads)
     folder = RunFolder(Path(config.output.dir).expanduser())
-    accelerator = build_accelerator(config, folder.path / "trackers")
     with clock.stage("checks"), shortages_explained():
+        accelerator = build_accelerator(config, folder.path / "trackers")
         checked = _checked(config, accelerator)
     run = RunContext(
         loaded=loaded,
@@ -129,7 +129,8 @@ def run_training(
         is_finished = from_main_process(accelerator, lambda: _is_finished(folder))
         if checkpoint and checkpoint.step >= config.train.steps and is_finished:
             run.page.restore()
-            logger.info("This run is finished (step %d). %s", checkpoint.step, _results(folder))
+            finished = f"This run is finished (step {checkpoint.step})"
+            logger.info("%s. %s", finished, _results(folder), extra=ON_EACH_MACHINE)
             return
         start_step = checkpoint.step if checkpoint else 0
         recorded = outcome_recorded(
@@ -411,9 +412,12 @@ def _conclude(run: RunContext, step: int, remarks: Sequence[str]) -> None:
     steps = run.config.train.steps
     if step < steps:
         raise RunInterrupted(f"stopped after step {step} of {steps}, saved; the same command continues it")
-    logger.info("%s. %s", "; ".join([f"Finished after {step} steps", *remarks]), _results(run.folder))
+    finished = "; ".join([f"Finished after {step} steps", *remarks])
+    logger.info("%s. %s", finished, _results(run.folder), extra=ON_EACH_MACHINE)
 
 
 def _results(folder: RunFolder) -> str:
+    if not folder.path.is_dir():
+        return f"Its folder is on the machine of the main process: {folder.path}"
     previews = f"previews: {folder.previews_folder}; " if folder.previews_folder.is_dir() else ""
     return f"Page: {folder.report_file}; LoRA: {folder.lora_folder}; {previews}metrics: {folder.metrics_file}"

@@ -1,4 +1,4 @@
-"""This file explains what a run lacked: device memory and what used it, host memory, disk, data workers."""
+"""This file explains what a run lacked: device memory and what used it, host memory, disk, its processes."""
 
 import errno
 from collections.abc import Callable, Iterator
@@ -15,6 +15,7 @@ from diffsynth_lite.data import is_lost_worker
 from diffsynth_lite.errors import RunStoppedError, UserError
 from diffsynth_lite.files import DISK_FULL
 from diffsynth_lite.run_folder.folder import folder_is_gone
+from diffsynth_lite.training.distributed.watchdog import is_lost_process
 
 _ACTIVATIONS_PER_INPUT = 20
 """What a block keeps without checkpointing, as a multiple of its input: 19 to 40 in the models measured in
@@ -129,7 +130,7 @@ def out_of_memory_explained(
 
 @contextmanager
 def shortages_explained(run_folder: Path | None = None) -> Iterator[None]:
-    """Scope in which a lack of memory, disk space or data workers ends the run with what would help.
+    """Scope in which a lack of memory, disk space or processes ends the run with what would help.
 
     Args:
         run_folder: of the run, once it is there; that it is gone is explained, too.
@@ -154,20 +155,39 @@ def shortages_explained(run_folder: Path | None = None) -> Iterator[None]:
             f"{error.block_bytes / 1024**3:.3g} GiB that one block offloads; raise it, or lower "
             "train.micro_batch_size, or turn offload off"
         ) from error
+    except RunStoppedError:  # explained, in a scope within this one
+        raise
     except RuntimeError as error:
-        # Raised at any place: a signal tells torch that a worker has died.
-        if not is_lost_worker(error):
+        lost = _of_processes(error)
+        if lost is None:
             raise
-        first_line = str(error).partition("\n")[0]
-        raise RunStoppedError(
-            f"a data worker died or hangs ({first_line}): look at the host's memory and at "
-            "the disk of data.cache_dir, or set data.num_workers: 0; the same command continues the run"
-        ) from error
+        raise lost from error
     except OSError as error:
         explained = _of_the_disk(error, run_folder)
         if explained is None:
             raise
         raise explained from error
+
+
+def _of_processes(error: RuntimeError) -> RunStoppedError | None:
+    """What to raise in place of torch's error about another process; None if it is about something else."""
+    first_line = str(error).partition("\n")[0]
+    # Raised at any place: a signal tells torch that a worker has died.
+    if is_lost_worker(error):
+        return RunStoppedError(
+            f"a data worker died or hangs ({first_line}): look at the host's memory and at "
+            "the disk of data.cache_dir, or set data.num_workers: 0; the same command continues the run"
+        )
+    if is_lost_process(error):
+        # NCCL says what it knows in the lines after the first, up to a stack; gloo goes on with advice.
+        lines = str(error).partition("\nException raised")[0].splitlines()
+        said = "; ".join(line.partition(". ")[0] for line in lines)
+        return RunStoppedError(
+            f"the processes of this run could not reach each other ({said}): one of them has ended or "
+            "hangs, or the network between them is cut; what the others printed says which. The same "
+            "command, on all machines, continues the run from its newest checkpoint"
+        )
+    return None
 
 
 def _of_the_disk(error: OSError, run_folder: Path | None) -> UserError | RunStoppedError | None:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from diffsynth_lite.cli.console import log_level, run_command
 from diffsynth_lite.cli.train import main
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import ON_EACH_MACHINE, RunInterrupted, UserError
 from diffsynth_lite.redaction import redacted
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
@@ -67,18 +67,24 @@ def test_the_line_of_an_error_is_masked(console: Console) -> None:
     assert "output.dir: runs/REDACTED is a file" in printed(console)
 
 
-def test_what_ends_a_run_is_printed_once_a_machine(console: Console) -> None:
+@pytest.mark.parametrize(("error", "code"), [(UserError, 2), (RunInterrupted, 75), (None, 0)])
+def test_how_a_run_ended_is_printed_once_a_machine(
+    console: Console, error: type[BaseException] | None, code: int
+) -> None:
     def work() -> None:
-        logging.getLogger("diffsynth_lite").warning("a slow disk")
-        raise UserError("lora.rank: 0")
+        logger = logging.getLogger("diffsynth_lite")
+        logger.warning("a slow disk")
+        if error is not None:
+            raise error("the end")
+        logger.info("the end", extra=ON_EACH_MACHINE)
 
     lines = []
     for rank in range(4):
         file = console.file = io.StringIO()
         level = log_level({"RANK": str(rank), "LOCAL_RANK": str(rank % 2)})
-        assert run(work, console, level=level) == 2
+        assert run(work, console, level=level) == code
         lines.append([line.split(" ", 1)[1] for line in file.getvalue().splitlines()])
-    assert lines == [["a slow disk", "lora.rank: 0"], [], ["lora.rank: 0"], []]
+    assert lines == [["a slow disk", "the end"], [], ["the end"], []]
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

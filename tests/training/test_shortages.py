@@ -2,10 +2,12 @@
 
 import dataclasses
 import errno
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import DistBackendError
 
 from diffsynth_lite.errors import RunStoppedError, UserError
 from diffsynth_lite.training.shortages import (
@@ -168,3 +170,16 @@ def test_a_lost_data_worker_is_explained_and_a_bug_in_one_is_not() -> None:
         raise RuntimeError("Caught KeyError in DataLoader worker process 0.")
     with pytest.raises(RunStoppedError, match="not finite"), shortages_explained():
         raise RunStoppedError("not finite")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("[/x/gloo/transport/tcp/pair.cc:538] Connection closed by peer"), "closed by peer"),
+        (DistBackendError("NCCL error\nLast error:\nno route\nException raised from a.cpp"), "no route)"),
+    ],
+)
+def test_a_process_that_is_gone_is_explained(error: RuntimeError, said: str) -> None:
+    explained = f"^the processes of this run could not reach each other .*{re.escape(said)}.*continues"
+    with pytest.raises(RunStoppedError, match=explained), shortages_explained(), shortages_explained():
+        raise error

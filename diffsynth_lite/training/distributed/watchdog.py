@@ -1,4 +1,4 @@
-"""This file bounds how long processes wait for one another, and says where one hangs."""
+"""This file bounds how long processes wait for one another, says where one hangs, and knows a lost one."""
 
 import faulthandler
 import logging
@@ -82,3 +82,12 @@ class Watchdog:
             logger.debug("torch %s cannot change how long processes wait.", torch.__version__)
             return
         set_timeout(limit)
+
+
+def is_lost_process(error: RuntimeError) -> bool:
+    """Whether an exchange between processes failed: one has ended or hangs, or cannot be reached.
+
+    NCCL and the store where processes meet have a class for it; gloo raises what torch raises for anything,
+    with the place in its own sources.
+    """
+    return isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error)
