@@ -54,6 +54,17 @@ def positive_count(text: str) -> int:
     return int(text)
 
 
+def part_of(text: str) -> tuple[int, int]:
+    """Index and number of parts in an argument such as ``3/64``, the index from 0 on."""
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        last = (
+            f"0/{count} to {int(count) - 1}/{count}" if count.isdecimal() and int(count) else "0/64 to 63/64"
+        )
+        raise argparse.ArgumentTypeError(f"{text}: parts are {last}")
+    return int(index), int(count)
+
+
 def positive_number(text: str) -> float:
     """What is given for an argument, where it is a finite number above 0."""
     try:

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,15 +13,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.prompt import Confirm
 
-from diffsynth_lite.cli.arguments import add_preset_argument
-from diffsynth_lite.cli.processes import join_processes
+from diffsynth_lite.cli.arguments import add_preset_argument, part_of
+from diffsynth_lite.cli.processes import join_processes, refuse_group
 from diffsynth_lite.config import Config, LoadedConfig, load_config
 from diffsynth_lite.errors import UserError
 
 if TYPE_CHECKING:  # Wrong arguments are told before torch is imported, which takes seconds.
     from accelerate import Accelerator
 
-    from diffsynth_lite.data import TensorCache
+    from diffsynth_lite.data import Part, TensorCache
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help="yaml; give it again for each run that the cache is for",
         )
         add_preset_argument(command)
+        if task is _fill:
+            command.add_argument(
+                "--part",
+                metavar="I/N",
+                type=part_of,
+                help="encode one of N parts of the items, I from 0 to N - 1, in a process that knows of no "
+                "other: for job arrays. Any order; without it what is still missing is encoded",
+            )
         if task is _prune:
             command.add_argument("--yes", action="store_true", help="delete without asking")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for train.py")
@@ -91,18 +100,36 @@ class _OldForm(argparse.Action):
 
 
 def _fill(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
-    """Encode all that the runs of the configs will need."""
+    """Encode all that the runs of the configs will need, or a part of it."""
+    if parsed.part:
+        _fill_part(parsed.part, loaded)
+        return
+    join_processes(os.environ, sys.argv)
     accelerator = caching_accelerator(loaded[0].config)
     for one in loaded:
         items = fill_cache(one.config, accelerator)
         logger.info("%s: all of its %d items are in the cache %s", one.path, items, one.config.data.cache_dir)
 
 
+def _fill_part(numbers: tuple[int, int], loaded: Sequence[LoadedConfig]) -> None:
+    from diffsynth_lite.data import Part
+
+    refuse_group(os.environ, "cache fill --part")
+    part, accelerator = Part(*numbers), caching_accelerator(loaded[0].config)
+    for one in loaded:
+        try:
+            items = fill_cache(one.config, accelerator, part)
+        except UserError as error:
+            lines = str(error).splitlines()
+            raise UserError("\n".join(f"part {part}: {line}" for line in lines)) from error
+        logger.info("%s: %d items of part %s are in the cache", one.path, items, part)
+
+
 def _verify(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
     """Read every entry, and set those that are damaged aside."""
     from diffsynth_lite.data import verify
 
-    _require_one_process("verify")
+    refuse_group(os.environ, "cache verify")
     with Progress(console=Console(stderr=True, emoji=False)) as progress:
         task = progress.add_task("verifying", total=None)
         verified = verify(
@@ -122,7 +149,8 @@ def _prune(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
     from diffsynth_lite.core.units import format_bytes
     from diffsynth_lite.data import prune
 
-    _require_one_process("prune")
+    refuse_group(os.environ, "cache prune")
+    join_processes(os.environ, sys.argv)
     cache, accelerator = _cache_of(loaded[0].config), caching_accelerator(loaded[0].config)
     keep = set[str]().union(*(needed_keys(one.config, accelerator) for one in loaded))
     found = prune(cache, keep, dry_run=True)
@@ -136,11 +164,6 @@ def _prune(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
     logger.info("Deleted %s.", what)
 
 
-def _require_one_process(task: str) -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(f"cache {task}: needs one process; start it without a launcher")
-
-
 def caching_accelerator(config: Config) -> "Accelerator":
     """Device and processes for the caches of any number of runs.
 
@@ -148,30 +171,31 @@ def caching_accelerator(config: Config) -> "Accelerator":
     encoded depends on.
 
     Raises:
-        UserError: what a launcher started is not one run, or of a kind that is not supported.
+        UserError: what a launcher started is of a kind that is not supported.
     """
-    join_processes(os.environ, sys.argv)
     from diffsynth_lite.training.builder import build_accelerator
 
     return build_accelerator(config, Path(config.output.dir).expanduser() / "trackers")
 
 
-def fill_cache(config: Config, accelerator: "Accelerator") -> int:
-    """Encode all that a run will need; each process of a launcher does its share.
+def fill_cache(config: Config, accelerator: "Accelerator", part: "Part | None" = None) -> int:
+    """Encode all that a run will need, or one part of it; each process of a launcher does its share.
 
     Returns:
-        The number of items that the run will train on.
+        The number of items that the run will train on, of the part.
 
     Raises:
         UserError: what would stop the run.
     """
+    from diffsynth_lite.data import WHOLE
     from diffsynth_lite.training.checks import check_run
-    from diffsynth_lite.training.encoding.run_encoding import encode_run
+    from diffsynth_lite.training.encoding.run_encoding import encode_part, encode_run
     from diffsynth_lite.training.shortages import shortages_explained
 
     with shortages_explained():
-        checked = check_run(config, accelerator)
-        encoded = encode_run(
+        checked = check_run(config, accelerator, part or WHOLE)
+        encode = partial(encode_part, part=part) if part else encode_run
+        encoded = encode(
             config,
             checked.family,
             accelerator,
@@ -187,15 +211,14 @@ def needed_keys(config: Config, accelerator: "Accelerator") -> set[str]:
     Raises:
         UserError: what would stop the run.
     """
-    from diffsynth_lite.data import FileMemory
     from diffsynth_lite.training.checks import check_run
-    from diffsynth_lite.training.data_settings import cache_folder, index_file
+    from diffsynth_lite.training.data_settings import open_memory
     from diffsynth_lite.training.encoding.run_encoding import plan_encoding
     from diffsynth_lite.training.shortages import shortages_explained
 
     with shortages_explained():
         checked = check_run(config, accelerator)
-        with FileMemory(index_file(cache_folder(config))) as memory:
+        with open_memory(config) as memory:
             job = plan_encoding(
                 config,
                 checked.family,

@@ -93,6 +93,26 @@ def join_processes(environment: MutableMapping[str, str], command: Sequence[str]
         _require_devices(environment, program)
 
 
+def refuse_group(environment: Mapping[str, str], task: str) -> None:
+    """Refuse a process that a launcher has made one of several of a run.
+
+    Tasks of srun are not: they know nothing of each other, and each may have a part of its own.
+
+    Args:
+        task: what one process does alone, for the message.
+
+    Raises:
+        UserError: it is one of several.
+    """
+    numbering = _numbering(environment)
+    count = 1 if numbering is _SRUN else _count(environment, numbering.num_processes)
+    if count > 1:
+        raise UserError(
+            f"{task}: needs one process, and {numbering.num_processes}={count} in the environment says that "
+            f"this is one of {count}; start it without a launcher"
+        )
+
+
 def parent_command() -> list[str]:
     """Command line of the parent process; empty where the system does not show it."""
     return _shown_of_parent("cmdline")

@@ -6,6 +6,7 @@ from diffsynth_lite.data.cache import TensorCache, prune, verify
 from diffsynth_lite.data.captions import TagCounts, count_tags, tag_variants
 from diffsynth_lite.data.encoding import (
     Encodable,
+    EncodedShard,
     Encoder,
     LiveTensors,
     Shard,
@@ -15,7 +16,14 @@ from diffsynth_lite.data.encoding import (
 from diffsynth_lite.data.images import load_image
 from diffsynth_lite.data.item_table import ItemRow, ItemTable
 from diffsynth_lite.data.items import DataIdentity, PromptItem, TrainingItem
-from diffsynth_lite.data.media_index import FileMemory, FileState, MediaIndex
+from diffsynth_lite.data.media_index import (
+    FileMemory,
+    FileState,
+    MediaIndex,
+    PartMemory,
+    adopt_parts,
+    parts_folder,
+)
 from diffsynth_lite.data.plan import (
     BadItemsError,
     DatasetPlan,
@@ -25,13 +33,14 @@ from diffsynth_lite.data.plan import (
     refuse_other_kinds,
     summary_of_bad,
 )
-from diffsynth_lite.data.records import Record, Source
+from diffsynth_lite.data.records import WHOLE, Part, Record, Source
 from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule, micro_batch_sizes
 from diffsynth_lite.data.sources import FoundRecords, find_records
 from diffsynth_lite.data.video import VideoFacts
 from diffsynth_lite.data.workers import is_lost_worker
 
 __all__ = [
+    "WHOLE",
     "BadItemsError",
     "Batch",
     "BatchLayout",
@@ -41,6 +50,7 @@ __all__ = [
     "DataIdentity",
     "DatasetPlan",
     "Encodable",
+    "EncodedShard",
     "Encoder",
     "EntryReader",
     "FileMemory",
@@ -50,6 +60,8 @@ __all__ = [
     "ItemTable",
     "LiveTensors",
     "MediaIndex",
+    "Part",
+    "PartMemory",
     "PlanRules",
     "PromptItem",
     "Record",
@@ -60,6 +72,7 @@ __all__ = [
     "TensorCache",
     "TrainingItem",
     "VideoFacts",
+    "adopt_parts",
     "count_tags",
     "encode_missing",
     "find_records",
@@ -68,6 +81,7 @@ __all__ = [
     "kept_ratio",
     "load_image",
     "micro_batch_sizes",
+    "parts_folder",
     "plan_items",
     "prune",
     "refuse_bad_items",

@@ -73,6 +73,19 @@ class Shard:
         return int(key[:8], 16) % self.num_processes == self.process_index
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedShard:
+    """What came of encoding a shard.
+
+    Attributes:
+        num_new: entries that were made.
+        bad: key to the reason, of what cannot be used.
+    """
+
+    num_new: int
+    bad: Mapping[str, str]
+
+
 def encode_missing(
     items: Mapping[str, Encodable],
     encoder: Encoder,
@@ -81,7 +94,7 @@ def encode_missing(
     memory: FileMemory,
     shard: Shard,
     stop_at_bad: bool,
-) -> dict[str, str]:
+) -> EncodedShard:
     """Encode what the cache does not hold. Killed at any time, it goes on where it was.
 
     Args:
@@ -92,9 +105,6 @@ def encode_missing(
         shard: the keys that this process encodes.
         stop_at_bad: after the first bad one, only look for more of them, as nothing will be trained.
 
-    Returns:
-        Key to the reason, of what cannot be used.
-
     Raises:
         UserError: the encoder gave NaN or infinity.
     """
@@ -102,17 +112,19 @@ def encode_missing(
     missing.sort(key=lambda key: items[key].group)
     bad: dict[str, str] = {}
     if not missing:
-        return bad
+        return EncodedShard(num_new=0, bad=bad)
     what = encoder.what if len(missing) > 1 else encoder.what.removesuffix("s")
     logger.info("encoding %d %s that the cache does not hold", len(missing), what)
     encode: Encode | None = None
+    num_new = 0
     for key, loaded in _load_each(items, missing, bad, f"encoded %d of %d {encoder.what}"):
         if not (bad and stop_at_bad):
             encode = encode or encoder.load()
             cache.write(key, _tensors(items[key], loaded, encode))
             remember_written(cache, memory, key)
+            num_new += 1
     memory.flush()
-    return bad
+    return EncodedShard(num_new=num_new, bad=bad)
 
 
 def find_undecodable(items: Mapping[str, Encodable], *, memory: FileMemory, shard: Shard) -> dict[str, str]:

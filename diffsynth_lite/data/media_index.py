@@ -1,7 +1,8 @@
 """This file knows size and content of media files, and reads a file for that only when it has changed.
 
 What is remembered is a convenience: an index that is lost, damaged or locked costs time, because the files
-are read again, and is never an error.
+are read again, and is never an error. Where many machines fill a cache by parts, none of them writes to the
+index: what each part remembers is taken into it afterwards.
 """
 
 import dataclasses
@@ -11,17 +12,19 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
 from diffsynth_lite.data.images import ImageFacts, check_image
-from diffsynth_lite.data.records import is_video
+from diffsynth_lite.data.records import Part, is_video
 from diffsynth_lite.data.video import DECODER_ID as VIDEO_DECODER_ID
 from diffsynth_lite.data.video import VideoFacts, check_video
 from diffsynth_lite.errors import UserError, is_of_the_machine
+from diffsynth_lite.files import replacing, write_synced
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,10 @@ _BROKEN = (sqlite3.Error, UnicodeDecodeError, OSError)
 _LOCK_TIMEOUT_S = 30.0
 _FLUSH_ROWS = 1000
 _FLUSH_SECONDS = 5.0
+_PART_SUFFIX = ".memory"
+_PART_FLUSH_ROWS = 50_000
+_PART_FLUSH_SECONDS = 60.0
+"""Each flush of a part makes a file."""
 
 MediaFacts = ImageFacts | VideoFacts
 
@@ -71,10 +78,14 @@ class FileMemory:
         path: the SQLite file; its folder is made.
     """
 
+    _flush_rows = _FLUSH_ROWS
+    _flush_seconds = _FLUSH_SECONDS
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._pending: dict[str, tuple[FileState, str]] = {}
         self._flushed_at = time.monotonic()
+        self._is_kept = True
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = self._connect()
@@ -106,30 +117,47 @@ class FileMemory:
     def remember(self, name: str, state: FileState, value: str) -> None:
         """Keep ``value`` for this state of the file; written within seconds, or by `flush`."""
         self._pending[name] = (state, value)
-        is_due = time.monotonic() - self._flushed_at > _FLUSH_SECONDS
-        if is_due or len(self._pending) >= _FLUSH_ROWS:
+        is_due = time.monotonic() - self._flushed_at > self._flush_seconds
+        if is_due or len(self._pending) >= self._flush_rows:
             self.flush()
 
     def flush(self) -> None:
         """Write what is not written yet."""
+        if self._pending:
+            self._write(self._pending)
+        self._pending.clear()
+        self._flushed_at = time.monotonic()
+
+    def adopt(self, path: Path) -> None:
+        """Take over what a `PartMemory` left in a file, and delete the file.
+
+        One that vanishes meanwhile was taken over by another process.
+        """
+        try:
+            self._write(dict(_rows_in(path)))
+            if self._is_kept:
+                path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            logger.warning("%s: cannot be taken into the index: %s", path, error)
+
+    def close(self) -> None:
+        """Write what is not written yet, and let go of the file."""
+        self.flush()
+        self._connection.close()
+
+    def _write(self, entries: Mapping[str, tuple[FileState, str]]) -> None:
         rows = [
             (name, state.size, state.mtime_ns, value, _checksum(name, state, value))
-            for name, (state, value) in self._pending.items()
+            for name, (state, value) in entries.items()
         ]
 
         def write(connection: sqlite3.Connection) -> None:
             with connection:
                 connection.executemany("INSERT OR REPLACE INTO memory VALUES (?, ?, ?, ?, ?)", rows)
 
-        if rows:
-            self._attempt(write)
-        self._pending.clear()
-        self._flushed_at = time.monotonic()
-
-    def close(self) -> None:
-        """Write what is not written yet, and let go of the file."""
-        self.flush()
-        self._connection.close()
+        self._attempt(write)
 
     def _attempt(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
         for start_again in (self._start_anew, self._do_without):
@@ -165,9 +193,75 @@ class FileMemory:
     def _do_without(self, error: Exception) -> sqlite3.Connection:
         """Memory of this process alone."""
         logger.warning("%s: no index can be kept there, so files are read again: %s", self._path, error)
-        connection = sqlite3.connect(":memory:")
-        connection.execute(_TABLE)
-        return connection
+        self._is_kept = False
+        return _empty_index()
+
+
+class PartMemory(FileMemory):
+    """What one of several parts of a fill remembers; the index itself is only read.
+
+    Each flush makes a new file, which nobody changes, so that no lock is needed, whatever machines the parts
+    are on: folders that know no locks will do. What an earlier start of the part left is in such files, or,
+    where a start without parts has taken them over, in the index.
+
+    Args:
+        index: file of the `FileMemory` that will take over what is remembered.
+        part: reads its own files alone.
+    """
+
+    _flush_rows = _PART_FLUSH_ROWS
+    _flush_seconds = _PART_FLUSH_SECONDS
+
+    def __init__(self, index: Path, part: Part) -> None:
+        super().__init__(index)
+        self._stem = f"{part.index}-of-{part.count}"
+        self._known = {
+            name: entry
+            for path in sorted(parts_folder(index).glob(f"{self._stem}.*{_PART_SUFFIX}"))
+            for name, entry in _rows_in(path)
+        }
+
+    def recall(self, name: str, state: FileState) -> str | None:
+        known = self._known.get(name)
+        return known[1] if known and known[0] == state else super().recall(name, state)
+
+    def _write(self, entries: Mapping[str, tuple[FileState, str]]) -> None:
+        self._known.update(entries)
+        folder = parts_folder(self._path)
+        # In the order of time, so that of what is there twice the newer is known.
+        path = folder / f"{self._stem}.{time.time_ns()}-{uuid.uuid4().hex[:8]}{_PART_SUFFIX}"
+        lines = (
+            json.dumps([name, state.size, state.mtime_ns, value, _checksum(name, state, value).hex()])
+            for name, (state, value) in entries.items()
+        )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as temporary:
+                write_synced(temporary, "".join(f"{line}\n" for line in lines).encode())
+        except OSError as error:
+            logger.warning("%s: cannot be written, so that files are read again: %s", path, error)
+
+    def _connect(self) -> sqlite3.Connection:
+        if not self._path.exists():
+            return _empty_index()
+        return sqlite3.connect(f"{self._path.absolute().as_uri()}?mode=ro", uri=True, timeout=_LOCK_TIMEOUT_S)
+
+    def _start_anew(self, error: Exception) -> sqlite3.Connection:
+        return self._do_without(error)
+
+
+def parts_folder(index: Path) -> Path:
+    """Where the parts of a fill leave what the index is to take over, and what they could not use."""
+    return index.with_name("parts")
+
+
+def adopt_parts(index: Path) -> None:
+    """Take what the parts of a fill have left into the index; one process of those that share it does."""
+    if files := sorted(parts_folder(index).glob(f"*{_PART_SUFFIX}")):
+        logger.info("taking what the parts of a fill know of files into %s", index)
+        with FileMemory(index) as memory:
+            for path in files:
+                memory.adopt(path)
 
 
 class MediaIndex:
@@ -225,6 +319,26 @@ def file_fingerprint(path: Path) -> str:
     """The sha256 of the bytes of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _empty_index() -> sqlite3.Connection:
+    """One in the memory of this process."""
+    connection = sqlite3.connect(":memory:")
+    connection.execute(_TABLE)
+    return connection
+
+
+def _rows_in(path: Path) -> Iterator[tuple[str, tuple[FileState, str]]]:
+    """What a `PartMemory` wrote to a file, without lines that are damaged."""
+    for line in path.read_bytes().splitlines():
+        try:
+            name, size, mtime_ns, value, checksum = json.loads(line)
+            state = FileState(size, mtime_ns)
+            is_whole = bytes.fromhex(checksum) == _checksum(name, state, value)
+        except (ValueError, TypeError):
+            continue
+        if is_whole:
+            yield name, (state, value)
 
 
 def _checksum(name: str, state: FileState, value: str) -> bytes:

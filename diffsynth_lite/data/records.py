@@ -1,5 +1,6 @@
-"""This file says what a record of the training data is, and what a source of records."""
+"""This file says what a record of the training data is, a source of records, and a part of all records."""
 
+import hashlib
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -12,6 +13,43 @@ from diffsynth_lite.media import RecordKind
 CaptionRule = Literal["required", "optional", "none"]
 
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of several parts that all records fall into, each into the one that its name alone decides.
+
+    So parts may be worked on in any order and at any time, and leave nothing out of a folder that grows.
+
+    Attributes:
+        index: in [0, count).
+        count: how many parts there are, >= 1.
+    """
+
+    index: int
+    count: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is no other part."""
+        return self.count == 1
+
+    def owns(self, name: str) -> bool:
+        """Whether what has this name is in the part."""
+        return part_index(name, self.count) == self.index
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+
+WHOLE = Part(0, 1)
+"""All records."""
+
+
+def part_index(name: str, count: int) -> int:
+    """Which one of so many parts a name falls into."""
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest) % count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

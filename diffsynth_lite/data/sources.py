@@ -21,7 +21,16 @@ from diffsynth_lite.data.folder import Folder, PairFolders, companions_in_row, l
 from diffsynth_lite.data.images import IMAGE_SUFFIXES
 from diffsynth_lite.data.metadata import Table, read_table
 from diffsynth_lite.data.plan import OnBadItem
-from diffsynth_lite.data.records import VIDEO_SUFFIXES, Companions, Record, Source, is_image, is_video
+from diffsynth_lite.data.records import (
+    VIDEO_SUFFIXES,
+    WHOLE,
+    Companions,
+    Part,
+    Record,
+    Source,
+    is_image,
+    is_video,
+)
 from diffsynth_lite.errors import Problems, UserError, join_names
 
 logger = logging.getLogger(__name__)
@@ -40,7 +49,7 @@ _SUFFIXES = ", ".join((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundRecords:
-    """What could be read of some sources.
+    """What could be read of some sources, or of a part of their records.
 
     Attributes:
         sources: those that were read.
@@ -72,7 +81,11 @@ class FoundRecords:
 
 
 def find_records(
-    sources: Sequence[Source], *, media_store: Path, on_bad_item: OnBadItem = "error"
+    sources: Sequence[Source],
+    *,
+    media_store: Path,
+    on_bad_item: OnBadItem = "error",
+    part: Part = WHOLE,
 ) -> FoundRecords:
     """Records of all sources, and what is wrong in them. No picture and no clip is decoded here.
 
@@ -83,6 +96,7 @@ def find_records(
         sources: in the order of the records' ``source``.
         media_store: folder for the pictures and clips that datasets hold as bytes.
         on_bad_item: "skip" makes no problem of single items, and leaves out those that cannot be read.
+        part: whose records are read; of the others no file is opened, not even their captions.
     """
     records: list[Record] = []
     unread: dict[str, str] = {}
@@ -90,7 +104,8 @@ def find_records(
     without_trigger: list[str] = []
     for index, source in enumerate(sources):
         # The place and not the folder's name: a run goes on when its folders have moved.
-        reader = _Reader(source, index=index, prefix=f"{index}/" if len(sources) > 1 else "")
+        prefix = f"{index}/" if len(sources) > 1 else ""
+        reader = _Reader(source, index=index, prefix=prefix, part=part)
         read = partial(reader.read_dataset, media_store) if source.dataset else reader.read_folder
         records += problems.attempt(read) or []
         unread |= reader.unread
@@ -113,6 +128,7 @@ class _Reader:
         source: a folder or a dataset.
         index: place among the sources of the run.
         prefix: put ahead of the records' names.
+        part: whose records are read.
 
     Attributes:
         problems: what was wrong with single items.
@@ -120,10 +136,11 @@ class _Reader:
         without_trigger: names of the records with a caption that lacked its trigger.
     """
 
-    def __init__(self, source: Source, *, index: int, prefix: str) -> None:
+    def __init__(self, source: Source, *, index: int, prefix: str, part: Part) -> None:
         self._source = source
         self._index = index
         self._prefix = prefix
+        self._part = part
         self._lacks_captions = False
         self.problems: list[str] = []
         self.unread: dict[str, str] = {}
@@ -131,16 +148,17 @@ class _Reader:
 
     def read_dataset(self, media_store: Path) -> list[Record]:
         # Imported here, because `datasets` takes seconds to import and most runs need none of it.
-        from diffsynth_lite.data.stored_dataset import find_stored, read_stored_dataset
+        from diffsynth_lite.data.stored_dataset import find_stored, read_stored_dataset, rows_of
 
-        table = read_stored_dataset(self._source, media_store)
+        table = read_stored_dataset(self._source, media_store, self._part)
 
         def read_row(row: int) -> Record:
             _, target = find_stored(table.columns[self._source.media_column][row])
             name = f"{row:08}{target.suffix}"
             return self._record_of_row(table, row, name, target, find=find_stored)
 
-        return self._collect(range(table.num_rows), read_row, where=table.where, label=_row_label(table))
+        rows = rows_of(self._part, table.num_rows)
+        return self._collect(rows, read_row, where=table.where, label=_row_label(table))
 
     def read_folder(self) -> list[Record]:
         source = self._source
@@ -168,7 +186,8 @@ class _Reader:
                 raise UserError(problem)
             return self._record(name, folder.path / name, lambda: texts.of(name), lambda: pairs.of(name))
 
-        records = self._collect(media, read_name, where=str(folder.path), label=lambda name: name)
+        own = [name for name in media if self._owns(name)]
+        records = self._collect(own, read_name, where=str(folder.path), label=lambda name: name)
         if reads_texts:
             texts.warn_of_orphans()
         return records
@@ -197,7 +216,10 @@ class _Reader:
                 raise UserError(f"{name} has row {first + table.first_row} already; list its captions there")
             return self._record_of_row(table, row, name, target, find=folder.find, pairs=pairs)
 
-        records = self._collect(range(table.num_rows), read_row, where=table.where, label=_row_label(table))
+        rows = [row for row, cell in enumerate(cells) if self._owns(str(cell))]
+        records = self._collect(rows, read_row, where=table.where, label=_row_label(table))
+        if not self._part.is_whole:
+            return records  # What no row names, only all rows tell.
         used = (
             {path for record in records for path in record.files[1:]} if self._source.pair_columns else set()
         )
@@ -206,6 +228,9 @@ class _Reader:
             counts = (len(left_out), len(media), join_names(left_out))
             logger.warning("%s: %d of %d files have no row and are left out: %s", table.where, *counts)
         return records
+
+    def _owns(self, name: str) -> bool:
+        return self._part.owns(self._prefix + name)
 
     def _record_of_row(
         self,

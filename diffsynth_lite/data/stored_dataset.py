@@ -1,7 +1,7 @@
 """This file makes files of the pictures and clips inside a `datasets` dataset, so that all else sees files.
 
 A file is named by its content. What was stored for a dataset is noted beside the files, so that an unchanged
-dataset is not read again.
+dataset is not read again. Where it is stored by parts, each has a note of its own.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from huggingface_hub import constants
 
 from diffsynth_lite.data.folder import is_regular_file
 from diffsynth_lite.data.metadata import Table, require_columns
-from diffsynth_lite.data.records import Source
+from diffsynth_lite.data.records import WHOLE, Part, Source, part_index
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import replacing, write_bytes
 
@@ -49,7 +49,7 @@ _SIGNATURES = (
 """Offset, bytes and suffix. A .webm file is a kind of .mkv and read by the same decoder."""
 
 
-def read_stored_dataset(source: Source, media_store: Path) -> Table:
+def read_stored_dataset(source: Source, media_store: Path, part: Part = WHOLE) -> Table:
     """All rows of a dataset, with paths in the place of media.
 
     Each cell of a media column is a path as text, a list of them, None, or what is wrong with it as a
@@ -58,6 +58,7 @@ def read_stored_dataset(source: Source, media_store: Path) -> Table:
     Args:
         source: with ``dataset``, a hub id or a local folder.
         media_store: folder for the files.
+        part: the media of other rows than :func:`rows_of` it are not read, and their cells None.
 
     Raises:
         UserError: the dataset cannot be loaded, or lacks a column.
@@ -69,10 +70,15 @@ def read_stored_dataset(source: Source, media_store: Path) -> Table:
     columns = {name: texts.column(name).to_pylist() for name in source.caption_columns}
     return Table(
         where=source.where,
-        columns=columns | _stored(source, dataset.select_columns(media_columns), media_store),
+        columns=columns | _stored(source, dataset.select_columns(media_columns), media_store, part),
         num_rows=len(dataset),
         first_row=0,
     )
+
+
+def rows_of(part: Part, num_rows: int) -> list[int]:
+    """The rows of a dataset that are in a part."""
+    return [row for row in range(num_rows) if part.owns(str(row))]
 
 
 def find_stored(cell: object) -> tuple[str, Path]:
@@ -113,15 +119,24 @@ def _load(source: Source) -> Dataset:
     return loaded
 
 
-def _stored(source: Source, dataset: Dataset, media_store: Path) -> dict[str, list[object]]:
-    """Cells of the media columns, from the note about this dataset or from its bytes."""
+def _stored(source: Source, dataset: Dataset, media_store: Path, part: Part) -> dict[str, list[object]]:
+    """Cells of the media columns, from the notes about this dataset or from its bytes."""
     for column, feature in dataset.features.items():
         if not isinstance(_element(feature), datasets.Image | datasets.Video):
             raise UserError(f"{source.where}: the column {column} holds {feature}, not pictures or clips")
     identity = f"{dataset._fingerprint}:{sorted(dataset.column_names)}:{source.allow_outside}"
     note = media_store / "datasets" / f"{hashlib.sha256(identity.encode()).hexdigest()}.json"
-    if noted := _noted(note):
+    if noted := _noted(note) or (_noted_by_parts(note, len(dataset)) if part.is_whole else None):
         return noted
+    if part.is_whole:
+        return _store(source, dataset, media_store, note)
+    own, own_note = rows_of(part, len(dataset)), _note_of(part, note)
+    stored = _noted(own_note) or _store(source, dataset.select(own), media_store, own_note)
+    return {column: _spread(cells, own, len(dataset)) for column, cells in stored.items()}
+
+
+def _store(source: Source, dataset: Dataset, media_store: Path, note: Path) -> dict[str, list[object]]:
+    """Cells of some rows, from their bytes, and a note about them."""
     logger.info("storing the media of %s as files in %s", source.where, media_store)
     store = _MediaStore(media_store, roots=_roots(source), allow_outside=source.allow_outside)
     stored: dict[str, list[object]] = {column: [] for column in dataset.column_names}
@@ -133,6 +148,34 @@ def _stored(source: Source, dataset: Dataset, media_store: Path) -> dict[str, li
         note.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(note, json.dumps(stored).encode())
     return stored
+
+
+def _spread(cells: Sequence[object], rows: Sequence[int], num_rows: int) -> list[object]:
+    """The cells in their rows, and None in all others."""
+    spread: list[object] = [None] * num_rows
+    for row, cell in zip(rows, cells, strict=True):
+        spread[row] = cell
+    return spread
+
+
+def _note_of(part: Part, note: Path) -> Path:
+    return note.with_suffix(f".{part.index}-of-{part.count}.json")
+
+
+def _noted_by_parts(note: Path, num_rows: int) -> dict[str, list[object]] | None:
+    """The cells of all rows, if all parts of some number have noted theirs; then they get one note."""
+    counts = {int(path.stem.rpartition("-")[2]) for path in note.parent.glob(f"{note.stem}.*-of-*.json")}
+    for count in sorted(counts):
+        parts = [_noted(_note_of(Part(index, count), note)) for index in range(count)]
+        found = [cells for cells in parts if cells is not None]
+        if len(found) < count:
+            continue
+        owners = [part_index(str(row), count) for row in range(num_rows)]
+        columns = {column: [iter(cells[column]) for cells in found] for column in found[0]}
+        noted = {column: [next(cells[owner]) for owner in owners] for column, cells in columns.items()}
+        write_bytes(note, json.dumps(noted).encode())
+        return noted
+    return None
 
 
 def _noted(note: Path) -> dict[str, list[object]] | None:

@@ -15,6 +15,7 @@ from diffsynth_lite.data import (
     PlanRules,
     Record,
     TensorCache,
+    adopt_parts,
     plan_items,
     refuse_bad_items,
 )
@@ -103,6 +104,7 @@ def examine(config: Config, *, sheet_size: int) -> Examination:
     problems = Problems(found.problems)
     model = problems.attempt(lambda: model_table(config, family)) or {}
     held_out = _find_held_out(config, found.records, problems)
+    adopt_parts(index_file(cache.folder))
     with FileMemory(index_file(cache.folder)) as memory:
         examiner = _Examiner(config, family, cache, memory, sheet_size, problems)
         data, decoded = examiner.examine(found, rules)

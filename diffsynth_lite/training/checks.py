@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from diffsynth_lite.config import Config
 from diffsynth_lite.config.model import TargetSet
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_of, require_compiler
-from diffsynth_lite.data import BatchLayout, Record, load_image
+from diffsynth_lite.data import WHOLE, BatchLayout, Part, Record, load_image
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.lora import adapter_size, find_target_layers
 from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder
@@ -67,10 +67,13 @@ class CheckedRun:
         self.held_out.records.clear()
 
 
-def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
+def check_run(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> CheckedRun:
     """Check paths, data, sizes, targets and blocks; no weights are loaded.
 
     Those of a model of the hub are downloaded when there is nothing wrong.
+
+    Args:
+        part: whose training records are read; the held-out ones are all there.
 
     Raises:
         UserError: one line for each problem found, on whatever process; or the download failed, or processes
@@ -84,7 +87,7 @@ def check_run(config: Config, accelerator: Accelerator) -> CheckedRun:
     problems.attempt(lambda: _check_output_is_apart(config))
     problems.attempt(lambda: _check_compiler(config, accelerator.device))
     problems.attempt(lambda: require_trackers(config.logging.trackers))
-    training, held_out = read_records(config, accelerator, problems)
+    training, held_out = read_records(config, accelerator, problems, part)
     family = None
     if not problems or Path(config.model.path).expanduser().is_dir():  # No download for nothing.
         family = problems.attempt(lambda: bind_family(config))

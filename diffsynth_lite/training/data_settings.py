@@ -8,9 +8,13 @@ from PIL import ImageColor
 
 from diffsynth_lite.config import Config, SourceSettings
 from diffsynth_lite.data import (
+    WHOLE,
     Bucket,
     BucketRule,
+    FileMemory,
     FoundRecords,
+    Part,
+    PartMemory,
     PlanRules,
     Record,
     Source,
@@ -131,13 +135,13 @@ def data_sources(config: Config) -> list[Source]:
     return [_source(settings) for settings in config.data.sources_by_key.values()]
 
 
-def find_training_records(config: Config) -> FoundRecords:
-    """The records of all sources, with their captions in all the orders that are trained on.
+def find_training_records(config: Config, part: Part = WHOLE) -> FoundRecords:
+    """The records of all sources, or a part of them, with their captions in all orders that are trained on.
 
     What is wrong with them names the key and the files.
     """
     key = "data.sources" if config.data.sources else "data.dataset" if config.data.dataset else "data.path"
-    found = _find(key, data_sources(config), config)
+    found = _find(key, data_sources(config), config, part)
     records = [dataclasses.replace(record, captions=_captions(record, config)) for record in found.records]
     return dataclasses.replace(found, records=records)
 
@@ -150,7 +154,7 @@ def find_held_out_records(config: Config) -> FoundRecords | None:
     """
     if config.validation.data is None:
         return None
-    return _find("validation.data", [_held_out_source(config, config.validation.data)], config)
+    return _find("validation.data", [_held_out_source(config, config.validation.data)], config, WHOLE)
 
 
 def _held_out_source(config: Config, path: str) -> Source:
@@ -189,6 +193,12 @@ def cache_folder(config: Config) -> Path:
 def index_file(folder: Path) -> Path:
     """The file in the cache's folder that remembers what files hold."""
     return folder / "index.sqlite"
+
+
+def open_memory(config: Config, part: Part = WHOLE) -> FileMemory:
+    """What is remembered of the run's files; a part writes what it learns to files of its own."""
+    index = index_file(cache_folder(config))
+    return FileMemory(index) if part.is_whole else PartMemory(index, part)
 
 
 def _bucket_rule(config: Config, family: ModelFamily, frame_counts: tuple[int, ...]) -> BucketRule:
@@ -231,10 +241,9 @@ def _captions(record: Record, config: Config) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text for texts in variants for text in texts))
 
 
-def _find(key: str, sources: Sequence[Source], config: Config) -> FoundRecords:
-    found = find_records(
-        sources, media_store=cache_folder(config) / "media", on_bad_item=config.data.on_bad_item
-    )
+def _find(key: str, sources: Sequence[Source], config: Config, part: Part) -> FoundRecords:
+    store = cache_folder(config) / "media"
+    found = find_records(sources, media_store=store, on_bad_item=config.data.on_bad_item, part=part)
     tables = tuple(f"{source.metadata}: " for source in sources if source.metadata is not None)
     # Several sources have one key, and so has what is held out.
     table_key = "data.metadata" if key == "data.path" else key

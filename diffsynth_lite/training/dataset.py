@@ -3,16 +3,16 @@
 import json
 import logging
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import (
+    WHOLE,
     BadItemsError,
     Bucket,
     DatasetPlan,
@@ -20,9 +20,12 @@ from diffsynth_lite.data import (
     FoundRecords,
     ItemTable,
     MediaIndex,
+    Part,
     PlanRules,
     Record,
     TrainingItem,
+    adopt_parts,
+    parts_folder,
     plan_items,
     refuse_bad_items,
     summary_of_bad,
@@ -38,6 +41,7 @@ from diffsynth_lite.training.data_settings import (
     find_held_out_records,
     find_training_records,
     index_file,
+    open_memory,
 )
 from diffsynth_lite.training.distributed.agreement import (
     on_main_process,
@@ -63,7 +67,7 @@ class ReadRecords:
 
 
 def read_records(
-    config: Config, accelerator: Accelerator, problems: Problems
+    config: Config, accelerator: Accelerator, problems: Problems, part: Part = WHOLE
 ) -> tuple[ReadRecords, ReadRecords]:
     """The training and the held-out records of a run, after a look at the headers of their files.
 
@@ -73,23 +77,31 @@ def read_records(
     Args:
         config: names the data.
         problems: what is wrong with either is added; its records are then empty.
+        part: whose training records are read, and whose files are looked at. The held-out records are all
+            there: which of them are measured depends on how many there are.
     """
-    quarantine = Quarantine(config)
+    quarantine = Quarantine(config, part)
 
-    def read_one(find: Callable[[Config], FoundRecords | None]) -> ReadRecords:
-        found = find(config)
-        if found is None:
-            return ReadRecords()
+    def read_training() -> ReadRecords:
+        found = find_training_records(config, part)
+        return read_one(found, found.records)
+
+    def read_held_out() -> ReadRecords:
+        found = find_held_out_records(config)
+        return read_one(found, records_of(part, found.records)) if found else ReadRecords()
+
+    def read_one(found: FoundRecords, own: Sequence[Record]) -> ReadRecords:
         quarantine.add_rows(found.unread.items())
         records = found.require_all()
-        _check_headers(config, found, quarantine)
+        _check_headers(config, found, own, quarantine, part)
         return ReadRecords(records=records, unread=found.unread)
 
     def read() -> list[ReadRecords]:
+        if part.is_whole:
+            adopt_parts(index_file(cache_folder(config)))
         # A UserError stays in here. Caught further out it would let this process go on to the next exchange,
         # and wait there for one that has ended with another error.
-        finds = (find_training_records, find_held_out_records)
-        return [problems.attempt(partial(read_one, find)) or ReadRecords() for find in finds]
+        return [problems.attempt(read_one) or ReadRecords() for read_one in (read_training, read_held_out)]
 
     group = find_cache_group(config, accelerator)
     group.log("data.cache_dir", cache_folder(config), own="what one lacks is encoded for it")
@@ -108,6 +120,11 @@ def read_records(
     return _without(training, of_training), _without(held_out, of_held_out)
 
 
+def records_of(part: Part, records: Sequence[Record]) -> list[Record]:
+    """Those of the records that are in a part, by their names."""
+    return [record for record in records if part.owns(record.name)]
+
+
 def find_cache_group(config: Config, accelerator: Accelerator) -> FolderGroup:
     """The processes that share this one's cache; call it on all."""
     return find_folder_group(accelerator, cache_folder(config), on_each_machine=True)
@@ -121,16 +138,17 @@ def _without(read: ReadRecords, unread: Sequence[Mapping[str, str]]) -> ReadReco
     )
 
 
-def _check_headers(config: Config, found: FoundRecords, quarantine: "Quarantine") -> None:
+def _check_headers(
+    config: Config, found: FoundRecords, own: Sequence[Record], quarantine: "Quarantine", part: Part
+) -> None:
     """Refuse what is known to be too much, by then; the caching pass finds the rest of it."""
-    data = config.data
     bad = found.unread
-    if data.on_bad_item == "error":
-        with FileMemory(index_file(cache_folder(config))) as memory:
-            bad = _bad_headers(found.records, MediaIndex(memory))
+    if config.data.on_bad_item == "error":
+        with open_memory(config, part) as memory:
+            bad = _bad_headers(own, MediaIndex(memory))
         quarantine.add_rows(bad.items())
     with quarantine.named():
-        refuse_bad_items(found.names, bad, on_bad_item=data.on_bad_item, max_bad_ratio=data.max_bad_ratio)
+        quarantine.refuse(found.names, bad)
 
 
 def _bad_headers(records: Sequence[Record], index: MediaIndex) -> dict[str, str]:
@@ -197,11 +215,19 @@ def say_what_is_tiled(tiles: VaeTiles, items: Sequence[TrainingItem]) -> None:
 
 
 class Quarantine:
-    """``quarantine.jsonl`` of a run: one row an item that cannot be used; written anew by each start."""
+    """``quarantine.jsonl`` of a run: one row an item that cannot be used; written anew by each start.
 
-    def __init__(self, config: Config) -> None:
+    A part has a file of its own in the cache, where no part writes over another's.
+    """
+
+    def __init__(self, config: Config, part: Part = WHOLE) -> None:
         self._data = config.data
-        self._path = RunFolder(Path(config.output.dir).expanduser()).quarantine_file
+        self._part = part
+        run = Path(config.output.dir).expanduser()
+        self._path = RunFolder(run).quarantine_file
+        if not part.is_whole:
+            name = f"{part.index}-of-{part.count}.{run.name}.{self._path.name}"
+            self._path = parts_folder(index_file(cache_folder(config))) / name
         self._rows: dict[tuple[str, str], None] = {}
 
     @property
@@ -224,10 +250,19 @@ class Quarantine:
             BadItemsError: none is to be left out, or too many would be.
         """
         self.add_rows((name, bad[name]) for name in names if name in bad)
-        data = self._data
-        refuse_bad_items(names, bad, on_bad_item=data.on_bad_item, max_bad_ratio=data.max_bad_ratio)
+        self.refuse(names, bad)
         if bad:
             logger.warning("%s. They are left out", summary_of_bad(names, bad))
+
+    def refuse(self, names: Sequence[str], bad: Mapping[str, str]) -> None:
+        """Stop where the run would; how many are too many to leave out, only all parts together tell.
+
+        Raises:
+            BadItemsError: as :meth:`leave_out`.
+        """
+        data = self._data
+        if self._part.is_whole or data.on_bad_item == "error":
+            refuse_bad_items(names, bad, on_bad_item=data.on_bad_item, max_bad_ratio=data.max_bad_ratio)
 
     @contextmanager
     def named(self) -> Iterator[None]:

@@ -161,4 +161,4 @@ def test_verify_and_prune_refuse_several_processes(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cache(tiny_run, "prune") == 2
-    assert "cache prune: needs one process" in caplog.text
+    assert "cache prune: needs one process, and WORLD_SIZE=2" in caplog.text

@@ -61,7 +61,7 @@ def keyed(records, cache, memory, rules=RULES, encoder_id="vae"):
 def run(planned, cache, memory, encoder, shard=Shard(), stop_at_bad=False):  # noqa: B008
     return encode_missing(
         planned, encoder.encoder, cache=cache, memory=memory, shard=shard, stop_at_bad=stop_at_bad
-    )
+    ).bad
 
 
 def break_image(record):

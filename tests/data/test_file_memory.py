@@ -5,7 +5,8 @@ import sqlite3
 import pytest
 from processes import FORKED
 
-from diffsynth_lite.data.media_index import FileMemory, FileState
+from diffsynth_lite.data.media_index import FileMemory, FileState, PartMemory, adopt_parts, parts_folder
+from diffsynth_lite.data.records import Part
 
 STATE = FileState(5, 7)
 
@@ -113,3 +114,50 @@ def test_a_file_that_is_written_in_the_meantime_is_not_the_one_that_was_seen(pat
         memory.remember("a", STATE, "value")
         memory.remember("a", FileState(1, 1), "later")
         assert memory.recall("a", STATE) is None
+
+
+def test_what_parts_remember_is_theirs_until_it_is_taken_into_the_index(path):
+    with FileMemory(path) as memory:
+        memory.remember("old", STATE, "value")
+    index = path.read_bytes()
+    for part in (Part(0, 2), Part(1, 2)):
+        with PartMemory(path, part) as memory:
+            assert memory.recall("old", STATE) == "value"
+            memory.remember(f"of {part}", STATE, "value")
+    with PartMemory(path, Part(0, 2)) as memory:
+        assert memory.recall("of 0/2", STATE) == "value"
+        assert memory.recall("of 0/2", FileState(6, 7)) is None
+        assert memory.recall("of 1/2", STATE) is None
+        memory.remember("of 0/2", FileState(6, 7), "new")
+        assert memory.recall("of 0/2", FileState(6, 7)) == "new"
+    assert path.read_bytes() == index
+    [*_, last] = sorted(parts_folder(path).iterdir())
+    last.write_bytes(last.read_bytes()[:-9] + b'\n[1]\nno json\n{"of": 1, "a": 2, "b": 3, "c": 4, "d": 5}\n')
+    adopt_parts(path)
+    assert list(parts_folder(path).iterdir()) == []
+    with FileMemory(path) as memory:
+        assert memory.recall("old", STATE) == "value"
+        assert memory.recall("of 0/2", FileState(6, 7)) == "new"
+        assert memory.recall("of 1/2", STATE) is None  # the line that was cut
+
+
+def test_parts_work_where_no_file_can_be_written_or_locked(path, caplog):
+    path.parent.mkdir()
+    path.write_bytes(b"no database at all" * 100)
+    parts_folder(path).write_text("a file in the place of the folder")
+    with caplog.at_level(logging.WARNING), PartMemory(path, Part(0, 2)) as memory:
+        memory.remember("a", STATE, "value")
+        memory.flush()
+        assert memory.recall("a", STATE) == "value"
+        assert memory.recall("b", STATE) is None
+    assert path.read_bytes() == b"no database at all" * 100
+    assert "so that files are read again" in caplog.text
+
+
+def test_an_index_that_cannot_be_kept_leaves_the_parts_what_they_know(path):
+    with PartMemory(path, Part(0, 2)) as memory:
+        memory.remember("a", STATE, "value")
+    path.mkdir()
+    left = list(parts_folder(path).iterdir())
+    adopt_parts(path)
+    assert list(parts_folder(path).iterdir()) == left != []

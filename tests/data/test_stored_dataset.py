@@ -8,7 +8,7 @@ from datasets import Dataset, DatasetDict, Features, Image, List, Value, Video
 from PIL import Image as Picture
 
 from diffsynth_lite.data.images import ImageFacts, check_image
-from diffsynth_lite.data.records import Source
+from diffsynth_lite.data.records import Part, Source
 from diffsynth_lite.data.sources import find_records
 from diffsynth_lite.errors import UserError
 
@@ -239,3 +239,29 @@ def test_a_dataset_that_cannot_be_loaded_is_named_in_one_line(read, name):
     with pytest.raises(UserError, match=f"dataset '{name}' cannot be loaded: ") as error:
         read(name)
     assert "\n" not in str(error.value)
+
+
+def test_parts_store_their_own_rows_and_then_all_rows_are_known(save, store, monkeypatch):
+    images = [picture(color) for color in ("red", "blue", "green", "white", "black")]
+    folder = save({"image": images, "text": list("abcde")}, image=Image(), text=Value("string"))
+    source = Source(dataset=folder, media_column="image")
+
+    def read_part(index, count):
+        return find_records([source], media_store=store, part=Part(index, count)).require_all()
+
+    parts = []
+    for index in range(4):  # of five rows one part has none
+        before = len(stored_files(store))
+        parts.append(read_part(index, 4))
+        assert len(stored_files(store)) == before + len(parts[-1])
+    assert [] in parts
+
+    def refuse(*_):
+        raise AssertionError("the bytes of a row are read again")
+
+    monkeypatch.setattr("diffsynth_lite.data.stored_dataset._MediaStore", refuse)
+    assert read_part(1, 4) == parts[1]
+    whole = read_part(0, 1)
+    assert sorted((record for part in parts for record in part), key=lambda record: record.name) == whole
+    assert [record.target.read_bytes() for record in whole] == [image["bytes"] for image in images]
+    assert read_part(2, 3)  # of another number of parts, from the note of all

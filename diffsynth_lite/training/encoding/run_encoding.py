@@ -16,10 +16,12 @@ from PIL.Image import Image
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import (
+    WHOLE,
     BadItemsError,
     DataIdentity,
     DatasetPlan,
     Encodable,
+    EncodedShard,
     Encoder,
     EntryReader,
     FileMemory,
@@ -27,6 +29,7 @@ from diffsynth_lite.data import (
     ItemTable,
     LiveTensors,
     MediaIndex,
+    Part,
     PromptItem,
     Shard,
     TagCounts,
@@ -37,13 +40,14 @@ from diffsynth_lite.data import (
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.media import evenly_spread
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
-from diffsynth_lite.training.data_settings import cache_folder, held_out_rules, index_file, plan_rules
+from diffsynth_lite.training.data_settings import held_out_rules, open_memory, plan_rules
 from diffsynth_lite.training.dataset import (
     Quarantine,
     ReadRecords,
     bad_records,
     find_cache_group,
     plan_dataset,
+    records_of,
     say_what_is_tiled,
 )
 from diffsynth_lite.training.distributed.agreement import on_all_processes
@@ -106,10 +110,20 @@ def plan_encoding(
     training: ReadRecords,
     held_out: ReadRecords,
     memory: FileMemory,
+    part: Part = WHOLE,
 ) -> EncodingJob:
     """All that a run encodes: its data, what is held out, and the prompts of its previews.
 
     No pixel is decoded but the first frames of clips that are new.
+
+    Args:
+        config: its data, validation and precisions are read.
+        family: bound to its folder.
+        accelerator: device and processes.
+        training: what is trained on, of a part its own records.
+        held_out: all of it.
+        memory: of files.
+        part: which of the held-out items and previews are encoded, too.
 
     Raises:
         UserError: settings that the family cannot do; or processes have different items.
@@ -119,20 +133,24 @@ def plan_encoding(
     data, validation = config.data, config.validation
     trained_on = plan_dataset(training.records, rules, memory, accelerator, group).without(training.unread)
     job.add_dataset(trained_on, has_unconditional=data.caption_dropout > 0)
-    measured = held_out.records[: validation.loss_items]
+    measured = records_of(part, held_out.records[: validation.loss_items])
     held_out_plan = plan_dataset(measured, held_out_rules(rules), memory, accelerator, group)
     job.add_dataset(held_out_plan, has_unconditional=False)
     require_same_items(accelerator, *(table for _, table in job.datasets))
-    if family.vae_tiles is not None:
+    if family.vae_tiles is not None and part.is_whole:
         say_what_is_tiled(family.vae_tiles, [item for plan, _ in job.datasets for item in plan.items])
-    _add_previews(config, family, job, memory)
+    _add_previews(config, family, job, memory, part)
     return job
 
 
-def _add_previews(config: Config, family: ModelFamily, job: EncodingJob, memory: FileMemory) -> None:
-    """Have a job also encode the prompts of the previews."""
+def _add_previews(
+    config: Config, family: ModelFamily, job: EncodingJob, memory: FileMemory, part: Part = WHOLE
+) -> None:
+    """Have a job also encode the prompts of the previews, or of those in a part."""
     index, background = MediaIndex(memory), config.data.background
     for place, text in enumerate(config.validation.prompts):
+        if not part.owns(f"preview {place}"):
+            continue
         images = _preview_files(config, place) if family.prompt_sees_images else ()
         content = tuple(index.content(path) for path in images)
         prompt = PromptItem(text=text, images=images, content=content, background=background)
@@ -162,9 +180,9 @@ def encode_run(
     Raises:
         UserError: bad items, all of them listed in the run's ``quarantine.jsonl``; the same on all processes.
     """
-    with FileMemory(index_file(cache_folder(config))) as memory:
+    with open_memory(config) as memory:
         job = plan_encoding(config, family, accelerator, training=training, held_out=held_out, memory=memory)
-        trained_on, measured = _encode(config, job, memory, accelerator, held_out.unread)
+        trained_on, measured = _encode(config, job, memory, accelerator, Quarantine(config), held_out.unread)
     validation = measured if held_out.records else trained_on
     tensors = job.cache if config.data.cache else LiveTensors(job.passes)
     num_measured = min(config.validation.loss_items, len(validation.items))
@@ -183,13 +201,44 @@ def encode_run(
     )
 
 
+def encode_part(
+    config: Config,
+    family: ModelFamily,
+    accelerator: Accelerator,
+    *,
+    part: Part,
+    training: ReadRecords,
+    held_out: ReadRecords,
+) -> UsableData:
+    """Encode what a part of a run needs and the cache does not hold, in one process.
+
+    Args:
+        part: its share of the held-out items and previews, and its own files for what it remembers.
+        training: the records of the part.
+        held_out: all of it.
+
+    Returns:
+        What the run will train on in this part.
+
+    Raises:
+        UserError: bad items that the run would not leave out.
+    """
+    with open_memory(config, part) as memory:
+        job = plan_encoding(
+            config, family, accelerator, training=training, held_out=held_out, memory=memory, part=part
+        )
+        quarantine = Quarantine(config, part)
+        trained_on, _ = _encode(config, job, memory, accelerator, quarantine, held_out.unread)
+    return trained_on
+
+
 def encode_previews(config: Config, family: ModelFamily, accelerator: Accelerator) -> list[EncodedPrompt]:
     """Encode the prompts of the previews alone, those that the cache does not hold; the encoder is freed.
 
     Raises:
         UserError: a picture that a preview starts from cannot be used.
     """
-    with FileMemory(index_file(cache_folder(config))) as memory:
+    with open_memory(config) as memory:
         job = EncodingJob(config, family, accelerator.device, find_cache_group(config, accelerator))
         _add_previews(config, family, job, memory)
         if bad := _encode_passes(config, job, memory, accelerator):
@@ -215,13 +264,13 @@ def _encode(
     job: EncodingJob,
     memory: FileMemory,
     accelerator: Accelerator,
+    quarantine: Quarantine,
     unread: Mapping[str, str],
 ) -> list[UsableData]:
     """Encode media, then prompts; the usable items of each data set.
 
     What is bad is the same for all processes, and the main process lists it, with ``unread`` held-out items.
     """
-    quarantine = Quarantine(config)
     quarantine.add_rows(unread.items())
     try:
         with quarantine.named():
@@ -241,9 +290,9 @@ def _encode_passes(
     own = Shard(num_processes=len(job.group.ranks), process_index=job.group.place)
 
     @shortages_explained()  # here, so that all processes end alike
-    def work(items: Mapping[str, Encodable], encoder: Encoder, shard: Shard) -> dict[str, str]:
+    def work(items: Mapping[str, Encodable], encoder: Encoder, shard: Shard) -> EncodedShard:
         if is_hopeless or not config.data.cache:
-            return find_undecodable(items, memory=memory, shard=shard)
+            return EncodedShard(num_new=0, bad=find_undecodable(items, memory=memory, shard=shard))
         found = encode_missing(
             items, encoder, cache=job.cache, memory=memory, shard=shard, stop_at_bad=stop_at_bad
         )
@@ -251,16 +300,21 @@ def _encode_passes(
         return found
 
     bad: dict[str, str] = {}
+    num_new = 0
     for items, encoder in job.passes:
         # Each process its share, and then what it still misses: nothing, unless a file system shows it late.
         for shard in [own, Shard()][: accelerator.num_processes]:
             left = {key: item for key, item in items.items() if key not in bad}
             for found in on_all_processes(accelerator, partial(work, left, encoder, shard)):
-                bad |= found
+                bad |= found.bad
+                num_new += found.num_new
             if bad and stop_at_bad:
                 return bad
         if is_hopeless:
             return bad
+    if config.data.cache and not num_new:
+        num_needed = len(job.media) + len(job.prompts) - len(bad)
+        logger.info("the cache holds all %d entries that are needed, and nothing is encoded", num_needed)
     return bad
 
 
