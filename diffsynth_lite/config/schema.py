@@ -85,6 +85,8 @@ class Config(Settings):
                 f"{self.memory.save_attention} needs to see attention run, which it cannot in blocks that "
                 "train.compile compiles; set memory.save_attention: no, or train.compile: off",
             )
+        if self.train.context_parallel > 1:
+            yield from self._context_conflicts()
         if self.train.compile != "off" and self.memory.shard_base != "no":
             yield Problem(
                 ("memory.shard_base", "train.compile"),
@@ -96,6 +98,29 @@ class Config(Settings):
             yield Problem(("data.cache_dir", "output.dir"), message)
         for key, source in self.data.sources_by_key.items():
             yield from self._folder_conflicts(f"{key}.path", source.path)
+
+    def _context_conflicts(self) -> Iterator[Problem]:
+        """Of a run that splits sequences."""
+        degree, kind = self.train.context_parallel, self.train.context_parallel_kind
+        if self.lora.dropout > 0:
+            yield Problem(
+                ("train.context_parallel", "lora.dropout"),
+                f"{degree}: each device would draw the masks of lora.dropout {self.lora.dropout} for its own "
+                "tokens, which are others than those of one device; set lora.dropout: 0, or "
+                "train.context_parallel: 1",
+            )
+        if self.train.compile != "off":
+            yield Problem(
+                ("train.context_parallel", "train.compile"),
+                f"{degree}: compiled blocks cannot exchange tokens; set train.compile: off, or "
+                "train.context_parallel: 1",
+            )
+        if kind == "ring" and self.memory.save_attention != "no":
+            yield Problem(
+                ("memory.save_attention", "train.context_parallel_kind"),
+                f"{self.memory.save_attention} has no effect with train.context_parallel_kind ring, whose "
+                "attention is computed part by part; set memory.save_attention: no, or the kind to ulysses",
+            )
 
     def _folder_conflicts(self, key: str, folder: str | None) -> Iterator[Problem]:
         if _is_same_folder(self.validation.data, folder):

@@ -89,6 +89,20 @@ class TrainSettings(Settings):
     """Keep these inputs in the memory of the host rather than of the device. For images so large that
     checkpointing alone does not fit. The result is the same."""
 
+    context_parallel: int = Field(default=1, ge=1, le=1024)
+    """Devices that share each sample: each computes a part of its tokens, and attention sees all of them. For
+    clips so long, or pictures so large, that one device does not hold a step. `global_batch_size` counts as
+    before, with a group of devices in place of one. The result is the same but for rounding. It must divide
+    the processes of each machine, the tokens of every size, and with `ulysses` the heads of attention.
+    Families whose model diffusers cannot split are refused, and so is `lora.dropout`. See
+    [scaling.md](scaling.md)."""
+
+    context_parallel_kind: Literal["ulysses", "ring"] = "ulysses"
+    """How attention sees all tokens. `ulysses`: each device gets some heads of all tokens, which is what to
+    take. `ring`: each attends to the keys and values of all devices in turn; for models with too few heads.
+    On CUDA alone, not with prompts that are padded (Qwen-Image), and its outputs stay in memory in spite of
+    gradient checkpointing."""
+
     compile: Literal["off", "blocks"] = "off"
     """Have torch compile the transformer's blocks (`blocks`): the first step takes longer, and kernels are
     fewer and larger from then on. Numbers differ from those of `off` in their last digits. Needs a compiler:
@@ -120,6 +134,11 @@ class TrainSettings(Settings):
                 ("micro_batch_size", "global_batch_size"),
                 f"train.micro_batch_size {self.micro_batch_size} must divide "
                 f"train.global_batch_size {self.global_batch_size}",
+            )
+        if self.context_parallel_kind != "ulysses" and self.context_parallel == 1:
+            yield Problem(
+                ("context_parallel_kind", "context_parallel"),
+                f"{self.context_parallel_kind} has no effect with train.context_parallel 1",
             )
         if self.use_gradient_checkpointing_offload and not self.use_gradient_checkpointing:
             yield Problem(

@@ -21,6 +21,7 @@ from diffusers.pipelines.flux2.pipeline_flux2 import SYSTEM_MESSAGE, compute_emp
 from PIL.Image import Image
 from transformers import Mistral3ForConditionalGeneration, Qwen3ForCausalLM
 
+from diffsynth_lite.core.context_parallel import SequenceSplit
 from diffsynth_lite.core.gradient import (
     BlockPolicy,
     checkpoint_blocks,
@@ -145,6 +146,7 @@ class Flux2(DiffusersFamily):
     record_kinds = ("image", "edit")
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     unused_matmuls = ("ff.linear_out", "ff_context.linear_out", "attn.to_out")
+    sequence_split = SequenceSplit(splits_prompts=True)
     size_divisor = 16
     max_prompt_tokens = 512
     target_sets: ClassVar[TargetSets] = {

@@ -22,6 +22,7 @@ from diffusers import (
 from PIL.Image import Image
 from transformers import T5EncoderModel
 
+from diffsynth_lite.core.context_parallel import SequenceSplit
 from diffsynth_lite.core.gradient import (
     BlockPolicy,
     checkpoint_blocks,
@@ -164,6 +165,13 @@ class LTXVideo(DiffusersFamily):
     }
     block_lists = ("transformer_blocks",)
     unused_matmuls = ("ff.net.2",)
+    # diffusers 0.42 splits prompts, too, whose mask it then has for all heads where a process has some; and
+    # it does not split the timesteps of clips with a first frame.
+    sequence_split = SequenceSplit(
+        whole_inputs=("encoder_hidden_states", "encoder_attention_mask"),
+        whole_attention=("attn2",),
+        token_inputs=("timestep",),
+    )
     record_kinds = ("video", "image", "image_to_video")
     size_divisor = _SPATIAL
     frame_step = _TEMPORAL

@@ -17,6 +17,7 @@ from diffusers import (
 from PIL.Image import Image
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from diffsynth_lite.core.context_parallel import SequenceSplit
 from diffsynth_lite.core.gradient import (
     BlockPolicy,
     checkpoint_blocks,
@@ -37,6 +38,8 @@ from diffsynth_lite.testing.text_encoders import tiny_qwen2_5_vl
 from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
 
 _PATCH = 2
+_LONGEST_PROMPT = 1024
+"""Tokens that the pipelines take at most."""
 _ATTENTION = (
     *("to_q", "to_k", "to_v", "to_out.0"),
     *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
@@ -128,6 +131,8 @@ class QwenImage(DiffusersFamily):
     }
     block_lists = ("transformer_blocks",)
     unused_matmuls = ("img_mlp.net.2", "txt_mlp.net.2")
+    # A prompt is padded until it can be split, and a ring has one process's mask for the keys of all.
+    sequence_split = SequenceSplit(kinds=("ulysses",))
     size_divisor = 16
     max_prompt_tokens = 512
     default_target_modules = (*_ATTENTION, "img_mod.1", "img_mlp.net.2", "txt_mod.1", "txt_mlp.net.2")
@@ -184,7 +189,7 @@ class QwenImage(DiffusersFamily):
         conditioning: Sequence[Conditioning],
     ) -> torch.Tensor:
         like = device_and_dtype(transformer)
-        embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning], **like)
+        embeds_bld, mask = self._padded(conditioning, like)
         return model_fn_qwen_image(
             transformer,
             noisy_latents.to(**like),
@@ -194,24 +199,35 @@ class QwenImage(DiffusersFamily):
             **gradient_flags(),
         )
 
+    def _padded(
+        self, conditioning: Sequence[Conditioning], like: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The prompts of a batch, and their mask; processes that split them have as many tokens each."""
+        multiple = 1 if self.context is None else self.context.num_processes
+        return pad_tokens([sample["prompt_embeds"] for sample in conditioning], multiple=multiple, **like)
+
     def draw(self, pipeline: Any, request: PreviewRequest, **inputs: Any) -> list[Image]:
         guided = request.guidance_scale > 1
+        prompt = self._prompt_arguments(request.conditioning, pipeline)
+        negative = self._prompt_arguments(request.negative, pipeline, "negative_") if guided else {}
         images: list[Image] = pipeline(
             **inputs,
-            **_prompt_arguments(request.conditioning, pipeline),
-            **(_prompt_arguments(request.negative, pipeline, "negative_") if guided else {}),
+            **prompt,
+            **negative,
             true_cfg_scale=request.guidance_scale,
             **request.call_arguments(),
-            max_sequence_length=QwenImage.max_prompt_tokens,
+            # What is longer is cut already, and may be padded.
+            max_sequence_length=_LONGEST_PROMPT,
         ).images
         return images
 
-
-def _prompt_arguments(conditioning: Conditioning, pipeline: Any, prefix: str = "") -> dict[str, torch.Tensor]:
-    like = device_and_dtype(pipeline.transformer)
-    embeds_bld = conditioning["prompt_embeds"][None].to(**like)
-    mask = torch.ones(embeds_bld.shape[:2], dtype=torch.long, device=like["device"])
-    return {f"{prefix}prompt_embeds": embeds_bld, f"{prefix}prompt_embeds_mask": mask}
+    def _prompt_arguments(
+        self, conditioning: Conditioning, pipeline: Any, prefix: str = ""
+    ) -> dict[str, torch.Tensor]:
+        embeds_bld, mask = self._padded([conditioning], device_and_dtype(pipeline.transformer))
+        if mask is None:
+            mask = torch.ones(embeds_bld.shape[:2], dtype=torch.long, device=embeds_bld.device)
+        return {f"{prefix}prompt_embeds": embeds_bld, f"{prefix}prompt_embeds_mask": mask}
 
 
 def tiny() -> QwenImagePipeline:

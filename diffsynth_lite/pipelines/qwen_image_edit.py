@@ -19,7 +19,7 @@ from diffsynth_lite.core.gradient import gradient_flags
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import qwen_image
-from diffsynth_lite.pipelines.base.batching import INPUT, pad_tokens, stack_inputs
+from diffsynth_lite.pipelines.base.batching import INPUT, stack_inputs
 from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_latents
@@ -121,7 +121,7 @@ class QwenImageEdit(qwen_image.QwenImage):
         conditioning: Sequence[Conditioning],
     ) -> torch.Tensor:
         like = device_and_dtype(transformer)
-        embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning], **like)
+        embeds_bld, mask = self._padded(conditioning, like)
         return model_fn_qwen_image_edit(
             transformer,
             noisy_latents.to(**like),

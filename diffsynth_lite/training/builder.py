@@ -15,7 +15,7 @@ from diffsynth_lite.core.gradient import BlockCompiler, GradientEngine
 from diffsynth_lite.core.randomness import torch_seed
 from diffsynth_lite.core.transfer.shared_memory import HostMemoryError
 from diffsynth_lite.core.weights import HostBlocks, QuantizationReport, WeightStream, local_bytes
-from diffsynth_lite.data import Batch, BatchLayout, BatchStream, SampleSchedule, micro_batch_sizes
+from diffsynth_lite.data import Batch, BatchStream, SampleSchedule, micro_batch_sizes
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import UpdateSizes, add_adapter, load_adapter_tensors
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
@@ -29,6 +29,7 @@ from diffsynth_lite.training.checks import (
     preview_size,
 )
 from diffsynth_lite.training.data_settings import data_sources, num_preview_frames, num_tokens_of
+from diffsynth_lite.training.distributed.devices import batch_layout
 from diffsynth_lite.training.distributed.sharding import require_sharded
 from diffsynth_lite.training.distributed.watchdog import LONG_WAIT
 from diffsynth_lite.training.divergence import Divergence
@@ -63,7 +64,9 @@ class TrainingObjects:
         layer_updates: how large the LoRA's updates are.
         previews: draws the prompts.
         weights: brings the frozen weights that live in host memory to the device.
-        is_sharded: whether each process has a share of the frozen weights, and all run the model together.
+        runs_together: whether the processes share the frozen weights or the sequences, and so run the model
+            together.
+        context_parallel: processes that share each sample.
         compiler: of the blocks.
         divergence: what was not finite up to now.
     """
@@ -84,7 +87,8 @@ class TrainingObjects:
     previews: Previews
     weights: WeightStream
     compiler: BlockCompiler
-    is_sharded: bool = False
+    runs_together: bool = False
+    context_parallel: int = 1
     divergence: Divergence = field(default_factory=Divergence)
 
     @property
@@ -204,7 +208,7 @@ def build_run(
     folder: RunFolder,
 ) -> TrainingObjects:
     """Put the objective, the batches and the evaluation around a transformer and its optimizer."""
-    objective = _build_objective(config, checked.family, accelerator.device)
+    objective = _build_objective(config, checked.family, accelerator)
     errors = partial(
         FixedNoiseErrors,
         objective=objective,
@@ -245,7 +249,8 @@ def build_run(
         previews=_build_previews(config, checked.family, encoded, folder.previews_folder, writes=is_main),
         weights=weights,
         compiler=compiler,
-        is_sharded=checked.family.shards is not None,
+        runs_together=checked.family.shards is not None or checked.family.context is not None,
+        context_parallel=config.train.context_parallel,
     )
 
 
@@ -269,13 +274,14 @@ def build_noise_levels(config: Config, family: ModelFamily) -> NoiseLevels:
     )
 
 
-def _build_objective(config: Config, family: ModelFamily, device: torch.device) -> DenoisingObjective:
+def _build_objective(config: Config, family: ModelFamily, accelerator: Accelerator) -> DenoisingObjective:
     return DenoisingObjective(
         family=family,
         noise_levels=build_noise_levels(config, family),
         weighting=config.objective.loss_weighting,
         min_snr_gamma=config.objective.min_snr_gamma,
-        device=device,
+        device=accelerator.device,
+        counts=accelerator.process_index % config.train.context_parallel == 0,
     )
 
 
@@ -304,17 +310,11 @@ def _build_batches(
         ),
         seed=config.train.seed,
     )
-    layout = BatchLayout(
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        num_processes=accelerator.num_processes,
-        process_index=accelerator.process_index,
-    )
     return BatchStream(
         items,
         encoded.tensors,
         schedule,
-        layout,
+        batch_layout(config, accelerator.num_processes, accelerator.process_index),
         seed=config.train.seed,
         num_workers=0 if encoded.is_live else config.data.num_workers,
         start_step=start_step,
@@ -382,7 +382,8 @@ def build_workload(
     model = family.folder.component_config(family.trained[0])
     heads, head_width = (model.get(name) for name in ("num_attention_heads", "attention_head_dim"))
     return Workload(
-        tokens=max(num_tokens_of(bucket, family) for bucket in encoded.items.buckets),
+        tokens=max(num_tokens_of(bucket, family) for bucket in encoded.items.buckets)
+        // train.context_parallel,
         width=heads * head_width if isinstance(heads, int) and isinstance(head_width, int) else None,
         micro_batch_size=train.micro_batch_size,
         num_blocks=checked.num_blocks,

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from diffsynth_lite.config import Config
 from diffsynth_lite.config.model import TargetSet
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_of, require_compiler
-from diffsynth_lite.data import WHOLE, BatchLayout, Part, Record, load_image
+from diffsynth_lite.data import WHOLE, Part, Record, load_image
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.lora import adapter_size, find_target_layers
 from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder
@@ -24,6 +24,8 @@ from diffsynth_lite.run_folder.metrics import require_trackers
 from diffsynth_lite.training.data_settings import check_records, plan_rules
 from diffsynth_lite.training.dataset import ReadRecords, read_records
 from diffsynth_lite.training.distributed.agreement import on_all_processes, problems_of_all
+from diffsynth_lite.training.distributed.context import check_split, check_tokens_of_previews
+from diffsynth_lite.training.distributed.devices import batch_layout
 from diffsynth_lite.training.distributed.same_run import require_same_model, require_same_settings
 from diffsynth_lite.training.frozen_weights import text_encoder_memory, transformer_quantization
 from diffsynth_lite.training.learning_rate import learning_rate_schedule
@@ -155,14 +157,11 @@ def _is_named_distilled(name: str) -> bool:
 
 def _check_batch_size(config: Config, num_processes: int) -> None:
     try:
-        BatchLayout(
-            global_batch_size=config.train.global_batch_size,
-            micro_batch_size=config.train.micro_batch_size,
-            num_processes=num_processes,
-            process_index=0,
-        )
+        batch_layout(config, num_processes)
     except UserError as error:
-        raise UserError(f"train.{error}") from None
+        shared = config.train.context_parallel
+        each = f" (a process here is {shared} that share a sample)" if shared > 1 else ""
+        raise UserError(f"train.{error}{each}") from None
 
 
 def _check_compiler(config: Config, device: torch.device) -> None:
@@ -250,6 +249,8 @@ def _check_model(
     # Frozen as in a run: what trains is not a part of it yet.
     transformer = family.empty_transformer().requires_grad_(False)
     blocks = problems.attempt(lambda: find_blocks(family, transformer))
+    problems.attempt(lambda: check_split(config, family, transformer))
+    problems.attempt(lambda: check_tokens_of_previews(config, family, *preview_size(config, family)))
     layers = problems.attempt(lambda: find_targets(family, transformer, config)) if blocks else []
     # Before layers get the formats of the run, whose shapes are others.
     num_lora_weights = adapter_size(transformer, layers or [], rank=config.lora.rank)

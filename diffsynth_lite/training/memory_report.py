@@ -12,6 +12,7 @@ from diffsynth_lite.core.weights import QuantizationReport, ShardReport, WeightS
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.metrics import MetricsLog
 from diffsynth_lite.training.checks import CheckedRun
+from diffsynth_lite.training.distributed.devices import batch_layout
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +34,15 @@ def report_memory(
     metrics: MetricsLog,
     step: int,
 ) -> None:
-    """Log what is quantised and sharded, and what checkpointing, offload and streaming did in the first step.
+    """Log what is quantised, sharded and split, and what the other switches did in the first step.
 
     Raises:
         UserError: a switch that is on had no effect.
     """
-    train, memory, num_processes = config.train, config.memory, built.accelerator.num_processes
+    memory, context = config.memory, checked.family.context
     report, streamed = engine.report(), built.weights.report()
-    num_micro_batches = train.global_batch_size // (train.micro_batch_size * num_processes)
+    num_micro_batches = batch_layout(config, built.accelerator.num_processes).num_micro_steps
+    split = None if context is None else context.report()
     try:
         report.require_effect(
             **engine.flags,
@@ -50,13 +52,17 @@ def report_memory(
         )
         streamed.require_effect()
         built.compiler.require_effect()
+        if split is not None:
+            split.require_effect()
     except IneffectiveSwitchError as error:
         section = "memory" if str(error).startswith(("save_attention", "stream_blocks")) else "train"
         raise UserError(f"{section}.{error}") from error
     quantized, sharded = QuantizationReport.of(built.transformer), ShardReport.of(built.transformer)
-    for line in (*quantized.lines(), *sharded.lines(), *report.lines(), *streamed.lines()):
-        logger.info("%s", line)
-    metrics.log(step, quantized.metrics() | sharded.metrics() | report.metrics() | streamed.metrics())
+    parts = [one for one in (quantized, sharded, split, report, streamed) if one is not None]
+    for part in parts:
+        for line in part.lines():
+            logger.info("%s", line)
+    metrics.log(step, {name: value for part in parts for name, value in part.metrics().items()})
 
 
 def report_graphs(compiler: BlockCompiler, metrics: MetricsLog, step: int) -> None:

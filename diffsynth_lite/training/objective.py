@@ -156,6 +156,7 @@ class DenoisingObjective:
         weighting: loss weight by noise level; see :func:`diffsynth_lite.core.noise.loss_weight`.
         min_snr_gamma: of the weighting ``min_snr``.
         device: of the transformer.
+        counts: whether this process is the one that counts its samples, where several have the same.
         loss_by_tenth: adds up the losses of the samples, for whoever takes them.
     """
 
@@ -164,6 +165,7 @@ class DenoisingObjective:
     weighting: LossWeighting
     min_snr_gamma: float
     device: torch.device
+    counts: bool = True
     loss_by_tenth: LossByTenth = field(default_factory=LossByTenth)
 
     def loss(self, transformer: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -175,7 +177,8 @@ class DenoisingObjective:
             transformer, batch.latents, batch.noise, sigma, batch.conditioning, batch.loss_mask
         )
         losses = self._weight(sigma) * errors
-        self.loss_by_tenth.add(sigma, losses)
+        if self.counts:
+            self.loss_by_tenth.add(sigma, losses)
         return losses.mean()
 
     def totals_by_noise(self, accelerator: Accelerator, every_steps: int, step: int) -> torch.Tensor:

@@ -21,8 +21,8 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from diffsynth_lite import __version__
+from diffsynth_lite.core.joint_passes import FailedWithinPassError
 from diffsynth_lite.core.randomness import random_state_scope
-from diffsynth_lite.core.weights import FailedWithinPassError
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.errors import RunStoppedError
 from diffsynth_lite.files import replacing
@@ -95,7 +95,7 @@ class Previews:
 
         The model's mode and the global random state are as before.
 
-        Where the base is sharded all processes draw, together.
+        Where the base or the sequences are shared all processes draw, together.
 
         Returns:
             The grid's file, or None when there are no prompts, drawing failed or another process writes it.
@@ -111,7 +111,7 @@ class Previews:
             return self._save(previews, step) if self.writes else None
         except FailedWithinPassError as error:
             raise RunStoppedError(
-                f"previews at step {step} failed where the processes, which share the base, wait for each "
+                f"previews at step {step} failed where the processes, which share the work, wait for each "
                 f"other: {str(error).partition(chr(10))[0]} What helps: {OUT_OF_MEMORY_ADVICE}"
             ) from error
         except torch.OutOfMemoryError as error:
@@ -134,8 +134,9 @@ class Previews:
             free_memory()
 
     def _sample(self, transformer: torch.nn.Module) -> list[list[Image.Image]]:
-        shards = self.family.shards
-        together = nullcontext() if shards is None else shards.failing_together()
+        # Processes that share sequences are among those that share a base.
+        shared = self.family.shards or self.family.context
+        together = nullcontext() if shared is None else shared.failing_together()
         device = next(transformer.parameters()).device
         with random_state_scope(device), evaluation_mode(transformer), together:
             return self.family.sample(transformer, self.vae_dtype, self.requests)

@@ -57,6 +57,7 @@ from diffsynth_lite.training.distributed.agreement import (
     on_main_process,
     tensors_from_main_process,
 )
+from diffsynth_lite.training.distributed.context import check_context, context_of, split_model
 from diffsynth_lite.training.distributed.devices import describe_run
 from diffsynth_lite.training.distributed.sharding import check_sharding, require_same_expert, shards_of
 from diffsynth_lite.training.divergence import Divergence
@@ -152,10 +153,12 @@ def run_training(
 
 
 def _checked(config: Config, accelerator: Accelerator) -> CheckedRun:
-    """The run as it can be checked before weights load, with what shards its base."""
+    """The run as it can be checked before weights load, with what its processes share."""
     check_sharding(config, accelerator)
+    check_context(config, accelerator)
     checked = check_run(before_choice(config), accelerator)
     checked.family.shards = shards_of(config, checked.family, accelerator)
+    checked.family.context = context_of(config, checked.family, accelerator)
     return checked
 
 
@@ -316,6 +319,8 @@ def _load_model(
         accelerator,
         lambda: loaded.append(build_transformer(config, run.checked, initial, host_blocks)),
     )
+    if family.context is not None:
+        split_model(family, family.context, loaded[0])
     compiler = build_compiler(config, family, loaded[0])
     weights = place_weights(config, family, loaded[0], accelerator.device, host_blocks)
     return loaded[0], compiler, weights

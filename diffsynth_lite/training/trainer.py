@@ -121,6 +121,7 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
     """
     started_at = time.perf_counter()
     accelerator, optimizer = built.accelerator, built.optimizer
+    num_data_ranks = accelerator.num_processes // built.context_parallel
     micro_batches = next(built.batches)
     learning_rate = built.learning_rate(step - 1)
     for group in optimizer.param_groups:
@@ -131,10 +132,10 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
         # Dropout has no generator argument: it draws from a seed that is set for this micro-batch.
         dropout_seed = torch_seed(built.seed, "dropout", batch.positions[0])
         with random_state_scope(accelerator.device, dropout_seed):
-            loss = built.loss(built.transformer, batch) / _num_parts(batch, accelerator.num_processes)
+            loss = built.loss(built.transformer, batch) / _num_parts(batch, num_data_ranks)
         accelerator.backward(loss)
         local_loss += loss.detach()
-    mean_gradients(built.trained_parameters, accelerator)
+    mean_gradients(built.trained_parameters, accelerator, context_parallel=built.context_parallel)
     mean_loss = accelerator.reduce(local_loss, reduction="mean")
     grad_norm = torch.nn.utils.clip_grad_norm_(built.trained_parameters, built.max_grad_norm)
 
@@ -192,19 +193,19 @@ def measure_updates(built: TrainingObjects, step: int) -> None:
 def _between_steps(built: TrainingObjects, work: Callable[[], _Result]) -> _Result | None:
     """Compute with the model, and write what comes of it: on the main process, while the others wait.
 
-    Where the base is sharded they compute, too, as each forward pass gathers weights of all.
+    Where they share the base or the sequences they compute, too, as each forward pass needs all of them.
     """
-    if built.is_sharded:
+    if built.runs_together:
         return on_all_processes(built.accelerator, work)[0]
     return on_main_process(built.accelerator, work)
 
 
-def _num_parts(batch: Batch, num_processes: int) -> float:
+def _num_parts(batch: Batch, num_data_ranks: int) -> float:
     """What the mean loss of a micro-batch is divided by, so that all samples of the step weigh the same.
 
-    The mean over devices divides by their number once more. Equal micro-batches give their number.
+    The mean over data ranks divides by their number once more. Equal micro-batches give their number.
     """
-    return batch.step_samples / (len(batch.positions) * num_processes)
+    return batch.step_samples / (len(batch.positions) * num_data_ranks)
 
 
 def _is_due(step: int, every_steps: int | None, total_steps: int) -> bool:

@@ -173,9 +173,16 @@ ELSEWHERE: dict[str, Change] = {
     "validation.num_frames": ("validation.num_frames=9",),
     "validation.data": ("validation.data=elsewhere",),
     "memory.shard_base": ("memory.shard_base=all",),
+    "train.context_parallel": ("train.context_parallel=2",),
+    "train.context_parallel_kind": ("train.context_parallel=2", "train.context_parallel_kind=ring"),
 }
 """Where things are read: free as settings; the weights and items that are found there are compared. And what
 needs several processes, which K3 changes."""
+
+NEEDED: Mapping[str, Change] = dict.fromkeys(
+    ("train.context_parallel", "train.context_parallel_kind"), ("lora.dropout=0",)
+)
+"""What the run that is continued has beside ``BASE``, where a change is refused without."""
 
 NOT_OF_PICTURES = frozenset(
     {"model.family", "lora.components", "data.frame_counts", "data.fps", "data.clip", "data.clips_per_video"}

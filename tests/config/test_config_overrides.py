@@ -47,7 +47,7 @@ def test_an_override_is_read_by_the_type_of_its_setting(write, minimal, override
         ("trian.stps=3", "did you mean"),
         ("train.stps=3", "did you mean 'steps'?"),
         ("train.steps.x=3", "did you mean 'steps'?"),
-        ("train.foo=3", "unknown key; the 21 keys of train are in docs/configuration.md"),
+        ("train.foo=3", "unknown key; the 23 keys of train are in docs/configuration.md"),
         ("lora.foo=3", "unknown key; lora has rank, alpha"),
         ("train.lr=1e-4", "is train.learning_rate here"),
         ("network-dim=8", "is lora.rank here"),

@@ -135,6 +135,7 @@ def consistent(name: str, values: dict) -> dict:
         values |= {"keep_every_steps": None}
     if name == "train":
         values |= {"micro_batch_size": values["global_batch_size"]}
+        values |= {"context_parallel_kind": "ulysses"} if values["context_parallel"] == 1 else {}
         values |= {"use_gradient_checkpointing": True} if values["use_gradient_checkpointing_offload"] else {}
     if name == "memory":
         is_counted = values["policy"] in ("every_n", "first_k", "last_k")
@@ -157,6 +158,9 @@ def configs(draw: st.DrawFn) -> Config:
         changed(sections, "train", compile="off")
     if sections["memory"].policy != "all" or sections["memory"].save_attention != "no":
         changed(sections, "train", use_gradient_checkpointing=True)
+    if sections["train"].context_parallel > 1:
+        changed(sections, "lora", dropout=0.0)
+        changed(sections, "train", compile="off", context_parallel_kind="ulysses")
     if sections["model"].dtype == "float16":
         changed(sections, "train", mixed_precision="bf16")
     changed(sections, "validation", data=draw(st.sampled_from([None, "other"])))

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from faults.settings import BASE, TABLES, Change, Verdict
+from faults.settings import BASE, NEEDED, TABLES, Change, Verdict
 from tiny_run import write_config
 
 from diffsynth_lite.config import AllowedChange, load_config, section_types
@@ -46,9 +46,10 @@ def test_every_setting_is_tried_once() -> None:
 def test_a_change_of_one_setting_is_refused_or_allowed_by_name_or_free(
     verdict: Verdict, key: str, change: Change, root: Path, saved: RunFingerprint
 ) -> None:
-    changed = fingerprint(root, change)
+    needed = NEEDED.get(key, ())
+    changed = fingerprint(root, (*needed, *change))
     if verdict == "free":
-        assert changed == saved
+        assert changed == (fingerprint(root, needed) if needed else saved)
         return
     with pytest.raises(DifferentRunError, match=rf"{key} was .*, is "):
         require_same(changed, saved, where="runs/a")

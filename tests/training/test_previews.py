@@ -17,7 +17,7 @@ import torch
 from PIL import Image, ImageStat
 
 from diffsynth_lite import __version__
-from diffsynth_lite.core.weights import FailedWithinPassError
+from diffsynth_lite.core.joint_passes import FailedWithinPassError
 from diffsynth_lite.errors import RunStoppedError
 from diffsynth_lite.media import frame_strip
 from diffsynth_lite.pipelines import PreviewRequest
@@ -54,7 +54,7 @@ def previews(folder: Path, sample, prompts=PROMPTS, inputs=(), shards=None, **se
         for prompt in prompts
     ]
     return Previews(
-        family=SimpleNamespace(sample=sample, shards=shards),
+        family=SimpleNamespace(sample=sample, shards=shards, context=None),
         folder=folder,
         prompts=prompts,
         negative_prompt="",

@@ -22,7 +22,6 @@ from diffsynth_lite.core.weights.loading import StoredTensors, load_frozen
 from diffsynth_lite.core.weights.packing import HostBlocks, frozen_weights, packed_bytes
 from diffsynth_lite.core.weights.sharding import (
     BaseShards,
-    FailedWithinPassError,
     ShardReport,
     is_sharded,
     local_bytes,
@@ -32,7 +31,6 @@ from diffsynth_lite.core.weights.stream import StreamReport, WeightStream, requi
 
 __all__ = [
     "BaseShards",
-    "FailedWithinPassError",
     "FrozenLinear",
     "GgufTensors",
     "HostBlocks",

@@ -5,8 +5,7 @@ the call is over, in forward, recompute and backward. Frozen weights have no gra
 trains is put on a model after it was sharded, so that it is whole everywhere.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -15,18 +14,11 @@ from torch import Tensor, nn
 
 from diffsynth_lite.core.gradient import blocks_in
 from diffsynth_lite.core.gradient.arguments import put_tensors, take_tensors
+from diffsynth_lite.core.joint_passes import JointPasses
 from diffsynth_lite.core.units import format_bytes
 
 
-class PeerFailedError(RuntimeError):
-    """Another process failed, between two forward passes that all of them run together."""
-
-
-class FailedWithinPassError(RuntimeError):
-    """This process failed within a forward pass, in which the others wait for it: they cannot be told."""
-
-
-class BaseShards:
+class BaseShards(JointPasses):
     """Shards models over the processes of a group, which all of them do alike.
 
     Args:
@@ -43,9 +35,8 @@ class BaseShards:
     def __init__(
         self, group: torch.distributed.ProcessGroup, device: torch.device, block_lists: Sequence[str]
     ) -> None:
-        self.num_shards, self.device = group.size(), device
-        self._group, self._block_lists = group, tuple(block_lists)
-        self._asks_before_forward = self._is_in_forward = False
+        super().__init__(group, device)
+        self.num_shards, self._block_lists = group.size(), tuple(block_lists)
 
     def apply_to(self, model: nn.Module) -> None:
         """Shard a frozen model on the meta device; its parameters are empty shards afterwards."""
@@ -58,46 +49,7 @@ class BaseShards:
         for module in (*blocks_in(model, self._block_lists), model):
             module.register_forward_hook(_without_views)
             fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
-        # Before torch's own hook, which waits for the other processes.
-        model.register_forward_pre_hook(lambda *_: self._begin_forward(), prepend=True)
-        model.register_forward_hook(lambda *_: self._end_forward())
-
-    @contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """Scope in which a process that fails between two forward passes makes the others fail at their next
-        one, where they would wait for it; all of them enter it, and run as many passes.
-
-        Raises:
-            PeerFailedError: another process failed.
-            FailedWithinPassError: this one did, within a pass.
-        """
-        self._asks_before_forward, self._is_in_forward = True, False
-        try:
-            yield
-            self._require_all(succeeded=True)
-        except PeerFailedError:
-            raise
-        except Exception as error:
-            if self._is_in_forward:
-                raise FailedWithinPassError(str(error)) from error
-            self._require_all(succeeded=False)
-            raise
-        finally:
-            self._asks_before_forward = False
-
-    def _begin_forward(self) -> None:
-        if self._asks_before_forward:
-            self._require_all(succeeded=True)
-        self._is_in_forward = True
-
-    def _end_forward(self) -> None:
-        self._is_in_forward = False
-
-    def _require_all(self, *, succeeded: bool) -> None:
-        answers = torch.tensor(int(succeeded), device=self.device)
-        torch.distributed.all_reduce(answers, torch.distributed.ReduceOp.MIN, group=self._group)
-        if succeeded and not answers:
-            raise PeerFailedError("another process failed, and its error tells why")
+        self.watch(model)
 
 
 def _without_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:

@@ -13,6 +13,7 @@ def pad_tokens(
     rows: Sequence[torch.Tensor],
     *,
     length: int = 0,
+    multiple: int = 1,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -21,6 +22,7 @@ def pad_tokens(
     Args:
         rows: each (L_i, D).
         length: of the result at least; it is that of the longest row if that is more.
+        multiple: of which the length of the result is one.
         device: of both results; None is that of the rows.
         dtype: of the tokens; None is that of the rows.
 
@@ -29,7 +31,7 @@ def pad_tokens(
         which spares the attention a mask.
     """
     lengths = [len(row) for row in rows]
-    longest = max(length, *lengths)
+    longest = -(-max(length, *lengths) // multiple) * multiple
     if min(lengths) == longest:
         return torch.stack(list(rows)).to(device, dtype), None
     tokens_bld = pad_sequence(list(rows), batch_first=True)

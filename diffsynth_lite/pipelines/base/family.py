@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from PIL.Image import Image
 
+from diffsynth_lite.core.context_parallel import ContextParallel, SequenceSplit
 from diffsynth_lite.core.noise import FlowMatchingPath, NoisePath
 from diffsynth_lite.core.weights import BaseShards, HostBlocks, Quantization
 from diffsynth_lite.errors import UserError
@@ -86,6 +87,7 @@ class ModelFamily(LoraFormat):
         host_blocks: of these models, whose weights are loaded to host memory; None is none. A run sets it
             while it loads what it trains.
         shards: over which all models that remove noise are spread; None is over none. A run sets it.
+        context: by which all these models are split over processes; None leaves them whole. A run sets it.
         text_encoder_memory: how text encoders are kept while they encode. A run sets it likewise.
         vae_tiles: that the autoencoder works in; None leaves pictures and clips whole. A run sets it, too.
     """
@@ -124,6 +126,7 @@ class ModelFamily(LoraFormat):
         self.quantization: Quantization | None = None
         self.host_blocks: HostBlocks | None = None
         self.shards: BaseShards | None = None
+        self.context: ContextParallel | None = None
         self.text_encoder_memory = TextEncoderMemory()
         self.vae_tiles: VaeTiles | None = None
 
@@ -146,6 +149,11 @@ class ModelFamily(LoraFormat):
     @abstractmethod
     def block_lists(self) -> tuple[str, ...]:
         """Where the first of ``trained`` holds its blocks, in call order; often a plain attribute."""
+
+    @property
+    def sequence_split(self) -> SequenceSplit | None:
+        """How context parallelism splits its model; None where it cannot. Many give it as an attribute."""
+        return None
 
     @property
     @abstractmethod

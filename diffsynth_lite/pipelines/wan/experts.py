@@ -109,6 +109,8 @@ class ExpertFamily(DiffusersFamily):
         one = transformers[self.trained[0]]
         for name in set(self.trainable) - transformers.keys():
             transformers[name] = self._load_streamed(name, one.dtype, one.device)
+            if self.context is not None:
+                self.context.apply_to(transformers[name])
         return transformers
 
     def _load_streamed(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:

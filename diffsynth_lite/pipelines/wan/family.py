@@ -21,6 +21,7 @@ from diffusers.utils import is_ftfy_available
 from PIL.Image import Image
 from transformers import UMT5EncoderModel
 
+from diffsynth_lite.core.context_parallel import SequenceSplit
 from diffsynth_lite.core.gradient import (
     BlockPolicy,
     checkpoint_blocks,
@@ -118,6 +119,7 @@ class Wan(ExpertFamily):
     lora_layers = known_names.WAN
     block_lists = ("blocks",)
     unused_matmuls = ("ffn.net.2",)
+    sequence_split = SequenceSplit(whole_attention=("attn2",))
     frame_step = 4
     max_prompt_tokens = 512
 

@@ -4,6 +4,7 @@ What goes wrong on another machine is told with that machine's name: its paths m
 """
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from socket import gethostname
 from typing import NamedTuple, TypeVar
 
@@ -98,6 +99,26 @@ def on_all_processes(accelerator: Accelerator, work: Callable[[], _Result]) -> l
     for failure, _ in outcomes:
         _raise_here(failure)
     return [result for _, result in outcomes]
+
+
+def ranks_by_machine(accelerator: Accelerator, *, key: str) -> list[range]:
+    """The processes of each machine, which all of them call this together to find out.
+
+    Args:
+        key: of the setting that asks.
+
+    Raises:
+        UserError: the launcher has not numbered them machine by machine.
+    """
+    local = on_all_processes(accelerator, lambda: accelerator.local_process_index)
+    starts = [*(rank for rank, place in enumerate(local) if place == 0), len(local)]
+    machines = [range(first, last) for first, last in pairwise(starts)]
+    if [place for ranks in machines for place in range(len(ranks))] != local:
+        raise UserError(
+            f"{key} needs processes that are numbered machine by machine, as torchrun and accelerate launch "
+            f"do it; their places in their machines are {local}"
+        )
+    return machines
 
 
 def problems_of_all(accelerator: Accelerator, problems: Problems) -> Problems:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,10 +12,11 @@ from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.core.weights import BaseShards, ShardReport
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.training.distributed.agreement import on_all_processes
+from diffsynth_lite.training.distributed.agreement import ranks_by_machine
 
 _OLDEST_TORCH = (2, 7)
 """Before, ``fully_shard`` could not leave parameters out."""
+_BY_NODE = "memory.shard_base: node"
 
 
 def check_sharding(config: Config, accelerator: Accelerator) -> None:
@@ -40,28 +40,12 @@ def check_sharding(config: Config, accelerator: Accelerator) -> None:
             "one; start one for each device (torchrun --standalone --nproc_per_node 8 train.py ...), or set "
             "no"
         )
-    if wanted == "node" and any(len(ranks) == 1 for ranks in ranks_by_machine(accelerator)):
+    machines = ranks_by_machine(accelerator, key=_BY_NODE) if wanted == "node" else []
+    if any(len(ranks) == 1 for ranks in machines):
         raise UserError(
             "memory.shard_base: node shards the base over the processes of each machine, and one of them "
             "has a single one; set all, or no"
         )
-
-
-def ranks_by_machine(accelerator: Accelerator) -> list[range]:
-    """The processes of each machine, which all of them call this together to find out.
-
-    Raises:
-        UserError: the launcher has not numbered them machine by machine.
-    """
-    local = on_all_processes(accelerator, lambda: accelerator.local_process_index)
-    starts = [*(rank for rank, place in enumerate(local) if place == 0), len(local)]
-    machines = [range(first, last) for first, last in pairwise(starts)]
-    if [place for ranks in machines for place in range(len(ranks))] != local:
-        raise UserError(
-            "memory.shard_base: node needs processes that are numbered machine by machine, as torchrun and "
-            f"accelerate launch do it; their places in their machines are {local}"
-        )
-    return machines
 
 
 def shards_of(config: Config, family: ModelFamily, accelerator: Accelerator) -> BaseShards | None:
@@ -75,7 +59,7 @@ def shards_of(config: Config, family: ModelFamily, accelerator: Accelerator) -> 
     if config.memory.shard_base == "node":
         # As Watchdog has it for the group of all: nobody waits for a process that hangs.
         limit = timedelta(minutes=config.train.step_timeout_minutes)
-        ranks = [list(machine) for machine in ranks_by_machine(accelerator)]
+        ranks = [list(machine) for machine in ranks_by_machine(accelerator, key=_BY_NODE)]
         by_enumeration: Any = torch.distributed.new_subgroups_by_enumeration  # torch has no types for it
         group, _ = by_enumeration(ranks, timeout=limit)
     assert group is not None

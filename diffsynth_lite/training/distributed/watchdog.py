@@ -74,14 +74,18 @@ class Watchdog:
         self.reset()
 
     def _set_timeout(self, limit: timedelta) -> None:
-        if self._accelerator.num_processes == 1:
-            return
-        # torch has no public way to change it, and offers this one in its own debugger.
-        set_timeout = getattr(torch.distributed.distributed_c10d, "_set_pg_timeout", None)
-        if set_timeout is None:
-            logger.debug("torch %s cannot change how long processes wait.", torch.__version__)
-            return
-        set_timeout(limit)
+        if self._accelerator.num_processes > 1:
+            limit_waits(limit)
+
+
+def limit_waits(limit: timedelta, group: torch.distributed.ProcessGroup | None = None) -> None:
+    """Set how long the processes of a group, or of all, wait for one another."""
+    # torch has no public way to change it, and offers this one in its own debugger.
+    set_timeout = getattr(torch.distributed.distributed_c10d, "_set_pg_timeout", None)
+    if set_timeout is None:
+        logger.debug("torch %s cannot change how long processes wait.", torch.__version__)
+        return
+    set_timeout(limit, group)
 
 
 def is_lost_process(error: RuntimeError) -> bool:

@@ -51,6 +51,7 @@ from diffsynth_lite.training.dataset import (
     say_what_is_tiled,
 )
 from diffsynth_lite.training.distributed.agreement import on_all_processes
+from diffsynth_lite.training.distributed.context import check_tokens
 from diffsynth_lite.training.distributed.same_run import require_same_items
 from diffsynth_lite.training.encoding.job import EncodingJob, UsableData
 from diffsynth_lite.training.evaluation import TrackedItem, ValidationItem
@@ -126,17 +127,17 @@ def plan_encoding(
         part: which of the held-out items and previews are encoded, too.
 
     Raises:
-        UserError: settings that the family cannot do; or processes have different items.
+        UserError: settings or sizes that the family cannot do; or processes have different items.
     """
     rules, group = plan_rules(config, family), find_cache_group(config, accelerator)
     job = EncodingJob(config, family, accelerator.device, group)
-    data, validation = config.data, config.validation
     trained_on = plan_dataset(training.records, rules, memory, accelerator, group).without(training.unread)
-    job.add_dataset(trained_on, has_unconditional=data.caption_dropout > 0)
-    measured = records_of(part, held_out.records[: validation.loss_items])
+    job.add_dataset(trained_on, has_unconditional=config.data.caption_dropout > 0)
+    measured = records_of(part, held_out.records[: config.validation.loss_items])
     held_out_plan = plan_dataset(measured, held_out_rules(rules), memory, accelerator, group)
     job.add_dataset(held_out_plan, has_unconditional=False)
     require_same_items(accelerator, *(table for _, table in job.datasets))
+    check_tokens(config, family, [size for _, table in job.datasets for size in table.buckets])
     if family.vae_tiles is not None and part.is_whole:
         say_what_is_tiled(family.vae_tiles, [item for plan, _ in job.datasets for item in plan.items])
     _add_previews(config, family, job, memory, part)

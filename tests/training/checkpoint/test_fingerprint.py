@@ -94,6 +94,8 @@ FREE = {
     "lora": {"init_from"},
     "objective": set(),
     "train": {
+        "context_parallel",
+        "context_parallel_kind",
         "use_gradient_checkpointing",
         "use_gradient_checkpointing_offload",
         *("cpu_threads", "deterministic", "step_timeout_minutes"),

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diffsynth_lite.config import load_config
+from diffsynth_lite.core.joint_passes import FailedWithinPassError
 from diffsynth_lite.core.weights import (
     BaseShards,
-    FailedWithinPassError,
     Int8,
     Quantization,
     ShardReport,
@@ -26,11 +26,11 @@ from diffsynth_lite.core.weights import (
     weight_norm,
 )
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.training.distributed import sharding
+from diffsynth_lite.training.distributed import agreement, sharding
+from diffsynth_lite.training.distributed.agreement import ranks_by_machine
 from diffsynth_lite.training.distributed.gradients import mean_gradients
 from diffsynth_lite.training.distributed.sharding import (
     check_sharding,
-    ranks_by_machine,
     require_same_expert,
 )
 
@@ -249,7 +249,7 @@ def config_with(tmp_path: Path) -> Callable[..., Any]:
 def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Of the processes in their machines, as they tell each other."""
     local: list[int] = []
-    monkeypatch.setattr(sharding, "on_all_processes", lambda _accelerator, _work: local)
+    monkeypatch.setattr(agreement, "on_all_processes", lambda _accelerator, _work: local)
     return local
 
 
@@ -269,9 +269,12 @@ def test_machines_are_told_apart_where_their_processes_are_numbered_one_after_th
     places += local
     if machines is None:
         with pytest.raises(UserError, match=r"memory\.shard_base: node needs processes that are numbered"):
-            ranks_by_machine(SimpleNamespace(local_process_index=0))
+            ranks_by_machine(SimpleNamespace(local_process_index=0), key="memory.shard_base: node")
     else:
-        assert ranks_by_machine(SimpleNamespace(local_process_index=0)) == machines
+        assert (
+            ranks_by_machine(SimpleNamespace(local_process_index=0), key="memory.shard_base: node")
+            == machines
+        )
 
 
 def test_what_sharding_could_not_do_is_refused_with_what_would_do(

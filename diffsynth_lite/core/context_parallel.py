@@ -1,0 +1,196 @@
+"""This file splits the sequences of a model over processes, by diffusers' context parallelism.
+
+Each process of a group computes a part of the tokens of the same samples; attention sees all of them.
+diffusers splits and gathers as the ``_cp_plan`` of the model's class says. What comes out is whole in every
+process, and so is the loss; the gradient of a weight is the sum of what all processes of the group have.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from diffsynth_lite.core.gradient import IneffectiveSwitchError
+from diffsynth_lite.core.joint_passes import JointPasses
+
+ContextKind = Literal["ulysses", "ring"]
+"""``ulysses``: for attention, processes exchange tokens for heads. ``ring``: each attends to the keys and
+values of one process after the other, and adds up."""
+
+MESH_DIMENSIONS = ("data", "ring", "ulysses")
+"""Of the mesh of all processes: the last two are those that share samples, and one of them is 1."""
+_RING_BACKEND = "_native_flash"
+"""diffusers' name of torch's flash attention; a ring needs a kernel that tells its log-sum-exp."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceSplit:
+    """What is true of splitting the sequences of a model family, beside the ``_cp_plan`` of its class.
+
+    Attributes:
+        kinds: under which its numbers are those of the whole model.
+        splits_prompts: whether prompts, all of the family's ``max_prompt_tokens``, are split as well and have
+            to divide.
+        whole_inputs: names of inputs that stay whole although the plan splits them.
+        whole_attention: names of attention modules that read what is whole, and so compute by themselves.
+        token_inputs: names of inputs that are split although the plan leaves them whole, where they have one
+            number for each token: (B, tokens).
+    """
+
+    kinds: tuple[ContextKind, ...] = ("ulysses", "ring")
+    splits_prompts: bool = False
+    whole_inputs: tuple[str, ...] = ()
+    whole_attention: tuple[str, ...] = ()
+    token_inputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitReport:
+    """What a process computes of the sequences of a model.
+
+    Attributes:
+        kind: of attention.
+        num_processes: that share a sequence.
+        tokens: of the longest one, here.
+        whole_tokens: of all processes.
+    """
+
+    kind: ContextKind
+    num_processes: int
+    tokens: int
+    whole_tokens: int
+
+    def require_effect(self) -> None:
+        """Check that something was split.
+
+        Raises:
+            IneffectiveSwitchError: nothing was.
+        """
+        if self.tokens * self.num_processes != self.whole_tokens or not self.tokens:
+            raise IneffectiveSwitchError(
+                f"context_parallel: {self.num_processes} had no effect: of {self.whole_tokens} tokens this "
+                f"process computed {self.tokens}; set it to 1"
+            )
+
+    def lines(self) -> list[str]:
+        """The report for people, in the form of the gradient engine's."""
+        shared = f"{self.tokens} tokens here of {self.whole_tokens}, over {self.num_processes} processes"
+        return [f"{'split':<15} {shared} ({self.kind})"]
+
+    def metrics(self) -> dict[str, float]:
+        """Each number by its name."""
+        return {
+            "context_parallel": self.num_processes,
+            "tokens_of_process": self.tokens,
+            "tokens_of_sequence": self.whole_tokens,
+        }
+
+
+class ContextParallel(JointPasses):
+    """Splits models over the processes of a group, which all of them do alike.
+
+    Args:
+        mesh: of all processes, with ``MESH_DIMENSIONS``.
+        device: of the models.
+        kind: of attention.
+        split: what is true of the models.
+
+    Attributes:
+        num_processes: of the group.
+        kind: as given.
+    """
+
+    def __init__(self, mesh: Any, device: torch.device, *, kind: ContextKind, split: SequenceSplit) -> None:
+        super().__init__(mesh[kind].get_group(), device)
+        self.num_processes: int = mesh[kind].size()
+        self.kind = kind
+        self._mesh, self._split = mesh, split
+        self._tokens = self._whole_tokens = 0
+
+    def apply_to(self, model: nn.Module) -> None:
+        """Have a model of diffusers compute a part of each sequence, once its adapter is on it.
+
+        Raises:
+            ValueError: diffusers cannot, such as with the attention that its environment variable names.
+        """
+        from diffusers import ContextParallelConfig
+
+        # An adapter that came later would be around layers whose results are gathered, and not see that.
+        plan = self._plan_of(model)
+        processors = dict(_processors(model))
+        if self.kind == "ring":
+            for processor in processors.values():
+                processor._attention_backend = _RING_BACKEND
+        config = ContextParallelConfig(**{f"{self.kind}_degree": self.num_processes}, mesh=self._mesh)
+        enable: Any = model.enable_parallelism
+        with _one_device_at_least(), _silent("diffusers.models.modeling_utils"):
+            enable(config=config, cp_plan=plan)
+        for name, processor in processors.items():
+            if name.endswith(self._split.whole_attention):
+                processor._parallel_config = processor._attention_backend = None
+        for name in (name for name, part in plan.items() if not isinstance(part, dict)):
+            model.get_submodule(name).register_forward_hook(self._note_tokens)
+        self.watch(model)
+
+    def _plan_of(self, model: Any) -> dict[str, Any]:
+        """That of the class, as the family corrects it."""
+        from diffusers.models._modeling_parallel import ContextParallelInput
+
+        plan = dict(model._cp_plan)
+        inputs = {key: one for key, one in plan.get("", {}).items() if key not in self._split.whole_inputs}
+        of_tokens = ContextParallelInput(split_dim=1, expected_dims=2)
+        inputs |= dict.fromkeys(self._split.token_inputs, of_tokens)
+        return plan | {"": inputs} if inputs else plan
+
+    def _note_tokens(self, _module: nn.Module, inputs: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+        """Of a module whose result is gathered; previews are not what is reported."""
+        if torch.is_grad_enabled() and output.shape[1] > self._whole_tokens:
+            self._tokens, self._whole_tokens = inputs[0].shape[1], output.shape[1]
+
+    def report(self) -> SplitReport:
+        """What of the longest sequence with gradients was computed here."""
+        return SplitReport(
+            kind=self.kind,
+            num_processes=self.num_processes,
+            tokens=self._tokens,
+            whole_tokens=self._whole_tokens,
+        )
+
+
+def _processors(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What computes the attention of a model, by the names of its modules."""
+    for name, module in model.named_modules():
+        processor: Any = getattr(module, "processor", None)
+        if hasattr(processor, "_parallel_config"):
+            yield name, processor
+
+
+@contextmanager
+def _one_device_at_least() -> Iterator[None]:
+    """Scope in which torch counts a device where it has none: diffusers 0.42 divides by their number.
+
+    What it computes so, the name of a device, it does not use.
+    """
+    accelerator: Any = torch.accelerator
+    count = accelerator.device_count
+    accelerator.device_count = lambda: max(1, count())
+    try:
+        yield
+    finally:
+        accelerator.device_count = count
+
+
+@contextmanager
+def _silent(name: str) -> Iterator[None]:
+    """Scope in which a logger does not warn, here that the call is experimental."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,222 @@
+"""This file decides which processes share the tokens of a sample, and checks that they can.
+
+``train.context_parallel`` neighbours share each sample, and what they compute of it is added up.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from accelerate import Accelerator
+from PIL import Image
+
+from diffsynth_lite.config import Config
+from diffsynth_lite.core.context_parallel import MESH_DIMENSIONS, ContextParallel, SequenceSplit
+from diffsynth_lite.data import Bucket
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.training.data_settings import num_preview_frames, num_tokens_of
+from diffsynth_lite.training.distributed.agreement import ranks_by_machine
+from diffsynth_lite.training.distributed.devices import num_data_ranks
+from diffsynth_lite.training.distributed.watchdog import limit_waits
+
+_OLDEST_RING = (0, 42, 1)
+"""Gradients of diffusers' ring were wrong before (huggingface/diffusers#14265)."""
+_MOST_DEVICES = 64
+"""Larger numbers are not offered."""
+_RING_DEVICES = ("cuda",)
+"""Where torch has a flash attention that tells its log-sum-exp as diffusers asks for it."""
+
+
+def check_context(config: Config, accelerator: Accelerator) -> None:
+    """Check that there are processes to split sequences over; all of them call this together.
+
+    Raises:
+        UserError: naming what would do.
+    """
+    wanted, kind = config.train.context_parallel, config.train.context_parallel_kind
+    if wanted == 1:
+        return
+    num_processes = accelerator.num_processes
+    if num_processes == 1:
+        raise UserError(
+            f"train.context_parallel: {wanted} splits each sample over {wanted} processes, and this is the "
+            f"only one; start one for each device (torchrun --standalone --nproc_per_node {wanted} train.py "
+            "...), or set 1"
+        )
+    if num_processes % wanted:
+        raise UserError(
+            f"train.context_parallel: {wanted} must divide the {num_processes} processes of the run; "
+            f"{_listed(_divisors(num_processes))} would do"
+        )
+    machines = ranks_by_machine(accelerator, key=f"train.context_parallel: {wanted}")
+    if any(len(ranks) % wanted for ranks in machines):
+        common = math.gcd(*map(len, machines))
+        raise UserError(
+            f"train.context_parallel: {wanted} must divide the processes of each machine, which have "
+            f"{', '.join(str(len(ranks)) for ranks in machines)}; {_listed(_divisors(common))} would do"
+        )
+    if kind == "ring":
+        _check_ring(config, accelerator.device)
+
+
+def _check_ring(config: Config, device: torch.device) -> None:
+    key = "train.context_parallel_kind: ring"
+    if tuple(int(part) for part in diffusers.__version__.split(".")[:3]) < _OLDEST_RING:
+        oldest = ".".join(map(str, _OLDEST_RING))
+        raise UserError(
+            f"{key} needs diffusers {oldest} or later, as its gradients were wrong before, and "
+            f"{diffusers.__version__} is installed; update it, or set ulysses"
+        )
+    if device.type not in _RING_DEVICES:
+        raise UserError(
+            f"{key} needs an attention that tells its log-sum-exp, which torch has for CUDA alone, and this "
+            f"run is on {device.type}; set ulysses"
+        )
+    if device.type == "cuda" and config.model.dtype == "float32":
+        raise UserError(
+            f"{key} needs attention in 16 bits, and model.dtype: float32 keeps some of its inputs in 32; set "
+            "model.dtype: bfloat16, or ulysses"
+        )
+
+
+def check_split(config: Config, family: ModelFamily, transformer: torch.nn.Module) -> None:
+    """Check that the model of a family can be split as the config wants it.
+
+    Args:
+        transformer: what is trained, on the meta device.
+
+    Raises:
+        UserError: naming what cannot be split, and what would do.
+    """
+    wanted, kind = config.train.context_parallel, config.train.context_parallel_kind
+    if wanted == 1:
+        return
+    model: Any = family.parts_of(transformer)[family.trained[0]]
+    split = _split_of(config, family, model)
+    if kind not in split.kinds:
+        raise UserError(
+            f"train.context_parallel_kind: {kind} would compute other numbers in {config.model.family}, as "
+            f"prompts are padded there and a {kind} does not mask the padding; set {' or '.join(split.kinds)}"
+        )
+    counts = {}
+    if kind == "ulysses":
+        counts["attention heads of the model"] = model.config.num_attention_heads
+    if split.splits_prompts:
+        counts["tokens of a prompt"] = family.max_prompt_tokens
+    for what, count in counts.items():
+        if count % wanted:
+            raise UserError(
+                f"train.context_parallel: {wanted} does not divide the {count} {what}; "
+                f"{_listed(_divisors(math.gcd(*counts.values())))} would do"
+            )
+
+
+def _split_of(config: Config, family: ModelFamily, model: torch.nn.Module) -> SequenceSplit:
+    split = family.sequence_split
+    if split is None or getattr(model, "_cp_plan", None) is None:
+        raise UserError(
+            f"train.context_parallel: {config.train.context_parallel} is not for model.family "
+            f"{config.model.family}: diffusers {diffusers.__version__} has no plan to split the sequences of "
+            "its model; set it to 1"
+        )
+    return split
+
+
+def check_tokens(
+    config: Config, family: ModelFamily, sizes: Iterable[Bucket], *, owner: str = "the data"
+) -> None:
+    """Check that the tokens of sizes can be split, so that no step and no preview finds out.
+
+    Args:
+        sizes: with those of the pictures that an item starts from.
+        owner: of these sizes.
+
+    Raises:
+        UserError: naming the sizes whose tokens do not divide, and what would do for all.
+    """
+    wanted = config.train.context_parallel
+    if wanted == 1:
+        return
+    tokens = {size: num_tokens_of(size, family) for size in sizes}
+    bad = [f"{size.name} ({count} tokens)" for size, count in tokens.items() if count % wanted]
+    if bad:
+        fitting = _divisors(math.gcd(*tokens.values()))
+        raise UserError(
+            f"train.context_parallel: {wanted} does not divide the tokens of {len(bad)} of the {len(tokens)} "
+            f"sizes of {owner}: {', '.join(bad[:3])}; {_listed(fitting)} would do, or other sizes"
+        )
+
+
+def check_tokens_of_previews(config: Config, family: ModelFamily, width: int, height: int) -> None:
+    """Check that the tokens of the previews can be split.
+
+    Args:
+        width: of a preview in pixels, as is ``height``.
+
+    Raises:
+        UserError: as ``check_tokens``.
+    """
+    if config.train.context_parallel == 1 or not config.validation.prompts:
+        return
+    size = Bucket(width=width, height=height, num_frames=num_preview_frames(config, family))
+    inputs = config.validation.inputs if "edit" in family.record_kinds else []
+    pictures = (Path(path).expanduser() for path in inputs)
+    sizes = [replace(size, inputs=(_size_as_input(path, family),)) for path in pictures if path.is_file()]
+    check_tokens(config, family, sizes or [size], owner="the previews")
+
+
+def _size_as_input(path: Path, family: ModelFamily) -> tuple[int, int]:
+    with Image.open(path) as picture:
+        return family.input_size(*picture.size)
+
+
+def context_of(config: Config, family: ModelFamily, accelerator: Accelerator) -> ContextParallel | None:
+    """What splits the sequences of a family's models; None where each process computes whole ones.
+
+    All processes call this together.
+    """
+    wanted, kind = config.train.context_parallel, config.train.context_parallel_kind
+    if wanted == 1:
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+
+    groups = (wanted, 1) if kind == "ring" else (1, wanted)
+    shape = (num_data_ranks(config, accelerator.num_processes), *groups)
+    mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=MESH_DIMENSIONS)
+    # As for the group of all: nobody waits for a process that hangs.
+    limit_waits(timedelta(minutes=config.train.step_timeout_minutes), mesh[kind].get_group())
+    split = family.sequence_split
+    assert split is not None, "refused with the model"
+    return ContextParallel(mesh, accelerator.device, kind=kind, split=split)
+
+
+def split_model(family: ModelFamily, context: ContextParallel, model: torch.nn.Module) -> None:
+    """Split the sequences of what a family trains, once its adapter is on it.
+
+    Raises:
+        UserError: diffusers cannot, for a reason that it names.
+    """
+    # It warns of timesteps that all tokens share, which need not be split.
+    logging.getLogger("diffusers.hooks.context_parallel").setLevel(logging.ERROR)
+    try:
+        for part in family.parts_of(model).values():
+            context.apply_to(part)
+    except ValueError as error:
+        raise UserError(f"train.context_parallel: {error}") from error
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """The numbers that would do."""
+    *few, last = [str(number) for number in numbers if number <= _MOST_DEVICES]
+    return f"{', '.join(few)} or {last}" if few else last

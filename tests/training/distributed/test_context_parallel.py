@@ -1,0 +1,446 @@
+"""Processes that share the tokens of a sample compute what one computes: losses, gradients and pictures."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxKontextPipeline, QwenImagePipeline, QwenImageTransformer2DModel
+from family_sample import CPU, adapted_transformer, engine_with
+from processes import NUM_RANKS, on_ranks
+from ring_on_cpu import allow_rings
+from torch import Tensor
+from wan_pipelines import from_pictures, ti2v
+
+from diffsynth_lite.config import load_config
+from diffsynth_lite.core.context_parallel import MESH_DIMENSIONS, ContextParallel, SplitReport
+from diffsynth_lite.core.gradient import (
+    BlockPolicy,
+    BlockStrategy,
+    GradientEngine,
+    IneffectiveSwitchError,
+    gradient_engine,
+)
+from diffsynth_lite.core.joint_passes import FailedWithinPassError, PeerFailedError
+from diffsynth_lite.core.weights import BaseShards
+from diffsynth_lite.data import Bucket
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines import (
+    Conditioning,
+    ModelFamily,
+    PipelineFolder,
+    flux,
+    flux2,
+    load_family,
+    ltx_video,
+    qwen_image,
+    wan,
+)
+from diffsynth_lite.training.distributed import agreement, context
+from diffsynth_lite.training.distributed.context import check_context, check_split, check_tokens
+from diffsynth_lite.training.distributed.gradients import mean_gradients
+
+LENGTHS = (5, 7, 3)
+"""Of the prompts of a batch, where they have a mask: none can be split as it is."""
+SIGMA = torch.tensor([0.1, 0.5, 0.9])
+FLAGS = ((False, False), (True, True))
+SAVING = BlockPolicy(selected=BlockStrategy(offload=True, save_attention="park"))
+
+
+def qwen(*, edits: bool = False) -> QwenImagePipeline:
+    """With heads that two can share; where it edits, with a timestep of its own for what is edited."""
+    parts = qwen_image.tiny().components
+    width = parts["text_encoder"].config.text_config.hidden_size
+    torch.manual_seed(0)
+    parts["transformer"] = QwenImageTransformer2DModel(
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=width,
+        axes_dims_rope=(8, 4, 4),
+        zero_cond_t=edits,
+    )
+    return QwenImagePipeline(**parts)
+
+
+CASES: dict[str, tuple[str, Callable[[], Any], tuple[int, ...], dict[str, tuple[int, ...]]]] = {
+    "flux": ("flux", flux.tiny, (16, 4, 8), {}),
+    "flux_kontext": (
+        "flux_kontext",
+        lambda: FluxKontextPipeline(**flux.tiny().components),
+        (16, 4, 8),
+        {"input_latents_0": (16, 6, 4)},
+    ),
+    "flux2 with a picture": ("flux2", flux2.tiny, (128, 2, 4), {"input_latents_0": (128, 3, 2)}),
+    "qwen_image": ("qwen_image", qwen, (16, 1, 4, 8), {}),
+    "qwen_image_edit": (
+        "qwen_image_edit",
+        lambda: qwen(edits=True),
+        (16, 1, 4, 8),
+        {"input_latents_0": (16, 1, 4, 6)},
+    ),
+    "wan": ("wan", wan.tiny, (16, 3, 4, 8), {}),
+    "wan from first frames": ("wan", ti2v, (48, 3, 4, 8), {"first_frame_latents": (48, 1, 4, 8)}),
+    "wan_i2v": ("wan_i2v", lambda: from_pictures("flf2v"), (16, 3, 4, 8), {}),
+    "ltx_video": ("ltx_video", ltx_video.tiny, (128, 3, 2, 4), {}),
+    "ltx_video from first frames": (
+        "ltx_video",
+        ltx_video.tiny,
+        (128, 3, 2, 4),
+        {"first_frame_latents": (128, 1, 2, 4), "first_frame_std": (128, 1, 2, 4)},
+    ),
+}
+"""Of what the families are given: the family, its pipeline, the latents, and what else a sample has."""
+MASKED = ("qwen_image", "qwen_image_edit", "ltx_video")
+
+
+def family_of(name: str, folder: Path) -> ModelFamily:
+    return load_family(CASES[name][0])(PipelineFolder(path=folder / name))
+
+
+def sample_of(name: str, family: ModelFamily) -> tuple[Tensor, list[Conditioning]]:
+    """Latents and conditioning of a batch of three, the same each time."""
+    family_name, _, shape, more = CASES[name]
+    generator = torch.Generator().manual_seed(5)
+    samples = []
+    for length in LENGTHS:
+        given = family.example_conditioning(shape) | {key: torch.ones(size) for key, size in more.items()}
+        drawn = {
+            key: torch.randn(one.shape, generator=generator) if one.ndim else one
+            for key, one in given.items()
+        }
+        if family_name in MASKED:
+            drawn["prompt_embeds"] = drawn["prompt_embeds"][:length]
+        samples.append(drawn)
+    return torch.randn(3, *shape, generator=generator), samples
+
+
+def loss_and_gradients(
+    name: str, family: ModelFamily, engine: GradientEngine
+) -> tuple[float, dict[str, Tensor | None]]:
+    """Of a model with a LoRA, which is split if the family says so; gradients are those of all processes."""
+    model = adapted_transformer(SimpleNamespace(family=family))
+    shared = 1
+    if family.context is not None:
+        family.context.apply_to(model)
+        shared = NUM_RANKS
+    latents, samples = sample_of(name, family)
+    with gradient_engine(engine):
+        loss = family.predict(model, latents, SIGMA, samples).square().mean()
+        loss.backward()
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    processes = SimpleNamespace(num_processes=shared)
+    mean_gradients(trained.values(), processes, context_parallel=shared)
+    return loss.item(), {name: one.grad for name, one in trained.items()}
+
+
+def distance(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> float:
+    """Of all gradients together, relative to their length."""
+    pairs = [(found[name], one) for name, one in expected.items()]
+    assert all((one is None) == (other is None) for one, other in pairs)
+    apart = sum(float((one - other).square().sum()) for one, other in pairs if one is not None)
+    length = sum(float(other.square().sum()) for _, other in pairs if other is not None)
+    return (apart / length) ** 0.5
+
+
+def same(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> bool:
+    return all(
+        one is expected[name] is None or torch.equal(one, expected[name]) for name, one in found.items()
+    )
+
+
+def check_family(name: str, folder: Path, meshes: dict[str, Any]) -> dict[str, Any]:
+    """What split models of a family compute, beside the whole one."""
+    family = family_of(name, folder)
+    loss, gradients = loss_and_gradients(name, family, engine_with((False, False)))
+    found: dict[str, Any] = {}
+    for kind in family.sequence_split.kinds:
+        rows = []
+        for flags in FLAGS:
+            policy = SAVING if flags[0] else None
+            family.context = ContextParallel(meshes[kind], CPU, kind=kind, split=family.sequence_split)
+            engine = engine_with(flags, policy=policy)
+            rows.append((loss_and_gradients(name, family, engine), engine.report()))
+        (kept, other), reports = ([row[0] for row in rows], [row[1] for row in rows])
+        found[kind] = {
+            "loss": abs(kept[0] - loss) / loss,
+            "gradients": distance(kept[1], gradients),
+            "flags change nothing": kept[0] == other[0] and same(kept[1], other[1]),
+            "recomputed": [report.blocks_recomputed for report in reports],
+            "offloaded": reports[1].bytes_offloaded > 0,
+            "split": family.context.report().metrics(),
+        }
+        if name in ("wan", "flux"):
+            found[kind]["sharded"] = same(check_sharded(name, family), kept[1])
+    return found
+
+
+def check_sharded(name: str, family: ModelFamily) -> dict[str, Tensor | None]:
+    """Gradients where the processes share the base, too."""
+    family.shards = BaseShards(torch.distributed.group.WORLD, CPU, family.block_lists)
+    _, gradients = loss_and_gradients(name, family, engine_with((True, True)))
+    family.shards = None
+    return gradients
+
+
+def draw(family: ModelFamily) -> Tensor:
+    """What a preview makes of a prompt, which is padded where it is split."""
+    model = family.load_transformer(torch.float32)
+    if family.context is not None:
+        family.context.apply_to(model)
+    generator = torch.Generator().manual_seed(1)
+    width = model.config.joint_attention_dim
+    prompts = [{"prompt_embeds": torch.randn(length, width, generator=generator)} for length in (5, 3)]
+    request = SimpleNamespace(
+        conditioning=prompts[0], negative=prompts[1], guidance_scale=2.0, call_arguments=dict
+    )
+    seen: list[Tensor] = []
+
+    def pipeline(**given: Any) -> Any:
+        for prefix in ("", "negative_"):
+            embeds, mask = given[f"{prefix}prompt_embeds"], given[f"{prefix}prompt_embeds_mask"]
+            with torch.no_grad():
+                seen.append(
+                    model(
+                        hidden_states=torch.linspace(-1, 1, 512).reshape(1, 8, 64),
+                        timestep=torch.tensor([0.5]),
+                        encoder_hidden_states=embeds,
+                        encoder_hidden_states_mask=mask,
+                        img_shapes=[[(1, 2, 4)]],
+                        return_dict=False,
+                    )[0]
+                )
+        return SimpleNamespace(images=[])
+
+    pipeline.transformer = model
+    family.draw(pipeline, request)
+    return torch.cat(seen)
+
+
+def failures(rank: int, folder: Path, mesh: Any) -> dict[str, str]:
+    """Names of the errors that a process gets where one fails while previews are drawn."""
+    family = family_of("wan", folder)
+    model = family.load_transformer(torch.float32)
+    shared = ContextParallel(mesh, CPU, kind="ulysses", split=family.sequence_split)
+    shared.apply_to(model)
+    found = {}
+    latents, samples = sample_of("wan", family)
+
+    def attempt(name: str, last_frame: int, fails: bool) -> None:
+        found[name] = "none"
+        try:
+            with torch.no_grad(), shared.failing_together():
+                for place in range(2):
+                    if fails and rank == 1 and place == 1:
+                        raise ValueError("of one process")
+                    family.predict(model, latents[:, :, :last_frame], SIGMA, samples)
+        except (PeerFailedError, FailedWithinPassError, ValueError) as error:
+            found[name] = type(error).__name__
+
+    attempt("between", 3, fails=True)
+    attempt("nowhere", 3, fails=False)
+    # 3 rows of latents make 1 row of tokens; 1 x 1 x 3 cannot be split.
+    latents = latents[:, :, :, :2, :6]
+    attempt("within", 1, fails=False)
+    return found
+
+
+def work_on_a_rank(rank: int, folder: Path) -> None:
+    allow_rings()
+    meshes = {
+        kind: torch.distributed.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=MESH_DIMENSIONS)
+        for kind, shape in (("ulysses", (1, 1, NUM_RANKS)), ("ring", (1, NUM_RANKS, 1)))
+    }
+    found: dict[str, Any] = {name: check_family(name, folder, meshes) for name in CASES}
+    family = family_of("qwen_image", folder)
+    whole = draw(family)
+    family.context = ContextParallel(meshes["ulysses"], CPU, kind="ulysses", split=family.sequence_split)
+    found["drawn"] = float((draw(family) - whole).norm() / whole.norm())
+    found["failures"] = failures(rank, folder, meshes["ulysses"])
+    torch.save(found, folder / f"{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for name, (_, build, _, _) in CASES.items():
+        pipeline = build()
+        pipeline.transformer.save_pretrained(folder / name / "transformer")
+        for part in ("scheduler", "vae"):
+            getattr(pipeline, part).save_config(folder / name / part)
+        if encoder := pipeline.components.get("image_encoder"):
+            encoder.config.save_pretrained(folder / name / "image_encoder")
+        pipeline.save_config(folder / name)
+    on_ranks(work_on_a_rank, folder)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(NUM_RANKS)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_processes_compute_of_a_sample_together_is_what_one_computes(
+    results: list[dict[str, Any]], name: str
+) -> None:
+    kinds = ["ulysses"] if name.startswith("qwen") else ["ulysses", "ring"]
+    for result in results:
+        assert list(result[name]) == kinds
+        for kind, found in result[name].items():
+            # Sums over tokens are added in another order.
+            assert found["loss"] < 1e-6, kind
+            assert found["gradients"] < 1e-6, kind
+            assert found["flags change nothing"], kind
+            assert found.get("sharded", True), kind
+            recomputed, offloaded = found["recomputed"], found["offloaded"]
+            assert recomputed[0] == 0 < recomputed[1]
+            assert offloaded
+            split = found["split"]
+            assert split["context_parallel"] == NUM_RANKS
+            assert split["tokens_of_process"] * NUM_RANKS == split["tokens_of_sequence"] > 0
+
+
+def test_prompts_that_cannot_be_split_are_padded_in_previews_too(results: list[dict[str, Any]]) -> None:
+    assert all(0 < result["drawn"] < 1e-6 for result in results)
+
+
+def test_where_one_process_fails_between_passes_all_fail_and_go_on_together(
+    results: list[dict[str, Any]],
+) -> None:
+    for result, failed in zip(results, ("PeerFailedError", "ValueError"), strict=True):
+        within = FailedWithinPassError.__name__
+        assert result["failures"] == {"between": failed, "nowhere": "none", "within": within}
+
+
+@pytest.fixture
+def config_with(tmp_path: Path) -> Callable[..., Any]:
+    def load(*settings: str) -> Any:
+        file = tmp_path / "run.yaml"
+        file.write_text("model: {family: wan, path: model}\ndata: {path: clips}\noutput: {dir: run}\n")
+        return load_config(file, settings).config
+
+    return load
+
+
+def processes(num: int, device: str = "cuda") -> SimpleNamespace:
+    return SimpleNamespace(num_processes=num, device=torch.device(device), local_process_index=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num", "local", "refused"),
+    [
+        (("train.context_parallel=2",), 1, [0], r"this is the only one; start one for each device"),
+        (
+            ("train.context_parallel=3",),
+            4,
+            [0, 1, 2, 3],
+            r"3 must divide the 4 processes .*1, 2 or 4 would",
+        ),
+        (("train.context_parallel=2",), 4, [0, 0, 1, 2], r"of each machine, which have 1, 3; 1 would do"),
+    ],
+)
+def test_processes_that_cannot_share_samples_are_refused(
+    config_with: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    settings: tuple[str, ...],
+    num: int,
+    local: list[int],
+    refused: str,
+) -> None:
+    monkeypatch.setattr(agreement, "on_all_processes", lambda _accelerator, _work: local)
+    check_context(config_with(), processes(1))
+    with pytest.raises(UserError, match=rf"train\.context_parallel: .*{refused}"):
+        check_context(config_with(*settings), processes(num))
+
+
+def test_a_ring_is_refused_where_it_would_fail_or_be_wrong(
+    config_with: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "on_all_processes", lambda _accelerator, _work: [0, 1])
+    ring = ("train.context_parallel=2", "train.context_parallel_kind=ring")
+    check_context(config_with(*ring), processes(2))
+    key = r"train\.context_parallel_kind: ring"
+    with pytest.raises(UserError, match=rf"{key} .*this run is on cpu; set ulysses"):
+        check_context(config_with(*ring), processes(2, "cpu"))
+    with pytest.raises(UserError, match=rf"{key} needs attention in 16 bits, and model\.dtype: float32"):
+        check_context(config_with(*ring, "model.dtype=float32"), processes(2))
+    monkeypatch.setattr(context.diffusers, "__version__", "0.42.0")
+    with pytest.raises(UserError, match=rf"{key} needs diffusers 0\.42\.1 or later"):
+        check_context(config_with(*ring), processes(2))
+    check_context(config_with(ring[0]), processes(2))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("train.context_parallel=2", "lora.dropout=0.1"),
+        ("train.context_parallel=2", "train.compile=blocks"),
+        ("train.context_parallel_kind=ring",),
+        ("train.context_parallel=2", "train.context_parallel_kind=ring", "memory.save_attention=keep"),
+    ],
+)
+def test_settings_that_context_parallelism_cannot_do_are_refused(
+    config_with: Callable[..., Any], settings: tuple[str, ...]
+) -> None:
+    with pytest.raises(UserError, match=r"context_parallel"):
+        config_with(*settings)
+
+
+def split_family(**facts: Any) -> Any:
+    """A family of one model with 6 heads, which prompts of 512 tokens condition."""
+    config = SimpleNamespace(num_attention_heads=6)
+    model = facts.pop("model", SimpleNamespace(_cp_plan={}, config=config))
+    known = {
+        "sequence_split": wan.Wan.sequence_split,
+        "max_prompt_tokens": 512,
+        "trained": ("transformer",),
+        "parts_of": lambda model: {"transformer": model},
+    }
+    return SimpleNamespace(**known | facts), model
+
+
+def test_models_that_cannot_be_split_are_refused_with_what_would_do(config_with: Callable[..., Any]) -> None:
+    def refuse(text: str, *settings: str, **facts: Any) -> None:
+        with pytest.raises(UserError, match=text):
+            check_split(config_with(*settings), *split_family(**facts))
+
+    check_split(config_with(), *split_family(sequence_split=None))
+    check_split(config_with("train.context_parallel=3"), *split_family())
+    refuse("4 does not divide the 6 attention heads .*; 1, 2, 3 or 6 would", "train.context_parallel=4")
+    ring = ("train.context_parallel=4", "train.context_parallel_kind=ring")
+    check_split(config_with(*ring), *split_family())
+    refuse(
+        "3 does not divide the 512 tokens of a prompt; 1 or 2 would",
+        "train.context_parallel=3",
+        sequence_split=flux.Flux.sequence_split,
+    )
+    refuse(
+        "ring would compute other numbers in wan, .*; set ulysses",
+        *ring,
+        sequence_split=qwen_image.QwenImage.sequence_split,
+    )
+    refuse("has no plan to split", "train.context_parallel=2", sequence_split=None)
+    refuse("has no plan to split", "train.context_parallel=2", model=torch.nn.Linear(1, 1))
+
+
+def test_sizes_whose_tokens_do_not_divide_are_named(config_with: Callable[..., Any]) -> None:
+    family: Any = SimpleNamespace(
+        latents_shape=lambda width, height, frames: (frames, height // 16, width // 16),
+        num_tokens=lambda shape: shape[0] * shape[1] * shape[2],
+    )
+    sizes = [Bucket(width=96, height=64), Bucket(width=96, height=48), Bucket(width=48, height=48)]
+    check_tokens(config_with(), family, sizes)
+    check_tokens(config_with("train.context_parallel=3"), family, sizes)
+    refused = (
+        r"2 does not divide the tokens of 1 of the 3 sizes of the data: 48x48 \(9 tokens\); 1 or 3 would"
+    )
+    with pytest.raises(UserError, match=refused):
+        check_tokens(config_with("train.context_parallel=2"), family, sizes)
+
+
+def test_a_run_in_which_nothing_was_split_stops() -> None:
+    report = SplitReport(kind="ulysses", num_processes=2, tokens=6, whole_tokens=12)
+    report.require_effect()
+    for idle in (replace(report, tokens=12), replace(report, tokens=0, whole_tokens=0)):
+        with pytest.raises(IneffectiveSwitchError, match="context_parallel: 2 had no effect"):
+            idle.require_effect()
