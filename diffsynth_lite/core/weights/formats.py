@@ -36,7 +36,11 @@ def is_finite(numbers: Tensor) -> bool:
 
     On the CPU that takes a fortieth of the time that it takes to ask each number, and no memory.
     """
-    return not numbers.numel() or all(bool(bound.isfinite()) for bound in numbers.aminmax())
+    if not numbers.numel():
+        return True
+    # One row, or one number, of what is expanded: weights that stand in for real ones are one zero.
+    once = numbers[tuple(slice(1 if step == 0 else None) for step in numbers.stride())]
+    return all(bool(bound.isfinite()) for bound in once.aminmax())
 
 
 def require_finite(rows: Tensor) -> None:

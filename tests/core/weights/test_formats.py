@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffsynth_lite.core.weights import Int8, MissingKernelsError, NotFiniteError, WeightFormat, weight_format
+from diffsynth_lite.core.weights import (
+    Int8,
+    MissingKernelsError,
+    NotFiniteError,
+    WeightFormat,
+    is_finite,
+    weight_format,
+)
 
 CPU = torch.device("cpu")
 # The 16 numbers of NF4, appendix E of arXiv:2305.14314.
@@ -72,6 +79,12 @@ def test_what_is_not_finite_is_refused(weights: WeightFormat, number: float) -> 
     weight[2, 3] = number
     with pytest.raises(NotFiniteError):
         stored(weights, weight, 4)
+
+
+def test_numbers_that_are_expanded_are_looked_at_once() -> None:
+    row = torch.tensor([0.0, float("inf")])
+    assert not is_finite(row.expand(2**50, 2))
+    assert is_finite(row[0].expand(2**50, 2))
 
 
 def test_int8_is_off_by_half_a_step_at_most_and_keeps_what_is_largest_and_what_is_zero() -> None:
