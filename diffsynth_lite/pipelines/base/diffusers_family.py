@@ -37,7 +37,7 @@ from diffsynth_lite.pipelines.base.quantized import (
     load_plain_component,
     require_finite_weights,
 )
-from diffsynth_lite.pipelines.base.release_folder import empty_model
+from diffsynth_lite.pipelines.base.release_folder import count_parameters, empty_model
 from diffsynth_lite.pipelines.base.single_file import read_single_file
 from diffsynth_lite.pipelines.base.tokenizer import load_tokenizer
 from diffsynth_lite.pipelines.base.transformers_loading import load_frozen_encoder
@@ -88,7 +88,7 @@ class DiffusersFamily(DiffusersLora):
             )
             require_class(component_class, settings)
             require_kinds(component_class, settings)
-            self.empty_component(component)
+            self._num_weights(component)
         for component, file in self.folder.files.items():
             stored = read_single_file(file, self.empty_component(component))
             logger.info("%s of %s: %s.", component, file.path, stored.described())
@@ -161,7 +161,7 @@ class DiffusersFamily(DiffusersLora):
             if any(placing) or name in self.folder.files:
                 component = load(*source, *placing)
             else:
-                self.folder.require_as_many_numbers(name, self.empty_component(name))
+                self.folder.require_as_many_numbers(name, component_class, self._num_weights(name))
                 component = load_plain_component(*source)
         except (SafetensorError, OSError) as error:
             raise UserError(
@@ -347,6 +347,11 @@ class DiffusersFamily(DiffusersLora):
             model = empty_model(component_class, settings)
             require_possible(model)
         return model
+
+    def _num_weights(self, name: str) -> int:
+        component_class, settings = self.component_class(name), self.folder.component_config(name)
+        with building(component_class, settings.file):
+            return count_parameters(component_class, json.dumps(settings))
 
     def ask_loader(
         self, names: Mapping[str, str], header: FileHeader

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from diffsynth_lite.core.weights import is_scale
 from diffsynth_lite.errors import UserError
@@ -162,11 +162,12 @@ class PipelineFolder:
         """Whether a component's files hold its weights in a format of its library's own."""
         return component not in self.files and "quantization_config" in self.component_config(component)
 
-    def require_as_many_numbers(self, component: str, model: nn.Module) -> None:
+    def require_as_many_numbers(self, component: str, model_class: Any, needed: int) -> None:
         """Check that a component's files can hold its weights, before memory is made for what they lack.
 
         Args:
-            model: of the component's settings, on the meta device.
+            model_class: of the component.
+            needed: how many numbers its weights are, by its settings.
 
         Raises:
             UserError: they hold less than half as many numbers.
@@ -174,10 +175,9 @@ class PipelineFolder:
         if component in self.files or self.is_quantised(component):
             return
         stored = sum(tensor.num_numbers for tensor in self._stored(component).values())
-        needed = sum(parameter.numel() for parameter in model.parameters())
         if needed > 2 * stored:
             raise UserError(
-                f"model.path: {self.path / component / 'config.json'} is that of a {type(model).__name__} "
+                f"model.path: {self.path / component / 'config.json'} is that of a {model_class.__name__} "
                 f"with {needed} weights, and the files beside it hold {stored}; get the folder again"
             )
 

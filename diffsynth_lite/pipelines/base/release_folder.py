@@ -18,6 +18,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
+from diffsynth_lite.pipelines.base.model_settings import require_possible
 from diffsynth_lite.releases import BaseModel, Release, ReleaseComponent
 
 Differences = dict[str, tuple[Any, Any]]
@@ -107,12 +108,22 @@ def empty_model(model_class: Any, config: Mapping[str, Any]) -> torch.nn.Module:
 
 def num_parameters(component: ReleaseComponent) -> int:
     """Parameters of a released component, shared ones counted once."""
-    return _num_parameters(component.class_name, json.dumps(full_config(component)))
+    return count_parameters(_class_named(component.class_name), json.dumps(full_config(component)))
 
 
 @cache
-def _num_parameters(class_name: str, config: str) -> int:
-    model = empty_model(_class_named(class_name), json.loads(config))
+def count_parameters(model_class: Any, config: str) -> int:
+    """Parameters of a model, shared ones counted once; a run asks each time that it loads a component.
+
+    Args:
+        model_class: of diffusers or transformers.
+        config: what its ``config.json`` says.
+
+    Raises:
+        ValueError: no such model can be.
+    """
+    model = empty_model(model_class, json.loads(config))
+    require_possible(model)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
