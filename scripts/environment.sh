@@ -6,6 +6,9 @@
 
 MIN_FREE_MIB=4096
 
+# Some containers set it; each process would then compile all that it imports anew.
+unset PYTHONDONTWRITEBYTECODE
+
 fail() {
     echo "$0: $*" >&2
     exit 2
@@ -76,12 +79,6 @@ make_venv() {
     "$base" -m venv .venv || fail ".venv could not be made; see the message above"
 }
 
-# Compiles what pip installed, on all processors: pip does one file after the other.
-compile_packages() {
-    # Some packages have files for a later Python, which cannot be compiled.
-    "$PYTHON" -m compileall -qq -j 0 .venv/lib || true
-}
-
 # prepare_environment [EXTRA]: sets PYTHON to an interpreter with the package, and the extra, installed.
 prepare_environment() {
     local extra=${1:-} own=""
@@ -108,11 +105,11 @@ prepare_environment() {
         requirements "$extra" | "$PYTHON" -m pip install --quiet -r /dev/stdin || fail_install
     else
         require_disk_space
+        # Nothing is compiled: most files are never imported, and those that are get compiled then.
         # First and alone: a package that asks for any torch would bring a newer one than is tested.
         "$PYTHON" -m pip install --quiet -c constraints.txt --no-compile torch || fail "torch could not be installed"
         "$PYTHON" -m pip install --quiet -c constraints.txt --no-compile --editable ".${extra:+[$extra]}" ||
             fail_install
-        compile_packages
     fi
     fingerprint "$extra" >>"$STAMP"
 }
