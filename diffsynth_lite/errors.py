@@ -17,6 +17,10 @@ class DifferentRunError(UserError):
     """A checkpoint or run folder belongs to a run with other settings or other data."""
 
 
+class CheckpointError(UserError):
+    """A checkpoint that is damaged, or does not fit the run."""
+
+
 class RunStoppedError(RuntimeError):
     """The run had to stop although its settings were right: non-finite numbers, no memory, a full disk.
 

@@ -325,8 +325,9 @@ class ConfigBuilder:
 
 
 def _node_of_argument(value: str, schema: Schema) -> yaml.Node:
-    """The shell has dealt with quotes, so text is taken as it is; only a list is read as yaml."""
-    if "items" in without_null(schema) and value.startswith("["):
+    """The shell has dealt with quotes, so text is taken as it is; lists and mappings alone are yaml."""
+    kind = without_null(schema).get("type")
+    if (kind == "array" and value.startswith("[")) or (kind == "object" and value.startswith("{")):
         return read_yaml(value)
     return scalar(value, quoted=value == "")
 

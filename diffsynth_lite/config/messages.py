@@ -60,7 +60,9 @@ def in_words(schema: Schema) -> str:
     """What a setting must be, such as "a whole number, at least 1, or null"."""
     value = without_null(schema)
     entry = value.get("items")
-    if entry is None:
+    if value.get("type") == "object":
+        words = ["names and their values, written {name: value, name: value}"]
+    elif entry is None:
         choices = value.get("enum")
         others = words_instead(schema)
         kind = f"one of {', '.join(choices)}" if choices else _KINDS[value["type"]]
@@ -99,7 +101,7 @@ def _digits(number: float) -> str:
 def expectation(name: str, node: yaml.Node, schema: Schema) -> str:
     """What the setting ``name`` must be instead of what was written, with a hint at what led to that."""
     words = f"must be {in_words(schema)}"
-    if section_of_entries(schema):
+    if section_of_entries(schema) or without_null(schema).get("type") == "object":
         return words
     parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
     if any(isinstance(part, yaml.MappingNode) for part in parts):

@@ -50,6 +50,8 @@ _THEIR_NAMES = {
     "objective.timestep_density": "timestep_sampling weighting_scheme timestep_distribution timestep_type",
     "objective.loss_weighting": "loss_weight_fn",
     "objective.min_snr_gamma": "snr_gamma",
+    "train.optimizer": "optimizer_type",
+    "train.optimizer_options": "optimizer_args optimizer_params optimizer_config",
     "train.steps": "max_train_steps max_steps",
     "train.learning_rate": "lr unet_lr",
     "train.lr_scheduler": "learning_rate_scheduler lr_scheduler_type",
@@ -94,7 +96,6 @@ _SAMPLE_EPOCHS = "is validation.every_steps here, in steps: items / train.global
 _ATTENTION = "is no setting here, as torch chooses how attention is computed; remove it"
 _CLASS = "is no setting here; put pictures of other things of its kind into a second entry of data.sources"
 _HUB = "is no setting here; diffsynth-lite publish puts a LoRA on the hub"
-_OPTIMIZER = "is no setting here, as the optimizer is AdamW; remove it"
 _OTHERWISE = {
     **dict.fromkeys(("epochs", "max_train_epochs", "num_train_epochs", "num_epochs"), _EPOCHS),
     **dict.fromkeys(("save_every_n_epochs", "checkpoint_epoch_interval"), _SAVE_EPOCHS),
@@ -105,7 +106,8 @@ _OTHERWISE = {
     **dict.fromkeys(("with_prior_preservation", "prior_loss_weight", "num_class_images"), _CLASS),
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_token", "huggingface_repo_id"), _HUB),
     **dict.fromkeys(("xformers", "sdpa", "flash_attn", "mem_eff_attn", "attention_mechanism"), _ATTENTION),
-    **dict.fromkeys(("optimizer", "optimizer_type", "optimizer_args", "use_8bit_adam"), _OPTIMIZER),
+    "use_8bit_adam": "is train.optimizer: adamw8bit here",
+    "prodigy_d_coef": "is train.optimizer_options: {d_coef: ...} here",
     **dict.fromkeys(
         ("gradient_accumulation_steps", "gradient_accumulation"),
         "is train.global_batch_size here: train.micro_batch_size x devices x forwards of a step",

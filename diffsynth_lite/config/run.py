@@ -31,6 +31,7 @@ AllowedChange: TypeAlias = Literal[
     "train.adam_beta1",
     "train.adam_beta2",
     "train.adam_epsilon",
+    "train.optimizer_options",
     "train.ema_decay",
     "train.micro_batch_size",
     "train.compile",

@@ -9,7 +9,7 @@ from diffsynth_lite.config.data import DataSettings
 from diffsynth_lite.config.model import LoraSettings, ModelSettings, ObjectiveSettings
 from diffsynth_lite.config.run import LoggingSettings, OutputSettings, ResumeSettings, ValidationSettings
 from diffsynth_lite.config.settings import Problem, Settings
-from diffsynth_lite.config.train import MemorySettings, TrainSettings
+from diffsynth_lite.config.train import ADAM_SETTINGS, MemorySettings, TrainSettings
 
 
 class Config(Settings):
@@ -52,6 +52,7 @@ class Config(Settings):
             (data.cache, "data", "num_workers", "while data.cache is off: the main process encodes"),
             (checkpointing, "memory", "skip_dead_ops", "while train.use_gradient_checkpointing is off"),
             (train.compile == "off", "memory", "skip_dead_ops", "while train.compile compiles the blocks"),
+            (train.is_adam, "train", " ".join(ADAM_SETTINGS), f"with train.optimizer {train.optimizer}"),
             (data.tag_shuffles > 0, "data", "tag_separator keep_tags", "while data.tag_shuffles is 0"),
             (data.on_bad_item == "skip", "data", "max_bad_ratio", "while data.on_bad_item is error"),
             (previews, "validation", "inputs last_frames", "without validation.prompts"),

@@ -67,6 +67,12 @@ Distinct: TypeAlias = Annotated[
 """A list in which nothing stands twice."""
 
 
+OptionName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+"""Name of an argument in Python."""
+OptionValue: TypeAlias = bool | int | float | OptionName | list[int | float] | None
+"""What an argument in Python may be given; a word needs no quotes, as none looks like a number."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """Something wrong with settings that are each of the right type.

@@ -1,7 +1,7 @@
 """The sections ``train`` and ``memory``: how the LoRA is trained, and what is saved in memory."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -12,15 +12,29 @@ from diffsynth_lite.config.settings import (
     CountOrNone,
     Distinct,
     Gib,
+    OptionName,
+    OptionValue,
     Problem,
     Samples,
     Seed,
     Settings,
 )
 
+OptimizerName: TypeAlias = Literal["adamw", "adamw8bit", "muon", "adafactor", "prodigy", "schedule_free"]
+_DottedName: TypeAlias = Annotated[
+    str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$", examples=["torch.optim.RAdam"])
+]
+ADAM_SETTINGS = ("adam_beta1", "adam_beta2", "adam_epsilon")
+_SETTING_OF_OPTION = {
+    "lr": "train.learning_rate",
+    "weight_decay": "train.weight_decay",
+    "params": "lora.target_modules",
+}
+_SETTING_OF_ADAM_OPTION = {"betas": "train.adam_beta1 and train.adam_beta2", "eps": "train.adam_epsilon"}
+
 
 class TrainSettings(Settings):
-    """The optimization (AdamW). A step is always an optimizer step, however many micro-batches it takes."""
+    """The optimization. A step is always an optimizer step, however many micro-batches it takes."""
 
     steps: Count = 1000
     """Optimizer steps of the whole run. Samples seen = steps x `global_batch_size`."""
@@ -45,9 +59,19 @@ class TrainSettings(Settings):
     then has `global_batch_size` / `micro_batch_size` forwards of as many samples as each holds. Null puts
     `micro_batch_size` in each."""
 
+    optimizer: _DottedName | OptimizerName = "adamw"
+    """What turns gradients into changes of the LoRA: one by its short name, or any other class of optimizers
+    of torch by its dotted name. Which takes which settings, and which package it needs, is in
+    [methods.md](methods.md). A class whose state does not survive being saved and loaded, bit for bit, is
+    refused at the start."""
+
+    optimizer_options: dict[OptionName, OptionValue] = Field(default={})
+    """Further arguments of the optimizer's class, by their names there, such as `{d_coef: 2.0}` for Prodigy
+    or `{betas: [0.9, 0.99]}`."""
+
     learning_rate: float = Field(default=1e-4, gt=0, le=1)
     """Highest learning rate, after the warm-up. Lower it when previews fall apart, raise it when nothing is
-    learned."""
+    learned. Prodigy finds its own and takes 1 here."""
 
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"] = "constant"
     """How the learning rate goes from its highest value, after the warm-up, to the last step."""
@@ -57,16 +81,16 @@ class TrainSettings(Settings):
     is shortened to all steps but the last, and the log says so."""
 
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    """AdamW: how slowly the average of gradients moves."""
+    """`adamw` and `adamw8bit`: how slowly the average of gradients moves."""
 
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
-    """AdamW: how slowly the average of squared gradients moves."""
+    """`adamw` and `adamw8bit`: how slowly the average of squared gradients moves."""
 
     adam_epsilon: float = Field(default=1e-8, ge=1e-30, le=1)
-    """AdamW: added to the denominator of the update."""
+    """`adamw` and `adamw8bit`: added to the denominator of the update."""
 
     weight_decay: float = Field(default=0.01, ge=0, le=100)
-    """AdamW: pulls LoRA weights towards 0, by this share of the learning rate at each step."""
+    """Pulls LoRA weights towards 0, by this share of the learning rate at each step."""
 
     max_grad_norm: float | None = Field(default=1.0, ge=1e-6, le=1e6)
     """Gradients with a larger norm, over all LoRA weights, are scaled down to it; null never does."""
@@ -128,7 +152,18 @@ class TrainSettings(Settings):
         """Optimizer steps of the warm-up as the run has it: at least one step is left at the highest rate."""
         return min(self.warmup_steps, self.steps - 1)
 
+    @property
+    def is_adam(self) -> bool:
+        """Whether the optimizer is AdamW, in 32 bits or 8, which has settings of its own."""
+        return self.optimizer in ("adamw", "adamw8bit")
+
+    @property
+    def rate_setting(self) -> str:
+        """What makes all changes of the weights larger or smaller: a setting, or a value in one."""
+        return "d_coef of train.optimizer_options" if self.optimizer == "prodigy" else "train.learning_rate"
+
     def conflicts(self) -> Iterator[Problem]:
+        yield from self._optimizer_conflicts()
         if self.global_batch_size % self.micro_batch_size:
             yield Problem(
                 ("micro_batch_size", "global_batch_size"),
@@ -146,6 +181,35 @@ class TrainSettings(Settings):
                 "the offload is a kind of checkpointing, which train.use_gradient_checkpointing turns off; "
                 "turn both on, or the offload off",
             )
+
+    def _optimizer_conflicts(self) -> Iterator[Problem]:
+        settings = _SETTING_OF_OPTION | (_SETTING_OF_ADAM_OPTION if self.is_adam else {})
+        for option in sorted(self.optimizer_options.keys() & settings.keys()):
+            message = f"train.optimizer_options: {option} is {settings[option]} here; set that"
+            yield Problem(("optimizer_options",), message)
+        if self.optimizer == "prodigy" and self.learning_rate != 1:
+            message = (
+                f"train.learning_rate {self.learning_rate:g}: prodigy multiplies the learning rate that it "
+                "finds by it; set it to 1, and, where that turns out too small or too large, "
+                "train.optimizer_options: {d_coef: 2.0} or {d_coef: 0.5}"
+            )
+            yield Problem(("learning_rate", "optimizer"), message)
+        if self.optimizer == "schedule_free":
+            yield from self._schedule_free_conflicts()
+
+    def _schedule_free_conflicts(self) -> Iterator[Problem]:
+        if self.lr_scheduler != "constant":
+            message = (
+                f"train.lr_scheduler {self.lr_scheduler}: schedule_free averages weights in place of a "
+                "schedule; set it to constant (a warm-up is of use)"
+            )
+            yield Problem(("lr_scheduler", "optimizer"), message)
+        if self.ema_decay is not None:
+            message = (
+                f"train.ema_decay {self.ema_decay:g}: what schedule_free trains is an average already; set "
+                "it to null"
+            )
+            yield Problem(("ema_decay", "optimizer"), message)
 
 
 class MemorySettings(Settings):

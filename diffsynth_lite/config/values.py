@@ -12,7 +12,7 @@ from diffsynth_lite.config.document import NULLS, scalar, shortened
 from diffsynth_lite.config.messages import Schema, takes_null, without_null
 from diffsynth_lite.errors import UserError
 
-REFUSED: dict[str, Any] = {}
+REFUSED: dict[str, Any] = {"": None}
 """Takes the place of a value that is known to be wrong: pydantic refuses it for a setting of any type."""
 
 # YAML 1.1's words for true and false, as people know them from other yaml files.
@@ -32,7 +32,7 @@ def read_value(node: yaml.Node, schema: Schema) -> Any:
         UserError: a ``${...}`` of another form, or Python's None in place of null.
     """
     if isinstance(node, yaml.MappingNode):
-        return REFUSED
+        return _mapping(node) if without_null(schema).get("type") == "object" else REFUSED
     if isinstance(node, yaml.SequenceNode):
         entry = without_null(schema).get("items", schema)
         return [read_value(part, entry) for part in node.value]
@@ -79,6 +79,34 @@ def resolve(settings: DictConfig, name: str, reference: str | list[str]) -> yaml
     if entries is not None:
         return yaml.SequenceNode("", [scalar(str(entry), quoted=True) for entry in entries])
     return scalar("null" if value is None else str(value))
+
+
+def _mapping(node: yaml.MappingNode) -> dict[str, Any]:
+    """Words to values of no certain type: numbers, switches and nothing are what they look like."""
+    read: dict[str, Any] = {}
+    for key, value in node.value:
+        if key.value in read:
+            raise UserError(f"has {key.value} twice; keep one of them")
+        read[key.value] = _untyped(value)
+    return read
+
+
+def _untyped(node: yaml.Node) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        return REFUSED
+    if isinstance(node, yaml.SequenceNode):
+        return [_untyped(part) for part in node.value]
+    if "${" in node.value:
+        raise UserError(f"got '{shortened(node.value)}'; here no value can be a reference")
+    if node.style is not None:
+        return node.value
+    if node.value in NULLS:
+        return None
+    if _WHOLE_NUMBER.fullmatch(node.value):
+        return int(node.value)
+    if _NUMBER.fullmatch(node.value) and math.isfinite(float(node.value)):
+        return float(node.value)
+    return _SWITCHES.get(node.value.lower(), node.value)
 
 
 def _plain_value(text: str, schema: Schema) -> object:

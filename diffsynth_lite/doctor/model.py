@@ -10,11 +10,12 @@ from torch import nn
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.doctor.findings import counted
-from diffsynth_lite.lora import adapter_size
+from diffsynth_lite.lora import adapter_shapes, adapter_size
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.release_folder import find_releases
-from diffsynth_lite.training.checks import find_targets
 from diffsynth_lite.training.frozen_weights import text_encoder_memory, transformer_quantization
+from diffsynth_lite.training.lora_layers import find_targets
+from diffsynth_lite.training.optimization.optimizers import examine_optimizer, shown_name
 
 _MAX_NAMED = 8
 _MAX_LETTERS = 60
@@ -103,7 +104,9 @@ def _dtype_of(config: Config, family: ModelFamily, name: str) -> str:
 def _lora(config: Config, transformer: nn.Module, layers: Sequence[str]) -> str:
     number = adapter_size(transformer, layers, rank=config.lora.rank)
     weights = number * torch.float32.itemsize
+    shapes = adapter_shapes(transformer, layers, rank=config.lora.rank)
+    state = examine_optimizer(config, shapes, torch.device("cpu")).state_bytes
     return (
         f"{counted(len(layers), 'layer')}, {number:,} parameters: {format_bytes(weights)} in float32, and "
-        f"{format_bytes(2 * weights)} of AdamW"
+        f"{format_bytes(state)} of {shown_name(config)}"
     )

@@ -2,6 +2,7 @@
 
 from diffsynth_lite.lora.adapter import (
     adapter_settings,
+    adapter_shapes,
     adapter_size,
     adapter_tensors,
     add_adapter,
@@ -16,6 +17,7 @@ __all__ = [
     "UpdateSize",
     "UpdateSizes",
     "adapter_settings",
+    "adapter_shapes",
     "adapter_size",
     "adapter_tensors",
     "add_adapter",

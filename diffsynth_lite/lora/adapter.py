@@ -1,5 +1,6 @@
 """This file puts a LoRA on a model through peft, and takes its tensors out and in."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,14 +44,23 @@ def add_adapter(
 
 
 def adapter_size(model: nn.Module, layers: Sequence[str], *, rank: int) -> int:
-    """Parameters that an adapter on these linear layers has.
+    """Parameters that an adapter on these linear layers has; see :func:`adapter_shapes`."""
+    shapes = adapter_shapes(model, layers, rank=rank)
+    return sum(number * num_rows * num_columns for (num_rows, num_columns), number in shapes.items())
+
+
+def adapter_shapes(model: nn.Module, layers: Sequence[str], *, rank: int) -> Counter[tuple[int, int]]:
+    """Shapes of the matrices of an adapter on these linear layers, and how many there are of each.
 
     Args:
         model: may be on the meta device.
         layers: full names.
     """
-    shapes = [model.get_parameter(f"{layer}.weight").shape for layer in layers]
-    return rank * sum(num_outputs + num_inputs for num_outputs, num_inputs in shapes)
+    shapes: Counter[tuple[int, int]] = Counter()
+    for layer in layers:
+        num_outputs, num_inputs = model.get_parameter(f"{layer}.weight").shape
+        shapes.update([(rank, num_inputs), (num_outputs, rank)])
+    return shapes
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

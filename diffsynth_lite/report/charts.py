@@ -83,6 +83,14 @@ CHARTS = (
         from_zero=True,
     ),
     Chart(
+        name="learned_rate",
+        title="Learning rate that was found",
+        meaning="What the optimizer makes of the learning rate by itself. It rises from almost nothing in "
+        "the first steps, and should then stay.",
+        lines=(Line(metric="learned_rate", label="learning rate that was found"),),
+        is_log=True,
+    ),
+    Chart(
         name="grad_norm",
         title="Gradient norm",
         meaning="How strongly a step wanted to change the LoRA, before clipping. Single peaks are normal; a "

@@ -37,6 +37,8 @@ class StepResult:
         loss: mean over the samples of all devices.
         grad_norm: before clipping.
         learning_rate: used in this step.
+        learned_rate: the one that the optimizer found by itself, the given one included, after the step;
+            None where it finds none.
         num_samples: that it took, on all devices.
         seconds: from asking for the data to the changed weights.
         num_skipped: steps of the run that were skipped up to now, this one included.
@@ -51,6 +53,7 @@ class StepResult:
     num_samples: int
     seconds: float
     num_skipped: int = 0
+    learned_rate: float | None = None
     totals_by_noise: Sequence[float] = ()
 
 
@@ -96,8 +99,9 @@ class Throughput:
 
     def describe(self, result: StepResult, device: torch.device) -> str:
         """Loss, learning rate, speed, time left and peak memory as one line."""
+        rate = result.learning_rate if result.learned_rate is None else result.learned_rate
         return (
-            f"loss {_number(self._loss)} lr {result.learning_rate:.2e} {self.samples_per_s:.3g} samples/s "
+            f"loss {_number(self._loss)} lr {rate:.2e} {self.samples_per_s:.3g} samples/s "
             f"left {_clock(self.seconds_left(result))} peak {peak_memory_gib(device):.2f} GiB"
         )
 
@@ -175,6 +179,8 @@ class StepReport:
             "samples_per_s": self._throughput.samples_per_s,
             "peak_memory_gib": peak_memory_gib(self._device),
         }
+        if result.learned_rate is not None:
+            values["learned_rate"] = result.learned_rate
         if result.num_skipped:
             values["skipped_steps"] = result.num_skipped
         if is_logged(result.step, self._every_steps):

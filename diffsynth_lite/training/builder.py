@@ -33,10 +33,11 @@ from diffsynth_lite.training.distributed.devices import batch_layout
 from diffsynth_lite.training.distributed.sharding import require_sharded
 from diffsynth_lite.training.distributed.watchdog import LONG_WAIT
 from diffsynth_lite.training.divergence import Divergence
-from diffsynth_lite.training.ema import AveragedWeights
 from diffsynth_lite.training.encoding.run_encoding import EncodedPrompt, TrainingData
 from diffsynth_lite.training.evaluation import FixedNoiseErrors, FixedNoiseLoss, ItemLosses, LayerUpdates
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
+from diffsynth_lite.training.optimization.averages import AveragedWeights
+from diffsynth_lite.training.optimization.optimizers import measures_average
 from diffsynth_lite.training.previews import PictureSource, Previews
 from diffsynth_lite.training.shortages import Workload
 from diffsynth_lite.training.streaming import blocks_by_model, quantizable_bytes, streamable_bytes
@@ -55,7 +56,7 @@ class TrainingObjects:
         loss: of a micro-batch, a scalar; knows the model, which the loop does not.
         learning_rate: of the 0-based optimizer step.
         max_grad_norm: gradients are scaled down to it; infinity never clips.
-        averaged: the moving average of the adapter; None where none is kept.
+        averaged: of the adapter; None where no average is kept.
         seed: of the dropout masks.
         batches: the micro-batches of this process for each optimizer step, in order.
         totals_by_noise: of a step, (20,) on the device as :class:`StepResult` has them, or (0,).
@@ -236,7 +237,7 @@ def build_run(
         item_losses=ItemLosses(
             items=encoded.tracked_items,
             errors=errors(purpose="item-noise"),
-            is_average=averaged is not None and config.validation.use_ema,
+            is_average=measures_average(config, averaged),
             folder=folder,
             writes=is_main,
         ),
@@ -244,6 +245,7 @@ def build_run(
             UpdateSizes(transformer, accelerator.device),
             MetricsFile(folder.layers_file),
             last_step=config.train.steps,
+            rate_setting=config.train.rate_setting,
             writes=is_main,
         ),
         previews=_build_previews(config, checked.family, encoded, folder.previews_folder, writes=is_main),

@@ -7,17 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 import torch
 from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
-from diffsynth_lite.config.model import TargetSet
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_of, require_compiler
 from diffsynth_lite.data import WHOLE, Part, Record, load_image
 from diffsynth_lite.errors import Problems, UserError
-from diffsynth_lite.lora import adapter_size, find_target_layers
+from diffsynth_lite.lora import adapter_shapes, adapter_size
 from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder
 from diffsynth_lite.pipelines.base.single_file import component_files
 from diffsynth_lite.run_folder.metrics import require_trackers
@@ -28,7 +26,9 @@ from diffsynth_lite.training.distributed.context import check_split, check_token
 from diffsynth_lite.training.distributed.devices import batch_layout
 from diffsynth_lite.training.distributed.same_run import require_same_model, require_same_settings
 from diffsynth_lite.training.frozen_weights import text_encoder_memory, transformer_quantization
-from diffsynth_lite.training.learning_rate import learning_rate_schedule
+from diffsynth_lite.training.lora_layers import find_targets
+from diffsynth_lite.training.optimization.learning_rate import learning_rate_schedule
+from diffsynth_lite.training.optimization.optimizers import OptimizerFacts, examine_optimizer
 from diffsynth_lite.training.streaming import check_stream
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class CheckedRun:
         num_blocks: transformer blocks that checkpointing covers.
         num_selected_blocks: those of them that the policy checkpoints.
         num_lora_weights: numbers that are trained.
+        optimizer: what it keeps of them.
     """
 
     family: ModelFamily
@@ -62,6 +63,7 @@ class CheckedRun:
     num_blocks: int
     num_selected_blocks: int
     num_lora_weights: int
+    optimizer: OptimizerFacts
 
     def drop_records(self) -> None:
         """Let go of the records, which take 0.7 KB each, when all is encoded."""
@@ -101,6 +103,7 @@ def check_run(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> C
     # The same on all processes, whichever found them.
     problems_of_all(accelerator, problems).require_none()
     assert family is not None
+    assert model.optimizer is not None
     if warning := distillation_warning(family, config.model.path, config.model.transformer_file):
         logger.warning("%s", warning)
     folder, components = family.folder, family.components
@@ -114,6 +117,7 @@ def check_run(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> C
         num_blocks=model.num_blocks,
         num_selected_blocks=model.num_selected_blocks,
         num_lora_weights=model.num_lora_weights,
+        optimizer=model.optimizer,
     )
 
 
@@ -237,6 +241,7 @@ class _CheckedModel:
     num_blocks: int
     num_selected_blocks: int
     num_lora_weights: int
+    optimizer: OptimizerFacts | None
 
 
 def _check_model(
@@ -254,6 +259,9 @@ def _check_model(
     layers = problems.attempt(lambda: find_targets(family, transformer, config)) if blocks else []
     # Before layers get the formats of the run, whose shapes are others.
     num_lora_weights = adapter_size(transformer, layers or [], rank=config.lora.rank)
+    shapes = adapter_shapes(transformer, layers or [], rank=config.lora.rank)
+    optimizer = problems.attempt(lambda: examine_optimizer(config, shapes, device))
+    problems.attempt(lambda: _check_averaging(config, family, optimizer))
     if layers:
         rank = config.lora.rank
         problems.attempt(lambda: family.settle_lora_spelling(transformer, layers, rank=rank))
@@ -264,6 +272,7 @@ def _check_model(
         num_blocks=len(blocks or []),
         num_selected_blocks=len(selected or []),
         num_lora_weights=num_lora_weights,
+        optimizer=optimizer,
     )
 
 
@@ -290,41 +299,6 @@ def check_loading(
             lambda: transformer_quantization(family, transformer, config, device)
         )
         problems.attempt(lambda: check_stream(config, family, transformer, num_blocks, device))
-
-
-def find_targets(family: ModelFamily, transformer: torch.nn.Module, config: Config) -> list[str]:
-    """Full names of the layers that get a LoRA.
-
-    Args:
-        transformer: what the family trains; may be on the meta device.
-
-    Raises:
-        UserError: the settings name none in the model, or none in one of its components.
-    """
-    targets = _targets(family, config)
-    layers = find_target_layers(transformer, targets, unused_modules=family.unused_modules(transformer))
-    for name, component in family.parts_of(transformer).items():
-        prefix = "" if component is transformer else f"{name}."
-        if not any(layer.startswith(prefix) for layer in layers):
-            raise UserError(
-                f"lora.target_modules: none of {', '.join(targets)} is in {name}, "
-                f"which lora.components names; add one, or leave {name} out"
-            )
-    return layers
-
-
-def _targets(family: ModelFamily, config: Config) -> Sequence[str]:
-    chosen = config.lora.target_modules
-    if chosen is None:
-        return family.default_target_modules
-    names = [chosen] if isinstance(chosen, str) else chosen
-    unknown = [name for name in names if name in get_args(TargetSet) and name not in family.target_sets]
-    if unknown:
-        raise UserError(
-            f"lora.target_modules: {unknown[0]} is no set of layers that {config.model.family} names; list "
-            f"them instead, or leave it out for the default, [{', '.join(family.default_target_modules)}]"
-        )
-    return [target for name in names for target in family.target_sets.get(name, (name,))]
 
 
 def find_blocks(family: ModelFamily, transformer: torch.nn.Module) -> list[torch.nn.Module]:
@@ -384,6 +358,15 @@ def _check_weighting(config: Config, family: ModelFamily) -> None:
         raise UserError(
             f"objective.loss_weighting: {weighting} is defined on another path from data to noise than this "
             f"family's; use {' or '.join(known)}"
+        )
+
+
+def _check_averaging(config: Config, family: ModelFamily, optimizer: OptimizerFacts | None) -> None:
+    if optimizer is not None and optimizer.has_average and len(family.noise_ranges) > 1:
+        raise UserError(
+            f"train.optimizer: {config.train.optimizer} counts every step into its average, and a step "
+            f"trains one of {' and '.join(family.trained)} alone; train each in a run of its own "
+            "(lora.components), or take another optimizer"
         )
 
 

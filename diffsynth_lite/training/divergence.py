@@ -25,6 +25,7 @@ class Divergence:
             step that was taken.
         saved_step: that of the newest checkpoint; None before the first.
         sound_step: that of the newest sound checkpoint; None where there is none.
+        rate_setting: what makes the steps of the run smaller: a setting, or a value of one.
     """
 
     num_skipped: int = 0
@@ -32,6 +33,7 @@ class Divergence:
     is_loss_finite: bool = True
     saved_step: int | None = None
     sound_step: int | None = None
+    rate_setting: str = "train.learning_rate"
     _measured_step: int | None = None
     _skipped_on: str = ""
 
@@ -126,11 +128,11 @@ class Divergence:
     def _way_out(self) -> str:
         if self.sound_step is None:
             return (
-                "start a new run (another output.dir) with a lower train.learning_rate or "
+                f"start a new run (another output.dir) with a lower {self.rate_setting} or "
                 "train.mixed_precision=no: no checkpoint of this one has given a finite loss"
             )
         return (
             f"go on from checkpoints/{folder_name(self.sound_step)}, the newest one whose weights have given "
-            "a finite loss, with --resume and its path, a lower train.learning_rate and "
-            "resume.allow: [train.learning_rate]"
+            f"a finite loss, with --resume and its path, a lower {self.rate_setting} and "
+            f"resume.allow: [{self.rate_setting.rpartition(' of ')[2]}]"
         )

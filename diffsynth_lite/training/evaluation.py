@@ -304,11 +304,21 @@ class LayerUpdates:
         sizes: measures them.
         file: gets a row for each step that is recorded.
         last_step: of the run.
+        rate_setting: what makes the updates larger.
         writes: whether this process writes what it measures.
     """
 
-    def __init__(self, sizes: UpdateSizes, file: MetricsFile, *, last_step: int, writes: bool = True) -> None:
+    def __init__(
+        self,
+        sizes: UpdateSizes,
+        file: MetricsFile,
+        *,
+        last_step: int,
+        rate_setting: str = "train.learning_rate",
+        writes: bool = True,
+    ) -> None:
         self._sizes, self._file, self._last_step, self._writes = sizes, file, last_step, writes
+        self._rate_setting = rate_setting
         self._recorded_step: int | None = None
 
     def record(self, step: int, *, num_skipped: int) -> None:
@@ -339,7 +349,8 @@ class LayerUpdates:
         if all(size.is_lost_in_rounding for size in sizes.values()):
             logger.warning(
                 "The LoRA changes practically nothing: of no layer does its update change the output by as "
-                "much as rounding to bfloat16 does. Raise train.learning_rate, or train for more steps."
+                "much as rounding to bfloat16 does. Raise %s, or train for more steps.",
+                self._rate_setting,
             )
 
 

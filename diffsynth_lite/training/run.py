@@ -63,7 +63,8 @@ from diffsynth_lite.training.distributed.sharding import check_sharding, require
 from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
 from diffsynth_lite.training.evaluation import ValidationProtocol
-from diffsynth_lite.training.optimizers import build_average, build_optimizer
+from diffsynth_lite.training.optimization.averages import AveragedWeights
+from diffsynth_lite.training.optimization.optimizers import build_average, build_optimizer, measures_average
 from diffsynth_lite.training.planning.automatic import before_choice, choose_memory, leaves_open, what_fits
 from diffsynth_lite.training.run_context import RunContext, StartupClock, deterministic_kernels
 from diffsynth_lite.training.shortages import out_of_memory_explained, shortages_explained
@@ -212,7 +213,7 @@ def _train(
         logger.info("Loading the transformer.")
         transformer, compiler, weights = _load_model(run, initial)
         optimizer = build_optimizer(run.config, transformer)
-        averaged = build_average(run.config, transformer)
+        averaged = build_average(run.config, transformer, optimizer)
         if checkpoint is not None:
             restore(checkpoint, transformer, optimizer, averaged, accelerator=run.accelerator)
         built = build_run(
@@ -230,6 +231,7 @@ def _train(
         )
     if checkpoint is not None:
         built.divergence = Divergence.of_checkpoint(checkpoint.documents["state"])
+    built.divergence.rate_setting = run.config.train.rate_setting
     saver = _build_saver(run, built, encoded, fingerprint, lineage, run_id, checkpoint)
     try:
         with _memory_explained(run, encoded, transformer, optimizer, weights):
@@ -256,14 +258,14 @@ def _build_saver(
 ) -> Saver:
     config, family = run.config, run.checked.family
     facts = gather_lora_facts(config, family, encoded, fingerprint)
-    protocol = _validation_protocol(config, encoded)
+    protocol = _validation_protocol(config, encoded, built.averaged)
     card_writer = CardWriter(
         config=config,
         family=family,
         facts=facts,
         previews=built.previews,
         loss_name=built.validation_loss.name,
-        measures_average=protocol.is_average,
+        measures_average=protocol.is_average and not _exports_average(built),
         folder=run.folder,
         layers=run.checked.target_layers,
     )
@@ -274,6 +276,7 @@ def _build_saver(
         transformer=built.transformer,
         optimizer=built.optimizer,
         averaged=built.averaged,
+        optimizer_bytes=run.checked.optimizer.state_bytes,
         accelerator=run.accelerator,
         fingerprint=fingerprint,
         facts=facts,
@@ -288,6 +291,10 @@ def _build_saver(
         protocol=protocol,
         best=checkpoint.documents["state"].get("best") if checkpoint else None,
     )
+
+
+def _exports_average(built: TrainingObjects) -> bool:
+    return built.averaged is not None and built.averaged.is_result
 
 
 def _memory_explained(
@@ -404,12 +411,14 @@ def _start_trackers(run: RunContext, run_id: str) -> None:
     )
 
 
-def _validation_protocol(config: Config, encoded: TrainingData) -> ValidationProtocol:
+def _validation_protocol(
+    config: Config, encoded: TrainingData, averaged: AveragedWeights | None
+) -> ValidationProtocol:
     return ValidationProtocol(
         data=encoded.validation_identity,
         num_items=len(encoded.validation_items),
         seed=config.validation.seed,
-        is_average=config.train.ema_decay is not None and config.validation.use_ema,
+        is_average=measures_average(config, averaged),
     )
 
 

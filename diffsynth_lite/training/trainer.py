@@ -27,6 +27,7 @@ from diffsynth_lite.training.distributed.agreement import on_all_processes, on_m
 from diffsynth_lite.training.distributed.gradients import mean_gradients
 from diffsynth_lite.training.distributed.watchdog import Watchdog
 from diffsynth_lite.training.memory_report import report_graphs, report_memory
+from diffsynth_lite.training.optimization.optimizers import learned_rate
 from diffsynth_lite.training.planning.comparison import StepComparison
 from diffsynth_lite.training.run_context import RunContext
 from diffsynth_lite.training.stopping import Requests, ShutdownBudget, StopRequest
@@ -155,6 +156,7 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
         loss=loss_value,
         grad_norm=norm_value,
         learning_rate=learning_rate,
+        learned_rate=learned_rate(optimizer),
         num_samples=micro_batches[0].step_samples,
         seconds=time.perf_counter() - started_at,
         num_skipped=built.divergence.num_skipped,
@@ -186,8 +188,9 @@ def evaluate(built: TrainingObjects, saver: Saver, metrics: MetricsLog, step: in
 
 def measure_updates(built: TrainingObjects, step: int) -> None:
     """Write down how large the updates that are trained have become, once for each step."""
-    num_skipped = built.divergence.num_skipped
-    _between_steps(built, lambda: built.layer_updates.record(step, num_skipped=num_skipped))
+    num_skipped, averaged = built.divergence.num_skipped, built.averaged
+    with averaged.applied() if averaged is not None and averaged.is_result else nullcontext():
+        _between_steps(built, lambda: built.layer_updates.record(step, num_skipped=num_skipped))
 
 
 def _between_steps(built: TrainingObjects, work: Callable[[], _Result]) -> _Result | None:

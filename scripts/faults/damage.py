@@ -16,9 +16,10 @@ import pytest
 from damages import CERTAIN, RANDOM
 from tiny_run import TinyRun
 
+from diffsynth_lite.errors import CheckpointError
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training import trainer
-from diffsynth_lite.training.checkpoint.manifest import CheckpointError, read_checkpoint
+from diffsynth_lite.training.checkpoint.manifest import read_checkpoint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from faults.bench import PLAIN, Bench, Result, assert_same, forked, stopped_after, train
 from faults.driver import waited

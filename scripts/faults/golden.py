@@ -18,7 +18,7 @@ from diffsynth_lite.pipelines.qwen_image import QwenImage, tiny
 from diffsynth_lite.training.checkpoint.manifest import read_checkpoint
 from diffsynth_lite.training.checkpoint.optimizer_state import optimizer_tensors
 from diffsynth_lite.training.checkpoint.saver import restore
-from diffsynth_lite.training.ema import AveragedWeights
+from diffsynth_lite.training.optimization.averages import MovingAverage
 from faults.bench import Bench, Result, losses, stopped_after, train
 
 GOLDEN = REPOSITORY / "tests" / "training" / "golden"
@@ -127,7 +127,7 @@ def _restored(root: Path, source: Path) -> dict[str, Any]:
     ]
     add_adapter(model, layers, rank=1, alpha=2, dropout=0.1, seed=1)
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad])
-    averaged = AveragedWeights(model, decay=0.6)
+    averaged = MovingAverage(model, decay=0.6)
     restore(checkpoint, model, optimizer, averaged, accelerator=SimpleNamespace(num_processes=1))
     groups = {
         "adapter": adapter_tensors(model),

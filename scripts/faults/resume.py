@@ -11,7 +11,7 @@ import pytest
 from tiny_run import TinyRun
 
 from diffsynth_lite.data.batches import BatchStream
-from diffsynth_lite.training.ema import AveragedWeights
+from diffsynth_lite.training.optimization.averages import MovingAverage
 from faults.bench import Bench, Result, assert_same, losses, recorded, stopped_after, train
 
 AVERAGED = ("train.ema_decay=0.6", "lora.dropout=0.1")
@@ -143,7 +143,7 @@ def _forget_the_optimizer(patch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_the_average(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(AveragedWeights, "load", lambda self, *_: self.restart())
+    patch.setattr(MovingAverage, "load", lambda self, *_: self.restart())
 
 
 def _let_anything_differ(patch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def test_an_override_is_read_by_the_type_of_its_setting(write, minimal, override
         ("train.num_frames=81", "is data.frame_counts here, a list; validation.num_frames is"),
         ("model.quantization=nf4", "is model.quantize here"),
         ("data.resolution=512", "is data.resolutions here"),
-        ("train.optimizer=adamw8bit", "the optimizer is AdamW; remove it"),
+        ("train.optimizer_type=adamw8bit", "is train.optimizer here"),
         ("network.linear=16", "is lora.rank here"),
         ("sample.width=512", "sample is the section validation here"),
         ("validation.prompts[0]=a", "set the whole list, as validation.prompts=[...]"),

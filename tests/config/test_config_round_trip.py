@@ -37,6 +37,10 @@ def values_of(setting: Schema) -> st.SearchStrategy:
             max_size=2,
             unique_by=lambda source: (source.path, source.dataset),
         )
+    if schema.get("type") == "object":
+        ((names, option),) = schema["patternProperties"].items()
+        kinds = [values_of(kind) for kind in option["anyOf"] if kind != {"type": "null"}]
+        return st.dictionaries(texts(names), st.none() | st.one_of(kinds), max_size=3)
     if "enum" in schema:
         values = st.sampled_from(schema["enum"])
     elif "items" in schema:
@@ -134,6 +138,10 @@ def consistent(name: str, values: dict) -> dict:
     if name == "output":
         values |= {"keep_every_steps": None}
     if name == "train":
+        values |= {"optimizer_options": {}} if reserved(values["optimizer_options"]) else {}
+        values |= {"learning_rate": 1.0} if values["optimizer"] == "prodigy" else {}
+        is_averaging = values["optimizer"] == "schedule_free"
+        values |= {"lr_scheduler": "constant", "ema_decay": None} if is_averaging else {}
         values |= {"micro_batch_size": values["global_batch_size"]}
         values |= {"context_parallel_kind": "ulysses"} if values["context_parallel"] == 1 else {}
         values |= {"use_gradient_checkpointing": True} if values["use_gradient_checkpointing_offload"] else {}
@@ -148,6 +156,11 @@ def consistent(name: str, values: dict) -> dict:
         values |= {} if is_moving and values["shard_base"] == "no" else {"stream_blocks": 0}
         values |= {} if values["auto"] else {"may_change": []}
     return values
+
+
+def reserved(options: dict) -> bool:
+    """Whether one of an optimizer's options has a setting of its own."""
+    return not options.keys().isdisjoint(["lr", "weight_decay", "params", "betas", "eps"])
 
 
 @st.composite

@@ -45,12 +45,14 @@ def test_a_disk_without_room_for_checkpoints_is_refused_before_weights_load(
 
 
 def test_what_a_run_saves_was_counted(whole_run: TinyRun) -> None:
+    num_weights = sum(
+        tensor.numel()
+        for name, tensor in checkpoint_tensors(whole_run.folder, 6).items()
+        if name.startswith("adapter/")
+    )
     saved = SavedBytes.of(
-        sum(
-            tensor.numel()
-            for name, tensor in checkpoint_tensors(whole_run.folder, 6).items()
-            if name.startswith("adapter/")
-        ),
+        num_weights,
+        optimizer_bytes=2 * 4 * num_weights,
         lora_dtype=torch.float32,
         has_average=False,
     )
@@ -87,7 +89,8 @@ def test_previews_that_may_fill_the_disk_are_a_warning(
 ) -> None:
     config = load_config(tiny_run.config).config
     monkeypatch.setattr("diffsynth_lite.training.checkpoint.room.free_disk_bytes", lambda _: 2**15)
-    checked = SimpleNamespace(num_lora_weights=1, family=bind_family(config))
+    optimizer = SimpleNamespace(state_bytes=8, has_average=False)
+    checked = SimpleNamespace(num_lora_weights=1, family=bind_family(config), optimizer=optimizer)
     warn_of_previews(config, checked, CheckpointStore(tiny_run.folder / "checkpoints", keep=2), 0)
     # Two pictures of 64 x 32 before the first step and after the last one.
     assert "previews may take up to 24.0 KiB beside the" not in caplog.text

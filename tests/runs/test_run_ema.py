@@ -51,7 +51,8 @@ def test_a_run_that_forgets_its_average_would_be_another(tiny_run: TinyRun, monk
     assert tiny_run.train(f"output.dir={whole}", *settings) == 0
     assert tiny_run.train(f"output.dir={parts}", *settings, "train.steps=4") == 0
     monkeypatch.setattr(
-        "diffsynth_lite.training.ema.AveragedWeights.load", lambda self, *_args: self.restart()
+        "diffsynth_lite.training.optimization.averages.MovingAverage.load",
+        lambda self, *_args: self.restart(),
     )
     assert tiny_run.train(f"output.dir={parts}", *settings) == 0
     changed = differing(checkpoint_tensors(whole, 6), checkpoint_tensors(parts, 6))

@@ -11,7 +11,8 @@ from poison import poisons
 from test_bad_input import copied_model
 from tiny_run import TinyRun
 
-from diffsynth_lite.training.checkpoint.manifest import CheckpointError, ListedFile, Manifest, read_checkpoint
+from diffsynth_lite.errors import CheckpointError
+from diffsynth_lite.training.checkpoint.manifest import ListedFile, Manifest, read_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.builder import TrainingObjects, build_run, build_transformer
 from diffsynth_lite.training.checks import CheckedRun, check_run
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
-from diffsynth_lite.training.optimizers import build_optimizer
+from diffsynth_lite.training.optimization.optimizers import build_optimizer
 
 NUM_PICTURES = 5
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MetricsFile
 from diffsynth_lite.training.builder import TrainingObjects, build_engine
 from diffsynth_lite.training.data_settings import shifts_by_size
-from diffsynth_lite.training.optimizers import build_optimizer
+from diffsynth_lite.training.optimization.optimizers import build_optimizer
 
 
 @pytest.fixture(scope="module")

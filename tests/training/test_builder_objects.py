@@ -17,7 +17,7 @@ from diffsynth_lite.training.builder import (
     build_transformer,
     lora_alpha,
 )
-from diffsynth_lite.training.optimizers import build_optimizer
+from diffsynth_lite.training.optimization.optimizers import build_optimizer
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from diffsynth_lite.run_folder.model_card import LORA_FOLDER, ModelCard, Sample,
 from diffsynth_lite.run_folder.reading import TolerantReader
 from diffsynth_lite.training.builder import build_preview_requests
 from diffsynth_lite.training.encoding.run_encoding import EncodedPrompt
+from diffsynth_lite.training.optimization.optimizers import shown_name
 from diffsynth_lite.training.previews import Previews
 
 logger = logging.getLogger(__name__)
@@ -183,7 +184,7 @@ class CardWriter:
             "LoRA": f"rank {facts.rank}, alpha {facts.alpha:g}, on {', '.join(self.family.trained)}",
             "optimizer steps": f"{step} of {train.steps}, of {train.global_batch_size} samples each",
             "learning rate": f"{train.learning_rate:g}, {train.lr_scheduler}, warm-up {train.warmup_in_run}",
-            "optimizer": f"AdamW, weight decay {train.weight_decay:g}",
+            "optimizer": f"{shown_name(config)}, weight decay {train.weight_decay:g}{_options(config)}",
             "data": self._data(),
             "base weights": f"{config.model.dtype}, quantize: {config.model.quantize}",
             "mixed precision": train.mixed_precision,
@@ -229,6 +230,11 @@ class CardWriter:
         if not has_samples:
             yield "It has no samples."
         yield "Nothing else was measured than what stands here."
+
+
+def _options(config: Config) -> str:
+    """What the optimizer was told beside."""
+    return "".join(f", {name} {value}" for name, value in config.train.optimizer_options.items())
 
 
 def _licence(release: Release) -> Mapping[str, str]:

@@ -16,6 +16,7 @@ from diffsynth_lite.training.builder import lora_alpha
 from diffsynth_lite.training.checkpoint.resume import RunFingerprint
 from diffsynth_lite.training.data_settings import data_sources
 from diffsynth_lite.training.encoding.run_encoding import TrainingData
+from diffsynth_lite.training.optimization.optimizers import shown_arguments
 
 
 def gather_lora_facts(
@@ -93,8 +94,6 @@ def _prediction_type(family: ModelFamily) -> str | None:
 def _training(config: Config) -> dict[str, Any]:
     """Settings by the names that sd-scripts has for them."""
     train, data, objective = config.train, config.data, config.objective
-    betas = train.adam_beta1, train.adam_beta2
-    adam = f"weight_decay={train.weight_decay},betas={betas},eps={train.adam_epsilon}"
     is_min_snr, is_static = objective.loss_weighting == "min_snr", objective.shift == "static"
     return {
         "seed": train.seed,
@@ -103,7 +102,7 @@ def _training(config: Config) -> dict[str, Any]:
         "learning_rate": train.learning_rate,
         "lr_scheduler": train.lr_scheduler,
         "lr_warmup_steps": train.warmup_in_run,
-        "optimizer": f"torch.optim.adamw.AdamW({adam})",
+        "optimizer": shown_arguments(config),
         "max_grad_norm": train.max_grad_norm,
         "mixed_precision": train.mixed_precision,
         "network_dropout": config.lora.dropout or None,

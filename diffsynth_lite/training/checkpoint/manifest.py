@@ -16,17 +16,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import CheckpointError
 
 SCHEMA = 1
 MANIFEST_NAME = "COMPLETE"
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_]+\.(safetensors|json)")
 _FOLDER_NAME = re.compile(r"step-(\d{8,})")
-
-
-class CheckpointError(UserError):
-    """A checkpoint that is damaged, or does not fit the run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,19 +2,25 @@
 
 torch's own ``state_dict`` numbers the parameters: after a change in which layers are trained, moments would
 silently land on other weights. Settings (learning rate, betas, weight decay) are not part of the state: they
-come from the configuration with which the optimizer was built.
+come from the configuration with which the optimizer was built. What an optimizer counts or estimates in a
+group of parameters as it goes, as Prodigy its distance, is: it is not as it was at the beginning any more.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from diffsynth_lite.training.checkpoint.manifest import CheckpointError
+from diffsynth_lite.errors import CheckpointError
 
 _SEPARATOR = "::"
 """Between parameter and state in a tensor's name; a Python identifier, so a parameter's name, has none."""
+_SETTINGS = frozenset(["params", "lr", "weight_decay"])
+"""Of a group: what the configuration may set for it alone."""
+
+_Plain: TypeAlias = bool | int | float | str | None
+"""What json keeps exactly."""
 
 
 def optimizer_tensors(
@@ -23,28 +29,30 @@ def optimizer_tensors(
     """State of an optimizer by parameter name.
 
     Args:
-        optimizer: keeps only tensors as state, as all of torch.optim but LBFGS do.
+        optimizer: keeps tensors, numbers and text as state, as all of torch.optim but LBFGS do.
         named_parameters: at least every parameter of the optimizer.
 
     Returns:
-        ``"<parameter>::<state>"`` to tensor (the live ones, not copies), and the document that
-        ``load_optimizer`` checks them against.
+        ``"<parameter>::<state>"``, or ``"groups.<place>::<state>"``, to tensor (the live ones, not copies),
+        and the document that ``load_optimizer`` checks them against.
 
     Raises:
-        ValueError: a parameter has no name, or its state holds something other than tensors.
+        ValueError: a parameter has no name, or the state holds something else.
     """
     tensors: dict[str, Tensor] = {}
-    parameters: dict[str, dict[str, list[Any]]] = {}
+    parameters: dict[str, dict[str, Any]] = {}
     for name, parameter in _named_in_order(optimizer, named_parameters).items():
-        state = optimizer.state.get(parameter, {})
-        for key, value in state.items():
-            if not isinstance(value, Tensor):
-                raise ValueError(
-                    f"{type(optimizer).__name__} keeps {key} of {name} as a {type(value).__name__}"
-                )
-            tensors[f"{name}{_SEPARATOR}{key}"] = value
-        parameters[name] = {"shape": list(parameter.shape), "state": sorted(state)}
-    return tensors, {"optimizer": type(optimizer).__name__, "parameters": parameters}
+        own, plain = _apart(optimizer.state.get(parameter, {}), name, optimizer)
+        tensors |= own
+        parameters[name] = {"shape": list(parameter.shape), "state": _keys(own)}
+        parameters[name] |= {"plain": plain} if plain else {}
+    document = {"optimizer": type(optimizer).__name__, "parameters": parameters}
+    groups = []
+    for place, group in enumerate(optimizer.param_groups):
+        own, plain = _apart(_changed_in(group, optimizer), _group_name(place), optimizer)
+        tensors |= own
+        groups.append({"state": _keys(own), "plain": plain})
+    return tensors, document | ({"groups": groups} if any(map(any, map(dict.values, groups))) else {})
 
 
 def load_optimizer(
@@ -56,7 +64,8 @@ def load_optimizer(
     """Give an optimizer the state that ``optimizer_tensors`` took, as copies; its settings stay its own.
 
     Args:
-        optimizer: of the same class, over the same parameters in any order and grouping.
+        optimizer: of the same class, over the same parameters in any order and grouping; in the same groups
+            where it keeps state for them.
         named_parameters: at least every parameter of the optimizer.
         tensors: from ``optimizer_tensors``, with its document.
 
@@ -65,23 +74,71 @@ def load_optimizer(
         ValueError: a parameter of the optimizer has no name.
     """
     parameters = _named_in_order(optimizer, named_parameters)
-    saved = document["parameters"]
+    saved, groups = document["parameters"], document.get("groups", [])
     _check_class(optimizer, document["optimizer"])
     _check_same_names("trained parameter", expected=set(parameters), found=set(saved))
     for name, parameter in parameters.items():
         if list(parameter.shape) != saved[name]["shape"]:
             shapes = f"{saved[name]['shape']} in the checkpoint and {list(parameter.shape)} in the model"
             raise CheckpointError(f"optimizer state: {name} has shape {shapes}")
-    stated = {f"{name}{_SEPARATOR}{key}" for name, entry in saved.items() for key in entry["state"]}
+    if groups and len(groups) != len(optimizer.param_groups):
+        numbers = f"{len(groups)} groups of parameters in the checkpoint and {len(optimizer.param_groups)}"
+        raise CheckpointError(f"optimizer state: {numbers} in this run")
+    entries = saved | {_group_name(place): entry for place, entry in enumerate(groups)}
+    stated = {f"{name}{_SEPARATOR}{key}" for name, entry in entries.items() for key in entry["state"]}
     _check_same_names("tensor", expected=stated, found=set(tensors))
 
-    state = {
-        index: {key: tensors[f"{name}{_SEPARATOR}{key}"].clone() for key in saved[name]["state"]}
-        for index, name in enumerate(parameters)
-        if saved[name]["state"]
-    }
+    def stored(name: str) -> dict[str, Any]:
+        copies = {key: tensors[f"{name}{_SEPARATOR}{key}"].clone() for key in entries[name]["state"]}
+        return {**copies, **entries[name].get("plain", {})}
+
     # torch numbers parameters through the groups in order, as _named_in_order does.
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    state = {index: values for index, name in enumerate(parameters) if (values := stored(name))}
+    param_groups = optimizer.state_dict()["param_groups"]
+    for place in range(len(groups)):
+        param_groups[place] |= stored(_group_name(place))
+    optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """What the tensors of an optimizer's state take, counters left out."""
+    values: Iterable[Any] = (value for entry in optimizer.state.values() for value in entry.values())
+    return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.ndim)
+
+
+def _apart(
+    state: Mapping[str, Any], name: str, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, _Plain]]:
+    """The tensors of a state by their full names, and its numbers and text."""
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, _Plain] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            tensors[f"{name}{_SEPARATOR}{key}"] = value
+        elif isinstance(value, _Plain):
+            plain[key] = value
+        else:
+            raise ValueError(f"{type(optimizer).__name__} keeps {key} of {name} as a {type(value).__name__}")
+    return tensors, plain
+
+
+def _changed_in(group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What is not as it was when the optimizer was made: the rest comes from the configuration."""
+    defaults = optimizer.defaults
+    return {
+        key: value
+        for key, value in group.items()
+        if key not in _SETTINGS
+        and (key not in defaults or isinstance(value, Tensor) or value != defaults[key])
+    }
+
+
+def _keys(tensors: Iterable[str]) -> list[str]:
+    return sorted(name.rpartition(_SEPARATOR)[2] for name in tensors)
+
+
+def _group_name(place: int) -> str:
+    return f"groups.{place}"
 
 
 def _named_in_order(

@@ -48,7 +48,8 @@ _FIXED_FIELDS = {
     "train": (
         *("seed", "global_batch_size", "micro_batch_tokens", "mixed_precision", "compile", "max_grad_norm"),
         *("learning_rate", "lr_scheduler", "warmup_steps"),
-        *("adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "ema_decay"),
+        *("optimizer", "optimizer_options", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay"),
+        "ema_decay",
     ),
 }
 _FIXED_FIELDS_OF_SOURCES = ("repeats", "weight", "trigger")

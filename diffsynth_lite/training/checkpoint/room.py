@@ -91,8 +91,9 @@ def preview_bytes(config: Config, family: ModelFamily, start_step: int) -> int:
 def _needed_bytes(config: Config, checked: CheckedRun, store: CheckpointStore, start_step: int) -> int:
     saved = SavedBytes.of(
         checked.num_lora_weights,
+        optimizer_bytes=checked.optimizer.state_bytes,
         lora_dtype=getattr(torch, config.output.lora_dtype),
-        has_average=config.train.ema_decay is not None,
+        has_average=config.train.ema_decay is not None or checked.optimizer.has_average,
     )
     num_there = len(store.steps())
     num_more = num_checkpoints_to_come(config, num_there=num_there, start_step=start_step)

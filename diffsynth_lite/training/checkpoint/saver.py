@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from diffsynth_lite.errors import CheckpointError
 from diffsynth_lite.files import set_aside
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, by_peft_names, load_adapter_tensors
 from diffsynth_lite.lora.metadata import LoraFacts, NoiseRange, lora_metadata
@@ -19,7 +20,6 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.checkpoint.lora_file import export_lora
 from diffsynth_lite.training.checkpoint.manifest import (
     Checkpoint,
-    CheckpointError,
     folder_name,
     read_checkpoint,
 )
@@ -28,8 +28,8 @@ from diffsynth_lite.training.checkpoint.resume import Lineage, RunFingerprint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore, SavedBytes
 from diffsynth_lite.training.distributed.agreement import on_main_process, tensors_from_main_process
 from diffsynth_lite.training.divergence import Divergence
-from diffsynth_lite.training.ema import AveragedWeights
 from diffsynth_lite.training.evaluation import ValidationProtocol
+from diffsynth_lite.training.optimization.averages import AveragedWeights, MovingAverage
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,8 @@ class Saver:
         family: decides the LoRA's format.
         transformer: with its adapter, not wrapped.
         optimizer: over the adapter.
-        averaged: the adapter's moving average; None where none is kept.
+        averaged: of the adapter; None where no average is kept.
+        optimizer_bytes: of the optimizer's state.
         accelerator: the main process writes, the others wait.
         fingerprint: what a resumed run must agree with.
         facts: what the LoRA's files say of the run.
@@ -64,6 +65,7 @@ class Saver:
     transformer: torch.nn.Module
     optimizer: torch.optim.Optimizer
     averaged: AveragedWeights | None
+    optimizer_bytes: int
     accelerator: Accelerator
     fingerprint: RunFingerprint
     facts: LoraFacts
@@ -102,7 +104,12 @@ class Saver:
     def num_bytes(self) -> int:
         """What a save writes."""
         num_weights = sum(weight.numel() for weight in self.transformer.parameters() if weight.requires_grad)
-        saved = SavedBytes.of(num_weights, lora_dtype=self.lora_dtype, has_average=self.averaged is not None)
+        saved = SavedBytes.of(
+            num_weights,
+            optimizer_bytes=self.optimizer_bytes,
+            lora_dtype=self.lora_dtype,
+            has_average=self.averaged is not None,
+        )
         return saved.checkpoint + saved.lora
 
     def save(self, step: int) -> None:
@@ -200,6 +207,7 @@ class Saver:
         state["divergence"] = self.divergence.document()
         if self.averaged is not None:
             tensors["ema"] = self.averaged.tensors()
+        if isinstance(self.averaged, MovingAverage):
             state["ema_updates"] = self.averaged.num_updates
         self.folder.require_held()
         documents = {
@@ -210,8 +218,9 @@ class Saver:
         }
         with self.divergence.explained():
             self.store.save(step, tensors=tensors, documents=documents)
-            self._export(self.folder.lora_folder, step, average=False)
-            if self.averaged is not None:
+            is_result = self.averaged is not None and self.averaged.is_result
+            self._export(self.folder.lora_folder, step, average=is_result)
+            if self.averaged is not None and not is_result:
                 self._export(self.folder.ema_lora_folder, step, average=True)
         # Last: a checkpoint of an earlier start, whose export failed, is still to be exported.
         self._saved_step = step
@@ -277,7 +286,7 @@ def restore(
         read("optimizer"),
         checkpoint.documents["optimizer"],
     )
-    if averaged is None:
+    if not isinstance(averaged, MovingAverage):
         return
     updates = checkpoint.documents["state"].get("ema_updates")
     if updates is None:

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from diffsynth_lite.core.units import format_bytes
-from diffsynth_lite.errors import RunDivergedError, RunStoppedError
+from diffsynth_lite.errors import CheckpointError, RunDivergedError, RunStoppedError
 from diffsynth_lite.files import free_disk_bytes, is_unfinished, set_aside, sync, temporary_path, write_synced
 from diffsynth_lite.training.checkpoint.manifest import (
     MANIFEST_NAME,
     Checkpoint,
-    CheckpointError,
     ListedFile,
     Manifest,
     folder_name,
@@ -35,9 +34,6 @@ from diffsynth_lite.training.checkpoint.manifest import (
 
 logger = logging.getLogger(__name__)
 
-_MOMENTS = 2
-"""Numbers that AdamW keeps of each one that trains."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class SavedBytes:
@@ -47,16 +43,19 @@ class SavedBytes:
     lora: int
 
     @classmethod
-    def of(cls, num_weights: int, *, lora_dtype: torch.dtype, has_average: bool) -> "SavedBytes":
+    def of(
+        cls, num_weights: int, *, optimizer_bytes: int, lora_dtype: torch.dtype, has_average: bool
+    ) -> "SavedBytes":
         """Of an adapter of so many weights.
 
         Args:
+            optimizer_bytes: of the optimizer's state.
             lora_dtype: of the LoRA files; a checkpoint is in fp32.
             has_average: whether a moving average is kept, and exported, too.
         """
         adapters = 2 if has_average else 1
         return cls(
-            checkpoint=(adapters + _MOMENTS) * num_weights * torch.float32.itemsize,
+            checkpoint=adapters * num_weights * torch.float32.itemsize + optimizer_bytes,
             lora=adapters * num_weights * lora_dtype.itemsize,
         )
 
@@ -224,9 +223,20 @@ def _contents(
         require_file_name(f"{name}.json")
     for name, named in tensors.items():
         plain = {key: tensor.detach().cpu().contiguous() for key, tensor in named.items()}
-        yield f"{name}.safetensors", safetensors.torch.save(plain)
+        yield f"{name}.safetensors", safetensors.torch.save(_apart(plain))
     for name, document in documents.items():
         yield f"{name}.json", json.dumps(document, allow_nan=False).encode()
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, with copies of those that share memory, as state of bitsandbytes does: files take none."""
+    seen: set[int] = set()
+    own = {}
+    for name, tensor in tensors.items():
+        address = tensor.untyped_storage().data_ptr()
+        own[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
+    return own
 
 
 def _check_finite(tensors: Mapping[str, Mapping[str, Tensor]], step: int) -> None:

@@ -35,8 +35,8 @@ from diffsynth_lite.training.planning.step import MetaModel, MetaStep, Sample, S
 _META = torch.device("meta")
 _BLOCKS_GATHERED = 3
 """As torch's ``fully_shard`` overlaps what it gathers with what is computed; not measured on a GPU."""
-_MOMENTS = 2
-"""Numbers that AdamW keeps of each one that trains."""
+_MOMENTS_OF_ADAMW = 2
+"""Numbers that it keeps of each one that trains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class MemoryCount:
         weights: frozen, and all the time on the device.
         slots: that streamed weights visit; of a sharded base, what is gathered of it at once.
         lora: weights of the LoRA, and of its moving average.
-        optimizer: AdamW's state.
+        optimizer: its state.
         gradients: of the LoRA, at the end of the backward pass.
         step: what a step holds beside these, its gradients included.
         weights_on_host: frozen, in host memory.
@@ -82,6 +82,7 @@ class MemoryCounter:
         layers: full names, in the family's ``empty_transformer()``, of those with a LoRA.
         rank: of the LoRA.
         dropout: of the LoRA.
+        optimizer_bytes: of the optimizer's state; of AdamW's where it is None.
         latents_shape: of one sample.
         conditioning: of one sample; its values do not matter.
 
@@ -97,6 +98,7 @@ class MemoryCounter:
         *,
         rank: int,
         dropout: float = 0.0,
+        optimizer_bytes: int | None = None,
         latents_shape: Sequence[int],
         conditioning: Conditioning,
     ) -> None:
@@ -105,6 +107,8 @@ class MemoryCounter:
         self._sample = Sample(tuple(latents_shape), conditioning)
         model = family.empty_transformer()
         self.lora_bytes = torch.float32.itemsize * adapter_size(model, layers, rank=rank)
+        of_adamw = _MOMENTS_OF_ADAMW * self.lora_bytes
+        self._optimizer_bytes = of_adamw if optimizer_bytes is None else optimizer_bytes
         parts, first = family.parts_of(model), family.trained[0]
         # Of experts a step runs one; what else is trained, such as text encoders, runs beside it.
         beside = [name for name, part in parts.items() if type(part) is not type(parts[first])]
@@ -133,7 +137,7 @@ class MemoryCounter:
             weights=resident,
             slots=slots + max(model.gathered(num_shards) for model in models),
             lora=self.lora_bytes * (2 if settings.has_average else 1),
-            optimizer=_MOMENTS * self.lora_bytes,
+            optimizer=self._optimizer_bytes,
             gradients=self.lora_bytes,
             step=self._step_bytes(settings),
             weights_on_host=sum(block.packed for block in streamed),

@@ -11,11 +11,14 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import blocks_in
 from diffsynth_lite.data import Bucket
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import adapter_shapes
 from diffsynth_lite.pipelines import ModelFamily, load_family
 from diffsynth_lite.pipelines.base.batching import INPUT
 from diffsynth_lite.pipelines.base.release_folder import write_release
-from diffsynth_lite.training.checks import bind_family, block_policy, find_targets, select_blocks
+from diffsynth_lite.training.checks import bind_family, block_policy, select_blocks
 from diffsynth_lite.training.data_settings import num_tokens_of, sizes_of
+from diffsynth_lite.training.lora_layers import find_targets
+from diffsynth_lite.training.optimization.optimizers import examine_optimizer
 from diffsynth_lite.training.planning.device_speed import Gpu
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
@@ -99,10 +102,13 @@ def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
         )
     picture = torch.ones(family.latents_shape(size.width, size.height, 1))
     inputs = {f"{INPUT}{place}": picture for place in range(num_inputs_of(config, family))}
+    layers, rank = find_targets(family, model, config), config.lora.rank
+    shapes = adapter_shapes(model, layers, rank=rank)
     return MemoryCounter(
         family,
-        find_targets(family, model, config),
-        rank=config.lora.rank,
+        layers,
+        rank=rank,
+        optimizer_bytes=examine_optimizer(config, shapes, torch.device("cpu")).state_bytes,
         dropout=config.lora.dropout,
         latents_shape=shape,
         conditioning=conditioning | inputs,

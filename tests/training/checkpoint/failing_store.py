@@ -9,7 +9,7 @@ import pytest
 import torch
 from disk_model import Operation, Tree, crash_states, read_tree, record, write_tree
 
-from diffsynth_lite.training.checkpoint.manifest import CheckpointError
+from diffsynth_lite.errors import CheckpointError
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from damages import CERTAIN, RANDOM
 
-from diffsynth_lite.training.checkpoint.manifest import CheckpointError, read_checkpoint
+from diffsynth_lite.errors import CheckpointError
+from diffsynth_lite.training.checkpoint.manifest import read_checkpoint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 
 FILES = ("adapter.safetensors", "optimizer.safetensors", "state.json", "contract.json", "COMPLETE")

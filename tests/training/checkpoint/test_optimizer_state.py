@@ -5,11 +5,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import prodigyopt
 import pytest
+import schedulefree
 import torch
 from torch import Tensor, nn
 
-from diffsynth_lite.training.checkpoint.manifest import CheckpointError, read_checkpoint
+from diffsynth_lite.errors import CheckpointError
+from diffsynth_lite.training.checkpoint.manifest import read_checkpoint
 from diffsynth_lite.training.checkpoint.optimizer_state import load_optimizer, optimizer_tensors
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 
@@ -116,6 +119,35 @@ def test_state_finds_its_parameters_in_another_order_and_grouping() -> None:
     assert optimizer.state.get(named["unused"], {}) == {}
 
 
+@pytest.mark.parametrize("make", [prodigyopt.Prodigy, schedulefree.AdamWScheduleFree])
+def test_what_an_optimizer_estimates_in_a_group_is_stored_and_its_settings_are_not(
+    make: type[torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    named = parameters()
+    optimizer = started(make(trained(named), lr=1.0, weight_decay=0.5))
+    train(optimizer, named, first=0, last=3)
+    tensors, document = optimizer_tensors(optimizer, named)
+    path = CheckpointStore(tmp_path, keep=1).save(3, {"optimizer": tensors}, {"optimizer": document})
+    checkpoint = read_checkpoint(path)
+    fresh = started(make(trained(named), lr=0.25, weight_decay=0.125))
+    load_optimizer(fresh, named, checkpoint.tensors("optimizer"), checkpoint.documents["optimizer"])
+    (before,), (after,) = optimizer.param_groups, fresh.param_groups
+    differing = {key for key in before if key != "params" and before[key] != after[key]}
+    assert differing == {"lr", "weight_decay"}
+    assert before["k"] == 3
+
+    two_groups = make([{"params": [one]} for one in trained(named)], lr=1.0)
+    with pytest.raises(CheckpointError, match="1 groups of parameters in the checkpoint and 3 in this run"):
+        load_optimizer(two_groups, named, tensors, document)
+
+
+def started(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """In training mode, where it has modes."""
+    if isinstance(optimizer, schedulefree.AdamWScheduleFree):
+        optimizer.train()
+    return optimizer
+
+
 def test_settings_stay_those_of_the_optimizer_that_loads() -> None:
     tensors, document = state_after(2)
     named = parameters()
@@ -195,9 +227,16 @@ def test_a_parameter_without_a_name_is_refused() -> None:
         optimizer_tensors(optimizer, named)
 
 
-def test_state_that_is_not_a_tensor_is_refused() -> None:
+def test_state_that_is_neither_tensor_nor_number_is_refused() -> None:
     named = {"w": nn.Parameter(torch.ones(2))}
     optimizer = torch.optim.LBFGS(named.values())
-    optimizer.step(lambda: named["w"].square().sum())
-    with pytest.raises(ValueError, match="LBFGS keeps func_evals of w as a int"):
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = named["w"].square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    with pytest.raises(ValueError, match="LBFGS keeps al of w as a list"):
         optimizer_tensors(optimizer, named)

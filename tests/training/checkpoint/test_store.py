@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffsynth_lite.errors import RunDivergedError, RunStoppedError, UserError
-from diffsynth_lite.training.checkpoint.manifest import Checkpoint, CheckpointError, read_checkpoint
+from diffsynth_lite.errors import CheckpointError, RunDivergedError, RunStoppedError, UserError
+from diffsynth_lite.training.checkpoint.manifest import Checkpoint, read_checkpoint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 
 Tensors = dict[str, dict[str, Tensor]]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.training.ema import AveragedWeights
+from diffsynth_lite.training.optimization.averages import MovingAverage
 
 
 def model() -> nn.Sequential:
@@ -14,7 +14,7 @@ def model() -> nn.Sequential:
     return layers
 
 
-def train(layers: nn.Module, averaged: AveragedWeights, values: list[float]) -> None:
+def train(layers: nn.Module, averaged: MovingAverage, values: list[float]) -> None:
     for value in values:
         with torch.no_grad():
             layers[1].weight.fill_(value)
@@ -23,7 +23,7 @@ def train(layers: nn.Module, averaged: AveragedWeights, values: list[float]) -> 
 
 def test_the_average_follows_the_first_steps_closely_and_then_slowly() -> None:
     layers = model()
-    averaged = AveragedWeights(layers, decay=0.15)
+    averaged = MovingAverage(layers, decay=0.15)
     train(layers, averaged, [1.0, 2.0, 3.0])
     # Decays 0 (the first value), 2/11 cut to 0.15, 0.15.
     expected = 0.15 * (0.15 * 1 + 0.85 * 2) + 0.85 * 3
@@ -32,12 +32,12 @@ def test_the_average_follows_the_first_steps_closely_and_then_slowly() -> None:
 
 
 def test_only_what_is_trained_is_averaged() -> None:
-    assert set(AveragedWeights(model(), decay=0.9).tensors()) == {"1.weight", "1.bias"}
+    assert set(MovingAverage(model(), decay=0.9).tensors()) == {"1.weight", "1.bias"}
 
 
 def test_the_models_own_weights_are_back_bit_for_bit_also_after_an_error() -> None:
     layers = model()
-    averaged = AveragedWeights(layers, decay=0.9)
+    averaged = MovingAverage(layers, decay=0.9)
     train(layers, averaged, [1.0, 2.0])
     average = averaged.tensors()["1.weight"].clone()
 
@@ -54,10 +54,10 @@ def test_the_models_own_weights_are_back_bit_for_bit_also_after_an_error() -> No
 
 def test_a_continued_average_is_the_same_bit_for_bit_and_a_restarted_one_is_not() -> None:
     layers, values = model(), torch.linspace(0.1, 0.9, 20).tolist()
-    whole = AveragedWeights(layers, decay=0.9)
+    whole = MovingAverage(layers, decay=0.9)
     train(layers, whole, values)
 
-    first, second, forgetful = (AveragedWeights(layers, decay=0.9) for _ in range(3))
+    first, second, forgetful = (MovingAverage(layers, decay=0.9) for _ in range(3))
     train(layers, first, values[:7])
     second.load({name: tensor.clone() for name, tensor in first.tensors().items()}, first.num_updates)
     forgetful.restart()
@@ -68,6 +68,6 @@ def test_a_continued_average_is_the_same_bit_for_bit_and_a_restarted_one_is_not(
 
 
 def test_the_average_of_another_adapter_is_refused() -> None:
-    averaged = AveragedWeights(model(), decay=0.9)
+    averaged = MovingAverage(model(), decay=0.9)
     with pytest.raises(UserError, match="not those of this adapter"):
         averaged.load({"1.weight": torch.zeros(2, 2)}, 3)

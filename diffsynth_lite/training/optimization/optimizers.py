@@ -1,0 +1,304 @@
+"""This file makes the optimizer of a run by its name, and tries whether a run can go on exactly with it."""
+
+import inspect
+import io
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from diffsynth_lite.config import Config
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.training.checkpoint.optimizer_state import (
+    load_optimizer,
+    optimizer_tensors,
+    state_bytes,
+)
+from diffsynth_lite.training.optimization.averages import (
+    AveragedWeights,
+    AverageOfOptimizer,
+    MovingAverage,
+    has_modes,
+)
+
+_CLASSES = {
+    "adamw": "torch.optim.AdamW",
+    "adamw8bit": "bitsandbytes.optim.AdamW8bit",
+    "muon": "torch.optim.Muon",
+    "adafactor": "torch.optim.Adafactor",
+    "prodigy": "prodigyopt.Prodigy",
+    "schedule_free": "schedulefree.AdamWScheduleFree",
+}
+"""What the short names stand for."""
+_TRIED = {"first": (8, 512), "second": (512, 8), "idle": (8, 512)}
+"""Shapes that an optimizer is tried on: a pair of a LoRA, of as many numbers as bitsandbytes asks for before
+it keeps 8 bits of them, and a matrix without gradients, as those of an expert that a step does not run."""
+_STEPS_BEFORE = 2
+"""Steps before the state is saved and loaded, when an optimizer is tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerFacts:
+    """What the optimizer of a run keeps.
+
+    Attributes:
+        state_bytes: of the state of all that is trained.
+        has_average: whether it averages the weights, and the average is what is exported.
+    """
+
+    state_bytes: int
+    has_average: bool
+
+
+def build_optimizer(config: Config, transformer: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over the adapter's parameters; the learning rate is set before each step.
+
+    Raises:
+        UserError: there is no such class, or it does not take these settings.
+    """
+    return _make(config, [parameter for parameter in transformer.parameters() if parameter.requires_grad])
+
+
+def build_average(
+    config: Config, transformer: nn.Module, optimizer: torch.optim.Optimizer
+) -> AveragedWeights | None:
+    """The average of the adapter that the run or its optimizer keeps; None where neither does."""
+    if has_modes(optimizer):
+        return AverageOfOptimizer(transformer, optimizer)
+    decay = config.train.ema_decay
+    return None if decay is None else MovingAverage(transformer, decay=decay)
+
+
+def measures_average(config: Config, averaged: AveragedWeights | None) -> bool:
+    """Whether losses and previews are of the average."""
+    return averaged is not None and (averaged.is_result or config.validation.use_ema)
+
+
+def learned_rate(optimizer: torch.optim.Optimizer) -> float | None:
+    """The learning rate that an optimizer found by itself, where it does.
+
+    Prodigy and those made after it keep their estimate as ``d`` of a group, which multiplies the given rate,
+    and begin it at ``d0``. In others ``d`` is something else.
+    """
+    group = optimizer.param_groups[0]
+    return float(group["d"] * group["lr"]) if {"d", "d0"} <= group.keys() else None
+
+
+def shown_name(config: Config) -> str:
+    """What people call the config's optimizer: the name of its class."""
+    return _CLASSES.get(config.train.optimizer, config.train.optimizer).rpartition(".")[2]
+
+
+def shown_arguments(config: Config) -> str:
+    """The full name of the optimizer's class and its arguments but for the learning rate."""
+    kind = _optimizer_class(config.train.optimizer)
+    arguments = _arguments(config, kind)
+    shown = ",".join(f"{name}={value}" for name, value in arguments.items() if name not in ("lr", "fused"))
+    return f"{kind.__module__}.{kind.__qualname__}({shown})"
+
+
+def examine_optimizer(
+    config: Config, shapes: Mapping[tuple[int, int], int], device: torch.device
+) -> OptimizerFacts:
+    """What the optimizer of a config keeps, after it was tried; by a step on a matrix of each shape.
+
+    Args:
+        shapes: of all that is trained, and how many there are of each.
+        device: to try it on.
+
+    Raises:
+        UserError: as :func:`check_optimizer`.
+    """
+    check_optimizer(config, device)
+    state, averages = 0, False
+    for (num_rows, num_columns), number in shapes.items():
+        # The first matrix of a pair is random and the second one zero, of which Prodigy keeps less.
+        fill = torch.ones if num_rows < num_columns else torch.zeros
+        parameter = nn.Parameter(fill(num_rows, num_columns))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = _make(config, [parameter])
+        with _explained(config):
+            optimizer.step()
+        state += number * state_bytes(optimizer)
+        averages = has_modes(optimizer)
+    return OptimizerFacts(state_bytes=state, has_average=averages)
+
+
+def check_optimizer(config: Config, device: torch.device) -> None:
+    """Try whether a run with the config's optimizer can be stopped and go on exactly, on small matrices.
+
+    Two steps; its state through the form that checkpoints have into a new one; a third step of both must be
+    the same, bit for bit, and so must be the state after it.
+
+    Raises:
+        UserError: there is no such class, it does not take these settings, or it does not go on exactly.
+    """
+    generator = torch.Generator().manual_seed(0)
+    values = {name: torch.randn(shape, generator=generator) for name, shape in _TRIED.items()}
+    parameters = _parameters(values, device)
+    optimizer = _make(config, parameters.values())
+    if has_modes(optimizer) and config.train.ema_decay is not None:
+        raise UserError(
+            f"train.ema_decay: {config.train.ema_decay:g}, and {config.train.optimizer} trains an average "
+            "already; set it to null"
+        )
+    with _explained(config):
+        for step in range(_STEPS_BEFORE):
+            _step(optimizer, parameters, step)
+        copies = _parameters(parameters, device)
+        fresh = _make(config, copies.values())
+        tensors, document = optimizer_tensors(optimizer, parameters)
+        load_optimizer(fresh, copies, *_as_saved(tensors, document))
+        for one, matrices in ((optimizer, parameters), (fresh, copies)):
+            _step(one, matrices, _STEPS_BEFORE)
+        differing = _differing(optimizer_tensors(optimizer, parameters), optimizer_tensors(fresh, copies))
+        differing += [name for name in parameters if not torch.equal(parameters[name], copies[name])]
+    if differing:
+        raise UserError(
+            f"train.optimizer: {config.train.optimizer} does not go on as before after its state was saved "
+            f"and loaded (in {differing[0]}): a run with it could not be resumed exactly; take another one"
+        )
+
+
+class _explained:
+    """Scope in which what goes wrong in an optimizer's class is told as a problem of the setting."""
+
+    def __init__(self, config: Config) -> None:
+        self._name = config.train.optimizer
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, UserError):
+            text = " ".join(str(error).split())
+            raise UserError(
+                f"train.optimizer: {self._name} cannot train a LoRA that is to be resumed "
+                f"({type(error).__name__}: {text}); take another one"
+            ) from error
+
+
+def _make(config: Config, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The config's optimizer, ready to train."""
+    kind = _optimizer_class(config.train.optimizer)
+    arguments = _arguments(config, kind)
+    try:
+        with redirect_stdout(io.StringIO()):  # prodigyopt prints how it decays weights
+            optimizer = kind(list(parameters), **arguments)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"train.optimizer_options: {config.train.optimizer} refuses its settings: {error}"
+        ) from error
+    if has_modes(optimizer):
+        optimizer.train()
+    return optimizer
+
+
+def _arguments(config: Config, kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
+    """What a class of optimizers is made with.
+
+    Raises:
+        UserError: it does not take one of them.
+    """
+    train = config.train
+    arguments = {"lr": train.learning_rate, "weight_decay": train.weight_decay, **_own_options(config)}
+    taken = inspect.signature(kind).parameters
+    takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in taken.values())
+    if "weight_decay" not in taken and not takes_any:
+        if not train.is_default("weight_decay"):
+            raise UserError(f"train.weight_decay: {train.optimizer} takes none; leave it out")
+        del arguments["weight_decay"]
+    unknown = [name for name in train.optimizer_options if name not in taken]
+    if unknown and not takes_any:
+        known = [name for name in taken if name not in ("params", "lr", "weight_decay")]
+        close = get_close_matches(unknown[0], known, n=1)
+        meant = f"did you mean {close[0]}?" if close else f"it takes {', '.join(known)}"
+        raise UserError(f"train.optimizer_options: {train.optimizer} has no {unknown[0]}; {meant}")
+    return arguments
+
+
+def _own_options(config: Config) -> dict[str, Any]:
+    """The arguments of a class that settings of ours or its short name decide, and those that are given.
+
+    Fused, as torch's default AdamW took 7 times as long on the CPU: 4.8 ms a step for 144 small tensors.
+    """
+    train = config.train
+    adam = {"betas": (train.adam_beta1, train.adam_beta2), "eps": train.adam_epsilon}
+    own: dict[str, dict[str, Any]] = {
+        "adamw": {**adam, "fused": True},
+        "adamw8bit": adam,
+        # Updates as large as AdamW's, so that learning rates mean the same (arXiv:2502.16982).
+        "muon": {"adjust_lr_fn": "match_rms_adamw"},
+        # Otherwise the small rates of a warm-up would spoil its estimate.
+        "prodigy": {"safeguard_warmup": train.warmup_in_run > 0},
+    }
+    given = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in train.optimizer_options.items()
+    }
+    return own.get(train.optimizer, {}) | given
+
+
+def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """The class of a short or dotted name.
+
+    Raises:
+        UserError: it, or its package, is not there.
+    """
+    path = _CLASSES.get(name, name)
+    module, _, class_name = path.rpartition(".")
+    package = module.partition(".")[0]
+    try:
+        found = getattr(import_module(module), class_name, None)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing != package:
+            raise UserError(f"train.optimizer: {name} needs {missing}: pip install {missing}") from error
+        how = "" if name not in _CLASSES else f": pip install {package}"
+        raise UserError(f"train.optimizer: {name} needs {package}, which is not installed{how}") from error
+    if found is None and name in _CLASSES:
+        raise UserError(
+            f"train.optimizer: {name} is {path}, which {package} {version(package)} does not have; install "
+            "a later one"
+        )
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise UserError(f"train.optimizer: {path} is no class of optimizers of torch; name one that is")
+    return found
+
+
+def _parameters(values: Mapping[str, Tensor], device: torch.device) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(tensor.detach().to(device, copy=True)) for name, tensor in values.items()}
+
+
+def _step(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(1 + step)
+    for name, parameter in parameters.items():
+        if name != "idle":
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _as_saved(
+    tensors: Mapping[str, Tensor], document: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As they are read from a checkpoint."""
+    on_host = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    return safetensors.torch.load(safetensors.torch.save(on_host)), json.loads(json.dumps(document))
+
+
+def _differing(
+    one: tuple[dict[str, Tensor], dict[str, Any]], other: tuple[dict[str, Tensor], dict[str, Any]]
+) -> list[str]:
+    """What is not the same in two states."""
+    (tensors, document), (others, other_document) = one, other
+    names = [name for name in tensors if not torch.equal(tensors[name], others.get(name, Tensor()))]
+    return names + [key for key in document if document[key] != other_document.get(key)]

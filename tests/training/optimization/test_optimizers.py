@@ -1,0 +1,152 @@
+"""Optimizers by name: what each is made with, what it keeps, and which are refused before a run."""
+
+import math
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diffsynth_lite.config.train import TrainSettings
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.training.optimization.averages import AverageOfOptimizer, has_modes
+from diffsynth_lite.training.optimization.optimizers import (
+    OptimizerFacts,
+    build_average,
+    build_optimizer,
+    examine_optimizer,
+    learned_rate,
+)
+
+CPU = torch.device("cpu")
+SHAPES = {(4, 24): 3, (16, 4): 2}
+NUM_FIRST, NUM_SECOND = 3 * 4 * 24, 2 * 16 * 4
+
+
+def config_of(**train: Any) -> Any:
+    return SimpleNamespace(train=TrainSettings(**train))
+
+
+def examined(**train: Any) -> OptimizerFacts:
+    return examine_optimizer(config_of(**train), SHAPES, CPU)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_bytes"),
+    [
+        ({"optimizer": "adamw"}, 8 * (NUM_FIRST + NUM_SECOND)),
+        ({"optimizer": "muon"}, 4 * (NUM_FIRST + NUM_SECOND)),
+        ({"optimizer": "adafactor"}, 4 * (3 * (4 + 24) + 2 * (16 + 4))),
+        ({"optimizer": "prodigy", "learning_rate": 1.0}, 16 * NUM_FIRST + 12 * NUM_SECOND),
+        ({"optimizer": "schedule_free"}, 8 * (NUM_FIRST + NUM_SECOND)),
+        ({"optimizer": "torch.optim.SGD"}, 0),
+        ({"optimizer": "adamw", "optimizer_options": {"amsgrad": True}}, 12 * (NUM_FIRST + NUM_SECOND)),
+    ],
+)
+def test_what_an_optimizer_keeps_is_counted_by_a_step_of_it(settings: dict[str, Any], num_bytes: int) -> None:
+    averages = settings["optimizer"] == "schedule_free"
+    assert examined(**settings) == OptimizerFacts(state_bytes=num_bytes, has_average=averages)
+
+
+def test_eight_bits_of_a_matrix_are_saved_and_loaded() -> None:
+    pytest.importorskip("bitsandbytes")
+    facts = examine_optimizer(config_of(optimizer="adamw8bit"), {(8, 1024): 2}, CPU)
+    assert facts.state_bytes < 2.6 * 2 * 8 * 1024
+
+
+class Forgetful(torch.optim.SGD):
+    """Keeps where it is beside its state."""
+
+    num_steps = 0
+
+    def step(self, closure: None = None) -> None:
+        self.num_steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.num_steps
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"optimizer": f"{__name__}.Forgetful"},
+            f"train.optimizer: {__name__}.Forgetful does not go on as before after its state was saved and",
+        ),
+        ({"optimizer": "torch.optim.LBFGS"}, "torch.optim.LBFGS cannot train a LoRA that is to be resumed"),
+        ({"optimizer": "torch.optim.SparseAdam"}, "SparseAdam does not support dense gradients"),
+        ({"optimizer": "torch.nn.Linear"}, "torch.nn.Linear is no class of optimizers of torch"),
+        ({"optimizer": "torch.optim.Adan"}, "torch.optim.Adan is no class of optimizers of torch"),
+        ({"optimizer": "no_package.Adan"}, "no_package.Adan needs no_package, which is not installed$"),
+        (
+            {"optimizer_options": {"amsgrd": True}},
+            "train.optimizer_options: adamw has no amsgrd; did you mean amsgrad",
+        ),
+        (
+            {"optimizer": "torch.optim.SGD", "optimizer_options": {"momentum": -1.0}},
+            "train.optimizer_options: torch.optim.SGD refuses its settings: Invalid momentum value: -1.0",
+        ),
+        (
+            {"optimizer": "torch.optim.Rprop", "weight_decay": 0.1},
+            "train.weight_decay: torch.optim.Rprop takes none; leave it out",
+        ),
+        (
+            {"optimizer": "schedulefree.SGDScheduleFree", "ema_decay": 0.9},
+            "train.ema_decay: 0.9, and schedulefree.SGDScheduleFree trains an average already",
+        ),
+    ],
+)
+def test_an_optimizer_that_a_run_could_not_use_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        examined(**settings)
+
+
+def test_what_is_not_installed_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prodigyopt", None)
+    with pytest.raises(UserError, match=r"train.optimizer: prodigy needs .*: pip install prodigyopt$"):
+        examined(optimizer="prodigy", learning_rate=1.0)
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(
+        UserError, match=r"muon is torch.optim.Muon, which torch .* does not have; install a later"
+    ):
+        examined(optimizer="muon")
+
+
+def test_short_names_have_options_that_can_be_set_otherwise() -> None:
+    layer = nn.Linear(3, 2, bias=False)
+    muon = build_optimizer(config_of(optimizer="muon"), layer)
+    assert muon.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+    plain = build_optimizer(
+        config_of(optimizer="muon", optimizer_options={"adjust_lr_fn": "original"}), layer
+    )
+    assert plain.param_groups[0]["adjust_lr_fn"] == "original"
+    prodigy = {"optimizer": "prodigy", "learning_rate": 1.0, "optimizer_options": {"betas": [0.8, 0.99]}}
+    for warmup_steps, is_safe in ((0, False), (5, True)):
+        found = build_optimizer(config_of(**prodigy, warmup_steps=warmup_steps), layer)
+        assert found.param_groups[0]["safeguard_warmup"] is is_safe
+        assert found.param_groups[0]["betas"] == (0.8, 0.99)
+    assert learned_rate(found) == pytest.approx(1e-6)
+    assert learned_rate(muon) is None
+
+
+def test_the_average_of_an_optimizer_is_put_on_and_taken_off_without_a_trace() -> None:
+    model = nn.Linear(5, 3, bias=False)
+    optimizer = build_optimizer(config_of(optimizer="schedule_free", learning_rate=0.1), model)
+    assert has_modes(optimizer)
+    average = build_average(config_of(optimizer="schedule_free"), model, optimizer)
+    assert isinstance(average, AverageOfOptimizer)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        model.weight.grad = torch.randn(3, 5, generator=generator)
+        optimizer.step()
+    own, z = model.weight.detach().clone(), optimizer.state[model.weight]["z"]
+    expected: Tensor = z + (own - z) / 0.9  # y = (1 - beta) z + beta x
+    with average.applied():
+        assert torch.allclose(model.weight, expected, atol=1e-6)
+        applied = model.weight.detach().clone()
+    assert torch.equal(model.weight, own)
+    assert optimizer.param_groups[0]["train_mode"]
+    assert torch.equal(average.tensors()["weight"], applied)
+    assert math.isclose(float((applied - own).norm()), float((z - own).norm()) * (1 / 0.9 - 1), rel_tol=1e-4)
