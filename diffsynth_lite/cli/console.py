@@ -144,7 +144,21 @@ def run_command(work: Callable[[], None], console: Console, *, level: int = logg
     redactor = Redactor(os.environ)
     configure_logging(console, redactor, level=level)
     with in_force(redactor), lossy_log():
-        return exit_code_of(work, redactor)
+        try:
+            return exit_code_of(work, redactor)
+        finally:
+            _leave_process_group()
+
+
+def _leave_process_group() -> None:
+    """End the process group, if there is one, while the interpreter is whole.
+
+    Left to the end of the interpreter, gloo's threads abort the process: one of two that had nothing to do
+    any more ended so in 1 of 8 starts, and the launcher took the run for failed.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def configure_logging(console: Console, redactor: Redactor, *, level: int = logging.INFO) -> None:

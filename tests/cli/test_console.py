@@ -11,6 +11,7 @@ from typing import TextIO
 
 import pytest
 from rich.console import Console
+from torch import distributed
 
 from diffsynth_lite.cli.console import log_level, run_command
 from diffsynth_lite.cli.train import main
@@ -85,6 +86,19 @@ def test_how_a_run_ended_is_printed_once_a_machine(
         assert run(work, console, level=level) == code
         lines.append([line.split(" ", 1)[1] for line in file.getvalue().splitlines()])
     assert lines == [["a slow disk", "the end"], [], ["the end"], []]
+
+
+@pytest.mark.parametrize("error", [None, UserError])
+def test_a_process_leaves_its_group_before_the_interpreter_ends(
+    console: Console, error: type[Exception] | None
+) -> None:
+    def work() -> None:
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        if error is not None:
+            raise error("lora.rank: 0")
+
+    run(work, console)
+    assert not distributed.is_initialized()
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
