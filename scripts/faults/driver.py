@@ -4,6 +4,7 @@ import argparse
 import gc
 import json
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -33,12 +34,19 @@ class Item:
         bar: what must hold; where it does not, ``prove`` raises.
         prove: provokes it.
         limit_s: by scale ``ci``, to end what hangs; a quick item may take twice, a full one 20 times as long.
+        needs: programs without which it is not tried, and ``root`` where only that user can try it.
     """
 
     what: str
     bar: str
     prove: Callable[[Bench], Result]
     limit_s: float = 1800
+    needs: Sequence[str] = ()
+
+    def missing(self) -> list[str]:
+        """What it needs and is not here."""
+        is_here = {"root": os.geteuid() == 0}
+        return [name for name in self.needs if not is_here.get(name, shutil.which(name) is not None)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +87,12 @@ def main(items: Mapping[str, Item], arguments: Sequence[str] | None = None) -> i
     failed = False
     with tempfile.TemporaryDirectory(prefix="faults-", dir=options.folder) as folder:
         for name in chosen:
+            if missing := items[name].missing():
+                table.add_row(
+                    name, items[name].what, "not tried", items[name].bar, f"no {', '.join(missing)}", ""
+                )
+                progress.print(f"{name}: not tried, for it needs {', '.join(missing)}")
+                continue
             outcome = tried(name, items[name], Path(folder), scale=scale, seed=options.seed)
             failed |= outcome.result is None
             found = outcome.result or Result("", "**FAILED**")

@@ -4,6 +4,7 @@ from faults import (
     asked,
     bad_data,
     caches,
+    clusters,
     damage,
     disks,
     diverging,
@@ -18,9 +19,12 @@ from faults import (
     machines,
     media,
     model_folders,
+    multinode,
+    nodes,
     resume,
     several,
     shortages,
+    slurm,
     soak,
     stops,
     untrusted,
@@ -120,6 +124,28 @@ ITEMS: dict[str, Item] = {
         "equal to the run with shared folders; what is refused is with its reason on both, exit code 2, all "
         "gone within 20 s",
         machines.share_no_folders,
+    ),
+    "N2": Item(
+        "2 simulated nodes of 2 processes by torchrun, with shared folders and with own ones under one path: "
+        "started, started again when finished, stopped by SIGTERM, continued with one node late; settings "
+        "that differ, a node whose disk is read-only",
+        "equal bit for bit; what is refused is on both, exit code 2; each node's log says how it ended",
+        multinode.run_on_two_nodes,
+        needs=nodes.NEEDS,
+    ),
+    "N3": Item(
+        "a simulated node never comes; its processes are killed; its network is cut",
+        "all trainers gone within the time-outs, each node's log says what happened; continued bit for bit",
+        multinode.fail_on_two_nodes,
+        needs=nodes.NEEDS,
+    ),
+    "N4": Item(
+        "examples/slurm under a SLURM of 2 simulated nodes: cache by parts, trained on 1 and 2 nodes, "
+        "started again when finished, the time limit, a step cancelled, processes of a node killed",
+        "after the time limit queued again and continued without anybody, else not; bit for bit; a node that "
+        "fails ends the job",
+        slurm.run_the_examples,
+        needs=clusters.SLURM_NEEDS,
     ),
     "K3": Item(
         "one of 2 processes killed; stopped for seconds; stopped for good",

@@ -18,8 +18,10 @@ GONE_WITHIN_S = 20.0
 """Between the end of the first launcher and that of the last. One that waits for the other in vain gives up
 after 5 minutes."""
 _LIMIT_S = 600.0
-_EXIT_CODE = re.compile(r"exitcode +: (\d+)")
+_EXIT_CODE = re.compile(r"exitcode +: (-?\d+)")
 """Of a trainer, in the report of its launcher."""
+_ENDED_BY_LAUNCHER = "-15"
+"""It ends those that have not yet left when the first one of its machine has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,13 @@ class Ended:
         assert self.seconds < GONE_WITHIN_S, self.seconds
         for log in self.logs:
             assert words in log, log
-            assert set(_EXIT_CODE.findall(log)) == {"2"}, log
+            assert_refused(log)
+
+
+def assert_refused(log: str) -> None:
+    """The report of a launcher says that its trainers ended with exit code 2."""
+    codes = set(_EXIT_CODE.findall(log)) - {_ENDED_BY_LAUNCHER}
+    assert codes == {"2"}, log
 
 
 def launched_on(run: TinyRun, machines: Sequence[Path], *settings: str) -> Ended:
@@ -80,11 +88,9 @@ def share_no_folders(bench: Bench) -> Result:
     shared, first, second = (run.root / name for name in ("shared", "first", "second"))
     for machine in (shared, first, second):
         shutil.copytree(run.root / "data", machine / "data")
-    # Stopped at the same step: four processes add gradients in an order that a start may change.
-    for steps in (2, 4):
-        done = launched_on(run, [shared, shared], f"train.steps={steps}")
-        assert done.codes == [0, 0], done.logs
-        assert "run is shared by the 2 machines" in done.logs[0]
+    done = launched_on(run, [shared, shared], "train.steps=4")
+    assert done.codes == [0, 0], done.logs
+    assert "run is shared by the 2 machines" in done.logs[0]
 
     ended = []
     for steps in (2, 2, 4):  # the first start, the finished run once more, and the run continued

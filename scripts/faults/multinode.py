@@ -1,0 +1,225 @@
+"""N2 and N3: runs on two simulated nodes, whose folders are shared or their own, and nodes that fail."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tiny_run import TinyRun
+
+from faults.bench import PLAIN, Bench, Result, assert_same
+from faults.damage import wait_for_steps
+from faults.machines import assert_refused
+from faults.nodes import PORT, Node, two_nodes
+
+TORCHRUN = "torch.distributed.run"
+STEPS = 60
+STEP_TIMEOUT_S = 15.0
+"""More than a step of four tiny processes takes on a busy machine."""
+GONE_WITHIN_S = 45.0
+"""After one node has failed, or the time of a step is over: torchrun gives its processes 30 s."""
+_LIMIT_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Launch:
+    """A launcher on each node, with what it and its trainers print; not every node need have one."""
+
+    nodes: Sequence[Node]
+    launchers: Sequence["subprocess.Popen[bytes]"]
+    logs: Sequence[Path]
+
+    def printed(self) -> list[str]:
+        return [log.read_text(errors="replace") for log in self.logs]
+
+    def __str__(self) -> str:
+        return "\n".join(self.printed())
+
+    def codes(self, *, within_s: float = _LIMIT_S) -> list[int]:
+        """The exit codes of the launchers, after whose end no process of the run is left."""
+        end = time.monotonic() + within_s
+        while None in (codes := [launcher.poll() for launcher in self.launchers]):
+            assert time.monotonic() < end, str(self)
+            time.sleep(0.05)
+        while left := {node.name: found for node in self.nodes if (found := node.processes())}:
+            assert time.monotonic() < end, left
+            time.sleep(0.05)
+        return [code for code in codes if code is not None]
+
+    def assert_says(self, words: str) -> None:
+        """It stands in the log of each node."""
+        for printed in self.printed():
+            assert words in printed, printed
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Setup:
+    """A run that is started on nodes, and its folder there: the same path on each."""
+
+    run: TinyRun
+    nodes: tuple[Node, Node]
+    disk: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.disk / "run"
+
+    def start(
+        self, *settings: str, nodes: Sequence[Node] | None = None, rendezvous: str = "", late_s: float = 0.0
+    ) -> _Launch:
+        """Start the run on some nodes, or on both, the second one so much later."""
+        started: list[subprocess.Popen[bytes]] = []
+        logs = []
+        chosen = self.nodes if nodes is None else nodes
+        for node in chosen:
+            time.sleep(late_s if started else 0)
+            logs.append(self.run.root / f"{node.name} {time.monotonic()}")
+            started.append(node.start(self._command(settings, rendezvous), logs[-1]))
+        return _Launch(nodes=chosen, launchers=started, logs=logs)
+
+    def finish(self, *settings: str, late_s: float = 0.0) -> _Launch:
+        """Start the run on both nodes, where it ends well."""
+        launch = self.start(*settings, late_s=late_s)
+        assert launch.codes() == [0, 0], str(launch)
+        return launch
+
+    def start_and_wait(self, *settings: str, after: int) -> _Launch:
+        """Start the run on both nodes, and wait until it has taken a step."""
+        launch = self.start(*settings)
+        wait_for_steps(self.folder, after)
+        return launch
+
+    def _command(self, settings: Sequence[str], rendezvous: str) -> tuple[str, ...]:
+        return (
+            *(sys.executable, "-m", TORCHRUN, "--nnodes", "2", "--nproc_per_node", "2", "--rdzv_id", "run"),
+            *("--rdzv_backend", "c10d", "--rdzv_endpoint", f"{self.nodes[0].name}:{PORT}"),
+            *(("--rdzv_conf", rendezvous) if rendezvous else ()),
+            *("train.py", *self.run.arguments, f"data.cache_dir={self.disk / 'cache'}"),
+            *(f"output.dir={self.folder}", *settings),
+        )
+
+
+def _set_up(bench: Bench, nodes: tuple[Node, Node], name: str, *settings: str) -> _Setup:
+    run = bench.pictures(name)
+    run = replace(run, settings=(*run.settings, *PLAIN, "train.micro_batch_size=1", f"train.steps={STEPS}"))
+    disk = run.root / "disk"
+    disk.mkdir()
+    return _Setup(run=replace(run, settings=(*run.settings, *settings)), nodes=nodes, disk=disk)
+
+
+def run_on_two_nodes(bench: Bench) -> Result:
+    """N2: shared folders, and folders of each node's own under the same path."""
+    late_s = bench.pick(5.0, 30.0, 30.0)
+    with two_nodes(bench.root) as nodes:
+        shared = _set_up(bench, nodes, "shared")
+        shared.finish().assert_says(f"Finished after {STEPS} steps")
+        shared.finish().assert_says(f"This run is finished (step {STEPS})")
+
+        own = _set_up(bench, nodes, "own")
+        disks = [own.run.root / node.name for node in nodes]
+        for node, disk in zip(nodes, disks, strict=True):
+            disk.mkdir()
+            node.mount(disk, own.disk)
+        first = replace(own, disk=disks[0])  # as this machine finds it
+        launch = own.start()
+        wait_for_steps(first.folder, 5)
+        for node in nodes:
+            node.signal(signal.SIGTERM, TORCHRUN)
+        assert launch.codes() == [1, 1]
+        launch.assert_says("saved; the same command continues it")
+        status = json.loads((first.folder / "status.json").read_text())
+        assert status["state"] == "interrupted", status
+        assert 5 <= status["step"] < STEPS, status
+        launch = own.finish(late_s=late_s)
+        assert f"step-{status['step']:08d}" in launch.printed()[0], str(launch)
+        launch.assert_says(f"Finished after {STEPS} steps")
+        own.finish().assert_says(f"This run is finished (step {STEPS})")
+        assert_same(shared.folder, first.folder, STEPS)
+        assert not (disks[1] / "run").exists()
+
+        _refuse_on_both(own, nodes, disks)
+    return Result(
+        f"{4} starts, 3 refused",
+        f"equal bit for bit with folders shared, and with own ones, stopped after step {status['step']} and "
+        f"continued with a node {late_s:.0f} s late; finished ones end at once; each node's log says how it "
+        "ended",
+    )
+
+
+def _refuse_on_both(own: _Setup, nodes: tuple[Node, Node], disks: Sequence[Path]) -> None:
+    """What one node cannot do is refused on both: settings of its own, a disk that takes nothing."""
+    one, other = (own.start("train.seed=1", nodes=nodes[:1]), own.start("train.seed=2", nodes=nodes[1:]))
+    both = _Launch(nodes=nodes, launchers=[*one.launchers, *other.launchers], logs=[*one.logs, *other.logs])
+    assert both.codes() == [1, 1]
+    both.assert_says("train.seed is 1 on process 0, 1 (node-a), 2 on process 2, 3 (node-b)")
+    for node, words in ((nodes[1], "node-b: "), (nodes[0], "")):
+        disk = disks[nodes.index(node)]
+        node.mount(disk, own.disk, read_only=True)
+        launch = own.start("data.width=48", "output.dir=" + str(own.disk / "another"))
+        assert launch.codes() == [1, 1]
+        launch.assert_says("Read-only file system")
+        assert words in launch.printed()[0]
+        node.unmount(own.disk)
+    for printed in both.printed():
+        assert_refused(printed)
+
+
+def fail_on_two_nodes(bench: Bench) -> Result:
+    """N3: a node that never comes, is killed, or is cut off from the other."""
+    seconds = {}
+    with two_nodes(bench.root) as nodes:
+        whole = _set_up(bench, nodes, "whole")
+        whole.finish()
+        failing = _set_up(bench, nodes, "failing", "output.checkpoint_every_steps=5")
+        for name, node, rendezvous, error in (
+            ("the second never comes", nodes[0], "join_timeout=5", "RendezvousTimeoutError"),
+            ("the first never comes", nodes[1], "read_timeout=5", "RendezvousConnectionError"),
+        ):
+            started_at = time.monotonic()
+            launch = failing.start(nodes=[node], rendezvous=rendezvous)
+            assert launch.codes() == [1], str(launch)
+            launch.assert_says(error)
+            seconds[name] = time.monotonic() - started_at
+            assert not failing.folder.exists()
+        for name, killed, left in (("the second killed", 1, 0), ("the first killed", 0, 1)):
+            launch = failing.start_and_wait(after=7)
+            nodes[killed].signal(signal.SIGKILL)
+            seconds[name] = _ended(launch, left=[left], within_s=GONE_WITHIN_S)
+            failing.finish()
+            assert_same(whole.folder, failing.folder, STEPS)
+            shutil.rmtree(failing.folder)
+        # Not in a save: while one process does something that may take long, the others wait longer.
+        steps = f"train.step_timeout_minutes={STEP_TIMEOUT_S / 60}", "output.checkpoint_every_steps=20"
+        launch = failing.start_and_wait(*steps, after=23)
+        nodes[1].cut()
+        began_at = time.monotonic()
+        while any(_trainers(node) for node in nodes):
+            assert time.monotonic() < began_at + STEP_TIMEOUT_S + GONE_WITHIN_S, str(launch)
+            time.sleep(0.1)
+        seconds["cut off"] = time.monotonic() - began_at
+        nodes[1].join()  # The launcher that lost the store waits for an answer as long as the kernel does.
+        _ended(launch, left=[0, 1], within_s=_LIMIT_S)
+        failing.finish()
+        assert_same(whole.folder, failing.folder, STEPS)
+    told = "; ".join(f"{name}: all gone after {took:.0f} s" for name, took in seconds.items())
+    return Result(f"{len(seconds)} faults", f"{told}; each node's log says what; continued bit for bit")
+
+
+def _trainers(node: Node) -> set[int]:
+    return set(node.processes("train.py")) - set(node.processes(TORCHRUN))
+
+
+def _ended(launch: _Launch, *, left: Sequence[int], within_s: float) -> float:
+    """Seconds until all processes are gone; the logs of the nodes that were left say what happened."""
+    began_at = time.monotonic()
+    launch.codes(within_s=within_s)
+    for place in left:
+        printed = launch.printed()[place]
+        assert "the processes of this run could not reach each other" in printed, printed
+        assert "continues the run from its newest checkpoint" in printed, printed
+    return time.monotonic() - began_at

@@ -1,0 +1,139 @@
+"""N4: the scripts of examples/slurm under a SLURM of two simulated nodes."""
+
+import json
+import re
+import signal
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tiny_run import REPOSITORY, TinyRun
+
+from faults.bench import PLAIN, Bench, Result, assert_same
+from faults.clusters import Cluster, simulated_slurm
+from faults.damage import wait_for_steps
+
+EXAMPLES = REPOSITORY / "examples" / "slurm"
+NUM_PARTS = 3
+ENDLESS = 100_000
+TWO_GPUS = ("--gpus-per-node=2", "--cpus-per-task=2")
+TWO_NODES = ("--nodes=2", *TWO_GPUS)
+TIME_LIMIT = ("--time=2", "--signal=B:USR1@30")
+"""Minutes, and seconds before their end; SLURM looks twice a minute."""
+LOST = "the processes of this run could not reach each other"
+_LIMIT_S = 900.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Jobs:
+    """Jobs of a run on a cluster."""
+
+    cluster: Cluster
+    run: TinyRun
+
+    def train(self, *settings: str, options: tuple[str, ...] = TWO_NODES) -> str:
+        """Submit the script that trains; the number of the job."""
+        return self.cluster.submit(*options, str(EXAMPLES / "train.sh"), *self.run.arguments, *settings)
+
+    def log(self, job: str) -> str:
+        """What a training job printed."""
+        path = self.cluster.root / f"train-{job}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def ended(self, job: str, state: str) -> str:
+        """Wait until a job has ended so; its log, in which each of its nodes says how the run ended."""
+        self.cluster.wait_until(job, state, limit_s=_LIMIT_S)
+        assert self.cluster.shown(job, "Restarts") == "0"
+        return self.log(job)
+
+    def finished(self, *settings: str) -> str:
+        """Train on two nodes to the end; the log."""
+        log = self.ended(self.train(*settings), "COMPLETED")
+        assert {line[0] for line in log.splitlines() if "Finished after" in line} == {"0", "1"}, log
+        return log
+
+
+def run_the_examples(bench: Bench) -> Result:
+    """N4."""
+    run = bench.pictures()
+    # Steps that take a while: the time limit comes after minutes.
+    steady = ("train.micro_batch_size=1", "train.global_batch_size=32", "output.checkpoint_every_steps=4")
+    run = replace(run, settings=(*run.settings, *PLAIN, *steady))
+    folder = bench.root / "slurm"
+    folder.mkdir()
+    with simulated_slurm(folder) as cluster:
+        jobs = _Jobs(cluster=cluster, run=run)
+        _fill_the_cache(jobs)
+        log = jobs.ended(jobs.train("train.steps=4", options=("--nodes=1", *TWO_GPUS)), "COMPLETED")
+        assert "Runs in 2 processes" in log, log
+        assert "that the cache does not hold" not in log, log
+        steps = _reach_the_time_limit(jobs, run.root / "limited")
+        log = jobs.finished(f"train.steps={steps + 2}", f"output.dir={run.root / 'limited'}")
+        assert f"step-{steps:08d}" in log, log
+        whole = f"train.steps={steps + 2}", f"output.dir={run.root / 'whole'}"
+        jobs.finished(*whole)
+        assert_same(run.root / "whole", run.root / "limited", steps + 2)
+        again = jobs.ended(jobs.train(*whole), "COMPLETED")
+        assert {line[0] for line in again.splitlines() if "This run is finished" in line} == {"0", "1"}, again
+        seconds = _lose_a_step_and_a_node(jobs, run.root / "lost")
+    return Result(
+        f"{NUM_PARTS} parts of a cache, 8 jobs that train",
+        f"stopped 30 s before its time was up, queued again by itself and continued, {steps + 2} steps equal "
+        "bit for bit; finished ones end at once, on both nodes; a cancelled step is saved and not queued "
+        f"again; processes of a node killed: the job ended {seconds:.0f} s later, its log says why",
+    )
+
+
+def _fill_the_cache(jobs: _Jobs) -> None:
+    array = f"--array=0-{NUM_PARTS - 1}", "--cpus-per-task=1"
+    fill = str(EXAMPLES / "fill.sh")
+    job = jobs.cluster.submit(*array, fill, str(NUM_PARTS), *jobs.run.arguments)
+    for part in range(NUM_PARTS):
+        jobs.cluster.wait_until(f"{job}_{part}", "COMPLETED", limit_s=_LIMIT_S)
+
+
+def _reach_the_time_limit(jobs: _Jobs, folder: Path) -> int:
+    """The step after which a run was stopped, in the job that SLURM started again when the time was up."""
+    job = jobs.train(f"train.steps={ENDLESS}", f"output.dir={folder}", options=(*TWO_NODES, *TIME_LIMIT))
+    end = time.monotonic() + _LIMIT_S
+    while jobs.cluster.shown(job, "Restarts") == "0":
+        assert time.monotonic() < end, jobs.log(job)
+        assert jobs.cluster.shown(job, "JobState") in ("PENDING", "RUNNING", "COMPLETING"), jobs.log(job)
+        time.sleep(1)
+    # SLURM waits two minutes with a job that is queued again.
+    jobs.cluster.said("scontrol", "update", f"JobId={job}", "StartTime=now")
+    status = folder / "status.json"
+    saved = json.loads(status.read_text())
+    assert saved["state"] == "interrupted", saved
+    assert saved["step"] > 0, saved
+    wait_for_steps(folder, saved["step"] + 2)
+    (folder / "STOP").touch()
+    jobs.cluster.wait_until(job, "FAILED", limit_s=_LIMIT_S)
+    log = jobs.log(job)
+    assert f"the time of job {job} is up" in log, log
+    assert f"step-{saved['step']:08d}" in log, log
+    stopped = re.findall(r"^(\d): .*stopped after step (\d+) of", log, re.MULTILINE)
+    step = int(json.loads(status.read_text())["step"])
+    assert {(node, int(at)) for node, at in stopped} == {
+        (node, at) for node in "01" for at in (saved["step"], step)
+    }
+    return step
+
+
+def _lose_a_step_and_a_node(jobs: _Jobs, folder: Path) -> float:
+    """Seconds from the moment when the processes of one node are killed until its job has ended."""
+    settings = f"train.steps={ENDLESS}", f"output.dir={folder}"
+    job = jobs.train(*settings)
+    wait_for_steps(folder, 3)
+    jobs.cluster.said("scancel", f"{job}.0")
+    log = jobs.ended(job, "FAILED")
+    assert {line[0] for line in log.splitlines() if "stopped after step" in line} == {"0", "1"}, log
+    saved = int(json.loads((folder / "status.json").read_text())["step"])
+
+    job = jobs.train(*settings)
+    wait_for_steps(folder, saved + 2)
+    jobs.cluster.nodes[1].signal(signal.SIGKILL, "diffsynth_lite.cli.train")
+    began_at = time.monotonic()
+    log = jobs.ended(job, "FAILED")
+    assert [line for line in log.splitlines() if line.startswith("0: ") and LOST in line], log
+    return time.monotonic() - began_at
