@@ -18,6 +18,7 @@ NUM_PARTS = 3
 ENDLESS = 100_000
 TWO_GPUS = ("--gpus-per-node=2", "--cpus-per-task=2")
 TWO_NODES = ("--nodes=2", *TWO_GPUS)
+SHARDED = "memory.shard_base=node"
 TIME_LIMIT = ("--time=2", "--signal=B:USR1@30")
 """Minutes, and seconds before their end; SLURM looks twice a minute."""
 LOST = "the processes of this run could not reach each other"
@@ -68,14 +69,14 @@ def run_the_examples(bench: Bench) -> Result:
         assert "Runs in 2 processes" in log, log
         assert "that the cache does not hold" not in log, log
         steps = _reach_the_time_limit(jobs, run.root / "limited")
-        log = jobs.finished(f"train.steps={steps + 2}", f"output.dir={run.root / 'limited'}")
+        log = jobs.finished(f"train.steps={steps + 2}", f"output.dir={run.root / 'limited'}", SHARDED)
         assert f"step-{steps:08d}" in log, log
         whole = f"train.steps={steps + 2}", f"output.dir={run.root / 'whole'}"
         jobs.finished(*whole)
         assert_same(run.root / "whole", run.root / "limited", steps + 2)
         again = jobs.ended(jobs.train(*whole), "COMPLETED")
         assert {line[0] for line in again.splitlines() if "This run is finished" in line} == {"0", "1"}, again
-        seconds = _lose_a_step_and_a_node(jobs, run.root / "lost")
+        seconds = _end_early(jobs, run.root / "ended")
     return Result(
         f"{NUM_PARTS} parts of a cache, 8 jobs that train",
         f"stopped 30 s before its time was up, queued again by itself and continued, {steps + 2} steps equal "
@@ -94,7 +95,8 @@ def _fill_the_cache(jobs: _Jobs) -> None:
 
 def _reach_the_time_limit(jobs: _Jobs, folder: Path) -> int:
     """The step after which a run was stopped, in the job that SLURM started again when the time was up."""
-    job = jobs.train(f"train.steps={ENDLESS}", f"output.dir={folder}", options=(*TWO_NODES, *TIME_LIMIT))
+    settings = f"train.steps={ENDLESS}", f"output.dir={folder}", SHARDED
+    job = jobs.train(*settings, options=(*TWO_NODES, *TIME_LIMIT))
     end = time.monotonic() + _LIMIT_S
     while jobs.cluster.shown(job, "Restarts") == "0":
         assert time.monotonic() < end, jobs.log(job)
@@ -120,15 +122,26 @@ def _reach_the_time_limit(jobs: _Jobs, folder: Path) -> int:
     return step
 
 
-def _lose_a_step_and_a_node(jobs: _Jobs, folder: Path) -> float:
-    """Seconds from the moment when the processes of one node are killed until its job has ended."""
+def _end_early(jobs: _Jobs, folder: Path) -> float:
+    """End jobs by signals of four kinds; none is queued again.
+
+    Returns:
+        Seconds from the moment when the processes of one node are killed until its job has ended.
+    """
     settings = f"train.steps={ENDLESS}", f"output.dir={folder}"
-    job = jobs.train(*settings)
-    wait_for_steps(folder, 3)
-    jobs.cluster.said("scancel", f"{job}.0")
-    log = jobs.ended(job, "FAILED")
-    assert {line[0] for line in log.splitlines() if "stopped after step" in line} == {"0", "1"}, log
-    saved = int(json.loads((folder / "status.json").read_text())["step"])
+    saved = 0
+    for words, state, says in (
+        (("--signal=TERM", "{}"), "FAILED", "stopped after step"),
+        (("{}",), "CANCELLED", "stopped after step"),
+        (("{}.0",), "FAILED", None),
+    ):
+        job = jobs.train(*settings)
+        wait_for_steps(folder, saved + 2)
+        jobs.cluster.said("scancel", *(word.format(job) for word in words))
+        log = jobs.ended(job, state)
+        if says is not None:
+            assert {line[0] for line in log.splitlines() if says in line} == {"0", "1"}, log
+            saved = int(json.loads((folder / "status.json").read_text())["step"])
 
     job = jobs.train(*settings)
     wait_for_steps(folder, saved + 2)
