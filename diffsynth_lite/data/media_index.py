@@ -85,7 +85,7 @@ class FileMemory:
         self._path = path
         self._pending: dict[str, tuple[FileState, str]] = {}
         self._flushed_at = time.monotonic()
-        self._is_kept = True
+        self._is_kept = True  # what is written outlives this process
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = self._connect()

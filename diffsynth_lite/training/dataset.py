@@ -101,7 +101,7 @@ def read_records(
             adopt_parts(index_file(cache_folder(config)))
         # A UserError stays in here. Caught further out it would let this process go on to the next exchange,
         # and wait there for one that has ended with another error.
-        return [problems.attempt(read_one) or ReadRecords() for read_one in (read_training, read_held_out)]
+        return [problems.attempt(work) or ReadRecords() for work in (read_training, read_held_out)]
 
     group = find_cache_group(config, accelerator)
     group.log("data.cache_dir", cache_folder(config), own="what one lacks is encoded for it")

@@ -1,4 +1,4 @@
-"""V1: what changes an entry of the cache, kills while it is filled, and entries that rot."""
+"""V1: what changes an entry of the cache, kills while it is filled, also by parts, and entries that rot."""
 
 import logging
 import os
@@ -7,16 +7,18 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from damages import RANDOM
 from test_run_cache import entries
-from tiny_run import TinyRun, tiny_picture
+from tiny_run import TinyRun, garble_media, tiny_picture
 
+from diffsynth_lite.cli.main import main
 from diffsynth_lite.data.cache import TensorCache
 from faults.bench import PLAIN, Bench, Result, assert_same, forked, train
 from faults.changes import CLIPS, NOTHING, PICTURES, Change, changing_clips, changing_pictures
@@ -40,11 +42,13 @@ def distrust_the_cache(bench: Bench) -> Result:
     num_changes = change_each_input(changing_pictures(bench), PICTURES | NOTHING, stride)
     num_changes += change_each_input(changing_clips(bench), CLIPS, stride)
     kills = kill_while_caching(bench, wanted=bench.pick(2, 20, 200))
+    num_killed_parts = kill_parts(bench, wanted=bench.pick(2, 10, 100))
     num_rotten = let_entries_rot(bench, ways=bench.pick(1, 2, 8))
     return Result(
-        f"{num_changes} inputs, {kills}, {num_rotten} rotten entries",
+        f"{num_changes} inputs, {kills}, {num_killed_parts} kills of parts, {num_rotten} rotten entries",
         "exactly what depends on it is encoded anew, and nothing when it is as before; "
-        "no torn entry, none encoded twice; rotten ones found and made again, bit for bit",
+        "no torn entry, none encoded twice; by parts the same entries and run; "
+        "rotten ones found and made again, bit for bit",
     )
 
 
@@ -119,13 +123,7 @@ class _Kills:
 
 def kill_while_caching(bench: Bench, *, wanted: int) -> _Kills:
     """Kill a trainer while it fills the cache, until it is done, again and again."""
-    run = bench.pictures("killed")
-    for place in range(5, 40):
-        tiny_picture(64, 40, 10 + place).save(run.root / "data" / f"{place}.png")
-        (run.root / "data" / f"{place}.txt").write_text(f"number {place}")
-    run = replace(run, settings=(*run.settings, *PLAIN, "train.steps=1"))
-    whole = run.root / "whole"
-    assert waited(forked(lambda: train(run, whole), run.root / "log"), 600) == 0
+    run, whole = _filled_run(bench, "killed")
     made = entries(run)
     entry_s = (max(made.values()) - min(made.values())) / len(made) * 1e-9
     dice, kills = bench.new_dice(), _Kills()
@@ -139,6 +137,61 @@ def kill_while_caching(bench: Bench, *, wanted: int) -> _Kills:
         shutil.rmtree(run.folder)
     assert kills.while_filling >= MIN_WHILE_FILLING * kills.all, kills
     return kills
+
+
+def kill_parts(bench: Bench, *, wanted: int) -> int:
+    """Kill processes that fill a cache by parts, all at once and one part twice, until each part is done.
+
+    The run that follows reads no media, and is the one on a cache filled at once. Returns the kills.
+    """
+    run, whole = _filled_run(bench, "parts")
+    made = {path.name: path.read_bytes() for path in entries(run)}
+    dice, kills = bench.new_dice(), 0
+    while kills < wanted:
+        shutil.rmtree(run.root / "cache")
+        left = [0, 1, 2, 1]
+        while left:
+            left = _parts_killed(run, left, dice)
+            kills += len(left)
+        assert {path.name: path.read_bytes() for path in entries(run)} == made
+        garble_media(run.root / "data")
+        assert waited(forked(lambda: train(run, run.folder), run.root / "log"), 600) == 0
+        assert_same(whole, run.folder, 1)
+        shutil.rmtree(run.folder)
+        _draw(run)
+    return kills
+
+
+def _filled_run(bench: Bench, name: str) -> tuple[TinyRun, Path]:
+    """A run of one step on 40 pictures, and its folder after an undisturbed start, which filled the cache."""
+    run = bench.pictures(name)
+    _draw(run)
+    run = replace(run, settings=(*run.settings, *PLAIN, "train.steps=1"))
+    whole = run.root / "whole"
+    assert waited(forked(lambda: train(run, whole), run.root / "log"), 600) == 0
+    return run, whole
+
+
+def _draw(run: TinyRun) -> None:
+    for place in range(40):
+        tiny_picture(64, 40, 10 + place).save(run.root / "data" / f"{place}.png")
+        (run.root / "data" / f"{place}.txt").write_text(f"number {place}")
+
+
+def _parts_killed(run: TinyRun, parts: Sequence[int], dice: random.Random) -> list[int]:
+    """Fill parts at once, and kill about half of them in the middle; those that did not end by themselves."""
+    children = {forked(partial(_fill_part, run, index), run.root / "log"): index for index in parts}
+    time.sleep(dice.uniform(0.2, 1.5))
+    for child in children:
+        if dice.random() < 0.5:
+            os.kill(child, signal.SIGKILL)
+    codes = {child: waited(child, 120) for child in children}
+    assert set(codes.values()) <= {0, -signal.SIGKILL}, codes
+    return [children[child] for child, code in codes.items() if code]
+
+
+def _fill_part(run: TinyRun, index: int) -> int:
+    return main(["cache", "fill", *run.arguments, "--part", f"{index}/3"])
 
 
 def _killed(run: TinyRun, num_new: int, delay_s: float, num_entries: int, kills: _Kills) -> bool:

@@ -224,7 +224,7 @@ ITEMS: dict[str, Item] = {
         bad_data.train_on_bad_data,
     ),
     "V1": Item(
-        "each input of a cached tensor changed alone; kill -9 while caching; entries that rot",
+        "each input of a cached tensor changed alone; kill -9 while caching, also by parts; entries that rot",
         "exactly what depends on it is encoded anew; no entry torn, none encoded twice; rot is found",
         caches.distrust_the_cache,
     ),
