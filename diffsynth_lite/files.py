@@ -11,6 +11,7 @@ files copied out of a dataset are synced once for all of them. Previews are only
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -94,6 +95,11 @@ def write_json_over(path: Path, value: Any) -> None:
         file.truncate()
         file.flush()
         os.fsync(file.fileno())
+
+
+def signed_line(line: bytes) -> bytes:
+    """Content of a file that says whether it is whole: a line, and the sha256 of it on the second one."""
+    return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
 
 
 def write_synced(path: Path, content: bytes) -> None:

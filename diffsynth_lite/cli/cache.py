@@ -1,4 +1,4 @@
-"""Fill the cache of encoded media and captions ahead of a run, check it, or drop what nothing needs."""
+"""Fill the cache of encoded media and captions ahead of a run, check, seal or prune it."""
 
 import argparse
 import logging
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 from rich.prompt import Confirm
 
 from diffsynth_lite.cli.arguments import add_preset_argument, part_of
 from diffsynth_lite.cli.processes import join_processes, refuse_group
 from diffsynth_lite.config import Config, LoadedConfig, load_config
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.errors import UserError, join_lines, join_names
 
 if TYPE_CHECKING:  # Wrong arguments are told before torch is imported, which takes seconds.
     from accelerate import Accelerator
@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, task, example in (
         ("fill", _fill, "--config my.yaml"),
         ("verify", _verify, "--config my.yaml"),
+        ("seal", _seal, "--config my.yaml data.sealed=sealed/my"),
         ("prune", _prune, "--config a.yaml --config b.yaml"),
     ):
         summary = task.__doc__ or ""
@@ -65,10 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Fill, verify or prune the cache of the configs.
+    """Fill, verify, seal or prune the cache of the configs.
 
     Raises:
-        UserError: wrong settings or data, caches that differ, or a prune that nobody agreed to.
+        UserError: wrong settings or data, caches that differ, a seal that is damaged or of other data, or a
+            prune that nobody agreed to.
     """
     loaded = [load_config(path, parsed.overrides, presets=parsed.presets) for path in parsed.configs]
     if off := [str(one.path) for one in loaded if not one.config.data.cache]:
@@ -126,7 +128,7 @@ def _fill_part(numbers: tuple[int, int], loaded: Sequence[LoadedConfig]) -> None
 
 
 def _verify(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
-    """Read every entry, and set those that are damaged aside."""
+    """Read every entry, and set those that are damaged aside; read all that data.sealed holds, too."""
     from diffsynth_lite.data import verify
 
     refuse_group(os.environ, "cache verify")
@@ -134,7 +136,7 @@ def _verify(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
         task = progress.add_task("verifying", total=None)
         verified = verify(
             _cache_of(loaded[0].config),
-            lambda done, total: progress.update(task, completed=done, total=total),
+            partial(_show, progress, task),
         )
     logger.info("%d entries are whole", verified.num_entries - len(verified.damaged))
     if verified.damaged:
@@ -142,10 +144,53 @@ def _verify(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
             "%d entries were damaged and are set aside; the next run that needs them makes them again",
             len(verified.damaged),
         )
+    for one in loaded:
+        if one.config.data.sealed is not None:
+            _verify_seal(one.config)
+
+
+def _verify_seal(config: Config) -> None:
+    from diffsynth_lite.training.data_settings import sealed_folder
+    from diffsynth_lite.training.encoding.seals import require_seal
+
+    seal = require_seal(config)
+    with Progress(console=Console(stderr=True, emoji=False)) as progress:
+        task = progress.add_task("verifying what is sealed", total=None)
+        problems = list(seal.problems(sealed_folder(config), partial(_show, progress, task)))
+    if problems:
+        damaged = join_lines([f"data.sealed: {problem}" for problem in problems])
+        raise UserError(f"{damaged}\nrestore {seal.folder} from a copy, or seal again into another folder")
+    logger.info("%s: its table and %d entries are whole", seal.folder, seal.document.num_entries)
+
+
+def _seal(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
+    """Write what runs read of a filled cache to data.sealed; where that is done, compare it with the data."""
+    from diffsynth_lite.core.units import format_bytes
+    from diffsynth_lite.training.encoding.sealing import seal_run
+    from diffsynth_lite.training.shortages import shortages_explained
+
+    refuse_group(os.environ, "cache seal")
+    if unnamed := [str(one.path) for one in loaded if one.config.data.sealed is None]:
+        raise UserError(f"data.sealed: is not set in {', '.join(unnamed)}; name the folder to be written")
+    accelerator = caching_accelerator(loaded[0].config)
+    for one in loaded:
+        with shortages_explained(), Progress(console=Console(stderr=True, emoji=False)) as progress:
+            task = progress.add_task("sealing", total=None)
+            sealed = seal_run(one.config, accelerator, partial(_show, progress, task))
+        document, folder = sealed.document, one.config.data.sealed
+        if sealed.was_there:
+            logger.info("%s: %s holds just these data already; nothing was written.", one.path, folder)
+            continue
+        logger.info(
+            "%s: sealed in %s: %d items and %d entries, shards of %s (%d files) and a table of %s.",
+            *(one.path, folder, sum(count for *_, count in document.data.group_counts)),
+            *(document.num_entries, format_bytes(document.num_bytes - document.table_bytes)),
+            *(len(document.shards), format_bytes(document.table_bytes)),
+        )
 
 
 def _prune(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
-    """Delete the entries that none of the configs needs, after asking."""
+    """Delete the entries that none of the configs needs, after asking; what is sealed is not needed."""
     from diffsynth_lite.core.units import format_bytes
     from diffsynth_lite.data import prune
 
@@ -155,6 +200,8 @@ def _prune(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
     keep = set[str]().union(*(needed_keys(one.config, accelerator) for one in loaded))
     found = prune(cache, keep, dry_run=True)
     what = f"{found.num_files} files, {format_bytes(found.num_bytes)}, that {_none_of(loaded)}"
+    if sealed := [one.config.data.sealed for one in loaded if one.config.data.sealed is not None]:
+        what += f" beside {join_names(sealed)}"
     if not found.num_files:
         logger.info("The cache holds nothing that the configs do not need.")
         return
@@ -162,6 +209,10 @@ def _prune(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
         raise UserError(f"prune: nothing was deleted from {cache.folder}; agree when asked, or give --yes")
     prune(cache, keep, dry_run=False)
     logger.info("Deleted %s.", what)
+
+
+def _show(progress: Progress, task: TaskID, done: int, total: int) -> None:
+    progress.update(task, completed=done, total=total)
 
 
 def caching_accelerator(config: Config) -> "Accelerator":
@@ -181,6 +232,8 @@ def caching_accelerator(config: Config) -> "Accelerator":
 def fill_cache(config: Config, accelerator: "Accelerator", part: "Part | None" = None) -> int:
     """Encode all that a run will need, or one part of it; each process of a launcher does its share.
 
+    What is sealed is not looked at.
+
     Returns:
         The number of items that the run will train on, of the part.
 
@@ -190,8 +243,10 @@ def fill_cache(config: Config, accelerator: "Accelerator", part: "Part | None" =
     from diffsynth_lite.data import WHOLE
     from diffsynth_lite.training.checks import check_run
     from diffsynth_lite.training.encoding.run_encoding import encode_part, encode_run
+    from diffsynth_lite.training.encoding.seals import unsealed
     from diffsynth_lite.training.shortages import shortages_explained
 
+    config = unsealed(config)
     with shortages_explained():
         checked = check_run(config, accelerator, part or WHOLE)
         encode = partial(encode_part, part=part) if part else encode_run
@@ -206,19 +261,26 @@ def fill_cache(config: Config, accelerator: "Accelerator", part: "Part | None" =
 
 
 def needed_keys(config: Config, accelerator: "Accelerator") -> set[str]:
-    """Keys of all entries that a run reads.
+    """Keys of all entries that a run reads; those of its previews alone where its data are sealed.
 
     Raises:
         UserError: what would stop the run.
     """
     from diffsynth_lite.training.checks import check_run
-    from diffsynth_lite.training.data_settings import open_memory
-    from diffsynth_lite.training.encoding.run_encoding import plan_encoding
+    from diffsynth_lite.training.data_settings import open_memory, sealed_folder
+    from diffsynth_lite.training.encoding.run_encoding import plan_encoding, plan_previews
+    from diffsynth_lite.training.encoding.seals import open_config_seal, unsealed
     from diffsynth_lite.training.shortages import shortages_explained
 
+    seal = None if config.data.sealed is None else open_config_seal(config)
+    config = unsealed(config) if seal is None else config
     with shortages_explained():
         checked = check_run(config, accelerator)
         with open_memory(config) as memory:
+            if seal is not None:
+                job = plan_previews(config, checked.family, accelerator, memory)
+                sealed = seal.entries(seal.map_table(sealed_folder(config)))
+                return {key for key in job.prompts if key not in sealed}
             job = plan_encoding(
                 config,
                 checked.family,

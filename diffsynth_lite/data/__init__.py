@@ -15,7 +15,7 @@ from diffsynth_lite.data.encoding import (
 )
 from diffsynth_lite.data.images import load_image
 from diffsynth_lite.data.item_table import ItemRow, ItemTable
-from diffsynth_lite.data.items import DataIdentity, PromptItem, TrainingItem
+from diffsynth_lite.data.items import DataIdentity, PromptItem, TrainingItem, UsableData
 from diffsynth_lite.data.media_index import (
     FileMemory,
     FileState,
@@ -34,7 +34,13 @@ from diffsynth_lite.data.plan import (
     summary_of_bad,
 )
 from diffsynth_lite.data.records import WHOLE, Part, Record, Source
-from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule, micro_batch_sizes
+from diffsynth_lite.data.schedule import (
+    BatchLayout,
+    Orders,
+    SampleSchedule,
+    draw_order,
+    micro_batch_sizes,
+)
 from diffsynth_lite.data.sources import FoundRecords, find_records
 from diffsynth_lite.data.video import VideoFacts
 from diffsynth_lite.data.workers import is_lost_worker
@@ -60,6 +66,7 @@ __all__ = [
     "ItemTable",
     "LiveTensors",
     "MediaIndex",
+    "Orders",
     "Part",
     "PartMemory",
     "PlanRules",
@@ -71,9 +78,11 @@ __all__ = [
     "TagCounts",
     "TensorCache",
     "TrainingItem",
+    "UsableData",
     "VideoFacts",
     "adopt_parts",
     "count_tags",
+    "draw_order",
     "encode_missing",
     "find_records",
     "find_undecodable",

@@ -37,7 +37,11 @@ class EntryReader(Protocol):
     """Where the tensors of an item come from: the cache, or an encoder that makes them now."""
 
     def read(self, key: str) -> dict[str, Tensor] | None:
-        """Tensors of an entry on the CPU, or None where there is none that is whole."""
+        """Tensors of an entry on the CPU, or None where there is none that is whole.
+
+        Raises:
+            RunStoppedError: there is none that is whole, and no new one can be made.
+        """
         ...
 
 
@@ -216,22 +220,18 @@ class _MicroBatches(Dataset[Batch | RunStoppedError]):
 
     def __getitem__(self, request: _Request) -> Batch | RunStoppedError:
         with self._watch.batch():
-            return self._batch(request)
+            try:
+                return self._batch(request)
+            except RunStoppedError as error:
+                return error
 
-    def _batch(self, request: _Request) -> Batch | RunStoppedError:
+    def _batch(self, request: _Request) -> Batch:
         media: list[dict[str, Tensor]] = []
         captions: list[dict[str, Tensor]] = []
         positions = list(range(request.position, request.position + len(request.rows)))
         for position, row in zip(positions, request.rows, strict=True):
-            entry = self._read(row.media_key, row.name)
-            caption = self._read(self._caption_key(row, position), row.name)
-            if entry is None or caption is None:
-                return RunStoppedError(
-                    f"{row.name}: its entry in the cache is damaged or gone; "
-                    "the same command encodes it again and continues"
-                )
-            media.append(entry)
-            captions.append(caption)
+            media.append(self._read(row.media_key, row.name))
+            captions.append(self._read(self._caption_key(row, position), row.name))
         latents = torch.stack([entry["latents"] for entry in media])
         return Batch(
             bucket=request.rows[0].bucket,
@@ -265,14 +265,22 @@ class _MicroBatches(Dataset[Batch | RunStoppedError]):
             return variants[0]
         return variants[int(uniform(self._seed, "caption", position) * len(variants))]
 
-    def _read(self, key: str, name: str) -> dict[str, Tensor] | None:
+    def _read(self, key: str, name: str) -> dict[str, Tensor]:
         """Read an entry and keep it while there is room; all are wanted equally often, so none makes way."""
         if key in self._kept:
             return self._kept[key]
         self._watch.reads(f"{name} (cache entry {key})")
-        tensors = self._entries.read(key)
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values()) if tensors else 0
-        if tensors and self._kept_bytes + num_bytes <= KEPT_BYTES:
+        try:
+            tensors = self._entries.read(key)
+        except RunStoppedError as error:
+            raise RunStoppedError(f"{name}: {error}") from error
+        if tensors is None:
+            raise RunStoppedError(
+                f"{name}: its entry in the cache is damaged or gone; "
+                "the same command encodes it again and continues"
+            )
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        if self._kept_bytes + num_bytes <= KEPT_BYTES:
             self._kept[key] = tensors
             self._kept_bytes += num_bytes
         return tensors

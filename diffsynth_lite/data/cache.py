@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from diffsynth_lite.data.media_index import FileMemory, FileState
@@ -85,7 +85,34 @@ class TensorCache:
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
-            write_synced(temporary, save(contiguous, metadata={"xxh3": _digest(key, contiguous)}))
+            write_synced(temporary, entry_content(key, contiguous))
+
+
+def entry_content(key: str, tensors: Mapping[str, Tensor]) -> bytes:
+    """Content of the file of an entry, which :func:`parse_entry` reads.
+
+    Args:
+        key: of the entry.
+        tensors: contiguous, on the CPU.
+    """
+    return save(dict(tensors), metadata={"xxh3": _digest(key, tensors)})
+
+
+def parse_entry(key: str, content: bytes) -> dict[str, Tensor]:
+    """Tensors of an entry, from the content of its file.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        header_bytes = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + header_bytes])
+        tensors = load(content)
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"no whole entry: {error}") from error
+    if header.get("__metadata__", {}).get("xxh3") != _digest(key, tensors):
+        raise ValueError("its hash does not fit")
+    return tensors
 
 
 def require_finite(tensors: Mapping[str, Tensor]) -> None:

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.data.cache import TensorCache
+from diffsynth_lite.data.captions import TagCounts
 from diffsynth_lite.data.images import DECODER_ID as IMAGE_DECODER_ID
 from diffsynth_lite.data.images import cover, crop_of, load_image, load_mask
+from diffsynth_lite.data.item_table import ItemTable
 from diffsynth_lite.data.records import Record, is_video
 from diffsynth_lite.data.video import DECODER_ID as VIDEO_DECODER_ID
 from diffsynth_lite.data.video import clip_times, read_frames
@@ -313,6 +315,21 @@ class DataIdentity:
             media_encoder=_short(media_encoder),
             prompt_encoder=_short(prompt_encoder),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UsableData:
+    """What of a data set is not bad.
+
+    Attributes:
+        items: that are trained on.
+        identity: what these items hold, wherever their tensors are.
+        tag_counts: by the index of a source.
+    """
+
+    items: ItemTable
+    identity: DataIdentity
+    tag_counts: Mapping[int, TagCounts]
 
 
 def _short(identity: str) -> str:

@@ -34,12 +34,23 @@ class Numbers(Protocol):
     def __getitem__(self, part: slice, /) -> Indices: ...
 
 
-Orders = Callable[[str, int, Callable[[], Indices]], Numbers]
-"""What keeps drawn orders: gives that of a purpose and a number, by what draws it where none is kept."""
+class Orders(Protocol):
+    """What keeps orders that were drawn."""
+
+    def __call__(self, name: str, number: int, length: int, draw: Callable[[], Indices]) -> Numbers:
+        """One of a sequence of orders.
+
+        Args:
+            name: of the sequence, for one set of items; it has all else that decides the orders.
+            number: of the order in it.
+            length: integers in the order.
+            draw: makes it.
+        """
+        ...
 
 
-def draw_order(purpose: str, number: int, draw: Callable[[], Indices]) -> Numbers:
-    """Keep nothing."""
+def draw_order(name: str, number: int, length: int, draw: Callable[[], Indices]) -> Numbers:
+    """Keep nothing: draw the order."""
     return draw()
 
 
@@ -142,11 +153,14 @@ class SampleSchedule:
             [_floor(cycle, rate) for rate in self._blocks_per_pass] for cycle in (number, number + 1)
         )
 
+        length = sum(until) - sum(before)
+
         def draw() -> Indices:
             labels = np.repeat(np.arange(len(before), dtype=np.uint16), np.subtract(until, before))
-            return labels[permutation(self._seed, "cycle", number, len(labels))]
+            return labels[permutation(self._seed, "cycle", number, length)]
 
-        return _Cycle(before, self.sizes, self._orders("cycle", number, draw))
+        name = f"cycle of {_name(self._blocks_per_pass)} blocks, seed {self._seed}"
+        return _Cycle(before, self.sizes, self._orders(name, number, length, draw))
 
 
 class _Cycle:
@@ -207,10 +221,13 @@ class _BucketStream:
             self._pass, self._start = _find(
                 self._samples_before, self.samples_per_pass, len(self._rates), place
             )
+            self._end = self._samples_before(self._pass + 1)
             self._order = self._orders(
-                f"{self._purpose}:pass", self._pass, lambda: self._draw_pass(self._pass)
+                f"{self._purpose}, pass of {_name(self._rates)} samples, seed {self._seed}",
+                self._pass,
+                self._end - self._start,
+                lambda: self._draw_pass(self._pass),
             )
-            self._end = self._start + len(self._order)
         at = place - self._start
         return int(self._order[at : at + 1][0])
 
@@ -235,6 +252,10 @@ class _BucketStream:
             for turn in range(first, -(-end // len(members)))
         ]
         return np.concatenate([members[:0], *turns])[start - first * len(members) :][: end - start]
+
+
+def _name(rates: Sequence[Fraction]) -> str:
+    return " + ".join(map(str, rates))
 
 
 def _floor(count: int, rate: Fraction) -> int:

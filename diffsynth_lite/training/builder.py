@@ -311,6 +311,7 @@ def _build_batches(
             micro_batch_tokens=config.train.micro_batch_tokens,
         ),
         seed=config.train.seed,
+        orders=encoded.orders,
     )
     return BatchStream(
         items,

@@ -190,6 +190,11 @@ def cache_folder(config: Config) -> Path:
     return Path(config.data.cache_dir).expanduser()
 
 
+def sealed_folder(config: Config) -> Path:
+    """Folder for what this machine keeps of sealed caches: tables from elsewhere."""
+    return cache_folder(config) / "sealed"
+
+
 def index_file(folder: Path) -> Path:
     """The file in the cache's folder that remembers what files hold."""
     return folder / "index.sqlite"

@@ -49,6 +49,7 @@ from diffsynth_lite.training.distributed.agreement import (
     some_processes_first,
 )
 from diffsynth_lite.training.distributed.folder_groups import FolderGroup, find_folder_group
+from diffsynth_lite.training.encoding.seals import require_seal
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ def read_records(
 ) -> tuple[ReadRecords, ReadRecords]:
     """The training and the held-out records of a run, after a look at the headers of their files.
 
+    There are none of a run from a sealed cache: the seal is looked at instead.
+
     The first of the processes that share a cache goes first and the others find its findings, so that no file
     is read by all at once. Bad items are listed in the run's ``quarantine.jsonl``.
 
@@ -80,6 +83,9 @@ def read_records(
         part: whose training records are read, and whose files are looked at. The held-out records are all
             there: which of them are measured depends on how many there are.
     """
+    if config.data.sealed is not None:
+        problems.attempt(lambda: require_seal(config))
+        return ReadRecords(), ReadRecords()
     quarantine = Quarantine(config, part)
 
     def read_training() -> ReadRecords:

@@ -177,23 +177,26 @@ class TrackedItem:
     Attributes:
         position: in the data, which decides its noise.
         row: its name, its size and the keys of its tensors.
-        item: its files and captions.
-        read: gives its tensors, with its first caption.
+        caption: its first one.
+        read: gives its tensors, with that caption.
+        thumbnail: gives a data URL of a small JPEG, or None where there is no picture of it.
     """
 
     position: int
     row: ItemRow
-    item: TrainingItem
+    caption: str
     read: Callable[[], ValidationItem]
+    thumbnail: Callable[[], str | None]
 
-    def thumbnail(self) -> str | None:
-        """A data URL of a small JPEG; None where no picture can be made of its file, which is logged."""
-        try:
-            strip = frame_strip([_small(frame) for frame in self.item.few_frames(STRIP_FRAMES)])
-        except (UserError, OSError, MemoryError) as error:
-            logger.warning("There is no small picture of %s: %s", self.row.name, error)
-            return None
-        return jpeg_url(strip)
+
+def thumbnail_of(item: TrainingItem) -> str | None:
+    """A data URL of a small JPEG; None where no picture can be made of its file, which is logged."""
+    try:
+        strip = frame_strip([_small(frame) for frame in item.few_frames(STRIP_FRAMES)])
+    except (UserError, OSError, MemoryError) as error:
+        logger.warning("There is no small picture of %s: %s", item.name, error)
+        return None
+    return jpeg_url(strip)
 
 
 class ItemLosses:
@@ -265,7 +268,7 @@ class ItemLosses:
         described = [
             MeasuredItem(
                 name=item.row.name,
-                caption=item.item.record.captions[0],
+                caption=item.caption,
                 size=item.row.bucket.name,
                 noise_levels=self._noise_levels,
                 measured_by=key,

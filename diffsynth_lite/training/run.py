@@ -62,6 +62,7 @@ from diffsynth_lite.training.distributed.devices import describe_run
 from diffsynth_lite.training.distributed.sharding import check_sharding, require_same_expert, shards_of
 from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
+from diffsynth_lite.training.encoding.sealed_start import sealed_data
 from diffsynth_lite.training.evaluation import ValidationProtocol
 from diffsynth_lite.training.optimization.averages import AveragedWeights
 from diffsynth_lite.training.optimization.optimizers import build_average, build_optimizer, measures_average
@@ -336,6 +337,8 @@ def _load_model(
 def _encode(run: RunContext) -> TrainingData:
     """Encode the data; from then on only tensors are needed, and the records are dropped."""
     checked = run.checked
+    if run.config.data.sealed is not None:
+        return sealed_data(run.config, checked.family, run.accelerator)
     encoded = encode_run(
         run.config,
         checked.family,

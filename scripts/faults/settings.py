@@ -151,6 +151,7 @@ ELSEWHERE: dict[str, Change] = {
     "model.transformer_2_file": ("model.transformer_2_file=other.safetensors",),
     "data.path": ("data.path=elsewhere",),
     "data.cache_dir": ("data.cache_dir=elsewhere",),
+    "data.sealed": ("data.sealed=elsewhere",),
     "data.sources": ("data.path=null", "data.sources=[{path: elsewhere}]"),
     "data.dataset": ("data.path=null", "data.dataset=owner/name"),
     "data.split": ("data.path=null", "data.dataset=owner/name", "data.split=test"),

@@ -104,6 +104,7 @@ def consistent(name: str, values: dict) -> dict:
     if name == "data":
         values |= defaults(SourceSettings.model_fields) if values["sources"] else consistent("source", values)
         values |= {"cache_dir": f"cache/{values['cache_dir']}"}
+        values |= {} if values["cache"] else {"sealed": None}
         is_fixed = None not in (values["width"], values["height"])
         values |= {} if is_fixed else {"width": None, "height": None}
         values |= {

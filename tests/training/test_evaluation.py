@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import io
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ from diffsynth_lite.training.evaluation import (
     TrackedItem,
     ValidationItem,
     evaluation_mode,
+    thumbnail_of,
 )
 from diffsynth_lite.training.objective import DenoisingObjective
 
@@ -146,12 +148,14 @@ def tracked(position: int, *, bucket: Bucket = SMALL) -> TrackedItem:
             raise UserError("9.png: gone")
         return [Image.new("RGB", (600, 300), colour) for colour in ("red", "blue")[:count]]
 
+    item = SimpleNamespace(name=f"{position}.png", few_frames=few_frames)
     keys = {"media_key": f"{position:064x}", "caption_keys": (f"{position + 1:064x}",)}
     return TrackedItem(
         position=position,
         row=ItemRow(name=f"{position}.png", bucket=bucket, source=0, **keys),
-        item=SimpleNamespace(record=SimpleNamespace(captions=("a cat", "a dog")), few_frames=few_frames),
+        caption="a cat",
         read=lambda: ValidationItem(bucket=bucket, latents=torch.zeros(2, 3), conditioning={}),
+        thumbnail=partial(thumbnail_of, item),
     )
 
 
@@ -210,7 +214,7 @@ def test_a_resumed_run_goes_on_with_its_losses_and_makes_no_picture_anew(
     caplog.set_level("INFO")
     item_losses(tmp_path, tracked(0), tracked(1))[0].record(torch.nn.Identity(), 0)
     described = RunFolder(tmp_path).items_file.read_bytes()
-    monkeypatch.setattr(TrackedItem, "thumbnail", lambda _: pytest.fail("made anew"))
+    monkeypatch.setattr(f"{thumbnail_of.__module__}.frame_strip", lambda _: pytest.fail("made anew"))
     losses, recorder = item_losses(tmp_path, tracked(0), tracked(1))
     recorder.scale = 2.0
     losses.record(torch.nn.Identity(), 3)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diffsynth_lite.errors import CheckpointError
+from diffsynth_lite.files import signed_line
 
 SCHEMA = 1
 MANIFEST_NAME = "COMPLETE"
@@ -84,7 +85,7 @@ class Manifest:
             name: {"bytes": entry.num_bytes, "sha256": entry.sha256} for name, entry in self.files.items()
         }
         line = json.dumps({"schema": SCHEMA, "step": self.step, "files": files}, sort_keys=True).encode()
-        return _signed(line)
+        return signed_line(line)
 
 
 def folder_name(step: int) -> str:
@@ -170,7 +171,7 @@ def _document(path: Path) -> Any:
 def _parse(path: Path) -> Manifest:
     content = path.read_bytes()
     line = content.partition(b"\n")[0]
-    if content != _signed(line):
+    if content != signed_line(line):
         raise CheckpointError(f"{path} is damaged: its sha256 is not the one on its second line")
     try:
         document = json.loads(line)
@@ -197,7 +198,3 @@ def _check_size(path: Path, expected: int) -> None:
 
 def _is_plain_file(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
-
-
-def _signed(line: bytes) -> bytes:
-    return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"

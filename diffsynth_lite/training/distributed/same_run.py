@@ -25,7 +25,16 @@ from diffsynth_lite.training.distributed.agreement import on_all_processes
 _PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 _OWN_TO_A_MACHINE = frozenset(
     [
-        *("path", "transformer_file", "transformer_2_file", "init_from", "dir", "cache_dir", "source"),
+        *(
+            "path",
+            "transformer_file",
+            "transformer_2_file",
+            "init_from",
+            "dir",
+            "cache_dir",
+            "sealed",
+            "source",
+        ),
         *("metadata", "input_dirs", "first_frame_dir", "last_frame_dir", "mask_dir"),
         *("validation.data", "inputs", "last_frames", "num_workers", "cpu_threads"),
     ]

@@ -1,7 +1,9 @@
 """This file says all that a run encodes: media and prompts, each once, by the key of its tensors."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from typing import Never
 
 import torch
 
@@ -14,29 +16,16 @@ from diffsynth_lite.data import (
     ItemRow,
     ItemTable,
     PromptItem,
-    TagCounts,
     TensorCache,
     TrainingItem,
+    UsableData,
     count_tags,
 )
+from diffsynth_lite.data.sealed import SealedEntries
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.data_settings import cache_folder
 from diffsynth_lite.training.distributed.folder_groups import FolderGroup
-
-
-@dataclass(frozen=True, kw_only=True)
-class UsableData:
-    """What of a data set is not bad.
-
-    Attributes:
-        items: that are trained on.
-        identity: what these items hold, wherever their tensors are.
-        tag_counts: by the index of a source.
-    """
-
-    items: ItemTable
-    identity: DataIdentity
-    tag_counts: Mapping[int, TagCounts]
 
 
 class EncodingJob:
@@ -84,6 +73,22 @@ class EncodingJob:
     def passes(self) -> tuple[tuple[Mapping[str, Encodable], Encoder], ...]:
         """What each encoder encodes, in the order in which they are loaded."""
         return (self.media, self._media_encoder), (self.prompts, self._prompt_encoder)
+
+    def leave_out(self, sealed: SealedEntries) -> None:
+        """Do not encode what is sealed."""
+        self.media = {key: item for key, item in self.media.items() if key not in sealed}
+        self.prompts = {key: prompt for key, prompt in self.prompts.items() if key not in sealed}
+
+    def refuse_to_encode(self, remedy: str) -> None:
+        """Raise a UserError with a remedy where an encoder would be loaded."""
+
+        def refuse(encoder: Encoder) -> Never:
+            raise UserError(f"data.cache_dir: {self.cache.folder} lacks {encoder.what}; {remedy}")
+
+        self._media_encoder, self._prompt_encoder = (
+            replace(encoder, load=partial(refuse, encoder))
+            for encoder in (self._media_encoder, self._prompt_encoder)
+        )
 
     def add_dataset(self, plan: DatasetPlan, *, has_unconditional: bool) -> None:
         """Also encode the items of a plan and their captions, and the empty one if it is asked for."""

@@ -29,14 +29,18 @@ from diffsynth_lite.data import (
     ItemTable,
     LiveTensors,
     MediaIndex,
+    Orders,
     Part,
     PromptItem,
     Shard,
     TagCounts,
+    UsableData,
+    draw_order,
     encode_missing,
     find_undecodable,
     load_image,
 )
+from diffsynth_lite.data.sealed import SealedEntries
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.media import evenly_spread
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
@@ -53,8 +57,8 @@ from diffsynth_lite.training.dataset import (
 from diffsynth_lite.training.distributed.agreement import on_all_processes
 from diffsynth_lite.training.distributed.context import check_tokens
 from diffsynth_lite.training.distributed.same_run import require_same_items
-from diffsynth_lite.training.encoding.job import EncodingJob, UsableData
-from diffsynth_lite.training.evaluation import TrackedItem, ValidationItem
+from diffsynth_lite.training.encoding.job import EncodingJob
+from diffsynth_lite.training.evaluation import TrackedItem, ValidationItem, thumbnail_of
 from diffsynth_lite.training.shortages import shortages_explained
 
 logger = logging.getLogger(__name__)
@@ -84,6 +88,7 @@ class TrainingData:
         identity: what these items hold, wherever their tensors are.
         tag_counts: by the index of a source.
         tensors: reads the tensors of a key.
+        orders: keeps the orders in which samples are drawn.
         is_live: tensors are encoded when they are read, in the process that holds the encoders.
         validation_items: what the fixed-noise loss is measured on: the first held-out items, or the first of
             ``items`` where nothing is held out.
@@ -101,6 +106,7 @@ class TrainingData:
     validation_identity: DataIdentity
     tracked_items: Sequence[TrackedItem]
     prompts: Sequence[EncodedPrompt]
+    orders: Orders = draw_order
 
 
 def plan_encoding(
@@ -144,6 +150,15 @@ def plan_encoding(
     return job
 
 
+def plan_previews(
+    config: Config, family: ModelFamily, accelerator: Accelerator, memory: FileMemory
+) -> EncodingJob:
+    """The prompts of the previews of a run alone."""
+    job = EncodingJob(config, family, accelerator.device, find_cache_group(config, accelerator))
+    _add_previews(config, family, job, memory)
+    return job
+
+
 def _add_previews(
     config: Config, family: ModelFamily, job: EncodingJob, memory: FileMemory, part: Part = WHOLE
 ) -> None:
@@ -183,19 +198,17 @@ def encode_run(
     """
     with open_memory(config) as memory:
         job = plan_encoding(config, family, accelerator, training=training, held_out=held_out, memory=memory)
-        trained_on, measured = _encode(config, job, memory, accelerator, Quarantine(config), held_out.unread)
+        quarantine = Quarantine(config)
+        trained_on, measured = encode_job(config, job, memory, accelerator, quarantine, held_out.unread)
     validation = measured if held_out.records else trained_on
     tensors = job.cache if config.data.cache else LiveTensors(job.passes)
-    num_measured = min(config.validation.loss_items, len(validation.items))
     return TrainingData(
         items=trained_on.items,
         identity=trained_on.identity,
         tag_counts=trained_on.tag_counts,
         tensors=tensors,
         is_live=not config.data.cache,
-        validation_items=[
-            _validation_item(tensors, validation.items.row(place)) for place in range(num_measured)
-        ],
+        validation_items=measured_items(config, validation.items, tensors),
         validation_identity=validation.identity,
         tracked_items=_tracked_items(config, job.datasets[0][0], trained_on.items, tensors),
         prompts=_encoded_prompts(config, job, tensors),
@@ -229,22 +242,32 @@ def encode_part(
             config, family, accelerator, training=training, held_out=held_out, memory=memory, part=part
         )
         quarantine = Quarantine(config, part)
-        trained_on, _ = _encode(config, job, memory, accelerator, quarantine, held_out.unread)
+        trained_on, _ = encode_job(config, job, memory, accelerator, quarantine, held_out.unread)
     return trained_on
 
 
-def encode_previews(config: Config, family: ModelFamily, accelerator: Accelerator) -> list[EncodedPrompt]:
+def encode_previews(
+    config: Config, family: ModelFamily, accelerator: Accelerator, *, sealed: SealedEntries | None = None
+) -> list[EncodedPrompt]:
     """Encode the prompts of the previews alone, those that the cache does not hold; the encoder is freed.
+
+    Args:
+        config: its previews and precisions are read.
+        family: bound to its folder.
+        accelerator: device and processes.
+        sealed: entries that are taken before those of the cache.
 
     Raises:
         UserError: a picture that a preview starts from cannot be used.
     """
     with open_memory(config) as memory:
-        job = EncodingJob(config, family, accelerator.device, find_cache_group(config, accelerator))
-        _add_previews(config, family, job, memory)
+        job = plan_previews(config, family, accelerator, memory)
+        if sealed is not None:
+            job.leave_out(sealed)
         if bad := _encode_passes(config, job, memory, accelerator):
             raise UserError("\n".join(f"validation.inputs: {reason}" for reason in bad.values()))
-    return _encoded_prompts(config, job, job.cache if config.data.cache else LiveTensors(job.passes))
+    tensors = job.cache if config.data.cache else LiveTensors(job.passes)
+    return _encoded_prompts(config, job, tensors if sealed is None else sealed.before(tensors))
 
 
 def _encoded_prompts(config: Config, job: EncodingJob, tensors: EntryReader) -> list[EncodedPrompt]:
@@ -260,7 +283,7 @@ def _encoded_prompts(config: Config, job: EncodingJob, tensors: EntryReader) -> 
     ]
 
 
-def _encode(
+def encode_job(
     config: Config,
     job: EncodingJob,
     memory: FileMemory,
@@ -362,14 +385,33 @@ def _tracked_items(
     tracked = []
     for place in evenly_spread(range(len(table)), config.validation.item_losses):
         row = table.row(place)
-        read = partial(_validation_item, tensors, row)
-        # What is encoded when it is read is encoded once.
-        read_once = read if config.data.cache else cache(read)
-        tracked.append(TrackedItem(position=place, row=row, item=by_name[row.name], read=read_once))
+        read = partial(read_item, tensors, row)
+        item = by_name[row.name]
+        tracked.append(
+            TrackedItem(
+                position=place,
+                row=row,
+                caption=item.record.captions[0],
+                # What is encoded when it is read is encoded once.
+                read=read if config.data.cache else cache(read),
+                thumbnail=partial(thumbnail_of, item),
+            )
+        )
     return tracked
 
 
-def _validation_item(tensors: EntryReader, row: ItemRow) -> ValidationItem:
+def measured_items(config: Config, items: ItemTable, tensors: EntryReader) -> list[ValidationItem]:
+    """The first items of a table, as many as ``validation.loss_items``."""
+    num_measured = min(config.validation.loss_items, len(items))
+    return [read_item(tensors, items.row(place)) for place in range(num_measured)]
+
+
+def read_item(tensors: EntryReader, row: ItemRow) -> ValidationItem:
+    """An item with its first caption.
+
+    Raises:
+        RunStoppedError: an entry of it cannot be read.
+    """
     media = _require(tensors, row.media_key)
     extra = {name: tensor for name, tensor in media.items() if name not in ("latents", "loss_mask")}
     return ValidationItem(

@@ -89,7 +89,7 @@ FREE = {
         *("media_column", "caption_columns", "captions", "input_columns"),
         *("first_frame_column", "last_frame_column", "mask_column"),
         *("input_dirs", "first_frame_dir", "last_frame_dir", "mask_dir"),
-        *("cache", "cache_dir", "on_bad_item", "max_bad_ratio", "num_workers"),
+        *("cache", "cache_dir", "sealed", "on_bad_item", "max_bad_ratio", "num_workers"),
     },
     "lora": {"init_from"},
     "objective": set(),

@@ -1,0 +1,232 @@
+"""This file keeps the entries of a cache as rows of one Lance dataset, in a few large files, its shards.
+
+A row is a key, the text where the entry is of a caption, and the bytes of the file that the entry was. Rows
+are in the order of their keys, which the mapped table has as well: a key is found there by bisection.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from torch import Tensor
+
+from diffsynth_lite.data.batches import EntryReader
+from diffsynth_lite.data.cache import parse_entry
+from diffsynth_lite.data.item_table import KEY_BYTES, Column
+from diffsynth_lite.data.sealed.folder import LANCE_ERRORS, first_line, import_lance
+from diffsynth_lite.data.sealed.mapped_file import DamagedSealError
+
+_SHARD_BYTES = 4 * 2**30
+"""Of an object that a store takes in one upload of few parts; 50 TB are 12,000 of them."""
+_BATCH_BYTES = 32 * 2**20
+_BATCH_ROWS = 4096
+_REMEDY = "`diffsynth-lite cache verify` lists all that is damaged; restore it from a copy, or seal again"
+_FORMAT = "2.1"
+"""Of Lance's files: newer versions of the package read it, too."""
+_SCHEMA = pa.schema(
+    [
+        pa.field("key", pa.binary(KEY_BYTES), nullable=False),
+        pa.field("text", pa.string()),
+        # Latents and embeddings do not get smaller.
+        pa.field("entry", pa.large_binary(), nullable=False, metadata={"lance-encoding:compression": "none"}),
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EntryShard:
+    """A file of the dataset: its name below ``data/``, its rows, and its size in bytes."""
+
+    file: str
+    num_rows: int
+    num_bytes: int
+
+
+def write_entries(
+    uri: str, keys: Column, texts: Mapping[str, str], content_of: Callable[[str], bytes]
+) -> list[EntryShard]:
+    """Write the rows of all ``keys``; some tens of megabytes of them are held at a time.
+
+    Args:
+        uri: of the dataset, which must not exist.
+        keys: of all entries, ascending.
+        texts: key to the text of a caption.
+        content_of: reads an entry's file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    lance = import_lance()
+    failures: list[BaseException] = []
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        try:
+            yield from _batches(keys, texts, content_of)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    reader = pa.RecordBatchReader.from_batches(_SCHEMA, batches())
+    try:
+        dataset = lance.write_dataset(
+            reader, uri, mode="create", max_bytes_per_file=_SHARD_BYTES, data_storage_version=_FORMAT
+        )
+    except LANCE_ERRORS:
+        if failures:  # Lance knows nothing of it but its text.
+            raise failures[0] from None
+        raise
+    return [
+        EntryShard(file=file.path, num_rows=fragment.physical_rows, num_bytes=file.file_size_bytes)
+        for fragment in dataset.get_fragments()
+        for file in fragment.data_files()
+    ]
+
+
+def _batches(
+    keys: Column, texts: Mapping[str, str], content_of: Callable[[str], bytes]
+) -> Iterator[pa.RecordBatch]:
+    rows: list[tuple[bytes, str | None, bytes]] = []
+    num_bytes = 0
+    for place in range(len(keys) // KEY_BYTES):
+        packed = keys[place * KEY_BYTES : (place + 1) * KEY_BYTES]
+        content = content_of(packed.hex())
+        rows.append((packed, texts.get(packed.hex()), content))
+        num_bytes += len(content)
+        if num_bytes >= _BATCH_BYTES or len(rows) == _BATCH_ROWS:
+            yield _batch(rows)
+            rows, num_bytes = [], 0
+    if rows:
+        yield _batch(rows)
+
+
+def _batch(rows: Iterable[tuple[bytes, str | None, bytes]]) -> pa.RecordBatch:
+    columns = zip(*rows, strict=True)
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
+
+
+class SealedEntries:
+    """Reads the entries of a sealed cache, each by its row.
+
+    A process that is sent one opens the dataset anew: Lance has threads, which no fork may copy.
+
+    Args:
+        uri: of the dataset.
+        keys: of its rows, ascending.
+        shards: its files, in the order of their rows.
+    """
+
+    def __init__(self, uri: str, keys: Column, shards: tuple[EntryShard, ...]) -> None:
+        self.uri, self._keys, self._shards = uri, keys, shards
+        self._opened: Any = None
+
+    def __reduce__(self) -> tuple[type["SealedEntries"], tuple[str, Column, tuple[EntryShard, ...]]]:
+        return SealedEntries, (self.uri, self._keys, self._shards)
+
+    def __len__(self) -> int:
+        return len(self._keys) // KEY_BYTES
+
+    def __contains__(self, key: str) -> bool:
+        return self._row(key) is not None
+
+    def read(self, key: str) -> dict[str, Tensor]:
+        """Tensors of an entry on the CPU.
+
+        Raises:
+            DamagedSealError: it is not what was sealed, or cannot be read, or there is none of that key.
+        """
+        row = self._require_row(key)
+        try:
+            return parse_entry(key, self._cell(row, "entry"))
+        except ValueError as error:
+            raise DamagedSealError(
+                f"data.sealed: {self.where(row)} is damaged: {error}; {_REMEDY}"
+            ) from error
+
+    def before(self, other: EntryReader) -> EntryReader:
+        """Reads what the seal does not hold from another place."""
+        return _FirstOf(self, other)
+
+    def text(self, key: str) -> str:
+        """The caption of an entry.
+
+        Raises:
+            DamagedSealError: it cannot be read.
+        """
+        return str(self._cell(self._require_row(key), "text"))
+
+    def where(self, row: int) -> str:
+        """A row and the shard that it is in, for messages."""
+        first = 0
+        for shard in self._shards:
+            if row < first + shard.num_rows:
+                return f"row {row} of {self.uri}, in data/{shard.file}"
+            first += shard.num_rows
+        return f"row {row} of {self.uri}"
+
+    def problems(self, progress: Callable[[int, int], None]) -> Iterator[str]:
+        """What is damaged, one line each; reads everything.
+
+        Args:
+            progress: called with the number of rows that were looked at, and of all.
+        """
+        row = 0
+        for number, shard in enumerate(self._shards):
+            end = row + shard.num_rows
+            try:
+                for batch in self._dataset().get_fragment(number).to_batches(columns=["key", "entry"]):
+                    yield from self._problems_of(batch, row)
+                    row += len(batch)
+                    progress(row, len(self))
+            except LANCE_ERRORS as error:
+                yield f"{self.uri}, data/{shard.file}: cannot be read: {first_line(error)}"
+            row = end
+
+    def _problems_of(self, batch: pa.RecordBatch, first: int) -> Iterator[str]:
+        columns = (batch.column(name).to_pylist() for name in ("key", "entry"))
+        for row, (packed, content) in enumerate(zip(*columns, strict=True), start=first):
+            try:
+                if packed != self._key_at(row):
+                    raise ValueError("its key is not the one in the table")
+                parse_entry(packed.hex(), content)
+            except ValueError as error:
+                yield f"{self.where(row)}: {error}"
+
+    def _require_row(self, key: str) -> int:
+        row = self._row(key)
+        if row is None:
+            raise DamagedSealError(f"data.sealed: {self.uri} has no entry {key}; {_REMEDY}")
+        return row
+
+    def _row(self, key: str) -> int | None:
+        packed = bytes.fromhex(key)
+        row = bisect_left(range(len(self)), packed, key=self._key_at)
+        return row if row < len(self) and self._key_at(row) == packed else None
+
+    def _key_at(self, row: int) -> bytes:
+        return self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]
+
+    def _cell(self, row: int, column: str) -> Any:
+        try:
+            return self._dataset().take([row], columns=[column]).column(0)[0].as_py()
+        except LANCE_ERRORS as error:
+            raise DamagedSealError(
+                f"data.sealed: {self.where(row)} cannot be read: {first_line(error)}; {_REMEDY}"
+            ) from error
+
+    def _dataset(self) -> Any:
+        if self._opened is None:
+            self._opened = import_lance().dataset(self.uri)
+        return self._opened
+
+
+class _FirstOf:
+    """Entries of a seal, and others from another place."""
+
+    def __init__(self, sealed: SealedEntries, other: EntryReader) -> None:
+        self._sealed, self._other = sealed, other
+
+    def read(self, key: str) -> dict[str, Tensor] | None:
+        return self._sealed.read(key) if key in self._sealed else self._other.read(key)

@@ -1,0 +1,110 @@
+"""This file gives a run its data from a sealed cache: neither media nor single entries are read."""
+
+import logging
+from functools import partial
+
+from accelerate import Accelerator
+
+from diffsynth_lite.config import Config
+from diffsynth_lite.data import DataIdentity, ItemTable
+from diffsynth_lite.data.sealed import Seal, SealedEntries, StoredOrders
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import evenly_spread
+from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.training.data_settings import cache_folder, sealed_folder
+from diffsynth_lite.training.dataset import find_cache_group
+from diffsynth_lite.training.distributed.agreement import on_all_processes, some_processes_first
+from diffsynth_lite.training.distributed.same_run import require_same_items
+from diffsynth_lite.training.encoding.job import EncodingJob
+from diffsynth_lite.training.encoding.run_encoding import (
+    TrainingData,
+    encode_previews,
+    measured_items,
+    read_item,
+)
+from diffsynth_lite.training.encoding.seals import require_seal
+from diffsynth_lite.training.evaluation import TrackedItem
+
+logger = logging.getLogger(__name__)
+
+
+def sealed_data(config: Config, family: ModelFamily, accelerator: Accelerator) -> TrainingData:
+    """The data of a run from the seal that its config names.
+
+    What does not depend on the number of items is compared: settings, encoders, and what several processes
+    have. Items and entries are checked when they are read.
+
+    Args:
+        config: its data and validation are read.
+        family: bound to its folder.
+        accelerator: device and processes.
+
+    Raises:
+        UserError: the seal was made with other settings or encoders, or processes have different ones.
+        RunStoppedError: it is damaged.
+    """
+    seal = require_seal(config)
+    on_all_processes(accelerator, lambda: _require_same_encoders(config, family, accelerator, seal))
+    group = find_cache_group(config, accelerator)
+    table, _ = some_processes_first(
+        accelerator, lambda: seal.map_table(sealed_folder(config)), lambda _: None, is_first=group.is_first
+    )
+    document = seal.document
+    items = seal.items(table, document.data)
+    held_out = None if document.validation is None else seal.items(table, document.validation)
+    require_same_items(accelerator, items, held_out or ItemTable.build([]))
+    logger.info(
+        "data.sealed: %d items and %d entries of %s; media and cache are not looked at.",
+        *(len(items), document.num_entries, seal.folder),
+    )
+    entries = seal.entries(table)
+    measured = document.data if document.validation is None else document.validation
+    return TrainingData(
+        items=items,
+        identity=document.data.identity,
+        tag_counts=document.data.tag_counts,
+        tensors=entries,
+        is_live=False,
+        validation_items=measured_items(config, held_out or items, entries),
+        validation_identity=measured.identity,
+        tracked_items=_tracked_items(config, seal, items, entries),
+        prompts=encode_previews(config, family, accelerator, sealed=entries),
+        orders=StoredOrders(cache_folder(config) / "orders", identity=seal.digest),
+    )
+
+
+def _require_same_encoders(config: Config, family: ModelFamily, accelerator: Accelerator, seal: Seal) -> None:
+    job = EncodingJob(config, family, accelerator.device, find_cache_group(config, accelerator))
+    (_, media_encoder), (_, prompt_encoder) = job.passes
+    now = DataIdentity.of([], media_encoder=media_encoder.identity, prompt_encoder=prompt_encoder.identity)
+    sealed = seal.document.data.identity
+    differing = [
+        f"the {what} is {is_now}, and was {was}"
+        for what, is_now, was in (
+            ("autoencoder", now.media_encoder, sealed.media_encoder),
+            ("text encoder", now.prompt_encoder, sealed.prompt_encoder),
+        )
+        if is_now != was
+    ]
+    if differing:
+        raise UserError(
+            f"data.sealed: {seal.folder} was sealed with another model.path: {' and '.join(differing)}; "
+            "restore it, or name another folder and seal again"
+        )
+
+
+def _tracked_items(config: Config, seal: Seal, items: ItemTable, entries: SealedEntries) -> list[TrackedItem]:
+    """Items spread over the whole table; small pictures of those that were tracked when it was sealed."""
+    tracked = []
+    for place in evenly_spread(range(len(items)), config.validation.item_losses):
+        row = items.row(place)
+        tracked.append(
+            TrackedItem(
+                position=place,
+                row=row,
+                caption=entries.text(row.caption_keys[0]),
+                read=partial(read_item, entries, row),
+                thumbnail=partial(seal.document.thumbnails.get, place),
+            )
+        )
+    return tracked

@@ -1,0 +1,87 @@
+"""This file says which settings a sealed cache depends on, and holds those of a run against it."""
+
+from typing import Any
+
+from diffsynth_lite.config import Config, SourceSettings
+from diffsynth_lite.data.sealed import Seal, SealFolder, open_seal
+from diffsynth_lite.errors import UserError, join_names
+from diffsynth_lite.redaction import redacted
+
+_FREE_OF_DATA = frozenset(
+    [
+        *("sources", "caption_dropout", "cache", "cache_dir", "sealed"),
+        *("on_bad_item", "max_bad_ratio", "num_workers"),
+    ]
+)
+"""Settings of ``data`` that change no item, or are compared in another way."""
+_FREE_OF_SOURCES = frozenset(["repeats", "weight"])
+"""How often an item is seen is no part of it."""
+_OF_THE_MODEL = ("family", "text_encoder_dtype", "text_encoder_quantize", "vae_dtype", "vae_tiling")
+_DROPS_CAPTIONS = "data.caption_dropout above 0"
+
+
+def seal_settings(config: Config) -> dict[str, Any]:
+    """The settings that the items of a run depend on, by dotted key, with secrets masked.
+
+    Where the data are counts: a seal does not follow them to another folder.
+    """
+    data, validation = config.data, config.validation
+    values = data.model_dump(mode="json", exclude={*_FREE_OF_DATA, *SourceSettings.model_fields})
+    settings = {f"data.{name}": value for name, value in values.items()}
+    for key, source in data.sources_by_key.items():
+        own = source.model_dump(mode="json", exclude=set(_FREE_OF_SOURCES))
+        settings |= {f"{key}.{name}": value for name, value in own.items()}
+    model = config.model.model_dump(mode="json", include=set(_OF_THE_MODEL))
+    settings |= {f"model.{name}": value for name, value in model.items()}
+    settings[_DROPS_CAPTIONS] = data.caption_dropout > 0
+    settings["validation.data"] = validation.data
+    if validation.data is not None:
+        settings["validation.loss_items"] = validation.loss_items
+    return redacted(settings)
+
+
+def unsealed(config: Config) -> Config:
+    """A config whose run looks at the media and the cache."""
+    return config.model_copy(update={"data": config.data.model_copy(update={"sealed": None})})
+
+
+def open_config_seal(config: Config) -> Seal | None:
+    """The seal that a config names, or None where none is there.
+
+    Raises:
+        UserError: it is damaged or out of reach, or was made with other settings.
+    """
+    assert config.data.sealed is not None
+    seal = open_seal(SealFolder(config.data.sealed))
+    if seal is not None:
+        _require_same_settings(seal, seal_settings(config))
+    return seal
+
+
+def require_seal(config: Config) -> Seal:
+    """The seal that a run trains from.
+
+    Raises:
+        UserError: there is none, or as :func:`open_config_seal`.
+    """
+    seal = open_config_seal(config)
+    if seal is None:
+        raise UserError(
+            f"data.sealed: {config.data.sealed} holds no sealed cache; `diffsynth-lite cache seal` with this "
+            "config writes it, or remove the setting to train from the cache as it is"
+        )
+    return seal
+
+
+def _require_same_settings(seal: Seal, settings: dict[str, Any]) -> None:
+    sealed = seal.document.settings
+    differing = [
+        f"{key} was {sealed.get(key)!r}, is {settings.get(key)!r}"
+        for key in dict.fromkeys([*settings, *sealed])
+        if sealed.get(key) != settings.get(key) and not (key == _DROPS_CAPTIONS and sealed.get(key))
+    ]
+    if differing:
+        raise UserError(
+            f"data.sealed: {seal.folder} was sealed with other settings: {join_names(differing)}; restore "
+            "them, or name another folder and seal again"
+        )

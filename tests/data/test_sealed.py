@@ -1,0 +1,211 @@
+"""A sealed cache gives back what was sealed, or says which row of which file is not what it was."""
+
+import hashlib
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from diffsynth_lite.data import Bucket, DataIdentity, ItemRow, ItemTable, TagCounts, TensorCache, UsableData
+from diffsynth_lite.data.sealed import (
+    DamagedSealError,
+    SealContent,
+    SealFolder,
+    StoredOrders,
+    open_seal,
+    write_seal,
+)
+from diffsynth_lite.errors import UserError
+
+NUM_ITEMS = 40
+KEYS = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(2 * NUM_ITEMS + 1)]
+ROWS = [
+    ItemRow(
+        name=f"{number}.png",
+        bucket=Bucket(width=32, height=16 * (1 + number % 2), inputs=((8, 8),) * (number % 2)),
+        source=number % 3,
+        media_key=KEYS[2 * number],
+        caption_keys=(KEYS[2 * number + 1], KEYS[1]),
+        unconditional_key=KEYS[-1],
+    )
+    for number in range(NUM_ITEMS)
+]
+IDENTITY = DataIdentity(items="40", num_buckets=2, decoder="d", media_encoder="m", prompt_encoder="p")
+DATA = UsableData(
+    items=ItemTable.build(ROWS), identity=IDENTITY, tag_counts={1: TagCounts(3, {"b": 2, "a": 1})}
+)
+HELD_OUT = UsableData(items=ItemTable.build(ROWS[:3]), identity=IDENTITY, tag_counts={})
+CONTENT = SealContent(
+    settings={"data.width": 64},
+    data=DATA,
+    validation=HELD_OUT,
+    more_keys=[KEYS[0]],
+    texts={KEYS[1]: "a red circle"},
+    thumbnails={3: "data:image/jpeg;base64,"},
+)
+
+
+def nothing(done: int, total: int) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> TensorCache:
+    cache = TensorCache(tmp_path_factory.mktemp("cache"))
+    for number, key in enumerate(KEYS):
+        cache.write(key, {"latents": torch.full((2, 3), number), "mask": torch.ones(number % 4)})
+    return cache
+
+
+@pytest.fixture(params=["{}", "file-object-store://{}"], ids=["folder", "uri"])
+def folder(tmp_path: Path, request: pytest.FixtureRequest) -> SealFolder:
+    """On a disk by its path, and as an object store reads it."""
+    return SealFolder(request.param.format(tmp_path / "sealed"))
+
+
+def test_what_was_sealed_comes_back_by_path_and_by_uri_also_in_another_process(
+    folder: SealFolder, cache: TensorCache, tmp_path: Path
+) -> None:
+    assert open_seal(folder) is None
+    document = write_seal(folder, CONTENT, cache, nothing)
+    seal = open_seal(folder)
+    assert seal is not None
+    assert seal.document == document
+    assert document.num_entries == len(KEYS)
+    assert document.data.identity == IDENTITY
+    assert document.data.tag_counts == DATA.tag_counts
+    table = seal.map_table(tmp_path / "copies")
+    assert (tmp_path / "copies").exists() == (not folder.is_local)
+    assert document.validation is not None
+    for sealed, given in ((document.data, DATA), (document.validation, HELD_OUT)):
+        items = seal.items(table, sealed)
+        assert list(items) == list(given.items)
+        assert items.facts() == given.items.facts()
+        members = [(group.bucket, group.source, group.members().tolist()) for group in items.groups]
+        assert members == [(each.bucket, each.source, each.members().tolist()) for each in given.items.groups]
+    entries = seal.entries(table)
+    for reader in (entries, pickle.loads(pickle.dumps(entries))):
+        for key in KEYS:
+            read, written = reader.read(key), cache.read(key)
+            assert read.keys() == written.keys()
+            assert all(torch.equal(read[name], written[name]) for name in read)
+    assert entries.text(KEYS[1]) == "a red circle"
+    assert "ab" * 32 not in entries
+    with pytest.raises(DamagedSealError, match="has no entry abab"):
+        entries.read("ab" * 32)
+    assert list(seal.problems(tmp_path / "copies", nothing)) == []
+
+
+def test_a_sealing_that_was_killed_leaves_no_seal_and_is_done_again(
+    folder: SealFolder, cache: TensorCache
+) -> None:
+    def killed(done: int, total: int) -> None:
+        if done == total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_seal(folder, CONTENT, cache, killed)
+    assert open_seal(folder) is None
+    folder.upload(cache.path(KEYS[0]), "entries.lance/data/left.lance")
+    folder.upload(cache.path(KEYS[0]), "items.table")
+    first = write_seal(folder, CONTENT, cache, nothing)
+    assert "entries.lance/data/left.lance" not in folder.names()
+    other = write_seal(SealFolder(f"{folder}-other"), CONTENT, cache, nothing)
+    assert (first.data, first.keys, first.table_bytes) == (other.data, other.keys, other.table_bytes)
+    with pytest.raises(UserError, match="holds SEALED and is no sealed cache"):
+        write_seal(folder, CONTENT, cache, nothing)
+
+
+def test_damage_is_found_and_named(cache: TensorCache, tmp_path: Path) -> None:
+    root = tmp_path / "sealed"
+    write_seal(SealFolder(str(root)), CONTENT, cache, nothing)
+    seal = open_seal(SealFolder(str(root)))
+    [shard] = (root / "entries.lance/data").iterdir()
+    whole = {path: path.read_bytes() for path in (shard, root / "items.table", root / "SEALED")}
+
+    def damaged(path: Path, place: int) -> None:
+        for each, content in whole.items():
+            each.write_bytes(content)
+        content = bytearray(whole[path])
+        content[place] ^= 1
+        path.write_bytes(content)
+
+    row = sorted(KEYS).index(KEYS[7])
+    damaged(shard, whole[shard].index(torch.full((2, 3), 7).numpy().tobytes()))
+    entries = seal.entries(seal.map_table(tmp_path))
+    with pytest.raises(DamagedSealError, match=f"row {row} of .* in data/{shard.name} is damaged"):
+        entries.read(KEYS[7])
+    assert entries.read(KEYS[8])["latents"][0, 0] == 8
+    [problem] = seal.problems(tmp_path, nothing)
+    assert problem.startswith(f"row {row} of ")
+
+    damaged(root / "items.table", whole[root / "items.table"].index(b"11.png"))
+    with pytest.raises(
+        DamagedSealError, match=r"items.table is damaged between its bytes 0 and .*; seal again"
+    ):
+        seal.items(seal.map_table(tmp_path), seal.document.data).row(11)
+    first, *_ = seal.problems(tmp_path, nothing)
+    assert "names of data" in first
+
+    damaged(root / "SEALED", 100)
+    with pytest.raises(UserError, match="SEALED is damaged"):
+        open_seal(SealFolder(str(root)))
+    damaged(root / "items.table", 0)
+    (root / "items.table").write_bytes(whole[root / "items.table"][:-1])
+    with pytest.raises(DamagedSealError, match=r"bytes, and .* were written"):
+        seal.map_table(tmp_path)
+    (root / "items.table").write_bytes(whole[root / "items.table"])
+    shard.unlink()
+    with pytest.raises(DamagedSealError, match="cannot be read"):
+        seal.entries(seal.map_table(tmp_path)).read(KEYS[0])
+
+
+def test_an_entry_that_is_gone_or_damaged_is_not_sealed(cache: TensorCache, tmp_path: Path) -> None:
+    own = TensorCache(tmp_path / "cache")
+    for key in KEYS[1:]:
+        own.write(key, cache.read(key))
+    with pytest.raises(UserError, match="is not there; fill the cache"):
+        write_seal(SealFolder(str(tmp_path / "one")), CONTENT, own, nothing)
+    own.path(KEYS[0]).parent.mkdir(exist_ok=True)
+    own.path(KEYS[0]).write_bytes(own.path(KEYS[1]).read_bytes())
+    with pytest.raises(UserError, match="is damaged: its hash does not fit; `diffsynth-lite cache verify`"):
+        write_seal(SealFolder(str(tmp_path / "two")), CONTENT, own, nothing)
+
+
+def test_without_lance_the_install_line_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "lance", None)
+    with pytest.raises(UserError, match=r"pip install 'diffsynth_lite\[lance\]'"):
+        open_seal(SealFolder("s3://bucket/folder"))
+
+
+def test_an_order_is_drawn_once_and_the_one_before_is_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    drawn = []
+
+    def order(number: int, length: int = 5000) -> np.ndarray:
+        def draw() -> np.ndarray:
+            drawn.append(number)
+            return np.random.default_rng(number).permutation(length)
+
+        given = StoredOrders(tmp_path, identity="a", fewest=100)("pass", number, length, draw)
+        assert len(given) == length
+        assert np.array_equal(given[:], np.random.default_rng(number).permutation(length))
+        return given[7:9]
+
+    order(0), order(0), order(1)
+    assert drawn == [0, 1]
+    [path] = tmp_path.glob("*.order")
+    order(2, length=99)
+    assert drawn == [0, 1, 2]
+    assert list(tmp_path.glob("*.order")) == [path]
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DamagedSealError, match=f"remove {path}"):
+        order(1)
+    (tmp_path / "file").touch()
+    orders = StoredOrders(tmp_path / "file", identity="a", fewest=1)
+    assert orders("pass", 0, 3, lambda: np.arange(3))[:].tolist() == [0, 1, 2]
+    assert "each process draws its own" in caplog.text
