@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from difflib import SequenceMatcher
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from meters import print_table
 
@@ -24,7 +25,7 @@ _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, to
 
 def code_lines(source: str, *, with_imports: bool = True) -> list[str]:
     """The lines of code of ``source``, without their indentation."""
-    nodes = [node for node in ast.walk(ast.parse(source)) if _is_left_out(node, with_imports)]
+    nodes: list[Any] = [node for node in ast.walk(ast.parse(source)) if _is_left_out(node, with_imports)]
     left_out = {line for node in nodes for line in range(node.lineno, node.end_lineno + 1)}
     used = {
         line

@@ -17,6 +17,7 @@ from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.lora.linear import use_lora_linear
 from diffsynth_lite.pipelines import Conditioning, ModelFamily, load_family
 from diffsynth_lite.pipelines.base.batching import INPUT
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.release_folder import full_config, write_release
 from diffsynth_lite.releases.release import Pixels
 
@@ -37,7 +38,7 @@ class FamilySubject(TrainedModel):
 
     def __init__(
         self,
-        family: ModelFamily,
+        family: DiffusersFamily,
         release: CountedRelease,
         pixels: Pixels,
         device: torch.device,

@@ -39,13 +39,17 @@ from contextlib import ExitStack, closing, contextmanager, redirect_stderr, redi
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from peer_loops import LEARNING_RATE, WEIGHT_DECAY, Loop, MicroBatch, Work, noise_levels
 from torch import Tensor
+
+if TYPE_CHECKING:  # only what a loop needs is imported
+    from diffsynth_lite.config import Config
+    from diffsynth_lite.training.builder import TrainingObjects
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 MODES = {"plain": (False, False), "checkpointed": (True, False), "offload": (True, True)}
@@ -230,7 +234,7 @@ def take_turns(settings: Sequence[str], loops: Mapping[str, Loop], num_rounds: i
     times: dict[str, list[float]] = {TRAINER: [], **{name: [] for name in loops}}
     began_at: list[float] = []
 
-    def turn(built: Any, step: int) -> Any:
+    def turn(built: "TrainingObjects", step: int) -> Any:
         # The trainer's step lasts until it would begin the next one.
         if began_at:
             times[TRAINER].append(time.process_time() - began_at.pop())
@@ -262,7 +266,7 @@ class LossOfRun:
         run: what its steps work with.
     """
 
-    def __init__(self, config: Any, run: Any) -> None:
+    def __init__(self, config: "Config", run: "TrainingObjects") -> None:
         from diffsynth_lite.training.builder import build_engine
 
         self.model = run.transformer
@@ -322,7 +326,7 @@ def measure_alone(options: argparse.Namespace) -> list[float]:
     if name == TRAINER:
         from diffsynth_lite.training.trainer import train_step
 
-        def step(built: Any, number: int) -> Any:
+        def step(built: "TrainingObjects", number: int) -> Any:
             result = train_step(built, number)
             if number == 1:
                 figures.append(time.process_time())

@@ -222,7 +222,8 @@ def rounded(weight: Tensor, name: str) -> Tensor:
     if name == "bf16":
         return weight.bfloat16().float()
     chosen = weight_format(name)
-    values, scales = chosen.empty(*weight.shape, CPU)
+    num_rows, num_columns = weight.shape
+    values, scales = chosen.empty(num_rows, num_columns, CPU)
     chosen.write(weight, 0, values, scales)
     return chosen.dense(values, scales, weight.shape, torch.float32)
 

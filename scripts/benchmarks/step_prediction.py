@@ -43,6 +43,7 @@ from diffsynth_lite.core.gradient import (
 from diffsynth_lite.core.weights import Int8, Quantization
 from diffsynth_lite.lora import add_adapter, find_target_layers
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.quantized import quantizable_layers
 from diffsynth_lite.releases.release import Pixels
 from diffsynth_lite.training.planning.device_speed import DeviceSpeed, StepPart
@@ -137,7 +138,7 @@ SUBJECTS = {
 class RealStep:
     """Optimizer steps of a model on the CPU, as the trainer takes them."""
 
-    def __init__(self, family: ModelFamily, subject: Subject, settings: StepSettings) -> None:
+    def __init__(self, family: DiffusersFamily, subject: Subject, settings: StepSettings) -> None:
         torch.manual_seed(0)
         (component,) = family.trained
         model = family.component_class(component).from_config(family.folder.component_config(component))

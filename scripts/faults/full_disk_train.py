@@ -9,7 +9,7 @@ from diffsynth_lite.cli import train
 from diffsynth_lite.errors import exit_code
 from diffsynth_lite.training.checkpoint import store
 
-_write = store.write_synced
+_write = store.write_synced  # type: ignore[attr-defined]
 
 
 def _full_at_step_4(path: Path, content: bytes) -> None:
@@ -36,5 +36,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    store.write_synced = _full_at_step_4
+    store.write_synced = _full_at_step_4  # type: ignore[attr-defined]
     sys.exit(main(sys.argv[1:]))
