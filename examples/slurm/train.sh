@@ -24,7 +24,7 @@ set -u
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240
 
 # srun takes no cores over from sbatch since SLURM 22.05: all processes of a node would share one.
-export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:?say how many: sbatch --cpus-per-task}"
 
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # Jobs may share a node: each has a port of its own.
@@ -34,7 +34,7 @@ port=$((20000 + SLURM_JOB_ID % 10000))
 is_stopped=
 trap 'is_stopped=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 
-# A node whose torchrun has ended takes the others with it, which else may wait for it.
+# Nodes whose torchrun goes on when that of another one has ended are waited for, and then ended as well.
 srun --label --wait=300 torchrun \
     --nnodes "$SLURM_JOB_NUM_NODES" --nproc_per_node "${SLURM_GPUS_ON_NODE:-1}" \
     --rdzv_backend c10d --rdzv_endpoint "$first_node:$port" --rdzv_id "$SLURM_JOB_ID" \

@@ -34,12 +34,11 @@ GresTypes=gpu
 SlurmdParameters=config_overrides
 InactiveLimit=0
 KillWait=30
-SlurmdTimeout={lost_after_s}
+SlurmdTimeout=60
 ReturnToService=2
 NodeName={nodes} CPUs=8 Sockets=1 CoresPerSocket=8 RealMemory=1000 Gres=gpu:{gpus}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-_LOST_AFTER_S = 60
 _READY_WITHIN_S = 60.0
 
 
@@ -112,23 +111,14 @@ def simulated_slurm(root: Path) -> Iterator[Cluster]:
     """
     (root / "state").mkdir()
     with two_nodes(root) as nodes:
-        first = nodes[0].name
-        (root / "slurm.conf").write_text(
-            _CONFIG.format(
-                first=first,
-                root=root,
-                nodes=",".join(NAMES),
-                gpus=GPUS_PER_NODE,
-                lost_after_s=_LOST_AFTER_S,
-            )
-        )
+        configured = _CONFIG.format(first=NAMES[0], root=root, nodes=",".join(NAMES), gpus=GPUS_PER_NODE)
+        (root / "slurm.conf").write_text(configured)
         for number in range(GPUS_PER_NODE):
             (root / f"gpu{number}").touch()
         (root / "gres.conf").write_text(f"Name=gpu File={root}/gpu[0-{GPUS_PER_NODE - 1}]\n")
         key = root / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
-        root.chmod(0o755)
         cluster = Cluster(root=root, nodes=nodes)
         files = {"socket": "munge.socket", "key-file": key.name, "pid-file": "munge.pid"}
         files |= {"log-file": "munge.log", "seed-file": "munge.seed"}

@@ -144,7 +144,7 @@ def run_on_two_nodes(bench: Bench) -> Result:
 
         _refuse_on_both(own, nodes, disks)
     return Result(
-        f"{4} starts, 3 refused",
+        "5 starts, 3 refused",
         f"equal bit for bit with folders shared, and with own ones, stopped after step {status['step']} and "
         f"continued with a node {late_s:.0f} s late; finished ones end at once; each node's log says how it "
         "ended",

@@ -32,7 +32,6 @@ class Node:
         name: by which the other one finds it.
         pid: of its first process.
         holder: the process whose end takes all others of the node with it.
-        hosts: its ``/etc/hosts``.
     """
 
     name: str

@@ -11,7 +11,6 @@ from tiny_run import REPOSITORY, TinyRun
 
 from faults.bench import PLAIN, Bench, Result, assert_same
 from faults.clusters import Cluster, simulated_slurm
-from faults.damage import wait_for_steps
 
 EXAMPLES = REPOSITORY / "examples" / "slurm"
 NUM_PARTS = 3
@@ -22,6 +21,7 @@ SHARDED = "memory.shard_base=node"
 TIME_LIMIT = ("--time=2", "--signal=B:USR1@30")
 """Minutes, and seconds before their end; SLURM looks twice a minute."""
 LOST = "the processes of this run could not reach each other"
+_STEP = re.compile(r"^0: \S+ step \d+/", re.MULTILINE)
 _LIMIT_S = 900.0
 
 
@@ -40,6 +40,17 @@ class _Jobs:
         """What a training job printed."""
         path = self.cluster.root / f"train-{job}.log"
         return path.read_text(errors="replace") if path.exists() else ""
+
+    def num_steps(self, job: str) -> int:
+        """How many steps a job has logged, in all starts of it."""
+        return len(_STEP.findall(self.log(job)))
+
+    def wait_for_steps(self, job: str, num_steps: int) -> None:
+        """Wait until a job has logged so many steps."""
+        end = time.monotonic() + _LIMIT_S
+        while self.num_steps(job) < num_steps:
+            assert time.monotonic() < end, self.log(job)
+            time.sleep(0.2)
 
     def ended(self, job: str, state: str) -> str:
         """Wait until a job has ended so; its log, in which each of its nodes says how the run ended."""
@@ -78,10 +89,11 @@ def run_the_examples(bench: Bench) -> Result:
         assert {line[0] for line in again.splitlines() if "This run is finished" in line} == {"0", "1"}, again
         seconds = _end_early(jobs, run.root / "ended")
     return Result(
-        f"{NUM_PARTS} parts of a cache, 8 jobs that train",
-        f"stopped 30 s before its time was up, queued again by itself and continued, {steps + 2} steps equal "
-        "bit for bit; finished ones end at once, on both nodes; a cancelled step is saved and not queued "
-        f"again; processes of a node killed: the job ended {seconds:.0f} s later, its log says why",
+        f"{NUM_PARTS} parts of a cache, 9 jobs that train",
+        f"stopped before its time was up, queued again by itself and continued, {steps + 2} steps equal bit "
+        "for bit, with the base shared and not; finished ones end at once; SIGTERM and scancel save, the "
+        "cancel of a step does not, none is queued again; processes of a node killed: its job ended "
+        f"{seconds:.0f} s later, and says why",
     )
 
 
@@ -108,7 +120,7 @@ def _reach_the_time_limit(jobs: _Jobs, folder: Path) -> int:
     saved = json.loads(status.read_text())
     assert saved["state"] == "interrupted", saved
     assert saved["step"] > 0, saved
-    wait_for_steps(folder, saved["step"] + 2)
+    jobs.wait_for_steps(job, jobs.num_steps(job) + 2)
     (folder / "STOP").touch()
     jobs.cluster.wait_until(job, "FAILED", limit_s=_LIMIT_S)
     log = jobs.log(job)
@@ -129,22 +141,20 @@ def _end_early(jobs: _Jobs, folder: Path) -> float:
         Seconds from the moment when the processes of one node are killed until its job has ended.
     """
     settings = f"train.steps={ENDLESS}", f"output.dir={folder}"
-    saved = 0
-    for words, state, says in (
-        (("--signal=TERM", "{}"), "FAILED", "stopped after step"),
-        (("{}",), "CANCELLED", "stopped after step"),
-        (("{}.0",), "FAILED", None),
+    for words, state, is_saved in (
+        (("--signal=TERM", "{}"), "FAILED", True),
+        (("{}",), "CANCELLED", True),
+        (("{}.0",), "FAILED", False),
     ):
         job = jobs.train(*settings)
-        wait_for_steps(folder, saved + 2)
+        jobs.wait_for_steps(job, 2)
         jobs.cluster.said("scancel", *(word.format(job) for word in words))
         log = jobs.ended(job, state)
-        if says is not None:
-            assert {line[0] for line in log.splitlines() if says in line} == {"0", "1"}, log
-            saved = int(json.loads((folder / "status.json").read_text())["step"])
+        said = {line[0] for line in log.splitlines() if "stopped after step" in line}
+        assert said == ({"0", "1"} if is_saved else set()), log
 
     job = jobs.train(*settings)
-    wait_for_steps(folder, saved + 2)
+    jobs.wait_for_steps(job, 2)
     jobs.cluster.nodes[1].signal(signal.SIGKILL, "diffsynth_lite.cli.train")
     began_at = time.monotonic()
     log = jobs.ended(job, "FAILED")

@@ -55,6 +55,13 @@ def test_an_item_tells_what_came_of_it_why_it_failed_and_that_it_took_too_long(t
     assert "killed after 0.3 s" in hanging.last_lines()
 
 
+def test_an_item_says_what_it_needs_and_is_not_here() -> None:
+    for item in ITEMS.values():
+        assert set(item.missing()) <= set(item.needs)
+    item = Item(what="a fault", bar="nothing", prove=ITEMS["N2"].prove, needs=("sh", "no-such-program"))
+    assert item.missing() == ["no-such-program"]
+
+
 def test_an_unknown_item_is_refused() -> None:
     with pytest.raises(SystemExit, match="Z9"):
         main(ITEMS, ["--only", "Z9"])
