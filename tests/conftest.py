@@ -15,7 +15,6 @@ os.environ.update(
 
 import hypothesis
 import pytest
-import torch
 from browser import browser  # noqa: F401
 
 # A change is judged by the same examples each time; elsewhere new ones are tried.
@@ -24,9 +23,6 @@ hypothesis.settings.register_profile("exploring", deadline=None)
 hypothesis.settings.load_profile("repeatable" if os.environ.get("CI") else "exploring")
 
 gc.disable()  # until all tests are imported, which makes no garbage
-
-# Two OpenMP threads on a busy two-core machine made tiny models up to 60 times slower.
-torch.set_num_threads(1)
 
 # No test loses power; a tiny run waits some forty times for the disk, 3 ms each.
 os.fsync = lambda _descriptor: None
@@ -47,6 +43,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # At the end of the tests one process would else be left alone with minutes of work.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+    import torch  # not above: the process of pytest-xdist that hands out the tests needs none of it
+
+    # Two OpenMP threads on a busy two-core machine made tiny models up to 60 times slower.
+    torch.set_num_threads(1)
     if torch.cuda.is_available():
         return
     for item in items:
