@@ -182,7 +182,7 @@ def _seal(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
             logger.info("%s: %s holds just these data already; nothing was written.", one.path, folder)
             continue
         logger.info(
-            "%s: sealed in %s: %d items and %d entries, shards of %s (%d files) and a table of %s.",
+            "%s: sealed in %s: %d items and %d entries; shards: %s in %d; table: %s.",
             *(one.path, folder, sum(count for *_, count in document.data.group_counts)),
             *(document.num_entries, format_bytes(document.num_bytes - document.table_bytes)),
             *(len(document.shards), format_bytes(document.table_bytes)),
