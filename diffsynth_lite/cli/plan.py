@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
+_SPLIT = (
+    "Of each sample a process computes its part of the tokens, one of {}. Previews are counted as if it drew "
+    "alone."
+)
 _PREDICTED = (
     "A step of batch {:g} is predicted to take {:.2f} s on one {}: from its data sheet, and what we assume "
     "is reached of it. Nothing on a GPU confirms it."
@@ -65,7 +69,7 @@ def run(parsed: argparse.Namespace) -> None:
 
     Raises:
         UserError: the card is not known, the model's settings are not at hand, its steps cannot be counted,
-            or there is nothing to shard the base over.
+            or there are no processes to share the base or samples.
     """
     loaded = load_config(parsed.config, parsed.overrides, presets=parsed.presets)
     # The libraries take seconds to import: a wrong config is refused before that.
@@ -85,9 +89,8 @@ def run(parsed: argparse.Namespace) -> None:
     for warning in loaded.warnings:
         logger.warning("%s", warning)
     config, console = loaded.config, Console(emoji=False)
-    shards = config.memory.shard_base
-    if shards != "no" and parsed.processes == 1:
-        raise UserError(f"memory.shard_base: {shards} is over several processes: say how many, --processes 8")
+    _require_processes(config, parsed.processes)
+    shared = config.train.context_parallel
     gpu = gpu_here() if parsed.gpu is None else gpu_named(parsed.gpu)
     device_gib = gpu.training_gib if gpu and parsed.device_gib is None else parsed.device_gib
     with family_without_weights(config) as family:
@@ -97,6 +100,8 @@ def run(parsed: argparse.Namespace) -> None:
         size = largest_size(config, family)
         console.print(f"{config.model.family}, {size.name}, micro-batch of {settings.micro_batch_size}")
         console.print(_needs(counter.count(settings), num_shards=settings.num_shards))
+        if shared > 1:
+            console.print(_SPLIT.format(shared), highlight=False, soft_wrap=True)
         if settings.compiles:
             console.print("Counted and predicted as with train.compile=off.", highlight=False)
         num_inputs = num_inputs_of(config, family)
@@ -104,7 +109,7 @@ def run(parsed: argparse.Namespace) -> None:
         _print_phases(console, phases, settings)
         timer = timer_of(config, counter, gpu or gpu_named(ASSUMED_GPU), num_processes=parsed.processes)
         if gpu:
-            samples = config.train.global_batch_size / parsed.processes
+            samples = config.train.global_batch_size * shared / parsed.processes
             text = _PREDICTED.format(samples, timer.seconds(settings), gpu.name)
             apart = " What the processes exchange comes on top." if parsed.processes > 1 else ""
             console.print(f"{text}{apart}", highlight=False)
@@ -124,6 +129,17 @@ def run(parsed: argparse.Namespace) -> None:
     console.print(f"Nothing fits {device_gib:g} GiB{host}.")
 
 
+def _require_processes(config: Config, num_processes: int) -> None:
+    """Check that there are as many as share something."""
+    shards, shared = config.memory.shard_base, config.train.context_parallel
+    if shards != "no" and num_processes == 1:
+        raise UserError(f"memory.shard_base: {shards} is over several processes: say how many, --processes 8")
+    if num_processes % shared:
+        raise UserError(
+            f"train.context_parallel: {shared} must divide the processes: say how many, --processes {shared}"
+        )
+
+
 def _needs(count: "MemoryCount", *, num_shards: int) -> Table:
     weights, visiting = "frozen weights", "slots of streamed weights"
     if num_shards > 1:
@@ -134,6 +150,7 @@ def _needs(count: "MemoryCount", *, num_shards: int) -> Table:
         "LoRA": (count.lora, 0),
         "its optimizer": (count.optimizer, 0),
         "activations and gradients, at most": (count.step.peak, count.step.host),
+        **({"exchanged of split sequences, at most": (count.exchanged, 0)} if count.exchanged else {}),
         "together": (count.device, count.host),
     }
     return _table("Training steps as the config says, GiB", rows)

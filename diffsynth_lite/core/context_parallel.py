@@ -32,20 +32,23 @@ class SequenceSplit:
     """What is true of splitting the sequences of a model family, beside the ``_cp_plan`` of its class.
 
     Attributes:
-        kinds: under which its numbers are those of the whole model.
-        splits_prompts: whether prompts, all of the family's ``max_prompt_tokens``, are split as well and have
-            to divide.
+        prompts: whether they are ``whole`` in each process; ``split``, all of one length that has to divide;
+            or ``padded`` until they can be split, and masked.
         whole_inputs: names of inputs that stay whole although the plan splits them.
         whole_attention: names of attention modules that read what is whole, and so compute by themselves.
         token_inputs: names of inputs that are split although the plan leaves them whole, where they have one
             number for each token: (B, tokens).
     """
 
-    kinds: tuple[ContextKind, ...] = ("ulysses", "ring")
-    splits_prompts: bool = False
+    prompts: Literal["whole", "split", "padded"] = "whole"
     whole_inputs: tuple[str, ...] = ()
     whole_attention: tuple[str, ...] = ()
     token_inputs: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[ContextKind, ...]:
+        """Under which the numbers are those of the whole model: a ring has its own mask for all keys."""
+        return ("ulysses",) if self.prompts == "padded" else ("ulysses", "ring")
 
 
 @dataclass(frozen=True, kw_only=True)

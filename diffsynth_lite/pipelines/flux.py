@@ -173,7 +173,7 @@ class Flux(DiffusersFamily):
     tokenizers: ClassVar[tuple[str, ...]] = ("tokenizer", "tokenizer_2")
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     unused_matmuls = ("ff.net.2", "ff_context.net.2", "proj_out")
-    sequence_split = SequenceSplit(splits_prompts=True)
+    sequence_split = SequenceSplit(prompts="split")
     size_divisor = 16
     # CLIP, which gives one vector for the whole text, reads the first 77 tokens of its own.
     prompt_tokenizer = "tokenizer_2"

@@ -146,7 +146,7 @@ class Flux2(DiffusersFamily):
     record_kinds = ("image", "edit")
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     unused_matmuls = ("ff.linear_out", "ff_context.linear_out", "attn.to_out")
-    sequence_split = SequenceSplit(splits_prompts=True)
+    sequence_split = SequenceSplit(prompts="split")
     size_divisor = 16
     max_prompt_tokens = 512
     target_sets: ClassVar[TargetSets] = {

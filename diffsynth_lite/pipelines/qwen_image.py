@@ -131,8 +131,7 @@ class QwenImage(DiffusersFamily):
     }
     block_lists = ("transformer_blocks",)
     unused_matmuls = ("img_mlp.net.2", "txt_mlp.net.2")
-    # A prompt is padded until it can be split, and a ring has one process's mask for the keys of all.
-    sequence_split = SequenceSplit(kinds=("ulysses",))
+    sequence_split = SequenceSplit(prompts="padded")
     size_divisor = 16
     max_prompt_tokens = 512
     default_target_modules = (*_ATTENTION, "img_mod.1", "img_mlp.net.2", "txt_mod.1", "txt_mlp.net.2")

@@ -56,6 +56,27 @@ def test_a_base_that_is_sharded_is_counted_as_each_process_has_it(
     assert "stream_blocks" not in sharded
 
 
+def test_a_sample_that_processes_share_is_counted_as_each_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    told = {}
+    for name, settings in (
+        ("alone", ()),
+        ("ulysses", ("train.context_parallel=2",)),
+        ("ring", ("train.context_parallel=2", "train.context_parallel_kind=ring")),
+    ):
+        given = ("--config", "qwen_lora.yaml", "validation.prompts=[]", "model.family=flux", *ANY)
+        room = ("model.path=black-forest-labs/FLUX.1-dev", "--gpu=RTX 4090", "lora.target_modules=attention")
+        assert plan(*given, *room, "train.global_batch_size=2", "--processes=4", *settings) == 0
+        told[name] = capsys.readouterr().out
+    activations = {name: row(text, "activations and gradients, at most")[0] for name, text in told.items()}
+    assert activations["ulysses"] == activations["ring"] < 0.6 * activations["alone"]
+    exchanged = [row(told[name], "exchanged of split sequences, at most")[0] for name in ("ulysses", "ring")]
+    assert 0 < exchanged[0] < exchanged[1]
+    assert "exchanged" not in told["alone"]
+    assert "one of 2. Previews are counted as if it drew alone." in " ".join(told["ulysses"].split())
+    assert "A step of batch 0.5 " in told["alone"]
+    assert "A step of batch 1 " in told["ulysses"]
+
+
 def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
     tiny_run: TinyRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +114,7 @@ def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
         ("lora.target_modules=[nothing]", "lora.target_modules: nothing match no linear layer"),
         ("--gpu=RTX 1", "--gpu RTX 1: not known; known are RTX 3060 12GB, RTX 3090,"),
         ("memory.shard_base=all", "memory.shard_base: all is over several processes: say how many"),
+        ("train.context_parallel=2", "train.context_parallel: 2 must divide the processes: say how many"),
         ("--gpu=", "--gpu : not known; known are RTX 3060 12GB, RTX 3090,"),
     ],
 )

@@ -149,31 +149,33 @@ def test_two_processes_agree_on_the_expert_and_leave_the_other_alone(expert_run:
 def test_processes_that_share_each_clip_train_as_one_and_a_killed_run_goes_on_bit_for_bit(
     expert_run: TinyRun,
 ) -> None:
-    """With shards of both experts, in int8, an average, offload, losses on fixed noise and previews."""
+    """With shards of both experts in int8, an average, offload, losses on fixed noise and previews."""
     single, whole, killed = (expert_run.root / name for name in ("single", "whole", "killed"))
     settings = (
         *("lora.dropout=0", "model.quantize=int8", "train.ema_decay=0.9", "validation.use_ema=true"),
-        *("validation.prompts=[a red circle]", "train.steps=4", "train.micro_batch_size=2"),
+        *("validation.prompts=[a red circle]", "train.steps=3", "train.micro_batch_size=2"),
     )
-    split = (*settings, "train.context_parallel=2", "memory.shard_base=all")
+    split, sharded = (*settings, "train.context_parallel=2"), "memory.shard_base=all"
     assert expert_run.train(f"output.dir={single}", *settings) == 0
-    program = forked(expert_run, *split, f"output.dir={whole}", num_processes=2)
+    program = forked(expert_run, *split, sharded, f"output.dir={whole}", num_processes=2)
     assert program.wait() == 0, program.printed()
     assert "accumulation 2 x 1 x 2 processes that share each sample (ulysses)" in program.printed()
     assert "4 tokens here of 8, over 2 processes (ulysses)" in program.printed()
 
-    program = forked(expert_run, *split, f"output.dir={killed}", num_processes=2)
+    program = forked(expert_run, *split, sharded, *UNWATCHED, f"output.dir={killed}", num_processes=2)
     program.read_until("step 2/")
     program.kill()
-    program = forked(expert_run, *split, f"output.dir={killed}", num_processes=2)
+    # Where the weights are is free to change.
+    streamed = ("memory.stream_blocks=all", "memory.stream_slots=1")
+    program = forked(expert_run, *split, *streamed, f"output.dir={killed}", num_processes=2)
     assert program.wait() == 0, program.printed()
-    assert differing(checkpoint_tensors(whole, 4), checkpoint_tensors(killed, 4)) == []
-    drawn = [
-        {path.name: path.read_bytes() for path in (folder / "previews").glob("step-*.png")}
-        for folder in (whole, killed)
-    ]
-    assert drawn[0] == drawn[1]
-    assert drawn[0].keys() == {path.name for path in (single / "previews").glob("step-*.png")} != set()
+    assert "Continuing from" in program.printed()
+    assert differing(checkpoint_tensors(whole, 3), checkpoint_tensors(killed, 3)) == []
+    last, expected = (
+        {path.name: path.read_bytes() for path in (folder / "previews").glob("step-00000003-*.png")}
+        for folder in (killed, whole)
+    )
+    assert last == expected != {}
 
     rows = [expert_run.metrics(folder) for folder in (single, whole)]
     report = next(row for row in rows[1] if "context_parallel" in row)
@@ -182,8 +184,7 @@ def test_processes_that_share_each_clip_train_as_one_and_a_killed_run_goes_on_bi
     for one, other in zip(*rows, strict=True):
         for name in (name for name in one if "loss" in name or "samples_by_noise" in name):
             assert one[name] == pytest.approx(other[name], rel=1e-5)  # sums over tokens differ in order
-    expected, found = (checkpoint_tensors(folder, 1) for folder in (single, whole))
-    assert expected.keys() == found.keys()
-    for name, tensor in expected.items():
+    moments = checkpoint_tensors(whole, 1)
+    for name, tensor in checkpoint_tensors(single, 1).items():
         if name.startswith("optimizer/"):
-            torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-7)
+            torch.testing.assert_close(moments[name], tensor, rtol=1e-3, atol=1e-7)

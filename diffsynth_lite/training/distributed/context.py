@@ -5,6 +5,7 @@
 
 import logging
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -108,7 +109,7 @@ def check_split(config: Config, family: ModelFamily, transformer: torch.nn.Modul
     counts = {}
     if kind == "ulysses":
         counts["attention heads of the model"] = model.config.num_attention_heads
-    if split.splits_prompts:
+    if split.prompts == "split":
         counts["tokens of a prompt"] = family.max_prompt_tokens
     for what, count in counts.items():
         if count % wanted:
@@ -203,8 +204,9 @@ def split_model(family: ModelFamily, context: ContextParallel, model: torch.nn.M
     Raises:
         UserError: diffusers cannot, for a reason that it names.
     """
-    # It warns of timesteps that all tokens share, which need not be split.
+    # diffusers warns of timesteps that all tokens share, which need not be split; torch of diffusers' calls.
     logging.getLogger("diffusers.hooks.context_parallel").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", ".*all_gather_tensor. is deprecated", FutureWarning)
     try:
         for part in family.parts_of(model).values():
             context.apply_to(part)

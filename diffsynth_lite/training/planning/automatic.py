@@ -17,6 +17,7 @@ from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.distributed.agreement import on_all_processes
+from diffsynth_lite.training.distributed.devices import num_data_ranks
 from diffsynth_lite.training.planning.choices import (
     SMALLER_FORMATS,
     Choice,
@@ -96,7 +97,7 @@ def choose_memory(
         search = _Search(given, counter, timer_of(given, counter, gpu_named(card)), room)
         if memory.auto:
             is_open = set[str](memory.may_change if earlier is None else ())
-            chosen = search.best(settings, is_open, accelerator.num_processes)
+            chosen = search.best(settings, is_open, num_data_ranks(given, accelerator.num_processes))
         else:
             chosen = search.least_streamed(settings)
         predicted = counter.count(chosen)
@@ -171,9 +172,9 @@ class _Search:
         )
         return chosen
 
-    def best(self, settings: StepSettings, is_open: set[str], num_processes: int) -> StepSettings:
+    def best(self, settings: StepSettings, is_open: set[str], num_data_ranks: int) -> StepSettings:
         """The fastest that fits; another format only where nothing fits without."""
-        batch_size = self.given.train.global_batch_size // num_processes
+        batch_size = self.given.train.global_batch_size // num_data_ranks
         sizes: Sequence[int] = [settings.micro_batch_size]
         if "micro_batch_size" in is_open and self.given.train.micro_batch_tokens is None:
             sizes = sorted({*sizes, *(size for size in _MICRO_BATCH_SIZES if batch_size % size == 0)})

@@ -187,7 +187,8 @@ def least_of_device(counter: MemoryCounter, settings: StepSettings) -> StepSetti
 
 
 def _strategies(settings: StepSettings) -> list[BlockStrategy]:
-    return [one for one in _STRATEGIES if one.save_attention == "no" or not settings.compiles]
+    saves = settings.saves_attention and not settings.compiles
+    return [one for one in _STRATEGIES if one.save_attention == "no" or saves]
 
 
 def treated(settings: StepSettings, strategy: BlockStrategy, num_first: int | None = None) -> StepSettings:

@@ -30,6 +30,7 @@ from diffsynth_lite.lora import adapter_size, add_adapter, layers_ending_in
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
 from diffsynth_lite.pipelines.base.quantized import kept_in_fp32, quantizable_layers
 from diffsynth_lite.training.planning.few_blocks import BlockLists, FewBlocks
+from diffsynth_lite.training.planning.split_sequences import Exchange
 from diffsynth_lite.training.planning.step import MetaModel, MetaStep, Sample, StepSettings
 
 _META = torch.device("meta")
@@ -50,6 +51,7 @@ class MemoryCount:
         optimizer: its state.
         gradients: of the LoRA, at the end of the backward pass.
         step: what a step holds beside these, its gradients included.
+        exchanged: what processes that share samples hold of them beside their parts.
         weights_on_host: frozen, in host memory.
     """
 
@@ -60,11 +62,17 @@ class MemoryCount:
     gradients: int
     step: StepBytes
     weights_on_host: int
+    exchanged: int = 0
+
+    @property
+    def between_steps(self) -> int:
+        """On the device all the time."""
+        return self.weights + self.slots + self.lora + self.optimizer
 
     @property
     def device(self) -> int:
         """Most on the device at once."""
-        return self.weights + self.slots + self.lora + self.optimizer + self.step.peak
+        return self.between_steps + self.step.peak + self.exchanged
 
     @property
     def host(self) -> int:
@@ -85,8 +93,10 @@ class MemoryCounter:
         optimizer_bytes: of the optimizer's state; of AdamW's where it is None.
         latents_shape: of one sample.
         conditioning: of one sample; its values do not matter.
+        exchange: where sequences are split, in which case the sample is what one process computes of it.
 
     Attributes:
+        family: as given.
         num_blocks: of one model.
         lora_bytes: of the weights of the LoRA, in fp32.
     """
@@ -101,8 +111,9 @@ class MemoryCounter:
         optimizer_bytes: int | None = None,
         latents_shape: Sequence[int],
         conditioning: Conditioning,
+        exchange: Exchange | None = None,
     ) -> None:
-        self._family = family
+        self.family, self._exchange = family, exchange
         self._rank, self._dropout = rank, dropout
         self._sample = Sample(tuple(latents_shape), conditioning)
         model = family.empty_transformer()
@@ -141,7 +152,14 @@ class MemoryCounter:
             gradients=self.lora_bytes,
             step=self._step_bytes(settings),
             weights_on_host=sum(block.packed for block in streamed),
+            exchanged=self._exchanged_bytes(settings),
         )
+
+    def _exchanged_bytes(self, settings: StepSettings) -> int:
+        """Of processes that share samples."""
+        if self._exchange is None:
+            return 0
+        return self._exchange.num_bytes(settings.micro_batch_size, settings.itemsize)
 
     def streamed_bytes(self, settings: StepSettings) -> dict[int, int]:
         """Bytes that a copy to a slot takes, of each streamed block of one model, by its place.
@@ -157,14 +175,14 @@ class MemoryCounter:
         min_bytes = settings.smallest_moved
         key = settings.dtype, settings.quantize, settings.quantize_skip, min_bytes
         if key not in self._weights:
-            parts = list(self._family.parts_of(self._family.empty_transformer()).values())
+            parts = list(self.family.parts_of(self.family.empty_transformer()).values())
             self._weights[key] = []
             for part in parts:
                 kept, blocks = _cast(part, settings), list[nn.Module]()
                 # What else is trained, such as text encoders, is neither quantised nor streamed.
                 if type(part) is type(parts[0]):
                     kept = self._quantized(kept, settings)
-                    blocks = blocks_in(kept, self._family.block_lists)
+                    blocks = blocks_in(kept, self.family.block_lists)
                 self._weights[key].append(_ModelBytes.of(kept, blocks, min_bytes))
         return self._weights[key]
 
@@ -172,7 +190,7 @@ class MemoryCounter:
         """The model with its blocks in the settings' format."""
         if settings.quantize == "none":
             return model
-        names = quantizable_layers(model, self._family.block_lists)
+        names = quantizable_layers(model, self.family.block_lists)
         owner = f"the blocks of {type(model).__name__}"
         skipped = layers_ending_in(names, settings.quantize_skip, key="model.quantize_skip", owner=owner)
         layers = tuple(name for name in names if name not in set(skipped))
@@ -256,7 +274,7 @@ class MemoryCounter:
     def model_that_draws(self, settings: StepSettings) -> nn.Module:
         """The first model, with a few of its blocks and its LoRA, on meta, as it is called for previews."""
         # Of several models the pipeline calls each by itself; what is prepared is all of them as one.
-        precision = settings.mixed_precision if len(self._family.trained) == 1 else "no"
+        precision = settings.mixed_precision if len(self.family.trained) == 1 else "no"
         model = self._built(settings, self._few_blocks(settings), precision).model.eval()
         return self._first.parts_of(model)[self._first.trained[0]]
 

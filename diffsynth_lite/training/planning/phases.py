@@ -157,7 +157,7 @@ class PhaseCounter:
     def _training(self, step: MemoryCount) -> Phase:
         beside = self._beside
         # A batch is encoded between two steps.
-        peak = max(step.device, step.device - step.step.peak + beside.calls)
+        peak = max(step.device, step.between_steps + beside.calls)
         return _phase("training", beside.device + peak, beside.host + step.host)
 
     def _drawing(self, step: MemoryCount, settings: StepSettings) -> Phase:
@@ -166,7 +166,7 @@ class PhaseCounter:
         formats = settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision
         keys = "preview", formats, self.config.model, self.config.validation
         drawn: PreviewBytes = self._once(lambda: count_preview(*subject), *keys)
-        held = step.device - step.step.peak + self._beside.device + drawn.weights
+        held = step.between_steps + self._beside.device + drawn.weights
         if settings.has_average and self.config.validation.use_ema:
             held += self._counter.lora_bytes  # what is trained waits while the average draws
         host = self._beside.host + step.host + drawn.copies

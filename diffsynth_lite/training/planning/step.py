@@ -37,6 +37,7 @@ class StepSettings:
         has_average: whether a moving average of the LoRA is kept.
         compiles: whether blocks are compiled, which is not counted: they show no attention to save.
         num_shards: processes over which the frozen weights are sharded.
+        saves_attention: whether it can be saved: a ring computes it part by part.
         device_type: kernels and autocast of CUDA and the CPU are not the same.
     """
 
@@ -58,6 +59,7 @@ class StepSettings:
     stream_blocks: int | Literal["all"] = 0
     stream_slots: int = 2
     num_shards: int = 1
+    saves_attention: bool = True
     device_type: Literal["cuda", "cpu"] = "cuda"
 
     @property
@@ -66,6 +68,11 @@ class StepSettings:
         if self.min_bytes is not None:
             return self.min_bytes
         return smallest_worth_moving(torch.device(self.device_type))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number that blocks compute with."""
+        return 2 if self.mixed_precision == "bf16" else self.dtype.itemsize
 
     def in_effect(self) -> "StepSettings":
         """The same for all settings under which activations are: those with the same strategies."""
@@ -83,6 +90,7 @@ class StepSettings:
             stream_blocks=0,
             stream_slots=2,
             num_shards=1,
+            saves_attention=True,
             has_average=False,
         )
 

@@ -37,10 +37,21 @@ class StepTimer:
         counter: of a model at one size.
         speed: of the device.
         batch_size: samples of an optimizer step; None is one micro-batch, whatever its size.
+        num_sharing: devices that share each sample, and so its work.
+        attends_again: whether attention runs once more in the backward pass, as that of Ulysses does.
     """
 
-    def __init__(self, counter: MemoryCounter, speed: DeviceSpeed, *, batch_size: int | None = None) -> None:
-        self._counter, self._speed, self._batch_size = counter, speed, batch_size
+    def __init__(
+        self,
+        counter: MemoryCounter,
+        speed: DeviceSpeed,
+        *,
+        batch_size: int | None = None,
+        num_sharing: int = 1,
+        attends_again: bool = False,
+    ) -> None:
+        self._counter, self._speed = counter, speed
+        self._batch_size, self._num_sharing, self._attends_again = batch_size, num_sharing, attends_again
         self._works: dict[Any, _TimedWork] = {}
 
     def seconds(self, settings: StepSettings) -> float:
@@ -69,22 +80,25 @@ class StepTimer:
         selected = work.blocks(policy.selected.under(*flags))
         for place in policy.selection(num_blocks):
             blocks[place] = selected[place]
-        return simulated(
+        streamed = self._counter.streamed_bytes(settings) if settings.stream_blocks else {}
+        whole = simulated(
             blocks,
             self._speed,
             before=work.before,
             between=work.between,
-            weights=self._counter.streamed_bytes(settings) if settings.stream_blocks else {},
+            # All but these is shared.
+            weights={place: size * self._num_sharing for place, size in streamed.items()},
             num_slots=settings.stream_slots,
             resident_blocks=settings.resident_blocks,
             prefetched_blocks=settings.prefetched_blocks,
         )
+        return whole / self._num_sharing
 
     def _work(self, settings: StepSettings) -> "_TimedWork":
         key = tuple(getattr(settings, name) for name in _CHANGES_WORK)
         if key not in self._works:
             counted = self._count(dict(zip(_CHANGES_WORK, key, strict=True)))
-            self._works[key] = _TimedWork(counted, self._speed)
+            self._works[key] = _TimedWork(counted, self._speed, attends_again=self._attends_again)
         return self._works[key]
 
     def _count(self, settings: dict[str, Any]) -> StepWork:
@@ -101,7 +115,7 @@ _CHANGES_NO_WORK = frozenset(
     (
         *("policy", "use_gradient_checkpointing", "use_gradient_checkpointing_offload"),
         *("resident_blocks", "prefetched_blocks", "stream_blocks", "stream_slots"),
-        *("accumulates", "has_average", "num_shards"),
+        *("accumulates", "has_average", "num_shards", "saves_attention"),
     )
 )
 """Settings that say which blocks do what, or when, and what is added up here without being counted."""
@@ -116,13 +130,15 @@ class _TimedWork:
         between: seconds between their forward and their backward pass.
     """
 
-    def __init__(self, work: StepWork, speed: DeviceSpeed) -> None:
+    def __init__(self, work: StepWork, speed: DeviceSpeed, *, attends_again: bool) -> None:
         self.before, self.between = (
             speed.seconds(work.before, "forward"),
             speed.seconds(work.between, "backward"),
         )
         # Most of the blocks are one that stands for more.
-        timed = {id(block): _TimedBlock.of(block, speed) for block in work.blocks}
+        timed = {
+            id(block): _TimedBlock.of(block, speed, attends_again=attends_again) for block in work.blocks
+        }
         self._timed = [timed[id(block)] for block in work.blocks]
         self._under: dict[BlockStrategy, list[BlockTime]] = {}
 
@@ -152,14 +168,15 @@ class _TimedBlock:
     attention: tuple[Sending, ...]
 
     @classmethod
-    def of(cls, work: BlockWork, speed: DeviceSpeed) -> Self:
+    def of(cls, work: BlockWork, speed: DeviceSpeed, *, attends_again: bool) -> Self:
         """A block that was counted with everything offloaded."""
         attention = Kernels({one: times for one, times in work.forward.items() if one.kind == "attention"})
         sent = [Sending(one.num_bytes, speed.seconds(one.after, "forward")) for one in work.sent]
         num_inputs = sum(not one.after for one in work.sent)  # sent before anything is computed
         return cls(
             forward=speed.seconds(work.forward, "forward"),
-            backward=speed.seconds(work.backward, "backward"),
+            backward=speed.seconds(work.backward, "backward")
+            + attends_again * speed.seconds(attention, "recompute"),
             # Attention that could not be saved was counted in the recompute.
             recompute=speed.seconds(work.recompute | attention, "recompute"),
             recompute_rest=speed.seconds(work.recompute, "recompute"),

@@ -1,6 +1,6 @@
 """This file says what of a config is counted, without weights: its model, its largest size, its settings."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,15 +12,23 @@ from diffsynth_lite.core.gradient import blocks_in
 from diffsynth_lite.data import Bucket
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_shapes
-from diffsynth_lite.pipelines import ModelFamily, load_family
+from diffsynth_lite.pipelines import Conditioning, ModelFamily, load_family
 from diffsynth_lite.pipelines.base.batching import INPUT
 from diffsynth_lite.pipelines.base.release_folder import write_release
 from diffsynth_lite.training.checks import bind_family, block_policy, select_blocks
 from diffsynth_lite.training.data_settings import num_tokens_of, sizes_of
+from diffsynth_lite.training.distributed.context import check_split, check_tokens
+from diffsynth_lite.training.distributed.devices import num_data_ranks
 from diffsynth_lite.training.lora_layers import find_targets
 from diffsynth_lite.training.optimization.optimizers import examine_optimizer
 from diffsynth_lite.training.planning.device_speed import Gpu
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
+from diffsynth_lite.training.planning.split_sequences import (
+    Exchange,
+    is_prompt_split,
+    share_of,
+    shared_conditioning,
+)
 from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.step_time import StepTimer
 from diffsynth_lite.training.streaming import require_as_many_blocks
@@ -61,7 +69,7 @@ def step_settings(config: Config, family: ModelFamily, *, num_processes: int = 1
         size = max(1, train.micro_batch_tokens // num_tokens_of(largest_size(config, family), family))
     return StepSettings(
         micro_batch_size=size,
-        accumulates=train.global_batch_size > num_processes * train.micro_batch_size,
+        accumulates=train.global_batch_size > num_data_ranks(config, num_processes) * train.micro_batch_size,
         has_average=train.ema_decay is not None,
         compiles=train.compile != "off",
         mixed_precision=train.mixed_precision,
@@ -78,11 +86,14 @@ def step_settings(config: Config, family: ModelFamily, *, num_processes: int = 1
         stream_blocks=0 if memory.stream_blocks == "auto" else memory.stream_blocks,
         stream_slots=memory.stream_slots,
         num_shards=1 if memory.shard_base == "no" else num_processes,
+        saves_attention=train.context_parallel_kind != "ring",
     )
 
 
 def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
     """Counts steps of a config at its largest size, with a prompt as long as may be.
+
+    Where processes share each sample that is what one of them has of it.
 
     Raises:
         UserError: the family does not say what its steps are conditioned on; or the config names layers or
@@ -93,14 +104,16 @@ def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
     select_blocks(config, num_blocks)
     require_as_many_blocks(config, num_blocks)
     size = largest_size(config, family)
-    shape = family.latents_shape(size.width, size.height, size.num_frames)
+    shared = config.train.context_parallel
+    shape = share_of(family.latents_shape(size.width, size.height, size.num_frames), shared)
     conditioning = family.example_conditioning(shape)
     if conditioning is None:
         raise UserError(
             f"model.family: {config.model.family} does not say what its model is conditioned on "
             "(example_conditioning), so that its steps cannot be counted"
         )
-    picture = torch.ones(family.latents_shape(size.width, size.height, 1))
+    conditioning = shared_conditioning(family, conditioning, shared)
+    picture = torch.ones(share_of(family.latents_shape(size.width, size.height, 1), shared))
     inputs = {f"{INPUT}{place}": picture for place in range(num_inputs_of(config, family))}
     layers, rank = find_targets(family, model, config), config.lora.rank
     shapes = adapter_shapes(model, layers, rank=rank)
@@ -112,12 +125,50 @@ def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
         dropout=config.lora.dropout,
         latents_shape=shape,
         conditioning=conditioning | inputs,
+        exchange=_exchange(config, family, model, shape, conditioning | inputs) if shared > 1 else None,
+    )
+
+
+def _exchange(
+    config: Config,
+    family: ModelFamily,
+    model: torch.nn.Module,
+    shape: Sequence[int],
+    conditioning: Conditioning,
+) -> Exchange:
+    """What processes exchange that share samples, of which each has one of this shape.
+
+    Raises:
+        UserError: the model cannot be split, or a size.
+    """
+    check_split(config, family, model)
+    if config.data.given_sizes:  # others are known when the data are
+        check_tokens(config, family, sizes_of(config, family))
+    first = family.parts_of(model)[family.trained[0]]
+    pictures = [tensor.shape for name, tensor in conditioning.items() if name.startswith(INPUT)]
+    return Exchange.of(
+        first,
+        kind=config.train.context_parallel_kind,
+        num_processes=config.train.context_parallel,
+        tokens=sum(family.num_tokens(one) for one in (shape, *pictures)),
+        prompt_tokens=len(conditioning["prompt_embeds"]) if is_prompt_split(family) else 0,
+        num_blocks=len(blocks_in(first, family.block_lists)),
     )
 
 
 def timer_of(config: Config, counter: MemoryCounter, gpu: Gpu, *, num_processes: int = 1) -> StepTimer:
     """Predicts how long optimizer steps of a config take in one of the processes, on a card each."""
-    return StepTimer(counter, gpu.speed(), batch_size=-(-config.train.global_batch_size // num_processes))
+    shared = config.train.context_parallel
+    if shared > 1:
+        # Attention to all tokens is more work than to those of a part.
+        alone = {"train.context_parallel": 1, "train.context_parallel_kind": "ulysses"}
+        counter = counter_of(with_changes(config, alone), counter.family)
+    batch_size = -(-config.train.global_batch_size // num_data_ranks(config, num_processes))
+    # diffusers' backward of Ulysses begins with attention's forward.
+    attends_again = shared > 1 and config.train.context_parallel_kind == "ulysses"
+    return StepTimer(
+        counter, gpu.speed(), batch_size=batch_size, num_sharing=shared, attends_again=attends_again
+    )
 
 
 def with_changes(config: Config, changes: Mapping[str, object]) -> Config:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diffsynth_lite.config import load_config
-from diffsynth_lite.core.joint_passes import FailedWithinPassError
+from diffsynth_lite.core.context_parallel import SequenceSplit
+from diffsynth_lite.core.joint_passes import FailedWithinPassError, PeerFailedError
 from diffsynth_lite.core.weights import (
     BaseShards,
     Int8,
@@ -28,6 +29,7 @@ from diffsynth_lite.core.weights import (
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.training.distributed import agreement, sharding
 from diffsynth_lite.training.distributed.agreement import ranks_by_machine
+from diffsynth_lite.training.distributed.context import context_of
 from diffsynth_lite.training.distributed.gradients import mean_gradients
 from diffsynth_lite.training.distributed.sharding import (
     check_sharding,
@@ -214,15 +216,32 @@ def share_by_machine(rank: int, folder: Path) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true"}
     accelerator = Accelerator(cpu=True)
     config = SimpleNamespace(
-        memory=SimpleNamespace(shard_base="node"), train=SimpleNamespace(step_timeout_minutes=1.0)
+        memory=SimpleNamespace(shard_base="node"),
+        train=SimpleNamespace(step_timeout_minutes=1.0, context_parallel=2, context_parallel_kind="ulysses"),
     )
-    family = SimpleNamespace(block_lists=("blocks",))
+    family = SimpleNamespace(block_lists=("blocks",), sequence_split=SequenceSplit())
     shards = sharding.shards_of(config, family, accelerator)
     model, whole = loaded(shards, None), loaded(None, None)
     pairs = zip(values_and_gradients(whole), values_and_gradients(model), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
     report = ShardReport.of(model)
     torch.save((report.num_shards, report.num_bytes, report.whole_bytes), folder / f"{rank}.pt")
+    share_samples(rank, config, family, accelerator)
+
+
+def share_samples(rank: int, config: Any, family: Any, accelerator: Accelerator) -> None:
+    """Neighbours have parts of the same gradients, which are added up; the mean is over two samples."""
+    shared = context_of(config, family, accelerator)
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.tensor([10.0 ** (rank // 2) * (1 + rank % 2)])
+    mean_gradients([parameter], accelerator, context_parallel=shared.num_processes)
+    assert parameter.grad.item() == (1 + 2 + 10 + 20) / 2
+    # Where two neighbours fail the others go on.
+    try:
+        with shared.failing_together():
+            assert rank > 1
+    except (AssertionError, PeerFailedError):
+        assert rank < 2
 
 
 def test_each_machine_holds_one_base(tmp_path: Path) -> None:

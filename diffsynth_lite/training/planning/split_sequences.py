@@ -1,0 +1,96 @@
+"""This file says what of a sample one of several processes computes that share it, and what they exchange."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from diffsynth_lite.core.context_parallel import ContextKind
+from diffsynth_lite.pipelines import Conditioning, ModelFamily
+
+_COPIES_OF_ULYSSES = 6
+"""Of a share of queries: before and after each exchange, queries, keys and values are copied as a whole. As
+diffusers 0.42 is written; not measured on a GPU."""
+_GRADIENTS_OF_A_RING = 7
+"""Of a share of queries, in fp32: gradients of queries, keys and values, and twice those of the last two on
+their way. Likewise."""
+
+
+def share_of(latents_shape: Sequence[int], num_processes: int) -> tuple[int, ...]:
+    """A shape with one of so many parts of the tokens, or a few more: its longest sides are cut."""
+    channels, *sides = latents_shape
+    for factor in _prime_factors(num_processes):
+        place = sides.index(max(sides))
+        step = 2 - sides[place] % 2  # an even side may be one of patches
+        sides[place] = -(-sides[place] // (factor * step)) * step
+    return channels, *sides
+
+
+def is_prompt_split(family: ModelFamily) -> bool:
+    """Whether the tokens of prompts are split as those of pictures are, and attend with them."""
+    return family.sequence_split is not None and family.sequence_split.prompts != "whole"
+
+
+def shared_conditioning(family: ModelFamily, conditioning: Conditioning, num_processes: int) -> Conditioning:
+    """What one of the processes is given: a part of a prompt, where it is split."""
+    if num_processes == 1 or not is_prompt_split(family):
+        return conditioning
+    prompt = conditioning["prompt_embeds"]
+    return conditioning | {"prompt_embeds": prompt[: -(-len(prompt) // num_processes)]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """What processes that share samples hold of them beside their parts.
+
+    Attributes:
+        num_processes: that share each.
+        kind: of attention.
+        tokens: of the part of a sample.
+        prompt_tokens: of the part of its prompt, where that is split, too.
+        width: numbers of a token.
+        num_blocks: with attention to all tokens.
+        embeds_whole: whether all tokens are there until the first block.
+    """
+
+    num_processes: int
+    kind: ContextKind
+    tokens: int
+    prompt_tokens: int
+    width: int
+    num_blocks: int
+    embeds_whole: bool
+
+    @classmethod
+    def of(cls, model: nn.Module, **numbers: Any) -> Self:
+        """Of a model with a ``_cp_plan``."""
+        described: Any = model
+        config = described.config
+        return cls(
+            width=config.num_attention_heads * config.attention_head_dim,
+            embeds_whole=any(name.endswith(".0") for name in described._cp_plan),
+            **numbers,
+        )
+
+    def num_bytes(self, micro_batch_size: int, itemsize: int) -> int:
+        """Most of it at once, with numbers of this many bytes."""
+        token = micro_batch_size * self.width * itemsize
+        share = (self.tokens + self.prompt_tokens) * token
+        embedded = (self.num_processes - 1) * self.tokens * token if self.embeds_whole else 0
+        if self.kind == "ulysses":
+            return embedded + _COPIES_OF_ULYSSES * share
+        gradients = _GRADIENTS_OF_A_RING * share * torch.float32.itemsize // itemsize
+        # Own keys and values, and those of all; the results of all blocks, which no checkpointing frees.
+        return embedded + (2 + 2 * self.num_processes + self.num_blocks) * share + gradients
+
+
+def _prime_factors(number: int) -> Iterator[int]:
+    factor = 2
+    while number > 1:
+        if number % factor:
+            factor += 1
+        else:
+            yield factor
+            number //= factor
