@@ -34,8 +34,9 @@ port=$((20000 + SLURM_JOB_ID % 10000))
 is_stopped=
 trap 'is_stopped=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 
-# Nodes whose torchrun goes on when that of another one has ended are waited for, and then ended as well.
-srun --label --wait=300 torchrun \
+# Nodes whose torchrun goes on when that of another one has ended are waited for, and then ended as well. Not
+# before SLURM itself has missed a node (SlurmdTimeout, mostly 300 s): then it queues the job again.
+srun --label --wait=600 torchrun \
     --nnodes "$SLURM_JOB_NUM_NODES" --nproc_per_node "${SLURM_GPUS_ON_NODE:-1}" \
     --rdzv_backend c10d --rdzv_endpoint "$first_node:$port" --rdzv_id "$SLURM_JOB_ID" \
     -m diffsynth_lite.cli.train "$@" &

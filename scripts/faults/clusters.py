@@ -76,6 +76,11 @@ class Cluster:
         fields = self.said("scontrol", "--oneliner", "show", "job", job).split()
         return dict(part.split("=", 1) for part in fields if "=" in part)[field]
 
+    def start_slurmd(self, node: Node) -> "subprocess.Popen[bytes]":
+        """Have a node report to the controller, and take jobs."""
+        log = self.root / f"printed by {node.name}"
+        return node.start(("slurmd", "-D", "-N", node.name), log, self.environment())
+
     def wait_until_ready(self) -> None:
         """Wait until both nodes take jobs."""
         end = time.monotonic() + _READY_WITHIN_S
@@ -128,10 +133,7 @@ def simulated_slurm(root: Path) -> Iterator[Cluster]:
             nodes[0].start(("munged", "--foreground", "--force", *paths), root / "munged", variables),
             nodes[0].start(("slurmctld", "-D", "-i"), root / "printed by slurmctld", variables),
         ]
-        daemons += [
-            node.start(("slurmd", "-D", "-N", node.name), root / f"printed by {node.name}", variables)
-            for node in nodes
-        ]
+        daemons += [cluster.start_slurmd(node) for node in nodes]
         cluster.wait_until_ready()
         yield cluster
     for daemon in daemons:

@@ -141,9 +141,10 @@ ITEMS: dict[str, Item] = {
     ),
     "N4": Item(
         "examples/slurm under a SLURM of 2 simulated nodes: cache by parts, trained on 1 and 2 nodes, "
-        "started again when finished, the time limit, a step cancelled, processes of a node killed",
-        "after the time limit queued again and continued without anybody, else not; bit for bit; a node that "
-        "fails ends the job",
+        "started again when finished, the time limit, a step cancelled, processes of a node killed, a "
+        "node that dies",
+        "after the time limit, and where SLURM misses a node, queued again and continued without anybody, "
+        "else not; bit for bit; each node's log says how it ended",
         slurm.run_the_examples,
         needs=clusters.SLURM_NEEDS,
     ),

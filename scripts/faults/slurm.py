@@ -52,6 +52,18 @@ class _Jobs:
             assert time.monotonic() < end, self.log(job)
             time.sleep(0.2)
 
+    def wait_until_queued_again(self, job: str) -> None:
+        """Wait until SLURM has taken a job back into the queue."""
+        end = time.monotonic() + _LIMIT_S
+        while self.cluster.shown(job, "Restarts") == "0":
+            assert time.monotonic() < end, self.log(job)
+            assert self.cluster.shown(job, "JobState") in ("PENDING", "RUNNING", "COMPLETING"), self.log(job)
+            time.sleep(1)
+
+    def start_now(self, job: str) -> None:
+        """Start a job that is queued again: SLURM would wait for two minutes."""
+        self.cluster.said("scontrol", "update", f"JobId={job}", "StartTime=now")
+
     def ended(self, job: str, state: str) -> str:
         """Wait until a job has ended so; its log, in which each of its nodes says how the run ended."""
         self.cluster.wait_until(job, state, limit_s=_LIMIT_S)
@@ -88,12 +100,14 @@ def run_the_examples(bench: Bench) -> Result:
         again = jobs.ended(jobs.train(*whole), "COMPLETED")
         assert {line[0] for line in again.splitlines() if "This run is finished" in line} == {"0", "1"}, again
         seconds = _end_early(jobs, run.root / "ended")
+        _lose_a_node(jobs, run.root / "lost")
     return Result(
-        f"{NUM_PARTS} parts of a cache, 9 jobs that train",
+        f"{NUM_PARTS} parts of a cache, 10 jobs that train",
         f"stopped before its time was up, queued again by itself and continued, {steps + 2} steps equal bit "
         "for bit, with the base shared and not; finished ones end at once; SIGTERM and scancel save, the "
         "cancel of a step does not, none is queued again; processes of a node killed: its job ended "
-        f"{seconds:.0f} s later, and says why",
+        f"{seconds:.0f} s later, and says why; a node that SLURM does not find any more: queued again by "
+        "SLURM, and continued",
     )
 
 
@@ -109,17 +123,12 @@ def _reach_the_time_limit(jobs: _Jobs, folder: Path) -> int:
     """The step after which a run was stopped, in the job that SLURM started again when the time was up."""
     settings = f"train.steps={ENDLESS}", f"output.dir={folder}", SHARDED
     job = jobs.train(*settings, options=(*TWO_NODES, *TIME_LIMIT))
-    end = time.monotonic() + _LIMIT_S
-    while jobs.cluster.shown(job, "Restarts") == "0":
-        assert time.monotonic() < end, jobs.log(job)
-        assert jobs.cluster.shown(job, "JobState") in ("PENDING", "RUNNING", "COMPLETING"), jobs.log(job)
-        time.sleep(1)
-    # SLURM waits two minutes with a job that is queued again.
-    jobs.cluster.said("scontrol", "update", f"JobId={job}", "StartTime=now")
+    jobs.wait_until_queued_again(job)
     status = folder / "status.json"
     saved = json.loads(status.read_text())
     assert saved["state"] == "interrupted", saved
     assert saved["step"] > 0, saved
+    jobs.start_now(job)
     jobs.wait_for_steps(job, jobs.num_steps(job) + 2)
     (folder / "STOP").touch()
     jobs.cluster.wait_until(job, "FAILED", limit_s=_LIMIT_S)
@@ -160,3 +169,19 @@ def _end_early(jobs: _Jobs, folder: Path) -> float:
     log = jobs.ended(job, "FAILED")
     assert [line for line in log.splitlines() if line.startswith("0: ") and LOST in line], log
     return time.monotonic() - began_at
+
+
+def _lose_a_node(jobs: _Jobs, folder: Path) -> None:
+    """All processes of a node end, SLURM's too: SLURM queues the job again, and the run goes on."""
+    job = jobs.train(f"train.steps={ENDLESS}", f"output.dir={folder}")
+    jobs.wait_for_steps(job, 6)
+    node = jobs.cluster.nodes[1]
+    node.signal(signal.SIGKILL)
+    jobs.wait_until_queued_again(job)
+    num_steps = jobs.num_steps(job)
+    jobs.cluster.start_slurmd(node)
+    jobs.start_now(job)
+    jobs.wait_for_steps(job, num_steps + 1)
+    assert "DUE TO NODE FAILURE" in jobs.log(job), jobs.log(job)
+    assert "step-00000004" in jobs.log(job), jobs.log(job)
+    jobs.cluster.said("scancel", job)
