@@ -151,9 +151,12 @@ def _verify(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
 
 def _verify_seal(config: Config) -> None:
     from diffsynth_lite.training.data_settings import sealed_folder
-    from diffsynth_lite.training.encoding.seals import require_seal
+    from diffsynth_lite.training.encoding.seals import open_config_seal
 
-    seal = require_seal(config)
+    seal = open_config_seal(config)
+    if seal is None:
+        logger.info("data.sealed: %s holds no sealed cache yet", config.data.sealed)
+        return
     with Progress(console=Console(stderr=True, emoji=False)) as progress:
         task = progress.add_task("verifying what is sealed", total=None)
         problems = list(seal.problems(sealed_folder(config), partial(_show, progress, task)))
@@ -182,10 +185,10 @@ def _seal(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
             logger.info("%s: %s holds just these data already; nothing was written.", one.path, folder)
             continue
         logger.info(
-            "%s: sealed in %s: %d items and %d entries; shards: %s in %d; table: %s.",
+            "%s: sealed in %s: %d items and %d entries; shards: %d, of %s; table: %s.",
             *(one.path, folder, sum(count for *_, count in document.data.group_counts)),
-            *(document.num_entries, format_bytes(document.num_bytes - document.table_bytes)),
-            *(len(document.shards), format_bytes(document.table_bytes)),
+            *(document.num_entries, len(document.shards)),
+            *(format_bytes(document.num_bytes - document.table_bytes), format_bytes(document.table_bytes)),
         )
 
 

@@ -180,6 +180,8 @@ class SealedEntries:
                     yield from self._problems_of(batch, row)
                     row += len(batch)
                     progress(row, len(self))
+            except DamagedSealError as error:
+                yield f"{self.uri}, data/{shard.file}: its rows cannot be compared: {error}"
             except LANCE_ERRORS as error:
                 yield f"{self.uri}, data/{shard.file}: cannot be read: {first_line(error)}"
             row = end

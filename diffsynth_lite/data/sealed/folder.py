@@ -64,8 +64,9 @@ class SealFolder:
         """
         if self.is_local and not Path(self.location).exists():
             return []
+        session = self._session
         try:
-            return sorted(self._session.list())
+            return sorted(session.list())
         except LANCE_ERRORS as error:
             raise UserError(f"data.sealed: {self} cannot be read: {first_line(error)}") from error
 
@@ -77,12 +78,13 @@ class SealFolder:
         """
         if self.is_local and not Path(self.location).exists():
             return None
+        session = self._session
         try:
-            if not self._session.contains(name):
+            if not session.contains(name):
                 return None
             with tempfile.TemporaryDirectory() as folder:
                 copy = Path(folder) / "copy"
-                self._session.download_file(name, str(copy))
+                session.download_file(name, str(copy))
                 return copy.read_bytes()
         except LANCE_ERRORS as error:
             raise UserError(f"data.sealed: {self.uri(name)} cannot be read: {first_line(error)}") from error
@@ -101,6 +103,18 @@ class SealFolder:
             raise UserError(
                 f"data.sealed: {self.uri(name)} cannot be copied to {path}: {first_line(error)}"
             ) from error
+
+    def make(self) -> None:
+        """Make it, where that is done on a disk.
+
+        Raises:
+            UserError: it cannot be made.
+        """
+        try:
+            if self.is_local:
+                Path(self.location).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"data.sealed: {self} cannot be made: {error.strerror}") from error
 
     def upload(self, path: Path, name: str) -> None:
         """Copy a file into it.

@@ -111,8 +111,7 @@ def _clear(folder: SealFolder) -> None:
             "empty or a new folder"
         )
     folder.delete(ours)
-    if folder.is_local:
-        Path(folder.location).mkdir(parents=True, exist_ok=True)
+    folder.make()
 
 
 def _sorted_keys(tables: Iterable[ItemTable], more: Iterable[str]) -> bytes:

@@ -8,7 +8,8 @@ from accelerate import Accelerator
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import UsableData
 from diffsynth_lite.data.sealed import Seal, SealContent, SealDocument, SealFolder, write_seal
-from diffsynth_lite.errors import UserError
+from diffsynth_lite.data.sealed.folder import LANCE_ERRORS, first_line
+from diffsynth_lite.errors import RunStoppedError, UserError
 from diffsynth_lite.media import evenly_spread
 from diffsynth_lite.training.checks import check_run
 from diffsynth_lite.training.data_settings import open_memory, sealed_folder
@@ -40,7 +41,7 @@ def seal_run(config: Config, accelerator: Accelerator, progress: Callable[[int, 
     Raises:
         UserError: what would stop the run; the cache lacks entries; the folder holds a seal of other data or
             something else.
-        OSError: the seal cannot be written.
+        RunStoppedError: the seal could not be written.
     """
     there = open_config_seal(config)
     plain = unsealed(config)
@@ -76,7 +77,16 @@ def seal_run(config: Config, accelerator: Accelerator, progress: Callable[[int, 
         thumbnails=_thumbnails(config, job, trained_on),
     )
     assert config.data.sealed is not None
-    document = write_seal(SealFolder(config.data.sealed), content, job.cache, progress)
+    folder = SealFolder(config.data.sealed)
+    try:
+        document = write_seal(folder, content, job.cache, progress)
+    except (UserError, RunStoppedError):
+        raise
+    except LANCE_ERRORS as error:
+        raise RunStoppedError(
+            f"data.sealed: {folder} could not be written: {first_line(error)}; what is there is no seal, and "
+            "the same command starts over"
+        ) from error
     return Sealed(document=document, was_there=False)
 
 
