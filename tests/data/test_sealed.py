@@ -5,6 +5,7 @@ import pickle
 import sys
 from pathlib import Path
 
+import lance
 import numpy as np
 import pytest
 import torch
@@ -144,7 +145,7 @@ def test_damage_is_found_and_named(cache: TensorCache, tmp_path: Path) -> None:
 
     damaged(root / "items.table", whole[root / "items.table"].index(b"11.png"))
     with pytest.raises(
-        DamagedSealError, match=r"items.table is damaged between its bytes 0 and .*; seal again"
+        DamagedSealError, match=r"items.table is damaged between its bytes 0 and .*; restore it from a copy"
     ):
         seal.items(seal.map_table(tmp_path), seal.document.data).row(11)
     first, *_ = seal.problems(tmp_path, nothing)
@@ -161,6 +162,35 @@ def test_damage_is_found_and_named(cache: TensorCache, tmp_path: Path) -> None:
     shard.unlink()
     with pytest.raises(DamagedSealError, match="cannot be read"):
         seal.entries(seal.map_table(tmp_path)).read(KEYS[0])
+    (root / "SEALED").write_bytes(whole[root / "SEALED"])
+    with pytest.raises(UserError, match=f"lacks 1 of its 2 files, such as .*{shard.name}; restore it"):
+        open_seal(SealFolder(str(root)))
+
+
+class PanicException(BaseException):
+    """As Lance raises it; its own class can only be had by a panic."""
+
+
+def test_a_panic_of_lance_and_rows_that_are_gone_are_told_as_damage(
+    cache: TensorCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "sealed"
+    write_seal(SealFolder(str(root)), CONTENT, cache, nothing)
+    seal = open_seal(SealFolder(str(root)))
+    lance.dataset(str(root / "entries.lance")).delete(f"key = X'{KEYS[3]}'")
+    entries = seal.entries(seal.map_table(tmp_path))
+    *_, last = entries.problems(nothing)
+    assert last.endswith(f"cannot be read: {len(KEYS) - 1} of its {len(KEYS)} rows are there")
+
+    def panics(uri: str) -> None:
+        raise PanicException("range end index 9 out of range")
+
+    monkeypatch.setattr(lance, "dataset", panics)
+    entries = seal.entries(seal.map_table(tmp_path))
+    with pytest.raises(DamagedSealError, match="cannot be read: Lance: range end index 9"):
+        entries.read(KEYS[0])
+    [problem] = entries.problems(nothing)
+    assert problem.endswith("cannot be read: Lance: range end index 9 out of range")
 
 
 def test_an_entry_that_is_gone_or_damaged_is_not_sealed(cache: TensorCache, tmp_path: Path) -> None:
@@ -181,7 +211,7 @@ def test_without_lance_the_install_line_is_named(monkeypatch: pytest.MonkeyPatch
         open_seal(SealFolder("s3://bucket/folder"))
 
 
-def test_an_order_is_drawn_once_and_the_one_before_is_removed(
+def test_an_order_is_drawn_once_and_one_that_nobody_reads_is_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     drawn = []
@@ -198,10 +228,12 @@ def test_an_order_is_drawn_once_and_the_one_before_is_removed(
 
     order(0), order(0), order(1)
     assert drawn == [0, 1]
-    [path] = tmp_path.glob("*.order")
-    order(2, length=99)
-    assert drawn == [0, 1, 2]
-    assert list(tmp_path.glob("*.order")) == [path]
+    [first, path] = sorted(tmp_path.glob("*.order"), key=lambda path: path.stat().st_mtime_ns)
+    order(2)
+    assert not first.exists()
+    order(3, length=99)
+    assert drawn == [0, 1, 2, 3]
+    assert len(list(tmp_path.glob("*.order"))) == 2
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DamagedSealError, match=f"remove {path}"):
         order(1)

@@ -15,14 +15,17 @@ from torch import Tensor
 from diffsynth_lite.data.batches import EntryReader
 from diffsynth_lite.data.cache import parse_entry
 from diffsynth_lite.data.item_table import KEY_BYTES, Column
-from diffsynth_lite.data.sealed.folder import LANCE_ERRORS, first_line, import_lance
+from diffsynth_lite.data.sealed.folder import LANCE_ERRORS, first_line, import_lance, panics_as_errors
 from diffsynth_lite.data.sealed.mapped_file import DamagedSealError
 
 _SHARD_BYTES = 4 * 2**30
 """Of an object that a store takes in one upload of few parts; 50 TB are 12,000 of them."""
 _BATCH_BYTES = 32 * 2**20
 _BATCH_ROWS = 4096
-_REMEDY = "`diffsynth-lite cache verify` lists all that is damaged; restore it from a copy, or seal again"
+_REMEDY = (
+    "`diffsynth-lite cache verify` lists all that is damaged; restore it from a copy, or seal again into "
+    "another folder"
+)
 _FORMAT = "2.1"
 """Of Lance's files: newer versions of the package read it, too."""
 _SCHEMA = pa.schema(
@@ -176,15 +179,24 @@ class SealedEntries:
         for number, shard in enumerate(self._shards):
             end = row + shard.num_rows
             try:
-                for batch in self._dataset().get_fragment(number).to_batches(columns=["key", "entry"]):
+                for batch in self._rows_of(number):
                     yield from self._problems_of(batch, row)
                     row += len(batch)
                     progress(row, len(self))
+                if row != end:
+                    raise ValueError(f"{shard.num_rows - end + row} of its {shard.num_rows} rows are there")
             except DamagedSealError as error:
                 yield f"{self.uri}, data/{shard.file}: its rows cannot be compared: {error}"
             except LANCE_ERRORS as error:
                 yield f"{self.uri}, data/{shard.file}: cannot be read: {first_line(error)}"
             row = end
+
+    def _rows_of(self, shard: int) -> Iterator[pa.RecordBatch]:
+        with panics_as_errors():
+            fragment = self._dataset().get_fragment(shard)
+            if fragment is None:
+                raise ValueError("the dataset does not know it")
+            yield from fragment.to_batches(columns=["key", "entry"])
 
     def _problems_of(self, batch: pa.RecordBatch, first: int) -> Iterator[str]:
         columns = (batch.column(name).to_pylist() for name in ("key", "entry"))
@@ -212,7 +224,8 @@ class SealedEntries:
 
     def _cell(self, row: int, column: str) -> Any:
         try:
-            return self._dataset().take([row], columns=[column]).column(0)[0].as_py()
+            with panics_as_errors():
+                return self._dataset().take([row], columns=[column]).column(0)[0].as_py()
         except LANCE_ERRORS as error:
             raise DamagedSealError(
                 f"data.sealed: {self.where(row)} cannot be read: {first_line(error)}; {_REMEDY}"

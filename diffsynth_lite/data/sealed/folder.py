@@ -1,7 +1,8 @@
 """This file reads and writes the folder of a sealed cache, on a disk or on object storage, through Lance."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,17 @@ class SealFolder:
                 sync(root / name)
             for folder in (*(path for path in root.rglob("*") if path.is_dir()), root, root.parent):
                 sync(folder)
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Scope in which a panic of Lance, which is no ``Exception``, is an OSError: damaged files cause some."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of a module that cannot be imported
+            raise
+        raise OSError(f"Lance: {error}") from error
 
 
 def first_line(error: BaseException) -> str:

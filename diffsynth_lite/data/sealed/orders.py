@@ -41,7 +41,7 @@ class StoredOrders:
         self._folder, self._identity, self._fewest = folder, identity, fewest
 
     def __call__(self, name: str, number: int, length: int, draw: Callable[[], Indices]) -> Numbers:
-        """As `Orders`; when an order is drawn, the one before it is removed."""
+        """As `Orders`; one that is drawn removes the last but one, as another process may read the last."""
         if length < self._fewest:
             return draw()
         path = self._path(name, number)
@@ -49,7 +49,7 @@ class StoredOrders:
             with self._locked():
                 if not path.is_file():
                     self._write(path, draw())
-                    self._path(name, number - 1).unlink(missing_ok=True)
+                    self._path(name, number - 2).unlink(missing_ok=True)
         except OSError as error:
             logger.warning(
                 "%s: the order of %d samples cannot be kept there, so each process draws its own: %s",

@@ -26,6 +26,7 @@ from diffsynth_lite.files import signed_line
 SEAL_NAME = "SEALED"
 TABLE_NAME = "items.table"
 ENTRIES_NAME = "entries.lance"
+_REMEDY = "restore it from a copy, or seal again into another folder"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +118,7 @@ class Seal:
             path = copies / f"{self.digest}.table"
             if not path.is_file():
                 self.folder.download(TABLE_NAME, path)
-        remedy = "seal again" if self.folder.is_local else f"remove {path}, and it is copied again"
+        remedy = _REMEDY if self.folder.is_local else f"remove {path}, and it is copied again"
         return MappedFile(path, self.document.table_bytes, remedy=remedy)
 
     def items(self, table: MappedFile, sealed: SealedItems) -> ItemTable:
@@ -161,7 +162,7 @@ def open_seal(folder: SealFolder) -> Seal | None:
     """The seal in a folder, or None where there is none.
 
     Raises:
-        UserError: it is damaged, of another version, or out of reach.
+        UserError: it is damaged, of another version, or out of reach, or lacks files.
     """
     content = folder.read(SEAL_NAME)
     if content is None:
@@ -169,7 +170,7 @@ def open_seal(folder: SealFolder) -> Seal | None:
     line = content.partition(b"\n")[0]
     if content != signed_line(line):
         raise UserError(
-            f"data.sealed: {folder.uri(SEAL_NAME)} is damaged: its sha256 is not the one on line 2"
+            f"data.sealed: {folder.uri(SEAL_NAME)} is damaged: its sha256 is not the one on line 2; {_REMEDY}"
         )
     try:
         document = _DOCUMENT.validate_json(line)
@@ -177,6 +178,18 @@ def open_seal(folder: SealFolder) -> Seal | None:
         problem = error.errors()[0]
         raise UserError(
             f"data.sealed: {folder.uri(SEAL_NAME)} is not of this version of diffsynth_lite "
-            f"({'.'.join(map(str, problem['loc']))}: {problem['msg']}); seal again"
+            f"({'.'.join(map(str, problem['loc']))}: {problem['msg']}); seal again into another folder"
         ) from None
+    _require_files(folder, document)
     return Seal(folder, document, hashlib.sha256(line).hexdigest()[:32])
+
+
+def _require_files(folder: SealFolder, document: SealDocument) -> None:
+    """Check that table and shards are there, so that no run finds out at the first row of one that is not."""
+    written = [TABLE_NAME, *(f"{ENTRIES_NAME}/data/{shard.file}" for shard in document.shards)]
+    there = set(folder.names())
+    if missing := [name for name in written if name not in there]:
+        raise UserError(
+            f"data.sealed: {folder} lacks {len(missing)} of its {len(written)} files, such as {missing[0]}; "
+            f"{_REMEDY}"
+        )

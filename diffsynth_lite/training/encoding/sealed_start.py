@@ -14,6 +14,7 @@ from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.data_settings import cache_folder, sealed_folder
 from diffsynth_lite.training.dataset import find_cache_group
 from diffsynth_lite.training.distributed.agreement import on_all_processes, some_processes_first
+from diffsynth_lite.training.distributed.context import check_tokens
 from diffsynth_lite.training.distributed.same_run import require_same_items
 from diffsynth_lite.training.encoding.job import EncodingJob
 from diffsynth_lite.training.encoding.run_encoding import (
@@ -40,7 +41,8 @@ def sealed_data(config: Config, family: ModelFamily, accelerator: Accelerator) -
         accelerator: device and processes.
 
     Raises:
-        UserError: the seal was made with other settings or encoders, or processes have different ones.
+        UserError: the seal was made with other settings or encoders, or processes have different ones; or
+            the tokens of its sizes cannot be split as the config asks.
         RunStoppedError: it is damaged.
     """
     seal = require_seal(config)
@@ -52,7 +54,9 @@ def sealed_data(config: Config, family: ModelFamily, accelerator: Accelerator) -
     document = seal.document
     items = seal.items(table, document.data)
     held_out = None if document.validation is None else seal.items(table, document.validation)
-    require_same_items(accelerator, items, held_out or ItemTable.build([]))
+    held_out_items = held_out or ItemTable.build([])
+    require_same_items(accelerator, items, held_out_items)
+    check_tokens(config, family, [*items.buckets, *held_out_items.buckets])
     logger.info(
         "data.sealed: %d items and %d entries of %s; media and cache are not looked at.",
         *(len(items), document.num_entries, seal.folder),
