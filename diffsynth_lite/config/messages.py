@@ -22,6 +22,8 @@ _BOUNDS = {
     "maximum": "at most",
     "exclusiveMaximum": "below",
 }
+_FIRST_KEYS = {"SourceSettings": "path", "LoraGroup": "match"}
+"""What an entry of a list of sections begins with, for examples."""
 _PLANNED = frozenset(["memory.budget"])
 _AUTO_IS_PLANNED = frozenset(
     ["train.use_gradient_checkpointing", "train.use_gradient_checkpointing_offload", "memory.policy"]
@@ -67,8 +69,9 @@ def in_words(schema: Schema) -> str:
         others = words_instead(schema)
         kind = f"one of {', '.join(choices)}" if choices else _KINDS[value["type"]]
         words = [*others, f"or {kind}" if others else kind, *_limits(value)]
-    elif section_of_entries(schema):
-        words = ["a list of sections, written [{path: a}, {path: b}]"]
+    elif section := section_of_entries(schema):
+        key = _FIRST_KEYS[section]
+        words = [f"a list of sections, written [{{{key}: a}}, {{{key}: b}}]"]
     else:
         many, example = _LISTED_KINDS[entry["type"]]
         listed = f"a list of {', '.join(entry.get('enum', [many]))}, written {example}"

@@ -77,6 +77,33 @@ class ModelSettings(Settings):
             yield _without_effect("model.quantize_skip", "model.quantize", "none", "int8 or nf4")
 
 
+class LoraGroup(Settings):
+    """Layers that are trained otherwise than the rest. What is null is as in the rest."""
+
+    match: NonEmptyStr
+    """Which layers: those in whose names these parts follow one another, anywhere. A component, such as
+    `transformer_2` or `text_encoder`; blocks, such as `transformer_blocks.0-9`; a part of all blocks, such as
+    `attn.to_q`. `*` stands for any one part, and `0-9` for a number from 0 to 9. Where several entries match
+    a layer the first of them has it; one that is left without layers is an error."""
+
+    learning_rate: float | None = Field(default=None, gt=0, le=1)
+    """In place of `train.learning_rate`; warm-up and schedule are the same."""
+
+    weight_decay: float | None = Field(default=None, ge=0, le=100)
+    """In place of `train.weight_decay`."""
+
+    rank: int | None = Field(default=None, ge=1, le=8_192)
+    """In place of `lora.rank`."""
+
+    alpha: float | None = Field(default=None, ge=1e-6, le=1e6)
+    """In place of `lora.alpha`. Where that is null, too, it is the rank of the entry."""
+
+    def conflicts(self) -> Iterator[Problem]:
+        if all(getattr(self, key) is None for key in LoraGroup.defaults()):
+            message = f"lora.groups: {self.match} is trained as the rest; give it a learning_rate or a rank"
+            yield Problem(("match",), message)
+
+
 class LoraSettings(Settings):
     """The low-rank matrices that are trained (Hu et al. 2021, arXiv:2106.09685)."""
 
@@ -106,8 +133,22 @@ class LoraSettings(Settings):
     """The linear layers that get a LoRA: `attention` (its projections), `all` (those of the blocks), or a
     list of these words, names, and endings of names, such as `[to_q, to_k, to_v]`; null takes the family's
     default. What these are for each family is in [models.md](models.md). In a name `*` stands for one part,
-    such as the number of a block (`single_transformer_blocks.*.proj_out`). An entry that matches no layer is
-    an error."""
+    such as the number of a block (`single_transformer_blocks.*.proj_out`), and `0-9` for a number from 0 to
+    9. An entry that matches no layer is an error."""
+
+    target_blocks: Annotated[Distinct[NonEmptyStr], Field(min_length=1)] | None = None
+    """Only layers of these blocks get a LoRA, such as `[transformer_blocks.0-9]`: parts that follow one
+    another in a layer's name, as in `match` of `groups`. Null takes all blocks. An entry that matches no
+    layer is an error."""
+
+    loraplus_ratio: float = Field(default=1.0, ge=1, le=1_000)
+    """How many times the learning rate the second matrix of each pair is trained with (LoRA+; Hayou et al.
+    2024, arXiv:2402.12354, whose authors recommend 16). 1 is plain LoRA. The learning rate is that of the
+    first matrix, and may have to be lower than without."""
+
+    groups: list[LoraGroup] = Field(default=[])
+    """Layers with another learning rate, weight decay, rank or alpha, such as an expert of Wan 2.2:
+    `[{match: transformer, learning_rate: 3e-5}]`."""
 
 
 class ObjectiveSettings(Settings):

@@ -52,6 +52,8 @@ _THEIR_NAMES = {
     "objective.min_snr_gamma": "snr_gamma",
     "train.optimizer": "optimizer_type",
     "train.optimizer_options": "optimizer_args optimizer_params optimizer_config",
+    "lora.loraplus_ratio": "loraplus_lr_ratio loraplus_unet_lr_ratio",
+    "lora.target_blocks": "layers_to_transform only_if_contains",
     "train.steps": "max_train_steps max_steps",
     "train.learning_rate": "lr unet_lr",
     "train.lr_scheduler": "learning_rate_scheduler lr_scheduler_type",
@@ -136,7 +138,7 @@ _OTHERWISE = {
         ("train_text_encoder", "network_train_unet_only", "train_unet"),
         "is lora.components here, which names what gets a LoRA",
     ),
-    "text_encoder_lr": "is train.learning_rate here, for all that is trained; remove it",
+    "text_encoder_lr": "is lora.groups here, such as [{match: text_encoder, learning_rate: 1e-5}]",
     **dict.fromkeys(
         ("max_sequence_length", "max_token_length", "tokenizer_max_length"),
         "is no setting here, as each model family has its own; remove it",

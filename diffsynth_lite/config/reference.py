@@ -144,7 +144,12 @@ def _section(name: str, model: Schema, models: dict[str, Schema], *, level: int)
     """
     settings = model["properties"]
     entries = {key: models[entry] for key in settings if (entry := section_of_entries(settings[key]))}
-    shared = {key for entry in entries.values() for key in entry["properties"]}
+    shared = {
+        key
+        for entry in entries.values()
+        for key, setting in entry["properties"].items()
+        if setting == settings.get(key)
+    }
     rows = [_row(key, setting) for key, setting in settings.items() if key not in shared]
     heading = [f"{'#' * level} {name}", "", model["description"], ""]
     tables = [_section(f"{name}.{key}", entry, models, level=level + 1) for key, entry in entries.items()]

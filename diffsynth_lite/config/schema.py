@@ -94,6 +94,8 @@ class Config(Settings):
                 f"memory.shard_base {self.memory.shard_base}: compiled blocks cannot be sharded; set "
                 "train.compile: off, or memory.shard_base: no",
             )
+        if self.train.optimizer == "prodigy":
+            yield from self._prodigy_conflicts()
         if _is_same_folder(self.data.cache_dir, self.output.dir):
             message = "data.cache_dir is output.dir, in which nothing else may be; name another folder"
             yield Problem(("data.cache_dir", "output.dir"), message)
@@ -122,6 +124,16 @@ class Config(Settings):
                 f"{self.memory.save_attention} has no effect with train.context_parallel_kind ring, whose "
                 "attention is computed part by part; set memory.save_attention: no, or the kind to ulysses",
             )
+
+    def _prodigy_conflicts(self) -> Iterator[Problem]:
+        reason = "prodigy finds one learning rate for all weights; leave it out, or take another optimizer"
+        if self.lora.loraplus_ratio != 1:
+            message = f"lora.loraplus_ratio {self.lora.loraplus_ratio:g}: {reason}"
+            yield Problem(("lora.loraplus_ratio", "train.optimizer"), message)
+        for place, group in enumerate(self.lora.groups):
+            if group.learning_rate is not None:
+                key = f"lora.groups[{place}].learning_rate"
+                yield Problem((key, "train.optimizer"), f"{key} {group.learning_rate:g}: {reason}")
 
     def _folder_conflicts(self, key: str, folder: str | None) -> Iterator[Problem]:
         if _is_same_folder(self.validation.data, folder):

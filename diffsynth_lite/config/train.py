@@ -71,7 +71,7 @@ class TrainSettings(Settings):
 
     learning_rate: float = Field(default=1e-4, gt=0, le=1)
     """Highest learning rate, after the warm-up. Lower it when previews fall apart, raise it when nothing is
-    learned. Prodigy finds its own and takes 1 here."""
+    learned. `lora.groups` gives some of the layers another one. Prodigy finds its own and takes 1 here."""
 
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"] = "constant"
     """How the learning rate goes from its highest value, after the warm-up, to the last step."""

@@ -14,7 +14,7 @@ from diffsynth_lite.lora import adapter_shapes, adapter_size
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.release_folder import find_releases
 from diffsynth_lite.training.frozen_weights import text_encoder_memory, transformer_quantization
-from diffsynth_lite.training.lora_layers import find_targets
+from diffsynth_lite.training.layer_groups import LayerGroup, find_targets, layer_groups, own_sizes
 from diffsynth_lite.training.optimization.optimizers import examine_optimizer, shown_name
 
 _MAX_NAMED = 8
@@ -30,10 +30,12 @@ def model_table(config: Config, family: ModelFamily) -> dict[str, str]:
     """
     transformer = family.empty_transformer()
     layers = find_targets(family, transformer, config)
+    groups = layer_groups(config, family, layers)
     return (
         _release(config, family)
         | dict(_components(config, family, transformer))
-        | {"LoRA": _lora(config, transformer, layers)}
+        | {"LoRA": _lora(config, transformer, layers, groups)}
+        | {f"LoRA of {group.name}": _in_words(group) for group in groups if group.name is not None}
     )
 
 
@@ -101,11 +103,19 @@ def _dtype_of(config: Config, family: ModelFamily, name: str) -> str:
     return model.dtype if name in family.trainable else model.vae_dtype
 
 
-def _lora(config: Config, transformer: nn.Module, layers: Sequence[str]) -> str:
-    number = adapter_size(transformer, layers, rank=config.lora.rank)
+def _in_words(group: LayerGroup) -> str:
+    return (
+        f"{counted(len(group.layers), 'layer')}, rank {group.size.rank}, alpha {group.size.alpha:g}, "
+        f"learning rate {group.learning_rate:g}, weight decay {group.weight_decay:g}"
+    )
+
+
+def _lora(config: Config, transformer: nn.Module, layers: Sequence[str], groups: Sequence[LayerGroup]) -> str:
+    rank, own = config.lora.rank, own_sizes(groups)
+    number = adapter_size(transformer, layers, rank=rank, own=own)
     weights = number * torch.float32.itemsize
-    shapes = adapter_shapes(transformer, layers, rank=config.lora.rank)
-    state = examine_optimizer(config, shapes, torch.device("cpu")).state_bytes
+    shapes = adapter_shapes(transformer, layers, rank=rank, own=own)
+    state = examine_optimizer(config, groups, shapes, torch.device("cpu")).state_bytes
     return (
         f"{counted(len(layers), 'layer')}, {number:,} parameters: {format_bytes(weights)} in float32, and "
         f"{format_bytes(state)} of {shown_name(config)}"

@@ -1,6 +1,7 @@
 """Adapters on a model: which layers get one, how it is added, and its tensors."""
 
 from diffsynth_lite.lora.adapter import (
+    LoraSize,
     adapter_settings,
     adapter_shapes,
     adapter_size,
@@ -9,11 +10,12 @@ from diffsynth_lite.lora.adapter import (
     by_peft_names,
     load_adapter_tensors,
 )
-from diffsynth_lite.lora.targets import find_target_layers, layers_ending_in
+from diffsynth_lite.lora.targets import find_target_layers, layers_ending_in, layers_with
 from diffsynth_lite.lora.update_size import UpdateSize, UpdateSizes
 from diffsynth_lite.lora.weighted import add_finished_lora, require_fit, set_lora_weights
 
 __all__ = [
+    "LoraSize",
     "UpdateSize",
     "UpdateSizes",
     "adapter_settings",
@@ -25,6 +27,7 @@ __all__ = [
     "by_peft_names",
     "find_target_layers",
     "layers_ending_in",
+    "layers_with",
     "load_adapter_tensors",
     "require_fit",
     "set_lora_weights",

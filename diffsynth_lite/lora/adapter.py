@@ -1,12 +1,16 @@
 """This file puts a LoRA on a model through peft, and takes its tensors out and in."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from diffsynth_lite.errors import UserError
@@ -14,10 +18,27 @@ from diffsynth_lite.lora.linear import use_lora_linear
 
 _ADAPTER = "default"
 _ALWAYS_SAVED = ("r", "lora_alpha")
+_PATTERNS = ("rank_pattern", "alpha_pattern")
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True)
+class LoraSize:
+    """Rank and alpha of a layer's LoRA: its update is scaled by ``alpha / rank``."""
+
+    rank: int
+    alpha: float
 
 
 def add_adapter(
-    model: nn.Module, layers: Sequence[str], *, rank: int, alpha: float, dropout: float, seed: int
+    model: nn.Module,
+    layers: Sequence[str],
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    seed: int,
+    own: Mapping[str, LoraSize] = MappingProxyType({}),
 ) -> None:
     """Freeze a model and put a LoRA in fp32 on the given layers.
 
@@ -30,10 +51,18 @@ def add_adapter(
         alpha: the update is scaled by ``alpha / rank``.
         dropout: probability in [0, 1) that an input of the adapter is dropped in training.
         seed: of the first values; the global random state is left as it was.
+        own: of layers that have another rank and alpha.
     """
     model.requires_grad_(False)
     # Full names, not endings: the layers left out in the last block then need no exclude list in the file.
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(layers))
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=list(layers),
+        rank_pattern=peft_pattern({layer: size.rank for layer, size in own.items()}),
+        alpha_pattern=peft_pattern({layer: size.alpha for layer, size in own.items()}),
+    )
     use_lora_linear(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -43,23 +72,48 @@ def add_adapter(
     assert adapted == set(layers), f"peft adapted {len(adapted)} layers of {len(layers)}"
 
 
-def adapter_size(model: nn.Module, layers: Sequence[str], *, rank: int) -> int:
+def peft_pattern(values: Mapping[str, Number]) -> dict[str, Number]:
+    """Values of some layers as peft wants them: by a pattern, of which there is one for each value.
+
+    peft tries the patterns in order, each as the end of a name unless it begins so.
+    """
+    layers: dict[Number, list[str]] = {}
+    for layer, value in values.items():
+        layers.setdefault(value, []).append(re.escape(layer))
+    return {f"^(?:{'|'.join(names)})": value for value, names in layers.items()}
+
+
+def adapter_size(
+    model: nn.Module,
+    layers: Sequence[str],
+    *,
+    rank: int,
+    own: Mapping[str, LoraSize] = MappingProxyType({}),
+) -> int:
     """Parameters that an adapter on these linear layers has; see :func:`adapter_shapes`."""
-    shapes = adapter_shapes(model, layers, rank=rank)
+    shapes = adapter_shapes(model, layers, rank=rank, own=own)
     return sum(number * num_rows * num_columns for (num_rows, num_columns), number in shapes.items())
 
 
-def adapter_shapes(model: nn.Module, layers: Sequence[str], *, rank: int) -> Counter[tuple[int, int]]:
+def adapter_shapes(
+    model: nn.Module,
+    layers: Sequence[str],
+    *,
+    rank: int,
+    own: Mapping[str, LoraSize] = MappingProxyType({}),
+) -> Counter[tuple[int, int]]:
     """Shapes of the matrices of an adapter on these linear layers, and how many there are of each.
 
     Args:
         model: may be on the meta device.
         layers: full names.
+        own: of layers that have another rank.
     """
     shapes: Counter[tuple[int, int]] = Counter()
     for layer in layers:
         num_outputs, num_inputs = model.get_parameter(f"{layer}.weight").shape
-        shapes.update([(rank, num_inputs), (num_outputs, rank)])
+        width = own[layer].rank if layer in own else rank
+        shapes.update([(width, num_inputs), (num_outputs, width)])
     return shapes
 
 
@@ -98,7 +152,8 @@ def adapter_settings(model: nn.Module) -> dict[str, Any]:
     """peft's settings of the adapter as plain values, for the LoRA file's metadata.
 
     Only rank, alpha, full names of layers and what differs from peft's defaults: a file that lists every
-    setting of one peft version is refused by versions that do not know them all.
+    setting of one peft version is refused by versions that do not know them all. What layers have of their
+    own (``rank_pattern``, ``alpha_pattern``) is by their full names; see :func:`peft_pattern`.
     """
     settings: dict[str, Any] = model.peft_config[_ADAPTER].to_dict()  # type: ignore[index,union-attr]
     defaults = LoraConfig().to_dict()
@@ -107,9 +162,27 @@ def adapter_settings(model: nn.Module) -> dict[str, Any]:
         for name, value in settings.items()
         if name in _ALWAYS_SAVED or (name in defaults and value != defaults[name])
     }
+    for name in _PATTERNS:
+        kept.pop(name, None)
     # Of 20 layers and more, peft keeps endings only, which do not say whose of several components they are.
     kept["target_modules"] = _adapted_layers(model)
+    kept |= _patterns(model, kept)
     return {name: sorted(value) if isinstance(value, set) else value for name, value in kept.items()}
+
+
+def _patterns(model: nn.Module, settings: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Ranks and alphas of layers that have others than the adapter's settings say; nothing where none has."""
+    layers = {name: part for name, part in model.named_modules() if isinstance(part, LoraLayer)}
+    own: dict[str, dict[str, float]] = {
+        "rank_pattern": {name: layer.r[_ADAPTER] for name, layer in layers.items()},
+        "alpha_pattern": {name: layer.lora_alpha[_ADAPTER] for name, layer in layers.items()},
+    }
+    usual = {"rank_pattern": settings["r"], "alpha_pattern": settings["lora_alpha"]}
+    differing = {
+        kind: {name: value for name, value in values.items() if value != usual[kind]}
+        for kind, values in own.items()
+    }
+    return {kind: values for kind, values in differing.items() if values}
 
 
 def _adapted_layers(model: nn.Module) -> set[str]:

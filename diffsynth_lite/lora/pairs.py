@@ -89,14 +89,16 @@ def pairs_of(
 
     Args:
         tensors: by peft's names.
-        settings: peft's; where they do not say ``lora_alpha`` it is the rank.
+        settings: peft's; where they do not say ``lora_alpha`` it is the rank. ``alpha_pattern`` is by names
+            of layers, as ``adapter_settings`` has it.
         prefix: of the names of its layers in a pipeline, such as ``transformer.``.
     """
     pairs = {}
     for name, down in tensors.items():
         if name.endswith(_DOWN):
             layer = name.removesuffix(_DOWN)
-            alpha = float(settings.get("lora_alpha", down.shape[0]))
+            of_all = settings.get("lora_alpha", down.shape[0])
+            alpha = float(settings.get("alpha_pattern", {}).get(layer, of_all))
             pairs[f"{prefix}{layer}"] = LoraPair(down=down, up=tensors[f"{layer}{_UP}"], alpha=alpha)
     return pairs
 

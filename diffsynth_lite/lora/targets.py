@@ -1,11 +1,15 @@
 """This file decides which linear layers of a model get an adapter."""
 
 import difflib
+import re
 from collections.abc import Collection, Sequence
 
 from torch import nn
 
 from diffsynth_lite.errors import UserError, join_names
+
+_RANGE = re.compile(r"([0-9]+)-([0-9]+)")
+"""Of numbers, such as those of blocks."""
 
 
 def find_target_layers(
@@ -21,7 +25,7 @@ def find_target_layers(
     Args:
         model: may be on the meta device.
         target_modules: endings of names, such as ``to_q`` or ``attn.to_out.0``; a ``*`` stands for one part
-            of a name, as in ``single_transformer_blocks.*.proj_out``.
+            of a name, as in ``single_transformer_blocks.*.proj_out``, and ``0-9`` for a number from 0 to 9.
         unused_modules: full names of the modules whose output nobody uses, and that of all layers in them.
 
     Raises:
@@ -60,6 +64,22 @@ def layers_ending_in(names: Sequence[str], endings: Sequence[str], *, key: str, 
     return [name for name in names if any(_ends_in(name, ending) for ending in endings)]
 
 
+def layers_with(names: Sequence[str], pattern: str) -> list[str]:
+    """Those of some layers in whose names the parts of a pattern follow one another, anywhere.
+
+    Args:
+        names: full names.
+        pattern: such as ``transformer_blocks.0-9`` or ``attn.to_q``.
+    """
+    wanted = pattern.split(".")
+
+    def has(parts: list[str]) -> bool:
+        starts = range(len(parts) - len(wanted) + 1)
+        return any(_are_parts(wanted, parts[start : start + len(wanted)]) for start in starts)
+
+    return [name for name in names if has(name.split("."))]
+
+
 def _is_in(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
 
@@ -67,9 +87,19 @@ def _is_in(name: str, module: str) -> bool:
 def _ends_in(name: str, target: str) -> bool:
     wanted = target.split(".")
     ending = name.split(".")[-len(wanted) :]
-    return len(ending) == len(wanted) and all(
-        asked in ("*", part) for asked, part in zip(wanted, ending, strict=True)
-    )
+    return len(ending) == len(wanted) and _are_parts(wanted, ending)
+
+
+def _are_parts(wanted: Sequence[str], parts: Sequence[str]) -> bool:
+    """Whether each part of a name is the one that is asked for, as many as there are."""
+    return all(_is_part(asked, part) for asked, part in zip(wanted, parts, strict=True))
+
+
+def _is_part(asked: str, part: str) -> bool:
+    if asked in ("*", part):
+        return True
+    numbers = _RANGE.fullmatch(asked)
+    return numbers is not None and part.isdigit() and int(numbers[1]) <= int(part) <= int(numbers[2])
 
 
 def _describe_unmatched(unmatched: Sequence[str], names: Sequence[str], owner: str) -> str:

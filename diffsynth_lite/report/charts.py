@@ -1,10 +1,11 @@
 """This file says which charts the page has, and which metric each of their lines shows."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from diffsynth_lite.report.series import Series
+from diffsynth_lite.run_folder.metrics import RATE_OF_GROUP
 
 _SMOOTHED = "_smoothed"
 
@@ -140,10 +141,29 @@ def read_series(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
         rows: of ``metrics.jsonl``.
     """
     series = {}
-    for line in (line for chart in CHARTS for line in chart.lines):
+    of_groups = dict.fromkeys(name for row in rows for name in row if name.startswith(RATE_OF_GROUP))
+    lines = [line for chart in CHARTS for line in chart.lines]
+    for line in [*lines, *map(_line_of_group, of_groups)]:
         raw = Series.of(rows, line.metric.removesuffix(_SMOOTHED))
         series[line.metric] = raw.smoothed() if line.metric.endswith(_SMOOTHED) else raw
     return {name: each.thinned() for name, each in series.items() if each.points}
+
+
+def charts_of(series: Collection[str]) -> list[Chart]:
+    """The charts, of which that of the learning rate has a line more for each group of layers.
+
+    Args:
+        series: names of what there is.
+    """
+    of_groups = [_line_of_group(name) for name in series if name.startswith(RATE_OF_GROUP)]
+    return [
+        replace(chart, lines=(*chart.lines, *of_groups)) if chart.name == "learning_rate" else chart
+        for chart in CHARTS
+    ]
+
+
+def _line_of_group(metric: str) -> Line:
+    return Line(metric=metric, label=metric.removeprefix(RATE_OF_GROUP))
 
 
 def _ends(line: Line, series: Series, *, is_named: bool) -> str:

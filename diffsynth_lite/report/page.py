@@ -13,7 +13,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from diffsynth_lite.files import replacing
-from diffsynth_lite.report.charts import CHARTS
+from diffsynth_lite.report.charts import Chart, charts_of
 from diffsynth_lite.report.previews import embedded
 from diffsynth_lite.report.run_report import RunReport, read_run
 from diffsynth_lite.report.side_by_side import side_by_side
@@ -79,7 +79,7 @@ def render(runs: Sequence[RunReport], *, is_served: bool = False) -> str:
             compared=side_by_side(runs) if len(runs) > 1 else None,
             renewal="ask" if is_served else "reload" if any(run.state.is_running for run in runs) else "none",
             run_page="" if is_served else "report.html",
-            charts=[chart for chart in CHARTS if any(chart.is_shown(run.series) for run in runs)],
+            charts=[chart for chart in _charts(runs) if any(chart.is_shown(run.series) for run in runs)],
             data=_chart_data(runs),
             scripts=scripts,
             script_hashes=[_script_hash(script) for script in scripts],
@@ -130,8 +130,12 @@ def _chart_data(runs: Sequence[RunReport]) -> dict[str, object]:
             {"name": run.name, "series": {name: series.document() for name, series in run.series.items()}}
             for run in runs
         ],
-        "charts": {chart.name: asdict(chart) for chart in CHARTS},
+        "charts": {chart.name: asdict(chart) for chart in _charts(runs)},
     }
+
+
+def _charts(runs: Sequence[RunReport]) -> list[Chart]:
+    return charts_of(dict.fromkeys(name for run in runs for name in run.series))
 
 
 def _resource(name: str) -> str:

@@ -25,6 +25,9 @@ SAMPLES_BY_NOISE = "samples_by_noise/"
 """Before the name of a tenth: mean loss, and number, of the samples since the row before that had it. A tenth
 without samples has neither."""
 
+RATE_OF_GROUP = "learning_rate/"
+"""Before the name of a group of layers."""
+
 Value = float | Sequence["Value"] | Mapping[str, "Value"]
 """What a row holds under a name: a number, or some in order or by name."""
 

@@ -5,9 +5,9 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.progress import Progress, TaskID, TextColumn
 
 from diffsynth_lite.errors import RunDivergedError
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.run_folder.metrics import MetricsLog, metrics_by_noise
+from diffsynth_lite.run_folder.metrics import RATE_OF_GROUP, MetricsLog, metrics_by_noise
 
 if sys.platform != "win32":
     import resource
@@ -37,6 +37,7 @@ class StepResult:
         loss: mean over the samples of all devices.
         grad_norm: before clipping.
         learning_rate: used in this step.
+        group_rates: likewise, by the name of each group of layers; none where there is one.
         learned_rate: the one that the optimizer found by itself, the given one included, after the step;
             None where it finds none.
         num_samples: that it took, on all devices.
@@ -53,6 +54,7 @@ class StepResult:
     num_samples: int
     seconds: float
     num_skipped: int = 0
+    group_rates: Mapping[str, float] = field(default_factory=dict)
     learned_rate: float | None = None
     totals_by_noise: Sequence[float] = ()
 
@@ -179,6 +181,7 @@ class StepReport:
             "samples_per_s": self._throughput.samples_per_s,
             "peak_memory_gib": peak_memory_gib(self._device),
         }
+        values |= {f"{RATE_OF_GROUP}{name}": rate for name, rate in result.group_rates.items()}
         if result.learned_rate is not None:
             values["learned_rate"] = result.learned_rate
         if result.num_skipped:

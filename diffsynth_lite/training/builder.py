@@ -35,9 +35,10 @@ from diffsynth_lite.training.distributed.watchdog import LONG_WAIT
 from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.encoding.run_encoding import EncodedPrompt, TrainingData
 from diffsynth_lite.training.evaluation import FixedNoiseErrors, FixedNoiseLoss, ItemLosses, LayerUpdates
+from diffsynth_lite.training.layer_groups import LayerGroup, own_sizes, usual_size
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 from diffsynth_lite.training.optimization.averages import AveragedWeights
-from diffsynth_lite.training.optimization.optimizers import measures_average
+from diffsynth_lite.training.optimization.optimizers import measures_average, rate_groups
 from diffsynth_lite.training.previews import PictureSource, Previews
 from diffsynth_lite.training.shortages import Workload
 from diffsynth_lite.training.streaming import blocks_by_model, quantizable_bytes, streamable_bytes
@@ -55,6 +56,7 @@ class TrainingObjects:
         optimizer: over the adapter's parameters.
         loss: of a micro-batch, a scalar; knows the model, which the loop does not.
         learning_rate: of the 0-based optimizer step.
+        group_rates: the same for each group of the optimizer, as :func:`build_group_rates` has it.
         max_grad_norm: gradients are scaled down to it; infinity never clips.
         averaged: of the adapter; None where no average is kept.
         seed: of the dropout masks.
@@ -89,6 +91,7 @@ class TrainingObjects:
     weights: WeightStream
     compiler: BlockCompiler
     runs_together: bool = False
+    group_rates: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
     context_parallel: int = 1
     divergence: Divergence = field(default_factory=Divergence)
 
@@ -147,11 +150,13 @@ def build_transformer(
             for.
     """
     transformer = load_frozen_transformer(config, checked.family, host_blocks)
+    size = usual_size(config)
     add_adapter(
         transformer,
         checked.target_layers,
-        rank=config.lora.rank,
-        alpha=lora_alpha(config),
+        rank=size.rank,
+        alpha=size.alpha,
+        own=own_sizes(checked.groups),
         dropout=config.lora.dropout,
         seed=torch_seed(config.train.seed, "lora-init", 0),
     )
@@ -224,6 +229,7 @@ def build_run(
         optimizer=optimizer,
         loss=objective.loss,
         learning_rate=build_learning_rate(config),
+        group_rates=build_group_rates(config, checked.groups),
         averaged=averaged,
         max_grad_norm=float("inf") if config.train.max_grad_norm is None else config.train.max_grad_norm,
         seed=config.train.seed,
@@ -256,9 +262,15 @@ def build_run(
     )
 
 
-def lora_alpha(config: Config) -> float:
-    """The adapter's alpha: its rank unless given."""
-    return float(config.lora.rank) if config.lora.alpha is None else config.lora.alpha
+def build_group_rates(config: Config, groups: Sequence[LayerGroup]) -> dict[str, Callable[[int], float]]:
+    """The learning rate of each 0-based step for each group of the optimizer, by what it is called.
+
+    None where there is one, with the learning rate of the run.
+    """
+    if not config.lora.groups and config.lora.loraplus_ratio == 1:
+        return {}
+    rated = rate_groups(config, groups)
+    return {group.label: build_learning_rate(config, base=group.learning_rate) for group in rated}
 
 
 def build_noise_levels(config: Config, family: ModelFamily) -> NoiseLevels:

@@ -26,7 +26,7 @@ from diffsynth_lite.training.distributed.context import check_split, check_token
 from diffsynth_lite.training.distributed.devices import batch_layout
 from diffsynth_lite.training.distributed.same_run import require_same_model, require_same_settings
 from diffsynth_lite.training.frozen_weights import text_encoder_memory, transformer_quantization
-from diffsynth_lite.training.lora_layers import find_targets
+from diffsynth_lite.training.layer_groups import LayerGroup, find_targets, layer_groups, own_sizes
 from diffsynth_lite.training.optimization.learning_rate import learning_rate_schedule
 from diffsynth_lite.training.optimization.optimizers import OptimizerFacts, examine_optimizer
 from diffsynth_lite.training.streaming import check_stream
@@ -50,6 +50,7 @@ class CheckedRun:
         training: records of what is trained on.
         held_out: those of other items; empty when the training items are measured instead.
         target_layers: full names of the layers that get a LoRA.
+        groups: the same, by how they are trained.
         num_blocks: transformer blocks that checkpointing covers.
         num_selected_blocks: those of them that the policy checkpoints.
         num_lora_weights: numbers that are trained.
@@ -60,6 +61,7 @@ class CheckedRun:
     training: ReadRecords
     held_out: ReadRecords
     target_layers: Sequence[str]
+    groups: Sequence[LayerGroup]
     num_blocks: int
     num_selected_blocks: int
     num_lora_weights: int
@@ -114,6 +116,7 @@ def check_run(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> C
         training=training,
         held_out=held_out,
         target_layers=model.target_layers,
+        groups=model.groups,
         num_blocks=model.num_blocks,
         num_selected_blocks=model.num_selected_blocks,
         num_lora_weights=model.num_lora_weights,
@@ -238,6 +241,7 @@ def bind_family(config: Config, *, with_weights: bool = True) -> ModelFamily:
 @dataclass(frozen=True, kw_only=True)
 class _CheckedModel:
     target_layers: Sequence[str]
+    groups: Sequence[LayerGroup]
     num_blocks: int
     num_selected_blocks: int
     num_lora_weights: int
@@ -258,17 +262,19 @@ def _check_model(
     problems.attempt(lambda: check_tokens_of_previews(config, family, *preview_size(config, family)))
     layers = problems.attempt(lambda: find_targets(family, transformer, config)) if blocks else []
     # Before layers get the formats of the run, whose shapes are others.
-    num_lora_weights = adapter_size(transformer, layers or [], rank=config.lora.rank)
-    shapes = adapter_shapes(transformer, layers or [], rank=config.lora.rank)
-    optimizer = problems.attempt(lambda: examine_optimizer(config, shapes, device))
+    groups = problems.attempt(lambda: layer_groups(config, family, layers)) if layers else []
+    rank, own = config.lora.rank, own_sizes(groups or [])
+    num_lora_weights = adapter_size(transformer, layers or [], rank=rank, own=own)
+    shapes = adapter_shapes(transformer, layers or [], rank=rank, own=own)
+    optimizer = problems.attempt(lambda: examine_optimizer(config, groups or [], shapes, device))
     problems.attempt(lambda: _check_averaging(config, family, optimizer))
     if layers:
-        rank = config.lora.rank
         problems.attempt(lambda: family.settle_lora_spelling(transformer, layers, rank=rank))
     selected = problems.attempt(lambda: select_blocks(config, len(blocks))) if blocks else []
     check_loading(problems, family, transformer, config, device, num_blocks=len(blocks or []))
     return _CheckedModel(
         target_layers=layers or [],
+        groups=groups or [],
         num_blocks=len(blocks or []),
         num_selected_blocks=len(selected or []),
         num_lora_weights=num_lora_weights,
@@ -314,15 +320,18 @@ def find_blocks(family: ModelFamily, transformer: torch.nn.Module) -> list[torch
         raise UserError(f"train.use_gradient_checkpointing: {error}") from None
 
 
-def build_learning_rate(config: Config) -> Callable[[int], float]:
+def build_learning_rate(config: Config, *, base: float | None = None) -> Callable[[int], float]:
     """The learning rate of each 0-based optimizer step.
+
+    Args:
+        base: the highest one, where it is not ``train.learning_rate``.
 
     Raises:
         UserError: the settings of the schedule do not fit together.
     """
     return learning_rate_schedule(
         config.train.lr_scheduler,
-        base=config.train.learning_rate,
+        base=config.train.learning_rate if base is None else base,
         warmup_steps=config.train.warmup_in_run,
         total_steps=config.train.steps,
     )

@@ -32,7 +32,6 @@ from diffsynth_lite.training.builder import (
     build_run,
     build_transformer,
     build_workload,
-    lora_alpha,
 )
 from diffsynth_lite.training.checkpoint.card import CardWriter
 from diffsynth_lite.training.checkpoint.lora_facts import gather_lora_facts
@@ -64,6 +63,7 @@ from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
 from diffsynth_lite.training.encoding.sealed_start import sealed_data
 from diffsynth_lite.training.evaluation import ValidationProtocol
+from diffsynth_lite.training.layer_groups import own_sizes, usual_size
 from diffsynth_lite.training.optimization.averages import AveragedWeights
 from diffsynth_lite.training.optimization.optimizers import build_average, build_optimizer, measures_average
 from diffsynth_lite.training.planning.automatic import before_choice, choose_memory, leaves_open, what_fits
@@ -213,7 +213,7 @@ def _train(
     with run.clock.stage("model"):
         logger.info("Loading the transformer.")
         transformer, compiler, weights = _load_model(run, initial)
-        optimizer = build_optimizer(run.config, transformer)
+        optimizer = build_optimizer(run.config, transformer, run.checked.groups)
         averaged = build_average(run.config, transformer, optimizer)
         if checkpoint is not None:
             restore(checkpoint, transformer, optimizer, averaged, accelerator=run.accelerator)
@@ -355,13 +355,15 @@ def _initial_lora(run: RunContext) -> dict[str, torch.Tensor] | None:
     lora = run.config.lora
     if lora.init_from is None:
         return None
+    size = usual_size(run.config)
     read = partial(
         read_initial_lora,
         run.checked.family,
         lora.init_from,
         layers=run.checked.target_layers,
-        rank=lora.rank,
-        alpha=lora_alpha(run.config),
+        rank=size.rank,
+        alpha=size.alpha,
+        own=own_sizes(run.checked.groups),
     )
     return tensors_from_main_process(run.accelerator, read)
 

@@ -125,8 +125,10 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
     num_data_ranks = accelerator.num_processes // built.context_parallel
     micro_batches = next(built.batches)
     learning_rate = built.learning_rate(step - 1)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+    group_rates = {name: rate(step - 1) for name, rate in built.group_rates.items()}
+    rates = list(group_rates.values()) or [learning_rate] * len(optimizer.param_groups)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
     local_loss = torch.zeros((), device=accelerator.device)
     for batch in micro_batches:
@@ -156,6 +158,7 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
         loss=loss_value,
         grad_norm=norm_value,
         learning_rate=learning_rate,
+        group_rates=group_rates,
         learned_rate=learned_rate(optimizer),
         num_samples=micro_batches[0].step_samples,
         seconds=time.perf_counter() - started_at,

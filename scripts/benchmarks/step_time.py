@@ -127,7 +127,7 @@ def equal_runs(
             transformer=(transformer := build_transformer(config, checked)),
             compiler=build_compiler(config, checked.family, transformer),
             weights=place_weights(config, checked.family, transformer, accelerator.device),
-            optimizer=build_optimizer(config, transformer),
+            optimizer=build_optimizer(config, transformer, checked.groups),
             averaged=None,
             start_step=0,
             folder=RunFolder(folder),

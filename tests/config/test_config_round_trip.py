@@ -16,6 +16,7 @@ from diffsynth_lite.config.messages import (
     without_null,
     words_instead,
 )
+from diffsynth_lite.config.model import LoraGroup
 from diffsynth_lite.config.schema import section_types
 from diffsynth_lite.config.settings import MOST_PIXELS, Settings
 from diffsynth_lite.errors import UserError
@@ -28,15 +29,18 @@ TEXTS = st.one_of(
 ).filter(lambda text: "${" not in text and text != "???" and (text == "~" or not text.startswith("~")))
 
 
+LISTED = {
+    "SourceSettings": ("source", SourceSettings, lambda source: (source.path, source.dataset)),
+    "LoraGroup": ("group", LoraGroup, lambda group: group.match),
+}
+
+
 def values_of(setting: Schema) -> st.SearchStrategy:
     """Every value that a setting may have, taken alone, by its JSON schema."""
     schema = without_null(setting)
     if section_of_entries(setting):
-        return st.lists(
-            sections_of("source", SourceSettings),
-            max_size=2,
-            unique_by=lambda source: (source.path, source.dataset),
-        )
+        name, section, identity = LISTED[section_of_entries(setting)]
+        return st.lists(sections_of(name, section), max_size=2, unique_by=identity)
     if schema.get("type") == "object":
         ((names, option),) = schema["patternProperties"].items()
         kinds = [values_of(kind) for kind in option["anyOf"] if kind != {"type": "null"}]
@@ -82,6 +86,8 @@ def numbers(schema: Schema) -> st.SearchStrategy:
     )
 
 
+FIXED = {"output": {"keep_every_steps": None}, "group": {"weight_decay": 0.5}}
+"""Of sections in which something must have a certain value: a group of layers must differ from the rest."""
 OF_A_DATASET = ("split", "revision")
 OF_A_FOLDER = ("metadata", "input_dirs", "first_frame_dir", "last_frame_dir", "mask_dir")
 
@@ -136,8 +142,7 @@ def consistent(name: str, values: dict) -> dict:
         values |= {"mode_scale": 1.29} if values["timestep_density"] != "mode" else {}
         values |= {"shift_value": (values["shift_value"] or 3.0) if values["shift"] == "static" else None}
         values |= {"min_snr_gamma": 5.0} if values["loss_weighting"] != "min_snr" else {}
-    if name == "output":
-        values |= {"keep_every_steps": None}
+    values |= FIXED.get(name, {})
     if name == "train":
         values |= {"optimizer_options": {}} if reserved(values["optimizer_options"]) else {}
         values |= {"learning_rate": 1.0} if values["optimizer"] == "prodigy" else {}
@@ -175,6 +180,8 @@ def configs(draw: st.DrawFn) -> Config:
     if sections["train"].context_parallel > 1:
         changed(sections, "lora", dropout=0.0)
         changed(sections, "train", compile="off", context_parallel_kind="ulysses")
+    if sections["train"].optimizer == "prodigy":
+        changed(sections, "lora", loraplus_ratio=1.0, groups=[])
     if sections["model"].dtype == "float16":
         changed(sections, "train", mixed_precision="bf16")
     changed(sections, "validation", data=draw(st.sampled_from([None, "other"])))

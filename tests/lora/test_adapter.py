@@ -7,13 +7,16 @@ from torch import nn
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import (
+    LoraSize,
     adapter_settings,
     adapter_size,
     adapter_tensors,
     add_adapter,
     find_target_layers,
+    layers_with,
     load_adapter_tensors,
 )
+from diffsynth_lite.lora.pairs import pairs_of
 
 UNUSED = ("transformer_blocks.1.attn.to_add_out", "transformer_blocks.1.txt_mlp")
 
@@ -65,6 +68,60 @@ def test_a_star_in_a_target_stands_for_one_part_of_a_name() -> None:
     assert targets(model, "norm_out.*") == ["norm_out.linear"]
     with pytest.raises(UserError, match=r"transformer_blocks\.\*\.proj_out; blocks\.\*\.to_q match no "):
         targets(model, "to_q", "transformer_blocks.*.proj_out", "blocks.*.to_q")
+
+
+def test_numbers_in_a_target_stand_for_those_between_them() -> None:
+    model = tiny_transformer()
+    assert targets(model, "transformer_blocks.0-1.attn.to_q") == targets(model, "to_q")
+    assert targets(model, "transformer_blocks.1-7.attn.to_q") == ["transformer_blocks.1.attn.to_q"]
+    assert targets(model, "img_mlp.net.2-2") == targets(model, "img_mlp.net.2")
+    with pytest.raises(UserError, match=r"transformer_blocks\.2-7\.attn\.to_q match no linear layer"):
+        targets(model, "transformer_blocks.2-7.attn.to_q")
+
+
+def test_parts_of_names_are_found_anywhere_in_them() -> None:
+    names = ["transformer.blocks.1.attn.to_q", "transformer_2.blocks.10.attn.to_q", "transformer_2.proj_out"]
+    assert layers_with(names, "transformer_2") == names[1:]
+    assert layers_with(names, "blocks.0-9") == names[:1]
+    assert layers_with(names, "blocks.*.attn") == names[:2]
+    assert layers_with(names, "to_q") == names[:2]
+    assert layers_with(names, "transformer") == names[:1]
+    assert layers_with(names, "transformer_2.proj_out.weight") == []
+
+
+def with_own_sizes(layers: list[str], size: LoraSize) -> nn.Module:
+    model = tiny_transformer()
+    add_adapter(model, layers, rank=4, alpha=8, dropout=0, seed=0, own=dict.fromkeys(layers, size))
+    return model
+
+
+def test_layers_may_have_a_rank_and_an_alpha_of_their_own() -> None:
+    model = tiny_transformer()
+    # Also a name with which another begins.
+    layers = [*targets(model, "to_q", "img_mlp.net.2"), "proj_out"]
+    own = {
+        "transformer_blocks.1.attn.to_q": LoraSize(2, 6.0),
+        "proj_out": LoraSize(3, 4.0),
+        "transformer_blocks.0.img_mlp.net.2": LoraSize(4, 1.0),
+    }
+    add_adapter(model, layers, rank=4, alpha=8, dropout=0, seed=0, own=own)
+    sizes = {}
+    for layer in layers:
+        module = model.get_submodule(layer)
+        down, up = module.lora_A["default"].weight, module.lora_B["default"].weight
+        assert down.shape[0] == up.shape[1]
+        sizes[layer] = LoraSize(down.shape[0], module.scaling["default"] * down.shape[0])
+    assert sizes == {layer: own.get(layer, LoraSize(4, 8.0)) for layer in layers}
+    assert adapter_size(tiny_transformer(), layers, rank=4, own=own) == sum(
+        weight.numel() for weight in model.parameters() if weight.requires_grad
+    )
+    settings = adapter_settings(model)
+    assert settings["rank_pattern"] == {"transformer_blocks.1.attn.to_q": 2, "proj_out": 3}
+    assert settings["alpha_pattern"] == {layer: size.alpha for layer, size in own.items()}
+    alike = adapter_settings(with_own_sizes(layers, LoraSize(4, 8.0)))
+    assert alike.keys() == settings.keys() - {"rank_pattern", "alpha_pattern"}
+    pairs = pairs_of(adapter_tensors(model), settings)
+    assert {layer: LoraSize(pair.rank, pair.alpha) for layer, pair in pairs.items()} == sizes
 
 
 def test_each_target_without_a_match_is_named_with_the_close_one() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,11 @@ def test_each_step_trains_one_expert_and_a_resumed_run_from_files_is_the_same_bi
     expert_run: TinyRun, from_files: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     whole, parts = expert_run.root / "whole", expert_run.root / "parts"
+    entries = (f"{{match: {HIGH}, learning_rate: 3e-3}}", f"{{match: {LOW}, learning_rate: 1e-2, rank: 2}}")
+    expert_run = replace(expert_run, settings=(*expert_run.settings, f"lora.groups=[{', '.join(entries)}]"))
     assert expert_run.train(f"output.dir={whole}") == 0
+    rates = [row for row in expert_run.metrics(whole) if "learning_rate" in row][-1]
+    assert (rates[f"learning_rate/{HIGH}"], rates[f"learning_rate/{LOW}"]) == (3e-3, 1e-2)
     assert set(trained_experts(whole)) == {HIGH, LOW}
     report = next(row for row in expert_run.metrics(whole) if "blocks_recomputed" in row)
     assert report["blocks_recomputed"] == 2 * 4  # two blocks of one expert, four micro-batches
@@ -116,6 +121,7 @@ def test_each_step_trains_one_expert_and_a_resumed_run_from_files_is_the_same_bi
         metadata = lora_metadata_of(whole / "lora", file)
         adapter = json.loads(metadata["lora_adapter_metadata"])
         assert adapter["transformer.lora_alpha"] == adapter["transformer.r"] == 4
+        assert set(adapter.get("transformer.rank_pattern", {}).values()) == ({2} if "low" in file else set())
         assert metadata["modelspec.timestep_range"] == timesteps
 
 

@@ -16,6 +16,7 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.builder import TrainingObjects, build_run, build_transformer
 from diffsynth_lite.training.checks import CheckedRun, check_run
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
+from diffsynth_lite.training.layer_groups import layer_groups
 from diffsynth_lite.training.optimization.optimizers import build_optimizer
 
 NUM_PICTURES = 5
@@ -89,6 +90,7 @@ class Prepared:
 
     def build(self, changes: dict[str, str] | None = None, **objects: Any) -> TrainingObjects:
         config = self.config(changes)
+        groups = layer_groups(config, self.checked.family, self.checked.target_layers)
         given = {
             "checked": self.checked,
             "encoded": self.encoded,
@@ -96,7 +98,7 @@ class Prepared:
             "transformer": self.transformer,
             "weights": WeightStream([], CPU),
             "compiler": BlockCompiler([]),
-            "optimizer": build_optimizer(config, self.transformer),
+            "optimizer": build_optimizer(config, self.transformer, groups),
             "averaged": None,
             "start_step": 0,
             "folder": RunFolder(self.root / "run"),

@@ -329,7 +329,7 @@ def test_the_run_trains_the_model_and_the_optimizer_that_it_was_given(prepared: 
         return under_autocast
 
     accelerator = SimpleNamespace(**vars(PROCESS) | {"prepare_model": prepare_model})
-    optimizer = build_optimizer(prepared.config(), prepared.transformer)
+    optimizer = build_optimizer(prepared.config(), prepared.transformer, prepared.checked.groups)
     built = prepared.build(accelerator=accelerator, optimizer=optimizer)
     assert given == [prepared.transformer]
     assert built.transformer is under_autocast

@@ -15,8 +15,8 @@ from diffsynth_lite.training.builder import (
     build_accelerator,
     build_engine,
     build_transformer,
-    lora_alpha,
 )
+from diffsynth_lite.training.layer_groups import usual_size
 from diffsynth_lite.training.optimization.optimizers import build_optimizer
 
 
@@ -33,7 +33,7 @@ def _fresh_accelerate_state() -> Iterator[None]:
 
 
 def test_the_optimizer_has_the_adapter_and_nothing_else(prepared: Prepared) -> None:
-    optimizer = build_optimizer(prepared.config(), prepared.transformer)
+    optimizer = build_optimizer(prepared.config(), prepared.transformer, prepared.checked.groups)
     adapter = {id(value) for name, value in prepared.transformer.named_parameters() if ".lora_" in name}
     assert {id(value) for group in optimizer.param_groups for value in group["params"]} == adapter
     assert len(adapter) == 2 * len(prepared.checked.target_layers)
@@ -59,7 +59,7 @@ def test_the_adapter_has_the_rank_the_alpha_and_the_dropout_asked_for(
     assert layer.lora_A["default"].weight.shape[0] == rank
     assert layer.scaling["default"] == alpha / rank
     assert layer.lora_dropout["default"].p == dropout
-    assert lora_alpha(config) == alpha
+    assert usual_size(config).alpha == alpha
 
 
 def test_the_transformer_has_its_dtype_and_its_adapter_fp32_and_both_train(prepared: Prepared) -> None:

@@ -51,6 +51,7 @@ def split_adapter(
                 "target_modules": [
                     _inner(name, component) for name in settings["target_modules"] if _is_of(name, component)
                 ],
+                **_own_patterns(settings, component),
             },
         )
         for component in components
@@ -69,6 +70,17 @@ def join_adapter(files: Mapping[str, LoraFile]) -> LoraFile:
         layers += [f"{component}.{name}" for name in part_settings.get("target_modules", ())]
         settings |= part_settings
     return tensors, settings | {"target_modules": sorted(layers)}
+
+
+def _own_patterns(settings: Mapping[str, Any], component: str) -> dict[str, dict[str, float]]:
+    """Ranks and alphas of layers of a component, by their names in it."""
+    patterns: dict[str, dict[str, float]] = {
+        kind: settings[kind] for kind in ("rank_pattern", "alpha_pattern") if kind in settings
+    }
+    return {
+        kind: {_inner(name, component): value for name, value in own.items() if _is_of(name, component)}
+        for kind, own in patterns.items()
+    }
 
 
 def _is_of(name: str, component: str) -> bool:

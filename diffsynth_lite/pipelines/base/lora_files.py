@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from peft.utils.other import get_pattern_key
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora.adapter import peft_pattern
 from diffsynth_lite.lora.loading import FileHeader, LoadedLayer, header_of
 from diffsynth_lite.lora.pairs import LoraFile, LoraPair, adapter_of, pairs_of, tensors_of
 from diffsynth_lite.lora.reading import LoraContents, contents_of, known_pairs, read_contents
@@ -189,7 +191,7 @@ class DiffusersLora(ModelFamily):
             if not said:
                 layers[name] = found
             elif layer in said[f"{model}.target_modules"]:  # what a file says is all that its loaders ask
-                layers[name] = replace(found, scale=said[f"{model}.lora_alpha"] / said[f"{model}.r"])
+                layers[name] = replace(found, scale=_said_scale(said, model, layer))
         return layers
 
     def lora_prefix(self, component: str) -> str:
@@ -241,10 +243,29 @@ def _adapter_metadata(spelling: Spelling, settings: Mapping[str, Mapping[str, An
     said = {
         f"{model}.{name}": value
         for model, of_model in settings.items()
-        # The other programs do not read it: it is folded.
-        for name, value in {**of_model, "lora_alpha": of_model["r"]}.items()
+        for name, value in {**of_model, **_folded(of_model)}.items()
     }
     return {LORA_ADAPTER_METADATA_KEY: json.dumps(said, indent=2, sort_keys=True)}
+
+
+def _folded(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What takes the place of alpha, which is folded, as other programs do not read it: the ranks."""
+    if not settings.get("rank_pattern") and not settings.get("alpha_pattern"):
+        return {"lora_alpha": settings["r"]}
+    ranks = peft_pattern(settings.get("rank_pattern", {}))
+    return {"lora_alpha": settings["r"], "rank_pattern": ranks, "alpha_pattern": ranks}
+
+
+def _said_scale(said: Mapping[str, Any], model: str, layer: str) -> float:
+    """What the update of a layer is multiplied with, by the settings of peft in a file."""
+    alpha, rank = (
+        patterns.get(get_pattern_key(list(patterns), layer), said[f"{model}.{of_all}"])
+        for patterns, of_all in (
+            (said.get(f"{model}.alpha_pattern", {}), "lora_alpha"),
+            (said.get(f"{model}.rank_pattern", {}), "r"),
+        )
+    )
+    return float(alpha / rank)
 
 
 def _said_settings(file: Path) -> dict[str, Any]:

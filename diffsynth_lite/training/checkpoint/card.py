@@ -182,6 +182,7 @@ class CardWriter:
         static = "" if objective.shift_value is None else f" {objective.shift_value:g}"
         return {
             "LoRA": f"rank {facts.rank}, alpha {facts.alpha:g}, on {', '.join(self.family.trained)}",
+            **_groups(config),
             "optimizer steps": f"{step} of {train.steps}, of {train.global_batch_size} samples each",
             "learning rate": f"{train.learning_rate:g}, {train.lr_scheduler}, warm-up {train.warmup_in_run}",
             "optimizer": f"{shown_name(config)}, weight decay {train.weight_decay:g}{_options(config)}",
@@ -230,6 +231,21 @@ class CardWriter:
         if not has_samples:
             yield "It has no samples."
         yield "Nothing else was measured than what stands here."
+
+
+def _groups(config: Config) -> dict[str, str]:
+    """What some of its layers have of their own, by how they are called."""
+    own = {
+        group.match: [
+            f"{name.replace('_', ' ')} {value:g}"
+            for name, value in group.model_dump(exclude={"match"}).items()
+            if value is not None
+        ]
+        for group in config.lora.groups
+    }
+    ratio = config.lora.loraplus_ratio
+    second = {"second matrices": f"{ratio:g} times the learning rate"} if ratio != 1 else {}
+    return {f"of {name}": ", ".join(facts) for name, facts in own.items()} | second
 
 
 def _options(config: Config) -> str:

@@ -12,10 +12,10 @@ from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
 from diffsynth_lite.pipelines.base.release_folder import find_base_model
 from diffsynth_lite.redaction import redacted
-from diffsynth_lite.training.builder import lora_alpha
 from diffsynth_lite.training.checkpoint.resume import RunFingerprint
 from diffsynth_lite.training.data_settings import data_sources
 from diffsynth_lite.training.encoding.run_encoding import TrainingData
+from diffsynth_lite.training.layer_groups import usual_size
 from diffsynth_lite.training.optimization.optimizers import shown_arguments
 
 
@@ -38,7 +38,7 @@ def gather_lora_facts(
         contract=hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest(),
         trigger_words=redacted(_trigger_words(config, encoded)),
         rank=config.lora.rank,
-        alpha=lora_alpha(config),
+        alpha=usual_size(config).alpha,
         resolution=max(data.given_sizes or squares, key=lambda size: size[0] * size[1]),
         items_by_size=_items_by_size(encoded),
         sources=_sources(config, encoded),

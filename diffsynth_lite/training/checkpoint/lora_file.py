@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from safetensors import SafetensorError
 
 from diffsynth_lite.errors import RunDivergedError, RunStoppedError, UserError
 from diffsynth_lite.files import sync
+from diffsynth_lite.lora import LoraSize
 from diffsynth_lite.lora.file_header import add_metadata
 from diffsynth_lite.lora.metadata import NoiseRange
-from diffsynth_lite.lora.pairs import LoraFile, LoraPair, adapter_of, pairs_of
+from diffsynth_lite.lora.pairs import LoraFile, LoraPair, pairs_of
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
@@ -25,6 +27,7 @@ from diffsynth_lite.run_folder.folder import RunFolder
 logger = logging.getLogger(__name__)
 
 _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
+_BY_LAYER = ("target_modules", "rank_pattern", "alpha_pattern")
 _FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"
 
 
@@ -67,9 +70,7 @@ def export_lora(
     adapter = pairs_of(tensors, settings)
     _require_range(adapter, dtype)
     # A layer is no secret: to call it otherwise would be another LoRA.
-    settings = {
-        name: value if name == "target_modules" else redacted(value) for name, value in settings.items()
-    }
+    settings = {name: value if name in _BY_LAYER else redacted(value) for name, value in settings.items()}
     aside = folder.with_name(f".{folder.name}-writing")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -180,7 +181,13 @@ def read_lora(family: ModelFamily, location: str, *, key: str) -> LoraFile:
 
 
 def read_initial_lora(
-    family: ModelFamily, location: str, *, layers: Collection[str], rank: int, alpha: float
+    family: ModelFamily,
+    location: str,
+    *,
+    layers: Collection[str],
+    rank: int,
+    alpha: float,
+    own: Mapping[str, LoraSize] = MappingProxyType({}),
 ) -> dict[str, torch.Tensor]:
     """The tensors of a LoRA of this or another program.
 
@@ -188,6 +195,7 @@ def read_initial_lora(
         location: the file, or a folder with it; of experts, with the family's file names in it.
         layers: full names of the layers that this run trains. The LoRA must be on these, with this rank.
         alpha: of this run; a LoRA of another is scaled so that it does the same.
+        own: of layers that have another rank and alpha in this run.
 
     Returns:
         Tensors by peft's names, in fp32.
@@ -200,13 +208,20 @@ def read_initial_lora(
         if not tensor.isfinite().all():
             raise UserError(f"lora.init_from: {location}: {name} holds NaN or infinity; name another LoRA")
     _check_layers(tensors, layers, location)
-    ranks = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_FIRST)}
-    if ranks != {rank}:
+    usual, given = LoraSize(rank, alpha), pairs_of(tensors, settings)
+    if others := {pair.rank for layer, pair in given.items() if pair.rank != own.get(layer, usual).rank}:
+        ranks = others if own else {pair.rank for pair in given.values()}
         found = ", ".join(map(str, sorted(ranks)))
-        raise UserError(f"lora.init_from: the LoRA in {location} has rank {found}; set lora.rank to it")
-    pairs = {layer: pair.with_alpha(alpha) for layer, pair in pairs_of(tensors, settings).items()}
+        where = " where this run has another (lora.groups)" if own else ""
+        raise UserError(
+            f"lora.init_from: the LoRA in {location} has rank {found}{where}; set lora.rank to it"
+        )
     logger.info("The run starts from the LoRA in %s, with the same update at alpha %g.", location, alpha)
-    return {name: tensor.float() for name, tensor in adapter_of(pairs)[0].items()}
+    initial: dict[str, torch.Tensor] = {}
+    for layer, pair in given.items():
+        scaled = pair.with_alpha(own.get(layer, usual).alpha)
+        initial |= {f"{layer}{_FIRST}": scaled.down.float(), f"{layer}{_SECOND}": scaled.up.float()}
+    return initial
 
 
 def _check_layers(tensors: dict[str, torch.Tensor], layers: Collection[str], location: str) -> None:

@@ -29,6 +29,7 @@ from diffsynth_lite.training.distributed.agreement import from_main_process, on_
 from diffsynth_lite.training.distributed.devices import device_name
 from diffsynth_lite.training.distributed.folder_groups import find_folder_group
 from diffsynth_lite.training.distributed.same_run import package_versions
+from diffsynth_lite.training.layer_groups import OF_GROUP, group_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,8 @@ class Change:
         """What ``resume.allow`` must name for it; None where nothing can."""
         if self.key.startswith("data."):
             return "data"
-        return self.key if self.key in get_args(AllowedChange) else None
+        setting = self.key.partition(OF_GROUP)[0]
+        return setting if setting in get_args(AllowedChange) else None
 
     def __str__(self) -> str:
         return f"{self.key} was {self.old!r}, is {self.new!r}"
@@ -129,6 +131,7 @@ def settings_fingerprint(
     fingerprint |= {
         f"data.{name}": [getattr(source, name) for source in sources] for name in _FIXED_FIELDS_OF_SOURCES
     }
+    fingerprint |= group_fingerprint(config)
     fingerprint["train.warmup_steps"] = config.train.warmup_in_run
     # Each micro-batch has dropout masks of its own; with a token budget their number in a step depends on it.
     if config.lora.dropout > 0 or config.train.micro_batch_tokens is not None:

@@ -3,8 +3,8 @@
 import inspect
 import io
 import json
-from collections.abc import Iterable, Mapping
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
@@ -22,6 +22,7 @@ from diffsynth_lite.training.checkpoint.optimizer_state import (
     optimizer_tensors,
     state_bytes,
 )
+from diffsynth_lite.training.layer_groups import LayerGroup
 from diffsynth_lite.training.optimization.averages import (
     AveragedWeights,
     AverageOfOptimizer,
@@ -58,13 +59,65 @@ class OptimizerFacts:
     has_average: bool
 
 
-def build_optimizer(config: Config, transformer: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over the adapter's parameters; the learning rate is set before each step.
+@dataclass(frozen=True, kw_only=True)
+class RateGroup:
+    """Matrices that are trained with one learning rate, a group of the optimizer.
+
+    Attributes:
+        label: what it is called in metrics.
+        layers: full names.
+        matrices: which of each pair: what their names have behind the layer's.
+    """
+
+    label: str
+    layers: tuple[str, ...]
+    matrices: str
+    learning_rate: float
+    weight_decay: float
+
+
+def rate_groups(config: Config, groups: Sequence[LayerGroup]) -> list[RateGroup]:
+    """The groups of the optimizer: those of layers, and with LoRA+ each in two, first and second matrices."""
+    ratio = config.lora.loraplus_ratio
+    halves = [(".lora_A", 1.0), (".lora_B", ratio)] if ratio != 1 else [(".lora_", 1.0)]
+    return [
+        RateGroup(
+            label=(group.name or "others") + (matrices if ratio != 1 else ""),
+            layers=group.layers,
+            matrices=matrices,
+            learning_rate=group.learning_rate * times,
+            weight_decay=group.weight_decay,
+        )
+        for group in groups
+        for matrices, times in halves
+    ]
+
+
+def build_optimizer(
+    config: Config, transformer: nn.Module, groups: Sequence[LayerGroup]
+) -> torch.optim.Optimizer:
+    """The optimizer over the adapter's parameters; learning rates are set before each step.
+
+    Args:
+        groups: of layers, as many as there are with a LoRA.
 
     Raises:
         UserError: there is no such class, or it does not take these settings.
     """
-    return _make(config, [parameter for parameter in transformer.parameters() if parameter.requires_grad])
+    trained = {name: weight for name, weight in transformer.named_parameters() if weight.requires_grad}
+    rated = rate_groups(config, groups)
+    if len(rated) == 1:
+        return _make(config, [list(trained.values())], rated)
+    members = [
+        [
+            weight
+            for name, weight in trained.items()
+            if group.matrices in name and name.partition(".lora_")[0] in layers
+        ]
+        for group, layers in ((group, set(group.layers)) for group in rated)
+    ]
+    assert sum(map(len, members)) == len(trained)
+    return _make(config, members, rated)
 
 
 def build_average(
@@ -106,25 +159,30 @@ def shown_arguments(config: Config) -> str:
 
 
 def examine_optimizer(
-    config: Config, shapes: Mapping[tuple[int, int], int], device: torch.device
+    config: Config,
+    groups: Sequence[LayerGroup],
+    shapes: Mapping[tuple[int, int], int],
+    device: torch.device,
 ) -> OptimizerFacts:
     """What the optimizer of a config keeps, after it was tried; by a step on a matrix of each shape.
 
     Args:
+        groups: of layers, whose learning rates it must take.
         shapes: of all that is trained, and how many there are of each.
         device: to try it on.
 
     Raises:
         UserError: as :func:`check_optimizer`.
     """
-    check_optimizer(config, device)
+    rated = rate_groups(config, groups)
+    check_optimizer(config, rated, device)
     state, averages = 0, False
     for (num_rows, num_columns), number in shapes.items():
         # The first matrix of a pair is random and the second one zero, of which Prodigy keeps less.
         fill = torch.ones if num_rows < num_columns else torch.zeros
         parameter = nn.Parameter(fill(num_rows, num_columns))
         parameter.grad = torch.ones_like(parameter)
-        optimizer = _make(config, [parameter])
+        optimizer = _make(config, [[parameter]], rated[:1])
         with _explained(config):
             optimizer.step()
         state += number * state_bytes(optimizer)
@@ -132,7 +190,7 @@ def examine_optimizer(
     return OptimizerFacts(state_bytes=state, has_average=averages)
 
 
-def check_optimizer(config: Config, device: torch.device) -> None:
+def check_optimizer(config: Config, rated: Sequence[RateGroup], device: torch.device) -> None:
     """Try whether a run with the config's optimizer can be stopped and go on exactly, on small matrices.
 
     Two steps; its state through the form that checkpoints have into a new one; a third step of both must be
@@ -142,9 +200,13 @@ def check_optimizer(config: Config, device: torch.device) -> None:
         UserError: there is no such class, it does not take these settings, or it does not go on exactly.
     """
     generator = torch.Generator().manual_seed(0)
-    values = {name: torch.randn(shape, generator=generator) for name, shape in _TRIED.items()}
+    values = {
+        f"{place}.{name}": torch.randn(shape, generator=generator)
+        for place in range(len(rated))
+        for name, shape in _TRIED.items()
+    }
     parameters = _parameters(values, device)
-    optimizer = _make(config, parameters.values())
+    optimizer = _make(config, _by_group(parameters), rated)
     if has_modes(optimizer) and config.train.ema_decay is not None:
         raise UserError(
             f"train.ema_decay: {config.train.ema_decay:g}, and {config.train.optimizer} trains an average "
@@ -154,7 +216,7 @@ def check_optimizer(config: Config, device: torch.device) -> None:
         for step in range(_STEPS_BEFORE):
             _step(optimizer, parameters, step)
         copies = _parameters(parameters, device)
-        fresh = _make(config, copies.values())
+        fresh = _make(config, _by_group(copies), rated)
         tensors, document = optimizer_tensors(optimizer, parameters)
         load_optimizer(fresh, copies, *_as_saved(tensors, document))
         for one, matrices in ((optimizer, parameters), (fresh, copies)):
@@ -168,31 +230,40 @@ def check_optimizer(config: Config, device: torch.device) -> None:
         )
 
 
-class _explained:
+@contextmanager
+def _explained(config: Config) -> Iterator[None]:
     """Scope in which what goes wrong in an optimizer's class is told as a problem of the setting."""
-
-    def __init__(self, config: Config) -> None:
-        self._name = config.train.optimizer
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, UserError):
-            text = " ".join(str(error).split())
-            raise UserError(
-                f"train.optimizer: {self._name} cannot train a LoRA that is to be resumed "
-                f"({type(error).__name__}: {text}); take another one"
-            ) from error
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # classes of others raise what they like
+        text = " ".join(str(error).split())
+        raise UserError(
+            f"train.optimizer: {config.train.optimizer} cannot train a LoRA that is to be resumed "
+            f"({type(error).__name__}: {text}); take another one"
+        ) from error
 
 
-def _make(config: Config, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The config's optimizer, ready to train."""
+def _make(
+    config: Config, members: Sequence[Sequence[nn.Parameter]], rated: Sequence[RateGroup]
+) -> torch.optim.Optimizer:
+    """The config's optimizer over the members of each group, ready to train."""
     kind = _optimizer_class(config.train.optimizer)
     arguments = _arguments(config, kind)
+    decays = {group.weight_decay for group in rated} - {config.train.weight_decay}
+    if decays and "weight_decay" not in arguments:
+        raise UserError(
+            f"lora.groups: {config.train.optimizer} takes no weight_decay ({max(decays):g}); leave it out"
+        )
+    groups = [
+        {"params": list(weights), "lr": group.learning_rate}
+        | ({"weight_decay": group.weight_decay} if "weight_decay" in arguments else {})
+        for weights, group in zip(members, rated, strict=True)
+    ]
     try:
         with redirect_stdout(io.StringIO()):  # prodigyopt prints how it decays weights
-            optimizer = kind(list(parameters), **arguments)
+            optimizer = kind(groups, **arguments)
     except (TypeError, ValueError) as error:
         raise UserError(
             f"train.optimizer_options: {config.train.optimizer} refuses its settings: {error}"
@@ -278,10 +349,15 @@ def _parameters(values: Mapping[str, Tensor], device: torch.device) -> dict[str,
     return {name: nn.Parameter(tensor.detach().to(device, copy=True)) for name, tensor in values.items()}
 
 
+def _by_group(parameters: Mapping[str, nn.Parameter]) -> list[list[nn.Parameter]]:
+    weights = list(parameters.values())
+    return [weights[first : first + len(_TRIED)] for first in range(0, len(weights), len(_TRIED))]
+
+
 def _step(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], step: int) -> None:
     generator = torch.Generator().manual_seed(1 + step)
     for name, parameter in parameters.items():
-        if name != "idle":
+        if not name.endswith(".idle"):
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
     optimizer.step()
     optimizer.zero_grad()

@@ -1,6 +1,6 @@
 """This file has a few blocks of a model stand for all of them, under any policy."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
@@ -35,15 +35,15 @@ class BlockLists:
     Args:
         model: may be on the meta device.
         names: of its lists, as in ``blocks_in``.
-        layers: full names, in the model, of those with a LoRA.
+        ranks: of the layers with a LoRA, by their full names in the model.
     """
 
-    def __init__(self, model: nn.Module, names: Sequence[str], layers: Sequence[str]) -> None:
-        self._names, self._layers = tuple(names), tuple(layers)
+    def __init__(self, model: nn.Module, names: Sequence[str], ranks: Mapping[str, int]) -> None:
+        self._names, self._layers = tuple(names), tuple(ranks)
         known: dict[Any, int] = {}
         self._kinds = [
             [
-                known.setdefault(_kind(block, f"{name}.", layers), len(known))
+                known.setdefault(_kind(block, f"{name}.", ranks), len(known))
                 for block, name in _named_blocks(model, block_list)
             ]
             for block_list in names
@@ -78,13 +78,13 @@ class BlockLists:
             repeats=tuple(repeats),
         )
 
-    def keep_in(self, model: nn.Module, few: FewBlocks) -> list[str]:
+    def keep_in(self, model: nn.Module, few: FewBlocks) -> dict[str, str]:
         """Leave the other blocks out of a model like this one.
 
         Returns:
-            The names that the layers with a LoRA then have.
+            The names that the layers with a LoRA then have, and those that they had.
         """
-        names = list(self._layers)
+        names = {name: name for name in self._layers}
         for block_list, of_list, kept in zip(self._names, self._kinds, few.kept, strict=True):
             if len(kept) < len(of_list):
                 blocks = blocks_in(model, [block_list])
@@ -100,21 +100,23 @@ def _named_blocks(model: nn.Module, block_list: str) -> list[tuple[nn.Module, st
     return [(block, f"{block_list}.{index}") for index, block in enumerate(blocks)]
 
 
-def _kind(block: nn.Module, prefix: str, layers: Sequence[str]) -> tuple[Any, ...]:
-    """Equal for blocks that are alike: their class, shapes of weights, and layers with a LoRA."""
+def _kind(block: nn.Module, prefix: str, ranks: Mapping[str, int]) -> tuple[Any, ...]:
+    """Equal for blocks that are alike: their class, shapes of weights, and ranks of layers with a LoRA."""
     shapes = tuple((name, tuple(weight.shape)) for name, weight in block.named_parameters())
-    adapted = frozenset(name.removeprefix(prefix) for name in layers if name.startswith(prefix))
+    adapted = frozenset(
+        (name.removeprefix(prefix), rank) for name, rank in ranks.items() if name.startswith(prefix)
+    )
     return type(block), shapes, adapted
 
 
-def _renamed(names: Sequence[str], block_list: str, kept: Sequence[int]) -> list[str]:
-    """Names of layers after some blocks of a list were left out."""
-    renamed, prefix = [], f"{block_list}."
-    for name in names:
+def _renamed(names: Mapping[str, str], block_list: str, kept: Sequence[int]) -> dict[str, str]:
+    """Names of layers, and those that they had, after some blocks of a list were left out."""
+    renamed, prefix = dict[str, str](), f"{block_list}."
+    for name, old in names.items():
         if not name.startswith(prefix):
-            renamed.append(name)
+            renamed[name] = old
             continue
         index, _, rest = name.removeprefix(prefix).partition(".")
         if int(index) in kept:
-            renamed.append(f"{prefix}{kept.index(int(index))}.{rest}")
+            renamed[f"{prefix}{kept.index(int(index))}.{rest}"] = old
     return renamed

@@ -4,8 +4,9 @@ The settings of a folder are enough: the model is built on torch's meta device, 
 all. What kernels, the allocator and the driver take for themselves is not counted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,7 @@ from diffsynth_lite.core.weights import (
     packed_bytes,
     spread_evenly,
 )
-from diffsynth_lite.lora import adapter_size, add_adapter, layers_ending_in
+from diffsynth_lite.lora import LoraSize, adapter_size, add_adapter, layers_ending_in
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
 from diffsynth_lite.pipelines.base.quantized import kept_in_fp32, quantizable_layers
 from diffsynth_lite.training.planning.few_blocks import BlockLists, FewBlocks
@@ -89,6 +90,7 @@ class MemoryCounter:
         family: bound to a folder, with or without weights.
         layers: full names, in the family's ``empty_transformer()``, of those with a LoRA.
         rank: of the LoRA.
+        own: of layers that have another rank.
         dropout: of the LoRA.
         optimizer_bytes: of the optimizer's state; of AdamW's where it is None.
         latents_shape: of one sample.
@@ -107,6 +109,7 @@ class MemoryCounter:
         layers: Sequence[str],
         *,
         rank: int,
+        own: Mapping[str, LoraSize] = MappingProxyType({}),
         dropout: float = 0.0,
         optimizer_bytes: int | None = None,
         latents_shape: Sequence[int],
@@ -117,7 +120,7 @@ class MemoryCounter:
         self._rank, self._dropout = rank, dropout
         self._sample = Sample(tuple(latents_shape), conditioning)
         model = family.empty_transformer()
-        self.lora_bytes = torch.float32.itemsize * adapter_size(model, layers, rank=rank)
+        self.lora_bytes = torch.float32.itemsize * adapter_size(model, layers, rank=rank, own=own)
         of_adamw = _MOMENTS_OF_ADAMW * self.lora_bytes
         self._optimizer_bytes = of_adamw if optimizer_bytes is None else optimizer_bytes
         parts, first = family.parts_of(model), family.trained[0]
@@ -128,7 +131,10 @@ class MemoryCounter:
         self._layers_beside = [name for name in layers if name.partition(".")[0] in beside]
         prefix = "" if len(parts) == 1 else f"{first}."
         names = [name.removeprefix(prefix) for name in layers if name.startswith(prefix)]
-        self._block_lists = BlockLists(parts[first], family.block_lists, names)
+        self._own_beside = {name: size for name, size in own.items() if name in self._layers_beside}
+        self._own = {name: own[f"{prefix}{name}"] for name in names if f"{prefix}{name}" in own}
+        ranks = {name: self._own[name].rank if name in self._own else rank for name in names}
+        self._block_lists = BlockLists(parts[first], family.block_lists, ranks)
         self.num_blocks = self._block_lists.num_blocks
         self._weights: dict[Any, list[_ModelBytes]] = {}
         self._models: dict[Any, MetaModel] = {}
@@ -265,10 +271,12 @@ class MemoryCounter:
     def _built(self, settings: StepSettings, few: FewBlocks, precision: str) -> MetaModel:
         model = self._first.empty_transformer()
         first, *_ = (_cast(part, settings) for part in self._first.parts_of(model).values())
-        names = [f"{self._prefix}{name}" for name in self._block_lists.keep_in(first, few)]
+        kept = self._block_lists.keep_in(first, few)
+        own = {f"{self._prefix}{name}": self._own[old] for name, old in kept.items() if old in self._own}
         self._quantized(first, settings)
-        layers = [*names, *self._layers_beside]
-        add_adapter(model, layers, rank=self._rank, alpha=1, dropout=self._dropout, seed=0)
+        layers = [*(f"{self._prefix}{name}" for name in kept), *self._layers_beside]
+        own |= self._own_beside
+        add_adapter(model, layers, rank=self._rank, alpha=1, dropout=self._dropout, seed=0, own=own)
         return MetaModel.of(model, precision, settings.device_type)
 
     def model_that_draws(self, settings: StepSettings) -> nn.Module:

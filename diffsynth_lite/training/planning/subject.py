@@ -19,7 +19,7 @@ from diffsynth_lite.training.checks import bind_family, block_policy, select_blo
 from diffsynth_lite.training.data_settings import num_tokens_of, sizes_of
 from diffsynth_lite.training.distributed.context import check_split, check_tokens
 from diffsynth_lite.training.distributed.devices import num_data_ranks
-from diffsynth_lite.training.lora_layers import find_targets
+from diffsynth_lite.training.layer_groups import find_targets, layer_groups, own_sizes
 from diffsynth_lite.training.optimization.optimizers import examine_optimizer
 from diffsynth_lite.training.planning.device_speed import Gpu
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
@@ -116,12 +116,15 @@ def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
     picture = torch.ones(share_of(family.latents_shape(size.width, size.height, 1), shared))
     inputs = {f"{INPUT}{place}": picture for place in range(num_inputs_of(config, family))}
     layers, rank = find_targets(family, model, config), config.lora.rank
-    shapes = adapter_shapes(model, layers, rank=rank)
+    groups = layer_groups(config, family, layers)
+    own = own_sizes(groups)
+    shapes = adapter_shapes(model, layers, rank=rank, own=own)
     return MemoryCounter(
         family,
         layers,
         rank=rank,
-        optimizer_bytes=examine_optimizer(config, shapes, torch.device("cpu")).state_bytes,
+        own=own,
+        optimizer_bytes=examine_optimizer(config, groups, shapes, torch.device("cpu")).state_bytes,
         dropout=config.lora.dropout,
         latents_shape=shape,
         conditioning=conditioning | inputs,

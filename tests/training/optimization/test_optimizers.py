@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from diffsynth_lite.config.model import LoraSettings
 from diffsynth_lite.config.train import TrainSettings
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import LoraSize
+from diffsynth_lite.training.layer_groups import LayerGroup
 from diffsynth_lite.training.optimization.averages import AverageOfOptimizer, has_modes
 from diffsynth_lite.training.optimization.optimizers import (
     OptimizerFacts,
@@ -26,11 +30,21 @@ NUM_FIRST, NUM_SECOND = 3 * 4 * 24, 2 * 16 * 4
 
 
 def config_of(**train: Any) -> Any:
-    return SimpleNamespace(train=TrainSettings(**train))
+    return SimpleNamespace(train=TrainSettings(**train), lora=LoraSettings())
+
+
+def group_of(config: Any, name: str | None = None, *, layers: Sequence[str] = (), **own: float) -> LayerGroup:
+    rates = {"learning_rate": config.train.learning_rate, "weight_decay": config.train.weight_decay}
+    return LayerGroup(name=name, layers=tuple(layers), size=LoraSize(4, 4.0), **(rates | own))
 
 
 def examined(**train: Any) -> OptimizerFacts:
-    return examine_optimizer(config_of(**train), SHAPES, CPU)
+    config = config_of(**train)
+    return examine_optimizer(config, [group_of(config)], SHAPES, CPU)
+
+
+def made(config: Any, model: nn.Module) -> torch.optim.Optimizer:
+    return build_optimizer(config, model, [group_of(config)])
 
 
 @pytest.mark.parametrize(
@@ -52,7 +66,8 @@ def test_what_an_optimizer_keeps_is_counted_by_a_step_of_it(settings: dict[str, 
 
 def test_eight_bits_of_a_matrix_are_saved_and_loaded() -> None:
     pytest.importorskip("bitsandbytes")
-    facts = examine_optimizer(config_of(optimizer="adamw8bit"), {(8, 1024): 2}, CPU)
+    config = config_of(optimizer="adamw8bit")
+    facts = examine_optimizer(config, [group_of(config)], {(8, 1024): 2}, CPU)
     assert facts.state_bytes < 2.6 * 2 * 8 * 1024
 
 
@@ -116,15 +131,13 @@ def test_what_is_not_installed_says_how(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_short_names_have_options_that_can_be_set_otherwise() -> None:
     layer = nn.Linear(3, 2, bias=False)
-    muon = build_optimizer(config_of(optimizer="muon"), layer)
+    muon = made(config_of(optimizer="muon"), layer)
     assert muon.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
-    plain = build_optimizer(
-        config_of(optimizer="muon", optimizer_options={"adjust_lr_fn": "original"}), layer
-    )
+    plain = made(config_of(optimizer="muon", optimizer_options={"adjust_lr_fn": "original"}), layer)
     assert plain.param_groups[0]["adjust_lr_fn"] == "original"
     prodigy = {"optimizer": "prodigy", "learning_rate": 1.0, "optimizer_options": {"betas": [0.8, 0.99]}}
     for warmup_steps, is_safe in ((0, False), (5, True)):
-        found = build_optimizer(config_of(**prodigy, warmup_steps=warmup_steps), layer)
+        found = made(config_of(**prodigy, warmup_steps=warmup_steps), layer)
         assert found.param_groups[0]["safeguard_warmup"] is is_safe
         assert found.param_groups[0]["betas"] == (0.8, 0.99)
     assert learned_rate(found) == pytest.approx(1e-6)
@@ -133,7 +146,7 @@ def test_short_names_have_options_that_can_be_set_otherwise() -> None:
 
 def test_the_average_of_an_optimizer_is_put_on_and_taken_off_without_a_trace() -> None:
     model = nn.Linear(5, 3, bias=False)
-    optimizer = build_optimizer(config_of(optimizer="schedule_free", learning_rate=0.1), model)
+    optimizer = made(config_of(optimizer="schedule_free", learning_rate=0.1), model)
     assert has_modes(optimizer)
     average = build_average(config_of(optimizer="schedule_free"), model, optimizer)
     assert isinstance(average, AverageOfOptimizer)

@@ -18,7 +18,7 @@ from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import ModelFamily, load_family
 from diffsynth_lite.training.checks import bind_family
 from diffsynth_lite.training.evaluation import evaluation_mode
-from diffsynth_lite.training.lora_layers import find_targets
+from diffsynth_lite.training.layer_groups import find_targets
 from diffsynth_lite.training.planning import encoder_count, preview_count
 from diffsynth_lite.training.planning.choices import Room
 from diffsynth_lite.training.planning.phases import Phase, PhaseCounter

@@ -1,0 +1,173 @@
+"""This file decides which layers of a family's model get a LoRA by a config, and which are trained alike."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+
+from diffsynth_lite.config import Config
+from diffsynth_lite.config.model import TargetSet
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import LoraSize, find_target_layers, layers_with
+from diffsynth_lite.pipelines import ModelFamily
+
+OF_GROUP = " of "
+"""Between a setting of ``train`` and the ``match`` of the entry of ``lora.groups`` that has its own; a run
+that goes on may change it as it may change the setting."""
+_RATES = ("learning_rate", "weight_decay")
+_NUM_NAMED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGroup:
+    """Layers that are trained alike.
+
+    Attributes:
+        name: ``match`` of the entry of ``lora.groups``; None of what no entry has.
+        layers: full names.
+        size: rank and alpha.
+        learning_rate: of the first matrix of each pair, at its highest.
+        weight_decay: a share of the learning rate.
+    """
+
+    name: str | None
+    layers: tuple[str, ...]
+    size: LoraSize
+    learning_rate: float
+    weight_decay: float
+
+
+def usual_size(config: Config) -> LoraSize:
+    """Rank and alpha of layers without a group; alpha is the rank unless given."""
+    lora = config.lora
+    return LoraSize(lora.rank, float(lora.rank) if lora.alpha is None else lora.alpha)
+
+
+def layer_groups(config: Config, family: ModelFamily, layers: Sequence[str]) -> list[LayerGroup]:
+    """The layers with a LoRA, by how they are trained: those of no entry of ``lora.groups`` first.
+
+    Args:
+        layers: full names, as :func:`find_targets` gives them.
+
+    Raises:
+        UserError: an entry has no layers: it matches none, or entries before it have them all.
+    """
+    names, left, groups = _with_component(family, layers), dict.fromkeys(layers), list[LayerGroup]()
+    for place, entry in enumerate(config.lora.groups):
+        matched = [names[name] for name in layers_with(list(names), entry.match)]
+        if not matched:
+            raise UserError(
+                f"lora.groups[{place}].match: {entry.match} is in the name of no layer that gets a LoRA; "
+                f"they are {_some(names)}"
+            )
+        own = [layer for layer in matched if layer in left]
+        if not own:
+            raise UserError(
+                f"lora.groups[{place}].match: entries before it have all layers that {entry.match} matches, "
+                "and the first one that matches a layer has it; put this entry before them"
+            )
+        for layer in own:
+            del left[layer]
+        rank = config.lora.rank if entry.rank is None else entry.rank
+        alphas = (entry.alpha, config.lora.alpha, float(rank))
+        groups.append(
+            LayerGroup(
+                name=entry.match,
+                layers=tuple(own),
+                size=LoraSize(rank, next(alpha for alpha in alphas if alpha is not None)),
+                learning_rate=_first(entry.learning_rate, config.train.learning_rate),
+                weight_decay=_first(entry.weight_decay, config.train.weight_decay),
+            )
+        )
+    rest = LayerGroup(
+        name=None,
+        layers=tuple(left),
+        size=usual_size(config),
+        learning_rate=config.train.learning_rate,
+        weight_decay=config.train.weight_decay,
+    )
+    return [rest, *groups] if left else groups
+
+
+def own_sizes(groups: Iterable[LayerGroup]) -> dict[str, LoraSize]:
+    """Rank and alpha of the layers that an entry of ``lora.groups`` has."""
+    return {layer: group.size for group in groups if group.name is not None for layer in group.layers}
+
+
+def group_fingerprint(config: Config) -> dict[str, Any]:
+    """What of the LoRA's groups decides a run's numbers, by dotted key; their rates apart."""
+    groups = config.lora.groups
+    fingerprint: dict[str, Any] = {"lora.groups": [group.model_dump(exclude=set(_RATES)) for group in groups]}
+    for name in _RATES:
+        fingerprint |= {f"train.{name}{OF_GROUP}{group.match}": getattr(group, name) for group in groups}
+    return fingerprint
+
+
+def find_targets(family: ModelFamily, transformer: torch.nn.Module, config: Config) -> list[str]:
+    """Full names of the layers that get a LoRA.
+
+    Args:
+        transformer: what the family trains; may be on the meta device.
+
+    Raises:
+        UserError: the settings name none in the model, or none in one of its components.
+    """
+    targets = _targets(family, config)
+    layers = find_target_layers(transformer, targets, unused_modules=family.unused_modules(transformer))
+    if config.lora.target_blocks is not None:
+        layers = _in_blocks(config.lora.target_blocks, _with_component(family, layers))
+    for name, component in family.parts_of(transformer).items():
+        prefix = "" if component is transformer else f"{name}."
+        if not any(layer.startswith(prefix) for layer in layers):
+            raise UserError(
+                f"lora.target_modules: none of {', '.join(targets)} is in {name}, "
+                f"which lora.components names; add one, or leave {name} out"
+            )
+    return layers
+
+
+def _targets(family: ModelFamily, config: Config) -> Sequence[str]:
+    chosen = config.lora.target_modules
+    if chosen is None:
+        return family.default_target_modules
+    names = [chosen] if isinstance(chosen, str) else chosen
+    unknown = [name for name in names if name in get_args(TargetSet) and name not in family.target_sets]
+    if unknown:
+        raise UserError(
+            f"lora.target_modules: {unknown[0]} is no set of layers that {config.model.family} names; list "
+            f"them instead, or leave it out for the default, [{', '.join(family.default_target_modules)}]"
+        )
+    return [target for name in names for target in family.target_sets.get(name, (name,))]
+
+
+def _in_blocks(blocks: Sequence[str], names: dict[str, str]) -> list[str]:
+    """The layers of some blocks.
+
+    Args:
+        names: the layers by their names behind their components.
+    """
+    matched = {block: layers_with(list(names), block) for block in blocks}
+    if unmatched := [block for block, found in matched.items() if not found]:
+        raise UserError(
+            f"lora.target_blocks: {unmatched[0]} is in the name of no layer of lora.target_modules; they are "
+            f"{_some(names)}"
+        )
+    wanted = {name for found in matched.values() for name in found}
+    return [layer for name, layer in names.items() if name in wanted]
+
+
+def _with_component(family: ModelFamily, layers: Sequence[str]) -> dict[str, str]:
+    """Layers by their names behind the component that they are in, which those of a single one lack."""
+    prefix = f"{family.trained[0]}." if len(family.trained) == 1 else ""
+    return {f"{prefix}{layer}": layer for layer in layers}
+
+
+def _first(own: float | None, usual: float) -> float:
+    return usual if own is None else own
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - _NUM_NAMED} more" if len(listed) > _NUM_NAMED else ""
+    return f"{', '.join(listed[:_NUM_NAMED])}{more}"

@@ -1,0 +1,106 @@
+"""Groups of layers: which layers an entry has, and what is refused before weights load."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from diffsynth_lite.config.model import LoraSettings
+from diffsynth_lite.config.train import TrainSettings
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import LoraSize
+from diffsynth_lite.training.builder import build_group_rates
+from diffsynth_lite.training.layer_groups import LayerGroup, layer_groups, own_sizes
+from diffsynth_lite.training.optimization.optimizers import rate_groups
+
+LAYERS = ["blocks.0.to_q", "blocks.0.to_k", "blocks.1.to_q", "blocks.1.to_k"]
+EXPERTS = ["transformer.blocks.0.to_q", "transformer_2.blocks.0.to_q"]
+
+
+def config_of(**lora: Any) -> Any:
+    return SimpleNamespace(lora=LoraSettings(**lora), train=TrainSettings(weight_decay=0.5))
+
+
+def groups_of(*entries: dict[str, Any], layers: list[str] = LAYERS, **lora: Any) -> list[LayerGroup]:
+    trained = ["transformer"] if layers is LAYERS else ["transformer", "transformer_2"]
+    config = config_of(groups=list(entries), **lora)
+    return layer_groups(config, SimpleNamespace(trained=trained), layers)
+
+
+def test_without_groups_all_layers_are_trained_alike() -> None:
+    (group,) = groups_of()
+    assert group == LayerGroup(
+        name=None, layers=tuple(LAYERS), size=LoraSize(32, 32.0), learning_rate=1e-4, weight_decay=0.5
+    )
+    assert own_sizes([group]) == {}
+
+
+def test_the_first_entry_that_matches_a_layer_has_it() -> None:
+    rest, second, queries = groups_of(
+        {"match": "blocks.1", "rank": 8, "weight_decay": 0.0},
+        {"match": "to_q", "learning_rate": 3e-5, "alpha": 2.0},
+        alpha=4.0,
+    )
+    assert (rest.name, rest.layers) == (None, ("blocks.0.to_k",))
+    assert second.layers == ("blocks.1.to_q", "blocks.1.to_k")
+    assert (second.size, second.learning_rate, second.weight_decay) == (LoraSize(8, 4.0), 1e-4, 0.0)
+    assert queries.layers == ("blocks.0.to_q",)
+    assert (queries.size, queries.learning_rate, queries.weight_decay) == (LoraSize(32, 2.0), 3e-5, 0.5)
+    assert own_sizes([rest, second, queries]).keys() == {*second.layers, *queries.layers}
+
+
+def test_alpha_follows_the_rank_of_an_entry_unless_one_is_given() -> None:
+    _, group = groups_of({"match": "to_q", "rank": 8})
+    assert group.size == LoraSize(8, 8.0)
+
+
+def test_a_component_is_matched_by_its_name_also_where_it_is_the_only_one() -> None:
+    high, low = groups_of(
+        {"match": "transformer", "learning_rate": 3e-5},
+        {"match": "transformer_2", "rank": 16},
+        layers=EXPERTS,
+    )
+    assert (high.layers, low.layers) == (tuple(EXPERTS[:1]), tuple(EXPERTS[1:]))
+    (all_layers,) = groups_of({"match": "transformer", "learning_rate": 3e-5})
+    assert all_layers.layers == tuple(LAYERS)
+
+
+def test_an_entry_without_layers_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"lora.groups\[0\].match: to_v is in the name of no layer .* are .*to_q"
+    ):
+        groups_of({"match": "to_v", "rank": 8})
+    with pytest.raises(
+        UserError, match=r"lora.groups\[1\].match: entries before it have all layers that to_q"
+    ):
+        groups_of({"match": "blocks.0-1", "rank": 8}, {"match": "to_q", "rank": 4})
+
+
+def test_an_entry_that_says_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="to_q is trained as the rest; give it a learning_rate or a rank"):
+        groups_of({"match": "to_q"})
+
+
+def test_each_group_has_its_rate_also_where_it_is_the_only_one() -> None:
+    family = SimpleNamespace(trained=["transformer"])
+
+    def rates_of(*entries: dict[str, Any]) -> dict[str, float]:
+        config = config_of(groups=list(entries))
+        rates = build_group_rates(config, layer_groups(config, family, LAYERS))
+        return {label: rate(0) for label, rate in rates.items()}
+
+    assert rates_of() == {}
+    assert rates_of({"match": "transformer", "learning_rate": 3e-5}) == {"transformer": 3e-5}
+    assert rates_of({"match": "to_q", "learning_rate": 3e-5}) == {"others": 1e-4, "to_q": 3e-5}
+
+
+def test_with_loraplus_the_second_matrices_have_a_rate_of_their_own() -> None:
+    config = config_of(loraplus_ratio=4.0, groups=[{"match": "to_q", "learning_rate": 0.5}])
+    groups = layer_groups(config, SimpleNamespace(trained=["transformer"]), LAYERS)
+    rated = {group.label: (group.learning_rate, group.matrices) for group in rate_groups(config, groups)}
+    assert rated == {
+        "others.lora_A": (1e-4, ".lora_A"),
+        "others.lora_B": (4e-4, ".lora_B"),
+        "to_q.lora_A": (0.5, ".lora_A"),
+        "to_q.lora_B": (2.0, ".lora_B"),
+    }
