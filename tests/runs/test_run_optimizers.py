@@ -18,6 +18,11 @@ STEPS = ("train.steps=3", "output.checkpoint_every_steps=3")
 @pytest.mark.parametrize(
     ("name", "settings", "written"),
     [
+        (
+            "adamw8bit",
+            (),
+            "bitsandbytes.optim.adamw.AdamW8bit(",
+        ),
         ("muon", (), "torch.optim.Muon(weight_decay=0.01,adjust_lr_fn=match_rms_adamw)"),
         (
             "adafactor",
@@ -30,6 +35,8 @@ STEPS = ("train.steps=3", "output.checkpoint_every_steps=3")
 def test_a_run_goes_on_exactly_with_another_optimizer(
     tiny_run: TinyRun, name: str, settings: tuple[str, ...], written: str
 ) -> None:
+    if name == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
     given = (*STEPS, f"train.optimizer={name}", *settings)
     whole, parts = tiny_run.root / "whole", tiny_run.root / "parts"
     assert tiny_run.train(f"output.dir={whole}", *given) == 0
