@@ -45,9 +45,16 @@ def sealed_data(config: Config, family: ModelFamily, accelerator: Accelerator) -
             the tokens of its sizes cannot be split as the config asks.
         RunStoppedError: it is damaged.
     """
-    seal = require_seal(config)
-    on_all_processes(accelerator, lambda: _require_same_encoders(config, family, accelerator, seal))
     group = find_cache_group(config, accelerator)
+    job = EncodingJob(config, family, accelerator.device, group)
+    opened: list[Seal] = []
+
+    def open_seal() -> None:
+        opened.append(require_seal(config))
+        _require_same_encoders(opened[0], job)
+
+    on_all_processes(accelerator, open_seal)
+    seal = opened[0]
     table, _ = some_processes_first(
         accelerator, lambda: seal.map_table(sealed_folder(config)), lambda _: None, is_first=group.is_first
     )
@@ -69,7 +76,7 @@ def sealed_data(config: Config, family: ModelFamily, accelerator: Accelerator) -
         tag_counts=document.data.tag_counts,
         tensors=entries,
         is_live=False,
-        validation_items=measured_items(config, held_out or items, entries),
+        validation_items=measured_items(config, items if held_out is None else held_out, entries),
         validation_identity=measured.identity,
         tracked_items=_tracked_items(config, seal, items, entries),
         prompts=encode_previews(config, family, accelerator, sealed=entries),
@@ -77,8 +84,7 @@ def sealed_data(config: Config, family: ModelFamily, accelerator: Accelerator) -
     )
 
 
-def _require_same_encoders(config: Config, family: ModelFamily, accelerator: Accelerator, seal: Seal) -> None:
-    job = EncodingJob(config, family, accelerator.device, find_cache_group(config, accelerator))
+def _require_same_encoders(seal: Seal, job: EncodingJob) -> None:
     (_, media_encoder), (_, prompt_encoder) = job.passes
     now = DataIdentity.of([], media_encoder=media_encoder.identity, prompt_encoder=prompt_encoder.identity)
     sealed = seal.document.data.identity
