@@ -158,7 +158,10 @@ def _leave_process_group() -> None:
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
+        try:
+            distributed.destroy_process_group()
+        except RuntimeError as error:  # the others are lost, and how the run ended is told
+            logger.debug("the process group could not be ended: %s", error)
 
 
 def configure_logging(console: Console, redactor: Redactor, *, level: int = logging.INFO) -> None:

@@ -101,6 +101,21 @@ def test_a_process_leaves_its_group_before_the_interpreter_ends(
     assert not distributed.is_initialized()
 
 
+def test_a_group_that_cannot_be_ended_changes_nothing_of_how_the_run_ended(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost() -> None:
+        raise distributed.DistBackendError("NCCL communicator was aborted on rank 1")
+
+    def work() -> None:
+        raise UserError("lora.rank: 0")
+
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "destroy_process_group", lost)
+    assert run(work, console) == 2
+    assert "aborted on rank 1" not in printed(console)
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_the_traceback_of_a_bug_is_masked_on_every_process(
     console: Console, capsys: pytest.CaptureFixture[str], rank: str
