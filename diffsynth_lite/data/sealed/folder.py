@@ -100,6 +100,7 @@ class SealFolder:
         try:
             with replacing(path) as temporary:
                 self._session.download_file(name, str(temporary))
+                sync(temporary)
         except LANCE_ERRORS as error:
             raise UserError(
                 f"data.sealed: {self.uri(name)} cannot be copied to {path}: {first_line(error)}"

@@ -16,7 +16,7 @@ import numpy as np
 from diffsynth_lite.data.item_table import Indices
 from diffsynth_lite.data.schedule import Numbers
 from diffsynth_lite.data.sealed.mapped_file import CheckedWriter, MappedFile
-from diffsynth_lite.files import replacing
+from diffsynth_lite.files import replacing, sync
 
 if sys.platform != "win32":
     import fcntl
@@ -72,10 +72,12 @@ class StoredOrders:
             yield
 
     def _write(self, path: Path, order: Indices) -> None:
-        with replacing(path) as temporary, temporary.open("wb") as file:
-            writer = CheckedWriter(file)
-            writer.write(order.astype(_NUMBER).tobytes())
-            writer.finish()
+        with replacing(path) as temporary:
+            with temporary.open("wb") as file:
+                writer = CheckedWriter(file)
+                writer.write(order.astype(_NUMBER).tobytes())
+                writer.finish()
+            sync(temporary)  # else an empty one may stand there after a power cut, and stop the run
 
 
 class _StoredNumbers:
