@@ -1,6 +1,5 @@
 """This file puts finished LoRAs on a model to draw with, several at once, each with a weight."""
 
-import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora.adapter import peft_pattern
 from diffsynth_lite.lora.linear import use_lora_linear
 
 _FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"
@@ -71,8 +71,7 @@ def add_finished_lora(
     ranks = {key.removesuffix(_FIRST): len(tensor) for key, tensor in firsts.items()}
     rank = next(iter(ranks.values()))
     alpha = settings.get("lora_alpha")
-    # peft takes the names in a pattern for endings unless they begin so.
-    others = {f"^{re.escape(layer)}": own for layer, own in ranks.items() if own != rank}
+    others = peft_pattern({layer: own for layer, own in ranks.items() if own != rank})
     config = LoraConfig(
         r=rank,
         lora_alpha=rank if alpha is None else alpha,
