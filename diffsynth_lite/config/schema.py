@@ -118,6 +118,13 @@ class Config(Settings):
                 f"{degree}: compiled blocks cannot exchange tokens; set train.compile: off, or "
                 "train.context_parallel: 1",
             )
+        if self.train.mixed_precision == "bf16" and self.model.dtype != "bfloat16":
+            yield Problem(
+                ("train.context_parallel", "model.dtype"),
+                f"{degree}: beside train.mixed_precision bf16 a base in {self.model.dtype} gives attention "
+                "inputs of two precisions, which its backward pass cannot take; set model.dtype: bfloat16, "
+                "or train.mixed_precision: no",
+            )
         if kind == "ring" and self.memory.save_attention != "no":
             yield Problem(
                 ("memory.save_attention", "train.context_parallel_kind"),

@@ -180,6 +180,7 @@ def configs(draw: st.DrawFn) -> Config:
     if sections["train"].context_parallel > 1:
         changed(sections, "lora", dropout=0.0)
         changed(sections, "train", compile="off", context_parallel_kind="ulysses")
+        changed(sections, "model", dtype="bfloat16")
     if sections["train"].optimizer == "prodigy":
         changed(sections, "lora", loraplus_ratio=1.0, groups=[])
     if sections["model"].dtype == "float16":
