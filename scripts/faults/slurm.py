@@ -180,6 +180,8 @@ def _lose_a_node(jobs: _Jobs, folder: Path) -> None:
     jobs.wait_until_queued_again(job)
     num_steps = jobs.num_steps(job)
     jobs.cluster.start_slurmd(node)
+    # A job that began while the node was coming back was given one node, and waited for ever for the other.
+    jobs.cluster.wait_until_ready()
     jobs.start_now(job)
     jobs.wait_for_steps(job, num_steps + 1)
     assert "DUE TO NODE FAILURE" in jobs.log(job), jobs.log(job)
