@@ -2,7 +2,10 @@
 
 import hashlib
 import pickle
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import lance
@@ -118,6 +121,21 @@ def test_a_sealing_that_was_killed_leaves_no_seal_and_is_done_again(
     assert (first.data, first.keys, first.table_bytes) == (other.data, other.keys, other.table_bytes)
     with pytest.raises(UserError, match="holds SEALED and is no sealed cache"):
         write_seal(folder, CONTENT, cache, nothing)
+
+
+def test_ctrl_c_stops_a_sealing_and_the_thread_that_reads_for_it(cache: TensorCache, tmp_path: Path) -> None:
+    read = []
+
+    def interrupted(done: int, total: int) -> None:
+        read.append(done)
+        if done == 2:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.01)
+
+    with pytest.raises(KeyboardInterrupt):
+        write_seal(SealFolder(str(tmp_path / "sealed")), CONTENT, cache, interrupted)
+    assert 2 <= read[-1] < len(KEYS)
+    assert open_seal(SealFolder(str(tmp_path / "sealed"))) is None
 
 
 def test_damage_is_found_and_named(cache: TensorCache, tmp_path: Path) -> None:

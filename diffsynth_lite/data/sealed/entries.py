@@ -6,7 +6,9 @@ are in the order of their keys, which the mapped table has as well: a key is fou
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Event
 from typing import Any
 
 import pyarrow as pa
@@ -63,23 +65,40 @@ def write_entries(
     """
     lance = import_lance()
     failures: list[BaseException] = []
+    is_stopped = Event()
+
+    def read(key: str) -> bytes:
+        if is_stopped.is_set():
+            raise InterruptedError("the sealing was stopped")
+        return content_of(key)
 
     def batches() -> Iterator[pa.RecordBatch]:
         try:
-            yield from _batches(keys, texts, content_of)
+            yield from _batches(keys, texts, read)
         except BaseException as error:
             failures.append(error)
             raise
 
     reader = pa.RecordBatchReader.from_batches(_SCHEMA, batches())
-    try:
-        dataset = lance.write_dataset(
-            reader, uri, mode="create", max_bytes_per_file=_SHARD_BYTES, data_storage_version=_FORMAT
-        )
-    except LANCE_ERRORS:
-        if failures:  # Lance knows nothing of it but its text.
-            raise failures[0] from None
-        raise
+    # Ctrl-C ends Lance's call on the main thread, and not the thread that reads for it: the interpreter would
+    # abort in ending before that. Leaving this scope waits for both.
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            writing = thread.submit(
+                lance.write_dataset,
+                reader,
+                uri,
+                mode="create",
+                max_bytes_per_file=_SHARD_BYTES,
+                data_storage_version=_FORMAT,
+            )
+            dataset = writing.result()
+        except LANCE_ERRORS:
+            if failures:  # Lance knows nothing of it but its text.
+                raise failures[0] from None
+            raise
+        finally:
+            is_stopped.set()
     return [
         EntryShard(file=file.path, num_rows=fragment.physical_rows, num_bytes=file.file_size_bytes)
         for fragment in dataset.get_fragments()
