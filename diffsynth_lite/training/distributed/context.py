@@ -191,8 +191,11 @@ def context_of(config: Config, family: ModelFamily, accelerator: Accelerator) ->
     groups = (wanted, 1) if kind == "ring" else (1, wanted)
     shape = (num_data_ranks(config, accelerator.num_processes), *groups)
     mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=MESH_DIMENSIONS)
-    # As for the group of all: nobody waits for a process that hangs.
-    limit_waits(timedelta(minutes=config.train.step_timeout_minutes), mesh[kind].get_group())
+    group = mesh[kind].get_group()
+    # Nobody waits for a process that hangs. Torch gives the group of all where it is the same: that one has
+    # caches to wait for until steps begin, and its limit then.
+    if group is not torch.distributed.group.WORLD:
+        limit_waits(timedelta(minutes=config.train.step_timeout_minutes), group)
     split = family.sequence_split
     assert split is not None, "refused with the model"
     return ContextParallel(mesh, accelerator.device, kind=kind, split=split)
