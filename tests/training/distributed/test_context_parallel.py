@@ -1,6 +1,6 @@
 """Processes that share the tokens of a sample compute what one computes: losses, gradients and pictures."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +36,7 @@ from diffsynth_lite.pipelines import (
     qwen_image,
     wan,
 )
+from diffsynth_lite.training.distributed.context import context_of
 from diffsynth_lite.training.distributed.gradients import mean_gradients
 
 LENGTHS = (5, 7, 3)
@@ -90,6 +91,8 @@ CASES: dict[str, tuple[str, Callable[[], Any], tuple[int, ...], dict[str, tuple[
 """Of what the families are given: the family, its pipeline, the latents, and what else a sample has."""
 ALL_WAYS = ("wan",)
 """Which are also computed without checkpointing, and with shards."""
+IN_BF16 = ("flux", "qwen_image", "wan", "ltx_video")
+"""Which are also computed as a run has it unless its config says otherwise."""
 MASKED = ("qwen_image", "qwen_image_edit", "ltx_video")
 
 
@@ -156,7 +159,7 @@ def check_family(name: str, folder: Path, meshes: dict[str, Any]) -> dict[str, A
     """What split models of a family compute, beside the whole one."""
     family = family_of(name, folder)
     loss, gradients = loss_and_gradients(name, family, engine_with((False, False)))
-    in_bf16 = gradients_in_bf16(name, family) if name == "qwen_image" else {}
+    in_bf16 = gradients_in_bf16(name, family) if name in IN_BF16 else {}
     found: dict[str, Any] = {}
     for kind in family.sequence_split.kinds:
         family.context = ContextParallel(meshes[kind], CPU, kind=kind, split=family.sequence_split)
@@ -169,7 +172,7 @@ def check_family(name: str, folder: Path, meshes: dict[str, Any]) -> dict[str, A
             "did": [report.blocks_recomputed > 0, report.bytes_offloaded > 0, report.attention_saved > 0],
             "split": family.context.report().metrics(),
         }
-        if name == "qwen_image":
+        if name in IN_BF16:
             found[kind]["in bf16"] = distance(gradients_in_bf16(name, family), in_bf16)
         if name in ALL_WAYS:
             _, kept = loss_and_gradients(name, family, engine_with((False, False)))
@@ -178,9 +181,18 @@ def check_family(name: str, folder: Path, meshes: dict[str, Any]) -> dict[str, A
 
 
 def gradients_in_bf16(name: str, family: ModelFamily) -> dict[str, Tensor | None]:
-    """Gradients under autocast, as a run has it unless its config says otherwise."""
+    """Gradients under autocast, that of CUDA."""
     _, gradients = loss_and_gradients(name, family, engine_with((True, False)), torch.bfloat16)
     return gradients
+
+
+def rms_norm_of_cuda(
+    states: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """In 32 bits under autocast, as CUDA's has it and the CPU's has not."""
+    if torch.is_autocast_enabled("cpu"):
+        states, weight = states.float(), None if weight is None else weight.float()
+    return torch.rms_norm(states, shape, weight, eps)
 
 
 def check_sharded(name: str, family: ModelFamily) -> dict[str, Tensor | None]:
@@ -253,8 +265,19 @@ def failures(rank: int, folder: Path, mesh: Any) -> dict[str, str]:
     return found
 
 
+def waits_of_all(family: ModelFamily) -> list[float]:
+    """Seconds that all processes wait for one another, before all of them share samples and after."""
+    train = SimpleNamespace(context_parallel=2, context_parallel_kind="ulysses", step_timeout_minutes=0.5)
+    options = torch.distributed.group.WORLD._get_backend(CPU).options
+    before = options._timeout.total_seconds()
+    accelerator = SimpleNamespace(num_processes=NUM_RANKS, device=CPU)
+    context_of(SimpleNamespace(train=train), family, accelerator)
+    return [before, options._timeout.total_seconds()]
+
+
 def work_on_a_rank(rank: int, folder: Path) -> None:
     allow_rings()
+    torch.nn.functional.rms_norm = rms_norm_of_cuda
     meshes = {
         kind: torch.distributed.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=MESH_DIMENSIONS)
         for kind, shape in (("ulysses", (1, 1, NUM_RANKS)), ("ring", (1, NUM_RANKS, 1)))
@@ -265,6 +288,7 @@ def work_on_a_rank(rank: int, folder: Path) -> None:
     family.context = ContextParallel(meshes["ulysses"], CPU, kind="ulysses", split=family.sequence_split)
     found["drawn"] = float((draw(family) - whole).norm() / whole.norm())
     found["failures"] = failures(rank, folder, meshes["ulysses"])
+    found["waits"] = waits_of_all(family)
     torch.save(found, folder / f"{rank}.pt")
 
 
@@ -296,13 +320,19 @@ def test_what_processes_compute_of_a_sample_together_is_what_one_computes(
             assert found["loss"] < 1e-6, kind
             assert found["gradients"] < 1e-6, kind
             assert found.get("same") == ([True, True] if name in ALL_WAYS else None), kind
-            assert found.get("in bf16", 0) < 0.02  # 8 bits for each number on the way
+            assert ("in bf16" in found) == (name in IN_BF16)
+            assert found.get("in bf16", 0) < 0.03  # 8 bits for each number on the way
             # A ring computes attention part by part, which cannot be saved; that to prompts can, where apart.
             saves = kind == "ulysses" or name.startswith(("wan", "ltx"))
             assert found["did"] == [True, True, saves]
             split = found["split"]
             assert split["context_parallel"] == NUM_RANKS
             assert split["tokens_of_process"] * NUM_RANKS == split["tokens_of_sequence"] > 0
+
+
+def test_the_limit_of_a_step_is_not_that_of_the_caches_before_it(results: list[dict[str, Any]]) -> None:
+    for before, after in (result["waits"] for result in results):
+        assert before == after > 30
 
 
 def test_prompts_that_cannot_be_split_are_padded_in_previews_too(results: list[dict[str, Any]]) -> None:
