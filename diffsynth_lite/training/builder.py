@@ -25,7 +25,6 @@ from diffsynth_lite.run_folder.metrics import MetricsFile
 from diffsynth_lite.training.checks import (
     CheckedRun,
     block_policy,
-    build_learning_rate,
     preview_size,
 )
 from diffsynth_lite.training.data_settings import data_sources, num_preview_frames, num_tokens_of
@@ -35,10 +34,14 @@ from diffsynth_lite.training.distributed.watchdog import LONG_WAIT
 from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.encoding.run_encoding import EncodedPrompt, TrainingData
 from diffsynth_lite.training.evaluation import FixedNoiseErrors, FixedNoiseLoss, ItemLosses, LayerUpdates
-from diffsynth_lite.training.layer_groups import LayerGroup, own_sizes, usual_size
+from diffsynth_lite.training.layer_groups import own_sizes, usual_size
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 from diffsynth_lite.training.optimization.averages import AveragedWeights
-from diffsynth_lite.training.optimization.optimizers import measures_average, rate_groups
+from diffsynth_lite.training.optimization.optimizers import (
+    build_group_rates,
+    build_learning_rate,
+    measures_average,
+)
 from diffsynth_lite.training.previews import PictureSource, Previews
 from diffsynth_lite.training.shortages import Workload
 from diffsynth_lite.training.streaming import blocks_by_model, quantizable_bytes, streamable_bytes
@@ -260,17 +263,6 @@ def build_run(
         runs_together=checked.family.shards is not None or checked.family.context is not None,
         context_parallel=config.train.context_parallel,
     )
-
-
-def build_group_rates(config: Config, groups: Sequence[LayerGroup]) -> dict[str, Callable[[int], float]]:
-    """The learning rate of each 0-based step for each group of the optimizer, by what it is called.
-
-    None where there is one, with the learning rate of the run.
-    """
-    if not config.lora.groups and config.lora.loraplus_ratio == 1:
-        return {}
-    rated = rate_groups(config, groups)
-    return {group.label: build_learning_rate(config, base=group.learning_rate) for group in rated}
 
 
 def build_noise_levels(config: Config, family: ModelFamily) -> NoiseLevels:

@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,19 @@ from diffsynth_lite.training.distributed.context import check_split, check_token
 from diffsynth_lite.training.distributed.devices import batch_layout
 from diffsynth_lite.training.distributed.same_run import require_same_model, require_same_settings
 from diffsynth_lite.training.frozen_weights import text_encoder_memory, transformer_quantization
-from diffsynth_lite.training.layer_groups import LayerGroup, find_targets, layer_groups, own_sizes
-from diffsynth_lite.training.optimization.learning_rate import learning_rate_schedule
-from diffsynth_lite.training.optimization.optimizers import OptimizerFacts, examine_optimizer
+from diffsynth_lite.training.layer_groups import (
+    LayerGroup,
+    find_targets,
+    layer_groups,
+    own_sizes,
+    usual_group,
+)
+from diffsynth_lite.training.optimization.optimizers import (
+    OptimizerFacts,
+    build_group_rates,
+    build_learning_rate,
+    examine_optimizer,
+)
 from diffsynth_lite.training.streaming import check_stream
 
 logger = logging.getLogger(__name__)
@@ -263,10 +273,12 @@ def _check_model(
     layers = problems.attempt(lambda: find_targets(family, transformer, config)) if blocks else []
     # Before layers get the formats of the run, whose shapes are others.
     groups = problems.attempt(lambda: layer_groups(config, family, layers)) if layers else []
-    rank, own = config.lora.rank, own_sizes(groups or [])
+    groups = groups or [usual_group(config)]  # the optimizer is tried, whatever is wrong with the layers
+    problems.attempt(lambda: build_group_rates(config, groups))
+    rank, own = config.lora.rank, own_sizes(groups)
     num_lora_weights = adapter_size(transformer, layers or [], rank=rank, own=own)
     shapes = adapter_shapes(transformer, layers or [], rank=rank, own=own)
-    optimizer = problems.attempt(lambda: examine_optimizer(config, groups or [], shapes, device))
+    optimizer = problems.attempt(lambda: examine_optimizer(config, groups, shapes, device))
     problems.attempt(lambda: _check_averaging(config, family, optimizer))
     if layers:
         problems.attempt(lambda: family.settle_lora_spelling(transformer, layers, rank=rank))
@@ -274,7 +286,7 @@ def _check_model(
     check_loading(problems, family, transformer, config, device, num_blocks=len(blocks or []))
     return _CheckedModel(
         target_layers=layers or [],
-        groups=groups or [],
+        groups=groups,
         num_blocks=len(blocks or []),
         num_selected_blocks=len(selected or []),
         num_lora_weights=num_lora_weights,
@@ -318,23 +330,6 @@ def find_blocks(family: ModelFamily, transformer: torch.nn.Module) -> list[torch
         return blocks_of(family.parts_of(transformer)[family.trained[0]], family.block_lists)
     except ValueError as error:
         raise UserError(f"train.use_gradient_checkpointing: {error}") from None
-
-
-def build_learning_rate(config: Config, *, base: float | None = None) -> Callable[[int], float]:
-    """The learning rate of each 0-based optimizer step.
-
-    Args:
-        base: the highest one, where it is not ``train.learning_rate``.
-
-    Raises:
-        UserError: the settings of the schedule do not fit together.
-    """
-    return learning_rate_schedule(
-        config.train.lr_scheduler,
-        base=config.train.learning_rate if base is None else base,
-        warmup_steps=config.train.warmup_in_run,
-        total_steps=config.train.steps,
-    )
 
 
 def block_policy(config: Config) -> BlockPolicy:

@@ -80,14 +80,18 @@ def layer_groups(config: Config, family: ModelFamily, layers: Sequence[str]) -> 
                 weight_decay=_first(entry.weight_decay, config.train.weight_decay),
             )
         )
-    rest = LayerGroup(
+    return [usual_group(config, left), *groups] if left else groups
+
+
+def usual_group(config: Config, layers: Iterable[str] = ()) -> LayerGroup:
+    """Layers that no entry of ``lora.groups`` has."""
+    return LayerGroup(
         name=None,
-        layers=tuple(left),
+        layers=tuple(layers),
         size=usual_size(config),
         learning_rate=config.train.learning_rate,
         weight_decay=config.train.weight_decay,
     )
-    return [rest, *groups] if left else groups
 
 
 def own_sizes(groups: Iterable[LayerGroup]) -> dict[str, LoraSize]:

@@ -190,6 +190,19 @@ def test_a_named_set_of_layers_is_the_familys_own(root: Path, monkeypatch: pytes
         assert message in refusal(root, **{"lora.target_modules": chosen})
 
 
+def test_a_problem_with_the_layers_is_no_problem_of_the_optimizer_and_both_are_told(root: Path) -> None:
+    qwen_image.tiny().save_pretrained(root / "model")
+    (one,) = refusal(root, **{"lora.groups": "[{match: nothing, rank: 3}]"}).splitlines()
+    assert one.startswith("lora.groups[0].match: nothing is in the name of no layer")
+    both = {"lora.target_modules": "[nothing]", "train.optimizer": "nowhere.Adam"}
+    assert "train.optimizer: nowhere.Adam needs nowhere" in refusal(root, **both)
+    slow = {
+        "lora.groups": "[{match: to_q, learning_rate: 1.0e-8}]",
+        "train.lr_scheduler": "polynomial",
+    }
+    assert "lora.groups, to_q: train.learning_rate 1e-08" in refusal(root, **slow)
+
+
 def test_an_autoencoder_that_float16_is_too_narrow_for_is_refused(root: Path) -> None:
     sdxl.tiny().save_pretrained(root / "model")
     changes = {

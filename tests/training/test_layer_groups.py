@@ -9,9 +9,8 @@ from diffsynth_lite.config.model import LoraSettings
 from diffsynth_lite.config.train import TrainSettings
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import LoraSize
-from diffsynth_lite.training.builder import build_group_rates
 from diffsynth_lite.training.layer_groups import LayerGroup, layer_groups, own_sizes
-from diffsynth_lite.training.optimization.optimizers import rate_groups
+from diffsynth_lite.training.optimization.optimizers import build_group_rates, rate_groups
 
 LAYERS = ["blocks.0.to_q", "blocks.0.to_k", "blocks.1.to_q", "blocks.1.to_k"]
 EXPERTS = ["transformer.blocks.0.to_q", "transformer_2.blocks.0.to_q"]

@@ -3,7 +3,7 @@
 import inspect
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -29,6 +29,7 @@ from diffsynth_lite.training.optimization.averages import (
     MovingAverage,
     has_modes,
 )
+from diffsynth_lite.training.optimization.learning_rate import learning_rate_schedule
 
 _CLASSES = {
     "adamw": "torch.optim.AdamW",
@@ -91,6 +92,42 @@ def rate_groups(config: Config, groups: Sequence[LayerGroup]) -> list[RateGroup]
         for group in groups
         for matrices, times in halves
     ]
+
+
+def build_learning_rate(config: Config, *, base: float | None = None) -> Callable[[int], float]:
+    """The learning rate of each 0-based optimizer step.
+
+    Args:
+        base: the highest one, where it is not ``train.learning_rate``.
+
+    Raises:
+        UserError: the settings of the schedule do not fit together.
+    """
+    return learning_rate_schedule(
+        config.train.lr_scheduler,
+        base=config.train.learning_rate if base is None else base,
+        warmup_steps=config.train.warmup_in_run,
+        total_steps=config.train.steps,
+    )
+
+
+def build_group_rates(config: Config, groups: Sequence[LayerGroup]) -> dict[str, Callable[[int], float]]:
+    """The learning rate of each 0-based step for each group of the optimizer, by what it is called.
+
+    None where there is one, with the learning rate of the run.
+
+    Raises:
+        UserError: a group's does not fit the settings of the schedule.
+    """
+    if not config.lora.groups and config.lora.loraplus_ratio == 1:
+        return {}
+    rates = {}
+    for group in rate_groups(config, groups):
+        try:
+            rates[group.label] = build_learning_rate(config, base=group.learning_rate)
+        except UserError as error:
+            raise UserError(f"lora.groups, {group.label}: {error}") from None
+    return rates
 
 
 def build_optimizer(
