@@ -119,16 +119,23 @@ def find_targets(family: ModelFamily, transformer: torch.nn.Module, config: Conf
     """
     targets = _targets(family, config)
     layers = find_target_layers(transformer, targets, unused_modules=family.unused_modules(transformer))
-    if config.lora.target_blocks is not None:
-        layers = _in_blocks(config.lora.target_blocks, _with_component(family, layers))
+    _require_each_component(family, transformer, layers, f"target_modules: none of {', '.join(targets)}")
+    blocks = config.lora.target_blocks
+    if blocks is not None:
+        layers = _in_blocks(blocks, _with_component(family, layers))
+        _require_each_component(family, transformer, layers, f"target_blocks: none of {', '.join(blocks)}")
+    return layers
+
+
+def _require_each_component(
+    family: ModelFamily, transformer: torch.nn.Module, layers: Sequence[str], chosen: str
+) -> None:
     for name, component in family.parts_of(transformer).items():
         prefix = "" if component is transformer else f"{name}."
         if not any(layer.startswith(prefix) for layer in layers):
             raise UserError(
-                f"lora.target_modules: none of {', '.join(targets)} is in {name}, "
-                f"which lora.components names; add one, or leave {name} out"
+                f"lora.{chosen} is in {name}, which lora.components names; add one, or leave {name} out"
             )
-    return layers
 
 
 def _targets(family: ModelFamily, config: Config) -> Sequence[str]:

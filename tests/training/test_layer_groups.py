@@ -4,12 +4,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from diffsynth_lite.config.model import LoraSettings
 from diffsynth_lite.config.train import TrainSettings
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import LoraSize
-from diffsynth_lite.training.layer_groups import LayerGroup, layer_groups, own_sizes
+from diffsynth_lite.training.layer_groups import LayerGroup, find_targets, layer_groups, own_sizes
 from diffsynth_lite.training.optimization.optimizers import build_group_rates, rate_groups
 
 LAYERS = ["blocks.0.to_q", "blocks.0.to_k", "blocks.1.to_q", "blocks.1.to_k"]
@@ -103,3 +104,40 @@ def test_with_loraplus_the_second_matrices_have_a_rate_of_their_own() -> None:
         "to_q.lora_A": (0.5, ".lora_A"),
         "to_q.lora_B": (2.0, ".lora_B"),
     }
+
+
+def expert() -> nn.Module:
+    blocks = [nn.ModuleDict({"to_q": nn.Linear(2, 2), "to_k": nn.Linear(2, 2)}) for _ in range(12)]
+    return nn.ModuleDict({"blocks": nn.ModuleList(blocks)})
+
+
+def test_layers_of_some_blocks_get_a_lora_and_each_component_has_one() -> None:
+    model = nn.ModuleDict({"transformer": expert(), "transformer_2": expert()})
+    family: Any = SimpleNamespace(
+        trained=["transformer", "transformer_2"],
+        default_target_modules=("to_q",),
+        target_sets={},
+        unused_modules=lambda _: (),
+        parts_of=lambda model: dict(model.items()),
+    )
+
+    def targets_of(**lora: Any) -> list[str]:
+        return find_targets(family, model, config_of(**lora))
+
+    assert len(targets_of()) == 24
+    assert targets_of(target_blocks=["transformer.blocks.9-10", "transformer_2.blocks.11"]) == [
+        *("transformer.blocks.9.to_q", "transformer.blocks.10.to_q"),
+        "transformer_2.blocks.11.to_q",
+    ]
+    refused = {
+        "target_blocks: blocks.12 is in the name of no layer": {"target_blocks": ["blocks.0", "blocks.12"]},
+        r"target_blocks: none of transformer\.blocks is in transformer_2, which lora\.components": {
+            "target_blocks": ["transformer.blocks"]
+        },
+        r"target_modules: none of transformer\.\*\.\*\.to_k is in transformer_2": {
+            "target_modules": ["transformer.*.*.to_k"]
+        },
+    }
+    for message, lora in refused.items():
+        with pytest.raises(UserError, match=rf"lora\.{message}"):
+            targets_of(**lora)
