@@ -144,20 +144,25 @@ def run_command(work: Callable[[], None], console: Console, *, level: int = logg
     redactor = Redactor(os.environ)
     configure_logging(console, redactor, level=level)
     with in_force(redactor), lossy_log():
+        code = EXIT_BUG
         try:
-            return exit_code_of(work, redactor)
+            code = exit_code_of(work, redactor)
+            return code
         finally:
-            _leave_process_group()
+            _leave_process_group(failed=code != EXIT_FINISHED)
 
 
-def _leave_process_group() -> None:
+def _leave_process_group(*, failed: bool) -> None:
     """End the process group, if there is one, while the interpreter is whole.
 
     Left to the end of the interpreter, gloo's threads abort the process: one of two that had nothing to do
-    any more ended so in 1 of 8 starts, and the launcher took the run for failed.
+    any more ended so in 1 of 8 starts, and the launcher took the run for failed. NCCL may wait for the other
+    processes, which learn of a failure only when this process has ended.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        if failed and distributed.get_backend() != "gloo":
+            return
         try:
             distributed.destroy_process_group()
         except RuntimeError as error:  # the others are lost, and how the run ended is told

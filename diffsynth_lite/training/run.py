@@ -240,11 +240,12 @@ def _train(
             total_steps = run.config.train.steps
             on_main_process(run.accelerator, lambda: saver.divergence.require_none(step, total_steps))
     finally:
-        # The wrapped model goes before its process group: as the group's last owner it deadlocked in torch's
-        # destructor, in 1 of 7 runs on two gloo processes.
+        # What uses the process group goes before it: as the group's last owner a model deadlocked in torch's
+        # destructor, in 1 of 7 runs on two gloo processes. Whoever started the run ends the group.
         del built
         run.accelerator.free_memory()
-        run.accelerator.end_training()
+        for tracker in run.accelerator.trackers:
+            tracker.finish()
     return step, saver.divergence
 
 

@@ -111,9 +111,26 @@ def test_a_group_that_cannot_be_ended_changes_nothing_of_how_the_run_ended(
         raise UserError("lora.rank: 0")
 
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_backend", lambda: "gloo")
     monkeypatch.setattr(distributed, "destroy_process_group", lost)
     assert run(work, console) == 2
     assert "aborted on rank 1" not in printed(console)
+
+
+@pytest.mark.parametrize(("error", "num_ended"), [(None, 1), (UserError("lora.rank: 0"), 0)])
+def test_a_process_that_failed_does_not_wait_for_the_others_of_nccl(
+    console: Console, monkeypatch: pytest.MonkeyPatch, error: Exception | None, num_ended: int
+) -> None:
+    def work() -> None:
+        if error is not None:
+            raise error
+
+    ended: list[None] = []
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(distributed, "destroy_process_group", lambda: ended.append(None))
+    run(work, console)
+    assert len(ended) == num_ended
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
