@@ -48,7 +48,8 @@ WHOLE = Part(0, 1)
 
 def part_index(name: str, count: int) -> int:
     """Which one of so many parts a name falls into."""
-    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    # Names in tables may hold anything, and are refused, or found, later.
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest) % count
 
 

@@ -11,6 +11,7 @@ import yaml
 
 from diffsynth_lite.config import SourceSettings
 from diffsynth_lite.config.messages import without_null
+from diffsynth_lite.config.model import LoraGroup
 from diffsynth_lite.config.reference import render_reference, render_schema
 from diffsynth_lite.config.schema import section_types, setting_schemas
 
@@ -36,19 +37,24 @@ def page_of(heading: str) -> str:
 
 @pytest.mark.parametrize(("name", "section"), section_types().items())
 def test_every_setting_is_described_and_on_the_page(name, section):
+    own, _, of_entries = page_of(f"## {name}").partition("\n### ")
     for key, setting in section.model_fields.items():
         assert setting.description.endswith(".")
         assert "|" not in setting.description, "would break the table"
-        assert page_of(f"## {name}").count(f"\n| `{key}` | ") == 1
+        is_of_entries = issubclass(section, SourceSettings) and key in SourceSettings.model_fields
+        assert (of_entries if is_of_entries else own).count(f"\n| `{key}` | ") == 1
 
 
-def test_the_settings_of_a_source_have_a_table_of_their_own():
-    table = page_of("### data.sources").split("\n## ")[0]
+@pytest.mark.parametrize(("name", "entry"), [("data.sources", SourceSettings), ("lora.groups", LoraGroup)])
+def test_the_settings_of_an_entry_have_a_table_of_their_own(name, entry):
+    table = page_of(f"### {name}").split("\n## ")[0]
     rows = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
-    assert rows == list(SourceSettings.model_fields)
+    assert rows == list(entry.model_fields)
 
 
-@pytest.mark.parametrize("model", ["SourceSettings", *(type_.__name__ for type_ in section_types().values())])
+@pytest.mark.parametrize(
+    "model", ["SourceSettings", "LoraGroup", *(type_.__name__ for type_ in section_types().values())]
+)
 def test_every_number_has_a_least_and_a_largest_value(model):
     for key, setting in setting_schemas()[model]["properties"].items():
         number = without_null(without_null(setting).get("items", setting))
