@@ -335,7 +335,7 @@ def _rows_in(path: Path) -> Iterator[tuple[str, tuple[FileState, str]]]:
             name, size, mtime_ns, value, checksum = json.loads(line)
             state = FileState(size, mtime_ns)
             is_whole = bytes.fromhex(checksum) == _checksum(name, state, value)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             continue
         if is_whole:
             yield name, (state, value)

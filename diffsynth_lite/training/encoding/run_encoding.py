@@ -336,8 +336,8 @@ def _encode_passes(
                 return bad
         if is_hopeless:
             return bad
-    if config.data.cache and not num_new:
-        num_needed = len(job.media) + len(job.prompts) - len(bad)
+    num_needed = len(job.media) + len(job.prompts) - len(bad)
+    if config.data.cache and num_needed and not num_new:
         logger.info("the cache holds all %d entries that are needed, and nothing is encoded", num_needed)
     return bad
 
