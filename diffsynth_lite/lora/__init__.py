@@ -9,6 +9,7 @@ from diffsynth_lite.lora.adapter import (
     add_adapter,
     by_peft_names,
     load_adapter_tensors,
+    without_adapter,
 )
 from diffsynth_lite.lora.targets import find_target_layers, layers_ending_in, layers_with
 from diffsynth_lite.lora.update_size import UpdateSize, UpdateSizes
@@ -31,4 +32,5 @@ __all__ = [
     "load_adapter_tensors",
     "require_fit",
     "set_lora_weights",
+    "without_adapter",
 ]

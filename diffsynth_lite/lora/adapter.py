@@ -2,7 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ import torch
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from diffsynth_lite.errors import UserError
@@ -70,6 +72,28 @@ def add_adapter(
     cast_training_params(model, torch.float32)
     adapted = _adapted_layers(model)
     assert adapted == set(layers), f"peft adapted {len(adapted)} layers of {len(layers)}"
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Scope in which a model computes without what :func:`add_adapter` put on it; other adapters stay active.
+
+    With no other, it computes what it did before it had one, bit for bit. Only which adapters are active
+    changes: peft's own way to disable them also says which parameters train, which a graph may hold, and its
+    way back would have all of them train.
+
+    Args:
+        model: plain, or wrapped by DDP or a compiler, or a model that is made of several.
+    """
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    active = [layer.active_adapter for layer in layers]
+    try:
+        for layer in layers:
+            layer._active_adapter = [name for name in layer.active_adapters if name != _ADAPTER]
+        yield
+    finally:
+        for layer, names in zip(layers, active, strict=True):
+            layer._active_adapter = names
 
 
 def peft_pattern(values: Mapping[str, Number]) -> dict[str, Number]:

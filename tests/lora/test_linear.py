@@ -14,7 +14,7 @@ from diffsynth_lite.core.autocast import shared_cast
 from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.core.planning import CountingMeter
 from diffsynth_lite.core.weights import Int8, Quantization
-from diffsynth_lite.lora import add_adapter
+from diffsynth_lite.lora import add_adapter, without_adapter
 from diffsynth_lite.lora.linear import LoraLinear, use_lora_linear
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -190,3 +190,51 @@ def test_layers_of_other_classes_get_what_peft_has_for_them() -> None:
     adapted(model)
     assert type(model.query) is LoraLinear
     assert type(model.out) is Linear
+
+
+def output_of(model: nn.Module, *, autocast: bool) -> Tensor:
+    x = torch.randn(2, NUM_TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), torch.autocast("cpu", BF16, enabled=autocast):
+        output: Tensor = model(x)
+    return output
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("is_quantised", [False, True])
+@pytest.mark.parametrize("change", [adapted, with_dora, disabled, lambda model: adapted(model, dropout=0.5)])
+def test_without_its_adapter_a_model_has_the_bits_from_before_it_and_trains_on_as_it_was(
+    change: Callable[[Attending], Attending], is_quantised: bool, autocast: bool
+) -> None:
+    before = output_of(model_of(is_quantised=is_quantised), autocast=autocast)
+    model = change(model_of(is_quantised=is_quantised))
+    trains = [weight.requires_grad for weight in model.parameters()]
+    torch.manual_seed(2)
+    with_it = output_of(model, autocast=autocast)
+    with without_adapter(nn.Sequential(model)):
+        assert [weight.requires_grad for weight in model.parameters()] == trains
+        assert torch.equal(output_of(model, autocast=autocast), before)
+    torch.manual_seed(2)
+    assert torch.equal(output_of(model, autocast=autocast), with_it)
+    assert [weight.requires_grad for weight in model.parameters()] == trains
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_without_its_adapter_a_model_keeps_a_frozen_one_also_where_the_scope_ends_by_an_error() -> None:
+    other = LoraConfig(r=3, target_modules=["query", "out"])
+    alone = model_of()
+    alone.requires_grad_(False).add_adapter(other, adapter_name="other")
+    filled(alone)
+    both = model_of()
+    add_adapter(both, LAYERS, rank=2, alpha=2, dropout=0, seed=0)
+    filled(both).add_adapter(other, adapter_name="other")
+    both.set_adapter(["default", "other"])
+    both.load_state_dict(alone.state_dict(), strict=False)
+    for name, weight in both.named_parameters():
+        weight.requires_grad_(".default." in name)
+    with without_adapter(both):
+        assert torch.equal(output_of(both, autocast=True), output_of(alone, autocast=True))
+    with pytest.raises(RuntimeError, match="shapes"), without_adapter(both):
+        both(torch.zeros(1))
+    assert not torch.equal(output_of(both, autocast=True), output_of(alone, autocast=True))
+    assert both.active_adapters() == ["default", "other"]
+    assert all(".default." in name for name, weight in both.named_parameters() if weight.requires_grad)
