@@ -183,6 +183,16 @@ class ObjectiveSettings(Settings):
     sigma_max: float = Field(default=1.0, gt=0, le=1)
     """Highest noise level trained on, after the shift. Lower it to learn texture rather than composition."""
 
+    loss: Literal["mse", "huber"] = "mse"
+    """What an error counts: its square (`mse`), or that of small errors alone, and of larger ones their size
+    (`huber`), so that single items with large errors, such as wrong captions, pull less. The losses on fixed
+    noise are squared errors with both, so that they compare."""
+
+    huber_delta: float = Field(default=0.1, ge=1e-4, le=1e3)
+    """The error beyond which `huber` is linear: e^2 below, 2 delta e - delta^2 above. 0.1 is what diffusers'
+    scripts and kohya's take. With flow matching an error is one of noise minus picture, both about 1 in size:
+    most are then in the linear part, and with 1 few are."""
+
     loss_weighting: Literal["none", "sigma_sqrt", "cosmap", "bell", "min_snr"] = "none"
     """How much a noise level counts in the loss: all alike, 1 / sigma^2 (diffusers calls this `sigma_sqrt`),
     the cosine map of the same paper, most in the middle (`bell`), or by the ratio of signal to noise, cut off
@@ -197,6 +207,8 @@ class ObjectiveSettings(Settings):
                 yield _without_effect(
                     f"objective.{key}", "objective.timestep_density", self.timestep_density, density
                 )
+        if self.loss != "huber" and not self.is_default("huber_delta"):
+            yield _without_effect("objective.huber_delta", "objective.loss", self.loss, "huber")
         if self.loss_weighting != "min_snr" and not self.is_default("min_snr_gamma"):
             yield _without_effect(
                 "objective.min_snr_gamma", "objective.loss_weighting", self.loss_weighting, "min_snr"

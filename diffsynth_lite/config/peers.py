@@ -48,6 +48,8 @@ _THEIR_NAMES = {
     "objective.shift": "flow_schedule_auto_shift",
     "objective.shift_value": "discrete_flow_shift timestep_shift flow_schedule_shift flux_schedule_shift",
     "objective.timestep_density": "timestep_sampling weighting_scheme timestep_distribution timestep_type",
+    "objective.loss": "loss_type",
+    "objective.huber_delta": "huber_c pseudo_huber_c",
     "objective.loss_weighting": "loss_weight_fn",
     "objective.min_snr_gamma": "snr_gamma",
     "train.optimizer": "optimizer_type",

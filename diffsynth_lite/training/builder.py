@@ -286,6 +286,7 @@ def _build_objective(config: Config, family: ModelFamily, accelerator: Accelerat
         noise_levels=build_noise_levels(config, family),
         weighting=config.objective.loss_weighting,
         min_snr_gamma=config.objective.min_snr_gamma,
+        huber_delta=config.objective.huber_delta if config.objective.loss == "huber" else None,
         device=accelerator.device,
         counts=accelerator.process_index % config.train.context_parallel == 0,
     )

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import torch
 from accelerate import Accelerator
+from torch.nn.functional import huber_loss
 
 from diffsynth_lite.core.noise import (
     LevelShares,
@@ -148,13 +149,14 @@ class NoiseLevels:
 
 @dataclass(frozen=True, kw_only=True)
 class DenoisingObjective:
-    """The mean squared error of a model family's estimate, on the family's own path from data to noise.
+    """The error of a model family's estimate, on the family's own path from data to noise.
 
     Attributes:
         family: gives the path and the estimate.
         noise_levels: where on the path the model is trained.
         weighting: loss weight by noise level; see :func:`diffsynth_lite.core.noise.loss_weight`.
         min_snr_gamma: of the weighting ``min_snr``.
+        huber_delta: the error beyond which the loss is linear; None where it is the squared error throughout.
         device: of the transformer.
         counts: whether this process is the one that counts its samples, where several have the same.
         loss_by_tenth: adds up the losses of the samples, for whoever takes them.
@@ -165,16 +167,23 @@ class DenoisingObjective:
     weighting: LossWeighting
     min_snr_gamma: float
     device: torch.device
+    huber_delta: float | None = None
     counts: bool = True
     loss_by_tenth: LossByTenth = field(default_factory=LossByTenth)
 
     def loss(self, transformer: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Mean weighted squared error of the estimate over a micro-batch, a scalar in fp32."""
+        """Mean weighted loss of the estimate over a micro-batch, a scalar in fp32."""
         sigma = self.noise_levels.sigma(
             batch.uniform, batch.latents.shape[1:], step_uniform=batch.step_uniform
         ).to(self.device)
         errors = self.errors(
-            transformer, batch.latents, batch.noise, sigma, batch.conditioning, batch.loss_mask
+            transformer,
+            batch.latents,
+            batch.noise,
+            sigma,
+            batch.conditioning,
+            batch.loss_mask,
+            huber_delta=self.huber_delta,
         )
         losses = self._weight(sigma) * errors
         if self.counts:
@@ -210,8 +219,10 @@ class DenoisingObjective:
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
         loss_mask: torch.Tensor | None = None,
+        *,
+        huber_delta: float | None = None,
     ) -> torch.Tensor:
-        """Mean squared error of the estimate of each sample.
+        """Mean error of the estimate of each sample, squared where nothing else is said.
 
         Args:
             transformer: plain or wrapped by DDP.
@@ -219,8 +230,10 @@ class DenoisingObjective:
             noise: (B, ...), standard normal, fp32.
             sigma: (B,), in [0, 1], fp32, on the device.
             conditioning: of the B samples.
-            loss_mask: (B, 1, ...), in [0, 1], not all zero in any sample: weights of the squared errors. They
-                are divided by their mean over the sample, so that a small mask does not make a small loss.
+            loss_mask: (B, 1, ...), in [0, 1], not all zero in any sample: weights of the errors. They are
+                divided by their mean over the sample, so that a small mask does not make a small loss.
+            huber_delta: above this, above 0, errors count by their size, as Huber (1964) has it: twice
+                ``torch.nn.functional.huber_loss``, which makes it the squared error of those below.
 
         Returns:
             (B,), fp32.
@@ -234,11 +247,18 @@ class DenoisingObjective:
             sigma,
             conditioning,
         )
-        squared = (predicted.float() - path.target(latents, noise, sigma)).square()
+        errors = _errors(predicted.float(), path.target(latents, noise, sigma), huber_delta)
         if loss_mask is None:
-            return squared.flatten(1).mean(1)
+            return errors.flatten(1).mean(1)
         mask = loss_mask.to(self.device).float()
-        return (squared * mask).flatten(1).mean(1) / mask.flatten(1).mean(1)
+        return (errors * mask).flatten(1).mean(1) / mask.flatten(1).mean(1)
+
+
+def _errors(predicted: torch.Tensor, target: torch.Tensor, huber_delta: float | None) -> torch.Tensor:
+    """Of each element, in the shape of both."""
+    if huber_delta is None:
+        return (predicted - target).square()
+    return 2 * huber_loss(predicted, target, reduction="none", delta=huber_delta)
 
 
 def _float32_below(value: float) -> float:

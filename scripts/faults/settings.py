@@ -41,6 +41,8 @@ NEVER: dict[str, Change] = {
     "objective.shift_value": ("objective.shift_value=2",),
     "objective.sigma_min": ("objective.sigma_min=0.1",),
     "objective.sigma_max": ("objective.sigma_max=0.9",),
+    "objective.loss": ("objective.loss=huber",),
+    "objective.huber_delta": ("objective.loss=huber", "objective.huber_delta=0.3"),
     "objective.loss_weighting": ("objective.loss_weighting=bell",),
     "objective.min_snr_gamma": ("objective.loss_weighting=min_snr", "objective.min_snr_gamma=3"),
     "train.seed": ("train.seed=1",),

@@ -83,6 +83,8 @@ WRONG_VALUES = [
     ("objective", "logit_std", "0.5", "set timestep_density: logit_normal"),
     ("objective", "mode_scale", "0.5", "set timestep_density: mode"),
     ("objective", "mode_scale", "2", "at most 1.75"),
+    ("objective", "loss", "l2", "one of mse, huber"),
+    ("objective", "huber_delta", "0.5", "has no effect with objective.loss mse"),
     ("objective", "sigma_min", "1.0", "below 1"),
     ("objective", "sigma_max", "0", "above 0"),
     ("train", "compile", "model", "one of off, blocks"),

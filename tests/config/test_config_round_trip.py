@@ -142,6 +142,7 @@ def consistent(name: str, values: dict) -> dict:
         values |= {"mode_scale": 1.29} if values["timestep_density"] != "mode" else {}
         values |= {"shift_value": (values["shift_value"] or 3.0) if values["shift"] == "static" else None}
         values |= {"min_snr_gamma": 5.0} if values["loss_weighting"] != "min_snr" else {}
+        values |= {"huber_delta": 0.1} if values["loss"] != "huber" else {}
     values |= FIXED.get(name, {})
     if name == "train":
         values |= {"optimizer_options": {}} if reserved(values["optimizer_options"]) else {}

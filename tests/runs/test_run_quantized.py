@@ -80,6 +80,7 @@ def test_two_processes_train_on_a_quantised_base_as_one_does_and_share_what_they
     single, double = tiny_run.root / "single", tiny_run.root / "double"
     settings = (quantize, "lora.dropout=0", "train.micro_batch_size=1", "train.steps=3")
     settings += (quantize.replace("quantize", "text_encoder_quantize"),)
+    settings += ("train.optimizer=muon", "objective.loss=huber")
     assert tiny_run.train(*settings, f"output.dir={single}") == 0
     streamed = ("memory.stream_blocks=all", "memory.stream_slots=1", "memory.stream_text_encoder=true")
     # They encode for themselves, each its share, with most of the text encoder in host memory.

@@ -142,6 +142,25 @@ def test_a_mask_gives_the_mean_error_of_what_it_lets_through_in_each_sample() ->
     torch.testing.assert_close(loss, expected)
 
 
+def test_huber_is_the_squared_error_of_small_errors_and_linear_in_large_ones() -> None:
+    given, model = batch(), torch.nn.Identity()
+    errors = (given.noise - given.latents).abs()
+    delta = errors.median().item()
+    parts = torch.where(errors < delta, errors**2, 2 * delta * errors - delta**2)
+    huber = objective(zeros, huber_delta=delta)
+    torch.testing.assert_close(huber.loss(model, given), parts.mean())
+    # Each sample is weighted by its level, and by its mask, as squared errors are.
+    mask = torch.zeros(2, 1, 1, 4, 6)
+    mask[..., :3] = 1
+    masked = dataclasses.replace(given, loss_mask=mask)
+    losses = parts[..., :3].flatten(1).mean(1) / given.uniform.square()
+    weighted = objective(zeros, weighting="sigma_sqrt", huber_delta=delta)
+    torch.testing.assert_close(weighted.loss(model, masked), losses.mean())
+    # What is measured between steps stays the squared error, so that runs compare.
+    squared = huber.errors(model, given.latents, given.noise, given.uniform, given.conditioning)
+    torch.testing.assert_close(squared, errors.square().flatten(1).mean(1))
+
+
 EXPERTS = ((0.875, 1.0), (0.0, 0.875))
 UNIFORM = torch.arange(1000) / 1000
 
