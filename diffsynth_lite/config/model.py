@@ -201,6 +201,13 @@ class ObjectiveSettings(Settings):
     min_snr_gamma: float = Field(default=5.0, ge=0.001, le=1e6)
     """Where `min_snr` cuts the ratio of signal to noise off; 5 is the paper's."""
 
+    guidance_target: float | None = Field(default=None, gt=1, le=100)
+    """For models that are distilled to be used without classifier-free guidance: learn what guidance of this
+    scale would give, `u + g (v - u)`, in place of v, what the data give. u is the model's own output for an
+    empty prompt, with the LoRA as it is by then; that takes one more forward pass. 3 to 4 is usual. Models
+    that are told a guidance scale, such as FLUX.1 dev, are told this one. Null learns from the data alone:
+    [methods.md](methods.md#distilled-models)."""
+
     def conflicts(self) -> Iterator[Problem]:
         for key, density in _DENSITY_OF.items():
             if self.timestep_density != density and not self.is_default(key):

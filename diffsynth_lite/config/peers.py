@@ -52,6 +52,7 @@ _THEIR_NAMES = {
     "objective.huber_delta": "huber_c pseudo_huber_c",
     "objective.loss_weighting": "loss_weight_fn",
     "objective.min_snr_gamma": "snr_gamma",
+    "objective.guidance_target": "guidance_loss_target do_guidance_loss",
     "train.optimizer": "optimizer_type",
     "train.optimizer_options": "optimizer_args optimizer_params optimizer_config",
     "lora.loraplus_ratio": "loraplus_lr_ratio loraplus_unet_lr_ratio",

@@ -26,6 +26,11 @@ class Config(Settings):
     output: OutputSettings
     resume: ResumeSettings = ResumeSettings()
 
+    @property
+    def needs_empty_captions(self) -> bool:
+        """Whether an empty caption of each item that is trained on is encoded beside its own."""
+        return self.data.caption_dropout > 0 or self.objective.guidance_target is not None
+
     def without_effect(self) -> Iterator[Problem]:
         """The settings that were changed but do nothing, because what they belong to is off."""
         train, data, validation, trackers = self.train, self.data, self.validation, self.logging.trackers
@@ -96,6 +101,12 @@ class Config(Settings):
             )
         if self.train.optimizer == "prodigy":
             yield from self._prodigy_conflicts()
+        if self.objective.guidance_target is not None and self.data.caption_dropout == 1:
+            yield Problem(
+                ("objective.guidance_target", "data.caption_dropout"),
+                "guides nothing while data.caption_dropout is 1, as all samples have the empty prompt; set "
+                "that lower, or remove this",
+            )
         if _is_same_folder(self.data.cache_dir, self.output.dir):
             message = "data.cache_dir is output.dir, in which nothing else may be; name another folder"
             yield Problem(("data.cache_dir", "output.dir"), message)

@@ -6,7 +6,7 @@ a micro-batch; latents have whatever further shape the encoder gave them.
 
 import dataclasses
 import logging
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -57,6 +57,7 @@ class Batch:
         noise: (B, ...), float32.
         uniform: (B,), float32, in [0, 1), which the timestep density turns into noise levels.
         conditioning: B entries, left uncollated because their lengths differ; not to be changed in place.
+        unconditional: what they are conditioned on without their captions; empty where that is not needed.
         loss_mask: (B, 1, ...) at the size of the latents, 1 counts and 0 does not; None where all counts.
         step_samples: samples of this optimizer step, over all micro-steps and processes.
         step_uniform: in [0, 1), a draw that all samples of this optimizer step share.
@@ -69,6 +70,7 @@ class Batch:
     noise: Tensor
     uniform: Tensor
     conditioning: list[dict[str, Tensor]]
+    unconditional: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
     loss_mask: Tensor | None = None
     step_samples: int
     step_uniform: float = 0.0
@@ -80,11 +82,14 @@ class Batch:
             latents=self.latents.pin_memory(),
             noise=self.noise.pin_memory(),
             uniform=self.uniform.pin_memory(),
-            conditioning=[
-                {name: tensor.pin_memory() for name, tensor in entry.items()} for entry in self.conditioning
-            ],
+            conditioning=_pinned(self.conditioning),
+            unconditional=_pinned(self.unconditional),
             loss_mask=None if self.loss_mask is None else self.loss_mask.pin_memory(),
         )
+
+
+def _pinned(conditioning: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+    return [{name: tensor.pin_memory() for name, tensor in entry.items()} for entry in conditioning]
 
 
 class BatchStream:
@@ -102,6 +107,7 @@ class BatchStream:
         num_workers: processes that read ahead; 0 reads in this one.
         start_step: optimizer step that the iteration starts with.
         caption_dropout: part of samples without caption, in [0, 1]; above 0 all have an unconditional one.
+        with_unconditional: whether batches have that beside the caption; then, too, all have one.
     """
 
     def __init__(
@@ -115,11 +121,12 @@ class BatchStream:
         num_workers: int,
         start_step: int,
         caption_dropout: float = 0.0,
+        with_unconditional: bool = False,
     ) -> None:
         self._items = items
         self._schedule = schedule
         self._layout = layout
-        self._micro_batches = partial(_MicroBatches, entries, seed, caption_dropout)
+        self._micro_batches = partial(_MicroBatches, entries, seed, caption_dropout, with_unconditional)
         self._num_workers = num_workers
         self._start_step = start_step
         self._warn_of_few_items()
@@ -209,11 +216,13 @@ class _MicroBatches(Dataset[Batch | RunStoppedError]):
         entries: EntryReader,
         seed: int,
         caption_dropout: float,
+        with_unconditional: bool,
         watch: WorkerWatch,
     ) -> None:
         self._entries = entries
         self._seed = seed
         self._caption_dropout = caption_dropout
+        self._with_unconditional = with_unconditional
         self._watch = watch
         self._kept: dict[str, dict[str, Tensor]] = {}
         self._kept_bytes = 0
@@ -228,10 +237,13 @@ class _MicroBatches(Dataset[Batch | RunStoppedError]):
     def _batch(self, request: _Request) -> Batch:
         media: list[dict[str, Tensor]] = []
         captions: list[dict[str, Tensor]] = []
+        empty: list[dict[str, Tensor]] = []
         positions = list(range(request.position, request.position + len(request.rows)))
         for position, row in zip(positions, request.rows, strict=True):
             media.append(self._read(row.media_key, row.name))
             captions.append(self._read(self._caption_key(row, position), row.name))
+            if self._with_unconditional and row.unconditional_key:
+                empty.append(self._read(row.unconditional_key, row.name))
         latents = torch.stack([entry["latents"] for entry in media])
         return Batch(
             bucket=request.rows[0].bucket,
@@ -242,15 +254,8 @@ class _MicroBatches(Dataset[Batch | RunStoppedError]):
             uniform=torch.tensor(
                 [uniform(self._seed, "timestep", place) for place in positions], dtype=torch.float32
             ),
-            # Copied: what a worker hands over is an open file for as long as it lives, and entries are kept.
-            conditioning=[
-                {
-                    name: tensor.clone()
-                    for name, tensor in (caption | entry).items()
-                    if name not in _NOT_CONDITIONING
-                }
-                for caption, entry in zip(captions, media, strict=True)
-            ],
+            conditioning=_conditioning(captions, media),
+            unconditional=_conditioning(empty, media) if empty else [],
             loss_mask=_stacked_masks([entry.get("loss_mask") for entry in media]),
             step_samples=request.step_samples,
             step_uniform=uniform(self._seed, "step", request.step),
@@ -284,6 +289,16 @@ class _MicroBatches(Dataset[Batch | RunStoppedError]):
             self._kept[key] = tensors
             self._kept_bytes += num_bytes
         return tensors
+
+
+def _conditioning(
+    captions: Sequence[dict[str, Tensor]], media: Sequence[dict[str, Tensor]]
+) -> list[dict[str, Tensor]]:
+    # Copied: what a worker hands over is an open file for as long as it lives, and entries are kept.
+    return [
+        {name: tensor.clone() for name, tensor in (caption | entry).items() if name not in _NOT_CONDITIONING}
+        for caption, entry in zip(captions, media, strict=True)
+    ]
 
 
 def _stacked_masks(masks: Sequence[Tensor | None]) -> Tensor | None:

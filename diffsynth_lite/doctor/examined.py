@@ -157,7 +157,7 @@ def estimate_cache(data: ExaminedData, cache: TensorCache) -> CacheEstimate:
     text_dtype: torch.dtype = getattr(torch, config.model.text_encoder_dtype)
     job = EncodingJob(config, family, torch.device("cpu"), FolderGroup())
     plan = dataclasses.replace(data.plan, items=data.items)
-    job.add_dataset(plan, has_unconditional=config.data.caption_dropout > 0)
+    job.add_dataset(plan, has_unconditional=config.needs_empty_captions)
     token_bytes = _text_width(family) * text_dtype.itemsize
     items: dict[str, TrainingItem | PromptItem] = {**job.media, **job.prompts}
     num_present = present_bytes = 0

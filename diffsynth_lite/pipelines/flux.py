@@ -151,9 +151,9 @@ class Flux(DiffusersFamily):
     last block is unused: the single-stream blocks use the same weights for text and picture.
 
     dev knows a guidance scale, which it is told beside the noise level. Training tells it 1, which asks for
-    no guidance, because the target is that of the data alone; previews tell it
-    ``validation.guidance_scale``. schnell knows none: a scale above 1 makes its previews run the model
-    twice, with the negative prompt.
+    no guidance, because the target is that of the data alone, unless ``objective.guidance_target`` guides the
+    target; previews tell it ``validation.guidance_scale``. schnell knows none: a scale above 1 makes its
+    previews run the model twice, with the negative prompt.
 
     The sampler's shift grows with the picture: ``flux_shift`` of musubi-tuner is the same line, with a
     density around the middle; diffusers' training scripts shift nothing, and DiffSynth-Studio takes 3.
@@ -261,8 +261,7 @@ class Flux(DiffusersFamily):
     ) -> torch.Tensor:
         like = device_and_dtype(transformer)
         embeds, pooled = (torch.stack([sample[name] for sample in conditioning]) for name in _EMBEDS)
-        # A scale of 1 asks for no guidance: the target is that of the data alone.
-        guidance = torch.ones_like(sigma) if self._is_guided else None
+        guidance = torch.full_like(sigma, self.training_guidance) if self._is_guided else None
         input_latents = self._input_latents(conditioning)
         return model_fn_flux(
             transformer,

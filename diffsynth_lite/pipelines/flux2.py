@@ -266,8 +266,7 @@ class Flux2(DiffusersFamily):
     ) -> torch.Tensor:
         like = device_and_dtype(transformer)
         embeds = torch.stack([sample["prompt_embeds"] for sample in conditioning])
-        # A scale of 1 asks for no guidance: the target is that of the data alone.
-        guidance = torch.ones_like(sigma) if self._is_guided else None
+        guidance = torch.full_like(sigma, self.training_guidance) if self._is_guided else None
         return model_fn_flux2(
             transformer,
             noisy_latents.to(**like),

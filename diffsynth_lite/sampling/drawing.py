@@ -15,6 +15,7 @@ from diffusers.training_utils import free_memory
 from PIL import Image
 
 from diffsynth_lite.config import Config
+from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.weights import QuantizationReport
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.lora import add_finished_lora, require_fit, set_lora_weights
@@ -33,7 +34,6 @@ from diffsynth_lite.training.checkpoint.lora_file import read_lora
 from diffsynth_lite.training.checkpoint.resume import choices_in
 from diffsynth_lite.training.checks import bind_family, check_loading, check_previews, find_blocks
 from diffsynth_lite.training.encoding.run_encoding import encode_previews
-from diffsynth_lite.training.evaluation import evaluation_mode
 from diffsynth_lite.training.planning.automatic import before_choice, choose_memory, leaves_open
 from diffsynth_lite.training.previews import (
     OUT_OF_MEMORY_ADVICE,

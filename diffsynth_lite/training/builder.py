@@ -287,6 +287,7 @@ def _build_objective(config: Config, family: ModelFamily, accelerator: Accelerat
         weighting=config.objective.loss_weighting,
         min_snr_gamma=config.objective.min_snr_gamma,
         huber_delta=config.objective.huber_delta if config.objective.loss == "huber" else None,
+        guidance_target=config.objective.guidance_target,
         device=accelerator.device,
         counts=accelerator.process_index % config.train.context_parallel == 0,
     )
@@ -327,6 +328,7 @@ def _build_batches(
         num_workers=0 if encoded.is_live else config.data.num_workers,
         start_step=start_step,
         caption_dropout=config.data.caption_dropout,
+        with_unconditional=config.objective.guidance_target is not None,
     )
 
 

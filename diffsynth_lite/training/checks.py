@@ -241,6 +241,8 @@ def bind_family(config: Config, *, with_weights: bool = True) -> ModelFamily:
     family = family_class(folder, trained=config.lora.components)
     given = {f"model.{name}": getattr(model, name) for name in ("transformer_file", "transformer_2_file")}
     family.take_files(component_files(given, family.denoisers))
+    if config.objective.guidance_target is not None:
+        family.training_guidance = config.objective.guidance_target
     family.check_folder(with_weights=with_weights and folder.hub is None)
     family.check_vae_dtype(getattr(torch, model.vae_dtype))
     if model.vae_tiling:

@@ -6,7 +6,6 @@ It also says when two losses compare.
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from PIL.Image import Image
 
+from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.randomness import normal
 from diffsynth_lite.data import Bucket, DataIdentity, ItemRow, TrainingItem
 from diffsynth_lite.errors import UserError, join_names
@@ -40,18 +40,6 @@ _PROTOCOL_SETTINGS = {
 }
 
 
-@contextmanager
-def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; training mode is restored afterwards, also after an error."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ValidationItem:
     """An item on which the fixed-noise loss is measured.
@@ -60,12 +48,14 @@ class ValidationItem:
         bucket: sizes of the item and of its inputs.
         latents: (...), fp32.
         conditioning: encoded caption and inputs.
+        unconditional: the same with an empty caption, where that was encoded.
         loss_mask: (1, ...) at the size of the latents; None where every pixel counts.
     """
 
     bucket: Bucket
     latents: torch.Tensor
     conditioning: Conditioning
+    unconditional: Conditioning | None = None
     loss_mask: torch.Tensor | None = None
 
     @property
@@ -139,6 +129,7 @@ class FixedNoiseErrors:
             sigma,
             [sample.item.conditioning for sample in batch],
             torch.stack(masks) if masks else None,
+            unconditional=[one.item.unconditional for one in batch if one.item.unconditional is not None],
         )
 
 

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch.nn.functional import huber_loss
 
+from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.noise import (
     LevelShares,
     LossByTenth,
@@ -158,6 +159,7 @@ class DenoisingObjective:
         min_snr_gamma: of the weighting ``min_snr``.
         huber_delta: the error beyond which the loss is linear; None where it is the squared error throughout.
         device: of the transformer.
+        guidance_target: scale g of the guided target ``u + g (v - u)``; None is the plain target v.
         counts: whether this process is the one that counts its samples, where several have the same.
         loss_by_tenth: adds up the losses of the samples, for whoever takes them.
     """
@@ -168,6 +170,7 @@ class DenoisingObjective:
     min_snr_gamma: float
     device: torch.device
     huber_delta: float | None = None
+    guidance_target: float | None = None
     counts: bool = True
     loss_by_tenth: LossByTenth = field(default_factory=LossByTenth)
 
@@ -184,6 +187,7 @@ class DenoisingObjective:
             batch.conditioning,
             batch.loss_mask,
             huber_delta=self.huber_delta,
+            unconditional=batch.unconditional,
         )
         losses = self._weight(sigma) * errors
         if self.counts:
@@ -221,6 +225,7 @@ class DenoisingObjective:
         loss_mask: torch.Tensor | None = None,
         *,
         huber_delta: float | None = None,
+        unconditional: Sequence[Conditioning] = (),
     ) -> torch.Tensor:
         """Mean error of the estimate of each sample, squared where nothing else is said.
 
@@ -234,6 +239,7 @@ class DenoisingObjective:
                 divided by their mean over the sample, so that a small mask does not make a small loss.
             huber_delta: above this, above 0, errors count by their size, as Huber (1964) has it: twice
                 ``torch.nn.functional.huber_loss``, which makes it the squared error of those below.
+            unconditional: of the B samples without their captions, where the target is guided.
 
         Returns:
             (B,), fp32.
@@ -241,17 +247,28 @@ class DenoisingObjective:
         # Everything but the model's input stays in fp32: bf16 has 8 bits for a noise level.
         latents, noise = latents.to(self.device), noise.to(self.device)
         path = self.family.noise_path
-        predicted = self.family.predict(
-            transformer,
-            path.add_noise(latents, noise, sigma),
-            sigma,
-            conditioning,
-        )
-        errors = _errors(predicted.float(), path.target(latents, noise, sigma), huber_delta)
+        noisy, target = path.add_noise(latents, noise, sigma), path.target(latents, noise, sigma)
+        if self.guidance_target is not None:
+            # Before the pass with gradients, which is then held alone.
+            own = self._own_estimate(transformer, noisy, sigma, unconditional)
+            target = own + self.guidance_target * (target - own)
+        predicted = self.family.predict(transformer, noisy, sigma, conditioning)
+        errors = _errors(predicted.float(), target, huber_delta)
         if loss_mask is None:
             return errors.flatten(1).mean(1)
         mask = loss_mask.to(self.device).float()
         return (errors * mask).flatten(1).mean(1) / mask.flatten(1).mean(1)
+
+    def _own_estimate(
+        self,
+        transformer: torch.nn.Module,
+        noisy: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+    ) -> torch.Tensor:
+        """What the model says as it is by now, without gradients and without dropout; (B, ...), fp32."""
+        with evaluation_mode(transformer):
+            return self.family.predict(transformer, noisy, sigma, conditioning).float()
 
 
 def _errors(predicted: torch.Tensor, target: torch.Tensor, huber_delta: float | None) -> torch.Tensor:

@@ -21,6 +21,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from diffsynth_lite import __version__
+from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.joint_passes import FailedWithinPassError
 from diffsynth_lite.core.randomness import random_state_scope
 from diffsynth_lite.data.video import write_video
@@ -29,7 +30,6 @@ from diffsynth_lite.files import replacing
 from diffsynth_lite.media import STRIP_FRAMES, evenly_spread, frame_strip, jpeg_url
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.redaction import redacted
-from diffsynth_lite.training.evaluation import evaluation_mode
 
 logger = logging.getLogger(__name__)
 

@@ -44,6 +44,7 @@ NEVER: dict[str, Change] = {
     "objective.loss": ("objective.loss=huber",),
     "objective.huber_delta": ("objective.loss=huber", "objective.huber_delta=0.3"),
     "objective.loss_weighting": ("objective.loss_weighting=bell",),
+    "objective.guidance_target": ("objective.guidance_target=3",),
     "objective.min_snr_gamma": ("objective.loss_weighting=min_snr", "objective.min_snr_gamma=3"),
     "train.seed": ("train.seed=1",),
     "train.optimizer": ("train.optimizer=muon",),

@@ -268,6 +268,17 @@ def test_captions_take_turns_by_chance_and_some_are_dropped(cache, rows):
     counts = Counter(len(given["embeds"]) for batch in batches for given in batch.conditioning)
     assert set(counts) == {1, 2, 3, 7}
     assert all(30 <= count <= 70 for count in counts.values())  # 50 of 200 each
+    assert all(batch.unconditional == [] for batch in batches)
+
+
+def test_a_batch_has_the_empty_caption_of_each_sample_where_it_is_asked_for(cache, rows):
+    items = ItemTable.build([dataclasses.replace(row, unconditional_key=key(6, "b")) for row in rows[:1]])
+    cache.write(rows[0].media_key, {"latents": torch.zeros(2, 3, 3), "input_latents": torch.ones(4)})
+    for batch in first_batches(2, items, cache, with_unconditional=True):
+        for given, empty in zip(batch.conditioning, batch.unconditional, strict=True):
+            assert len(given["embeds"]) == 1
+            assert len(empty["embeds"]) == 7
+            assert torch.equal(given["input_latents"], empty["input_latents"])
 
 
 def test_what_a_media_entry_holds_besides_latents_and_mask_conditions(cache, rows):

@@ -166,6 +166,16 @@ def test_schnell_is_told_no_guidance_scale(schnell_family: Flux) -> None:
     assert call["guidance"] is None
 
 
+def test_dev_is_told_no_guidance_in_training_or_that_of_its_target(family: Flux) -> None:
+    told = Flux(family.folder)
+    transformer = told.load_transformer(torch.float32)
+    batch = torch.zeros(1, 16, 4, 8), torch.ones(1), encoded_prompts(told, "a ring")
+    for scale in (1.0, 3.5):
+        told.training_guidance = scale
+        (call,) = transformer_calls(transformer, lambda: told.predict(transformer, *batch))
+        assert call["guidance"].tolist() == [scale]
+
+
 def test_the_shift_is_the_one_of_the_folders_sampler(family: Flux, schnell_family: Flux) -> None:
     for width, height in ((256, 256), (1024, 1024), (1344, 768)):
         shape = family.latents_shape(width, height, 1)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.randomness import normal
 from diffsynth_lite.data import Bucket, ItemRow
 from diffsynth_lite.errors import UserError
@@ -27,7 +28,6 @@ from diffsynth_lite.training.evaluation import (
     LayerUpdates,
     TrackedItem,
     ValidationItem,
-    evaluation_mode,
     thumbnail_of,
 )
 from diffsynth_lite.training.objective import DenoisingObjective
@@ -46,7 +46,9 @@ class Recorder:
         self.batches: list[object] = []
         self.scale = 1.0
 
-    def errors(self, model: torch.nn.Module, latents, noise, sigma, conditioning, loss_mask) -> torch.Tensor:
+    def errors(
+        self, model: torch.nn.Module, latents, noise, sigma, conditioning, loss_mask, **_: object
+    ) -> torch.Tensor:
         assert not model.training
         assert not torch.is_grad_enabled()
         assert len(latents) == len(noise) == len(sigma) == len(conditioning)

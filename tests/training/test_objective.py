@@ -83,6 +83,37 @@ def test_a_prediction_in_bf16_is_compared_in_fp32() -> None:
     torch.testing.assert_close(loss, (given.noise - given.latents).square().mean())
 
 
+def test_a_guided_target_has_the_gradient_of_its_formula_and_no_other() -> None:
+    given, scale = batch(), 3.5
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Dropout(0.5)).train()
+    captions = [{"shift": torch.tensor(float(index))} for index in (1, 2)]
+    empty = [{"shift": torch.tensor(0.0)}] * 2
+
+    def predict(
+        model: torch.nn.Module, noisy: torch.Tensor, _sigma: torch.Tensor, conditioning: Any
+    ) -> torch.Tensor:
+        shifts = torch.stack([one["shift"] for one in conditioning]).view(-1, 1, 1, 1, 1)
+        return model(noisy + shifts)
+
+    def gradient(loss: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(loss, model[0].weight)[0]
+
+    guided = objective(predict, guidance_target=scale)
+    samples = dataclasses.replace(given, conditioning=captions, unconditional=empty)
+    torch.manual_seed(7)
+    loss = guided.loss(model, samples)
+    assert model.training
+
+    sigma = given.uniform.view(-1, 1, 1, 1, 1)
+    noisy = (1 - sigma) * given.latents + sigma * given.noise
+    unguided = model[0](noisy).detach()  # without gradient, and without dropout
+    target = unguided + scale * (given.noise - given.latents - unguided)
+    torch.manual_seed(7)
+    expected = (predict(model, noisy, sigma, captions) - target).square().mean()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient(loss), gradient(expected))
+
+
 def test_weights_multiply_each_samples_error() -> None:
     given = batch()
 

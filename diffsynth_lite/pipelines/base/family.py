@@ -90,6 +90,7 @@ class ModelFamily(LoraFormat):
         context: by which all these models are split over processes; None leaves them whole. A run sets it.
         text_encoder_memory: how text encoders are kept while they encode. A run sets it likewise.
         vae_tiles: that the autoencoder works in; None leaves pictures and clips whole. A run sets it, too.
+        training_guidance: scale that a model which knows one is told in training; 1 is none. A run sets it.
     """
 
     pipeline_classes: ClassVar[tuple[str, ...]]
@@ -129,6 +130,7 @@ class ModelFamily(LoraFormat):
         self.context: ContextParallel | None = None
         self.text_encoder_memory = TextEncoderMemory()
         self.vae_tiles: VaeTiles | None = None
+        self.training_guidance = 1.0
 
     @property
     @abstractmethod

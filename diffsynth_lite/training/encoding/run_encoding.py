@@ -138,10 +138,10 @@ def plan_encoding(
     rules, group = plan_rules(config, family), find_cache_group(config, accelerator)
     job = EncodingJob(config, family, accelerator.device, group)
     trained_on = plan_dataset(training.records, rules, memory, accelerator, group).without(training.unread)
-    job.add_dataset(trained_on, has_unconditional=config.data.caption_dropout > 0)
+    job.add_dataset(trained_on, has_unconditional=config.needs_empty_captions)
     measured = records_of(part, held_out.records[: config.validation.loss_items])
     held_out_plan = plan_dataset(measured, held_out_rules(rules), memory, accelerator, group)
-    job.add_dataset(held_out_plan, has_unconditional=False)
+    job.add_dataset(held_out_plan, has_unconditional=config.objective.guidance_target is not None)
     require_same_items(accelerator, *(table for _, table in job.datasets))
     check_tokens(config, family, [size for _, table in job.datasets for size in table.buckets])
     if family.vae_tiles is not None and part.is_whole:
@@ -412,11 +412,12 @@ def read_item(tensors: EntryReader, row: ItemRow) -> ValidationItem:
     Raises:
         RunStoppedError: an entry of it cannot be read.
     """
-    media = _require(tensors, row.media_key)
+    media, empty = _require(tensors, row.media_key), row.unconditional_key
     extra = {name: tensor for name, tensor in media.items() if name not in ("latents", "loss_mask")}
     return ValidationItem(
         bucket=row.bucket,
         latents=media["latents"],
         conditioning=_require(tensors, row.caption_keys[0]) | extra,
+        unconditional=None if empty is None else _require(tensors, empty) | extra,
         loss_mask=media.get("loss_mask"),
     )

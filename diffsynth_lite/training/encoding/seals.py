@@ -18,6 +18,9 @@ _FREE_OF_SOURCES = frozenset(["repeats", "weight"])
 """How often an item is seen is no part of it."""
 _OF_THE_MODEL = ("family", "text_encoder_dtype", "text_encoder_quantize", "vae_dtype", "vae_tiling")
 _DROPS_CAPTIONS = "data.caption_dropout above 0"
+_GUIDES_TARGETS = "objective.guidance_target above 1"
+_ASK_FOR_MORE = (_DROPS_CAPTIONS, _GUIDES_TARGETS)
+"""A seal that was made with one of these holds what a run without it needs."""
 
 
 def seal_settings(config: Config) -> dict[str, Any]:
@@ -34,6 +37,8 @@ def seal_settings(config: Config) -> dict[str, Any]:
     model = config.model.model_dump(mode="json", include=set(_OF_THE_MODEL))
     settings |= {f"model.{name}": value for name, value in model.items()}
     settings[_DROPS_CAPTIONS] = data.caption_dropout > 0
+    if config.objective.guidance_target is not None:  # else as in seals from before there was one
+        settings[_GUIDES_TARGETS] = True
     settings["validation.data"] = validation.data
     if validation.data is not None:
         settings["validation.loss_items"] = validation.loss_items
@@ -78,7 +83,7 @@ def _require_same_settings(seal: Seal, settings: dict[str, Any]) -> None:
     differing = [
         f"{key} was {sealed.get(key)!r}, is {settings.get(key)!r}"
         for key in dict.fromkeys([*settings, *sealed])
-        if sealed.get(key) != settings.get(key) and not (key == _DROPS_CAPTIONS and sealed.get(key))
+        if sealed.get(key) != settings.get(key) and not (key in _ASK_FOR_MORE and sealed.get(key))
     ]
     if differing:
         raise UserError(

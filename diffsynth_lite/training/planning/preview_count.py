@@ -7,12 +7,12 @@ import torch
 from PIL import Image
 
 from diffsynth_lite.config import Config
+from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.planning import StandIns
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.training.checks import preview_size
 from diffsynth_lite.training.data_settings import num_preview_frames
-from diffsynth_lite.training.evaluation import evaluation_mode
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.without_weights import (

@@ -18,7 +18,7 @@ from diffsynth_lite.core.planning import (
 )
 from diffsynth_lite.training.planning.device_speed import DeviceSpeed
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
-from diffsynth_lite.training.planning.schedule import BlockTime, Sending, simulated
+from diffsynth_lite.training.planning.schedule import BlockTime, Sending, simulated, simulated_forward
 from diffsynth_lite.training.planning.step import StepSettings
 
 _COUNTED = BlockPolicy(selected=BlockStrategy(offload=True, save_attention="park"))
@@ -39,6 +39,7 @@ class StepTimer:
         batch_size: samples of an optimizer step; None is one micro-batch, whatever its size.
         num_sharing: devices that share each sample, and so its work.
         attends_again: whether attention runs once more in the backward pass, as that of Ulysses does.
+        other_forwards: forward passes without gradients that a micro-batch takes beside its own, on average.
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class StepTimer:
         batch_size: int | None = None,
         num_sharing: int = 1,
         attends_again: bool = False,
+        other_forwards: float = 0.0,
     ) -> None:
-        self._counter, self._speed = counter, speed
+        self._counter, self._speed, self._other_forwards = counter, speed, other_forwards
         self._batch_size, self._num_sharing, self._attends_again = batch_size, num_sharing, attends_again
         self._works: dict[Any, _TimedWork] = {}
 
@@ -73,7 +75,7 @@ class StepTimer:
         return self._speed.seconds(Kernels({Kernel("other", torch.float32, 0, size): 1}), "forward")
 
     def _micro_batch(self, settings: StepSettings) -> float:
-        """Seconds of a forward and a backward pass."""
+        """Seconds of a forward and a backward pass, and of what passes without gradients there are."""
         work, policy, num_blocks = self._work(settings), settings.policy, self._counter.num_blocks
         flags = settings.use_gradient_checkpointing, settings.use_gradient_checkpointing_offload
         blocks = list(work.blocks(policy.others.under(*flags)))
@@ -81,17 +83,23 @@ class StepTimer:
         for place in policy.selection(num_blocks):
             blocks[place] = selected[place]
         streamed = self._counter.streamed_bytes(settings) if settings.stream_blocks else {}
+        # All but these is shared.
+        weights = {place: size * self._num_sharing for place, size in streamed.items()}
         whole = simulated(
             blocks,
             self._speed,
             before=work.before,
             between=work.between,
-            # All but these is shared.
-            weights={place: size * self._num_sharing for place, size in streamed.items()},
+            weights=weights,
             num_slots=settings.stream_slots,
             resident_blocks=settings.resident_blocks,
             prefetched_blocks=settings.prefetched_blocks,
         )
+        if self._other_forwards:
+            forward = simulated_forward(
+                blocks, self._speed, before=work.before, weights=weights, num_slots=settings.stream_slots
+            )
+            whole += self._other_forwards * forward
         return whole / self._num_sharing
 
     def _work(self, settings: StepSettings) -> "_TimedWork":

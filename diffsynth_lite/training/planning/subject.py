@@ -170,7 +170,12 @@ def timer_of(config: Config, counter: MemoryCounter, gpu: Gpu, *, num_processes:
     # diffusers' backward of Ulysses begins with attention's forward.
     attends_again = shared > 1 and config.train.context_parallel_kind == "ulysses"
     return StepTimer(
-        counter, gpu.speed(), batch_size=batch_size, num_sharing=shared, attends_again=attends_again
+        counter,
+        gpu.speed(),
+        batch_size=batch_size,
+        num_sharing=shared,
+        attends_again=attends_again,
+        other_forwards=config.objective.guidance_target is not None,
     )
 
 

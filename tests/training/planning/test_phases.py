@@ -12,12 +12,12 @@ from family_sample import CPU, clip
 from measured_calls import MeasuredCalls
 
 from diffsynth_lite.config import Config, load_config
+from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.planning import ON_ALL_DEVICES, StandIns
 from diffsynth_lite.lora import add_adapter
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import ModelFamily, load_family
 from diffsynth_lite.training.checks import bind_family
-from diffsynth_lite.training.evaluation import evaluation_mode
 from diffsynth_lite.training.layer_groups import find_targets
 from diffsynth_lite.training.planning import encoder_count, preview_count
 from diffsynth_lite.training.planning.choices import Room

@@ -95,6 +95,16 @@ def test_micro_batches_are_as_many_as_a_step_needs_and_add_up_their_gradients() 
     assert timer.seconds(settings_of(KEEP, micro_batch_size=4)) == STEP + OPTIMIZER
 
 
+def test_a_pass_without_gradients_is_a_forward_pass_more_and_fetches_streamed_weights() -> None:
+    timer = Counted(Weights(), SPEED, batch_size=2, other_forwards=1)
+    assert timer.seconds(settings_of(OFFLOAD, micro_batch_size=2)) == (
+        Counted(Weights(), SPEED).seconds(settings_of(OFFLOAD)) + 1 + NUM_BLOCKS * 100
+    )
+    assert timer.seconds(settings_of(KEEP, stream_blocks=4, micro_batch_size=2)) == (
+        STEP + (2 + 2) * 7 + OPTIMIZER + 1 + NUM_BLOCKS * 100 + 2 * 7
+    )
+
+
 def test_what_changes_no_work_is_not_counted_again() -> None:
     timer = Counted(Weights(), SPEED)
     for stream_blocks in (0, 3, 5):
