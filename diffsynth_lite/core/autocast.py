@@ -35,6 +35,46 @@ def autocast_on_meta(dtype: torch.dtype) -> Iterator[None]:
         _ON_META.reset(token)
 
 
+@contextmanager
+def autocast_off_on_meta() -> Iterator[None]:
+    """Scope in which ``torch.autocast("meta", enabled=False)`` is what it is on other devices.
+
+    Some models of diffusers compute positions in such a scope of the device that they are on; torch has none
+    for meta, and raises.
+    """
+    before = torch.autocast
+    vars(torch)["autocast"] = _Autocast
+    try:
+        yield
+    finally:
+        vars(torch)["autocast"] = before
+
+
+class _Autocast(torch.autocast):
+    """``torch.autocast``, which may be off on meta, too."""
+
+    def __init__(
+        self,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        self._is_off_on_meta = device_type == "meta" and not enabled
+        super().__init__("cpu" if self._is_off_on_meta else device_type, dtype, enabled, cache_enabled)
+
+    def __enter__(self) -> Any:
+        if not self._is_off_on_meta:
+            return super().__enter__()  # type: ignore[no-untyped-call]
+        self._before = _ON_META.set(None)
+        return self
+
+    def __exit__(self, *exception: Any) -> Any:
+        if not self._is_off_on_meta:
+            return super().__exit__(*exception)
+        return _ON_META.reset(self._before)
+
+
 def shared_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` in autocast's dtype, in memory that all share who cast the same ``x`` while it is there.
 

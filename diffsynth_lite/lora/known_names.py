@@ -188,6 +188,15 @@ _Z_IMAGE = LayerNames(
     },
 )
 
+_ERNIE_IMAGE = LayerNames(
+    layers=(
+        *_under("layers.*.self_attention", (*_QKV, "to_out.0")),
+        *_under("layers.*.mlp", ("gate_proj", "up_proj", "linear_fc2")),
+        *_under("time_embedding", _EMBEDDER),
+        *("x_embedder.proj", "text_proj", "adaLN_modulation.1", "final_norm.linear", "final_linear"),
+    )
+)
+
 _ATTENTIONS = tuple(f"{part}.{layer}" for part in ("attn1", "attn2") for layer in (*_QKV, "to_out.0"))
 _TIME = ("time_embed.emb.timestep_embedder.linear_1", "time_embed.emb.timestep_embedder.linear_2")
 _CAPTIONS = _under("caption_projection", _EMBEDDER)
@@ -302,6 +311,7 @@ FLUX: LoraLayers = MappingProxyType({"transformer": _FLUX, "text_encoder": _CLIP
 CHROMA: LoraLayers = MappingProxyType({"transformer": _CHROMA})
 FLUX2: LoraLayers = MappingProxyType({"transformer": _FLUX2})
 QWEN_IMAGE: LoraLayers = MappingProxyType({"transformer": _QWEN_IMAGE})
+ERNIE_IMAGE: LoraLayers = MappingProxyType({"transformer": _ERNIE_IMAGE})
 Z_IMAGE: LoraLayers = MappingProxyType({"transformer": _Z_IMAGE})
 LTX_VIDEO: LoraLayers = MappingProxyType({"transformer": _LTX_VIDEO})
 SANA: LoraLayers = MappingProxyType({"transformer": _SANA})

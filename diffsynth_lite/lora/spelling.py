@@ -90,6 +90,11 @@ WAN_NAMES = Spelling(
 )
 """The names of the models' own repository, which ComfyUI has, too."""
 
+ERNIE_IMAGE_NAMES = Spelling(
+    prefixes=MappingProxyType({"transformer": "diffusion_model"}), unknown_to_comfyui=()
+)
+"""Diffusers' names but for the prefix: its pipeline takes that, too, and ComfyUI has the same modules."""
+
 LTX_VIDEO_NAMES = Spelling(
     prefixes=MappingProxyType({"transformer": "diffusion_model"}),
     unknown_to_comfyui=("proj_in", "time_embed"),

@@ -16,6 +16,7 @@ from transformers import (
     GemmaTokenizer,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
+    Mistral3Model,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -100,6 +101,31 @@ def tiny_mistral3(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> Mistr
 
     It has 30 layers, because the pipelines take the embeddings behind layers 10, 20 and 30.
     """
+    layout = {"model_type": "mistral", **_decoder_layout(tokenizer, num_layers=30)}
+    with seeded(seed):
+        return Mistral3ForConditionalGeneration(_mistral3_config(tokenizer, layout)).eval()
+
+
+def tiny_ministral3(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> Mistral3Model:
+    """A random Ministral 3 with two layers and no head: the text encoder of the ERNIE-Image pipelines."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "llama_4_scaling_beta": 0.1,
+    }
+    layout = {
+        "model_type": "ministral3",
+        **_decoder_layout(tokenizer, num_layers=2),
+        "max_position_embeddings": 262144,
+        "rope_parameters": rope,
+    }
+    with seeded(seed):
+        return Mistral3Model(_mistral3_config(tokenizer, layout)).eval()
+
+
+def _mistral3_config(tokenizer: PreTrainedTokenizerFast, text_config: dict[str, Any]) -> Mistral3Config:
     vision_config = {
         "model_type": "pixtral",
         "hidden_size": 16,
@@ -109,13 +135,11 @@ def tiny_mistral3(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> Mistr
         "image_size": 28,
         "patch_size": 14,
     }
-    config = Mistral3Config(
-        text_config={"model_type": "mistral", **_decoder_layout(tokenizer, num_layers=30)},
+    return Mistral3Config(
+        text_config=text_config,
         vision_config=vision_config,
         image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
     )
-    with seeded(seed):
-        return Mistral3ForConditionalGeneration(config).eval()
 
 
 def tiny_umt5(

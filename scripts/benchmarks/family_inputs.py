@@ -51,6 +51,11 @@ COUNTED = (
         depths=_TWO_LISTS,
         small={"num_attention_heads": 2, "approximator_hidden_dim": 256},
     ),
+    CountedRelease(
+        family="ernie_image",
+        name="ERNIE-Image",
+        small={"hidden_size": 256, "num_attention_heads": 2, "ffn_hidden_size": 768},
+    ),
     CountedRelease(family="flux", name="FLUX.1 dev", depths=_TWO_LISTS, small=_TWO_HEADS),
     CountedRelease(
         family="flux2",

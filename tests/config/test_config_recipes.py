@@ -17,6 +17,7 @@ PIPELINES = REPOSITORY / "diffsynth_lite" / "pipelines"
 def test_there_are_recipes():
     assert {path.name for path in RECIPES} >= {
         "chroma_lora.yaml",
+        "ernie_image_lora.yaml",
         "flux2_klein_edit_lora.yaml",
         "flux2_klein_lora.yaml",
         "flux2_lora.yaml",

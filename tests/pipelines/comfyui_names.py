@@ -5,7 +5,8 @@ in ``comfy/lora.py`` (commit 17358c8f73b5); ``flux_to_diffusers``, ``z_image_to_
 ``unet_to_diffusers`` in ``comfy/utils.py`` (09708eae709a); ``LoRAAdapter`` in
 ``comfy/weight_adapter/lora.py``, and the modules of ``comfy/ldm/qwen_image/model.py``,
 ``comfy/ldm/wan/model.py`` and ``comfy/ldm/lightricks/model.py`` (a125cd84b054). Only linear layers are
-listed. A ``*`` stands for a number.
+listed. A ``*`` stands for a number. The modules of ERNIE-Image are those of ``comfy/ldm/ernie/model.py`` as a
+public copy of it had them in 2026; for any model ComfyUI takes ``diffusion_model.`` before their names.
 """
 
 import re
@@ -61,6 +62,12 @@ _Z_IMAGE = (
     *_in("all_final_layer.2-1", "linear", "adaLN_modulation.1"),
     *("all_x_embedder.2-1", "cap_embedder.1", "t_embedder.mlp.0", "t_embedder.mlp.2"),
 )
+_ERNIE_IMAGE = (
+    *_in("layers.*.self_attention", *_PLAIN_ATTENTION),
+    *_in("layers.*.mlp", "gate_proj", "up_proj", "linear_fc2"),
+    *_in("time_embedding", "linear_1", "linear_2"),
+    *("text_proj", "adaLN_modulation.1", "final_norm.linear", "final_linear"),
+)
 _WAN = (
     *_in("blocks.*.self_attn", "q", "k", "v", "o"),
     *_in("blocks.*.cross_attn", "q", "k", "v", "o", "k_img", "v_img"),
@@ -104,6 +111,7 @@ def _flat(prefix: str, *names: str) -> tuple[str, ...]:
 TAKEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("flux", "flux_kontext", "flux2", "chroma"), _in("transformer", *_FLUX)),
     **dict.fromkeys(("qwen_image", "qwen_image_edit"), _in("transformer", *_QWEN_IMAGE)),
+    "ernie_image": _in("diffusion_model", *_ERNIE_IMAGE),
     "z_image": _in("transformer", *_Z_IMAGE),
     **dict.fromkeys(("wan", "wan_i2v"), _in("diffusion_model", *_WAN)),
     "ltx_video": _in("diffusion_model", *_LTX_VIDEO),

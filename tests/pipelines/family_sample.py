@@ -41,12 +41,13 @@ UNCLEAN = (
     "the caf\u00c3\u00a9 isn\u00e2\u20ac\u2122t open",
     "A Red CIRCLE <b>bold</b> https://example.org #3",
 )
-# What UNets and Z-Image call the arguments of their forward, by the name that they have elsewhere.
+# What some models call the arguments of their forward, by the name that they have elsewhere.
 OTHER_NAMES = {
     "sample": "hidden_states",
     "x": "hidden_states",
     "t": "timestep",
     "cap_feats": "encoder_hidden_states",
+    "text_bth": "encoder_hidden_states",
 }
 SIGMA = torch.tensor([0.1, 0.5, 0.9])
 Dtypes = tuple[torch.dtype, torch.dtype]

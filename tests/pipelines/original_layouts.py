@@ -69,6 +69,7 @@ _in\.linear_1                                 _in.in_layer
 _in\.linear_2                                 _in.out_layer
 (modulation.*)\.linear                        \1.lin
 {_BLOCKS_OF_FLUX}""",
+    "ErnieImageTransformer2DModel": "",
     "LTXVideoTransformer3DModel": r"""
 ^proj_in                                      patchify_proj
 ^time_embed                                   adaln_single

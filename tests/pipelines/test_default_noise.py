@@ -49,6 +49,14 @@ def ltx_line(num_tokens: int) -> float:
     )
 
 
+def of_ernie(_num_tokens: int) -> list[float]:
+    return [
+        mean_level("uniform", 1),  # diffusion-pipe, by default
+        mean_level("uniform", 3, "bell"),  # DiffSynth-Studio
+        mean_level("uniform", 4),  # the sampler's own
+    ]
+
+
 def of_flux(num_tokens: int) -> list[float]:
     return [
         mean_level("uniform", 1),  # diffusers' training scripts
@@ -108,6 +116,7 @@ def of_z_image(_num_tokens: int) -> list[float]:
 
 REFERENCES: dict[str, Callable[[int], Sequence[float]]] = {
     "chroma": of_flux,
+    "ernie_image": of_ernie,
     "flux": of_flux,
     "flux2": of_flux2,
     "flux_kontext": of_flux,

@@ -7,6 +7,7 @@ import torch
 from family_sample import Sample, engine_with
 from torch.utils._pytree import tree_leaves
 
+from diffsynth_lite.core.autocast import autocast_off_on_meta
 from diffsynth_lite.core.gradient import gradient_engine
 
 META = torch.device("meta")
@@ -33,5 +34,5 @@ def test_all_that_a_batch_holds_goes_to_the_device_of_the_model(sample: Sample) 
 def predict_on_meta(sample: Sample, transformer: torch.nn.Module) -> torch.Tensor:
     """Torch refuses to compute with tensors of two devices, and to read a number back from this one."""
     sigma = torch.empty(len(sample.latents), device=META)
-    with gradient_engine(engine_with((True, False))):
+    with gradient_engine(engine_with((True, False))), autocast_off_on_meta():
         return sample.family.predict(transformer, sample.latents.to(META), sigma, sample.conditioning)

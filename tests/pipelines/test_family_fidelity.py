@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -41,6 +41,13 @@ DTYPE, TEXT_DTYPE, VAE_DTYPE = (
 GUIDANCE = 20.0
 Calls = list[dict[str, Any]]
 Encoded = list[dict[str, torch.Tensor]]
+
+
+class Stepped(NamedTuple):
+    """What a step of a sampler returns; some pipelines ask for it by its name."""
+
+    prev_sample: torch.Tensor
+    other: None = None
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +182,7 @@ def test_the_latents_that_are_trained_are_those_that_the_pipeline_decodes(
     monkeypatch.setattr(
         scheduler_class,
         "step",
-        lambda _scheduler, output, *_, **__: (as_sampled(call["hidden_states"], output), None),
+        lambda _scheduler, output, *_, **__: Stepped(as_sampled(call["hidden_states"], output)),
     )
     family.sample(model, torch.float32, [sample.request(num_inference_steps=2, guidance_scale=1.0, seed=5)])
     of_this_shape = [each for each in encoded if each.shape == decoded[0].shape]

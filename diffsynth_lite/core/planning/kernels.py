@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from diffsynth_lite.core.autocast import autocast_on_meta
+from diffsynth_lite.core.autocast import autocast_dtype, autocast_off_on_meta, autocast_on_meta
 
+_META = torch.device("meta")
 IN_LOWER_PRECISION = frozenset(
     (
         *("conv1d", "conv2d", "conv3d", "conv_tbc", "convolution"),
@@ -65,11 +66,24 @@ ON_CUDA: Replacements = {**ON_ALL_DEVICES, functional.rms_norm: _normalize}
 
 
 class FusedKernels(TorchFunctionMode):
-    """Scope in which some functions run in one kernel that torch takes apart on meta."""
+    """Scope in which some functions run in one kernel that torch takes apart on meta.
+
+    In it a model may also switch autocast off on meta.
+    """
 
     def __init__(self, replaced: Replacements) -> None:
         super().__init__()
         self._replaced = replaced
+        self._autocast = ExitStack()
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._autocast.enter_context(autocast_off_on_meta())
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._autocast.close()
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -133,6 +147,8 @@ class CudaAutocast(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if autocast_dtype(_META) is None:  # switched off for a part of the model
+            return func(*args, **kwargs)
         if name in IN_LOWER_PRECISION:
             return func(*map(self._lower, args), **{key: self._lower(one) for key, one in kwargs.items()})
         if name in self._in_float32:

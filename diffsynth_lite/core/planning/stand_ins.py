@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from diffsynth_lite.core.planning.kernels import ON_CUDA, FusedKernels, Replacements
 from diffsynth_lite.core.planning.meters import CountingMeter, tensors_in
 
-_META = torch.device("meta")
+_META, _CPU = torch.device("meta"), torch.device("cpu")
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -156,7 +156,10 @@ def _zero_weight(weight: Tensor) -> Tensor:
 
 
 class _KnownNumbers(TorchDispatchMode):
-    """Scope in which tensors on the CPU keep their numbers until they meet others that have none."""
+    """Scope in which tensors on the CPU keep their numbers until they meet others that have none.
+
+    So do places that a model counts itself: some text encoders look whether these follow each other.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -167,6 +170,8 @@ class _KnownNumbers(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._to_copy.default and not args[0].is_floating_point():
             kwargs = {key: value for key, value in kwargs.items() if key != "device"}
+        if func is torch.ops.aten.arange.default and isinstance(args[0], int):
+            kwargs = {**kwargs, "device": _CPU}
         tensors = list(tensors_in((*args, *kwargs.values())))
         if any(tensor.is_meta for tensor in tensors) and not all(tensor.is_meta for tensor in tensors):
             if func is torch.ops.aten.index.Tensor:  # how many a mask takes is known of its numbers alone

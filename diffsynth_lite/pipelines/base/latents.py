@@ -44,12 +44,13 @@ def encode_scaled_latents(vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def encode_patched_latents(vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
+def encode_patched_latents(vae: Any, pixels_bchw: torch.Tensor, *, eps: float | None = None) -> torch.Tensor:
     """Normalised latents of tokens: the mode of what an ``AutoencoderKLFlux2`` gives, 2 x 2 places in one.
 
     Args:
         vae: its batch norm, which it never runs, holds the statistics.
         pixels_bchw: (B, 3, H, W), in [-1, 1].
+        eps: added to the variance; None is what the autoencoder's settings say.
 
     Returns:
         (B, 4 * C, h / 2, w / 2), ``(z - mean) / sqrt(variance + eps)`` in fp32, on the CPU.
@@ -60,7 +61,8 @@ def encode_patched_latents(vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
     mean, variance = (
         values.float().cpu().view(-1, 1, 1) for values in (vae.bn.running_mean, vae.bn.running_var)
     )
-    normalised_bchw: torch.Tensor = (patched_bchw - mean) / torch.sqrt(variance + vae.config.batch_norm_eps)
+    added = vae.config.batch_norm_eps if eps is None else eps
+    normalised_bchw: torch.Tensor = (patched_bchw - mean) / torch.sqrt(variance + added)
     return normalised_bchw
 
 

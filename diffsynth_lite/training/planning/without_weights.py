@@ -27,6 +27,7 @@ _TOKENIZERS = MappingProxyType(
         "Pixtral": tokenizers.mistral_tokenizer,
         "Qwen2": tokenizers.qwen2_tokenizer,
         "T5": tokenizers.t5_tokenizer,
+        "TokenizersBackend": tokenizers.mistral_tokenizer,  # what transformers 5 saves of any; ERNIE-Image's
     }
 )
 """By how the names of their classes begin: small ones, which cut and fill a prompt as those of releases."""

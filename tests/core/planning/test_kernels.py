@@ -67,6 +67,19 @@ def test_products_are_in_bf16_and_norms_sums_and_powers_in_float32() -> None:
         assert x.sum(dtype=BF16).dtype == BF16
 
 
+def test_a_part_of_a_model_that_switches_autocast_off_is_not_cast_and_other_devices_are_as_ever() -> None:
+    full, before = meta(4, 4, dtype=FP32), torch.autocast
+    with FusedKernels(ON_CUDA), CudaAutocast():
+        with torch.autocast(device_type="meta", enabled=False):
+            assert torch.mm(full, full).dtype == FP32
+        assert torch.mm(full, full).dtype == BF16
+        with torch.autocast("cpu", BF16):
+            assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == BF16
+        with pytest.raises(RuntimeError):
+            torch.autocast("meta")  # as without the scope
+    assert torch.autocast is before
+
+
 def test_a_trained_weight_is_cast_once_in_a_forward_pass_and_let_go_with_it() -> None:
     weight, autocast, meter = nn.Parameter(meta(256, 256, dtype=FP32)), CudaAutocast(), CountingMeter()
     x, told = meta(256), []

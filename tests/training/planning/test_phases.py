@@ -54,7 +54,7 @@ def by_name(phases: Iterable[Phase]) -> dict[str, Phase]:
     return {phase.name: phase for phase in phases}
 
 
-@pytest.mark.parametrize("name", ["flux2", "qwen_image", "sdxl", "wan", "z_image"])
+@pytest.mark.parametrize("name", ["ernie_image", "flux2", "qwen_image", "sdxl", "wan", "z_image"])
 def test_encoding_and_previews_hold_what_is_counted(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
