@@ -158,7 +158,7 @@ def estimate_cache(data: ExaminedData, cache: TensorCache) -> CacheEstimate:
     job = EncodingJob(config, family, torch.device("cpu"), FolderGroup())
     plan = dataclasses.replace(data.plan, items=data.items)
     job.add_dataset(plan, has_unconditional=config.needs_empty_captions)
-    token_bytes = _text_width(family) * text_dtype.itemsize
+    token_bytes = _token_width(family) * text_dtype.itemsize
     items: dict[str, TrainingItem | PromptItem] = {**job.media, **job.prompts}
     num_present = present_bytes = 0
     missing_bytes = 0.0
@@ -192,8 +192,16 @@ def _num_tokens(prompt: PromptItem, data: ExaminedData) -> int:
     return of_text + len(prompt.images) * family.prompt_tokens_of_an_input
 
 
-def _text_width(family: ModelFamily) -> int:
-    """Numbers of the text encoder for each token, as the config of its class calls them."""
+def _token_width(family: ModelFamily) -> int:
+    """Numbers that are kept of each token of a prompt, as the family or else its text encoder's config says.
+
+    Some families keep those of several layers of the text encoder.
+    """
+    side = family.size_divisor
+    with torch.device("meta"):
+        example = family.example_conditioning(family.latents_shape(side, side, family.default_num_frames))
+    if example is not None and "prompt_embeds" in example:
+        return math.prod(example["prompt_embeds"].shape[1:])
     settings = family.folder.component_config("text_encoder")
     nested = settings.get("text_config", {})
     names = ("d_model", "hidden_size")

@@ -28,6 +28,7 @@ RECIPES_OF_PICTURES = {
     "chroma": "chroma_lora.yaml",
     "flux": "flux_lora.yaml",
     "flux2": "flux2_lora.yaml",
+    "krea2": "krea2_lora.yaml",
     "sana": "sana_lora.yaml",
     "sdxl": "sdxl_lora.yaml",
     "z_image": "z_image_lora.yaml",

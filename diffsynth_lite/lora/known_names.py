@@ -197,6 +197,41 @@ _ERNIE_IMAGE = LayerNames(
     )
 )
 
+_KREA2_LAYERS = (*_under("attn", (*_QKV, "to_gate", "to_out.0")), *_under("ff", ("gate", "up", "down")))
+_KREA2_BLOCKS = {
+    "blocks.*": _DOUBLE,
+    "txtfusion.layerwise_blocks.*": "text_fusion.layerwise_blocks.*",
+    "txtfusion.refiner_blocks.*": "text_fusion.refiner_blocks.*",
+}
+_KREA2_OTHERS = {
+    "first": "img_in",
+    "tmlp.0": "time_embed.linear_1",
+    "tmlp.2": "time_embed.linear_2",
+    "tproj.1": "time_mod_proj",
+    "txtmlp.1": "txt_in.linear_1",
+    "txtmlp.3": "txt_in.linear_2",
+    "txtfusion.projector": "text_fusion.projector",
+    "last.linear": "final_layer.linear",
+}
+_KREA2 = LayerNames(
+    layers=(
+        *(f"{block}.{layer}" for block in _KREA2_BLOCKS.values() for layer in _KREA2_LAYERS),
+        *_KREA2_OTHERS.values(),
+    ),
+    kohya={
+        **_renamed(
+            _KREA2_BLOCKS,
+            {
+                **{f"attn.w{part}": f"attn.to_{part}" for part in "qkv"},
+                "attn.gate": "attn.to_gate",
+                "attn.wo": "attn.to_out.0",
+                **{f"mlp.{part}": f"ff.{part}" for part in ("gate", "up", "down")},
+            },
+        ),
+        **{name: renamed(layer) for name, layer in _KREA2_OTHERS.items()},
+    },
+)
+
 _ATTENTIONS = tuple(f"{part}.{layer}" for part in ("attn1", "attn2") for layer in (*_QKV, "to_out.0"))
 _TIME = ("time_embed.emb.timestep_embedder.linear_1", "time_embed.emb.timestep_embedder.linear_2")
 _CAPTIONS = _under("caption_projection", _EMBEDDER)
@@ -312,6 +347,7 @@ CHROMA: LoraLayers = MappingProxyType({"transformer": _CHROMA})
 FLUX2: LoraLayers = MappingProxyType({"transformer": _FLUX2})
 QWEN_IMAGE: LoraLayers = MappingProxyType({"transformer": _QWEN_IMAGE})
 ERNIE_IMAGE: LoraLayers = MappingProxyType({"transformer": _ERNIE_IMAGE})
+KREA2: LoraLayers = MappingProxyType({"transformer": _KREA2})
 Z_IMAGE: LoraLayers = MappingProxyType({"transformer": _Z_IMAGE})
 LTX_VIDEO: LoraLayers = MappingProxyType({"transformer": _LTX_VIDEO})
 SANA: LoraLayers = MappingProxyType({"transformer": _SANA})

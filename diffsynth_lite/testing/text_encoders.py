@@ -24,6 +24,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
+    Qwen3VLConfig,
+    Qwen3VLModel,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -94,6 +96,34 @@ def tiny_qwen3_lm(tokenizer: Qwen2Tokenizer, *, seed: int = 0) -> Qwen3ForCausal
     """
     with seeded(seed):
         return Qwen3ForCausalLM(Qwen3Config(**_decoder_layout(tokenizer, num_layers=27))).eval()
+
+
+def tiny_qwen3_vl(tokenizer: Qwen2Tokenizer, *, num_layers: int = 2, seed: int = 0) -> Qwen3VLModel:
+    """A random Qwen3-VL with one layer of vision: the text encoder of the Krea 2 pipelines."""
+    with seeded(seed):
+        return Qwen3VLModel(_qwen3_vl_config(tokenizer, num_layers)).eval()
+
+
+def _qwen3_vl_config(tokenizer: Qwen2Tokenizer, num_layers: int) -> Qwen3VLConfig:
+    token_id = tokenizer.convert_tokens_to_ids
+    # The rotary sections of time, height and width share half a head.
+    rotary = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 5e6}
+    return Qwen3VLConfig(
+        text_config={**_decoder_layout(tokenizer, num_layers=num_layers), "rope_parameters": rotary},
+        vision_config={
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": _DECODER_WIDTH,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        image_token_id=token_id("<|image_pad|>"),
+        video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"),
+        vision_end_token_id=token_id("<|vision_end|>"),
+    )
 
 
 def tiny_mistral3(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> Mistral3ForConditionalGeneration:

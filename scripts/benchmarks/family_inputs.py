@@ -77,6 +77,20 @@ COUNTED = (
         small=_TWO_HEADS,
     ),
     CountedRelease(
+        family="krea2",
+        name="Krea 2 Raw",
+        depths=("num_layers", "num_layerwise_text_blocks", "num_refiner_text_blocks"),
+        small={
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "intermediate_size": 683,
+            "text_hidden_dim": 256,
+            "text_num_attention_heads": 2,
+            "text_num_key_value_heads": 2,
+            "text_intermediate_size": 691,
+        },
+    ),
+    CountedRelease(
         family="ltx_video",
         name="LTX-Video 0.9",
         pixels=(768, 512, 81),

@@ -23,6 +23,7 @@ def test_there_are_recipes():
         "flux2_lora.yaml",
         "flux_kontext_lora.yaml",
         "flux_lora.yaml",
+        "krea2_lora.yaml",
         "ltx_video_0_9_5_lora.yaml",
         "ltx_video_lora.yaml",
         "qwen_image_edit_lora.yaml",

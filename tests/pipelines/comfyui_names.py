@@ -3,7 +3,8 @@
 Sources, of github.com/Comfy-Org/ComfyUI: ``model_lora_keys_unet``, ``model_lora_keys_clip`` and ``load_lora``
 in ``comfy/lora.py`` (commit 17358c8f73b5); ``flux_to_diffusers``, ``z_image_to_diffusers`` and
 ``unet_to_diffusers`` in ``comfy/utils.py`` (09708eae709a); ``LoRAAdapter`` in
-``comfy/weight_adapter/lora.py``, and the modules of ``comfy/ldm/qwen_image/model.py``,
+``comfy/weight_adapter/lora.py``; ``krea2_to_diffusers`` in the copy of ``comfy/utils.py`` that Forge Neo
+keeps (``huggingface_guess``); and the modules of ``comfy/ldm/qwen_image/model.py``,
 ``comfy/ldm/wan/model.py`` and ``comfy/ldm/lightricks/model.py`` (a125cd84b054). Only linear layers are
 listed. A ``*`` stands for a number. The modules of ERNIE-Image are those of ``comfy/ldm/ernie/model.py`` as a
 public copy of it had them in 2026; for any model ComfyUI takes ``diffusion_model.`` before their names.
@@ -47,6 +48,19 @@ _QWEN_IMAGE = (
     *_in("transformer_blocks.*.txt_mlp.net", "0.proj", "2"),
     *_in("time_text_embed.timestep_embedder", "linear_1", "linear_2"),
     *("img_in", "txt_in", "norm_out.linear", "proj_out"),
+)
+_KREA2 = (
+    *(
+        name
+        for blocks in ("transformer_blocks.*", *_in("text_fusion", "layerwise_blocks.*", "refiner_blocks.*"))
+        for name in (
+            *_in(f"{blocks}.attn", *_PLAIN_ATTENTION, "to_gate"),
+            *_in(f"{blocks}.ff", "gate", "up", "down"),
+        )
+    ),
+    *_in("time_embed", "linear_1", "linear_2"),
+    *_in("txt_in", "linear_1", "linear_2"),
+    *("img_in", "time_mod_proj", "text_fusion.projector", "final_layer.linear"),
 )
 _Z_IMAGE = (
     *(
@@ -112,6 +126,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("flux", "flux_kontext", "flux2", "chroma"), _in("transformer", *_FLUX)),
     **dict.fromkeys(("qwen_image", "qwen_image_edit"), _in("transformer", *_QWEN_IMAGE)),
     "ernie_image": _in("diffusion_model", *_ERNIE_IMAGE),
+    "krea2": _in("transformer", *_KREA2),
     "z_image": _in("transformer", *_Z_IMAGE),
     **dict.fromkeys(("wan", "wan_i2v"), _in("diffusion_model", *_WAN)),
     "ltx_video": _in("diffusion_model", *_LTX_VIDEO),

@@ -70,6 +70,28 @@ _in\.linear_2                                 _in.out_layer
 (modulation.*)\.linear                        \1.lin
 {_BLOCKS_OF_FLUX}""",
     "ErnieImageTransformer2DModel": "",
+    "Krea2Transformer2DModel": r"""
+^img_in                                       first
+^time_embed\.linear_1                         tmlp.0
+^time_embed\.linear_2                         tmlp.2
+^time_mod_proj                                tproj.1
+^txt_in\.norm\.weight                         txtmlp.0.scale
+^txt_in\.linear_1                             txtmlp.1
+^txt_in\.linear_2                             txtmlp.3
+^text_fusion                                  txtfusion
+^final_layer\.scale_shift_table               last.modulation.lin
+^final_layer\.norm\.weight                    last.norm.scale
+^final_layer                                  last
+^transformer_blocks                           blocks
+scale_shift_table                             mod.lin
+norm1\.weight                                 prenorm.scale
+norm2\.weight                                 postnorm.scale
+attn\.norm_([qk])\.weight                     attn.qknorm.\1norm.scale
+attn\.to_([qkv])                              attn.w\1
+attn\.to_out\.0                               attn.wo
+attn\.to_gate                                 attn.gate
+ff\.                                          mlp.
+""",
     "LTXVideoTransformer3DModel": r"""
 ^proj_in                                      patchify_proj
 ^time_embed                                   adaln_single
@@ -164,6 +186,8 @@ _SWAPPED = {
     "AuraFlowTransformer2DModel": "modF.1",
 }
 """Layers with shift and scale, which diffusers has the other way round."""
+_FLAT = {"Krea2Transformer2DModel": r"^blocks\.\d+\.mod\.lin$"}
+"""Tensors that have one axis."""
 _MORE = {"SanaTransformer2DModel": ("pos_embed", "y_embedder.y_embedding")}
 """What the models do not have in diffusers."""
 _WIDTH_OF_FLUX = 3072
@@ -189,6 +213,8 @@ def original_layout(model: nn.Module) -> dict[str, Tensor] | None:
     for name in tensors:
         if name.rpartition(".")[0] == _SWAPPED.get(class_name):
             tensors[name] = torch.cat(tensors[name].chunk(2)[::-1])
+        if re.search(_FLAT.get(class_name, "(?!)"), name):
+            tensors[name] = tensors[name].flatten()
     return tensors | {name: torch.ones(1, 2) for name in _MORE.get(class_name, ())}
 
 

@@ -72,6 +72,14 @@ def of_flux2(num_tokens: int) -> list[float]:
     ]
 
 
+def of_krea2(_num_tokens: int) -> list[float]:
+    return [
+        mean_level("uniform", 1),  # diffusers' training script
+        mean_level("uniform", math.exp(0.8), "bell"),  # DiffSynth-Studio
+        mean_level("logit_normal", math.exp(1.15)),  # musubi-tuner, krea2_shift, of 1280 x 1280 pixels
+    ]
+
+
 def of_ltx(num_tokens: int) -> list[float]:
     return [
         mean_level("logit_normal", 1),  # diffusion-pipe and finetrainers
@@ -120,6 +128,7 @@ REFERENCES: dict[str, Callable[[int], Sequence[float]]] = {
     "flux": of_flux,
     "flux2": of_flux2,
     "flux_kontext": of_flux,
+    "krea2": of_krea2,
     "ltx_video": of_ltx,
     "qwen_image": of_qwen,
     "qwen_image_edit": of_qwen,

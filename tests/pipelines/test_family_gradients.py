@@ -86,7 +86,8 @@ def targets_of(sample: Sample, name: str) -> tuple[str, ...]:
 GATES_LEARN = {
     "queries": set[str](),
     "default": {"qwen_image", "qwen_image_edit"},
-    "everything": {*family_names()} - {"sdxl"},  # a UNet's residual blocks have no gates
+    # A UNet's residual blocks have no gates, nor have those that read Krea 2's prompt.
+    "everything": {*family_names()} - {"krea2", "sdxl"},
 }
 """Families whose products are needed, by what gets a LoRA."""
 

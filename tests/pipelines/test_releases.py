@@ -28,7 +28,10 @@ from diffsynth_lite.training.checks import distillation_warning
 
 TOLERANCE = 0.05
 """Numbers of parameters are published with one or two digits."""
-ROUNDED_DOWN = {"Wan-AI/Wan2.1-T2V-1.3B-Diffusers": 1418996800}
+ROUNDED_DOWN = {
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": 1418996800,
+    **dict.fromkeys(("krea/Krea-2-Raw", "krea/Krea-2-Turbo"), 12820073036),
+}
 """Parameters of those whose names say less than is there."""
 
 

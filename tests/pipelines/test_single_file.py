@@ -29,6 +29,7 @@ KINDS = {
     "ErnieImageTransformer2DModel": ("an ERNIE-Image", "an ERNIE-Image"),
     "FluxTransformer2DModel": ("a FLUX.1", "flux-"),
     "Flux2Transformer2DModel": ("a FLUX.2", "flux-2-dev"),
+    "Krea2Transformer2DModel": ("a Krea 2", "krea2"),
     "LTXVideoTransformer3DModel": ("an LTX-Video", "ltx-video"),
     "QwenImageTransformer2DModel": ("a Qwen-Image", "a Qwen-Image"),
     "SanaTransformer2DModel": ("a Sana", "sana"),

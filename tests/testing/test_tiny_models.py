@@ -28,6 +28,7 @@ from diffsynth_lite.testing.text_encoders import (
     tiny_mistral3,
     tiny_qwen2_5_vl,
     tiny_qwen3_lm,
+    tiny_qwen3_vl,
     tiny_t5,
     tiny_umt5,
 )
@@ -42,6 +43,7 @@ from diffsynth_lite.testing.tokenizers import (
 BUILDERS = {
     "qwen2_5_vl": lambda seed: tiny_qwen2_5_vl(qwen2_tokenizer(), seed=seed),
     "qwen3": lambda seed: tiny_qwen3_lm(qwen2_tokenizer(), seed=seed),
+    "qwen3_vl": lambda seed: tiny_qwen3_vl(qwen2_tokenizer(), seed=seed),
     "umt5": lambda seed: tiny_umt5(t5_tokenizer(), seed=seed),
     "t5": lambda seed: tiny_t5(t5_tokenizer(), seed=seed),
     "clip_text": lambda seed: tiny_clip_text(clip_tokenizer(), seed=seed),

@@ -20,22 +20,23 @@ def pad_tokens(
     """Sequences padded with zeros on the right, and which of their tokens are real.
 
     Args:
-        rows: each (L_i, D).
+        rows: each (L_i, D); or (L_i, ..., D), alike but for the first axis.
         length: of the result at least; it is that of the longest row if that is more.
         multiple: of which the length of the result is one.
         device: of both results; None is that of the rows.
         dtype: of the tokens; None is that of the rows.
 
     Returns:
-        (B, L, D), and its mask (B, L) with 1 for a token and 0 for padding; None where nothing is padded,
-        which spares the attention a mask.
+        (B, L, D), or (B, L, ..., D), and its mask (B, L) with 1 for a token and 0 for padding; None where
+        nothing is padded, which spares the attention a mask.
     """
     lengths = [len(row) for row in rows]
     longest = -(-max(length, *lengths) // multiple) * multiple
     if min(lengths) == longest:
         return torch.stack(list(rows)).to(device, dtype), None
     tokens_bld = pad_sequence(list(rows), batch_first=True)
-    tokens_bld = pad(tokens_bld, (0, 0, 0, longest - tokens_bld.shape[1]))
+    of_each = (0, 0) * (tokens_bld.ndim - 2)
+    tokens_bld = pad(tokens_bld, (*of_each, 0, longest - tokens_bld.shape[1]))
     mask = (torch.arange(longest)[None] < torch.tensor(lengths)[:, None]).long()
     return tokens_bld.to(device, dtype), mask.to(device)
 
@@ -44,14 +45,15 @@ def without_padding(tokens_bld: torch.Tensor, mask: torch.Tensor | None) -> list
     """The opposite of :func:`pad_tokens`: the real tokens of each sequence, on the CPU.
 
     Args:
-        tokens_bld: (B, L, D), padded on the right.
+        tokens_bld: (B, L, D), or (B, L, ..., D), padded at any place.
         mask: (B, L), 1 or True for a token; None where nothing is padded.
 
     Returns:
-        Each (L_i, D), a copy.
+        Each (L_i, D), or (L_i, ..., D), a copy.
     """
-    lengths = [tokens_bld.shape[1]] * len(tokens_bld) if mask is None else mask.bool().sum(1).tolist()
-    return [row[:length].cpu().clone() for row, length in zip(tokens_bld, lengths, strict=True)]
+    if mask is None:
+        return [row.cpu().clone() for row in tokens_bld]
+    return [row[is_token].cpu() for row, is_token in zip(tokens_bld, mask.bool(), strict=True)]
 
 
 INPUT = "input_latents_"

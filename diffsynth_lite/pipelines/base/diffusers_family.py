@@ -238,11 +238,15 @@ class DiffusersFamily(DiffusersLora):
             require_finite_weights(self.folder, name, encoder)
         return encoders
 
-    def prompt_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
-        """The folder's pipeline with its text encoders and tokenizers alone, for ``encode_prompt``."""
+    def prompt_pipeline(self, dtype: torch.dtype, device: torch.device, **settings: Any) -> Any:
+        """The folder's pipeline with its text encoders and tokenizers alone, for ``encode_prompt``.
+
+        Args:
+            settings: further arguments of the pipeline.
+        """
         encoders = self.load_text_encoders(dtype, device)
         tokenizers = {name: self.load_tokenizer(name) for name in self.tokenizers}
-        return assemble(self.pipeline, **encoders, **tokenizers)
+        return assemble(self.pipeline, **encoders, **tokenizers, **settings)
 
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device

@@ -157,7 +157,7 @@ def differences(release: Release, folder: PipelineFolder) -> Differences:
     for name, default in _pipeline_settings(release).items():
         found[name], expected[name] = index.get(name, default), release.settings.get(name, default)
     components = {**release.components, "scheduler": release.scheduler}
-    named = {name for name, value in index.items() if isinstance(value, list) and any(value)}
+    named = folder.parts().keys()
     found["components"] = sorted(named - release.tokenizers.keys())
     expected["components"] = sorted(components)
     differing = dict(_differing(found, expected, "model_index."))

@@ -50,6 +50,7 @@ _KINDS = MappingProxyType(
         r"^time_text_embed\.text_embedder\.": "a FLUX.1 in diffusers' layout",
         r"^double_stream_modulation_img\.linear\.": "a FLUX.2 in diffusers' layout",
         r"^layers\.0\.adaLN_sa_ln\.": "an ERNIE-Image",
+        r"^text_fusion\.projector\.": "a Krea 2 in diffusers' layout",
         r"^txt_norm\.": "a Qwen-Image",
         r"^caption_norm\.": "a Sana in diffusers' layout",
         r"^condition_embedder\.time_embedder\.": "a Wan in diffusers' layout",

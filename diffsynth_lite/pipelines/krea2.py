@@ -1,0 +1,305 @@
+"""This file trains Krea 2 (text to image): Raw, whose LoRA is for Turbo.
+
+Layouts: b batch, c latent channels, f frames (1), h and w latent height and width; l tokens, k layers of the
+text encoder, d channels.
+Sources: diffusers ``transformer_krea2.py`` and ``pipeline_krea2.py``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    Krea2Pipeline,
+    Krea2Transformer2DModel,
+    QwenImagePipeline,
+)
+from PIL.Image import Image
+from transformers import Qwen3VLModel
+
+from diffsynth_lite.core.gradient import (
+    BlockPolicy,
+    checkpoint_blocks,
+    gradient_checkpoint_forward,
+    gradient_flags,
+)
+from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.spelling import taken_by_comfyui
+from diffsynth_lite.media import Prompt
+from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
+from diffsynth_lite.pipelines.base.diffusers_family import (
+    DiffusersFamily,
+    assemble,
+    device_and_dtype,
+    exponential_shift,
+)
+from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
+from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.releases.krea2 import KREA2
+from diffsynth_lite.testing import seeded
+from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
+from diffsynth_lite.testing.text_encoders import tiny_qwen3_vl
+from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
+
+_PATCH = 2
+_MU_OF_TURBO = 1.15  # a literal in the pipeline
+_ATTENTION = ("to_q", "to_k", "to_v", "to_gate", "to_out.0")
+
+
+def model_fn_krea2(
+    transformer: torch.nn.Module,
+    latents_bcfhw: torch.Tensor,
+    timestep: torch.Tensor,
+    prompt_embeds_blkd: torch.Tensor,
+    prompt_embeds_mask: torch.Tensor | None = None,
+    *,
+    use_gradient_checkpointing: bool = False,
+    use_gradient_checkpointing_offload: bool = False,
+    policy: BlockPolicy | None = None,
+) -> torch.Tensor:
+    """One forward of Krea 2, each transformer block run by the gradient engine.
+
+    Args:
+        transformer: a ``Krea2Transformer2DModel``, plain or wrapped by DDP.
+        latents_bcfhw: (B, 16, 1, H, W), noisy normalised latents, H and W even.
+        timestep: (B,), noise level in [0, 1].
+        prompt_embeds_blkd: (B, L, K, D), of each token what K layers of the text encoder gave.
+        prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
+        use_gradient_checkpointing: recompute each block in backward.
+        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
+        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+
+    Returns:
+        (B, 16, 1, H, W), the predicted velocity ``noise - latents``.
+    """
+    batch, channels, _, height, width = latents_bcfhw.shape
+    # ``Krea2Pipeline`` packs in the same way, but only one that is assembled can do it.
+    tokens_bld = QwenImagePipeline._pack_latents(latents_bcfhw.squeeze(2), batch, channels, height, width)
+    positions = Krea2Pipeline.prepare_position_ids(
+        prompt_embeds_blkd.shape[1], height // _PATCH, width // _PATCH, latents_bcfhw.device
+    )
+    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
+    with checkpoint_blocks(
+        transformer,
+        Krea2.block_lists,
+        gradient_checkpoint_forward,
+        *switches,
+        policy=policy,
+        unused_matmuls=Krea2.unused_matmuls,
+        by_hook=False,  # diffusers has none for the blocks that read the prompt
+    ):
+        velocity_bld = transformer(
+            hidden_states=tokens_bld,
+            encoder_hidden_states=prompt_embeds_blkd,
+            timestep=timestep,
+            position_ids=positions,
+            # Truth values: torch adds numbers to the attention's scores, which hides nothing.
+            encoder_attention_mask=None if prompt_embeds_mask is None else prompt_embeds_mask.bool(),
+            return_dict=False,
+        )[0]
+    velocity_bcfhw: torch.Tensor = QwenImagePipeline._unpack_latents(
+        velocity_bld, height, width, vae_scale_factor=1
+    )
+    return velocity_bcfhw
+
+
+class Krea2(DiffusersFamily):
+    """Krea 2 Raw, from text; Turbo, where its LoRA is used, draws.
+
+    28 single-stream blocks behind four that read the prompt, the autoencoder of Qwen-Image: 16 channels at
+    1/8 size.
+
+    Its authors train on Raw, which is not distilled and not meant for pictures that please, and draw with
+    Turbo, distilled to 8 steps without guidance. What is learned on Turbo itself undoes the distillation.
+
+    The transformer is given what 12 layers of Qwen3-VL make of each token, 30,720 numbers. Padding, which the
+    pipeline hides, is not kept: in bfloat16 a prompt of 100 tokens takes 6 MB of the cache and one of 512,
+    the longest, 31.
+
+    The guidance scale of its pipeline counts from 0: s there is what others call s + 1. Previews hand it over
+    as given, and have no guidance at 1 or less.
+
+    The LoRA is on what its authors recommend within the blocks, also those that read the prompt; their list
+    has the layers around them as well, such as ``img_in``, ``time_mod_proj`` and ``final_layer.linear``. For
+    long runs they advise the attention alone with a higher rank, so that prompts are followed as before.
+
+    The sampler's shift grows with the picture: 1.8 at 512 x 512 pixels and 2.5 at 1024 x 1024; Turbo has 3.2
+    at any size. DiffSynth-Studio trains Raw with 2.2 (``set_timesteps_krea2``), and diffusers' script with
+    none. No layer of the last block is unused: text and picture share its weights.
+    """
+
+    pipelines = (Krea2Pipeline,)
+    releases = KREA2
+    transformer_class = Krea2Transformer2DModel
+    lora_spelling = taken_by_comfyui()
+    lora_layers = known_names.KREA2
+    encoder_classes: ClassVar[Mapping[str, Any]] = {
+        "text_encoder": Qwen3VLModel,
+        "vae": AutoencoderKLQwenImage,
+    }
+    block_lists = ("text_fusion.layerwise_blocks", "text_fusion.refiner_blocks", "transformer_blocks")
+    unused_matmuls = ("attn.to_out.0", "ff.down")
+    size_divisor = 16
+    max_prompt_tokens = 512
+    default_target_modules = (*_ATTENTION, "ff.up", "ff.down")
+    target_sets: ClassVar[TargetSets] = {
+        "attention": _ATTENTION,
+        "all": (*default_target_modules, "ff.gate"),
+    }
+
+    @property
+    def _is_distilled(self) -> bool:
+        return bool(self.folder.pipeline_config().get("is_distilled"))
+
+    @property
+    def distilled(self) -> str | None:
+        """Turbo, by ``is_distilled`` in ``model_index.json``. Better train Raw, whose LoRA it takes."""
+        if not self._is_distilled:
+            return None
+        return "is_distilled in its model_index.json; better train Krea 2 Raw, whose LoRA it takes"
+
+    @property
+    def _read_layers(self) -> dict[str, Any]:
+        """Which layers of the text encoder the transformer is given, as the pipeline takes it."""
+        name = "text_encoder_select_layers"
+        return {name: self.folder.pipeline_config().get(name)}
+
+    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
+        parts = self.folder.fingerprints("text_encoder", "tokenizer")
+        # The template is a part of diffusers, so that another version may bring another one.
+        pipeline = assemble(self.pipeline, **self._read_layers)
+        template = pipeline.prompt_template_encode_prefix, pipeline.prompt_template_encode_suffix
+        layers = pipeline.text_encoder_select_layers
+        return f"krea2/prompt/1 {parts} {dtype} {self.max_prompt_tokens} {layers} {template!r}"
+
+    def load_prompt_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
+        pipeline = self.prompt_pipeline(dtype, device, **self._read_layers)
+
+        @torch.no_grad()
+        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
+            embeds_blkd, mask = pipeline.encode_prompt(
+                [prompt.text for prompt in prompts], device=device, max_sequence_length=self.max_prompt_tokens
+            )
+            # The padding stands between a prompt and what the chat ends with; no token has a position.
+            return [{"prompt_embeds": row_lkd} for row_lkd in without_padding(embeds_blkd, mask)]
+
+        return encode
+
+    def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
+        """With the end of the chat around each text, which counts too."""
+        behind = assemble(self.pipeline).prompt_template_encode_num_suffix_tokens
+        return [length + behind for length in super().prompt_lengths(texts)]
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        return f"krea2/latents/1 {self.folder.fingerprint('vae')} {dtype}"
+
+    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
+        return encode_latents(vae, pixels_bchw.unsqueeze(2))
+
+    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
+        config = self.folder.component_config("vae")
+        scale = 2 ** len(config["temperal_downsample"])
+        return config["z_dim"], num_frames, height // scale, width // scale
+
+    def num_tokens(self, latents_shape: Sequence[int]) -> int:
+        return latents_shape[-2] * latents_shape[-1] // _PATCH**2
+
+    def resolution_shift(self, latents_shape: Sequence[int]) -> float:
+        """That of the folder's sampler, which grows with the picture; Turbo's pipeline has one for all."""
+        if self._is_distilled:
+            return exponential_shift(_MU_OF_TURBO)
+        return super().resolution_shift(latents_shape)
+
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
+        config = self.folder.component_config("transformer")
+        of_a_token = config["num_text_layers"], config["text_hidden_dim"]
+        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, *of_a_token)}
+
+    def predict(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+    ) -> torch.Tensor:
+        like = device_and_dtype(transformer)
+        embeds_blkd, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning], **like)
+        return model_fn_krea2(
+            transformer,
+            noisy_latents.to(**like),
+            sigma,
+            embeds_blkd,
+            mask,
+            **gradient_flags(),
+        )
+
+    def sample(
+        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
+    ) -> list[list[Image]]:
+        pipeline = self.preview_pipeline(transformer, vae_dtype, is_distilled=self._is_distilled)
+        return [self.draw(pipeline, request) for request in requests]
+
+    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+        guided = request.guidance_scale > 1
+        prompts = {"": request.conditioning} | ({"negative_": request.negative} if guided else {})
+        rows = [prompt["prompt_embeds"] for prompt in prompts.values()]
+        # Of one length: the pipeline numbers the tokens of both as those of the first.
+        embeds_blkd, mask = pad_tokens(rows, **device_and_dtype(pipeline.transformer))
+        if mask is None:
+            mask = torch.ones(embeds_blkd.shape[:2], device=embeds_blkd.device)
+        given = {
+            f"{prefix}{name}": rows[None]
+            for name, both in (("prompt_embeds", embeds_blkd), ("prompt_embeds_mask", mask.bool()))
+            for prefix, rows in zip(prompts, both, strict=True)
+        }
+        images: list[Image] = pipeline(
+            **given,
+            guidance_scale=request.guidance_scale if guided else 0.0,
+            **request.call_arguments(),
+        ).images
+        return images
+
+
+def tiny() -> Krea2Pipeline:
+    """A random, complete and small pipeline of the real classes (Raw), built offline in a second.
+
+    Two blocks of 32 channels, and one of each kind that reads the prompt, of two layers of the text encoder;
+    16 latent channels at 1/8 size with the real model's statistics.
+    """
+    tokenizer = qwen2_tokenizer()
+    text_encoder = tiny_qwen3_vl(tokenizer)
+    with seeded(0):
+        transformer = Krea2Transformer2DModel(
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            intermediate_size=64,
+            text_hidden_dim=text_encoder.config.text_config.hidden_size,
+            num_text_layers=2,
+            text_num_attention_heads=2,
+            text_num_key_value_heads=1,
+            text_intermediate_size=32,
+            num_layerwise_text_blocks=1,
+            num_refiner_text_blocks=1,
+            axes_dims_rope=(4, 6, 6),
+        )
+    return Krea2Pipeline(
+        # As in the released repositories: a shift that grows with the picture.
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True,
+            base_shift=0.5,
+            max_shift=1.15,
+            base_image_seq_len=256,
+            max_image_seq_len=6400,
+        ),
+        vae=tiny_qwen_vae(),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        transformer=transformer,
+        text_encoder_select_layers=(0, 1),
+    )
