@@ -42,6 +42,12 @@ class ModelSettings(Settings):
     transformer_2_file: FilePath | None = None
     """The same for the second of two experts: in Wan 2.2 14B the one for low noise."""
 
+    training_adapter: FilePath | None = None
+    """A LoRA that is on the model while it trains, frozen, and not in previews nor in the LoRA that comes of
+    it: its file or folder, by any names that `diffsynth-lite convert` reads. For distilled models, whose
+    adapters take the distillation back for as long as they train, such as
+    `ostris/zimage_turbo_training_adapter`: [methods.md](methods.md#distilled-models)."""
+
     dtype: Precision = "bfloat16"
     """How the frozen transformer is kept in memory: 2 bytes a parameter, or 4 for `float32`. LoRA weights
     are float32 whatever this says."""

@@ -18,6 +18,7 @@ _THEIR_NAMES = {
     "lora.rank": "network_dim lora_rank dim linear r",
     "lora.alpha": "network_alpha lora_alpha linear_alpha",
     "lora.dropout": "network_dropout lora_dropout dropout_probability",
+    "model.training_adapter": "assistant_lora_path preset_lora_path",
     "lora.init_from": "network_weights init_lora lora_model_name lora_checkpoint",
     "lora.components": "lora_base_model trainable_models",
     "lora.target_modules": "lora_layers lora_target_modules layer_filter flux_lora_target",

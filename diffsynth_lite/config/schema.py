@@ -31,6 +31,11 @@ class Config(Settings):
         """Whether an empty caption of each item that is trained on is encoded beside its own."""
         return self.data.caption_dropout > 0 or self.objective.guidance_target is not None
 
+    @property
+    def keeps_distillation(self) -> bool:
+        """Whether what trains on a distilled model is kept from undoing its distillation."""
+        return self.objective.guidance_target is not None or self.model.training_adapter is not None
+
     def without_effect(self) -> Iterator[Problem]:
         """The settings that were changed but do nothing, because what they belong to is off."""
         train, data, validation, trackers = self.train, self.data, self.validation, self.logging.trackers

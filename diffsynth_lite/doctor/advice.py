@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.doctor.examined import MUCH_CROPPED, CacheEstimate, ExaminedData
 from diffsynth_lite.doctor.findings import BucketFindings, CaptionFindings, Findings, counted
-from diffsynth_lite.training.checks import distillation_warning
+from diffsynth_lite.training.distilled import warning_of_distilled
 
 _NAMED = 3
 
@@ -52,8 +52,7 @@ def _about_bad_items(data: ExaminedData) -> Iterator[str]:
 
 
 def _about_the_model(data: ExaminedData) -> Iterator[str]:
-    model = data.config.model
-    if warning := distillation_warning(data.family, model.path, model.transformer_file):
+    if warning := warning_of_distilled(data.config, data.family):
         yield warning
 
 

@@ -12,6 +12,11 @@ from diffsynth_lite.lora.adapter import (
     without_adapter,
 )
 from diffsynth_lite.lora.targets import find_target_layers, layers_ending_in, layers_with
+from diffsynth_lite.lora.training_adapter import (
+    adapter_digest,
+    add_training_adapter,
+    without_training_adapter,
+)
 from diffsynth_lite.lora.update_size import UpdateSize, UpdateSizes
 from diffsynth_lite.lora.weighted import add_finished_lora, require_fit, set_lora_weights
 
@@ -19,12 +24,14 @@ __all__ = [
     "LoraSize",
     "UpdateSize",
     "UpdateSizes",
+    "adapter_digest",
     "adapter_settings",
     "adapter_shapes",
     "adapter_size",
     "adapter_tensors",
     "add_adapter",
     "add_finished_lora",
+    "add_training_adapter",
     "by_peft_names",
     "find_target_layers",
     "layers_ending_in",
@@ -33,4 +40,5 @@ __all__ = [
     "require_fit",
     "set_lora_weights",
     "without_adapter",
+    "without_training_adapter",
 ]

@@ -18,7 +18,9 @@ from torch import nn
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.linear import use_lora_linear
 
-_ADAPTER = "default"
+OWN_ADAPTER = "default"
+"""peft's name of the adapter that a run trains."""
+
 _ALWAYS_SAVED = ("r", "lora_alpha")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 Number = TypeVar("Number", int, float)
@@ -68,7 +70,7 @@ def add_adapter(
     use_lora_linear(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model.add_adapter(config, adapter_name=_ADAPTER)  # type: ignore[operator]  # of every diffusers model
+        model.add_adapter(config, adapter_name=OWN_ADAPTER)  # type: ignore[operator]  # of every diffusers model
     cast_training_params(model, torch.float32)
     adapted = _adapted_layers(model)
     assert adapted == set(layers), f"peft adapted {len(adapted)} layers of {len(layers)}"
@@ -78,18 +80,30 @@ def add_adapter(
 def without_adapter(model: nn.Module) -> Iterator[None]:
     """Scope in which a model computes without what :func:`add_adapter` put on it; other adapters stay active.
 
-    With no other, it computes what it did before it had one, bit for bit. Only which adapters are active
-    changes: peft's own way to disable them also says which parameters train, which a graph may hold, and its
-    way back would have all of them train.
+    With no other, it computes what it did before it had one, bit for bit.
 
     Args:
         model: plain, or wrapped by DDP or a compiler, or a model that is made of several.
+    """
+    with leaving_out(model, OWN_ADAPTER):
+        yield
+
+
+@contextmanager
+def leaving_out(model: nn.Module, adapter: str) -> Iterator[None]:
+    """Scope in which an adapter of a model takes no part.
+
+    Only which adapters are active changes: peft's own way to disable them also says which parameters train,
+    which a graph may hold, and its way back would have all of them train.
+
+    Args:
+        adapter: peft's name of it; the model may have none of that name.
     """
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     active = [layer.active_adapter for layer in layers]
     try:
         for layer in layers:
-            layer._active_adapter = [name for name in layer.active_adapters if name != _ADAPTER]
+            layer._active_adapter = [name for name in layer.active_adapters if name != adapter]
         yield
     finally:
         for layer, names in zip(layers, active, strict=True):
@@ -150,7 +164,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def by_peft_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors by parameter name, as the moving average has them, by those of :func:`adapter_tensors`."""
-    return {name.replace(f".{_ADAPTER}.", "."): tensor for name, tensor in tensors.items()}
+    return {name.replace(f".{OWN_ADAPTER}.", "."): tensor for name, tensor in tensors.items()}
 
 
 def load_adapter_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -179,7 +193,7 @@ def adapter_settings(model: nn.Module) -> dict[str, Any]:
     setting of one peft version is refused by versions that do not know them all. What layers have of their
     own (``rank_pattern``, ``alpha_pattern``) is by their full names; see :func:`peft_pattern`.
     """
-    settings: dict[str, Any] = model.peft_config[_ADAPTER].to_dict()  # type: ignore[index,union-attr]
+    settings: dict[str, Any] = model.peft_config[OWN_ADAPTER].to_dict()  # type: ignore[index,union-attr]
     defaults = LoraConfig().to_dict()
     kept = {
         name: value
@@ -196,10 +210,14 @@ def adapter_settings(model: nn.Module) -> dict[str, Any]:
 
 def _patterns(model: nn.Module, settings: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Ranks and alphas of layers that have others than the adapter's settings say; nothing where none has."""
-    layers = {name: part for name, part in model.named_modules() if isinstance(part, LoraLayer)}
+    layers = {
+        name: part
+        for name, part in model.named_modules()
+        if isinstance(part, LoraLayer) and OWN_ADAPTER in part.r
+    }
     own: dict[str, dict[str, float]] = {
-        "rank_pattern": {name: layer.r[_ADAPTER] for name, layer in layers.items()},
-        "alpha_pattern": {name: layer.lora_alpha[_ADAPTER] for name, layer in layers.items()},
+        "rank_pattern": {name: layer.r[OWN_ADAPTER] for name, layer in layers.items()},
+        "alpha_pattern": {name: layer.lora_alpha[OWN_ADAPTER] for name, layer in layers.items()},
     }
     usual = {"rank_pattern": settings["r"], "alpha_pattern": settings["lora_alpha"]}
     differing = {
@@ -210,4 +228,5 @@ def _patterns(model: nn.Module, settings: Mapping[str, Any]) -> dict[str, dict[s
 
 
 def _adapted_layers(model: nn.Module) -> set[str]:
-    return {name.rsplit(".lora_A", 1)[0] for name, _ in model.named_parameters() if ".lora_A." in name}
+    half = f".lora_A.{OWN_ADAPTER}."
+    return {name.rsplit(half, 1)[0] for name, _ in model.named_parameters() if half in name}

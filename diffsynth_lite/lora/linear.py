@@ -39,15 +39,12 @@ class LoraLinear(Linear):  # type: ignore[misc]  # peft has no types
         return output
 
     def _plain_adapter(self) -> str | None:
-        """The one adapter that is active, if it is a LoRA without dropout or anything else."""
-        if len(self.active_adapters) != 1 or self.disable_adapters or self.merged:
+        """The one adapter of the layer that is active, if it is a LoRA without dropout or anything else."""
+        active: list[str] = [name for name in self.active_adapters if name in self.lora_A]
+        if len(active) != 1 or self.disable_adapters or self.merged:
             return None
-        name: str = self.active_adapters[0]
-        is_plain = (
-            name in self.lora_A
-            and name not in self.lora_variant
-            and isinstance(self.lora_dropout[name], nn.Identity)
-        )
+        (name,) = active
+        is_plain = name not in self.lora_variant and isinstance(self.lora_dropout[name], nn.Identity)
         return name if is_plain else None
 
 

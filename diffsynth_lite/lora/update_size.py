@@ -8,6 +8,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from diffsynth_lite.core.weights import weight_norm
+from diffsynth_lite.lora.adapter import OWN_ADAPTER
 
 _BFLOAT16_ROUNDING = 2.0**-9
 """Most that a number changes, as a part of it, when it is rounded to bfloat16."""
@@ -36,7 +37,7 @@ class UpdateSize:
 
 
 class UpdateSizes:
-    """Measures the update of each layer that has a LoRA.
+    """Measures the update of each layer that has a LoRA which is trained.
 
     Args:
         model: with its adapter; its frozen weights do not change, and are read once.
@@ -49,7 +50,11 @@ class UpdateSizes:
 
     def measure(self) -> dict[str, UpdateSize]:
         """The update of each layer by the layer's full name, of the adapter's present values."""
-        layers = {name: part for name, part in self._model.named_modules() if isinstance(part, LoraLayer)}
+        layers = {
+            name: part
+            for name, part in self._model.named_modules()
+            if isinstance(part, LoraLayer) and OWN_ADAPTER in part.r
+        }
         bases = [layer.get_base_layer() for layer in layers.values()]
         if self._weight_norms is None:
             self._weight_norms = _on_host([weight_norm(base, self._device) for base in bases])
@@ -72,11 +77,10 @@ def _update_norm(layer: LoraLayer, device: torch.device) -> Tensor:
 
     Its square is the trace of ``(B A)' B A``, which is the sum of ``(B' B) * (A A')``.
     """
-    (adapter,) = layer.active_adapters
-    down, up = (half[adapter].weight.to(device).double() for half in (layer.lora_A, layer.lora_B))
+    down, up = (half[OWN_ADAPTER].weight.to(device).double() for half in (layer.lora_A, layer.lora_B))
     square = ((up.T @ up) * (down @ down.T)).sum()
     # Where the update is nothing, rounding can leave less.
-    norm: Tensor = abs(layer.scaling[adapter]) * square.clamp(min=0).sqrt()
+    norm: Tensor = abs(layer.scaling[OWN_ADAPTER]) * square.clamp(min=0).sqrt()
     return norm
 
 

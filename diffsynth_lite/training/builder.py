@@ -17,7 +17,8 @@ from diffsynth_lite.core.transfer.shared_memory import HostMemoryError
 from diffsynth_lite.core.weights import HostBlocks, QuantizationReport, WeightStream, local_bytes
 from diffsynth_lite.data import Batch, BatchStream, SampleSchedule, micro_batch_sizes
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import UpdateSizes, add_adapter, load_adapter_tensors
+from diffsynth_lite.lora import UpdateSizes, add_adapter, add_training_adapter, load_adapter_tensors
+from diffsynth_lite.lora.pairs import LoraFile
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.release_folder import find_base_model
 from diffsynth_lite.run_folder.folder import RunFolder
@@ -141,11 +142,13 @@ def build_transformer(
     checked: CheckedRun,
     initial: Mapping[str, torch.Tensor] | None = None,
     host_blocks: HostBlocks | None = None,
+    training_adapter: LoraFile | None = None,
 ) -> torch.nn.Module:
     """The frozen transformer with its adapter, where it was loaded; with ``initial`` values, or new ones.
 
     Args:
         initial: of the adapter.
+        training_adapter: a frozen one beside it.
         host_blocks: those whose weights are loaded to host memory.
 
     Raises:
@@ -165,6 +168,8 @@ def build_transformer(
     )
     if initial is not None:
         load_adapter_tensors(transformer, initial)
+    if training_adapter is not None:
+        add_training_adapter(transformer, *training_adapter)
     return transformer.train()
 
 

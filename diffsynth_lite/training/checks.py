@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +20,12 @@ from diffsynth_lite.pipelines.base.single_file import component_files
 from diffsynth_lite.run_folder.metrics import require_trackers
 from diffsynth_lite.training.data_settings import check_records, plan_rules
 from diffsynth_lite.training.dataset import ReadRecords, read_records
-from diffsynth_lite.training.distributed.agreement import on_all_processes, problems_of_all
+from diffsynth_lite.training.distilled import training_adapter_digest, warning_of_distilled
+from diffsynth_lite.training.distributed.agreement import (
+    from_main_process,
+    on_all_processes,
+    problems_of_all,
+)
 from diffsynth_lite.training.distributed.context import check_split, check_tokens_of_previews
 from diffsynth_lite.training.distributed.devices import batch_layout
 from diffsynth_lite.training.distributed.same_run import require_same_model, require_same_settings
@@ -43,13 +47,6 @@ from diffsynth_lite.training.streaming import check_stream
 
 logger = logging.getLogger(__name__)
 
-_DISTILLED = frozenset(
-    ["distill", "distilled", "dmd", "flash", "hyper", "lcm", "lightning", "schnell", "sprint", "turbo"]
-)
-"""Words in the names of distilled models."""
-_UNDONE = frozenset(["de", "un"])
-"""Words beside them in the names of models that are not, as in de-distilled."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedRun:
@@ -65,6 +62,7 @@ class CheckedRun:
         num_selected_blocks: those of them that the policy checkpoints.
         num_lora_weights: numbers that are trained.
         optimizer: what it keeps of them.
+        training_adapter: digest of the frozen adapter that is on the model in training; None without.
     """
 
     family: ModelFamily
@@ -76,6 +74,7 @@ class CheckedRun:
     num_selected_blocks: int
     num_lora_weights: int
     optimizer: OptimizerFacts
+    training_adapter: str | None = None
 
     def drop_records(self) -> None:
         """Let go of the records, which take 0.7 KB each, when all is encoded."""
@@ -116,8 +115,9 @@ def check_run(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> C
     problems_of_all(accelerator, problems).require_none()
     assert family is not None
     assert model.optimizer is not None
-    if warning := distillation_warning(family, config.model.path, config.model.transformer_file):
+    if warning := warning_of_distilled(config, family):
         logger.warning("%s", warning)
+    adapter = from_main_process(accelerator, lambda: training_adapter_digest(config, family))
     folder, components = family.folder, family.components
     on_all_processes(accelerator, lambda: folder.download_weights(components))
     require_same_model(accelerator, family)
@@ -131,6 +131,7 @@ def check_run(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> C
         num_selected_blocks=model.num_selected_blocks,
         num_lora_weights=model.num_lora_weights,
         optimizer=model.optimizer,
+        training_adapter=adapter,
     )
 
 
@@ -144,32 +145,6 @@ def checked_again(checked: CheckedRun, config: Config, accelerator: Accelerator)
     model = _check_model(problems, checked.family, config, accelerator.device)
     problems_of_all(accelerator, problems).require_none()
     return replace(checked, num_blocks=model.num_blocks, num_selected_blocks=model.num_selected_blocks)
-
-
-def distillation_warning(family: ModelFamily, location: str, file: str | None = None) -> str | None:
-    """What to know before a distilled model is trained; None of others.
-
-    Args:
-        location: of the pipeline, as it was given: where its files do not tell, its name may.
-        file: of the transformer, as it was given; its name tells in place of the pipeline's.
-    """
-    key, named, reason = "model.path", location, family.distilled
-    if reason is None and file is not None:
-        key, named = "model.transformer_file", file
-    if reason is None and _is_named_distilled(Path(named).name):
-        reason = "so its name says, and none of its files; better train the model that it was made from"
-    if reason is None:
-        return None
-    return (
-        f"{key}: {named} is distilled to few steps: {reason}. Training knows nothing of the "
-        "distillation and undoes it: with the LoRA, few steps give blurred pictures."
-    )
-
-
-def _is_named_distilled(name: str) -> bool:
-    # Also of names such as StepDistill and SDXLTurbo.
-    words = {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
-    return not words.isdisjoint(_DISTILLED) and words.isdisjoint(_UNDONE)
 
 
 def _check_batch_size(config: Config, num_processes: int) -> None:

@@ -27,6 +27,7 @@ from diffsynth_lite.core.randomness import random_state_scope
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.errors import RunStoppedError
 from diffsynth_lite.files import replacing
+from diffsynth_lite.lora import without_training_adapter
 from diffsynth_lite.media import STRIP_FRAMES, evenly_spread, frame_strip, jpeg_url
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.redaction import redacted
@@ -138,7 +139,8 @@ class Previews:
         shared = self.family.shards or self.family.context
         together = nullcontext() if shared is None else shared.failing_together()
         device = next(transformer.parameters()).device
-        with random_state_scope(device), evaluation_mode(transformer), together:
+        as_used = without_training_adapter(transformer)
+        with random_state_scope(device), evaluation_mode(transformer), together, as_used:
             return self.family.sample(transformer, self.vae_dtype, self.requests)
 
     def thumbnail(self, step: int) -> str | None:

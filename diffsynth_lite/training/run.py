@@ -43,13 +43,12 @@ from diffsynth_lite.training.checkpoint.resume import (
     data_fingerprint,
     extended_lineage,
     resolve_checkpoint,
-    settings_fingerprint,
 )
 from diffsynth_lite.training.checkpoint.room import require_room, warn_of_previews
 from diffsynth_lite.training.checkpoint.saver import Saver, restore
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.checks import CheckedRun, check_run, checked_again
-from diffsynth_lite.training.data_settings import shifts_by_size
+from diffsynth_lite.training.distilled import load_training_adapter
 from diffsynth_lite.training.distributed.agreement import (
     from_main_process,
     on_all_processes,
@@ -58,7 +57,7 @@ from diffsynth_lite.training.distributed.agreement import (
 )
 from diffsynth_lite.training.distributed.context import check_context, context_of, split_model
 from diffsynth_lite.training.distributed.devices import describe_run
-from diffsynth_lite.training.distributed.sharding import check_sharding, require_same_expert, shards_of
+from diffsynth_lite.training.distributed.sharding import check_sharding, shards_of
 from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
 from diffsynth_lite.training.encoding.sealed_start import sealed_data
@@ -122,12 +121,7 @@ def run_training(
             run = _with_chosen_memory(run)
         config, checked = run.config, run.checked
         logger.info("Runs in %s.", describe_run(config, accelerator))
-        shift = build_noise_levels(config, checked.family).shift
-        shifts = shifts_by_size(config, checked.family, shift)
-        require_same_expert(config, checked.family, shifts.values())
-        fingerprint = settings_fingerprint(
-            config, model_fingerprint=checked.family.fingerprint(), shifts=shifts
-        )
+        fingerprint = run.fingerprint(build_noise_levels(config, checked.family).shift)
         checkpoint = resolve_checkpoint(accelerator, run.resume_policy, fingerprint)
         is_finished = from_main_process(accelerator, lambda: _is_finished(folder))
         if checkpoint and checkpoint.step >= config.train.steps and is_finished:
@@ -322,11 +316,12 @@ def _load_model(
     """The transformer with its adapter, what compiles its blocks, and the stream of what is on the host."""
     config, family, accelerator = run.config, run.checked.family, run.accelerator
     host_blocks = share_host_memory(config, family, accelerator)
+    adapter = load_training_adapter(config, family, accelerator, run.checked.training_adapter)
     loaded: list[torch.nn.Module] = []
     # Together: nobody may read what is shared before it is filled.
     on_all_processes(
         accelerator,
-        lambda: loaded.append(build_transformer(config, run.checked, initial, host_blocks)),
+        lambda: loaded.append(build_transformer(config, run.checked, initial, host_blocks, adapter)),
     )
     if family.context is not None:
         split_model(family, family.context, loaded[0])

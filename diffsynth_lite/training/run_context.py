@@ -1,7 +1,7 @@
 """This file holds what every stage of a run needs: settings, places, the clock of its start, its kernels."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +14,11 @@ from diffsynth_lite.config import Config, LoadedConfig
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.report.renewal import PageRenewal
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.training.checkpoint.resume import ResumePolicy
+from diffsynth_lite.training.checkpoint.resume import ResumePolicy, RunFingerprint, settings_fingerprint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.checks import CheckedRun
 from diffsynth_lite.training.data_settings import shifts_by_size
+from diffsynth_lite.training.distributed.sharding import require_same_expert
 from diffsynth_lite.training.planning.memory_count import MemoryCount
 from diffsynth_lite.training.stopping import GracePeriod
 
@@ -98,6 +99,25 @@ class RunContext:
             folder=self.folder,
             store=self.store,
             earlier_shifts=shifts_by_size(self.config, family, family.earlier_shift),
+        )
+
+    def fingerprint(self, shift: Callable[[Sequence[int]], float]) -> RunFingerprint:
+        """What settings and weights decide of the run's numbers.
+
+        Args:
+            shift: of the noise levels, by the shape of one sample's latents.
+
+        Raises:
+            UserError: the samples of a step may be of several experts, where they must be of one.
+        """
+        config, family = self.config, self.checked.family
+        shifts = shifts_by_size(config, family, shift)
+        require_same_expert(config, family, shifts.values())
+        return settings_fingerprint(
+            config,
+            model_fingerprint=family.fingerprint(),
+            training_adapter=self.checked.training_adapter,
+            shifts=shifts,
         )
 
     @property

@@ -208,7 +208,9 @@ def quantizable_bytes(family: ModelFamily, transformer: torch.nn.Module) -> int:
     """
     saved = 0
     for block in chain.from_iterable(blocks_by_model(family, transformer)):
-        for module in block.modules():
+        for name, module in block.named_modules():
+            if ".lora_" in name:  # of a frozen adapter
+                continue
             weight = module._parameters.get("weight")
             if type(module) is torch.nn.Linear and weight is not None and not weight.requires_grad:
                 quantised = Int8().empty(module.out_features, module.in_features, torch.device("meta"))

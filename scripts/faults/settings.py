@@ -154,6 +154,7 @@ ELSEWHERE: dict[str, Change] = {
     "model.revision": ("model.revision=other",),
     "model.variant": ("model.variant=fp16",),
     "model.transformer_file": ("model.transformer_file=other.safetensors",),
+    "model.training_adapter": ("model.training_adapter=other.safetensors",),
     "model.transformer_2_file": ("model.transformer_2_file=other.safetensors",),
     "data.path": ("data.path=elsewhere",),
     "data.cache_dir": ("data.cache_dir=elsewhere",),

@@ -1,6 +1,6 @@
 """The layer with a LoRA against peft's own: the same bits, with less kept for backward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from unittest.mock import patch
 
 import pytest
@@ -51,8 +51,10 @@ def model_of(dtype: torch.dtype = FP32, *, is_quantised: bool = False) -> Attend
     return model
 
 
-def adapted(model: Attending, *, alpha: float = 2, dropout: float = 0) -> Attending:
-    add_adapter(model, LAYERS, rank=2, alpha=alpha, dropout=dropout, seed=0)
+def adapted(
+    model: Attending, *, alpha: float = 2, dropout: float = 0, layers: Sequence[str] = LAYERS
+) -> Attending:
+    add_adapter(model, layers, rank=2, alpha=alpha, dropout=dropout, seed=0)
     return filled(model)
 
 

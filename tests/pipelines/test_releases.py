@@ -24,7 +24,7 @@ from diffsynth_lite.pipelines.base.release_folder import (
 )
 from diffsynth_lite.pipelines.flux import Flux
 from diffsynth_lite.releases import BaseModel, Release
-from diffsynth_lite.training.checks import distillation_warning
+from diffsynth_lite.training.distilled import distillation_warning
 
 TOLERANCE = 0.05
 """Numbers of parameters are published with one or two digits."""

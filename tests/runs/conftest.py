@@ -5,8 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 from processes import kill_children
+from safetensors.torch import load_file, save_file
 from tiny_run import UNWATCHED, TinyRun, copy_run, make_run
 
 from diffsynth_lite.pipelines.qwen_image import tiny
@@ -29,6 +31,20 @@ def watched_run(tmp_path: Path, tiny_model: Path) -> TinyRun:
 def tiny_run(watched_run: TinyRun) -> TinyRun:
     """Without what only looks at the training."""
     return replace(watched_run, settings=UNWATCHED)
+
+
+@pytest.fixture
+def foreign_lora(tiny_model: Path, tmp_path: Path) -> Path:
+    """A LoRA of another program, on two kinds of layers."""
+    tensors = {}
+    for name, weight in load_file(tiny_model / "transformer" / "diffusion_pytorch_model.safetensors").items():
+        layer, _, kind = name.removesuffix(".weight").rpartition(".")
+        if kind in ("to_q", "to_k"):
+            tensors[f"diffusion_model.{layer}.{kind}.lora_down.weight"] = torch.randn(2, weight.shape[1])
+            tensors[f"diffusion_model.{layer}.{kind}.lora_up.weight"] = torch.randn(weight.shape[0], 2) / 4
+            tensors[f"diffusion_model.{layer}.{kind}.alpha"] = torch.tensor(3.0)
+    save_file(tensors, tmp_path / "foreign.safetensors")
+    return tmp_path / "foreign.safetensors"
 
 
 def trained_run(root: Path, model: Path, *settings: str) -> TinyRun:

@@ -1,25 +1,85 @@
-"""Runs on distilled models: a guided target, in whatever way memory is saved, and continued exactly."""
+"""Runs on distilled models: guided targets and frozen adapters, however memory is saved, and continued."""
+
+from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
 from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing
+
+from diffsynth_lite.cli.main import main
 
 SAVING_MEMORY = (
     *("--use_gradient_checkpointing_offload", "memory.stream_blocks=all", "memory.stream_slots=1"),
     "memory.save_attention=park",
 )
+DRAWN = ("validation.prompts=[a red circle]", "validation.num_inference_steps=2", "validation.item_losses=0")
 
 
-def test_a_guided_run_goes_on_exactly_and_saves_memory_exactly(
-    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
+def losses(run: TinyRun, folder: Path) -> list[dict[str, float]]:
+    names = ("loss", "train_fixed_noise_loss")
+    return [{name: row[name]} for row in run.metrics(folder) for name in names if name in row]
+
+
+def previews(folder: Path, step: int) -> list[bytes]:
+    return [path.read_bytes() for path in sorted((folder / "previews").glob(f"step-{step:08d}-*.png"))]
+
+
+def test_a_guided_run_with_an_adapter_goes_on_exactly_and_saves_memory_exactly(
+    tiny_run: TinyRun, foreign_lora: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    guided = ("objective.guidance_target=3", "train.steps=2", *UNWATCHED, "validation.loss_items=2")
+    given = (
+        *("objective.guidance_target=3", f"model.training_adapter={foreign_lora}", "train.steps=2"),
+        "model.quantize=int8",
+        *(*UNWATCHED, "validation.loss_items=2", "lora.target_modules=[to_q, img_mlp.net.2]"),
+    )
     whole, parts = tiny_run.root / "whole", tiny_run.root / "parts"
-    assert tiny_run.train(f"output.dir={whole}", *guided) == 0
-    assert tiny_run.stopped_after(1, f"output.dir={parts}", *guided, *SAVING_MEMORY) == 75
-    assert tiny_run.train(f"output.dir={parts}", *guided, *SAVING_MEMORY) == 0
-    tensors = checkpoint_tensors(whole, 2)
-    assert differing(tensors, checkpoint_tensors(parts, 2)) == []
-    losses = [[row["loss"] for row in tiny_run.metrics(folder) if "loss" in row] for folder in (whole, parts)]
-    assert losses[0] == losses[1]
-    assert tiny_run.train(f"output.dir={parts}", "train.steps=3", *UNWATCHED) == 2
+    assert tiny_run.train(f"output.dir={whole}", *given) == 0
+    assert tiny_run.stopped_after(1, f"output.dir={parts}", *given, *SAVING_MEMORY) == 75
+    assert tiny_run.train(f"output.dir={parts}", *given, *SAVING_MEMORY) == 0
+    assert differing(checkpoint_tensors(whole, 2), checkpoint_tensors(parts, 2)) == []
+    assert losses(tiny_run, whole) == losses(tiny_run, parts)
+    more = (f"output.dir={parts}", "train.steps=3")
+    assert tiny_run.train(*more, *given[3:], f"model.training_adapter={foreign_lora}") == 2
     assert "objective.guidance_target was 3.0, is None" in caplog.text
+    assert tiny_run.train(*more, *given[3:], "objective.guidance_target=3") == 2
+    assert "model.training_adapter.weights was" in caplog.text
+
+
+def test_previews_samples_and_files_lack_the_training_adapter_and_losses_have_it(
+    tiny_run: TinyRun, foreign_lora: Path
+) -> None:
+    given = ("lora.target_modules=[to_q, img_mlp.net.2]", "train.steps=1", "lora.dropout=0", *DRAWN)
+    plain, run = tiny_run.root / "plain", tiny_run.root / "with"
+    assert tiny_run.train(f"output.dir={plain}", *given) == 0
+    assert tiny_run.train(f"output.dir={run}", *given, f"model.training_adapter={foreign_lora}") == 0
+    # Nothing is trained yet.
+    assert previews(plain, 0) == previews(run, 0)
+    assert all(
+        one != other for one, other in zip(losses(tiny_run, plain), losses(tiny_run, run), strict=True)
+    )
+    assert previews(plain, 1) != previews(run, 1)
+    layers = [
+        {name.rpartition(".lora_")[0] for name in load_file(file)}
+        for folder in (plain, run)
+        for file in (folder / "lora").glob("*.safetensors")
+    ]
+    assert layers[0] == layers[1]
+    out = tiny_run.root / "drawn"
+    assert main(["sample", "--lora", str(run), "--out", str(out), "--scale", "1"]) == 0
+    [drawn], [preview] = out.glob("prompt-00-*.png"), (run / "previews").glob("step-00000001-*.png")
+    assert Image.open(drawn).tobytes() == Image.open(preview).tobytes()
+
+
+def test_an_adapter_that_is_not_there_or_of_other_layers_is_refused_before_weights_load(
+    tiny_run: TinyRun, foreign_lora: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert tiny_run.train("model.training_adapter=nowhere.safetensors") == 2
+    assert "model.training_adapter: there is no nowhere.safetensors" in caplog.text
+    tensors = {name: tensor[..., :5] for name, tensor in load_file(foreign_lora).items() if "down" in name}
+    tensors |= {name.replace("down", "up"): torch.ones(7, 2) for name in tensors}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, foreign_lora)
+    assert tiny_run.train(f"model.training_adapter={foreign_lora}") == 2
+    assert "model.training_adapter: " in caplog.text.splitlines()[-1]
+    assert "Loading" not in caplog.text

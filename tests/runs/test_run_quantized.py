@@ -75,12 +75,13 @@ def test_a_run_does_not_go_on_with_another_format_or_other_layers(
 
 
 def test_two_processes_train_on_a_quantised_base_as_one_does_and_share_what_they_stream(
-    tiny_run: TinyRun, quantize: str
+    tiny_run: TinyRun, quantize: str, foreign_lora: Path
 ) -> None:
     single, double = tiny_run.root / "single", tiny_run.root / "double"
     settings = (quantize, "lora.dropout=0", "train.micro_batch_size=1", "train.steps=3")
     settings += (quantize.replace("quantize", "text_encoder_quantize"),)
-    settings += ("train.optimizer=muon", "objective.loss=huber")
+    settings += ("train.optimizer=muon", "objective.loss=huber", "objective.guidance_target=2")
+    settings += (f"model.training_adapter={foreign_lora}",)
     assert tiny_run.train(*settings, f"output.dir={single}") == 0
     streamed = ("memory.stream_blocks=all", "memory.stream_slots=1", "memory.stream_text_encoder=true")
     # They encode for themselves, each its share, with most of the text encoder in host memory.

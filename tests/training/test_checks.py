@@ -17,7 +17,8 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import flux2, ltx_video, qwen_image, qwen_image_edit, sdxl, wan_i2v
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training.builder import build_transformer
-from diffsynth_lite.training.checks import bind_family, check_run, distillation_warning
+from diffsynth_lite.training.checks import bind_family, check_run
+from diffsynth_lite.training.distilled import distillation_warning
 
 # For families that take multiples of 32 pixels.
 OF_32 = {"validation.width": "64", "validation.height": "32"}
@@ -137,8 +138,12 @@ def test_a_distilled_model_is_warned_of_once(
     assert caplog.messages == [
         f"model.path: {root}/model is distilled to few steps: its files say so; better train the base. "
         "Training knows nothing of the distillation and undoes it: with the LoRA, few steps give blurred "
-        "pictures."
+        "pictures. To keep them, set objective.guidance_target, or model.training_adapter where there is one "
+        "for it."
     ]
+    caplog.clear()
+    check_run(load_config_of(root, {"objective.guidance_target": "3"}), PROCESS)
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,9 @@ class CardWriter:
         }
 
     def _caveats(self, *, is_average: bool, has_samples: bool) -> Iterator[str]:
-        yield from _caveats_of_base(self.facts.base)
+        yield from _caveats_of_base(self.facts.base, keeps_distillation=self.config.keeps_distillation)
+        if self.config.model.training_adapter:
+            yield "It was trained beside a frozen adapter on the base model, and is to be used without that."
         if self.config.lora.init_from:
             yield "It started from another LoRA: what is shown of before training is with that one."
         if unknown := self._num_unknown_to_comfyui:
@@ -265,7 +267,7 @@ def _licence(release: Release) -> Mapping[str, str]:
     }
 
 
-def _caveats_of_base(base: BaseModel) -> Iterator[str]:
+def _caveats_of_base(base: BaseModel, *, keeps_distillation: bool) -> Iterator[str]:
     if base.hub_id is None:
         yield (
             "Where the base model is on the hub is not known here, nor its licence: name both in the header "
@@ -279,7 +281,7 @@ def _caveats_of_base(base: BaseModel) -> Iterator[str]:
             f"The licence is that of the base model: {base.release.licence}{doubt}. What it asks of "
             "models that are made from that one holds for this."
         )
-    if base.release and base.release.distilled:
+    if base.release and base.release.distilled and not keeps_distillation:
         yield (
             f"The base model was distilled to {base.release.distilled}. Training does not keep that, so that "
             "it may need more steps, and guidance."

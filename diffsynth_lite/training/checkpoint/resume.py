@@ -65,7 +65,9 @@ _SHIFT_SETTINGS = ("objective.shift", "objective.shift_value")
 _SAME_SHIFT = 1e-9
 """Relative; the last digits of an exponential are not the same on all machines."""
 _WEIGHTS = "model.weights"
+_ADAPTER = "model.training_adapter.weights"
 _WAYS = {
+    _ADAPTER: "model.training_adapter.weights is what that file holds, wherever it is, and None without one",
     _WEIGHTS: (
         "model.weights is what is in the files of model.path, or in model.transformer_file, wherever they are"
     ),
@@ -107,7 +109,11 @@ class Change:
 
 
 def settings_fingerprint(
-    config: Config, *, model_fingerprint: str, shifts: Mapping[str, float] = MappingProxyType({})
+    config: Config,
+    *,
+    model_fingerprint: str,
+    training_adapter: str | None = None,
+    shifts: Mapping[str, float] = MappingProxyType({}),
 ) -> RunFingerprint:
     """The settings that decide the numbers of a run, by dotted key, with secrets masked.
 
@@ -117,11 +123,11 @@ def settings_fingerprint(
     see :func:`data_fingerprint`.
 
     Args:
-        model_fingerprint: of the weights.
+        model_fingerprint: of the weights; ``training_adapter`` is that of its own.
         shifts: what ``objective.shift`` gives, by the name of a size.
     """
     values = config.model_dump()
-    fingerprint: RunFingerprint = {_WEIGHTS: model_fingerprint}
+    fingerprint: RunFingerprint = {_WEIGHTS: model_fingerprint, _ADAPTER: training_adapter}
     for section in _FIXED_SECTIONS:
         fingerprint |= {f"{section}.{name}": value for name, value in values[section].items()}
     for section, names in _FIXED_FIELDS.items():

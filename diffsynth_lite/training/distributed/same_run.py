@@ -30,6 +30,7 @@ _OWN_TO_A_MACHINE = frozenset(
             "transformer_file",
             "transformer_2_file",
             "init_from",
+            "training_adapter",
             "dir",
             "cache_dir",
             "sealed",

@@ -35,10 +35,11 @@ class BlockLists:
     Args:
         model: may be on the meta device.
         names: of its lists, as in ``blocks_in``.
-        ranks: of the layers with a LoRA, by their full names in the model.
+        ranks: of the layers with adapters, by their full names in the model: of each adapter that can be on
+            one, 0 for none.
     """
 
-    def __init__(self, model: nn.Module, names: Sequence[str], ranks: Mapping[str, int]) -> None:
+    def __init__(self, model: nn.Module, names: Sequence[str], ranks: Mapping[str, tuple[int, ...]]) -> None:
         self._names, self._layers = tuple(names), tuple(ranks)
         known: dict[Any, int] = {}
         self._kinds = [
@@ -82,7 +83,7 @@ class BlockLists:
         """Leave the other blocks out of a model like this one.
 
         Returns:
-            The names that the layers with a LoRA then have, and those that they had.
+            The names that the layers with adapters then have, and those that they had.
         """
         names = {name: name for name in self._layers}
         for block_list, of_list, kept in zip(self._names, self._kinds, few.kept, strict=True):
@@ -100,8 +101,8 @@ def _named_blocks(model: nn.Module, block_list: str) -> list[tuple[nn.Module, st
     return [(block, f"{block_list}.{index}") for index, block in enumerate(blocks)]
 
 
-def _kind(block: nn.Module, prefix: str, ranks: Mapping[str, int]) -> tuple[Any, ...]:
-    """Equal for blocks that are alike: their class, shapes of weights, and ranks of layers with a LoRA."""
+def _kind(block: nn.Module, prefix: str, ranks: Mapping[str, tuple[int, ...]]) -> tuple[Any, ...]:
+    """Equal for blocks that are alike: their class, shapes of weights, and ranks of layers with adapters."""
     shapes = tuple((name, tuple(weight.shape)) for name, weight in block.named_parameters())
     adapted = frozenset(
         (name.removeprefix(prefix), rank) for name, rank in ranks.items() if name.startswith(prefix)

@@ -27,7 +27,14 @@ from diffsynth_lite.core.weights import (
     packed_bytes,
     spread_evenly,
 )
-from diffsynth_lite.lora import LoraSize, adapter_size, add_adapter, layers_ending_in
+from diffsynth_lite.lora import (
+    LoraSize,
+    adapter_size,
+    add_adapter,
+    add_training_adapter,
+    layers_ending_in,
+)
+from diffsynth_lite.lora.pairs import LoraFile, pairs_of
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
 from diffsynth_lite.pipelines.base.quantized import kept_in_fp32, quantizable_layers
 from diffsynth_lite.training.planning.few_blocks import BlockLists, FewBlocks
@@ -95,6 +102,7 @@ class MemoryCounter:
         optimizer_bytes: of the optimizer's state; of AdamW's where it is None.
         latents_shape: of one sample.
         conditioning: of one sample; its values do not matter.
+        training_adapter: a frozen one on the model beside it.
         exchange: where sequences are split, in which case the sample is what one process computes of it.
 
     Attributes:
@@ -114,6 +122,7 @@ class MemoryCounter:
         optimizer_bytes: int | None = None,
         latents_shape: Sequence[int],
         conditioning: Conditioning,
+        training_adapter: LoraFile | None = None,
         exchange: Exchange | None = None,
     ) -> None:
         self.family, self._exchange = family, exchange
@@ -134,7 +143,16 @@ class MemoryCounter:
         self._own_beside = {name: size for name, size in own.items() if name in self._layers_beside}
         self._own = {name: own[f"{prefix}{name}"] for name in names if f"{prefix}{name}" in own}
         ranks = {name: self._own[name].rank if name in self._own else rank for name in names}
-        self._block_lists = BlockLists(parts[first], family.block_lists, ranks)
+        self._frozen, self._first_prefix = _FrozenAdapter(training_adapter), prefix
+        frozen = {
+            name.removeprefix(prefix): width
+            for name, width in self._frozen.ranks.items()
+            if name.startswith(prefix) and name.partition(".")[0] not in beside
+        }
+        both = {name: (ranks.get(name, 0), frozen.get(name, 0)) for name in dict.fromkeys([*ranks, *frozen])}
+        self._block_lists = BlockLists(parts[first], family.block_lists, both)
+        self._trained_layers, self._frozen_layers = set(ranks), set(frozen)
+        self._frozen_beside = [name for name in self._frozen.ranks if name.partition(".")[0] in beside]
         self.num_blocks = self._block_lists.num_blocks
         self._weights: dict[Any, list[_ModelBytes]] = {}
         self._models: dict[Any, MetaModel] = {}
@@ -151,7 +169,7 @@ class MemoryCounter:
         resident = sum(model.share(num_shards) for model in models) - sum(block.plain for block in streamed)
         slots = settings.stream_slots * max((block.packed for block in streamed), default=0)
         return MemoryCount(
-            weights=resident,
+            weights=resident + self._frozen.num_bytes,
             slots=slots + max(model.gathered(num_shards) for model in models),
             lora=self.lora_bytes * (2 if settings.has_average else 1),
             optimizer=self._optimizer_bytes,
@@ -274,9 +292,16 @@ class MemoryCounter:
         kept = self._block_lists.keep_in(first, few)
         own = {f"{self._prefix}{name}": self._own[old] for name, old in kept.items() if old in self._own}
         self._quantized(first, settings)
-        layers = [*(f"{self._prefix}{name}" for name in kept), *self._layers_beside]
+        layers = [f"{self._prefix}{name}" for name, old in kept.items() if old in self._trained_layers]
+        layers += self._layers_beside
         own |= self._own_beside
         add_adapter(model, layers, rank=self._rank, alpha=1, dropout=self._dropout, seed=0, own=own)
+        frozen = {
+            f"{self._prefix}{name}": f"{self._first_prefix}{old}"
+            for name, old in kept.items()
+            if old in self._frozen_layers
+        }
+        self._frozen.add_to(model, frozen | {name: name for name in self._frozen_beside})
         return MetaModel.of(model, precision, settings.device_type)
 
     def model_that_draws(self, settings: StepSettings) -> nn.Module:
@@ -285,6 +310,36 @@ class MemoryCounter:
         precision = settings.mixed_precision if len(self.family.trained) == 1 else "no"
         model = self._built(settings, self._few_blocks(settings), precision).model.eval()
         return self._first.parts_of(model)[self._first.trained[0]]
+
+
+class _FrozenAdapter:
+    """A frozen adapter beside the one that trains, or none; its numbers do not matter.
+
+    Attributes:
+        ranks: of its layers, by their full names.
+        num_bytes: of all its weights, in fp32.
+    """
+
+    def __init__(self, adapter: LoraFile | None) -> None:
+        tensors, self._settings = adapter or ({}, {})
+        self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self.ranks = {layer: pair.rank for layer, pair in pairs_of(tensors, self._settings).items()}
+        self.num_bytes = torch.float32.itemsize * sum(shape.numel() for shape in self._shapes.values())
+
+    def add_to(self, model: nn.Module, layers: Mapping[str, str]) -> None:
+        """Put it on some of its layers.
+
+        Args:
+            layers: their names in the model, and their full names.
+        """
+        tensors = {
+            f"{name}{half}": torch.zeros(self._shapes[f"{layer}{half}"])
+            for name, layer in layers.items()
+            for half in (".lora_A.weight", ".lora_B.weight")
+        }
+        if tensors:
+            add_training_adapter(model, tensors, self._settings)
+            model.to(_META)
 
 
 def _cast(model: nn.Module, settings: StepSettings) -> nn.Module:

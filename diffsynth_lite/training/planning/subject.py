@@ -17,6 +17,7 @@ from diffsynth_lite.pipelines.base.batching import INPUT
 from diffsynth_lite.pipelines.base.release_folder import write_release
 from diffsynth_lite.training.checks import bind_family, block_policy, select_blocks
 from diffsynth_lite.training.data_settings import num_tokens_of, sizes_of
+from diffsynth_lite.training.distilled import read_training_adapter
 from diffsynth_lite.training.distributed.context import check_split, check_tokens
 from diffsynth_lite.training.distributed.devices import num_data_ranks
 from diffsynth_lite.training.layer_groups import find_targets, layer_groups, own_sizes
@@ -126,6 +127,7 @@ def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
         own=own,
         optimizer_bytes=examine_optimizer(config, groups, shapes, torch.device("cpu")).state_bytes,
         dropout=config.lora.dropout,
+        training_adapter=read_training_adapter(config, family),
         latents_shape=shape,
         conditioning=conditioning | inputs,
         exchange=_exchange(config, family, model, shape, conditioning | inputs) if shared > 1 else None,

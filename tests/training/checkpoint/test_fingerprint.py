@@ -83,7 +83,7 @@ def test_a_warm_up_is_compared_as_the_run_has_it() -> None:
 
 
 FREE = {
-    "model": {"path", "revision", "variant", "transformer_file", "transformer_2_file"},
+    "model": {"path", "revision", "variant", "transformer_file", "transformer_2_file", "training_adapter"},
     "data": {
         *("sources", "path", "dataset", "split", "revision", "metadata", "allow_outside"),
         *("media_column", "caption_columns", "captions", "input_columns"),
@@ -110,7 +110,10 @@ CONDITIONAL = {"train": {"steps", "micro_batch_size"}}
 @pytest.mark.parametrize("section", FREE)
 def test_every_setting_is_either_in_the_contract_or_known_to_be_free_to_change(section: str) -> None:
     settings = set(section_types()[section].model_fields)
-    fixed = {key.partition(".")[2] for key in fingerprint() if key.startswith(f"{section}.")} - {"weights"}
+    fixed = {key.partition(".")[2] for key in fingerprint() if key.startswith(f"{section}.")} - {
+        "weights",
+        "training_adapter.weights",
+    }
     free, conditional = FREE[section], CONDITIONAL.get(section, set())
     assert settings == fixed | free | conditional
     assert len(settings) == len(fixed) + len(free) + len(conditional)

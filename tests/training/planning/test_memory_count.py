@@ -14,7 +14,8 @@ from held_step import CPU, step_on_cpu
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_in
 from diffsynth_lite.core.planning import StepBytes, count_step
 from diffsynth_lite.core.weights import Int8, Quantization
-from diffsynth_lite.lora import add_adapter, find_target_layers
+from diffsynth_lite.lora import add_adapter, add_training_adapter, find_target_layers
+from diffsynth_lite.lora.pairs import LoraFile
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.quantized import quantizable_layers
 from diffsynth_lite.training.planning import few_blocks, memory_count
@@ -24,6 +25,7 @@ from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.step_time import StepTimer
 
 RANK = 4
+FROZEN = ("attn.to_q", "img_mlp.net.2")
 PARK = BlockStrategy(offload=True, save_attention="park")
 RESIDENT = StepSettings()
 OFFLOADED = StepSettings(use_gradient_checkpointing_offload=True, min_bytes=0)
@@ -37,7 +39,9 @@ def narrow(family: str, num_blocks: int) -> Iterator[tuple[ModelFamily, CountedR
         yield found, release
 
 
-def counter_of(family: ModelFamily, release: CountedRelease) -> MemoryCounter:
+def counter_of(
+    family: ModelFamily, release: CountedRelease, training_adapter: LoraFile | None = None
+) -> MemoryCounter:
     pixels = release.small_pixels
     return MemoryCounter(
         family,
@@ -45,6 +49,7 @@ def counter_of(family: ModelFamily, release: CountedRelease) -> MemoryCounter:
         rank=RANK,
         latents_shape=family.latents_shape(*pixels),
         conditioning=conditioning_of(family, release, pixels),
+        training_adapter=training_adapter,
     )
 
 
@@ -125,11 +130,12 @@ def test_a_step_on_the_cpu_under_autocast_holds_what_is_counted() -> None:
         OFFLOADED, quantize="int8", micro_batch_size=2, accumulates=True, device_type="cpu", min_bytes=None
     )
     with narrow("qwen_image", 2) as (family, release):
-        counted = counter_of(family, release).count(settings)
+        adapter = frozen_adapter(family.empty_transformer())
+        counted = counter_of(family, release, adapter).count(settings)
         pixels = release.small_pixels
         held = step_on_cpu(
             family,
-            in_int8(family),
+            in_int8(family, adapter),
             settings,
             latents_shape=family.latents_shape(*pixels),
             conditioning=conditioning_of(family, release, pixels),
@@ -138,10 +144,20 @@ def test_a_step_on_the_cpu_under_autocast_holds_what_is_counted() -> None:
     means = 2 * 2 * 256 * torch.bfloat16.itemsize
     expected = StepBytes(kept=held.kept + means, peak=held.peak + counted.gradients, host=held.host)
     assert counted.step == expected
+    with narrow("qwen_image", 2) as (family, release):
+        without = counter_of(family, release).count(settings)
+    assert counted.weights - without.weights == sum(4 * tensor.numel() for tensor in adapter[0].values())
 
 
-def in_int8(family: ModelFamily) -> torch.nn.Module:
-    """What the family trains, under autocast of the CPU, with a LoRA."""
+def frozen_adapter(model: torch.nn.Module) -> LoraFile:
+    """One on layers with a LoRA, and on layers without."""
+    shapes = {name: layer.weight.shape for name, layer in model.named_modules() if name.endswith(FROZEN)}
+    firsts = {f"{name}.lora_A.weight": torch.ones(3, shape[1]) for name, shape in shapes.items()}
+    return firsts | {f"{name}.lora_B.weight": torch.ones(shape[0], 3) for name, shape in shapes.items()}, {}
+
+
+def in_int8(family: ModelFamily, training_adapter: LoraFile) -> torch.nn.Module:
+    """What the family trains, under autocast of the CPU, with a LoRA and a frozen adapter."""
     (component,) = family.trained
     model = family.component_class(component).from_config(family.folder.component_config(component))
     for weight in model.requires_grad_(False).parameters():
@@ -149,6 +165,7 @@ def in_int8(family: ModelFamily) -> torch.nn.Module:
     layers = tuple(quantizable_layers(model, family.block_lists))
     Quantization(format=Int8(), layers=layers, device=CPU).apply_to(model)
     add_adapter(model, targets(family, model), rank=RANK, alpha=1, dropout=0, seed=0)
+    add_training_adapter(model, *training_adapter)
     forward = torch.autocast("cpu", torch.bfloat16)(model.train().forward)
     model.forward = convert_outputs_to_fp32(forward)  # as accelerate does
     return model

@@ -1,0 +1,106 @@
+"""This file knows what to do with models that are distilled to few steps: warn of them, or keep them so."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from diffsynth_lite.config import Config
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import adapter_digest, require_fit
+from diffsynth_lite.lora.pairs import LoraFile
+from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.training.checkpoint.lora_file import read_lora
+from diffsynth_lite.training.distributed.agreement import from_main_process, tensors_from_main_process
+
+_DISTILLED = frozenset(
+    ["distill", "distilled", "dmd", "flash", "hyper", "lcm", "lightning", "schnell", "sprint", "turbo"]
+)
+"""Words in the names of distilled models."""
+_UNDONE = frozenset(["de", "un"])
+"""Words beside them in the names of models that are not, as in de-distilled."""
+
+
+def warning_of_distilled(config: Config, family: ModelFamily) -> str | None:
+    """What to know before a distilled model is trained; None of others, and where a setting keeps it so."""
+    if config.keeps_distillation:
+        return None
+    return distillation_warning(family, config.model.path, config.model.transformer_file)
+
+
+def distillation_warning(family: ModelFamily, location: str, file: str | None = None) -> str | None:
+    """What to know before a distilled model is trained; None of others.
+
+    Args:
+        location: of the pipeline, as it was given: where its files do not tell, its name may.
+        file: of the transformer, as it was given; its name tells in place of the pipeline's.
+    """
+    key, named, reason = "model.path", location, family.distilled
+    if reason is None and file is not None:
+        key, named = "model.transformer_file", file
+    if reason is None and _is_named_distilled(Path(named).name):
+        reason = "so its name says, and none of its files; better train the model that it was made from"
+    if reason is None:
+        return None
+    return (
+        f"{key}: {named} is distilled to few steps: {reason}. Training knows nothing of the "
+        "distillation and undoes it: with the LoRA, few steps give blurred pictures. To keep them, set "
+        "objective.guidance_target, or model.training_adapter where there is one for it."
+    )
+
+
+def _is_named_distilled(name: str) -> bool:
+    # Also of names such as StepDistill and SDXLTurbo.
+    words = {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+    return not words.isdisjoint(_DISTILLED) and words.isdisjoint(_UNDONE)
+
+
+def read_training_adapter(config: Config, family: ModelFamily) -> LoraFile | None:
+    """The frozen adapter that a run has on its model; None where it has none.
+
+    Raises:
+        UserError: it cannot be read, or is none for the layers of what the family trains.
+    """
+    location = config.model.training_adapter
+    if location is None:
+        return None
+    tensors, settings = read_lora(family, location, key="model.training_adapter")
+    require_fit(family.empty_transformer(), tensors, place=f"model.training_adapter: {location}")
+    return tensors, settings
+
+
+def training_adapter_digest(config: Config, family: ModelFamily) -> str | None:
+    """What the adapter of :func:`read_training_adapter` holds, as a digest; None where there is none."""
+    adapter = read_training_adapter(config, family)
+    return None if adapter is None else adapter_digest(*adapter)
+
+
+def load_training_adapter(
+    config: Config, family: ModelFamily, accelerator: Accelerator, digest: str | None
+) -> LoraFile | None:
+    """The same on all processes, of which the main one reads it; call this on all.
+
+    Args:
+        digest: of the adapter that the run was checked with.
+
+    Raises:
+        UserError: as :func:`read_training_adapter`, or it is another one by now.
+    """
+    if digest is None:
+        return None
+    known: dict[str, Any] = {}
+
+    def read() -> dict[str, torch.Tensor]:
+        adapter = read_training_adapter(config, family)
+        if adapter is None or adapter_digest(*adapter) != digest:
+            raise UserError(
+                f"model.training_adapter: {config.model.training_adapter} was changed while the run started; "
+                "start it again"
+            )
+        known.update(adapter[1])
+        return adapter[0]
+
+    tensors = tensors_from_main_process(accelerator, read)
+    return tensors, from_main_process(accelerator, lambda: known)
