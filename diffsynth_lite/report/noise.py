@@ -5,32 +5,52 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffsynth_lite.report.series import as_number
+from diffsynth_lite.run_folder.items import MeasuredItem
 from diffsynth_lite.run_folder.metrics import LOSS_BY_NOISE, NOISE_TENTHS, SAMPLES_BY_NOISE
 
 _PART = 5
-"""The loss at the start is that of the first of so many parts of the rows, the loss now that of the last."""
+"""The loss at the start is that of the first of so many parts of the rows, half-way that of the middle one,
+and the loss now that of the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoiseTenth:
-    """A tenth of the noise levels.
+class LossCourse:
+    """How a loss went: at the start, half-way, and now; None where it was not measured.
 
     Attributes:
-        name: its ends, as in 0.3-0.4.
-        share: part of all samples, in [0, 1].
-        before: mean loss in the first fifth of the run; None without samples.
-        after: in the last fifth.
+        name: of what it is the loss.
     """
 
     name: str
-    share: float
     before: float | None
+    middle: float | None
     after: float | None
 
     @property
     def change(self) -> float | None:
-        """Relative to before."""
-        return self.after / self.before - 1 if self.before and self.after is not None else None
+        """From the start to now, relative to the start."""
+        return _change(self.before, self.after)
+
+    @property
+    def late_change(self) -> float | None:
+        """From half-way to now, relative to half-way: near 0 where nothing is learned any more."""
+        return _change(self.middle, self.after)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseTenth(LossCourse):
+    """A tenth of the noise levels, by the losses of the training: means of a fifth of the run.
+
+    Attributes:
+        name: its ends, as in 0.3-0.4.
+        share: part of all samples, in [0, 1].
+    """
+
+    share: float
+
+
+class NoiseLevel(LossCourse):
+    """A noise level, by the losses of single items on fixed noise, which compare from step to step."""
 
 
 def noise_tenths(rows: Sequence[Mapping[str, Any]]) -> list[NoiseTenth]:
@@ -45,15 +65,51 @@ def noise_tenths(rows: Sequence[Mapping[str, Any]]) -> list[NoiseTenth]:
     if not total:
         return []
     part = max(1, len(logged) // _PART)
+    middle = (len(logged) - part) // 2
     return [
         NoiseTenth(
             name=name,
             share=counts[name] / total,
             before=_mean_loss(logged[:part], name),
+            middle=_mean_loss(logged[middle : middle + part], name),
             after=_mean_loss(logged[-part:], name),
         )
         for name in NOISE_TENTHS
     ]
+
+
+def noise_levels(items: Sequence[MeasuredItem], rows: Sequence[Mapping[str, Any]]) -> list[NoiseLevel]:
+    """The mean loss of single items at each noise level; none before they were measured twice.
+
+    Args:
+        items: of ``items.jsonl``.
+        rows: of ``item_losses.jsonl``; one that is of other items is left out.
+    """
+    levels = items[0].noise_levels if items else []
+    measured = [means for row in rows if (means := _means_by_level(row, len(items), len(levels)))]
+    if len(measured) < 2:
+        return []
+    middle = measured[len(measured) // 2] if len(measured) > 2 else [None] * len(levels)
+    return [
+        NoiseLevel(name=f"{level:.2g}", before=before, middle=half_way, after=after)
+        for level, before, half_way, after in zip(levels, measured[0], middle, measured[-1], strict=True)
+    ]
+
+
+def _means_by_level(row: Mapping[str, Any], num_items: int, num_levels: int) -> list[float] | None:
+    """The mean over the items at each level; None where the row has not all of them."""
+    by_item = row.get("by_level")
+    if not isinstance(by_item, list) or len(by_item) != num_items:
+        return None
+    found = [[as_number(loss) for loss in own] for own in by_item if isinstance(own, list)]
+    losses = [own for own in found if len(own) == num_levels and None not in own]
+    if len(losses) < num_items:
+        return None
+    return [sum(filter(None, at_level)) / num_items for at_level in zip(*losses, strict=True)]
+
+
+def _change(before: float | None, after: float | None) -> float | None:
+    return after / before - 1 if before and after is not None else None
 
 
 def _samples(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:

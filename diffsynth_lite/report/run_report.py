@@ -8,9 +8,10 @@ from typing import Any
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.report.charts import read_series
+from diffsynth_lite.report.hard_items import HardItems, read_hard_items
 from diffsynth_lite.report.layers import Layers, read_layers, update_series
 from diffsynth_lite.report.memory import Comparison, MemoryFact, memory_facts, plan_beside_measurement
-from diffsynth_lite.report.noise import NoiseTenth, noise_tenths
+from diffsynth_lite.report.noise import NoiseLevel, NoiseTenth, noise_levels, noise_tenths
 from diffsynth_lite.report.previews import PromptPreviews, find_previews
 from diffsynth_lite.report.record import (
     RunFile,
@@ -50,7 +51,9 @@ class RunReport:
     series: Mapping[str, Series]
     prompts: Sequence[PromptPreviews]
     teaching: Teaching | None
+    hard_items: HardItems | None
     noise: Sequence[NoiseTenth]
+    noise_levels: Sequence[NoiseLevel]
     layers: Layers | None
     memory: Sequence[MemoryFact]
     comparison: Comparison | None
@@ -74,6 +77,7 @@ def read_run(path: Path, *, base: str = "") -> RunReport:
     lineage = reader.sequence(folder.lineage_file.name)
     rows = reader.rows(folder.metrics_file.name)
     layer_rows = reader.rows(folder.layers_file.name)
+    items, loss_rows = _items(folder, reader), reader.rows(folder.item_losses_file.name)
     quarantine = reader.rows(folder.quarantine_file.name)
     state = read_state(
         reader.mapping(folder.status_file.name),
@@ -90,8 +94,10 @@ def read_run(path: Path, *, base: str = "") -> RunReport:
         state=state,
         series=read_series(rows) | update_series(layer_rows),
         prompts=find_previews(path, [str(each) for each in prompts] if isinstance(prompts, list) else []),
-        teaching=read_teaching(_items(folder, reader), reader.rows(folder.item_losses_file.name)),
+        teaching=read_teaching(items, loss_rows),
+        hard_items=read_hard_items(reader.rows(folder.sample_losses_file.name)),
         noise=noise_tenths(rows),
+        noise_levels=noise_levels(items, loss_rows),
         layers=read_layers(layer_rows),
         memory=memory_facts(rows),
         comparison=plan_beside_measurement(rows),

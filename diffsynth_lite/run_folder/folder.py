@@ -88,6 +88,11 @@ class RunFolder:
         return self.path / "item_losses.jsonl"
 
     @property
+    def sample_losses_file(self) -> Path:
+        """One row for each logged step, with the losses of samples."""
+        return self.path / "sample_losses.jsonl"
+
+    @property
     def layers_file(self) -> Path:
         """One row for each evaluation, with the size of the update to each layer."""
         return self.path / "layers.jsonl"
@@ -95,7 +100,7 @@ class RunFolder:
     @property
     def row_files(self) -> tuple[Path, ...]:
         """Files of rows by step, which a run that goes on takes up where it does."""
-        return self.metrics_file, self.item_losses_file, self.layers_file
+        return self.metrics_file, self.item_losses_file, self.sample_losses_file, self.layers_file
 
     @property
     def report_file(self) -> Path:
@@ -142,7 +147,7 @@ class RunFolder:
 
         ``status.json`` is the first file that a run writes; where it was lost, a checkpoint tells.
         """
-        return b'"found_at"' in self._status_bytes() or self._holds_checkpoint()
+        return b'"found_at"' in self._status_bytes() or any(self.checkpoints_folder.glob(_MANIFESTS))
 
     def sync_rows(self) -> None:
         """Wait until the rows by step are on the disk: before a checkpoint that is later than they are."""
@@ -266,10 +271,8 @@ class RunFolder:
             return False
         try:
             os.kill(int(holder["process"]), 0)
-        except ProcessLookupError:
-            return True
-        except (OSError, OverflowError):
-            return False
+        except (OSError, OverflowError) as error:
+            return isinstance(error, ProcessLookupError)
         return False
 
     def changes(self) -> object:
@@ -290,9 +293,6 @@ class RunFolder:
             return self.status_file.read_bytes()
         except OSError:
             return b""
-
-    def _holds_checkpoint(self) -> bool:
-        return any(self.checkpoints_folder.glob(_MANIFESTS))
 
     def _holder(self) -> re.Match[str] | None:
         """Who took the lock last; None where no trainer did, or the file was lost."""

@@ -12,6 +12,7 @@ from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import BlockCompiler, GradientEngine
+from diffsynth_lite.core.noise import SampleLosses
 from diffsynth_lite.core.randomness import torch_seed
 from diffsynth_lite.core.transfer.shared_memory import HostMemoryError
 from diffsynth_lite.core.weights import HostBlocks, QuantizationReport, WeightStream, local_bytes
@@ -34,7 +35,13 @@ from diffsynth_lite.training.distributed.sharding import require_sharded
 from diffsynth_lite.training.distributed.watchdog import LONG_WAIT
 from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.encoding.run_encoding import EncodedPrompt, TrainingData
-from diffsynth_lite.training.evaluation import FixedNoiseErrors, FixedNoiseLoss, ItemLosses, LayerUpdates
+from diffsynth_lite.training.evaluation import (
+    FixedNoiseErrors,
+    FixedNoiseLoss,
+    ItemLosses,
+    LayerUpdates,
+    SampleLossLog,
+)
 from diffsynth_lite.training.layer_groups import own_sizes, usual_size
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 from diffsynth_lite.training.optimization.averages import AveragedWeights
@@ -44,8 +51,7 @@ from diffsynth_lite.training.optimization.optimizers import (
     measures_average,
 )
 from diffsynth_lite.training.previews import PictureSource, Previews
-from diffsynth_lite.training.shortages import Workload
-from diffsynth_lite.training.streaming import blocks_by_model, quantizable_bytes, streamable_bytes
+from diffsynth_lite.training.streaming import blocks_by_model
 
 _SUPPORTED_DISTRIBUTION = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
@@ -68,6 +74,7 @@ class TrainingObjects:
         totals_by_noise: of a step, (20,) on the device as :class:`StepResult` has them, or (0,).
         validation_loss: the loss on fixed noise.
         item_losses: of single items on fixed noise.
+        sample_losses: writes those of samples that were trained on.
         layer_updates: how large the LoRA's updates are.
         previews: draws the prompts.
         weights: brings the frozen weights that live in host memory to the device.
@@ -90,6 +97,7 @@ class TrainingObjects:
     totals_by_noise: Callable[[int], torch.Tensor]
     validation_loss: FixedNoiseLoss
     item_losses: ItemLosses
+    sample_losses: SampleLossLog
     layer_updates: LayerUpdates
     previews: Previews
     weights: WeightStream
@@ -255,6 +263,12 @@ def build_run(
             folder=folder,
             writes=is_main,
         ),
+        sample_losses=SampleLossLog(
+            losses=objective.sample_losses,
+            file=MetricsFile(folder.sample_losses_file),
+            accelerator=accelerator,
+            every_steps=config.logging.every_steps,
+        ),
         layer_updates=LayerUpdates(
             UpdateSizes(transformer, accelerator.device),
             MetricsFile(folder.layers_file),
@@ -295,6 +309,9 @@ def _build_objective(config: Config, family: ModelFamily, accelerator: Accelerat
         guidance_target=config.objective.guidance_target,
         device=accelerator.device,
         counts=accelerator.process_index % config.train.context_parallel == 0,
+        sample_losses=SampleLosses.of_run(
+            seed=config.train.seed, num_samples=config.train.steps * config.train.global_batch_size
+        ),
     )
 
 
@@ -383,39 +400,6 @@ def build_preview_requests(
         )
         for prompt in prompts
     ]
-
-
-def build_workload(
-    config: Config,
-    checked: CheckedRun,
-    encoded: TrainingData,
-    transformer: torch.nn.Module,
-    weights: WeightStream,
-) -> Workload:
-    """What a step holds in memory, for the advice when the device is full."""
-    train, family = config.train, checked.family
-    model = family.folder.component_config(family.trained[0])
-    heads, head_width = (model.get(name) for name in ("num_attention_heads", "attention_head_dim"))
-    return Workload(
-        tokens=max(num_tokens_of(bucket, family) for bucket in encoded.items.buckets)
-        // train.context_parallel,
-        width=heads * head_width if isinstance(heads, int) and isinstance(head_width, int) else None,
-        micro_batch_size=train.micro_batch_size,
-        num_blocks=checked.num_blocks,
-        streamable_bytes=streamable_bytes(config, family, transformer, weights),
-        quantizable_bytes=quantizable_bytes(family, transformer),
-        num_checkpointed=checked.num_selected_blocks if train.use_gradient_checkpointing else 0,
-        offloads=train.use_gradient_checkpointing_offload,
-        # In the backward pass those of one block, and what is fetched ahead.
-        blocks_on_device=max(config.memory.resident_blocks, 1 + config.memory.prefetched_blocks),
-        has_token_budget=train.micro_batch_tokens is not None,
-        float32_bytes=_float32_bytes(transformer) if config.model.dtype == "float32" else 0,
-    )
-
-
-def _float32_bytes(model: torch.nn.Module) -> int:
-    frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
-    return local_bytes(parameter for parameter in frozen if parameter.dtype == torch.float32)
 
 
 def build_engine(config: Config, weights: WeightStream) -> GradientEngine:

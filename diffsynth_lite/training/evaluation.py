@@ -1,6 +1,6 @@
 """This file measures the model between steps: its loss on fixed items and noise, and the LoRA's updates.
 
-It also says when two losses compare.
+It also says when two losses compare, and writes down the losses of samples as they were trained on.
 """
 
 import hashlib
@@ -11,18 +11,23 @@ from statistics import median
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from PIL.Image import Image
 
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
+from diffsynth_lite.core.noise import SampleLosses
 from diffsynth_lite.core.randomness import normal
 from diffsynth_lite.data import Bucket, DataIdentity, ItemRow, TrainingItem
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.lora import UpdateSize, UpdateSizes
 from diffsynth_lite.media import STRIP_FRAMES, frame_strip, jpeg_url
 from diffsynth_lite.pipelines import Conditioning
+from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.items import MeasuredItem, read_items, write_items
 from diffsynth_lite.run_folder.metrics import MetricsFile
+from diffsynth_lite.run_folder.progress import is_logged
+from diffsynth_lite.training.distributed.agreement import on_all_processes
 from diffsynth_lite.training.objective import DenoisingObjective
 
 logger = logging.getLogger(__name__)
@@ -289,6 +294,38 @@ class ItemLosses:
             first["step"],
             sum(before is not None and after > before for after, before in pairs),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleLossLog:
+    """Writes the losses of samples to the run folder.
+
+    Attributes:
+        losses: of this process.
+        file: of the main process.
+        every_steps: interval of the steps that are logged.
+    """
+
+    losses: SampleLosses
+    file: MetricsFile
+    accelerator: Accelerator
+    every_steps: int
+
+    def after_step(self, step: int) -> None:
+        """Write a row after a step that is logged; called by all processes."""
+        if is_logged(step, self.every_steps):
+            self.write(step)
+
+    def write(self, step: int) -> None:
+        """Write a row of the samples since the last one, of all processes, which all call this."""
+        found = on_all_processes(self.accelerator, self.losses.take)
+        if not self.accelerator.is_main_process:
+            return
+        by_item: dict[str, list[list[float]]] = {}
+        for name, *values in sorted(sample for samples in found for sample in samples):
+            by_item.setdefault(redacted(name), []).append([float(f"{value:.4g}") for value in values])
+        if by_item:
+            self.file.append(step, {"samples": by_item})
 
 
 class LayerUpdates:

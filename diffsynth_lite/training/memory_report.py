@@ -1,4 +1,7 @@
-"""This file says what the switches for memory and speed did, and stops a run in which one did nothing."""
+"""This file says what the switches for memory and speed did, and stops a run in which one did nothing.
+
+It also says what decides how much memory a step takes.
+"""
 
 import logging
 from typing import Protocol
@@ -8,11 +11,15 @@ from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import BlockCompiler, GradientEngine, IneffectiveSwitchError
-from diffsynth_lite.core.weights import QuantizationReport, ShardReport, WeightStream
+from diffsynth_lite.core.weights import QuantizationReport, ShardReport, WeightStream, local_bytes
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.metrics import MetricsLog
 from diffsynth_lite.training.checks import CheckedRun
+from diffsynth_lite.training.data_settings import num_tokens_of
 from diffsynth_lite.training.distributed.devices import batch_layout
+from diffsynth_lite.training.encoding.run_encoding import TrainingData
+from diffsynth_lite.training.shortages import Workload
+from diffsynth_lite.training.streaming import quantizable_bytes, streamable_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +70,39 @@ def report_memory(
         for line in part.lines():
             logger.info("%s", line)
     metrics.log(step, {name: value for part in parts for name, value in part.metrics().items()})
+
+
+def workload_of(
+    config: Config,
+    checked: CheckedRun,
+    encoded: TrainingData,
+    transformer: torch.nn.Module,
+    weights: WeightStream,
+) -> Workload:
+    """What a step holds in memory, for the advice when the device is full."""
+    train, family = config.train, checked.family
+    model = family.folder.component_config(family.trained[0])
+    heads, head_width = (model.get(name) for name in ("num_attention_heads", "attention_head_dim"))
+    return Workload(
+        tokens=max(num_tokens_of(bucket, family) for bucket in encoded.items.buckets)
+        // train.context_parallel,
+        width=heads * head_width if isinstance(heads, int) and isinstance(head_width, int) else None,
+        micro_batch_size=train.micro_batch_size,
+        num_blocks=checked.num_blocks,
+        streamable_bytes=streamable_bytes(config, family, transformer, weights),
+        quantizable_bytes=quantizable_bytes(family, transformer),
+        num_checkpointed=checked.num_selected_blocks if train.use_gradient_checkpointing else 0,
+        offloads=train.use_gradient_checkpointing_offload,
+        # In the backward pass those of one block, and what is fetched ahead.
+        blocks_on_device=max(config.memory.resident_blocks, 1 + config.memory.prefetched_blocks),
+        has_token_budget=train.micro_batch_tokens is not None,
+        float32_bytes=_float32_bytes(transformer) if config.model.dtype == "float32" else 0,
+    )
+
+
+def _float32_bytes(model: torch.nn.Module) -> int:
+    frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
+    return local_bytes(parameter for parameter in frozen if parameter.dtype == torch.float32)
 
 
 def report_graphs(compiler: BlockCompiler, metrics: MetricsLog, step: int) -> None:

@@ -15,6 +15,7 @@ from diffsynth_lite.core.noise import (
     LevelShares,
     LossByTenth,
     LossWeighting,
+    SampleLosses,
     TimestepDensity,
     draw_of_level,
     level_shares,
@@ -162,6 +163,7 @@ class DenoisingObjective:
         guidance_target: scale g of the guided target ``u + g (v - u)``; None is the plain target v.
         counts: whether this process is the one that counts its samples, where several have the same.
         loss_by_tenth: adds up the losses of the samples, for whoever takes them.
+        sample_losses: keeps them one by one.
     """
 
     family: ModelFamily
@@ -173,6 +175,7 @@ class DenoisingObjective:
     guidance_target: float | None = None
     counts: bool = True
     loss_by_tenth: LossByTenth = field(default_factory=LossByTenth)
+    sample_losses: SampleLosses = field(default_factory=SampleLosses)
 
     def loss(self, transformer: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Mean weighted loss of the estimate over a micro-batch, a scalar in fp32."""
@@ -192,6 +195,7 @@ class DenoisingObjective:
         losses = self._weight(sigma) * errors
         if self.counts:
             self.loss_by_tenth.add(sigma, losses)
+            self.sample_losses.add(batch.names, batch.positions, sigma, losses)
         return losses.mean()
 
     def totals_by_noise(self, accelerator: Accelerator, every_steps: int, step: int) -> torch.Tensor:

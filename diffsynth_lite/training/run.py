@@ -31,7 +31,6 @@ from diffsynth_lite.training.builder import (
     build_noise_levels,
     build_run,
     build_transformer,
-    build_workload,
 )
 from diffsynth_lite.training.checkpoint.card import CardWriter
 from diffsynth_lite.training.checkpoint.lora_facts import gather_lora_facts
@@ -63,6 +62,7 @@ from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_r
 from diffsynth_lite.training.encoding.sealed_start import sealed_data
 from diffsynth_lite.training.evaluation import ValidationProtocol
 from diffsynth_lite.training.layer_groups import own_sizes, usual_size
+from diffsynth_lite.training.memory_report import workload_of
 from diffsynth_lite.training.optimization.averages import AveragedWeights
 from diffsynth_lite.training.optimization.optimizers import build_average, build_optimizer, measures_average
 from diffsynth_lite.training.planning.automatic import before_choice, choose_memory, leaves_open, what_fits
@@ -302,7 +302,7 @@ def _memory_explained(
 ) -> AbstractContextManager[None]:
     """Scope in which a full device is explained."""
     return out_of_memory_explained(
-        build_workload(run.config, run.checked, encoded, transformer, weights),
+        workload_of(run.config, run.checked, encoded, transformer, weights),
         transformer,
         optimizer,
         plan=partial(what_fits, run.config, run.checked.family, run.accelerator),

@@ -55,15 +55,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
     requests = Requests(run.folder, stop, run.accelerator, config.output.checkpoint_every_minutes)
     engine = build_engine(config, built.weights)
     comparison = StepComparison(run.predicted, built, metrics.log, start_step)
-    report = StepReport(
-        run.folder,
-        metrics,
-        device=run.accelerator.device,
-        is_main=run.is_main,
-        start_step=start_step,
-        total_steps=total_steps,
-        every_steps=config.logging.every_steps,
-    )
+    report = _step_report(run, metrics, start_step)
 
     def evaluate_now(step: int) -> None:
         with watchdog.paused(), shutdown.timing("evaluation"):
@@ -72,6 +64,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
     def save_now(step: int) -> None:
         with watchdog.paused(), shutdown.timing("save"):
             measure_updates(built, step)
+            built.sample_losses.write(step)
             saver.save(step)
         requests.note_save()
 
@@ -92,6 +85,7 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
                 report_memory(config, run.checked, built, engine, metrics, step)
             report_graphs(built.compiler, metrics, step)
             report.after_step(result)
+            built.sample_losses.after_step(step)
             _require_few_skips(built, step)
             shutdown.after_step(result.seconds)
             # What is due or asked for. Evaluation first: the checkpoint says whether it is the best so far.
@@ -105,9 +99,22 @@ def train(run: RunContext, built: TrainingObjects, saver: Saver, stop: StopReque
             run.page.renew()
     # Stopped, or no step was left to take; a step that is saved already is not written again.
     if step < total_steps or step == start_step:
+        built.sample_losses.write(step)
         saver.save(step)
     saver.tell_rounding()
     return step
+
+
+def _step_report(run: RunContext, metrics: MetricsLog, start_step: int) -> StepReport:
+    return StepReport(
+        run.folder,
+        metrics,
+        device=run.accelerator.device,
+        is_main=run.is_main,
+        start_step=start_step,
+        total_steps=run.config.train.steps,
+        every_steps=run.config.logging.every_steps,
+    )
 
 
 def train_step(built: TrainingObjects, step: int) -> StepResult:
@@ -184,6 +191,7 @@ def evaluate(built: TrainingObjects, saver: Saver, metrics: MetricsLog, step: in
         _between_steps(built, lambda: built.item_losses.record(built.transformer, step))
         _between_steps(built, lambda: built.previews.draw(built.transformer, step))
     measure_updates(built, step)
+    built.sample_losses.write(step)  # The best so far is saved below.
     if loss is not None:
         built.divergence.note_loss(step, is_finite=math.isfinite(loss), is_of_average=averaged is not None)
     saver.update_best(step, math.nan if loss is None else loss)

@@ -56,6 +56,8 @@ def full_folder(path: Path, *, text: str = "a circle", steps: Iterable[int] = (0
     )
     kinds = ("blocks.0.to_q", "blocks.0.to_k", "blocks.1.to_q", f"blocks.1.{text}")
     updates = dict(zip(kinds, (0.01, 0.001, 0.1, 0.0), strict=True))
+    samples = [{"step": step, "samples": {text: [[0.5, 2.0]], "b": [[0.5, 1.0]]}} for step in range(40)]
+    write_rows(folder.sample_losses_file, samples)
     write_rows(folder.layers_file, [{"step": 200, "updates": updates}])
     folder.previews_folder.mkdir()
     for step in steps:

@@ -59,14 +59,12 @@ def test_a_run_is_shown_with_all_that_it_left(tmp_path: Path) -> None:
     page = Page(write_report(full_folder(tmp_path / "mine")).read_text())
     shown = re.sub(r"\s+", " ", page.text)
     for words in (
-        *(
-            "Failed",
-            "Step 200 of 300",
-            "no memory for a circle",
-            "on training data: 0.9 at step 0, 0.3 at step 200",
-        ),
+        *("Failed", "Step 200 of 300", "no memory for a circle"),
+        "on training data: 0.9 at step 0, 0.3 at step 200",
         *("above 0.6 now. 2 of 3 got better, the median by -40.0 %", "2 a circle 8x8", "+20.0 %"),
-        *("0.0-0.1 25.0 % 0.4 0.2 -50.0 %", "1 of 4 layers did not change at all: blocks.1.a circle"),
+        *("2 items with four samples and more; 80 samples. item loss", "samples a circle 1.75 0.10 40"),
+        *("0.0-0.1 25.0 % 0.4 0.3 0.2 -50.0 % -33.3 %", "0.5 1.167 1.033 -11.4 %"),
+        "1 of 4 layers did not change at all: blocks.1.a circle",
         *("blocks.1.to_q 10 %", "6 run, 6 checkpointed, 6 recomputed", "2 tensors, 2.0 KiB"),
         *("900 bytes measured, 1000 bytes planned (-10.0 %)", "memory.auto chose memory.stream_blocks: 3"),
         *("a circle: a circle to 2", "no picture: a circle", "Skipped items (1)", "layers.jsonl"),

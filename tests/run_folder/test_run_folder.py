@@ -41,6 +41,7 @@ def test_the_layout_is_the_documented_one(folder: RunFolder) -> None:
         "metrics.jsonl": folder.metrics_file,
         "items.jsonl": folder.items_file,
         "item_losses.jsonl": folder.item_losses_file,
+        "sample_losses.jsonl": folder.sample_losses_file,
         "layers.jsonl": folder.layers_file,
         "quarantine.jsonl": folder.quarantine_file,
         "checkpoints": folder.checkpoints_folder,

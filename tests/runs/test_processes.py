@@ -85,6 +85,10 @@ def test_two_processes_train_on_the_same_samples_as_one_and_their_machines_share
             assert one[name] == pytest.approx(other[name], rel=1e-4)  # sums over samples differ in order
     by_noise = [value for name, value in rows[1][0].items() if name.startswith("samples_by_noise/")]
     assert sum(by_noise) == 4
+    one, other = (watched_run.metrics(path, name="sample_losses.jsonl")[0] for path in (single, double))
+    assert sum(map(len, one["samples"].values())) == 4
+    for item, samples in one["samples"].items():
+        assert other["samples"][item] == [pytest.approx(sample, rel=2e-3) for sample in samples]
     for name in ("item_losses.jsonl", "layers.jsonl"):
         assert {0, 6} <= {row["step"] for row in watched_run.metrics(double, name=name)}
     ours, theirs = checkpoint_tensors(single, 6), checkpoint_tensors(double, 6)

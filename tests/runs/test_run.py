@@ -32,7 +32,8 @@ def test_a_run_folder_holds_what_the_readme_says(watched_run: TinyRun) -> None:
     names = {path.name for path in watched_run.folder.iterdir() if not path.name.startswith(".")}
     assert names == {
         *("config.yaml", "resolved.yaml", "contract.json", "lineage.json", "status.json", "metrics.jsonl"),
-        *("items.jsonl", "item_losses.jsonl", "layers.jsonl", "checkpoints", "previews", "lora"),
+        *("items.jsonl", "item_losses.jsonl", "sample_losses.jsonl", "layers.jsonl"),
+        *("checkpoints", "previews", "lora"),
         "report.html",
     }
     assert "6 <small>of 6</small>" in (watched_run.folder / "report.html").read_text()
@@ -47,9 +48,13 @@ def test_a_run_folder_holds_what_the_readme_says(watched_run: TinyRun) -> None:
         assert grid.width > 2 * 64
     measured = {
         name: [row["step"] for row in watched_run.metrics(name=f"{name}.jsonl")]
-        for name in ("item_losses", "layers")
+        for name in ("item_losses", "sample_losses", "layers")
     }
-    assert measured == {"item_losses": [0, 6], "layers": [0, 2, 4, 6]}
+    assert measured == {
+        "item_losses": [0, 6],
+        "layers": [0, 2, 4, 6],
+        "sample_losses": [1, 2, 3, 4, 5, 6],
+    }
     drawn = sorted(path.name[:23] for path in (watched_run.folder / "previews").glob("step-*.png"))
     assert drawn == [f"step-{step:08d}-prompt-{place:02d}" for step in (0, 6) for place in (0, 1)]
     metadata = lora_metadata_of(watched_run.folder / "lora")

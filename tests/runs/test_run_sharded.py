@@ -42,7 +42,7 @@ def test_a_sharded_run_that_is_killed_goes_on_as_one_that_is_not_sharded_and_was
     assert "base in float32 and int8, one copy in all;" in program.printed()
 
     assert differing(checkpoint_tensors(alone, 3), checkpoint_tensors(killed, 3)) == []
-    for name in ("item_losses.jsonl", "layers.jsonl"):
+    for name in ("item_losses.jsonl", "sample_losses.jsonl", "layers.jsonl"):
         assert watched_run.metrics(killed, name=name) == watched_run.metrics(alone, name=name)
     rows, others = (watched_run.metrics(folder) for folder in (killed, alone))
     # Each start also reports what its first step did.

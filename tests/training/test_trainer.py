@@ -88,6 +88,7 @@ def objects(model: torch.nn.Module, *steps: Sequence[Batch], **changes: Any) -> 
         "totals_by_noise": lambda _step: torch.empty(0),
         "validation_loss": None,
         "item_losses": None,
+        "sample_losses": None,
         "layer_updates": None,
         "previews": None,
         "weights": WeightStream([], accelerator.device),
@@ -306,7 +307,10 @@ class Life:
             grace=None,
         )
         built = SimpleNamespace(
-            weights=WeightStream([], process.device), compiler=BlockCompiler([]), divergence=Divergence()
+            weights=WeightStream([], process.device),
+            compiler=BlockCompiler([]),
+            divergence=Divergence(),
+            sample_losses=SimpleNamespace(after_step=lambda _step: None, write=lambda _step: None),
         )
         return train(run, built, self._saver, self._stop, start_step)
 

@@ -3,6 +3,7 @@
 from diffsynth_lite.core.noise.densities import TimestepDensity, sigma_from_uniform
 from diffsynth_lite.core.noise.flow_matching import add_noise, velocity
 from diffsynth_lite.core.noise.paths import DiffusionPath, FlowMatchingPath, NoisePath, PredictionType
+from diffsynth_lite.core.noise.sample_losses import SampleLosses
 from diffsynth_lite.core.noise.shares import (
     LevelShares,
     LossByTenth,
@@ -21,6 +22,7 @@ __all__ = [
     "LossWeighting",
     "NoisePath",
     "PredictionType",
+    "SampleLosses",
     "TimestepDensity",
     "add_noise",
     "draw_of_level",
