@@ -16,7 +16,7 @@ def split(pair: LoraPair, place: Original) -> dict[str, LoraPair]:
     shares, without what is zero in both matrices: all of it, where a layer had none. Else all have the first
     matrix in common.
     """
-    up = _swapped(pair.up) if place.halves_swapped else pair.up
+    up = _swapped(pair.up) if place.swaps(pair.down.shape[1], len(pair.up)) else pair.up
     if len(place.layers) == 1:
         return {place.layers[0]: LoraPair(down=pair.down, up=up, alpha=pair.alpha)}
     unit = up.shape[0] // sum(place.rows)
@@ -43,7 +43,7 @@ def join(pairs: Mapping[str, LoraPair], place: Original) -> LoraPair:
     """
     if len(place.layers) == 1:
         (pair,) = pairs.values()
-        up = _swapped(pair.up) if place.halves_swapped else pair.up
+        up = _swapped(pair.up) if place.swaps(pair.down.shape[1], len(pair.up)) else pair.up
         return LoraPair(down=pair.down, up=up, alpha=pair.alpha)
     if len({pair.alpha / pair.rank for pair in pairs.values()}) > 1:
         pairs = {layer: pair.with_alpha(pair.rank) for layer, pair in pairs.items()}

@@ -268,6 +268,53 @@ _WAN = LayerNames(
     kohya={WAN_NAMES.key(f"transformer.{layer}").partition(".")[2]: renamed(layer) for layer in _WAN_LAYERS},
 )
 
+_SD3 = LayerNames(
+    layers=(
+        *_under(_DOUBLE, (*_JOINT_ATTENTION, *_FLUX_FEED_FORWARD, "norm1.linear", "norm1_context.linear")),
+        *_under(f"{_DOUBLE}.attn2", (*_QKV, "to_out.0")),
+        *_under("time_text_embed.timestep_embedder", _EMBEDDER),
+        *_under("time_text_embed.text_embedder", _EMBEDDER),
+        *("pos_embed.proj", "context_embedder", "norm_out.linear", "proj_out"),
+    ),
+    kohya={
+        "joint_blocks.*.x_block.attn.qkv": fused(*_under(f"{_DOUBLE}.attn", _QKV)),
+        "joint_blocks.*.x_block.attn2.qkv": fused(*_under(f"{_DOUBLE}.attn2", _QKV)),
+        "joint_blocks.*.context_block.attn.qkv": fused(*_under(f"{_DOUBLE}.attn", _ADDED_QKV)),
+        **_renamed(
+            {"joint_blocks.*.x_block": _DOUBLE},
+            {
+                "attn.proj": "attn.to_out.0",
+                "attn2.proj": "attn2.to_out.0",
+                "mlp.fc1": "ff.net.0.proj",
+                "mlp.fc2": "ff.net.2",
+                "adaLN_modulation.1": "norm1.linear",
+            },
+        ),
+        **_renamed(
+            {"joint_blocks.*.context_block": _DOUBLE},
+            {
+                "attn.proj": "attn.to_add_out",
+                "mlp.fc1": "ff_context.net.0.proj",
+                "mlp.fc2": "ff_context.net.2",
+            },
+        ),
+        # Of the last block it has scale and shift alone.
+        "joint_blocks.*.context_block.adaLN_modulation.1": Original(
+            (f"{_DOUBLE}.norm1_context.linear",), halves_swapped=True
+        ),
+        **_renamed(
+            {
+                "t_embedder.mlp": "time_text_embed.timestep_embedder",
+                "y_embedder.mlp": "time_text_embed.text_embedder",
+            },
+            {"0": "linear_1", "2": "linear_2"},
+        ),
+        "x_embedder.proj": renamed("pos_embed.proj"),
+        "final_layer.linear": renamed("proj_out"),
+        "final_layer.adaLN_modulation.1": _LAST_NORM,
+    },
+)
+
 _RESNET = {
     "in_layers.2": "conv1",
     "emb_layers.1": "time_emb_proj",
@@ -352,4 +399,5 @@ Z_IMAGE: LoraLayers = MappingProxyType({"transformer": _Z_IMAGE})
 LTX_VIDEO: LoraLayers = MappingProxyType({"transformer": _LTX_VIDEO})
 SANA: LoraLayers = MappingProxyType({"transformer": _SANA})
 WAN: LoraLayers = MappingProxyType({"transformer": _WAN})
+SD3: LoraLayers = MappingProxyType({"transformer": _SD3})
 SDXL: LoraLayers = MappingProxyType({"unet": _SDXL_UNET, "text_encoder": _CLIP, "text_encoder_2": _CLIP})

@@ -21,8 +21,8 @@ class Original:
     Attributes:
         layers: names in diffusers' model; several are one layer there, with their outputs in this order.
         rows: shares that they have of its outputs.
-        halves_swapped: whether the two halves of its outputs come in the other order there, as scale and
-            shift do in the last normalisation of some models.
+        halves_swapped: whether, where it has two outputs for each input, their halves come in the other order
+            there, as scale and shift do in the last normalisation of some models.
         growth: outputs for each input, where that tells a model from others with the same names.
     """
 
@@ -34,6 +34,10 @@ class Original:
     def fits(self, num_inputs: int, num_outputs: int) -> bool:
         """Whether it can be of this size."""
         return self.growth is None or num_outputs == self.growth * num_inputs
+
+    def swaps(self, num_inputs: int, num_outputs: int) -> bool:
+        """Whether the halves of its outputs are swapped, if it is of this size."""
+        return self.halves_swapped and num_outputs == 2 * num_inputs
 
 
 def renamed(layer: str, growth: int | None = None) -> Original:

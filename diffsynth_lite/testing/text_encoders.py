@@ -184,10 +184,14 @@ def tiny_umt5(
         return UMT5EncoderModel(UMT5Config(**_t5_layout(tokenizer, hidden_size))).eval()
 
 
-def tiny_t5(tokenizer: T5Tokenizer, *, seed: int = 0) -> T5EncoderModel:
-    """A random T5 encoder with two layers: of the LTX-Video pipelines, and one of FLUX.1's two."""
+def tiny_t5(tokenizer: T5Tokenizer, *, hidden_size: int = _ENCODER_WIDTH, seed: int = 0) -> T5EncoderModel:
+    """A random T5 encoder with two layers: of the LTX-Video pipelines, and one of FLUX.1's two.
+
+    Args:
+        hidden_size: width of the embeddings; a multiple of 4, the number of heads.
+    """
     with seeded(seed):
-        return T5EncoderModel(T5Config(**_t5_layout(tokenizer, _ENCODER_WIDTH))).eval()
+        return T5EncoderModel(T5Config(**_t5_layout(tokenizer, hidden_size))).eval()
 
 
 def tiny_clip_text(tokenizer: CLIPTokenizer, *, seed: int = 0) -> CLIPTextModel:

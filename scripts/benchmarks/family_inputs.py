@@ -116,6 +116,11 @@ COUNTED = (
         small_pixels=(512, 512, 1),
     ),
     CountedRelease(
+        family="sd3",
+        name="Stable Diffusion 3.5 medium",
+        small={"num_attention_heads": 4, "caption_projection_dim": 256},
+    ),
+    CountedRelease(
         family="sdxl",
         name="SDXL base 1.0",
         depths=("transformer_layers_per_block",),

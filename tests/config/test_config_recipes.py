@@ -30,6 +30,8 @@ def test_there_are_recipes():
         "qwen_lora.yaml",
         "quickstart.yaml",
         "sana_lora.yaml",
+        "sd35_large_lora.yaml",
+        "sd35_medium_lora.yaml",
         "sdxl_lora.yaml",
         "sdxl_text_encoders_lora.yaml",
         "video_quickstart.yaml",

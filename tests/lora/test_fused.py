@@ -70,7 +70,11 @@ def test_a_lora_of_zeros_has_no_shares() -> None:
 
 
 def test_halves_in_the_other_order_are_swapped_there_and_back() -> None:
-    place, whole = Original(("norm",), halves_swapped=True), pair(6)
+    place, whole = Original(("norm",), halves_swapped=True), pair(10)
     (part,) = split(whole, place).values()
-    assert torch.equal(part.up, torch.cat([whole.up[3:], whole.up[:3]]))
+    assert torch.equal(part.up, torch.cat([whole.up[5:], whole.up[:5]]))
     assert same(join({"norm": part}, place), whole)
+    # It has more than scale and shift: those of other blocks of Stable Diffusion 3.
+    (others,) = split(pair(30), place).values()
+    assert same(others, pair(30))
+    assert same(join({"norm": others}, place), pair(30))

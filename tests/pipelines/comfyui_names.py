@@ -2,7 +2,7 @@
 
 Sources, of github.com/Comfy-Org/ComfyUI: ``model_lora_keys_unet``, ``model_lora_keys_clip`` and ``load_lora``
 in ``comfy/lora.py`` (commit 17358c8f73b5); ``flux_to_diffusers``, ``z_image_to_diffusers`` and
-``unet_to_diffusers`` in ``comfy/utils.py`` (09708eae709a); ``LoRAAdapter`` in
+``unet_to_diffusers`` in ``comfy/utils.py`` (09708eae709a); ``mmdit_to_diffusers`` there, ``LoRAAdapter`` in
 ``comfy/weight_adapter/lora.py``; ``krea2_to_diffusers`` in the copy of ``comfy/utils.py`` that Forge Neo
 keeps (``huggingface_guess``); and the modules of ``comfy/ldm/qwen_image/model.py``,
 ``comfy/ldm/wan/model.py`` and ``comfy/ldm/lightricks/model.py`` (a125cd84b054). Only linear layers are
@@ -82,6 +82,15 @@ _ERNIE_IMAGE = (
     *_in("time_embedding", "linear_1", "linear_2"),
     *("text_proj", "adaLN_modulation.1", "final_norm.linear", "final_linear"),
 )
+_SD3 = (
+    *_in("transformer_blocks.*", *_JOINT_ATTENTION, "norm1.linear", "norm1_context.linear"),
+    *_in("transformer_blocks.*.attn2", *_PLAIN_ATTENTION),
+    *_in("transformer_blocks.*.ff.net", "0.proj", "2"),
+    *_in("transformer_blocks.*.ff_context.net", "0.proj", "2"),
+    *_in("time_text_embed.timestep_embedder", "linear_1", "linear_2"),
+    *_in("time_text_embed.text_embedder", "linear_1", "linear_2"),
+    *("context_embedder", "norm_out.linear", "proj_out"),
+)
 _WAN = (
     *_in("blocks.*.self_attn", "q", "k", "v", "o"),
     *_in("blocks.*.cross_attn", "q", "k", "v", "o", "k_img", "v_img"),
@@ -130,6 +139,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "z_image": _in("transformer", *_Z_IMAGE),
     **dict.fromkeys(("wan", "wan_i2v"), _in("diffusion_model", *_WAN)),
     "ltx_video": _in("diffusion_model", *_LTX_VIDEO),
+    "sd3": _in("transformer", *_SD3),
     "sdxl": (*_flat("lora_unet", *_UNET), *_flat("lora_te1", *_CLIP), *_flat("lora_te2", *_CLIP)),
     "sana": (),  # not in ComfyUI
 }

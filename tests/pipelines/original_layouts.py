@@ -120,6 +120,33 @@ attn2\.to_v                                   cross_attn.kv_linear
 ff\.conv_inverted                             mlp.inverted_conv.conv
 ff\.conv_(depth|point)                        mlp.\1_conv.conv
 """,
+    "SD3Transformer2DModel": r"""
+^pos_embed\.pos_embed                         pos_embed
+^pos_embed\.proj                              x_embedder.proj
+^time_text_embed\.timestep_embedder           t_embedder
+^time_text_embed\.text_embedder               y_embedder
+_embedder\.linear_1                           _embedder.mlp.0
+_embedder\.linear_2                           _embedder.mlp.2
+^proj_out                                     final_layer.linear
+^norm_out\.linear                             final_layer.adaLN_modulation.1
+^transformer_blocks                           joint_blocks
+norm1\.linear                                 x_block.adaLN_modulation.1
+norm1_context\.linear                         context_block.adaLN_modulation.1
+attn(2?)\.norm_([qk])                         x_block.attn\1.ln_\2
+attn\.norm_added_([qk])                       context_block.attn.ln_\1
+attn(2?)\.to_out\.0                           x_block.attn\1.proj
+attn\.to_add_out                              context_block.attn.proj
+attn(2?)\.to_q                                x_block.attn\1.qkv
+attn(2?)\.to_k                                x_block.attn\1.qkv
+attn(2?)\.to_v                                x_block.attn\1.qkv
+attn\.add_q_proj                              context_block.attn.qkv
+attn\.add_k_proj                              context_block.attn.qkv
+attn\.add_v_proj                              context_block.attn.qkv
+ff\.net\.0\.proj                              x_block.mlp.fc1
+ff\.net\.2                                    x_block.mlp.fc2
+ff_context\.net\.0\.proj                      context_block.mlp.fc1
+ff_context\.net\.2                            context_block.mlp.fc2
+""",
     "WanTransformer3DModel": r"""
 ^condition_embedder\.time_embedder\.linear_1  time_embedding.0
 ^condition_embedder\.time_embedder\.linear_2  time_embedding.2
@@ -181,9 +208,11 @@ to_([qkv])                                    w1\1
 """What each model's tensors are called, by rules that follow each other. Those that come to have one name
 are one tensor there, its parts in the order of the rules."""
 _SWAPPED = {
-    "FluxTransformer2DModel": "final_layer.adaLN_modulation.1",
-    "Flux2Transformer2DModel": "final_layer.adaLN_modulation.1",
-    "AuraFlowTransformer2DModel": "modF.1",
+    "FluxTransformer2DModel": r"final_layer\.adaLN_modulation\.1",
+    "Flux2Transformer2DModel": r"final_layer\.adaLN_modulation\.1",
+    "AuraFlowTransformer2DModel": r"modF\.1",
+    # The last block of a small one is the second.
+    "SD3Transformer2DModel": r"(final_layer|joint_blocks\.1\.context_block)\.adaLN_modulation\.1",
 }
 """Layers with shift and scale, which diffusers has the other way round."""
 _FLAT = {"Krea2Transformer2DModel": r"^blocks\.\d+\.mod\.lin$"}
@@ -211,7 +240,7 @@ def original_layout(model: nn.Module) -> dict[str, Tensor] | None:
         parts[name].append((place, tensor))
     tensors = {name: torch.cat([part for _, part in _in_order(those)]) for name, those in parts.items()}
     for name in tensors:
-        if name.rpartition(".")[0] == _SWAPPED.get(class_name):
+        if re.fullmatch(_SWAPPED.get(class_name, "(?!)"), name.rpartition(".")[0]):
             tensors[name] = torch.cat(tensors[name].chunk(2)[::-1])
         if re.search(_FLAT.get(class_name, "(?!)"), name):
             tensors[name] = tensors[name].flatten()

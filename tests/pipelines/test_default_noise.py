@@ -102,6 +102,14 @@ def of_sana(_num_tokens: int) -> list[float]:
     ]
 
 
+def of_sd3(_num_tokens: int) -> list[float]:
+    return [
+        mean_level("logit_normal", 3),  # diffusers' training script
+        mean_level("uniform", 1),  # kohya's sd-scripts
+        mean_level("logit_normal", 1),  # diffusion-pipe
+    ]
+
+
 def of_sdxl(_num_tokens: int) -> list[float]:
     return [mean_level("uniform", 1)]  # diffusers' training scripts
 
@@ -133,6 +141,7 @@ REFERENCES: dict[str, Callable[[int], Sequence[float]]] = {
     "qwen_image": of_qwen,
     "qwen_image_edit": of_qwen,
     "sana": of_sana,
+    "sd3": of_sd3,
     "sdxl": of_sdxl,
     "wan": of_wan,
     "wan_i2v": of_wan,

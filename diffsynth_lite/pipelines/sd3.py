@@ -1,0 +1,272 @@
+"""This file trains Stable Diffusion 3 and 3.5 (text to image).
+
+Layouts: b batch, c latent channels, h and w latent height and width; l tokens, d channels.
+Sources: diffusers ``transformer_sd3.py``, ``pipeline_stable_diffusion_3.py`` and
+``train_dreambooth_lora_sd3.py``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
+from PIL.Image import Image
+from transformers import CLIPTextModelWithProjection, T5EncoderModel
+
+from diffsynth_lite.core.gradient import (
+    BlockPolicy,
+    checkpoint_blocks,
+    gradient_checkpoint_forward,
+    gradient_flags,
+)
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.spelling import taken_by_comfyui
+from diffsynth_lite.media import Prompt
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
+from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
+from diffsynth_lite.pipelines.base.latents import encode_scaled_latents, scaled_latents_shape
+from diffsynth_lite.releases.sd3 import SD3_RELEASES
+from diffsynth_lite.testing import seeded
+from diffsynth_lite.testing.autoencoders import tiny_kl
+from diffsynth_lite.testing.text_encoders import tiny_clip_text_with_projection, tiny_t5
+from diffsynth_lite.testing.tokenizers import clip_tokenizer, t5_tokenizer
+
+_PATCH = 2
+_NUM_TIMESTEPS = 1000
+_CLIP_TOKENS = 77
+"""Rows that CLIP gives of any prompt, in front of those of T5."""
+_EMBEDS = ("prompt_embeds", "pooled_prompt_embeds")
+_ATTENTION = (
+    *("to_q", "to_k", "to_v", "to_out.0"),
+    *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+)
+_FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
+
+
+def model_fn_sd3(
+    transformer: torch.nn.Module,
+    latents_bchw: torch.Tensor,
+    timestep: torch.Tensor,
+    prompt_embeds_bld: torch.Tensor,
+    pooled_prompt_embeds_bd: torch.Tensor,
+    *,
+    use_gradient_checkpointing: bool = False,
+    use_gradient_checkpointing_offload: bool = False,
+    policy: BlockPolicy | None = None,
+) -> torch.Tensor:
+    """One forward of Stable Diffusion 3, each transformer block run by the gradient engine.
+
+    Args:
+        transformer: an ``SD3Transformer2DModel``, plain or wrapped by DDP.
+        latents_bchw: (B, 16, H, W), noisy normalised latents, H and W even.
+        timestep: (B,), in [0, 1000].
+        prompt_embeds_bld: (B, 77 + 256, D), prompt embeddings of both CLIPs, side by side, and behind them
+            those of T5.
+        pooled_prompt_embeds_bd: (B, D_pooled), one vector of each CLIP, side by side.
+        use_gradient_checkpointing: recompute each block in backward.
+        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
+        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+
+    Returns:
+        (B, 16, H, W), the predicted velocity ``noise - latents``.
+    """
+    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
+    with checkpoint_blocks(
+        transformer,
+        SD3.block_lists,
+        gradient_checkpoint_forward,
+        *switches,
+        policy=policy,
+        unused_matmuls=SD3.unused_matmuls,
+    ):
+        velocity_bchw: torch.Tensor = transformer(
+            hidden_states=latents_bchw,
+            timestep=timestep,
+            encoder_hidden_states=prompt_embeds_bld,
+            pooled_projections=pooled_prompt_embeds_bd,
+            return_dict=False,
+        )[0]
+    return velocity_bchw
+
+
+class SD3(DiffusersFamily):
+    """Stable Diffusion 3 medium and 3.5 (medium, large and large turbo), from text.
+
+    24 dual-stream blocks, in 3.5 large 38; the first 13 of 3.5 medium see the picture once more by itself.
+    Prompts of two CLIPs and T5, 16 channels at 1/8 size. All three text encoders must be in the folder.
+
+    CLIP reads the first 77 tokens of its own, T5 256 of its own, padding too, which the model sees: nothing
+    is masked. A caption beyond the first is cut for CLIP alone.
+
+    The blocks' places come from a table: pictures may have at most 3072 pixels on each side, and with 3.5
+    medium 6144.
+
+    Large turbo is distilled to 4 steps without guidance. No setting tells so; its name does.
+
+    The sampler's shift is 3 at any size. diffusers' training script takes it, too, with a density around the
+    middle; kohya's sd-scripts and diffusion-pipe shift nothing unless told to.
+    """
+
+    pipelines = (StableDiffusion3Pipeline,)
+    releases = SD3_RELEASES
+    transformer_class = SD3Transformer2DModel
+    lora_spelling = taken_by_comfyui()
+    lora_layers = known_names.SD3
+    encoder_classes: ClassVar[Mapping[str, Any]] = {
+        "text_encoder": CLIPTextModelWithProjection,
+        "text_encoder_2": CLIPTextModelWithProjection,
+        "text_encoder_3": T5EncoderModel,
+        "vae": AutoencoderKL,
+    }
+    tokenizers = ("tokenizer", "tokenizer_2", "tokenizer_3")
+    prompt_tokenizer = "tokenizer_3"
+    block_lists = ("transformer_blocks",)
+    unused_matmuls = ("ff.net.2", "ff_context.net.2")
+    size_divisor = 16
+    max_prompt_tokens = 256
+    # Those of diffusers' training script, and of the second attention in 3.5 medium.
+    default_target_modules = _ATTENTION
+    target_sets: ClassVar[TargetSets] = {
+        "attention": _ATTENTION,
+        "all": (*_ATTENTION, *_FEED_FORWARD, "norm1.linear", "norm1_context.linear"),
+    }
+    unused_in_last_block = ("attn.add_q_proj",)
+
+    def check_size(self, width: int, height: int, *, keys: str) -> None:
+        super().check_size(width, height, keys=keys)
+        places = self.folder.component_config("transformer")["pos_embed_max_size"]
+        if max(width, height) > places * self.size_divisor:
+            raise UserError(
+                f"{keys}: {width}x{height}; this model knows the places of pictures of at most "
+                f"{places * self.size_divisor} pixels on each side"
+            )
+
+    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
+        parts = self.folder.fingerprints(*self.text_encoders, *self.tokenizers)
+        return f"sd3/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
+
+    def load_prompt_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
+        pipeline = self.prompt_pipeline(dtype, device)
+
+        @torch.no_grad()
+        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
+            embeds_bld, _, pooled_bd, _ = pipeline.encode_prompt(
+                *([prompt.text for prompt in prompts], None, None),
+                device=device,
+                do_classifier_free_guidance=False,
+                max_sequence_length=self.max_prompt_tokens,
+            )
+            # All rows: nothing is masked, so the padding's hold something too, and the model sees them.
+            return [
+                {name: tensor.cpu().clone() for name, tensor in zip(_EMBEDS, row, strict=True)}
+                for row in zip(embeds_bld, pooled_bd, strict=True)
+            ]
+
+        return encode
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        return f"sd3/latents/1 {self.folder.fingerprint('vae')} {dtype}"
+
+    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
+        return encode_scaled_latents(vae, pixels_bchw)
+
+    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
+        return scaled_latents_shape(self.folder.component_config("vae"), width, height)
+
+    def num_tokens(self, latents_shape: Sequence[int]) -> int:
+        return latents_shape[-2] * latents_shape[-1] // _PATCH**2
+
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
+        config = self.folder.component_config("transformer")
+        rows = _CLIP_TOKENS + self.max_prompt_tokens
+        embeds = (
+            torch.ones(rows, config["joint_attention_dim"]),
+            torch.ones(config["pooled_projection_dim"]),
+        )
+        return dict(zip(_EMBEDS, embeds, strict=True))
+
+    def predict(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+    ) -> torch.Tensor:
+        like = device_and_dtype(transformer)
+        embeds, pooled = (torch.stack([sample[name] for sample in conditioning]) for name in _EMBEDS)
+        return model_fn_sd3(
+            transformer,
+            noisy_latents.to(**like),
+            sigma * _NUM_TIMESTEPS,
+            embeds.to(**like),
+            pooled.to(**like),
+            **gradient_flags(),
+        )
+
+    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+        like = device_and_dtype(pipeline.transformer)
+        prompts = {"": request.conditioning, "negative_": request.negative}
+        images: list[Image] = pipeline(
+            **{
+                f"{prefix}{name}": conditioning[name][None].to(**like)
+                for prefix, conditioning in prompts.items()
+                for name in _EMBEDS
+            },
+            guidance_scale=request.guidance_scale,
+            **request.call_arguments(),
+        ).images
+        return images
+
+
+def tiny() -> StableDiffusion3Pipeline:
+    """A random, complete and small pipeline of the real classes, built offline in a second.
+
+    Two blocks of 32 channels, the first with a second attention as in 3.5 medium; 16 latent channels at 1/8
+    size with the real model's statistics.
+    """
+    clip, second_clip, t5 = clip_tokenizer(), clip_tokenizer(pad_token="!"), t5_tokenizer()
+    text_encoders = [
+        tiny_clip_text_with_projection(clip),
+        tiny_clip_text_with_projection(second_clip, seed=1),
+    ]
+    # Wider than both CLIPs, as the real one is: what CLIP gives is filled up.
+    text_encoder_3 = tiny_t5(t5, hidden_size=80)
+    with seeded(0):
+        transformer = SD3Transformer2DModel(
+            sample_size=16,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=text_encoder_3.config.d_model,
+            caption_projection_dim=32,
+            pooled_projection_dim=sum(encoder.config.projection_dim for encoder in text_encoders),
+            pos_embed_max_size=24,
+            dual_attention_layers=(0,),
+            qk_norm="rms_norm",
+        )
+    return StableDiffusion3Pipeline(
+        transformer=transformer,
+        # As in all released repositories: a fixed shift.
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=tiny_kl(
+            latent_channels=16,
+            shift_factor=0.0609,
+            scaling_factor=1.5305,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+        ),
+        text_encoder=text_encoders[0],
+        tokenizer=clip,
+        text_encoder_2=text_encoders[1],
+        tokenizer_2=second_clip,
+        text_encoder_3=text_encoder_3,
+        tokenizer_3=t5,
+    )
