@@ -8,6 +8,7 @@ from diffsynth_lite.core.planning.kernels import (
     FusedKernels,
     backward_in_scope,
 )
+from diffsynth_lite.core.planning.meta_results import MetaResults
 from diffsynth_lite.core.planning.meters import CountingMeter, HostBackend, IgnoresTensors, LiveBytes
 from diffsynth_lite.core.planning.stand_ins import StandIns, one_pixel, zeros_like
 from diffsynth_lite.core.planning.work import (
@@ -33,6 +34,7 @@ __all__ = [
     "Kernel",
     "Kernels",
     "LiveBytes",
+    "MetaResults",
     "MeteredFormat",
     "Repeat",
     "StandIns",

@@ -1,13 +1,13 @@
 """This file counts the bytes of the tensors that are alive while something runs, on any device or on meta."""
 
 import weakref
-from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from diffsynth_lite.core.planning.meta_results import MetaResults, tensors_in
 from diffsynth_lite.core.transfer.backends import PlainBackend
 
 
@@ -59,10 +59,12 @@ class CountingMeter(TorchDispatchMode):
 
     Args:
         device: whose memory is counted; None counts that of all.
+        results: of operators on meta, where other meters share them.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, results: MetaResults | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._results = results or MetaResults()
         self._live, self._before, self._device = LiveBytes(), 0, device
 
     def start(self) -> None:
@@ -97,20 +99,10 @@ class CountingMeter(TorchDispatchMode):
         kwargs = kwargs or {}
         for tensor in tensors_in((*args, *kwargs.values())):
             self._live.add(tensor, is_counted=False)  # from outside
-        value = func(*args, **kwargs)
+        value = self._results.of(func, args, kwargs)
         for tensor in tensors_in((value,)):
             self._live.add(tensor, is_counted=self._device in (None, tensor.device))
         return value
-
-
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments or results of an operator; torch's pytree takes far longer."""
-    for value in values:
-        # A product that waits in a recompute is of a class of its own, and has no memory yet.
-        if type(value) in (Tensor, nn.Parameter):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
 
 
 class HostBackend(PlainBackend):

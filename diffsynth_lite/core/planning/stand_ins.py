@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffsynth_lite.core.planning.kernels import ON_CUDA, FusedKernels, Replacements
-from diffsynth_lite.core.planning.meters import CountingMeter, tensors_in
+from diffsynth_lite.core.planning.meta_results import MetaResults, tensors_in
+from diffsynth_lite.core.planning.meters import CountingMeter
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -49,7 +50,7 @@ class StandIns:
     """
 
     def __init__(self, kernels: Replacements = ON_CUDA) -> None:
-        self._kernels, self._meter = kernels, CountingMeter()
+        self._kernels, self._meter, self._results = kernels, CountingMeter(), MetaResults()
         self.calls: list[CountedCall] = []
 
     def put(
@@ -95,7 +96,7 @@ class StandIns:
         def call(*args: Any, **kwargs: Any) -> Any:
             if weights.is_shown:  # by itself, in another call
                 return function(*args, **kwargs)
-            self._meter = meter = CountingMeter()
+            self._meter = meter = CountingMeter(results=self._results)
             with weights.shown(), FusedKernels(self._kernels), meter, _KnownNumbers():
                 meter.start()
                 given: Any = _mapped((args, kwargs), _without_numbers)

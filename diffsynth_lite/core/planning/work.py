@@ -19,6 +19,7 @@ from diffsynth_lite.core.gradient.blocks import changed_attributes
 from diffsynth_lite.core.gradient.checkpoint import runs_again
 from diffsynth_lite.core.gradient.frames import in_backward, num_bytes
 from diffsynth_lite.core.planning.counts import Repeat, told_of_parts, with_repeats
+from diffsynth_lite.core.planning.meta_results import MetaResults
 from diffsynth_lite.core.weights import FrozenLinear, WeightFormat
 
 _aten = torch.ops.aten
@@ -138,10 +139,15 @@ def count_work(
 
 
 class WorkMeter(TorchDispatchMode):
-    """Notes the kernels of operators, by the part of the step that they run in."""
+    """Notes the kernels of operators, by the part of the step that they run in.
 
-    def __init__(self) -> None:
+    Args:
+        results: of operators on meta, where other meters share them.
+    """
+
+    def __init__(self, results: MetaResults | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._results = results or MetaResults()
         self._host: dict[int, Tensor] = {}
         self._outside: dict[Any, Kernels] = {}
         self._blocks: dict[int, BlockWork] = {}
@@ -202,7 +208,7 @@ class WorkMeter(TorchDispatchMode):
         if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in read):
             # A product that waits in a recompute: what it comes to is asked for again.
             return NotImplemented
-        value = func(*args, **kwargs)
+        value = self._results.of(func, args, kwargs)
         written = list(_tensors((value,)))
         if func is _aten.copy_.default and self._notes_copy(*args[:2]):
             return value

@@ -17,6 +17,7 @@ from diffsynth_lite.core.planning import (
     CountedStep,
     CountingMeter,
     IgnoresTensors,
+    MetaResults,
     StepBytes,
     count_step,
 )
@@ -109,6 +110,7 @@ class MemoryCounter:
         family: as given.
         num_blocks: of one model.
         lora_bytes: of the weights of the LoRA, in fp32.
+        meta_results: what operators were found to return, for other counts of its steps.
     """
 
     def __init__(
@@ -154,6 +156,7 @@ class MemoryCounter:
         self._trained_layers, self._frozen_layers = set(ranks), set(frozen)
         self._frozen_beside = [name for name in self._frozen.ranks if name.partition(".")[0] in beside]
         self.num_blocks = self._block_lists.num_blocks
+        self.meta_results = MetaResults()
         self._weights: dict[Any, list[_ModelBytes]] = {}
         self._models: dict[Any, MetaModel] = {}
         self._steps: dict[Any, CountedStep] = {}
@@ -243,7 +246,7 @@ class MemoryCounter:
 
     def _counted(self, settings: StepSettings, few: FewBlocks) -> CountedStep:
         """A step of the first model with a few of its blocks."""
-        meter = CountingMeter(_META)
+        meter = CountingMeter(_META, self.meta_results)
         step = self._step_of(settings, few, meter)
         step.warm_up(settings)
         if settings.accumulates:
@@ -279,7 +282,10 @@ class MemoryCounter:
         formats = settings.dtype, settings.quantize, settings.quantize_skip, settings.mixed_precision
         key = few.kinds, formats, settings.micro_batch_size, settings.device_type
         if key not in self._models:
-            made, meter = self._built(settings, few, settings.mixed_precision), CountingMeter(_META)
+            made, meter = (
+                self._built(settings, few, settings.mixed_precision),
+                CountingMeter(_META, self.meta_results),
+            )
             few_settings = replace(settings, policy=few.policy)
             with torch.no_grad(), meter:
                 MetaStep(made, self._first, self._sample, few_settings, meter, few.repeats).forward()

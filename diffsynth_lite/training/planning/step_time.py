@@ -112,7 +112,7 @@ class StepTimer:
     def _count(self, settings: dict[str, Any]) -> StepWork:
         """A step under some settings, and what is counted of blocks."""
         whole = StepSettings(use_gradient_checkpointing_offload=True, policy=_COUNTED, **settings)
-        meter = WorkMeter()
+        meter = WorkMeter(self._counter.meta_results)
         step = self._counter.step_on_meta(whole, meter)
         step.warm_up(whole)
         with MeteredFormat.in_layers_of(step.model, meter):
