@@ -107,13 +107,22 @@ class SourceSettings(Settings):
     """Multiplies `repeats`, to balance sources finely: with 0.5 half of the items occur in each pass, and all
     of them in every two."""
 
+    loss_weight: float = Field(default=1.0, ge=1e-6, le=1e6)
+    """Multiplies the loss of its samples: how much they count against those of other sources."""
+
+    preserve: bool = False
+    """Do not learn these items: on them the model shall stay what it is without the LoRA, whose estimate is
+    their target. It goes beside sources that are learned, and may be the same folder with other captions.
+    Against a LoRA that changes more than it is for."""
+
     trigger: NonEmptyStr | None = None
     """Word or words that every caption shall hold, such as `ohwx dog`; a caption without them gets them in
     front, with a comma."""
 
     captions: Literal["required", "optional", "none"] = "required"
     """Whether each item must have a caption (`required`). Where one has none, `optional` takes the `trigger`
-    alone; `none` takes it for all items, whatever is written about them."""
+    alone; `none` takes it for all items, whatever is written about them. With `preserve`, `none` without a
+    `trigger` is the empty caption."""
 
     allow_outside: bool = False
     """Follow absolute paths, `..` and links that lead out of the folder. Off, they are refused: turn it on
@@ -133,7 +142,7 @@ class SourceSettings(Settings):
                 f"{_MOST_OCCURRENCES} times that an item may occur in one pass; lower one of them"
             )
             yield Problem(("weight", "repeats"), message)
-        if self.captions == "none" and self.trigger is None:
+        if self.captions == "none" and self.trigger is None and not self.preserve:
             message = "none needs a trigger, which is then the caption of all items"
             yield Problem(("captions", "trigger"), message)
         foreign, owner = (_OF_A_DATASET, "dataset") if self.dataset is None else (_OF_A_FOLDER, "path")
@@ -295,6 +304,7 @@ class DataSettings(SourceSettings):
                 )
                 yield Problem((key,), message)
             yield from self._repeated_sources()
+            yield from self._roles_without_effect()
         elif self.path is None and self.dataset is None:
             message = (
                 "is required; name a folder (data.path) or a dataset (data.dataset), or list data.sources"
@@ -302,13 +312,29 @@ class DataSettings(SourceSettings):
             yield Problem(("path", "dataset"), message)
         else:
             yield from super().conflicts()
+            yield from self._roles_without_effect()
+
+    def _roles_without_effect(self) -> Iterator[Problem]:
+        """What says how sources stand to each other, where that is nothing."""
+        own = list(self.sources_by_key.values())
+        place = "sources[0]." if self.sources else ""
+        if all(source.preserve for source in own):
+            message = "leaves nothing to learn; list what is learned beside it, in data.sources"
+            yield Problem((f"{place}preserve",), message)
+        weights = {source.loss_weight for source in own}
+        if len(weights) == 1 and weights != {1.0}:
+            message = (
+                f"{own[0].loss_weight:g} for all that is learned has no effect on what counts more; set "
+                "train.learning_rate to learn faster or slower"
+            )
+            yield Problem((f"{place}loss_weight",), message)
 
     def _repeated_sources(self) -> Iterator[Problem]:
-        """Sources that are an earlier one, but for how often its items occur."""
+        """Sources that are an earlier one, but for how often its items occur, and how much they count."""
         seen: dict[str, int] = {}
         for place, source in enumerate(self.sources):
             path = None if source.path is None else os.path.normpath(source.path)
-            same = repr({**source.model_dump(exclude={"repeats", "weight"}), "path": path})
+            same = repr({**source.model_dump(exclude={"repeats", "weight", "loss_weight"}), "path": path})
             if same in seen:
                 message = f"is data.sources[{seen[same]}] again; keep one, and set its repeats or weight"
                 yield Problem((f"sources[{place}].{'dataset' if path is None else 'path'}",), message)

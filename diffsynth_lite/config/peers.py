@@ -30,6 +30,8 @@ _THEIR_NAMES = {
     "data.media_column": "image_column data_file_keys",
     "data.caption_columns": "caption_column parquet_caption_column",
     "data.repeats": "num_repeats dataset_repeat",
+    "data.loss_weight": "prior_loss_weight diff_output_preservation_multiplier",
+    "data.preserve": "diff_output_preservation blank_prompt_preservation is_regularisation_data",
     "data.trigger": "trigger_word class_tokens instance_prompt",
     "data.captions": "caption_strategy only_instance_prompt",
     "data.resolutions": "resolution",
@@ -100,7 +102,10 @@ _EPOCHS = "is train.steps here: passes over the data x items / train.global_batc
 _SAVE_EPOCHS = "is output.checkpoint_every_steps here, in steps: items / train.global_batch_size are a pass"
 _SAMPLE_EPOCHS = "is validation.every_steps here, in steps: items / train.global_batch_size are a pass"
 _ATTENTION = "is no setting here, as torch chooses how attention is computed; remove it"
-_CLASS = "is no setting here; put pictures of other things of its kind into a second entry of data.sources"
+_CLASS = (
+    "is no setting here; put pictures of other things of its kind into a second entry of data.sources, with "
+    "preserve: true where the model shall stay what it is on them"
+)
 _HUB = "is no setting here; diffsynth-lite publish puts a LoRA on the hub"
 _OTHERWISE = {
     **dict.fromkeys(("epochs", "max_train_epochs", "num_train_epochs", "num_epochs"), _EPOCHS),
@@ -109,7 +114,7 @@ _OTHERWISE = {
         ("sample_every_n_epochs", "validation_epochs", "validation_epoch_interval"), _SAMPLE_EPOCHS
     ),
     **dict.fromkeys(("class_data_dir", "class_prompt", "reg_data_dir", "is_reg"), _CLASS),
-    **dict.fromkeys(("with_prior_preservation", "prior_loss_weight", "num_class_images"), _CLASS),
+    **dict.fromkeys(("with_prior_preservation", "num_class_images"), _CLASS),
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_token", "huggingface_repo_id"), _HUB),
     **dict.fromkeys(("xformers", "sdpa", "flash_attn", "mem_eff_attn", "attention_mechanism"), _ATTENTION),
     "use_8bit_adam": "is train.optimizer: adamw8bit here",

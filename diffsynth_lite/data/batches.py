@@ -9,6 +9,7 @@ import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -18,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from diffsynth_lite.core.randomness import normal, uniform
 from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.data.item_table import ItemRow, ItemTable
-from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule
+from diffsynth_lite.data.records import Source
+from diffsynth_lite.data.schedule import BatchLayout, Block, SampleSchedule
 from diffsynth_lite.data.workers import WorkerWatch, ignore_stop_signals, watched_batches
 from diffsynth_lite.errors import RunStoppedError, join_names
 
@@ -59,6 +61,9 @@ class Batch:
         conditioning: B entries, left uncollated because their lengths differ; not to be changed in place.
         unconditional: what they are conditioned on without their captions; empty where that is not needed.
         loss_mask: (B, 1, ...) at the size of the latents, 1 counts and 0 does not; None where all counts.
+        loss_weights: (B,), float32, multiply the losses; None where all samples of the run count alike.
+        preserved: places of the samples on which the model is to stay what it is without the LoRA; None where
+            there is none, nor at the same time in other processes that run the model together with this one.
         step_samples: samples of this optimizer step, over all micro-steps and processes.
         step_uniform: in [0, 1), a draw that all samples of this optimizer step share.
     """
@@ -72,6 +77,8 @@ class Batch:
     conditioning: list[dict[str, Tensor]]
     unconditional: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
     loss_mask: Tensor | None = None
+    loss_weights: Tensor | None = None
+    preserved: tuple[int, ...] | None = None
     step_samples: int
     step_uniform: float = 0.0
 
@@ -85,6 +92,7 @@ class Batch:
             conditioning=_pinned(self.conditioning),
             unconditional=_pinned(self.unconditional),
             loss_mask=None if self.loss_mask is None else self.loss_mask.pin_memory(),
+            loss_weights=None if self.loss_weights is None else self.loss_weights.pin_memory(),
         )
 
 
@@ -108,6 +116,8 @@ class BatchStream:
         start_step: optimizer step that the iteration starts with.
         caption_dropout: part of samples without caption, in [0, 1]; above 0 all have an unconditional one.
         with_unconditional: whether batches have that beside the caption; then, too, all have one.
+        sources: of the items, by their index: what they are for, and how much they count. Empty: all alike.
+        runs_together: whether the processes run each forward pass together, each on samples of its own.
     """
 
     def __init__(
@@ -122,6 +132,8 @@ class BatchStream:
         start_step: int,
         caption_dropout: float = 0.0,
         with_unconditional: bool = False,
+        sources: Sequence[Source] = (),
+        runs_together: bool = False,
     ) -> None:
         self._items = items
         self._schedule = schedule
@@ -129,6 +141,10 @@ class BatchStream:
         self._micro_batches = partial(_MicroBatches, entries, seed, caption_dropout, with_unconditional)
         self._num_workers = num_workers
         self._start_step = start_step
+        weights = [source.loss_weight for source in sources]
+        self._loss_weights = tuple(weights) if set(weights) - {1.0} else None
+        self._preserved = frozenset(place for place, source in enumerate(sources) if source.preserve)
+        self._runs_together = runs_together
         self._warn_of_few_items()
 
     def __iter__(self) -> Iterator[list[Batch]]:
@@ -175,10 +191,29 @@ class BatchStream:
             # In order and once: the schedule keeps the cycle that it is in.
             blocks = [self._schedule.block(index) for index in layout.blocks_of_step(step)]
             step_samples = sum(block.size for block in blocks)
-            for block in blocks[layout.process_index :: layout.num_processes]:
-                rows = tuple(self._items.row(index) for index in self._schedule.items(block))
-                yield _Request(block.position, rows, step_samples, step)
+            for first in range(0, len(blocks), layout.num_processes):
+                at_once = blocks[first : first + layout.num_processes]
+                yield self._request(at_once, step_samples, step)
             step += 1
+
+    def _request(self, at_once: Sequence[Block], step_samples: int, step: int) -> "_Request":
+        """This process' micro-batch of those that all take at the same time."""
+        block = at_once[self._layout.process_index]
+        looked_at = at_once if self._runs_together and self._preserved else [block]
+        items = {each.position: self._schedule.items(each) for each in looked_at}
+        indices = chain.from_iterable(items.values())
+        preserves = any(self._items.source(index) in self._preserved for index in indices)
+        rows = tuple(self._items.row(index) for index in items[block.position])
+        own = tuple(place for place, row in enumerate(rows) if row.source in self._preserved)
+        weights = self._loss_weights
+        return _Request(
+            position=block.position,
+            rows=rows,
+            step_samples=step_samples,
+            step=step,
+            loss_weights=weights and tuple(weights[row.source] for row in rows),
+            preserved=own if preserves else None,
+        )
 
     def _warn_of_few_items(self) -> None:
         per_step = self._layout.global_batch_size
@@ -198,7 +233,7 @@ class BatchStream:
             logger.warning("buckets with fewer items than a micro-batch repeat them: %s", join_names(small))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Request:
     """A micro-batch to be read: what a worker is sent."""
 
@@ -206,6 +241,8 @@ class _Request:
     rows: tuple[ItemRow, ...]
     step_samples: int
     step: int
+    loss_weights: tuple[float, ...] | None
+    preserved: tuple[int, ...] | None
 
 
 class _MicroBatches(Dataset[Batch | RunStoppedError]):
@@ -257,6 +294,8 @@ class _MicroBatches(Dataset[Batch | RunStoppedError]):
             conditioning=_conditioning(captions, media),
             unconditional=_conditioning(empty, media) if empty else [],
             loss_mask=_stacked_masks([entry.get("loss_mask") for entry in media]),
+            loss_weights=None if request.loss_weights is None else torch.tensor(request.loss_weights),
+            preserved=request.preserved,
             step_samples=request.step_samples,
             step_uniform=uniform(self._seed, "step", request.step),
         )

@@ -7,7 +7,7 @@ are little-endian. A column is bytes, in memory or in a file that is mapped.
 import hashlib
 import struct
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Protocol
@@ -223,11 +223,22 @@ class ItemTable:
         return ItemRow(
             name=columns.names[name_start:name_end].decode(),
             bucket=self.buckets[_short(columns.bucket_index, index)],
-            source=_short(columns.source_index, index),
+            source=self.source(index),
             media_key=_keys(columns.media_keys, index, index + 1)[0],
             caption_keys=caption_keys[:captions_end],
             unconditional_key=caption_keys[-1] if self.has_unconditional else None,
         )
+
+    def source(self, index: int) -> int:
+        """Index of the source of the item at ``index``."""
+        return _short(self.columns.source_index, index)
+
+    def places(self, sources: Set[int]) -> Sequence[int]:
+        """The items of these sources, ascending."""
+        if sources >= self.items_by_source.keys():
+            return range(len(self))
+        index = np.frombuffer(self.columns.source_index[:], "<u2")
+        return array("q", np.flatnonzero(np.isin(index, list(sources))).astype("=i8").tobytes())
 
     @property
     def num_bytes(self) -> int:

@@ -79,7 +79,7 @@ class Record(Companions):
             the source ahead where there are several, as in "0/cat.png".
         source: index of its source.
         target: the picture or clip.
-        captions: at least one, with the trigger.
+        captions: at least one, with the trigger; an empty one stands for no caption.
     """
 
     name: str
@@ -127,7 +127,10 @@ class Source:
         repeats: how often each item occurs in a pass, >= 1.
         weight: factor on ``repeats``, > 0.
         trigger: word or words that each caption must hold; None for none.
-        captions: "required", "optional": the trigger alone where there is none, or "none": it alone for all.
+        loss_weight: multiplies the losses of its samples, > 0.
+        preserve: its items are not learned: on them the model is to stay what it is without its LoRA.
+        captions: "required", "optional": the trigger alone where there is none, or "none": it alone for all,
+            and of what is preserved an empty caption where there is no trigger.
         allow_outside: follow links, absolute paths and ``..`` that leave the folder.
 
     Raises:
@@ -151,6 +154,8 @@ class Source:
     mask_dir: Path | None = None
     repeats: int = 1
     weight: float = 1.0
+    loss_weight: float = 1.0
+    preserve: bool = False
     trigger: str | None = None
     captions: CaptionRule = "required"
     allow_outside: bool = False
@@ -165,7 +170,7 @@ class Source:
             raise UserError(
                 f"path {self.path} and dataset {self.dataset}: a source needs exactly one of them"
             )
-        if self.captions == "none" and not self.trigger:
+        if self.captions == "none" and not self.trigger and not self.preserve:
             raise UserError(f"captions {self.captions} of {self.where} needs a trigger")
         if self.dataset is not None and (self.metadata or self.pair_dirs):
             raise UserError(

@@ -296,7 +296,7 @@ class _Reader:
         """What was written about an item, or the trigger where that stands for it."""
         alone = (self._source.trigger,) if self._source.trigger else ()
         if self._source.captions == "none":
-            return alone
+            return alone or ("",)
         try:
             return read()
         except MissingCaption:

@@ -171,8 +171,10 @@ class _Examiner:
 def _findings(data: ExaminedData, decoded: Decoded) -> Findings:
     """What training and held-out data are looked at for alike."""
     captions = caption_table(data)
-    contents = _contents(data)
-    equal = equal_files(contents)
+    # What is preserved may be what is learned, under another caption.
+    learned = _contents(data, only_learned=True)
+    equal = equal_files(learned)
+    hashes = {name: value for name, value in decoded.hashes.items() if name in learned}
     return Findings(
         sources=source_table(data),
         facts=number_table(data, captions) | _coverage(decoded),
@@ -180,7 +182,7 @@ def _findings(data: ExaminedData, decoded: Decoded) -> Findings:
         captions=captions,
         dropped=data.dropped,
         equal=equal,
-        alike=_beyond(equal, near_duplicates(decoded.hashes)),
+        alike=_beyond(equal, near_duplicates(hashes)),
         sheet=[dataclasses.replace(entry, remarks=data.remarks(entry.name)) for entry in decoded.entries],
         num_items=len(data.items),
     )
@@ -224,8 +226,12 @@ def _held_out_findings(
     return dataclasses.replace(found, advice=advise_on_held_out(data, found))
 
 
-def _contents(data: ExaminedData) -> dict[str, str]:
-    return {item.record.name: item.content[0] for item in data.items}
+def _contents(data: ExaminedData, *, only_learned: bool = False) -> dict[str, str]:
+    return {
+        item.record.name: item.content[0]
+        for item in data.items
+        if not (only_learned and data.sources[item.record.source].preserve)
+    }
 
 
 def _beyond(equal: Sequence[Sequence[str]], alike: Sequence[Sequence[str]]) -> list[Sequence[str]]:

@@ -28,6 +28,7 @@ class SourceFindings:
         num_captions: of all records together, with the tags in all their orders.
         num_dropped: records that are not trained on.
         passes: times that each record stands in a pass: repeats x weight.
+        is_preserved: whether it is not learned.
     """
 
     place: str
@@ -35,11 +36,13 @@ class SourceFindings:
     num_captions: int
     num_dropped: int
     passes: float
+    is_preserved: bool = False
 
     @property
     def contents(self) -> str:
         """Its records in words."""
-        return ", ".join(counted(count, _KINDS[kind]) for kind, count in self.num_records.items()) or "none"
+        held = ", ".join(counted(count, _KINDS[kind]) for kind, count in self.num_records.items()) or "none"
+        return f"{held}, preserved" if self.is_preserved else held
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

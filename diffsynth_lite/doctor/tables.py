@@ -64,6 +64,7 @@ def source_table(data: ExaminedData) -> list[SourceFindings]:
                 num_captions=sum(len(record.captions) for record in own),
                 num_dropped=sum(name.startswith(place) for name in data.dropped),
                 passes=float(source.passes),
+                is_preserved=source.preserve,
             )
         )
     return found
@@ -162,7 +163,8 @@ def _sizes(data: ExaminedData) -> dict[str, str]:
 def caption_table(data: ExaminedData) -> CaptionFindings:
     """Findings about all captions of the records, with the tags in all their orders."""
     limit, lengths = data.family.max_prompt_tokens, data.caption_tokens
-    owners = Counter(caption for record in data.records for caption in set(record.captions))
+    learned = [record for record in data.records if not data.sources[record.source].preserve]
+    owners = Counter(caption for record in learned for caption in set(record.captions))
     return CaptionFindings(
         tokens=Spread.of([lengths[caption] for record in data.records for caption in record.captions]),
         limit=limit,

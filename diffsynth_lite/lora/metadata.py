@@ -27,11 +27,18 @@ class SourceFacts:
         num_items: that were trained on; a crop or a clip of a file is an item.
         passes: how often each occurs in a pass over the data.
         tag_counts: for the most frequent tags, the records that hold them, the most frequent first.
+        is_preserved: whether it is not learned; sd-scripts calls such pictures regularization images.
     """
 
     num_items: int
     passes: float
     tag_counts: Mapping[str, int]
+    is_preserved: bool = False
+
+    @property
+    def num_seen(self) -> float:
+        """Items of a pass over the data."""
+        return self.num_items * self.passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,16 +156,17 @@ def _own(facts: LoraFacts, step: int, is_average: bool) -> dict[str, object]:
 
 
 def _sd_scripts(facts: LoraFacts, step: int) -> dict[str, object]:
-    tags = {name: source.tag_counts for name, source in facts.sources.items() if source.tag_counts}
-    folders = {
-        name: {"n_repeats": _number(source.passes), "img_count": source.num_items}
-        for name, source in facts.sources.items()
-    }
+    learned, preserved = (
+        {name: source for name, source in facts.sources.items() if source.is_preserved is is_preserved}
+        for is_preserved in (False, True)
+    )
+    tags = {name: source.tag_counts for name, source in learned.items() if source.tag_counts}
     buckets = {
         str(place): {"resolution": size, "count": count}
         for place, (size, count) in enumerate(sorted(facts.items_by_size.items()))
     }
-    num_seen = round(sum(source.num_items * source.passes for source in facts.sources.values()))
+    num_seen = round(sum(source.num_seen for source in learned.values()))
+    num_preserved = round(sum(source.num_seen for source in preserved.values()))
     return {
         "base_model_version": facts.base.version,
         "sd_model_name": facts.base.hub_id,
@@ -170,10 +178,19 @@ def _sd_scripts(facts: LoraFacts, step: int) -> dict[str, object]:
         "bucket_info": json.dumps({"buckets": buckets}),
         "num_train_images": num_seen,
         "num_train_items": num_seen,
-        "dataset_dirs": json.dumps(folders),
+        "num_reg_images": num_preserved if preserved else None,
+        "dataset_dirs": json.dumps(_folders(learned)),
+        "reg_dataset_dirs": json.dumps(_folders(preserved)) if preserved else None,
         "tag_frequency": json.dumps(tags, ensure_ascii=False) if tags else None,
         "steps": step,
         **facts.training,
+    }
+
+
+def _folders(sources: Mapping[str, SourceFacts]) -> dict[str, dict[str, float]]:
+    return {
+        name: {"n_repeats": _number(source.passes), "img_count": source.num_items}
+        for name, source in sources.items()
     }
 
 

@@ -67,6 +67,17 @@ CHARTS = (
         ),
     ),
     Chart(
+        name="preservation_loss",
+        title="Loss of what is preserved",
+        meaning="How far the model has moved on the items on which it shall stay what it was. It begins near "
+        "0, and should stay far below the loss.",
+        lines=(
+            Line(metric="preservation_loss", label="each logged step", is_faint=True),
+            Line(metric=f"preservation_loss{_SMOOTHED}", label="smoothed"),
+        ),
+        from_zero=True,
+    ),
+    Chart(
         name="fixed_noise_loss",
         title="Loss on fixed noise",
         meaning="The same pictures with the same noise, measured again and again: what changes was learned, "

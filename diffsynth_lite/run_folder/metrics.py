@@ -76,7 +76,7 @@ class MetricsFile:
         Raises:
             UserError: a line is not a row.
         """
-        logged = [row["step"] for row in self.rows() if "loss" in row]
+        logged = [row["step"] for row in self.rows() if "grad_norm" in row]
         if step not in logged:
             logger.warning(
                 "%s ends at step %d, and step %d was logged: rows are lost. Training goes on exactly.",

@@ -34,7 +34,8 @@ class StepResult:
 
     Attributes:
         step: number of optimizer steps done, this one included.
-        loss: mean over the samples of all devices.
+        loss: mean over the samples of all devices that are learned; None where all are preserved.
+        preservation_loss: mean over the samples that are preserved; None where none is.
         grad_norm: before clipping.
         learning_rate: used in this step.
         group_rates: likewise, by the name of each group of layers; none where there is one.
@@ -48,11 +49,12 @@ class StepResult:
     """
 
     step: int
-    loss: float
+    loss: float | None
     grad_norm: float
     learning_rate: float
     num_samples: int
     seconds: float
+    preservation_loss: float | None = None
     num_skipped: int = 0
     group_rates: Mapping[str, float] = field(default_factory=dict)
     learned_rate: float | None = None
@@ -87,7 +89,7 @@ class Throughput:
         """Take one more step into account."""
         self._samples = _smooth(self._samples, result.num_samples)
         self._seconds = _smooth(self._seconds, result.seconds)
-        if math.isfinite(result.loss):
+        if result.loss is not None and math.isfinite(result.loss):
             self._loss = _smooth(self._loss, result.loss)
 
     @property
@@ -174,8 +176,9 @@ class StepReport:
         self._show_line(result)
         if self._is_main:
             self._write_status(result)
+        losses = {"loss": result.loss, "preservation_loss": result.preservation_loss}
         values = {
-            "loss": result.loss,
+            **{name: loss for name, loss in losses.items() if loss is not None},
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
             "samples_per_s": self._throughput.samples_per_s,

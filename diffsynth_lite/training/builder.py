@@ -12,6 +12,7 @@ from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import BlockCompiler, GradientEngine
+from diffsynth_lite.core.losses_apart import LossesApart
 from diffsynth_lite.core.noise import SampleLosses
 from diffsynth_lite.core.randomness import torch_seed
 from diffsynth_lite.core.transfer.shared_memory import HostMemoryError
@@ -71,6 +72,7 @@ class TrainingObjects:
         averaged: of the adapter; None where no average is kept.
         seed: of the dropout masks.
         batches: the micro-batches of this process for each optimizer step, in order.
+        totals_apart: of a step, (4,) on the device, what is learned and what is preserved, or (0,).
         totals_by_noise: of a step, (20,) on the device as :class:`StepResult` has them, or (0,).
         validation_loss: the loss on fixed noise.
         item_losses: of single items on fixed noise.
@@ -94,6 +96,7 @@ class TrainingObjects:
     averaged: AveragedWeights | None
     seed: int
     batches: Iterator[Sequence[Batch]]
+    totals_apart: Callable[[], torch.Tensor]
     totals_by_noise: Callable[[int], torch.Tensor]
     validation_loss: FixedNoiseLoss
     item_losses: ItemLosses
@@ -250,6 +253,7 @@ def build_run(
         max_grad_norm=float("inf") if config.train.max_grad_norm is None else config.train.max_grad_norm,
         seed=config.train.seed,
         batches=iter(_build_batches(config, checked.family, encoded, accelerator, start_step)),
+        totals_apart=partial(objective.totals_apart, accelerator),
         totals_by_noise=partial(objective.totals_by_noise, accelerator, config.logging.every_steps),
         validation_loss=FixedNoiseLoss(
             name="validation_loss" if config.validation.data else "train_fixed_noise_loss",
@@ -300,6 +304,7 @@ def build_noise_levels(config: Config, family: ModelFamily) -> NoiseLevels:
 
 
 def _build_objective(config: Config, family: ModelFamily, accelerator: Accelerator) -> DenoisingObjective:
+    are_alike = all(not source.preserve and source.loss_weight == 1 for source in data_sources(config))
     return DenoisingObjective(
         family=family,
         noise_levels=build_noise_levels(config, family),
@@ -312,6 +317,7 @@ def _build_objective(config: Config, family: ModelFamily, accelerator: Accelerat
         sample_losses=SampleLosses.of_run(
             seed=config.train.seed, num_samples=config.train.steps * config.train.global_batch_size
         ),
+        losses_apart=None if are_alike else LossesApart(),
     )
 
 
@@ -329,10 +335,10 @@ def _build_shift(config: Config, family: ModelFamily) -> Callable[[Sequence[int]
 def _build_batches(
     config: Config, family: ModelFamily, encoded: TrainingData, accelerator: Accelerator, start_step: int
 ) -> BatchStream:
-    items = encoded.items
+    items, sources = encoded.items, data_sources(config)
     schedule = SampleSchedule(
         items.groups,
-        passes=[source.passes for source in data_sources(config)],
+        passes=[source.passes for source in sources],
         sizes=micro_batch_sizes(
             [num_tokens_of(bucket, family) for bucket in items.buckets],
             micro_batch_size=config.train.micro_batch_size,
@@ -351,6 +357,8 @@ def _build_batches(
         start_step=start_step,
         caption_dropout=config.data.caption_dropout,
         with_unconditional=config.objective.guidance_target is not None,
+        sources=sources,
+        runs_together=family.shards is not None,
     )
 
 

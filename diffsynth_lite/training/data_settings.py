@@ -135,6 +135,11 @@ def data_sources(config: Config) -> list[Source]:
     return [_source(settings) for settings in config.data.sources_by_key.values()]
 
 
+def learned_sources(config: Config) -> set[int]:
+    """Indices of the sources that are learned, and not preserved."""
+    return {place for place, source in enumerate(data_sources(config)) if not source.preserve}
+
+
 def find_training_records(config: Config, part: Part = WHOLE) -> FoundRecords:
     """The records of all sources, or a part of them, with their captions in all orders that are trained on.
 
@@ -147,7 +152,7 @@ def find_training_records(config: Config, part: Part = WHOLE) -> FoundRecords:
 
 
 def find_held_out_records(config: Config) -> FoundRecords | None:
-    """The records of the held-out items, read as the first source is and once a pass; None without any.
+    """The records of the held-out items, read as the first source that is learned; None without any.
 
     Raises:
         UserError: their inputs or masks would be those of the training data.
@@ -158,7 +163,7 @@ def find_held_out_records(config: Config) -> FoundRecords | None:
 
 
 def _held_out_source(config: Config, path: str) -> Source:
-    first = next(iter(config.data.sources_by_key.values()))
+    first = next(source for source in config.data.sources_by_key.values() if not source.preserve)
     held_out = {"path": path, "dataset": None, "metadata": None, "repeats": 1, "weight": 1.0}
     source = _source(first.model_copy(update=held_out))
 
@@ -284,6 +289,8 @@ def _source(settings: SourceSettings) -> Source:
         mask_dir=folder(settings.mask_dir),
         repeats=settings.repeats,
         weight=settings.weight,
+        loss_weight=settings.loss_weight,
+        preserve=settings.preserve,
         trigger=settings.trigger,
         captions=settings.captions,
         allow_outside=settings.allow_outside,

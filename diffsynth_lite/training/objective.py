@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch.nn.functional import huber_loss
 
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
+from diffsynth_lite.core.losses_apart import LossesApart
 from diffsynth_lite.core.noise import (
     LevelShares,
     LossByTenth,
@@ -25,6 +26,7 @@ from diffsynth_lite.core.noise import (
 )
 from diffsynth_lite.data import Batch
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import without_adapter
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
 from diffsynth_lite.run_folder.progress import is_logged
 
@@ -162,8 +164,10 @@ class DenoisingObjective:
         device: of the transformer.
         guidance_target: scale g of the guided target ``u + g (v - u)``; None is the plain target v.
         counts: whether this process is the one that counts its samples, where several have the same.
-        loss_by_tenth: adds up the losses of the samples, for whoever takes them.
+        loss_by_tenth: adds up the losses of the samples that are learned, for whoever takes them.
         sample_losses: keeps them one by one.
+        losses_apart: adds up those of the samples that are learned and of the ones that are preserved; None
+            where all are learned, and count alike.
     """
 
     family: ModelFamily
@@ -176,6 +180,7 @@ class DenoisingObjective:
     counts: bool = True
     loss_by_tenth: LossByTenth = field(default_factory=LossByTenth)
     sample_losses: SampleLosses = field(default_factory=SampleLosses)
+    losses_apart: LossesApart | None = None
 
     def loss(self, transformer: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Mean weighted loss of the estimate over a micro-batch, a scalar in fp32."""
@@ -191,12 +196,43 @@ class DenoisingObjective:
             batch.loss_mask,
             huber_delta=self.huber_delta,
             unconditional=batch.unconditional,
+            preserved=batch.preserved,
         )
         losses = self._weight(sigma) * errors
         if self.counts:
-            self.loss_by_tenth.add(sigma, losses)
-            self.sample_losses.add(batch.names, batch.positions, sigma, losses)
+            self._count(batch, sigma, losses)
+        if batch.loss_weights is not None:
+            losses = losses * batch.loss_weights.to(self.device)
         return losses.mean()
+
+    def _count(self, batch: Batch, sigma: torch.Tensor, losses: torch.Tensor) -> None:
+        preserved = batch.preserved or ()
+        if self.losses_apart is not None:
+            self.losses_apart.add(losses, preserved)
+        learned = [place for place in range(len(losses)) if place not in preserved]
+        if not learned:
+            return
+        if preserved:
+            sigma, losses = (torch.stack([values[place] for place in learned]) for values in (sigma, losses))
+        names, positions = zip(
+            *((batch.names[place], batch.positions[place]) for place in learned), strict=True
+        )
+        self.loss_by_tenth.add(sigma, losses)
+        self.sample_losses.add(names, positions, sigma, losses)
+
+    def totals_apart(self, accelerator: Accelerator) -> torch.Tensor:
+        """The losses of the step that is ending, of all devices, as :meth:`LossesApart.take` has them.
+
+        Args:
+            accelerator: adds up those of its processes, which all call this.
+
+        Returns:
+            (4,) on the device; (0,) where all samples are learned, and count alike.
+        """
+        if self.losses_apart is None:
+            return torch.empty(0, device=self.device)
+        totals: torch.Tensor = accelerator.reduce(self.losses_apart.take(self.device), reduction="sum")
+        return totals
 
     def totals_by_noise(self, accelerator: Accelerator, every_steps: int, step: int) -> torch.Tensor:
         """The losses by tenth of the noise since the last step that was logged, of all devices.
@@ -230,6 +266,7 @@ class DenoisingObjective:
         *,
         huber_delta: float | None = None,
         unconditional: Sequence[Conditioning] = (),
+        preserved: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Mean error of the estimate of each sample, squared where nothing else is said.
 
@@ -244,6 +281,8 @@ class DenoisingObjective:
             huber_delta: above this, above 0, errors count by their size, as Huber (1964) has it: twice
                 ``torch.nn.functional.huber_loss``, which makes it the squared error of those below.
             unconditional: of the B samples without their captions, where the target is guided.
+            preserved: places of the samples whose target is what the model estimates without its adapter; see
+                :class:`Batch`.
 
         Returns:
             (B,), fp32.
@@ -256,6 +295,8 @@ class DenoisingObjective:
             # Before the pass with gradients, which is then held alone.
             own = self._own_estimate(transformer, noisy, sigma, unconditional)
             target = own + self.guidance_target * (target - own)
+        if preserved is not None:
+            target = self._preserving(target, preserved, transformer, noisy, sigma, conditioning)
         predicted = self.family.predict(transformer, noisy, sigma, conditioning)
         errors = _errors(predicted.float(), target, huber_delta)
         if loss_mask is None:
@@ -273,6 +314,33 @@ class DenoisingObjective:
         """What the model says as it is by now, without gradients and without dropout; (B, ...), fp32."""
         with evaluation_mode(transformer):
             return self.family.predict(transformer, noisy, sigma, conditioning).float()
+
+    def _preserving(
+        self,
+        target: torch.Tensor,
+        preserved: Sequence[int],
+        transformer: torch.nn.Module,
+        noisy: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+    ) -> torch.Tensor:
+        """The target, (B, ...), where that of some samples is what the model estimates without its adapter.
+
+        These alone are computed, without gradients or dropout, and ahead of the pass that trains: its
+        recomputes do not come here. Text encoders that are trained are without their adapters, too. Where
+        none is preserved, one is computed for the sake of the processes that run the model together.
+        """
+        places = preserved or (0,)
+        # Not by an index, which would wait for the device.
+        seen, levels = (torch.stack([tensor[place] for place in places]) for tensor in (noisy, sigma))
+        with without_adapter(transformer):
+            estimates = self._own_estimate(
+                transformer, seen, levels, [conditioning[place] for place in places]
+            )
+        targets = list(target)
+        for place, estimate in zip(preserved, estimates, strict=False):
+            targets[place] = estimate
+        return torch.stack(targets)
 
 
 def _errors(predicted: torch.Tensor, target: torch.Tensor, huber_delta: float | None) -> torch.Tensor:

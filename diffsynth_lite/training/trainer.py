@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 
 from diffsynth_lite.core.gradient import gradient_engine
+from diffsynth_lite.core.losses_apart import mean_losses
 from diffsynth_lite.core.randomness import random_state_scope, torch_seed
 from diffsynth_lite.data import Batch
 from diffsynth_lite.run_folder.metrics import MetricsFile, MetricsLog
@@ -150,8 +151,10 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
     grad_norm = torch.nn.utils.clip_grad_norm_(built.trained_parameters, built.max_grad_norm)
 
     # One transfer for all, as each waits for the device. All are the same on all devices.
-    measured = [mean_loss[None], grad_norm[None], built.totals_by_noise(step)]
-    loss_value, norm_value, *totals_by_noise = torch.cat(measured).tolist()
+    apart = built.totals_apart()
+    measured = [mean_loss[None], grad_norm[None], apart, built.totals_by_noise(step)]
+    loss_value, norm_value, *rest = torch.cat(measured).tolist()
+    loss_learned, loss_preserved = mean_losses(loss_value, rest[: len(apart)])
     if math.isfinite(loss_value) and math.isfinite(norm_value):
         optimizer.step()
         if built.averaged is not None:
@@ -162,7 +165,8 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
     optimizer.zero_grad()
     return StepResult(
         step=step,
-        loss=loss_value,
+        loss=loss_learned,
+        preservation_loss=loss_preserved,
         grad_norm=norm_value,
         learning_rate=learning_rate,
         group_rates=group_rates,
@@ -170,7 +174,7 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
         num_samples=micro_batches[0].step_samples,
         seconds=time.perf_counter() - started_at,
         num_skipped=built.divergence.num_skipped,
-        totals_by_noise=totals_by_noise,
+        totals_by_noise=rest[len(apart) :],
     )
 
 

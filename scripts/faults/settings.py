@@ -58,6 +58,8 @@ DATA: dict[str, Change] = {
     "data.repeats": ("data.repeats=2",),
     "data.weight": ("data.weight=0.5",),
     "data.trigger": ("data.trigger=ohwx",),
+    "data.loss_weight": ("data.path=null", "data.sources=[{path: a, loss_weight: 2}, {path: b}]"),
+    "data.preserve": ("data.path=null", "data.sources=[{path: a}, {path: b, preserve: true}]"),
     "data.width": ("data.width=32",),
     "data.height": ("data.height=16",),
     "data.resolutions": (*_SIZED, "data.resolutions=[32]"),
@@ -195,9 +197,12 @@ NEEDED: Mapping[str, Change] = dict.fromkeys(
 """What the run that is continued has beside ``BASE``, where a change is refused without."""
 
 NOT_OF_PICTURES = frozenset(
-    {"model.family", "lora.components", "data.frame_counts", "data.fps", "data.clip", "data.clips_per_video"}
+    [
+        *("model.family", "lora.components", "data.loss_weight", "data.preserve"),
+        *("data.frame_counts", "data.fps", "data.clip", "data.clips_per_video"),
+    ]
 )
-"""Changes that the tiny pipeline of pictures refuses before anything is compared."""
+"""Changes that the tiny pipeline of pictures, or its one folder, refuses before anything is compared."""
 
 TABLES: Mapping[Verdict, Mapping[str, Change]] = {
     "never": NEVER,

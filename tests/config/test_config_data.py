@@ -54,6 +54,22 @@ WRONG_SOURCES = {
         ["sources: [{path: a, width: 64}]"],
         [":2 data.sources[0].width: 'width' belongs under data or validation"],
     ),
+    "nothing but what is preserved": (
+        ["sources:", "- path: a", "  preserve: true", "- path: b", "  preserve: true"],
+        [":4 data.sources[0].preserve: leaves nothing to learn; list what is learned beside it"],
+    ),
+    "a folder that is preserved alone": (
+        ["path: a", "preserve: true"],
+        [":3 data.preserve: leaves nothing to learn"],
+    ),
+    "one weight for all losses": (
+        ["sources:", "- path: a", "  loss_weight: 2", "- path: b", "  loss_weight: 2"],
+        [":4 data.sources[0].loss_weight: 2 for all that is learned has no effect on what counts more"],
+    ),
+    "a source twice with other weights": (
+        ["sources:", "- path: a", "- {path: a, loss_weight: 2, weight: 3}"],
+        [":4 data.sources[1].path: is data.sources[0] again"],
+    ),
     "captions without a trigger": (
         ["sources:", "- path: a", "  captions: none"],
         [":4 data.sources[0].captions: none needs a trigger, which is then the caption of all items"],

@@ -6,6 +6,7 @@ import signal
 from collections import Counter
 from fractions import Fraction
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from diffsynth_lite.data.batches import Batch, BatchStream, _stacked_masks
 from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.data.cache import TensorCache
 from diffsynth_lite.data.item_table import ItemRow, ItemTable
+from diffsynth_lite.data.records import Source
 from diffsynth_lite.data.schedule import BatchLayout, SampleSchedule
 from diffsynth_lite.errors import RunStoppedError
 
@@ -51,7 +53,7 @@ def items(rows):
 
 
 def schedule_of(items, sizes):
-    passes = [Fraction(1)]
+    passes = [Fraction(1)] * 2
     return SampleSchedule(items.groups, passes=passes, sizes=sizes, seed=5)
 
 
@@ -251,6 +253,26 @@ def test_a_bucket_smaller_than_its_micro_batch_warns_by_name(mixed, cache, caplo
         stream(mixed, cache, sizes=[4, 4])
     assert "24x24 (3)" in caplog.text
     assert "40x24" not in caplog.text
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_what_is_preserved_is_named_also_to_processes_that_run_the_model_together(cache, rows, together):
+    sources = [Source(path=Path("a")), Source(path=Path("b"), preserve=True, loss_weight=0.5)]
+    items = ItemTable.build([*rows[:5], *(dataclasses.replace(row, source=1) for row in rows[5:])])
+    options = {"sources": sources, "runs_together": together, "num_processes": 2}
+    two = [first_batches(10, items, cache, **options, process_index=index) for index in range(2)]
+    seen = Counter()
+    for at_once in zip(*two, strict=True):
+        own = [tuple(place for place, name in enumerate(each.names) if name > "5") for each in at_once]
+        for each, places in zip(at_once, own, strict=True):
+            weights = [0.5 if place in places else 1.0 for place in range(len(each.names))]
+            assert each.loss_weights.tolist() == weights
+            assert each.preserved == (places if places or (together and any(own)) else None)
+        seen.update(each.preserved for each in at_once)
+    assert bool(seen[()]) is together
+    assert len(seen) >= 4
+    alike = first_batches(1, items, cache, sources=[Source(path=Path("a"))] * 2)
+    assert (alike[0].preserved, alike[0].loss_weights) == (None, None)
 
 
 def test_captions_take_turns_by_chance_and_some_are_dropped(cache, rows):

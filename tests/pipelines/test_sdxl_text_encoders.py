@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers
+from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers, without_adapter
 from diffsynth_lite.lora.pairs import pairs_of
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import PipelineFolder
@@ -95,6 +95,18 @@ def test_untrained_encoders_make_of_tokens_what_the_pipeline_makes_of_the_text(
         ours = sample.family.predict(model, sample.latents, SIGMA, sample.conditioning)
         theirs = unet_alone.family.predict(unet, sample.latents, SIGMA, unet_alone.conditioning)
     assert torch.equal(ours, theirs)
+
+
+def test_without_their_adapters_encoders_and_unet_are_those_that_were_not_trained(sample: Sample) -> None:
+    plain = sample.family.load_transformer(torch.float32)
+    model = adapted_transformer(sample)
+    with torch.no_grad(), without_adapter(model):
+        ours = sample.family.predict(model, sample.latents, SIGMA, sample.conditioning)
+    with torch.no_grad():
+        theirs = sample.family.predict(plain, sample.latents, SIGMA, sample.conditioning)
+        trained = sample.family.predict(model, sample.latents, SIGMA, sample.conditioning)
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(trained, theirs)
 
 
 def test_an_empty_prompt_to_steer_away_from_is_zeros_that_leave_the_encoders_a_gradient(

@@ -29,10 +29,14 @@ def test_a_sharded_run_that_is_killed_goes_on_as_one_that_is_not_sharded_and_was
     watched_run: TinyRun,
 ) -> None:
     alone, killed = watched_run.root / "alone", watched_run.root / "killed"
-    program = forked(watched_run, *SETTINGS, f"output.dir={alone}", num_processes=2)
+    # A process runs a pass of what is preserved also where the other one has it alone.
+    data = watched_run.root / "data"
+    both = f"[{{path: {data}}}, {{path: {data}, preserve: true, captions: none, weight: 0.5}}]"
+    preserving = ("data.path=null", f"data.sources={both}")
+    program = forked(watched_run, *SETTINGS, *preserving, f"output.dir={alone}", num_processes=2)
     assert program.wait() == 0, program.printed()
 
-    settings = (*SETTINGS, SHARDED, f"output.dir={killed}")
+    settings = (*SETTINGS, *preserving, SHARDED, f"output.dir={killed}")
     program = forked(watched_run, *settings, num_processes=2)
     program.read_until("step 2/")
     program.kill()

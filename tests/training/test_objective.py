@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.loaders import PeftAdapterMixin
 
+from diffsynth_lite.core.losses_apart import LossesApart, mean_losses
 from diffsynth_lite.core.noise import FlowMatchingPath
 from diffsynth_lite.data import Batch, Bucket
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import add_adapter
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 
 SHAPE = (2, 16, 1, 4, 6)
@@ -283,3 +286,81 @@ def test_min_snr_weights_each_sample_by_the_familys_own_path() -> None:
     errors = (given.noise - given.latents).square().flatten(1).mean(1)
     loss = objective(zeros, weighting="min_snr", min_snr_gamma=2.0).loss(torch.nn.Identity(), given)
     torch.testing.assert_close(loss, (errors * torch.tensor([2 * 0.25**2, 0.25**2])).mean())
+
+
+class Adapted(torch.nn.Module, PeftAdapterMixin):  # type: ignore[misc]
+    """One layer along the width of the latents, with an adapter that changes what it says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(SHAPE[-1], SHAPE[-1])
+        self.seen: list[int] = []
+
+    def forward(self, noisy: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(noisy))
+        estimate: torch.Tensor = self.layer(noisy)
+        return estimate
+
+
+def adapted() -> Adapted:
+    model = Adapted()
+    add_adapter(model, ["layer"], rank=2, alpha=2, dropout=0.5, seed=0)
+    for matrix in (model.layer.lora_A, model.layer.lora_B):
+        torch.nn.init.normal_(matrix["default"].weight)
+    return model.train()
+
+
+def of_model(**changes: Any) -> DenoisingObjective:
+    return objective(lambda model, noisy, *_args: model(noisy), **changes)
+
+
+def loss_and_gradients(given: Batch, model: Adapted, of: DenoisingObjective) -> list[torch.Tensor]:
+    torch.manual_seed(3)  # of the dropout masks
+    loss = of.loss(model, given)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [loss, *torch.autograd.grad(loss, trained)]
+
+
+def test_what_is_preserved_has_the_estimate_without_the_adapter_as_its_target() -> None:
+    given = dataclasses.replace(batch(), preserved=(1,), loss_weights=torch.tensor([1.0, 0.25]))
+    model, plain, tried = adapted(), Adapted(), of_model(losses_apart=LossesApart())
+    found = loss_and_gradients(given, model, tried)
+    assert model.seen == [1, 2]
+    assert model.training
+
+    noisy = FlowMatchingPath().add_noise(given.latents, given.noise, given.uniform)
+    target = given.noise - given.latents
+    target[1] = plain(noisy[1:]).detach()[0]
+    torch.manual_seed(3)
+    errors = (model(noisy) - target).square().flatten(1).mean(1)
+    expected = (errors * torch.tensor([1.0, 0.25])).mean()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for one, other in zip(found, [expected, *torch.autograd.grad(expected, trained)], strict=True):
+        assert torch.equal(one, other)
+
+    # Without their weights, so that losses of runs with other ones compare.
+    apart = tried.losses_apart.take(given.latents.device).tolist()
+    assert mean_losses(found[0].item(), apart) == tuple(errors.tolist())
+    assert tried.losses_apart.take(given.latents.device).tolist() == [0, 0, 0, 0]
+    assert mean_losses(0.5, [0, 0, 0, 0]) == (None, None)
+    sums, counts = tried.loss_by_tenth.take(given.latents.device)
+    assert (sums[2], counts.sum()) == (errors[0], 1)
+
+
+@pytest.mark.parametrize("preserved", [(), (0, 1)])
+def test_a_pass_for_others_changes_nothing_and_all_of_a_batch_may_be_preserved(
+    preserved: tuple[int, ...],
+) -> None:
+    model, given = adapted(), batch()
+    alone = loss_and_gradients(given, model, of_model())
+    found = loss_and_gradients(dataclasses.replace(given, preserved=preserved), model, of_model())
+    assert model.seen == [2, len(preserved) or 1, 2]
+    assert all(torch.equal(*pair) for pair in zip(alone, found, strict=True)) is not bool(preserved)
+
+
+def test_what_is_preserved_has_no_loss_while_the_adapter_does_nothing() -> None:
+    model = adapted()
+    torch.nn.init.zeros_(model.layer.lora_B["default"].weight)
+    given = dataclasses.replace(batch(), preserved=(0, 1))
+    assert [value.any().item() for value in loss_and_gradients(given, model, of_model())] == [False] * 3

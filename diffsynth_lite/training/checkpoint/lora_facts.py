@@ -13,7 +13,7 @@ from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
 from diffsynth_lite.pipelines.base.release_folder import find_base_model
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.training.checkpoint.resume import RunFingerprint
-from diffsynth_lite.training.data_settings import data_sources
+from diffsynth_lite.training.data_settings import data_sources, learned_sources
 from diffsynth_lite.training.encoding.run_encoding import TrainingData
 from diffsynth_lite.training.layer_groups import usual_size
 from diffsynth_lite.training.optimization.optimizers import shown_arguments
@@ -50,10 +50,12 @@ def gather_lora_facts(
 
 def _trigger_words(config: Config, encoded: TrainingData) -> tuple[str, ...]:
     """Those of the config; where it has none, the tags that all items hold."""
-    given = [source.trigger for source in config.data.sources_by_key.values() if source.trigger]
+    learned = [source for source in config.data.sources_by_key.values() if not source.preserve]
+    given = [source.trigger for source in learned if source.trigger]
     if given:
         return tuple(dict.fromkeys(given))
-    first, *others = (counted.in_all for counted in encoded.tag_counts.values())
+    places, counts = learned_sources(config), encoded.tag_counts
+    first, *others = (counts[place].in_all for place in counts if place in places)
     return tuple(tag for tag in first if all(tag in other for other in others))
 
 
@@ -74,6 +76,7 @@ def _sources(config: Config, encoded: TrainingData) -> dict[str, SourceFacts]:
             num_items=counts.get(place, 0),
             passes=float(source.passes),
             tag_counts=redacted(_tag_counts(encoded.tag_counts.get(place), source.trigger)),
+            is_preserved=source.preserve,
         )
         for place, (name, source) in enumerate(zip(names, sources, strict=True))
     }

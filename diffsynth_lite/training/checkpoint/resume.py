@@ -53,7 +53,7 @@ _FIXED_FIELDS = {
         "ema_decay",
     ),
 }
-_FIXED_FIELDS_OF_SOURCES = ("repeats", "weight", "trigger")
+_OF_SOURCES = ("data.repeats", "data.weight", "data.trigger", "data.loss_weight", "data.preserve")
 """Lists of a value for each source. What else a source says is where its items are; what they are is in
 :func:`data_fingerprint`."""
 _CONDITIONAL = ("train.steps", "train.micro_batch_size")
@@ -134,9 +134,8 @@ def settings_fingerprint(
         fingerprint |= {f"{section}.{name}": values[section][name] for name in names}
     fingerprint = {key: value for key, value in fingerprint.items() if key not in _FREE_FIELDS}
     sources = config.data.sources_by_key.values()
-    fingerprint |= {
-        f"data.{name}": [getattr(source, name) for source in sources] for name in _FIXED_FIELDS_OF_SOURCES
-    }
+    for key in _OF_SOURCES:
+        fingerprint[key] = [getattr(source, key.removeprefix("data.")) for source in sources]
     fingerprint |= group_fingerprint(config)
     fingerprint["train.warmup_steps"] = config.train.warmup_in_run
     # Each micro-batch has dropout masks of its own; with a token budget their number in a step depends on it.
@@ -218,7 +217,7 @@ def _differences(fingerprint: RunFingerprint, saved: Mapping[str, Any]) -> list[
     changes = [
         Change(key=key, old=old, new=value)
         for key, value in fingerprint.items()
-        if (old := saved.get(key, value if _is_conditional(key) else _default(key))) != value
+        if (old := saved.get(key, value if _is_conditional(key) else _default(key, value))) != value
     ]
     compared = _shift_keys(fingerprint) & _shift_keys(saved)
     if compared and compared.isdisjoint(change.key for change in changes):
@@ -241,10 +240,11 @@ def _is_conditional(key: str) -> bool:
     return key in _CONDITIONAL or key.startswith(_SHIFT_AT)
 
 
-def _default(key: str) -> Any:
-    """The default of a setting, by its dotted key; None for one without, and for what is no setting."""
+def _default(key: str, value: Any) -> Any:
+    """The default of a setting, by its dotted key, or None; of a source's, a list as ``value`` is."""
     section, _, name = key.partition(".")
-    return section_types()[section].defaults().get(name)
+    default = section_types()[section].defaults().get(name)
+    return [default] * len(value) if key in _OF_SOURCES else default
 
 
 def _checkpoint_folder(source: str) -> Path:

@@ -122,7 +122,9 @@ class EncodingJob:
             bucket=item.bucket,
             source=item.record.source,
             media_key=media_key,
-            caption_keys=tuple(self._add_caption(item, text) for text in item.record.captions),
+            caption_keys=tuple(
+                self._add_caption(item, text, is_negative=not text) for text in item.record.captions
+            ),
             unconditional_key=self._add_caption(item, "", is_negative=True) if has_unconditional else None,
         )
 

@@ -44,7 +44,7 @@ from diffsynth_lite.data.sealed import SealedEntries
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.media import evenly_spread
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
-from diffsynth_lite.training.data_settings import held_out_rules, open_memory, plan_rules
+from diffsynth_lite.training.data_settings import held_out_rules, learned_sources, open_memory, plan_rules
 from diffsynth_lite.training.dataset import (
     Quarantine,
     ReadRecords,
@@ -208,7 +208,9 @@ def encode_run(
         tag_counts=trained_on.tag_counts,
         tensors=tensors,
         is_live=not config.data.cache,
-        validation_items=measured_items(config, validation.items, tensors),
+        validation_items=measured_items(
+            config, validation.items, tensors, are_held_out=bool(held_out.records)
+        ),
         validation_identity=validation.identity,
         tracked_items=_tracked_items(config, job.datasets[0][0], trained_on.items, tensors),
         prompts=_encoded_prompts(config, job, tensors),
@@ -380,10 +382,9 @@ def _require(tensors: EntryReader, key: str) -> dict[str, torch.Tensor]:
 def _tracked_items(
     config: Config, plan: DatasetPlan, table: ItemTable, tensors: EntryReader
 ) -> list[TrackedItem]:
-    """Items spread over the whole table."""
     by_name = {item.name: item for item in plan.items}
     tracked = []
-    for place in evenly_spread(range(len(table)), config.validation.item_losses):
+    for place in tracked_places(config, table):
         row = table.row(place)
         read = partial(read_item, tensors, row)
         item = by_name[row.name]
@@ -400,10 +401,17 @@ def _tracked_items(
     return tracked
 
 
-def measured_items(config: Config, items: ItemTable, tensors: EntryReader) -> list[ValidationItem]:
-    """The first items of a table, as many as ``validation.loss_items``."""
-    num_measured = min(config.validation.loss_items, len(items))
-    return [read_item(tensors, items.row(place)) for place in range(num_measured)]
+def tracked_places(config: Config, table: ItemTable) -> list[int]:
+    """Which training items are measured one by one: of those that are learned, some, evenly spread."""
+    return evenly_spread(table.places(learned_sources(config)), config.validation.item_losses)
+
+
+def measured_items(
+    config: Config, items: ItemTable, tensors: EntryReader, *, are_held_out: bool
+) -> list[ValidationItem]:
+    """The first items of a table, as many as ``validation.loss_items``; of training items, those learned."""
+    places = range(len(items)) if are_held_out else items.places(learned_sources(config))
+    return [read_item(tensors, items.row(place)) for place in places[: config.validation.loss_items]]
 
 
 def read_item(tensors: EntryReader, row: ItemRow) -> ValidationItem:

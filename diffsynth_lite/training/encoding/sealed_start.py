@@ -9,7 +9,6 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.data import DataIdentity, ItemTable
 from diffsynth_lite.data.sealed import Seal, SealedEntries, StoredOrders
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.media import evenly_spread
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.data_settings import cache_folder, sealed_folder
 from diffsynth_lite.training.dataset import find_cache_group
@@ -22,6 +21,7 @@ from diffsynth_lite.training.encoding.run_encoding import (
     encode_previews,
     measured_items,
     read_item,
+    tracked_places,
 )
 from diffsynth_lite.training.encoding.seals import require_seal
 from diffsynth_lite.training.evaluation import TrackedItem
@@ -76,7 +76,9 @@ def sealed_data(config: Config, family: ModelFamily, accelerator: Accelerator) -
         tag_counts=document.data.tag_counts,
         tensors=entries,
         is_live=False,
-        validation_items=measured_items(config, items if held_out is None else held_out, entries),
+        validation_items=measured_items(
+            config, items if held_out is None else held_out, entries, are_held_out=held_out is not None
+        ),
         validation_identity=measured.identity,
         tracked_items=_tracked_items(config, seal, items, entries),
         prompts=encode_previews(config, family, accelerator, sealed=entries),
@@ -104,9 +106,9 @@ def _require_same_encoders(seal: Seal, job: EncodingJob) -> None:
 
 
 def _tracked_items(config: Config, seal: Seal, items: ItemTable, entries: SealedEntries) -> list[TrackedItem]:
-    """Items spread over the whole table; small pictures of those that were tracked when it was sealed."""
+    """The items, with small pictures of those that were tracked when it was sealed."""
     tracked = []
-    for place in evenly_spread(range(len(items)), config.validation.item_losses):
+    for place in tracked_places(config, items):
         row = items.row(place)
         tracked.append(
             TrackedItem(

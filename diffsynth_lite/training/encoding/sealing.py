@@ -10,12 +10,11 @@ from diffsynth_lite.data import UsableData
 from diffsynth_lite.data.sealed import Seal, SealContent, SealDocument, SealFolder, write_seal
 from diffsynth_lite.data.sealed.folder import LANCE_ERRORS, first_line
 from diffsynth_lite.errors import RunStoppedError, UserError
-from diffsynth_lite.media import evenly_spread
 from diffsynth_lite.training.checks import check_run
 from diffsynth_lite.training.data_settings import open_memory, sealed_folder
 from diffsynth_lite.training.dataset import Quarantine
 from diffsynth_lite.training.encoding.job import EncodingJob
-from diffsynth_lite.training.encoding.run_encoding import encode_job, plan_encoding
+from diffsynth_lite.training.encoding.run_encoding import encode_job, plan_encoding, tracked_places
 from diffsynth_lite.training.encoding.seals import open_config_seal, seal_settings, unsealed
 from diffsynth_lite.training.evaluation import thumbnail_of
 
@@ -112,6 +111,5 @@ def _thumbnails(config: Config, job: EncodingJob, trained_on: UsableData) -> dic
     """Small pictures of the items whose losses are measured one by one, by their numbers."""
     items = {item.name: item for item in job.datasets[0][0].items}
     table = trained_on.items
-    places = evenly_spread(range(len(table)), config.validation.item_losses)
-    drawn = {place: thumbnail_of(items[table.row(place).name]) for place in places}
+    drawn = {place: thumbnail_of(items[table.row(place).name]) for place in tracked_places(config, table)}
     return {place: picture for place, picture in drawn.items() if picture is not None}

@@ -14,8 +14,8 @@ _FREE_OF_DATA = frozenset(
     ]
 )
 """Settings of ``data`` that change no item, or are compared in another way."""
-_FREE_OF_SOURCES = frozenset(["repeats", "weight"])
-"""How often an item is seen is no part of it."""
+_FREE_OF_SOURCES = frozenset(["repeats", "weight", "loss_weight", "preserve"])
+"""How often an item is seen, and what for, is no part of it."""
 _OF_THE_MODEL = ("family", "text_encoder_dtype", "text_encoder_quantize", "vae_dtype", "vae_tiling")
 _DROPS_CAPTIONS = "data.caption_dropout above 0"
 _GUIDES_TARGETS = "objective.guidance_target above 1"

@@ -209,6 +209,19 @@ def test_a_setting_that_an_older_run_did_not_know_counts_as_left_at_its_default(
         require_same(newer, older, where="runs/a")
 
 
+def test_sources_of_an_older_run_were_learned_and_counted_alike() -> None:
+    two = ("data.path=null", "data.sources=[{path: a}, {path: b%s}]")
+    added = ("data.preserve", "data.loss_weight")
+    older = {key: value for key, value in fingerprint(two[0], two[1] % "").items() if key not in added}
+    assert require_same(fingerprint(two[0], two[1] % ""), older, where="runs/a") == []
+    newer = fingerprint(two[0], two[1] % ", preserve: true, loss_weight: 2")
+    changes = require_same(newer, older, where="runs/a", allow=["data"])
+    assert {change.key: (change.old, change.new) for change in changes} == {
+        "data.preserve": ([False, False], [False, True]),
+        "data.loss_weight": ([1.0, 1.0], [1.0, 2.0]),
+    }
+
+
 def test_a_schedule_that_begins_to_matter_is_allowed_with_what_makes_it_matter() -> None:
     cosine = fingerprint("train.lr_scheduler=cosine", "train.steps=600")
     changes = require_same(cosine, fingerprint(), where="runs/a", allow=["train.lr_scheduler"])
