@@ -82,6 +82,7 @@ def run(parsed: argparse.Namespace) -> None:
         family_without_weights,
         largest_size,
         num_inputs_of,
+        preserved_share,
         step_settings,
         timer_of,
     )
@@ -112,7 +113,7 @@ def run(parsed: argparse.Namespace) -> None:
             samples = config.train.global_batch_size * shared / parsed.processes
             text = _PREDICTED.format(samples, timer.seconds(settings), gpu.name)
             apart = " What the processes exchange comes on top." if parsed.processes > 1 else ""
-            console.print(f"{text}{apart}", highlight=False)
+            console.print(f"{text}{apart}{_preserved(preserved_share(config))}", highlight=False)
         if device_gib is None:
             return
         # What is given is the host's, which all processes share.
@@ -127,6 +128,13 @@ def run(parsed: argparse.Namespace) -> None:
             return
     host = "" if math.isinf(parsed.host_gib) else f" with {parsed.host_gib:g} GiB of host memory"
     console.print(f"Nothing fits {device_gib:g} GiB{host}.")
+
+
+def _preserved(share: float) -> str:
+    what = (
+        " of its samples, taken as all sources hold as many items, are preserved: a forward pass more each."
+    )
+    return f" {100 * share:.0f} %{what}" if share else ""
 
 
 def _require_processes(config: Config, num_processes: int) -> None:

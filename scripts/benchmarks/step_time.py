@@ -1,10 +1,12 @@
 """Step time of the trainer against a bare PyTorch loop: same model, batches and flags, in one run.
 
 Prints the ratio of the median step times. Steps alternate between the two, so that whatever else the machine
-does hits both alike.
+does hits both alike. ``--preserved 0.25 1`` also takes steps in which these parts of each micro-batch, in
+whole samples, are preserved.
 """
 
 import argparse
+import dataclasses
 import statistics
 import tempfile
 import time
@@ -55,8 +57,10 @@ def main() -> None:
         times = measure(arguments, Path(folder))
     medians = {name: statistics.median(values) for name, values in times.items()}
     for name, seconds in medians.items():
-        print(f"{name:10} {seconds * 1000:8.2f} ms a step (median of {arguments.steps})")
-    print(f"ratio trainer / bare loop: {medians['trainer'] / medians['bare loop']:.3f}")
+        print(f"{name:24} {seconds * 1000:8.2f} ms a step (median of {arguments.steps})")
+    for name, seconds in medians.items():
+        if name != "bare loop":
+            print(f"ratio {name} / bare loop: {seconds / medians['bare loop']:.3f}")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -68,14 +72,21 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--warmup", type=int, default=10, help="steps before them (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
+    parser.add_argument("--preserved", type=float, nargs="+", default=[], help="parts that are preserved")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for train.py")
     return parser.parse_intermixed_args()
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     """Seconds of each measured step of both loops, which take turns."""
-    subject, ours, batches = trainer_step(arguments, folder)
-    steps = {"trainer": ours, "bare loop": bare_step(subject, batches)}
+    accelerator, config, checked, (first, second, *others) = equal_runs(
+        arguments, folder, count=2 + len(arguments.preserved)
+    )
+    subject = Subject(config, checked.family.folder.path, checked.target_layers, accelerator.device)
+    steps = {"trainer": partial(train_step, first), "bare loop": bare_step(subject, second.batches)}
+    for part, run in zip(arguments.preserved, others, strict=True):
+        run.batches = preserving(run.batches, part)
+        steps[f"trainer, {part:.0%} preserved"] = partial(train_step, run)
     return take_turns(steps, num_warmup=arguments.warmup, num_steps=arguments.steps)
 
 
@@ -98,13 +109,6 @@ def timed(take: Step, step: int) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - started_at
-
-
-def trainer_step(arguments: argparse.Namespace, folder: Path) -> tuple[Subject, Step, Iterator[list[Batch]]]:
-    """The trainer's step, and a second stream of the same batches for the bare loop."""
-    accelerator, config, checked, (first, second) = equal_runs(arguments, folder, count=2)
-    subject = Subject(config, checked.family.folder.path, checked.target_layers, accelerator.device)
-    return subject, partial(train_step, first), second.batches
 
 
 def equal_runs(
@@ -135,6 +139,15 @@ def equal_runs(
         for _ in range(count)
     ]
     return accelerator, config, checked, runs
+
+
+def preserving(steps: Iterator[Sequence[Batch]], part: float) -> Iterator[Sequence[Batch]]:
+    """The batches, with the first samples of each preserved."""
+    for step in steps:
+        yield [
+            dataclasses.replace(batch, preserved=tuple(range(round(part * len(batch.positions)))) or None)
+            for batch in step
+        ]
 
 
 def bare_step(subject: Subject, batches: Iterator[list[Batch]]) -> Step:

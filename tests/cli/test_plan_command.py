@@ -88,20 +88,21 @@ def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
     def last_of(gib: str, *gpu: str) -> list[str]:
         room = ("--device-gib", gib, *gpu)
         assert plan("--config", str(tiny_run.config), *room, "train.micro_batch_size=2") == 0
-        printed = capsys.readouterr().out.splitlines()
+        printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
         assert "qwen_image, 64x32, micro-batch of 2" in printed
-        return [line.strip() for line in printed[-4:]]
+        return printed
 
-    assert last_of("1") == [
+    assert last_of("1")[-4:] == [
         "Settings that fit and give the same numbers, as arguments of train.py:",
         "0.0 GiB, 0.0 GiB on the host, 1.00 of the fastest's time:",
         "train.use_gradient_checkpointing=false",
         "With the first of these, all other phases fit, too.",
     ]
     # Kernels that do next to nothing take what Python needs for each.
-    assert re.fullmatch(
-        r"0.0 GiB, .*, 0.0\d s a step, 1.00 of .*:", last_of("1", "--gpu", "NVIDIA RTX 4090")[1]
-    )
+    preserved = "data.path=null", "data.sources=[{path: a}, {path: a, preserve: true, weight: 0.25}]"
+    printed = last_of("1", "--gpu", "NVIDIA RTX 4090", *preserved)
+    assert re.fullmatch(r"0.0 GiB, .*, 0.0\d s a step, 1.00 of .*:", printed[-3])
+    assert "20 % of its samples, taken as all sources hold as many items, are preserved" in " ".join(printed)
     assert last_of("1e-8")[-1] == "Nothing fits 1e-08 GiB."
 
 

@@ -105,10 +105,22 @@ def one_for_each_prompt(values: dict) -> dict:
     return {"inputs": inputs, "last_frames": last_frames if inputs else []}
 
 
+def something_to_learn(sources: list[SourceSettings]) -> list[SourceSettings]:
+    """Sources of which the first is learned, and whose losses are weighed where they differ in that."""
+    are_alike = len({source.loss_weight for source in sources}) == 1
+    return [
+        source.model_copy(
+            update=({} if place else {"preserve": False}) | ({"loss_weight": 1.0} if are_alike else {})
+        )
+        for place, source in enumerate(sources)
+    ]
+
+
 def consistent(name: str, values: dict) -> dict:
     """Drawn values with the settings that depend on others made to fit these."""
     if name == "data":
         values |= defaults(SourceSettings.model_fields) if values["sources"] else consistent("source", values)
+        values |= {"preserve": False, "loss_weight": 1.0, "sources": something_to_learn(values["sources"])}
         values |= {"cache_dir": f"cache/{values['cache_dir']}"}
         values |= {} if values["cache"] else {"sealed": None}
         is_fixed = None not in (values["width"], values["height"])

@@ -177,8 +177,16 @@ def timer_of(config: Config, counter: MemoryCounter, gpu: Gpu, *, num_processes:
         batch_size=batch_size,
         num_sharing=shared,
         attends_again=attends_again,
-        other_forwards=config.objective.guidance_target is not None,
+        other_forwards=(config.objective.guidance_target is not None) + preserved_share(config),
     )
+
+
+def preserved_share(config: Config) -> float:
+    """Part of the samples that are preserved, if all sources hold as many items: none is looked at."""
+    passes = [
+        (source.repeats * source.weight, source.preserve) for source in config.data.sources_by_key.values()
+    ]
+    return sum(each for each, preserve in passes if preserve) / sum(each for each, _ in passes)
 
 
 def with_changes(config: Config, changes: Mapping[str, object]) -> Config:
