@@ -8,6 +8,7 @@ from diffsynth_lite.report.series import Series
 from diffsynth_lite.run_folder.metrics import RATE_OF_GROUP
 
 _SMOOTHED = "_smoothed"
+_LEARNING_RATE = "learning_rate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +89,10 @@ CHARTS = (
         ),
     ),
     Chart(
-        name="learning_rate",
+        name=_LEARNING_RATE,
         title="Learning rate",
         meaning="How large a change each step may make, as train.learning_rate and its schedule say.",
-        lines=(Line(metric="learning_rate", label="learning rate"),),
+        lines=(Line(metric=_LEARNING_RATE, label="learning rate"),),
         from_zero=True,
     ),
     Chart(
@@ -148,12 +149,16 @@ CHARTS = (
 def read_series(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
     """What the charts' lines show, by name; without those that nothing was logged for.
 
+    Where groups of layers have learning rates, theirs stand in place of ``learning_rate``, which is that of
+    the layers without a group, or of none.
+
     Args:
         rows: of ``metrics.jsonl``.
     """
     series = {}
     of_groups = dict.fromkeys(name for row in rows for name in row if name.startswith(RATE_OF_GROUP))
-    lines = [line for chart in CHARTS for line in chart.lines]
+    replaced = {_LEARNING_RATE} if of_groups else set()
+    lines = [line for chart in CHARTS for line in chart.lines if line.metric not in replaced]
     for line in [*lines, *map(_line_of_group, of_groups)]:
         raw = Series.of(rows, line.metric.removesuffix(_SMOOTHED))
         series[line.metric] = raw.smoothed() if line.metric.endswith(_SMOOTHED) else raw
@@ -168,7 +173,7 @@ def charts_of(series: Collection[str]) -> list[Chart]:
     """
     of_groups = [_line_of_group(name) for name in series if name.startswith(RATE_OF_GROUP)]
     return [
-        replace(chart, lines=(*chart.lines, *of_groups)) if chart.name == "learning_rate" else chart
+        replace(chart, lines=(*chart.lines, *of_groups)) if chart.name == _LEARNING_RATE else chart
         for chart in CHARTS
     ]
 

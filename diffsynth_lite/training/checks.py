@@ -18,6 +18,7 @@ from diffsynth_lite.lora import adapter_shapes, adapter_size
 from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder
 from diffsynth_lite.pipelines.base.single_file import component_files
 from diffsynth_lite.run_folder.metrics import require_trackers
+from diffsynth_lite.training.checkpoint.optimizer_state import OptimizerFacts
 from diffsynth_lite.training.data_settings import check_records, plan_rules
 from diffsynth_lite.training.dataset import ReadRecords, read_records
 from diffsynth_lite.training.distilled import training_adapter_digest, warning_of_distilled
@@ -35,10 +36,10 @@ from diffsynth_lite.training.layer_groups import (
     find_targets,
     layer_groups,
     own_sizes,
+    rates_without_effect,
     usual_group,
 )
 from diffsynth_lite.training.optimization.optimizers import (
-    OptimizerFacts,
     build_group_rates,
     build_learning_rate,
     examine_optimizer,
@@ -115,8 +116,9 @@ def check_run(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> C
     problems_of_all(accelerator, problems).require_none()
     assert family is not None
     assert model.optimizer is not None
-    if warning := warning_of_distilled(config, family):
-        logger.warning("%s", warning)
+    for warning in (warning_of_distilled(config, family), rates_without_effect(config, model.groups)):
+        if warning is not None:
+            logger.warning("%s", warning)
     adapter = from_main_process(accelerator, lambda: training_adapter_digest(config, family))
     folder, components = family.folder, family.components
     on_all_processes(accelerator, lambda: folder.download_weights(components))

@@ -83,6 +83,28 @@ def layer_groups(config: Config, family: ModelFamily, layers: Sequence[str]) -> 
     return [usual_group(config, left), *groups] if left else groups
 
 
+def rates_without_effect(config: Config, groups: Iterable[LayerGroup]) -> str | None:
+    """What to say of settings of ``train`` that are given, while all layers have others; None of none.
+
+    Args:
+        groups: of all layers.
+    """
+    if any(group.name is None for group in groups):
+        return None
+    unused = [
+        f"train.{name}"
+        for name in _RATES
+        if not config.train.is_default(name)
+        and all(getattr(entry, name) is not None for entry in config.lora.groups)
+    ]
+    if not unused:
+        return None
+    return (
+        f"{' and '.join(unused)} has no effect: lora.groups has all layers, with their own; leave it out, or "
+        "leave layers to it"
+    )
+
+
 def usual_group(config: Config, layers: Iterable[str] = ()) -> LayerGroup:
     """Layers that no entry of ``lora.groups`` has."""
     return LayerGroup(

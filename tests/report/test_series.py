@@ -4,7 +4,18 @@ import math
 
 import pytest
 
+from diffsynth_lite.report.charts import charts_of, read_series
 from diffsynth_lite.report.series import Series, as_number
+
+
+def test_learning_rates_of_groups_stand_in_place_of_the_one_that_they_have_or_hide() -> None:
+    plain = {"step": 1, "learning_rate": 1e-4}
+    assert list(read_series([plain])) == ["learning_rate"]
+    groups = {"learning_rate/others": 1e-4, "learning_rate/to_q": 1e-3}
+    found = read_series([plain | groups])
+    assert list(found) == list(groups)
+    shown = next(chart for chart in charts_of(found) if chart.name == "learning_rate")
+    assert shown.summary(found).startswith("others: 0.0001 at step 1, ")
 
 
 def series(*values: float | None) -> Series:

@@ -205,7 +205,7 @@ def test_a_problem_with_the_layers_is_no_problem_of_the_optimizer_and_both_are_t
         "lora.groups": "[{match: to_q, learning_rate: 1.0e-8}]",
         "train.lr_scheduler": "polynomial",
     }
-    assert "lora.groups, to_q: train.learning_rate 1e-08" in refusal(root, **slow)
+    assert "lora.groups: the learning rate of to_q, 1e-08 with train.lr_scheduler" in refusal(root, **slow)
 
 
 def test_an_autoencoder_that_float16_is_too_narrow_for_is_refused(root: Path) -> None:

@@ -10,7 +10,13 @@ from diffsynth_lite.config.model import LoraSettings
 from diffsynth_lite.config.train import TrainSettings
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import LoraSize
-from diffsynth_lite.training.layer_groups import LayerGroup, find_targets, layer_groups, own_sizes
+from diffsynth_lite.training.layer_groups import (
+    LayerGroup,
+    find_targets,
+    layer_groups,
+    own_sizes,
+    rates_without_effect,
+)
 from diffsynth_lite.training.optimization.optimizers import build_group_rates, rate_groups
 
 LAYERS = ["blocks.0.to_q", "blocks.0.to_k", "blocks.1.to_q", "blocks.1.to_k"]
@@ -92,6 +98,22 @@ def test_each_group_has_its_rate_also_where_it_is_the_only_one() -> None:
     assert rates_of() == {}
     assert rates_of({"match": "transformer", "learning_rate": 3e-5}) == {"transformer": 3e-5}
     assert rates_of({"match": "to_q", "learning_rate": 3e-5}) == {"others": 1e-4, "to_q": 3e-5}
+
+
+@pytest.mark.parametrize(
+    ("entries", "warned"),
+    [
+        ([{"match": "transformer", "learning_rate": 3e-5}], ""),
+        ([{"match": "transformer", "weight_decay": 0.1}], "train.weight_decay has no effect"),
+        ([{"match": "to_q", "weight_decay": 0.1}], ""),
+        ([{"match": "to_q", "weight_decay": 0.1}, {"match": "to_k", "rank": 2}], ""),
+        ([{"match": name, "weight_decay": 0.1} for name in ("to_q", "to_k")], "train.weight_decay has no"),
+    ],
+)
+def test_a_given_rate_that_no_layer_has_is_told(entries: list[dict[str, Any]], warned: str) -> None:
+    groups = groups_of(*entries)
+    assert (rates_without_effect(config_of(groups=entries), groups) or "").startswith(warned)
+    assert bool(rates_without_effect(config_of(groups=entries), groups)) == bool(warned)
 
 
 def test_with_loraplus_the_second_matrices_have_a_rate_of_their_own() -> None:

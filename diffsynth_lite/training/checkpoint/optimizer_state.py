@@ -7,6 +7,7 @@ group of parameters as it goes, as Prodigy its distance, is: it is not as it was
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -21,6 +22,19 @@ _SETTINGS = frozenset(["params", "lr", "weight_decay"])
 
 _Plain: TypeAlias = bool | int | float | str | None
 """What json keeps exactly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerFacts:
+    """What the optimizer of a run keeps.
+
+    Attributes:
+        state_bytes: of the state of all that is trained.
+        has_average: whether it averages the weights, and the average is what is exported.
+    """
+
+    state_bytes: int
+    has_average: bool
 
 
 def optimizer_tensors(

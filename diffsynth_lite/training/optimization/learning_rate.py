@@ -16,7 +16,12 @@ LearningRateScheduler = Literal["constant", "linear", "cosine", "cosine_with_res
 
 
 def learning_rate_schedule(
-    name: LearningRateScheduler, *, base: float, warmup_steps: int, total_steps: int
+    name: LearningRateScheduler,
+    *,
+    base: float,
+    warmup_steps: int,
+    total_steps: int,
+    setting: str = "train.learning_rate",
 ) -> Callable[[int], float]:
     """Learning rate of each optimizer step, counted from 0.
 
@@ -28,13 +33,17 @@ def learning_rate_schedule(
         base: learning rate at the end of the warm-up.
         warmup_steps: optimizer steps of linear warm-up, 0 for none.
         total_steps: optimizer steps of the whole run, warm-up included.
+        setting: that gives ``base``, for messages.
 
     Raises:
         UserError: the warm-up leaves no step, or ``base`` is below what the shape decays to.
     """
     if not 0 <= warmup_steps < total_steps:
         raise UserError(f"train.warmup_steps {warmup_steps} must be less than train.steps {total_steps}")
-    factor = _diffusers_factor(name, base=base, warmup_steps=warmup_steps, total_steps=total_steps)
+    try:
+        factor = _diffusers_factor(name, base=base, warmup_steps=warmup_steps, total_steps=total_steps)
+    except ValueError as error:
+        raise UserError(f"{setting} {base:g} with train.lr_scheduler {name}: {error}") from error
 
     def learning_rate(step: int) -> float:
         if step < warmup_steps:
@@ -49,14 +58,11 @@ def _diffusers_factor(
 ) -> Callable[[int], float]:
     """diffusers' factor of the base learning rate; taken from a scheduler that is never stepped."""
     optimizer = torch.optim.SGD([torch.zeros(())], lr=base)
-    try:
-        scheduler = get_scheduler(
-            "constant_with_warmup" if name == "constant" else name,
-            optimizer,
-            num_warmup_steps=warmup_steps,
-            num_training_steps=total_steps,
-        )
-    except ValueError as error:
-        raise UserError(f"train.learning_rate {base} with train.lr_scheduler {name}: {error}") from error
+    scheduler = get_scheduler(
+        "constant_with_warmup" if name == "constant" else name,
+        optimizer,
+        num_warmup_steps=warmup_steps,
+        num_training_steps=total_steps,
+    )
     factor: Callable[[int], float] = scheduler.lr_lambdas[0]
     return factor

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from diffsynth_lite.config import Config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.training.checkpoint.optimizer_state import (
+    OptimizerFacts,
     load_optimizer,
     optimizer_tensors,
     state_bytes,
@@ -45,19 +47,6 @@ _TRIED = {"first": (8, 512), "second": (512, 8), "idle": (8, 512)}
 it keeps 8 bits of them, and a matrix without gradients, as those of an expert that a step does not run."""
 _STEPS_BEFORE = 2
 """Steps before the state is saved and loaded, when an optimizer is tried."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerFacts:
-    """What the optimizer of a run keeps.
-
-    Attributes:
-        state_bytes: of the state of all that is trained.
-        has_average: whether it averages the weights, and the average is what is exported.
-    """
-
-    state_bytes: int
-    has_average: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,21 +83,24 @@ def rate_groups(config: Config, groups: Sequence[LayerGroup]) -> list[RateGroup]
     ]
 
 
-def build_learning_rate(config: Config, *, base: float | None = None) -> Callable[[int], float]:
+def build_learning_rate(config: Config, group: RateGroup | None = None) -> Callable[[int], float]:
     """The learning rate of each 0-based optimizer step.
 
     Args:
-        base: the highest one, where it is not ``train.learning_rate``.
+        group: whose it is; that of ``train.learning_rate`` where it is None.
 
     Raises:
         UserError: the settings of the schedule do not fit together.
     """
-    return learning_rate_schedule(
+    schedule = partial(
+        learning_rate_schedule,
         config.train.lr_scheduler,
-        base=config.train.learning_rate if base is None else base,
         warmup_steps=config.train.warmup_in_run,
         total_steps=config.train.steps,
     )
+    if group is None:
+        return schedule(base=config.train.learning_rate)
+    return schedule(base=group.learning_rate, setting=f"lora.groups: the learning rate of {group.label},")
 
 
 def build_group_rates(config: Config, groups: Sequence[LayerGroup]) -> dict[str, Callable[[int], float]]:
@@ -121,13 +113,7 @@ def build_group_rates(config: Config, groups: Sequence[LayerGroup]) -> dict[str,
     """
     if not config.lora.groups and config.lora.loraplus_ratio == 1:
         return {}
-    rates = {}
-    for group in rate_groups(config, groups):
-        try:
-            rates[group.label] = build_learning_rate(config, base=group.learning_rate)
-        except UserError as error:
-            raise UserError(f"lora.groups, {group.label}: {error}") from None
-    return rates
+    return {group.label: build_learning_rate(config, group) for group in rate_groups(config, groups)}
 
 
 def build_optimizer(

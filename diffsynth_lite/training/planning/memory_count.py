@@ -38,6 +38,7 @@ from diffsynth_lite.lora import (
 from diffsynth_lite.lora.pairs import LoraFile, pairs_of
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
 from diffsynth_lite.pipelines.base.quantized import kept_in_fp32, quantizable_layers
+from diffsynth_lite.training.checkpoint.optimizer_state import OptimizerFacts
 from diffsynth_lite.training.planning.few_blocks import BlockLists, FewBlocks
 from diffsynth_lite.training.planning.split_sequences import Exchange
 from diffsynth_lite.training.planning.step import MetaModel, MetaStep, Sample, StepSettings
@@ -100,7 +101,7 @@ class MemoryCounter:
         rank: of the LoRA.
         own: of layers that have another rank.
         dropout: of the LoRA.
-        optimizer_bytes: of the optimizer's state; of AdamW's where it is None.
+        optimizer: what it keeps; as AdamW where it is None.
         latents_shape: of one sample.
         conditioning: of one sample; its values do not matter.
         training_adapter: a frozen one on the model beside it.
@@ -111,6 +112,7 @@ class MemoryCounter:
         num_blocks: of one model.
         lora_bytes: of the weights of the LoRA, in fp32.
         meta_results: what operators were found to return, for other counts of its steps.
+        optimizer: what it keeps.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class MemoryCounter:
         rank: int,
         own: Mapping[str, LoraSize] = MappingProxyType({}),
         dropout: float = 0.0,
-        optimizer_bytes: int | None = None,
+        optimizer: OptimizerFacts | None = None,
         latents_shape: Sequence[int],
         conditioning: Conditioning,
         training_adapter: LoraFile | None = None,
@@ -132,8 +134,8 @@ class MemoryCounter:
         self._sample = Sample(tuple(latents_shape), conditioning)
         model = family.empty_transformer()
         self.lora_bytes = torch.float32.itemsize * adapter_size(model, layers, rank=rank, own=own)
-        of_adamw = _MOMENTS_OF_ADAMW * self.lora_bytes
-        self._optimizer_bytes = of_adamw if optimizer_bytes is None else optimizer_bytes
+        adamw = OptimizerFacts(state_bytes=_MOMENTS_OF_ADAMW * self.lora_bytes, has_average=False)
+        self.optimizer = adamw if optimizer is None else optimizer
         parts, first = family.parts_of(model), family.trained[0]
         # Of experts a step runs one; what else is trained, such as text encoders, runs beside it.
         beside = [name for name, part in parts.items() if type(part) is not type(parts[first])]
@@ -175,7 +177,7 @@ class MemoryCounter:
             weights=resident + self._frozen.num_bytes,
             slots=slots + max(model.gathered(num_shards) for model in models),
             lora=self.lora_bytes * (2 if settings.has_average else 1),
-            optimizer=self._optimizer_bytes,
+            optimizer=self.optimizer.state_bytes,
             gradients=self.lora_bytes,
             step=self._step_bytes(settings),
             weights_on_host=sum(block.packed for block in streamed),

@@ -167,7 +167,8 @@ class PhaseCounter:
         keys = "preview", formats, self.config.model, self.config.validation
         drawn: PreviewBytes = self._once(lambda: count_preview(*subject), *keys)
         held = step.between_steps + self._beside.device + drawn.weights
-        if settings.has_average and self.config.validation.use_ema:
+        is_moving = settings.has_average and self.config.validation.use_ema
+        if is_moving or self._counter.optimizer.has_average:
             held += self._counter.lora_bytes  # what is trained waits while the average draws
         host = self._beside.host + step.host + drawn.copies
         if set(self.family.denoisers) - set(self.family.trained):

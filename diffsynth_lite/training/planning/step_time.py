@@ -65,13 +65,20 @@ class StepTimer:
         batch_size = self._batch_size or settings.micro_batch_size
         num_micro_batches = -(-batch_size // settings.micro_batch_size)
         added = (num_micro_batches - 1) * self._passing(3)
-        # Clipping reads the gradients twice and writes them once; AdamW reads four numbers and writes three.
-        optimizer = self._passing(3) + self._passing(7) + settings.has_average * self._passing(3)
+        # Clipping reads the gradients twice and writes them once.
+        optimizer = self._passing(3) + self._optimizer() + settings.has_average * self._passing(3)
         return num_micro_batches * self._micro_batch(settings) + added + optimizer
 
-    def _passing(self, num_times: int) -> float:
+    def _optimizer(self) -> float:
+        """Seconds of an optimizer that reads weights, gradients and its state, and writes weights and state.
+
+        In one kernel, as fused AdamW does; what others compute besides, as Muon's products, is not counted.
+        """
+        return self._passing(3 + 2 * self._counter.optimizer.state_bytes / self._counter.lora_bytes)
+
+    def _passing(self, num_times: float) -> float:
         """Seconds of a kernel that reads or writes as much as the LoRA takes so often."""
-        size = num_times * self._counter.lora_bytes
+        size = round(num_times * self._counter.lora_bytes)
         return self._speed.seconds(Kernels({Kernel("other", torch.float32, 0, size): 1}), "forward")
 
     def _micro_batch(self, settings: StepSettings) -> float:

@@ -125,7 +125,7 @@ def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
         layers,
         rank=rank,
         own=own,
-        optimizer_bytes=examine_optimizer(config, groups, shapes, torch.device("cpu")).state_bytes,
+        optimizer=examine_optimizer(config, groups, shapes, torch.device("cpu")),
         dropout=config.lora.dropout,
         training_adapter=read_training_adapter(config, family),
         latents_shape=shape,

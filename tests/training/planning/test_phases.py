@@ -24,7 +24,12 @@ from diffsynth_lite.training.planning.choices import Room
 from diffsynth_lite.training.planning.phases import Phase, PhaseCounter
 from diffsynth_lite.training.planning.preview_count import preview_request
 from diffsynth_lite.training.planning.remedies import Remedy, remedies
-from diffsynth_lite.training.planning.subject import counter_of, largest_size, step_settings
+from diffsynth_lite.training.planning.subject import (
+    counter_of,
+    largest_size,
+    step_settings,
+    with_changes,
+)
 
 CONFIG = """
 model: {{family: {family}, path: {folder}, dtype: float32, text_encoder_dtype: float32}}
@@ -125,4 +130,9 @@ def test_what_does_not_fit_is_helped_by_what_changes_least(tmp_path: Path) -> No
     assert 0 < encoders < prompts + media
     for remedy in remedies(live, settings, Room(device=beside["training"].device - 1, host=math.inf)):
         assert remedy.changes == {"data.cache": True}
+    # What schedule-free trains waits while its average draws; it keeps as much as AdamW.
+    counter = counter_of(with_changes(config, {"train.optimizer": "schedule_free"}), family)
+    averaging = PhaseCounter(config, family, counter, size=phases.size, num_inputs=0)
+    waiting = averaging.phase("drawing previews", settings).device - plain["drawing previews"].device
+    assert waiting == counter.lora_bytes
     assert by_name(phases.changed({"validation.prompts": []}).count(settings))["drawing previews"].device == 0

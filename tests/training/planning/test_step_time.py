@@ -10,6 +10,7 @@ import torch
 from diffsynth_lite.core.gradient import KEEP, OFFLOAD, RECOMPUTE, BlockPolicy, BlockStrategy
 from diffsynth_lite.core.planning import BlockWork, Kernel, Kernels, StepWork
 from diffsynth_lite.core.planning.work import Sent
+from diffsynth_lite.training.checkpoint.optimizer_state import OptimizerFacts
 from diffsynth_lite.training.planning.device_speed import DeviceSpeed
 from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.step_time import StepTimer
@@ -27,6 +28,7 @@ SPEED = DeviceSpeed(
     is_asynchronous=False,
 )
 ATTENTION = Counter([Kernel("attention", torch.float32, 30, 0)])
+ADAMW = OptimizerFacts(state_bytes=2 * LORA_BYTES, has_average=False)
 OPTIMIZER = (3 + 7) * LORA_BYTES
 STEP = 1 + NUM_BLOCKS * (100 + 1000) + 2
 
@@ -37,6 +39,7 @@ class Weights:
 
     num_blocks = NUM_BLOCKS
     lora_bytes = LORA_BYTES
+    optimizer: OptimizerFacts = ADAMW
 
     def streamed_bytes(self, settings: StepSettings) -> dict[int, int]:
         return dict.fromkeys(range(int(settings.stream_blocks)), 7)
@@ -87,6 +90,13 @@ def settings_of(strategy: BlockStrategy, **changes: Any) -> StepSettings:
 )
 def test_a_step_takes_what_its_blocks_do_and_copy(settings: StepSettings, added: int) -> None:
     assert Counted(Weights(), SPEED).seconds(settings) == STEP + OPTIMIZER + added
+
+
+@pytest.mark.parametrize(("kept", "passes"), [(0, 3), (4, 4), (LORA_BYTES, 5), (4 * LORA_BYTES, 11)])
+def test_an_optimizer_reads_and_writes_what_it_keeps(kept: int, passes: int) -> None:
+    weights = Weights(optimizer=OptimizerFacts(state_bytes=kept, has_average=False))
+    clipping = 3 * LORA_BYTES
+    assert Counted(weights, SPEED).seconds(settings_of(KEEP)) == STEP + clipping + passes * LORA_BYTES
 
 
 def test_micro_batches_are_as_many_as_a_step_needs_and_add_up_their_gradients() -> None:
