@@ -280,10 +280,10 @@ def needed_keys(config: Config, accelerator: "Accelerator") -> set[str]:
     with shortages_explained():
         checked = check_run(config, accelerator)
         with open_memory(config) as memory:
+            drawn = plan_previews(config, checked.drawing, accelerator, memory).prompts
             if seal is not None:
-                job = plan_previews(config, checked.family, accelerator, memory)
                 sealed = seal.entries(seal.map_table(sealed_folder(config)))
-                return {key for key in job.prompts if key not in sealed}
+                return {key for key in drawn if key not in sealed}
             job = plan_encoding(
                 config,
                 checked.family,
@@ -292,7 +292,7 @@ def needed_keys(config: Config, accelerator: "Accelerator") -> set[str]:
                 held_out=checked.held_out,
                 memory=memory,
             )
-    return {*job.media, *job.prompts}
+    return {*job.media, *job.prompts, *drawn}
 
 
 def _cache_of(config: Config) -> "TensorCache":

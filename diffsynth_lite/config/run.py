@@ -45,6 +45,13 @@ class ValidationSettings(Settings):
     """Prompts sampled as previews; none turns previews off. Include some that the model knew before, to see
     that it keeps them."""
 
+    model_path: FilePath | None = None
+    """The pipeline that previews are drawn on, as `model.path` is given, where that is not the one that is
+    trained: train on a base model, and see the LoRA on what was distilled from it, with the steps and the
+    guidance of that one. It must be of `model.family` and have the LoRA's layers. Its prompts are encoded by
+    its own text encoder; its transformer is read for previews alone, in the formats of `model`, and waits in
+    host memory. `diffsynth-lite sample` draws on `model.path`."""
+
     inputs: list[FilePath] = Field(default=[])
     """Files of pictures that previews start from, one for each prompt: for families that edit, or that make
     clips from a picture."""

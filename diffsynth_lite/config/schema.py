@@ -47,7 +47,7 @@ class Config(Settings):
         watched = previews or loss or validation.item_losses > 0
         checkpointing = train.use_gradient_checkpointing or is_auto
         is_guided = not previews or validation.guidance_scale > 1
-        of_previews = "num_frames negative_prompt num_inference_steps guidance_scale width height"
+        of_previews = "model_path num_frames negative_prompt num_inference_steps guidance_scale width height"
         parts = [
             (offload or visits, "memory", "min_bytes", "while the offload is off and nothing is streamed"),
             (offload or streams, "memory", "host_gib", "while the offload is off and stream_blocks is 0"),
@@ -98,6 +98,7 @@ class Config(Settings):
             )
         if self.train.context_parallel > 1:
             yield from self._context_conflicts()
+        yield from self._drawing_conflicts()
         if self.train.compile != "off" and self.memory.shard_base != "no":
             yield Problem(
                 ("memory.shard_base", "train.compile"),
@@ -117,6 +118,21 @@ class Config(Settings):
             yield Problem(("data.cache_dir", "output.dir"), message)
         for key, source in self.data.sources_by_key.items():
             yield from self._folder_conflicts(f"{key}.path", source.path)
+
+    def _drawing_conflicts(self) -> Iterator[Problem]:
+        """Of a run that draws on another model."""
+        if self.validation.model_path is None:
+            return
+        is_split = {
+            "memory.shard_base": self.memory.shard_base != "no",
+            "train.context_parallel": self.train.context_parallel > 1,
+        }
+        for key in (key for key, is_on in is_split.items() if is_on):
+            yield Problem(
+                ("validation.model_path", key),
+                f"is drawn on by one process, which cannot hold what {key} has several share; leave it out, "
+                "and draw with `diffsynth-lite sample`",
+            )
 
     def _context_conflicts(self) -> Iterator[Problem]:
         """Of a run that splits sequences."""

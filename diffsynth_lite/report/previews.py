@@ -51,7 +51,9 @@ class PromptPreviews:
     num_drawn: int
 
 
-def find_previews(folder: Path, prompts: Sequence[str]) -> list[PromptPreviews]:
+def find_previews(
+    folder: Path, prompts: Sequence[str], *, drawn_on: str | None = None
+) -> list[PromptPreviews]:
     """The previews of each prompt: the first, the last, and those between them, evenly spread.
 
     Where a prompt changed, or how it is drawn, those of its latest form are shown.
@@ -59,7 +61,9 @@ def find_previews(folder: Path, prompts: Sequence[str]) -> list[PromptPreviews]:
     Args:
         folder: of the run.
         prompts: by place, as far as they are known.
+        drawn_on: name of the model, where that is not the one that was trained.
     """
+    named = "" if drawn_on is None else f" (drawn on {drawn_on})"
     previews = folder / "previews"
     found: dict[int, dict[str, dict[int, Path]]] = {}
     for path in sorted(previews.glob("step-*.png")):
@@ -73,7 +77,7 @@ def find_previews(folder: Path, prompts: Sequence[str]) -> list[PromptPreviews]:
         steps = evenly_spread(sorted(paths), _MAX_STEPS)
         shown.append(
             PromptPreviews(
-                prompt=prompts[place] if place < len(prompts) else f"prompt {place + 1}",
+                prompt=(prompts[place] if place < len(prompts) else f"prompt {place + 1}") + named,
                 previews=[_preview(step, paths[step], folder) for step in steps],
                 num_drawn=len(paths),
             )

@@ -86,14 +86,19 @@ def read_run(path: Path, *, base: str = "") -> RunReport:
         is_abandoned=folder.is_abandoned(),
         total_steps=as_number(_section(settings, "train").get("steps")),
     )
-    prompts = _section(settings, "validation").get("prompts")
+    validation = _section(settings, "validation")
+    prompts, drawn_on = validation.get("prompts"), validation.get("model_path")
     return RunReport(
         name=path.resolve().name,
         folder=path,
         base=base,
         state=state,
         series=read_series(rows) | update_series(layer_rows),
-        prompts=find_previews(path, [str(each) for each in prompts] if isinstance(prompts, list) else []),
+        prompts=find_previews(
+            path,
+            [str(each) for each in prompts] if isinstance(prompts, list) else [],
+            drawn_on=Path(drawn_on).name if isinstance(drawn_on, str) else None,
+        ),
         teaching=read_teaching(items, loss_rows),
         hard_items=read_hard_items(reader.rows(folder.sample_losses_file.name)),
         noise=noise_tenths(rows),

@@ -51,7 +51,7 @@ from diffsynth_lite.training.optimization.optimizers import (
     build_learning_rate,
     measures_average,
 )
-from diffsynth_lite.training.previews import PictureSource, Previews
+from diffsynth_lite.training.previews import OtherModel, PictureSource, Previews
 from diffsynth_lite.training.streaming import blocks_by_model
 
 _SUPPORTED_DISTRIBUTION = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -280,7 +280,7 @@ def build_run(
             rate_setting=config.train.rate_setting,
             writes=is_main,
         ),
-        previews=_build_previews(config, checked.family, encoded, folder.previews_folder, writes=is_main),
+        previews=_build_previews(config, checked, encoded, folder.previews_folder, writes=is_main),
         weights=weights,
         compiler=compiler,
         runs_together=checked.family.shards is not None or checked.family.context is not None,
@@ -363,24 +363,31 @@ def _build_batches(
 
 
 def _build_previews(
-    config: Config, family: ModelFamily, encoded: TrainingData, folder: Path, *, writes: bool
+    config: Config, checked: CheckedRun, encoded: TrainingData, folder: Path, *, writes: bool
 ) -> Previews:
+    family = checked.drawing
+    other = None if family is checked.family else OtherModel(config, family)
     return Previews(
         family=family,
+        other=other,
         folder=folder,
         writes=writes,
         prompts=config.validation.prompts,
         negative_prompt=config.validation.negative_prompt,
         requests=build_preview_requests(config, family, encoded.prompts),
-        source=build_picture_source(config, family),
+        source=build_picture_source(config, family, config.validation.model_path),
         vae_dtype=getattr(torch, config.model.vae_dtype),
     )
 
 
-def build_picture_source(config: Config, family: ModelFamily) -> PictureSource:
-    """What pictures and clips of a family are drawn with, for people to read."""
+def build_picture_source(config: Config, family: ModelFamily, location: str | None = None) -> PictureSource:
+    """What pictures and clips of a family are drawn with, for people to read.
+
+    Args:
+        location: of the pipeline, as given, where that is another one than ``model.path``.
+    """
     folder = family.folder
-    base = find_base_model(family.releases, config.model.path, folder)
+    base = find_base_model(family.releases, location or config.model.path, folder)
     names = [base.hub_id or folder.path.resolve().name, *(file.path.stem for file in folder.files.values())]
     return PictureSource(
         model=" + ".join(names),

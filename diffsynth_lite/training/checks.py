@@ -21,7 +21,11 @@ from diffsynth_lite.run_folder.metrics import require_trackers
 from diffsynth_lite.training.checkpoint.optimizer_state import OptimizerFacts
 from diffsynth_lite.training.data_settings import check_records, plan_rules
 from diffsynth_lite.training.dataset import ReadRecords, read_records
-from diffsynth_lite.training.distilled import training_adapter_digest, warning_of_distilled
+from diffsynth_lite.training.distilled import (
+    family_that_draws,
+    training_adapter_digest,
+    warning_of_distilled,
+)
 from diffsynth_lite.training.distributed.agreement import (
     from_main_process,
     on_all_processes,
@@ -64,6 +68,7 @@ class CheckedRun:
         num_lora_weights: numbers that are trained.
         optimizer: what it keeps of them.
         training_adapter: digest of the frozen adapter that is on the model in training; None without.
+        drawing: the family that draws previews, bound to the pipeline that they are drawn on.
     """
 
     family: ModelFamily
@@ -75,6 +80,7 @@ class CheckedRun:
     num_selected_blocks: int
     num_lora_weights: int
     optimizer: OptimizerFacts
+    drawing: ModelFamily
     training_adapter: str | None = None
 
     def drop_records(self) -> None:
@@ -122,6 +128,8 @@ def check_run(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> C
     adapter = from_main_process(accelerator, lambda: training_adapter_digest(config, family))
     folder, components = family.folder, family.components
     on_all_processes(accelerator, lambda: folder.download_weights(components))
+    drawing = model.drawing or family
+    on_all_processes(accelerator, lambda: drawing.folder.download_weights(drawing.components))
     require_same_model(accelerator, family)
     return CheckedRun(
         family=family,
@@ -134,6 +142,7 @@ def check_run(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> C
         num_lora_weights=model.num_lora_weights,
         optimizer=model.optimizer,
         training_adapter=adapter,
+        drawing=drawing,
     )
 
 
@@ -146,7 +155,12 @@ def checked_again(checked: CheckedRun, config: Config, accelerator: Accelerator)
     problems = Problems()
     model = _check_model(problems, checked.family, config, accelerator.device)
     problems_of_all(accelerator, problems).require_none()
-    return replace(checked, num_blocks=model.num_blocks, num_selected_blocks=model.num_selected_blocks)
+    return replace(
+        checked,
+        num_blocks=model.num_blocks,
+        num_selected_blocks=model.num_selected_blocks,
+        drawing=model.drawing or checked.family,
+    )
 
 
 def _check_batch_size(config: Config, num_processes: int) -> None:
@@ -235,13 +249,13 @@ class _CheckedModel:
     num_selected_blocks: int
     num_lora_weights: int
     optimizer: OptimizerFacts | None
+    drawing: ModelFamily | None
 
 
 def _check_model(
     problems: Problems, family: ModelFamily, config: Config, device: torch.device
 ) -> _CheckedModel:
     problems.attempt(lambda: plan_rules(config, family))
-    problems.attempt(lambda: check_previews(config, family))
     problems.attempt(lambda: _check_weighting(config, family))
     problems.attempt(lambda: _check_shift(config, family))
     # Frozen as in a run: what trains is not a part of it yet.
@@ -252,6 +266,8 @@ def _check_model(
     layers = problems.attempt(lambda: find_targets(family, transformer, config)) if blocks else []
     # Before layers get the formats of the run, whose shapes are others.
     groups = problems.attempt(lambda: layer_groups(config, family, layers)) if layers else []
+    drawing = problems.attempt(lambda: family_that_draws(config, family, layers or []))
+    problems.attempt(lambda: check_previews(config, drawing or family))
     groups = groups or [usual_group(config)]  # the optimizer is tried, whatever is wrong with the layers
     problems.attempt(lambda: build_group_rates(config, groups))
     rank, own = config.lora.rank, own_sizes(groups)
@@ -263,6 +279,8 @@ def _check_model(
         problems.attempt(lambda: family.settle_lora_spelling(transformer, layers, rank=rank))
     selected = problems.attempt(lambda: select_blocks(config, len(blocks))) if blocks else []
     check_loading(problems, family, transformer, config, device, num_blocks=len(blocks or []))
+    if drawing is not None and drawing is not family:
+        drawing.text_encoder_memory, drawing.quantization = family.text_encoder_memory, family.quantization
     return _CheckedModel(
         target_layers=layers or [],
         groups=groups,
@@ -270,6 +288,7 @@ def _check_model(
         num_selected_blocks=len(selected or []),
         num_lora_weights=num_lora_weights,
         optimizer=optimizer,
+        drawing=drawing,
     )
 
 

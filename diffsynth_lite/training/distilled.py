@@ -1,6 +1,7 @@
 """This file knows what to do with models that are distilled to few steps: warn of them, or keep them so."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_digest, require_fit
 from diffsynth_lite.lora.pairs import LoraFile
-from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.pipelines import ModelFamily, require_family, resolve_folder
 from diffsynth_lite.training.checkpoint.lora_file import read_lora
 from diffsynth_lite.training.distributed.agreement import from_main_process, tensors_from_main_process
 
@@ -47,7 +48,8 @@ def distillation_warning(family: ModelFamily, location: str, file: str | None = 
     return (
         f"{key}: {named} is distilled to few steps: {reason}. Training knows nothing of the "
         "distillation and undoes it: with the LoRA, few steps give blurred pictures. To keep them, set "
-        "objective.guidance_target, or model.training_adapter where there is one for it."
+        "objective.guidance_target, or model.training_adapter where there is one for it; or train what it "
+        "was made from, with previews on this one (validation.model_path)."
     )
 
 
@@ -104,3 +106,51 @@ def load_training_adapter(
 
     tensors = tensors_from_main_process(accelerator, read)
     return tensors, from_main_process(accelerator, lambda: known)
+
+
+def family_that_draws(config: Config, family: ModelFamily, layers: Sequence[str]) -> ModelFamily:
+    """The family, bound to the pipeline that previews are drawn on.
+
+    Args:
+        family: bound to the one that is trained.
+        layers: full names of those with a LoRA.
+
+    Raises:
+        UserError: there is none, it is of another family, or lacks layers of the LoRA; nothing is loaded.
+    """
+    location = config.validation.model_path
+    if location is None:
+        return family
+    if location == config.model.path and not family.folder.files:
+        raise UserError(
+            "validation.model_path: is model.path, which previews are drawn on anyway; leave it out, or name "
+            "another model"
+        )
+    try:
+        folder = resolve_folder(location)
+        require_family(type(family), folder)
+        drawing = type(family)(folder, trained=family.trained)
+        drawing.check_folder(with_weights=folder.hub is None)
+        drawing.check_vae_dtype(getattr(torch, config.model.vae_dtype))
+        if config.model.vae_tiling:
+            drawing.tile_vae()
+    except UserError as error:
+        raise UserError(str(error).replace("model.path", "validation.model_path")) from error
+    _require_layers(drawing.empty_transformer(), family.empty_transformer(), layers, location)
+    return drawing
+
+
+def _require_layers(
+    model: torch.nn.Module, trained: torch.nn.Module, layers: Sequence[str], location: str
+) -> None:
+    theirs, ours = (
+        {name: weight.shape for name, weight in one.named_parameters()} for one in (model, trained)
+    )
+    names = [f"{layer}.weight" for layer in layers]
+    if misfits := [name for name in names if theirs.get(name) != ours[name]]:
+        example = misfits[0].removesuffix(".weight")
+        raise UserError(
+            f"validation.model_path: {location} lacks {len(misfits)} of the {len(layers)} layers of the "
+            f"LoRA, or has them in other sizes, such as {example}; name a model that was made from that of "
+            "model.path"
+        )

@@ -9,28 +9,38 @@ import json
 import logging
 import re
 import textwrap
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from diffusers.training_utils import free_memory
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from diffsynth_lite import __version__
+from diffsynth_lite.config import Config
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.joint_passes import FailedWithinPassError
 from diffsynth_lite.core.randomness import random_state_scope
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.errors import RunStoppedError
 from diffsynth_lite.files import replacing
-from diffsynth_lite.lora import without_training_adapter
+from diffsynth_lite.lora import (
+    adapter_settings,
+    adapter_tensors,
+    add_finished_lora,
+    without_training_adapter,
+)
+from diffsynth_lite.lora.pairs import pairs_of, tensors_of
+from diffsynth_lite.lora.spelling import DIFFUSERS
 from diffsynth_lite.media import STRIP_FRAMES, evenly_spread, frame_strip, jpeg_url
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.redaction import redacted
+from diffsynth_lite.training.streaming import load_to_draw
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +51,8 @@ OUT_OF_MEMORY_ADVICE = (
 )
 """What helps where previews do not fit on the device."""
 
+_DRAWN = "drawn"
+"""peft's name of the LoRA on a model that is loaded for previews alone."""
 _MAX_COLUMNS = 12
 _MIN_CELL_PX = 128
 _MAX_CELL_PX = 384
@@ -67,6 +79,41 @@ class PictureSource:
     fps: float | None
 
 
+@dataclass(frozen=True)
+class OtherModel:
+    """The model that previews are drawn on, where that is not the one that is trained.
+
+    Attributes:
+        config: says in which formats it is kept.
+        family: bound to its pipeline.
+    """
+
+    config: Config
+    family: ModelFamily
+
+    @contextmanager
+    def with_lora_of(self, transformer: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        """Scope in which it is loaded, with the LoRA that another model has now.
+
+        Args:
+            transformer: with an adapter that trains, on the device.
+        """
+        # As in the file that comes of it: alpha is folded, so that each layer's is its rank.
+        tensors = tensors_of(pairs_of(adapter_tensors(transformer), adapter_settings(transformer)), DIFFUSERS)
+        model = load_to_draw(
+            self.config,
+            self.family,
+            next(transformer.parameters()).device,
+            lambda loaded: add_finished_lora(loaded, _DRAWN, tensors, {}),
+        )
+        # One of its own, as the run's would keep the model.
+        prepared = Accelerator(mixed_precision=self.config.train.mixed_precision).prepare_model(
+            model, evaluation_mode=True
+        )
+        with evaluation_mode(prepared):
+            yield prepared
+
+
 @dataclass(frozen=True, kw_only=True)
 class Previews:
     """The prompts that are drawn at chosen steps, always from the same noise.
@@ -79,6 +126,7 @@ class Previews:
         requests: one a prompt.
         source: what they are drawn with.
         vae_dtype: of the decoder, which is loaded for the preview and freed again.
+        other: the model that is drawn on, loaded and freed likewise; None where it is the one that trains.
         writes: whether this process writes what it draws.
     """
 
@@ -89,6 +137,7 @@ class Previews:
     requests: Sequence[PreviewRequest]
     source: PictureSource
     vae_dtype: torch.dtype
+    other: OtherModel | None = None
     writes: bool = True
 
     def draw(self, transformer: torch.nn.Module, step: int) -> Path | None:
@@ -140,8 +189,9 @@ class Previews:
         together = nullcontext() if shared is None else shared.failing_together()
         device = next(transformer.parameters()).device
         as_used = without_training_adapter(transformer)
-        with random_state_scope(device), evaluation_mode(transformer), together, as_used:
-            return self.family.sample(transformer, self.vae_dtype, self.requests)
+        on = nullcontext(transformer) if self.other is None else self.other.with_lora_of(transformer)
+        with random_state_scope(device), evaluation_mode(transformer), together, as_used, on as model:
+            return self.family.sample(model, self.vae_dtype, self.requests)
 
     def thumbnail(self, step: int) -> str | None:
         """A small picture of the first prompt after training: of the last previews up to a step.
@@ -186,8 +236,9 @@ class Previews:
 
     @cached_property
     def _marks(self) -> list[str]:
+        drawn_on = None if self.other is None else self.family.fingerprint()
         return [
-            _mark(prompt, self.negative_prompt, request)
+            _mark(prompt, self.negative_prompt, request, drawn_on)
             for prompt, request in zip(self.prompts, self.requests, strict=True)
         ]
 
@@ -202,12 +253,14 @@ class Previews:
         ]
 
 
-def _mark(prompt: str, negative_prompt: str, request: PreviewRequest) -> str:
+def _mark(prompt: str, negative_prompt: str, request: PreviewRequest, drawn_on: str | None) -> str:
     is_guided = request.guidance_scale > 1
-    drawn_as = (
+    drawn_as: tuple[object, ...] = (
         *(prompt, negative_prompt if is_guided else "", request.guidance_scale),
         *(request.width, request.height, request.num_frames, request.seed, request.num_inference_steps),
     )
+    # Nothing is added for the model that trains: these are the names of files from before there were others.
+    drawn_as += () if drawn_on is None else (drawn_on,)
     digest = hashlib.blake2b(repr(drawn_as).encode(), digest_size=3)
     for picture in request.inputs:
         digest.update(repr(picture.size).encode() + picture.tobytes())

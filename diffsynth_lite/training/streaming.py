@@ -1,6 +1,6 @@
 """This file decides which frozen weights live in host memory, and puts all of them where they belong."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
@@ -27,6 +27,9 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.quantized import require_finite_weights, set_formats
 from diffsynth_lite.training.distributed.agreement import on_all_processes
+
+SLOTS_TO_DRAW = 2
+"""Of a model that is loaded for previews alone: one block computes while the next arrives."""
 
 
 def streamed_blocks(
@@ -133,6 +136,55 @@ def share_host_memory(config: Config, family: ModelFamily, accelerator: Accelera
         lambda value: on_all_processes(accelerator, lambda: value),
     )
     require(1 if memory.is_shared else memory.num_processes, memory.num_processes)
+    return _host_blocks(config, family, device, memory)
+
+
+def load_to_draw(
+    config: Config,
+    family: ModelFamily,
+    device: torch.device,
+    prepare: Callable[[torch.nn.Module], None],
+) -> torch.nn.Module:
+    """What a family trains, frozen, beside a model that is on the device already, in this process alone.
+
+    Its blocks are streamed from host memory, where that has the room and something is saved.
+
+    Args:
+        prepare: is given the model before its weights are on the device.
+
+    Raises:
+        UserError: the weights cannot be loaded, or one is not finite.
+    """
+    memory = config.memory.model_copy(update={"stream_blocks": "all", "stream_slots": SLOTS_TO_DRAW})
+    streamed = config.model_copy(update={"memory": memory})
+    blocks = _blocks_as_loaded(streamed, family, family.empty_transformer().requires_grad_(False))
+    host = None
+    if _can_stream(streamed, blocks, device):
+        host = _host_blocks(streamed, family, device, HostMemory(backend_for(device)))
+    else:
+        streamed = config.model_copy(update={"memory": memory.model_copy(update={"stream_blocks": 0})})
+    family.host_blocks = host
+    try:
+        model = family.load_transformer(getattr(torch, config.model.dtype))
+    finally:
+        family.host_blocks = None
+    prepare(model)
+    place_weights(streamed, family, model, device, host)
+    return model
+
+
+def _can_stream(config: Config, models: Sequence[Sequence[torch.nn.Module]], device: torch.device) -> bool:
+    """Whether these blocks, on the meta device, take less of the device so, and the host has the room."""
+    num_slots = config.memory.stream_slots
+    try:
+        require_saving(models, device, num_slots=num_slots, min_bytes=config.memory.min_bytes)
+    except ValueError:
+        return False
+    available = available_host_bytes()
+    return available is None or _packed_bytes(config, models, device) <= available
+
+
+def _host_blocks(config: Config, family: ModelFamily, device: torch.device, memory: HostMemory) -> HostBlocks:
     return HostBlocks(
         lambda model: _streamed_of(config, blocks_in(model, family.block_lists)),
         device,

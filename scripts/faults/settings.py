@@ -126,6 +126,7 @@ FREE: dict[str, Change] = {
     "memory.stream_text_encoder": ("memory.stream_text_encoder=true", "memory.stream_slots=1"),
     "memory.skip_dead_ops": ("memory.skip_dead_ops=false",),
     "validation.prompts": ("validation.prompts=[a red circle]",),
+    "validation.model_path": ("validation.prompts=[a red circle]", "validation.model_path=elsewhere"),
     "validation.negative_prompt": ("validation.negative_prompt=grey",),
     "validation.every_steps": ("validation.every_steps=1",),
     "validation.num_inference_steps": ("validation.num_inference_steps=3",),

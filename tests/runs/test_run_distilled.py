@@ -1,5 +1,6 @@
 """Runs on distilled models: guided targets and frozen adapters, however memory is saved, and continued."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_run import UNWATCHED, TinyRun, checkpoint_tensors, differing
 
 from diffsynth_lite.cli.main import main
+from diffsynth_lite.pipelines.qwen_image import tiny
 
 SAVING_MEMORY = (
     *("--use_gradient_checkpointing_offload", "memory.stream_blocks=all", "memory.stream_slots=1"),
@@ -82,4 +84,68 @@ def test_an_adapter_that_is_not_there_or_of_other_layers_is_refused_before_weigh
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, foreign_lora)
     assert tiny_run.train(f"model.training_adapter={foreign_lora}") == 2
     assert "model.training_adapter: " in caplog.text.splitlines()[-1]
+    assert "Loading" not in caplog.text
+
+
+@pytest.fixture(scope="module")
+def distilled_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another transformer of the same layout, with a VAE and a text encoder of its own."""
+    pipeline = tiny()
+    for component in (pipeline.transformer, pipeline.text_encoder, pipeline.vae):
+        for weight in component.parameters():
+            weight.data.mul_(1.03)
+    folder = tmp_path_factory.mktemp("distilled")
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+def test_previews_are_drawn_on_another_model_as_samples_on_it_are_and_training_is_the_same(
+    tiny_run: TinyRun, distilled_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = ("train.steps=2", *DRAWN, "validation.loss_items=2", "train.ema_decay=0.5")
+    groups = "lora.groups=[{match: transformer_blocks.0, rank: 2, alpha: 1}]"
+    drawn_on = f"validation.model_path={distilled_model}"
+    plain, run, out = (tiny_run.root / name for name in ("plain", "run", "out"))
+    assert tiny_run.train(f"output.dir={plain}", *given, groups) == 0
+    assert tiny_run.stopped_after(1, f"output.dir={run}", *given, groups, drawn_on, *SAVING_MEMORY) == 75
+    assert tiny_run.train(f"output.dir={run}", *given, groups, drawn_on) == 0
+    assert differing(checkpoint_tensors(plain, 2), checkpoint_tensors(run, 2)) == []
+    assert losses(tiny_run, plain) == losses(tiny_run, run)
+    lora, scales = str(run / "lora_ema"), "0,1"
+    base = f"model.path={distilled_model}"
+    assert main(["sample", "--lora", lora, "--out", str(out), "--scale", scales, base]) == 0
+    for scale, step in ((0, 0), (1, 2)):
+        [sample] = out.glob(f"prompt-00-*-scale-{scale}.png")
+        [preview] = (run / "previews").glob(f"step-{step:08d}-*.png")
+        assert Image.open(sample).tobytes() == Image.open(preview).tobytes()
+        assert f"Model: {distilled_model.name}," in Image.open(preview).text["parameters"]
+    assert f"a red circle (drawn on {distilled_model.name})" in (run / "report.html").read_text()
+    card = (run / "lora" / "README.md").read_text()
+    assert f"Samples are drawn on {distilled_model.name}, which it was not trained on." in card
+    # Changed for a run that goes on: files of their own, and none of the earlier ones in the grid.
+    assert tiny_run.train(f"output.dir={run}", *given[1:], groups, "train.steps=3") == 0
+    names = {path.name for path in (run / "previews").glob("step-*.png")}
+    assert len({name.partition("prompt")[2] for name in names}) == 2
+    assert not set(caplog.text.split()) & {"failed;"}
+
+
+def test_a_model_to_draw_on_that_cannot_have_the_lora_is_refused(
+    tiny_run: TinyRun, distilled_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = shutil.copytree(distilled_model, tmp_path / "other")
+    config = other / "transformer" / "config.json"
+    config.write_text(config.read_text().replace('"num_layers": 2', '"num_layers": 1'))
+    assert tiny_run.train(*DRAWN, f"validation.model_path={other}") == 2
+    assert "validation.model_path: " in caplog.text
+    assert "transformer_blocks.1" in caplog.text
+    index = other / "model_index.json"
+    index.write_text(index.read_text().replace("QwenImagePipeline", "FluxPipeline"))
+    assert tiny_run.train(*DRAWN, f"validation.model_path={other}") == 2
+    assert f"validation.model_path: {other} holds a FluxPipeline" in caplog.text
+    same = next(line for line in tiny_run.config.read_text().splitlines() if "path: " in line).split()[-1]
+    assert tiny_run.train(*DRAWN, f"validation.model_path={same}") == 2
+    assert "is model.path, which previews are drawn on anyway" in caplog.text
+    split = ("memory.shard_base=all", f"validation.model_path={distilled_model}")
+    assert tiny_run.train(*DRAWN, *split) == 2
+    assert "which cannot hold what memory.shard_base has several share" in caplog.text
     assert "Loading" not in caplog.text

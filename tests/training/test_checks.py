@@ -139,7 +139,7 @@ def test_a_distilled_model_is_warned_of_once(
         f"model.path: {root}/model is distilled to few steps: its files say so; better train the base. "
         "Training knows nothing of the distillation and undoes it: with the LoRA, few steps give blurred "
         "pictures. To keep them, set objective.guidance_target, or model.training_adapter where there is one "
-        "for it."
+        "for it; or train what it was made from, with previews on this one (validation.model_path)."
     ]
     caplog.clear()
     check_run(load_config_of(root, {"objective.guidance_target": "3"}), PROCESS)

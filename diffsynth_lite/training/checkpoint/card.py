@@ -232,6 +232,8 @@ class CardWriter:
             yield f"{measured} of the moving average of its weights."
         if not has_samples:
             yield "It has no samples."
+        elif self.previews.other is not None:
+            yield f"Samples are drawn on {self.previews.source.model}, which it was not trained on."
         yield "Nothing else was measured than what stands here."
 
 

@@ -31,6 +31,7 @@ _OWN_TO_A_MACHINE = frozenset(
             "transformer_2_file",
             "init_from",
             "training_adapter",
+            "model_path",
             "dir",
             "cache_dir",
             "sealed",

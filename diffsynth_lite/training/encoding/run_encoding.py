@@ -146,7 +146,8 @@ def plan_encoding(
     check_tokens(config, family, [size for _, table in job.datasets for size in table.buckets])
     if family.vae_tiles is not None and part.is_whole:
         say_what_is_tiled(family.vae_tiles, [item for plan, _ in job.datasets for item in plan.items])
-    _add_previews(config, family, job, memory, part)
+    if config.validation.model_path is None:  # else another model's encoder has them
+        _add_previews(config, family, job, memory, part)
     return job
 
 

@@ -69,6 +69,7 @@ def sealed_data(config: Config, family: ModelFamily, accelerator: Accelerator) -
         *(len(items), document.num_entries, seal.folder),
     )
     entries = seal.entries(table)
+    is_drawn_elsewhere = config.validation.model_path is not None
     measured = document.data if document.validation is None else document.validation
     return TrainingData(
         items=items,
@@ -81,7 +82,7 @@ def sealed_data(config: Config, family: ModelFamily, accelerator: Accelerator) -
         ),
         validation_identity=measured.identity,
         tracked_items=_tracked_items(config, seal, items, entries),
-        prompts=encode_previews(config, family, accelerator, sealed=entries),
+        prompts=[] if is_drawn_elsewhere else encode_previews(config, family, accelerator, sealed=entries),
         orders=StoredOrders(cache_folder(config) / "orders", identity=seal.digest),
     )
 

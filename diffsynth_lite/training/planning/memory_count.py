@@ -113,6 +113,7 @@ class MemoryCounter:
         lora_bytes: of the weights of the LoRA, in fp32.
         meta_results: what operators were found to return, for other counts of its steps.
         optimizer: what it keeps.
+        training_adapter_bytes: of those of the frozen adapter, which count as frozen weights, in fp32.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class MemoryCounter:
         self._own = {name: own[f"{prefix}{name}"] for name in names if f"{prefix}{name}" in own}
         ranks = {name: self._own[name].rank if name in self._own else rank for name in names}
         self._frozen, self._first_prefix = _FrozenAdapter(training_adapter), prefix
+        self.training_adapter_bytes = self._frozen.num_bytes
         frozen = {
             name.removeprefix(prefix): width
             for name, width in self._frozen.ranks.items()

@@ -19,6 +19,7 @@ from diffsynth_lite.training.planning.preview_count import PreviewBytes, count_p
 from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.subject import with_changes
 from diffsynth_lite.training.planning.without_weights import copied_bytes, frozen_component
+from diffsynth_lite.training.streaming import SLOTS_TO_DRAW
 
 _Counted = TypeVar("_Counted")
 PhaseName = Literal["encoding media", "encoding prompts", "loading", "training", "drawing previews"]
@@ -176,13 +177,22 @@ class PhaseCounter:
             other = replace(step, slots=0, weights_on_host=0)
             if settings.num_shards == 1:
                 other = self._counter.count(replace(settings, stream_blocks="all", stream_slots=NUM_SLOTS))
-            held, host = held + other.weights + other.slots, host + other.weights_on_host
+            held, host = held + self._beside_adapter(other) + other.slots, host + other.weights_on_host
+        if self.config.validation.model_path is not None:
+            # All of another model, likewise, with the LoRA once more.
+            other = self._counter.count(replace(settings, stream_blocks="all", stream_slots=SLOTS_TO_DRAW))
+            held += self._beside_adapter(other) + other.slots + self._counter.lora_bytes
+            host += other.weights_on_host
         return Phase(
             name="drawing previews",
             device=held + drawn.calls,
             host=host,
             least_device=held + drawn.calls_in_tiles,
         )
+
+    def _beside_adapter(self, other: MemoryCount) -> int:
+        """Bytes of the weights of a model that only draws: no training adapter is on it."""
+        return other.weights - self._counter.training_adapter_bytes
 
 
 def _phase(name: PhaseName, device: int, host: int) -> Phase:

@@ -3,6 +3,7 @@
 import importlib
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -121,6 +122,15 @@ def test_what_does_not_fit_is_helped_by_what_changes_least(tmp_path: Path) -> No
     assert helping("encoding media", device=1).after is None
     smaller = helping("drawing previews", device=plain["drawing previews"].least_device - 1)
     assert smaller.changes == {"model.vae_dtype": "bfloat16"}
+
+    # Another model that is drawn on: its LoRA, two slots of its blocks, and what is outside of these.
+    elsewhere = by_name(phases.changed({"validation.model_path": "elsewhere"}).count(settings))
+    streamed_model = counter_of(config, family).count(replace(settings, stream_blocks="all", stream_slots=2))
+    added = streamed_model.weights + streamed_model.slots + streamed_model.lora
+    drawing, plain_drawing = elsewhere.pop("drawing previews"), plain["drawing previews"]
+    assert drawing.device - plain_drawing.device == added
+    assert drawing.host - plain_drawing.host == streamed_model.weights_on_host
+    assert elsewhere.items() <= plain.items()
 
     # Encoders that stay beside the model.
     live = phases.changed({"data.cache": False})
