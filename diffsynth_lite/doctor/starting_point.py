@@ -26,10 +26,13 @@ from diffsynth_lite.errors import UserError
 RECIPES_OF_PICTURES = {
     "qwen_image": "qwen_lora.yaml",
     "chroma": "chroma_lora.yaml",
+    "ernie_image": "ernie_image_lora.yaml",
     "flux": "flux_lora.yaml",
     "flux2": "flux2_lora.yaml",
     "krea2": "krea2_lora.yaml",
+    "qwen_image_21": "qwen_image_21_lora.yaml",
     "sana": "sana_lora.yaml",
+    "sd3": "sd35_medium_lora.yaml",
     "sdxl": "sdxl_lora.yaml",
     "z_image": "z_image_lora.yaml",
 }

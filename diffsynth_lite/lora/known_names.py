@@ -169,6 +169,20 @@ _QWEN_IMAGE = LayerNames(
     )
 )
 
+_QWEN_IMAGE_21 = LayerNames(
+    layers=(
+        *_under(f"{_DOUBLE}.attn", (*_QKV, "to_out.0")),
+        *_under(f"{_DOUBLE}.img_mlp", ("gate_layer", "proj", "out")),
+        *_under("time_text_embed.timestep_embedder", _EMBEDDER),
+        *("img_in", "txt_in.in_layer", "txt_in.out_layer", "modulation.1", "norm_out.linear", "proj_out"),
+    ),
+    others={  # in ComfyUI's model
+        f"{_DOUBLE}.img_mlp.gate_up": Original(
+            _under(f"{_DOUBLE}.img_mlp", ("gate_layer", "proj")), rows=(1, 1), growth=6
+        )
+    },
+)
+
 _Z_IMAGE_BLOCKS = ("layers.*", "noise_refiner.*", "context_refiner.*")
 _FEED_FORWARD_GATED = _under("feed_forward", ("w1", "w2", "w3"))
 _Z_IMAGE = LayerNames(
@@ -394,6 +408,7 @@ CHROMA: LoraLayers = MappingProxyType({"transformer": _CHROMA})
 FLUX2: LoraLayers = MappingProxyType({"transformer": _FLUX2})
 QWEN_IMAGE: LoraLayers = MappingProxyType({"transformer": _QWEN_IMAGE})
 ERNIE_IMAGE: LoraLayers = MappingProxyType({"transformer": _ERNIE_IMAGE})
+QWEN_IMAGE_21: LoraLayers = MappingProxyType({"transformer": _QWEN_IMAGE_21})
 KREA2: LoraLayers = MappingProxyType({"transformer": _KREA2})
 Z_IMAGE: LoraLayers = MappingProxyType({"transformer": _Z_IMAGE})
 LTX_VIDEO: LoraLayers = MappingProxyType({"transformer": _LTX_VIDEO})

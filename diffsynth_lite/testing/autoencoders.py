@@ -12,6 +12,7 @@ from diffusers import (
     AutoencoderKLFlux2,
     AutoencoderKLLTXVideo,
     AutoencoderKLQwenImage,
+    AutoencoderKLQwenImage21,
     AutoencoderKLWan,
 )
 
@@ -26,6 +27,17 @@ def tiny_qwen_vae(*, seed: int = 0) -> AutoencoderKLQwenImage:
     """
     with seeded(seed):
         return AutoencoderKLQwenImage(base_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1).eval()
+
+
+def tiny_qwen21_vae(*, seed: int = 0) -> AutoencoderKLQwenImage21:
+    """A random Qwen-Image 2.1 VAE: 64 channels, 16 x 16 pixels to a latent, and transparency.
+
+    Everything that the pipeline reads is as in the released model: ``z_dim``, ``latents_mean`` and
+    ``latents_std`` are the class's defaults.
+    """
+    layout: dict[str, Any] = {"base_dim": 4, "decoder_base_dim": 4, "dim_mult": [1, 1, 1, 1, 1]}
+    with seeded(seed):
+        return AutoencoderKLQwenImage21(num_res_blocks=1, **layout).eval()
 
 
 def tiny_wan_vae(*, residual: bool = False, seed: int = 0) -> AutoencoderKLWan:

@@ -25,6 +25,7 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3Model,
     Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     Qwen3VLModel,
     T5Config,
     T5EncoderModel,
@@ -102,6 +103,12 @@ def tiny_qwen3_vl(tokenizer: Qwen2Tokenizer, *, num_layers: int = 2, seed: int =
     """A random Qwen3-VL with one layer of vision: the text encoder of the Krea 2 pipelines."""
     with seeded(seed):
         return Qwen3VLModel(_qwen3_vl_config(tokenizer, num_layers)).eval()
+
+
+def tiny_qwen3_vl_lm(tokenizer: Qwen2Tokenizer, *, seed: int = 0) -> Qwen3VLForConditionalGeneration:
+    """The same with its head: the text encoder of the Qwen-Image 2.1 pipelines."""
+    with seeded(seed):
+        return Qwen3VLForConditionalGeneration(_qwen3_vl_config(tokenizer, num_layers=2)).eval()
 
 
 def _qwen3_vl_config(tokenizer: Qwen2Tokenizer, num_layers: int) -> Qwen3VLConfig:

@@ -38,7 +38,15 @@ CHATML_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# As in the released tokenizers, the text of a message is a list of pieces.
+# As in the released tokenizers, the text of a message is a list of pieces, here and below.
+QWEN3_VL_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% for piece in message['content'] %}{{ piece['text'] }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 MISTRAL_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"

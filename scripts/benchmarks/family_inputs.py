@@ -98,6 +98,7 @@ COUNTED = (
         small_pixels=(384, 256, 41),
     ),
     CountedRelease(family="qwen_image", name="Qwen-Image", small=_TWO_HEADS),
+    CountedRelease(family="qwen_image_21", name="Qwen-Image 2.1", small=_TWO_HEADS),
     CountedRelease(
         family="qwen_image_edit",
         name="Qwen-Image-Edit",

@@ -26,6 +26,7 @@ def test_there_are_recipes():
         "krea2_lora.yaml",
         "ltx_video_0_9_5_lora.yaml",
         "ltx_video_lora.yaml",
+        "qwen_image_21_lora.yaml",
         "qwen_image_edit_lora.yaml",
         "qwen_lora.yaml",
         "quickstart.yaml",

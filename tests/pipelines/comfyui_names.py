@@ -6,8 +6,10 @@ in ``comfy/lora.py`` (commit 17358c8f73b5); ``flux_to_diffusers``, ``z_image_to_
 ``comfy/weight_adapter/lora.py``; ``krea2_to_diffusers`` in the copy of ``comfy/utils.py`` that Forge Neo
 keeps (``huggingface_guess``); and the modules of ``comfy/ldm/qwen_image/model.py``,
 ``comfy/ldm/wan/model.py`` and ``comfy/ldm/lightricks/model.py`` (a125cd84b054). Only linear layers are
-listed. A ``*`` stands for a number. The modules of ERNIE-Image are those of ``comfy/ldm/ernie/model.py`` as a
-public copy of it had them in 2026; for any model ComfyUI takes ``diffusion_model.`` before their names.
+listed. A ``*`` stands for a number. The modules of Qwen-Image 2.1 are those of
+``comfy/ldm/qwen_image21/model.py`` (08f68f0919d2), of whose fused layer ComfyUI takes the parts.
+The modules of ERNIE-Image are those of ``comfy/ldm/ernie/model.py`` as a public copy of it had them in 2026;
+for any model ComfyUI takes ``diffusion_model.`` before their names.
 """
 
 import re
@@ -48,6 +50,13 @@ _QWEN_IMAGE = (
     *_in("transformer_blocks.*.txt_mlp.net", "0.proj", "2"),
     *_in("time_text_embed.timestep_embedder", "linear_1", "linear_2"),
     *("img_in", "txt_in", "norm_out.linear", "proj_out"),
+)
+_QWEN_IMAGE_21 = (
+    *_in("transformer_blocks.*.attn", *_PLAIN_ATTENTION),
+    *_in("transformer_blocks.*.img_mlp", "gate_layer", "proj", "out"),
+    *_in("time_text_embed.timestep_embedder", "linear_1", "linear_2"),
+    *_in("txt_in", "in_layer", "out_layer"),
+    *("img_in", "modulation.1", "norm_out.linear", "proj_out"),
 )
 _KREA2 = (
     *(
@@ -135,6 +144,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("flux", "flux_kontext", "flux2", "chroma"), _in("transformer", *_FLUX)),
     **dict.fromkeys(("qwen_image", "qwen_image_edit"), _in("transformer", *_QWEN_IMAGE)),
     "ernie_image": _in("diffusion_model", *_ERNIE_IMAGE),
+    "qwen_image_21": _in("transformer", *_QWEN_IMAGE_21),
     "krea2": _in("transformer", *_KREA2),
     "z_image": _in("transformer", *_Z_IMAGE),
     **dict.fromkeys(("wan", "wan_i2v"), _in("diffusion_model", *_WAN)),

@@ -99,6 +99,10 @@ norm_q                                        q_norm
 norm_k                                        k_norm
 """,
     "QwenImageTransformer2DModel": "",
+    "QwenImage21Transformer2DModel": r"""
+img_mlp\.gate_layer                           img_mlp.gate_up
+img_mlp\.proj                                 img_mlp.gate_up
+""",
     "SanaTransformer2DModel": r"""
 ^patch_embed                                  x_embedder
 ^time_embed\.emb\.timestep_embedder\.linear_1 t_embedder.mlp.0

@@ -95,6 +95,14 @@ def of_qwen(_num_tokens: int) -> list[float]:
     ]
 
 
+def of_qwen_21(num_tokens: int) -> list[float]:
+    mu = resolution_mu(num_tokens, base_shift=0.5, max_shift=0.9, base_tokens=256, max_tokens=8192)
+    return [
+        mean_level("uniform", math.exp(0.8), "bell"),  # DiffSynth-Studio
+        mean_level("uniform", math.exp(mu)),  # what it is drawn at
+    ]
+
+
 def of_sana(_num_tokens: int) -> list[float]:
     return [
         mean_level("uniform", 1),  # diffusers' training script
@@ -139,6 +147,7 @@ REFERENCES: dict[str, Callable[[int], Sequence[float]]] = {
     "krea2": of_krea2,
     "ltx_video": of_ltx,
     "qwen_image": of_qwen,
+    "qwen_image_21": of_qwen_21,
     "qwen_image_edit": of_qwen,
     "sana": of_sana,
     "sd3": of_sd3,

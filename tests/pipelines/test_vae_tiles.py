@@ -14,6 +14,7 @@ from diffsynth_lite.testing.autoencoders import (
     tiny_flux2_vae,
     tiny_flux_vae,
     tiny_ltx_vae,
+    tiny_qwen21_vae,
     tiny_qwen_vae,
     tiny_sdxl_vae,
     tiny_wan_vae,
@@ -24,6 +25,7 @@ AUTOENCODERS: dict[str, Callable[[], Any]] = {
     "flux": tiny_flux_vae,
     "flux2": tiny_flux2_vae,
     "qwen_image": tiny_qwen_vae,
+    "qwen_image_21": tiny_qwen21_vae,
     "wan": tiny_wan_vae,
     "wan_ti2v": lambda: tiny_wan_vae(residual=True),
     "ltx_video": tiny_ltx_vae,
@@ -41,7 +43,8 @@ def tiles_for(vae: Any) -> VaeTiles:
 
 def pixels(vae: Any, width: int, num_frames: int = 1) -> Tensor:
     has_frames = "Wan" in type(vae).__name__ or "Qwen" in type(vae).__name__ or "LTX" in type(vae).__name__
-    shape = (1, 3, num_frames, HEIGHT, width) if has_frames else (1, 3, HEIGHT, width)
+    channels = 4 if "Qwen" in type(vae).__name__ and vae.config.z_dim == 64 else 3  # one of transparency
+    shape = (1, channels, num_frames, HEIGHT, width) if has_frames else (1, 3, HEIGHT, width)
     return torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 

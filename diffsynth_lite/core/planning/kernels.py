@@ -57,10 +57,19 @@ def _normalize(
     return output
 
 
+def _choose(condition: Tensor, *values: Any, **named: Any) -> Any:
+    """As ``torch.where``, also by a mask on the CPU: some models look at the numbers of theirs."""
+    is_on_meta = any(isinstance(value, Tensor) and value.is_meta for value in values)
+    return torch.where(condition.to(_META) if is_on_meta else condition, *values, **named)
+
+
 Replacements = Mapping[Any, Callable[..., Any]]
 """What is called in place of functions."""
 
-ON_ALL_DEVICES: Replacements = {functional.scaled_dot_product_attention: _attend}
+ON_ALL_DEVICES: Replacements = {
+    functional.scaled_dot_product_attention: _attend,
+    torch.where: _choose,
+}
 """Attention is one kernel on the CPU, too."""
 ON_CUDA: Replacements = {**ON_ALL_DEVICES, functional.rms_norm: _normalize}
 

@@ -36,10 +36,10 @@ def usage_code(
     Returns:
         Its lines; None where the family's pipeline is not one of diffusers.
     """
-    if not isinstance(family, DiffusersFamily) or not hasattr(diffusers, family.pipeline.__name__):
+    if not isinstance(family, DiffusersFamily) or not hasattr(diffusers, family.folder.pipeline_class_name()):
         return None
     takes = inspect.signature(family.pipeline.__call__).parameters
-    name, makes_clips = family.pipeline.__name__, "num_frames" in takes
+    name, makes_clips = family.folder.pipeline_class_name(), "num_frames" in takes
     pictures = _pictures(family, request, takes)
     call = {
         "prompt": prompt,
@@ -92,7 +92,7 @@ def _guidance(
 
 def _pictures(family: DiffusersFamily, request: PreviewRequest, takes: Mapping[str, Any]) -> dict[str, str]:
     """Names of the files that stand for what is drawn from, by argument."""
-    needs_one = family.needs_inputs or "ImageToVideo" in family.pipeline.__name__
+    needs_one = family.needs_inputs or "ImageToVideo" in family.folder.pipeline_class_name()
     if "image" not in takes or not (request.inputs or needs_one):
         return {}
     # Wan 2.1 FLF2V always wants both.

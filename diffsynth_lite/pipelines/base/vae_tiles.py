@@ -17,6 +17,7 @@ from diffusers import (
     AutoencoderKLFlux2,
     AutoencoderKLLTXVideo,
     AutoencoderKLQwenImage,
+    AutoencoderKLQwenImage21,
     AutoencoderKLWan,
 )
 from diffusers.training_utils import free_memory
@@ -88,6 +89,7 @@ _BY_CLASS: Mapping[Any, VaeTiles] = MappingProxyType(
         AutoencoderKLFlux2: VaeTiles(side=512, stride=384),
         # The others are diffusers' own.
         AutoencoderKLQwenImage: VaeTiles(side=256, stride=192),
+        AutoencoderKLQwenImage21: VaeTiles(side=256, stride=192),
         AutoencoderKLWan: VaeTiles(side=256, stride=192),
         AutoencoderKLLTXVideo: VaeTiles(side=512, stride=448, num_frames=16),
         AutoencoderDC: VaeTiles(side=512, stride=448),

@@ -1,0 +1,344 @@
+"""This file trains Qwen-Image 2.1 (text to image).
+
+Layouts: b batch, c latent channels, f frames (1), h and w latent height and width; l tokens, d channels.
+Sources: diffusers ``transformer_qwenimage21.py`` and ``pipeline_qwenimage21.py``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from diffusers import (
+    AutoencoderKLQwenImage21,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImage21Pipeline,
+    QwenImage21Transformer2DModel,
+)
+from PIL.Image import Image
+from torch.nn.functional import pad
+from transformers import (
+    BatchEncoding,
+    CLIPImageProcessorPil,
+    LlavaProcessor,
+    Qwen3VLForConditionalGeneration,
+)
+
+from diffsynth_lite.core.gradient import (
+    BlockPolicy,
+    checkpoint_blocks,
+    gradient_checkpoint_forward,
+    gradient_flags,
+)
+from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.spelling import taken_by_comfyui
+from diffsynth_lite.media import Prompt
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
+from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
+from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.releases.qwen_image_21 import QWEN_IMAGE_21
+from diffsynth_lite.testing import seeded
+from diffsynth_lite.testing.autoencoders import tiny_qwen21_vae
+from diffsynth_lite.testing.text_encoders import tiny_qwen3_vl_lm
+from diffsynth_lite.testing.tokenizers import QWEN3_VL_TEMPLATE, qwen2_tokenizer
+
+_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+_SLOT = 4  # places of the latents to one of the mask; a literal in the pipeline
+
+
+def model_fn_qwen_image_21(
+    transformer: torch.nn.Module,
+    latents_bcfhw: torch.Tensor,
+    timestep: torch.Tensor,
+    prompt_embeds_bld: torch.Tensor,
+    prompt_embeds_mask: torch.Tensor | None = None,
+    *,
+    use_gradient_checkpointing: bool = False,
+    use_gradient_checkpointing_offload: bool = False,
+    policy: BlockPolicy | None = None,
+) -> torch.Tensor:
+    """One forward of Qwen-Image 2.1, each transformer block run by the gradient engine.
+
+    Args:
+        transformer: a ``QwenImage21Transformer2DModel``, plain or wrapped by DDP.
+        latents_bcfhw: (B, 64, 1, H, W), noisy normalised latents, H and W even.
+        timestep: (B,), noise level in [0, 1].
+        prompt_embeds_bld: (B, L, D) prompt embeddings, padded on the right. Where the picture stands depends
+            on L, padding included.
+        prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
+        use_gradient_checkpointing: recompute each block in backward.
+        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
+        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+
+    Returns:
+        (B, 64, 1, H, W), the predicted velocity ``noise - latents``.
+    """
+    batch, channels, _, height, width = latents_bcfhw.shape
+    num_places = height * width
+    # The model reads the mask's numbers back, and meta has none: there they stay on the CPU.
+    device = torch.device("cpu") if latents_bcfhw.is_meta else latents_bcfhw.device
+    of_text = torch.zeros(prompt_embeds_bld.shape[:2], dtype=torch.bool, device=device)
+    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
+    with checkpoint_blocks(
+        transformer,
+        QwenImage21.block_lists,
+        gradient_checkpoint_forward,
+        *switches,
+        policy=policy,
+        unused_matmuls=QwenImage21.unused_matmuls,
+    ):
+        velocity_bld = transformer(
+            hidden_states=QwenImage21Pipeline._pack_latents(latents_bcfhw, batch, channels, height, width),
+            encoder_hidden_states=prompt_embeds_bld,
+            timestep=timestep,
+            img_shapes=[[(1, height, width)]] * batch,
+            img_mask=pad(of_text, (0, num_places // _SLOT), value=True),
+            encoder_hidden_states_mask=None if prompt_embeds_mask is None else prompt_embeds_mask.bool(),
+            return_dict=False,
+        )[0]
+    velocity_bcfhw: torch.Tensor = QwenImage21Pipeline._unpack_latents(
+        velocity_bld[:, -num_places:], height, width, vae_scale_factor=1
+    )
+    return velocity_bcfhw
+
+
+class QwenImage21(DiffusersFamily):
+    """Qwen-Image 2.1, from text.
+
+    32 single-stream blocks, Qwen3-VL prompts, an autoencoder of its own: 64 channels at 1/16 size, and a
+    channel for transparency, which is full in training. Pictures to start from, which the pipeline takes as
+    well, are not trained yet.
+
+    Text sees what stands before it, a picture also all of itself. In a batch of prompts of several lengths
+    diffusers places the pictures behind the longest, where a model alone with a prompt has them elsewhere; so
+    samples of one length go through the model together and the others after them, and a sample counts as much
+    beside others as alone. Its pipeline cuts no prompt; here those of more than 1024 tokens lose their end.
+
+    It is meant to be drawn without guidance. The sampler's shift grows with the picture: 1.7 at 512 x 512
+    pixels, 2.0 at 1024 x 1024 and 3.7 at 2048 x 2048, which it is made for. DiffSynth-Studio trains with 2.2
+    at any size. Fizgig, a trainer, says that LoRAs trained on it fall apart after some hundred steps unless
+    an adapter is active in training that is left away afterwards, and offers one.
+
+    No layer of the last block is unused: text and picture share its weights.
+    """
+
+    pipelines = (QwenImage21Pipeline,)
+    releases = QWEN_IMAGE_21
+    transformer_class = QwenImage21Transformer2DModel
+    lora_spelling = taken_by_comfyui()
+    lora_layers = known_names.QWEN_IMAGE_21
+    encoder_classes: ClassVar[Mapping[str, Any]] = {
+        "text_encoder": Qwen3VLForConditionalGeneration,
+        "vae": AutoencoderKLQwenImage21,
+    }
+    tokenizers = ("processor",)
+    block_lists = ("transformer_blocks",)
+    unused_matmuls = ("attn.to_out.0", "img_mlp.out")
+    size_divisor = 32
+    max_prompt_tokens = 1024
+    target_sets: ClassVar[TargetSets] = {
+        "attention": _ATTENTION,
+        "all": (*_ATTENTION, "img_mlp.gate_layer", "img_mlp.proj", "img_mlp.out"),
+    }
+    default_target_modules = target_sets["all"]
+
+    @property
+    def pipeline(self) -> Any:
+        return _Pipeline
+
+    @property
+    def _sampling_levels(self) -> dict[str, Any]:
+        """The noise levels that a distilled release is drawn at, as the pipeline takes them; others: None."""
+        return {"sample_sigmas": self.folder.pipeline_config().get("sample_sigmas")}
+
+    @property
+    def distilled(self) -> str | None:
+        """Those with ``sample_sigmas`` in ``model_index.json``. Better train the model they are made from."""
+        if not any(self._sampling_levels.values()):
+            return None
+        return "sample_sigmas in its model_index.json; better train the model that it was made from"
+
+    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
+        parts = self.folder.fingerprints("text_encoder", "processor")
+        # The template is a part of diffusers, so that another version may bring another one.
+        template = _Pipeline().prompt_template_t2i
+        return f"qwen_image_21/prompt/1 {parts} {dtype} {self.max_prompt_tokens} {template!r}"
+
+    def load_prompt_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
+        processor = _Texts(self.load_tokenizer("processor"), self.max_prompt_tokens)
+        pipeline = _Pipeline(processor=processor, **self.load_text_encoders(dtype, device))
+
+        @torch.no_grad()
+        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
+            # One by one: the pipeline pads a batch on the left, and rounding would depend on other prompts.
+            rows = [pipeline.encode_prompt(prompt.text, device=device)[0][0] for prompt in prompts]
+            return [{"prompt_embeds": row_ld.cpu()} for row_ld in rows]
+
+        return encode
+
+    def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
+        """With the end of the chat around each text, which counts too; the instruction before it does not."""
+        texts_of = _Texts(self.load_tokenizer("processor"), self.max_prompt_tokens)
+        pipeline = _Pipeline(processor=texts_of)
+        chats = [pipeline.prompt_template_t2i.format(text or " ") for text in texts]
+        return [len(tokens) - pipeline._drop_idx for tokens in texts_of.tokenizer(chats)["input_ids"]]
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        return f"qwen_image_21/latents/1 {self.folder.fingerprint('vae')} {dtype}"
+
+    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
+        opaque_bchw = pad(pixels_bchw, (0, 0, 0, 0, 0, 1), value=1.0)
+        return encode_latents(vae, opaque_bchw.unsqueeze(2))
+
+    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
+        config = self.folder.component_config("vae")
+        scale = config["scale_factor_spatial"]
+        return config["z_dim"], num_frames, height // scale, width // scale
+
+    def num_tokens(self, latents_shape: Sequence[int]) -> int:
+        return latents_shape[-2] * latents_shape[-1]
+
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
+        width = self.folder.component_config("transformer")["context_in_dim"]
+        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width)}
+
+    def predict(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+    ) -> torch.Tensor:
+        like = device_and_dtype(transformer)
+        rows = [sample["prompt_embeds"] for sample in conditioning]
+        velocities: dict[int, torch.Tensor] = {}
+        for length in dict.fromkeys(map(len, rows)):
+            places = [place for place, row in enumerate(rows) if len(row) == length]
+            velocity_bcfhw = model_fn_qwen_image_21(
+                transformer,
+                noisy_latents[places].to(**like),
+                sigma[places],
+                torch.stack([rows[place] for place in places]).to(**like),
+                **gradient_flags(),
+            )
+            velocities |= zip(places, velocity_bcfhw, strict=True)
+        return torch.stack([velocities[place] for place in range(len(rows))])
+
+    def sample(
+        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
+    ) -> list[list[Image]]:
+        pipeline = self.preview_pipeline(transformer, vae_dtype, **self._sampling_levels)
+        return [self.draw(pipeline, request) for request in requests]
+
+    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+        like = device_and_dtype(pipeline.transformer)
+        prompts = {"prompt_embeds": request.conditioning}
+        if request.guidance_scale > 1:
+            prompts["negative_prompt_embeds"] = request.negative
+        images: list[Image] = pipeline(
+            **{name: row["prompt_embeds"][None].to(**like) for name, row in prompts.items()},
+            true_cfg_scale=request.guidance_scale,
+            **request.call_arguments(),
+        ).images
+        return images
+
+
+class _Texts:
+    """What ``Qwen3VLProcessor`` does of texts alone, without torchvision, which that class needs."""
+
+    def __init__(self, tokenizer: Any, max_tokens: int) -> None:
+        self.tokenizer = tokenizer
+        self.max_tokens = max_tokens
+        self._num_before = 0
+
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, Any]], *, tokenize: bool, return_dict: bool
+    ) -> list[list[int]]:
+        """Tokens of what stands before each prompt, which the pipeline asks for to leave them away."""
+        chats: list[list[int]] = self.tokenizer.apply_chat_template(
+            [list(conversation)], tokenize=tokenize, return_dict=return_dict
+        )
+        self._num_before = len(chats[0])
+        return chats
+
+    def __call__(
+        self, *, text: Sequence[str], padding: bool, padding_side: str, return_tensors: str
+    ) -> BatchEncoding:
+        """Token ids, cut behind as many tokens of the prompt as there may be."""
+        encoded: BatchEncoding = self.tokenizer(
+            list(text),
+            padding=padding,
+            padding_side=padding_side,
+            truncation=True,
+            max_length=self._num_before + self.max_tokens,
+            return_tensors=return_tensors,
+        )
+        return encoded
+
+
+class _NoTexts:
+    """Stands in for the processor where no prompt is read: a new pipeline asks it for tokens."""
+
+    @property
+    def tokenizer(self) -> "_NoTexts":
+        return self
+
+    def apply_chat_template(self, *_: Any, **__: Any) -> list[list[int]]:
+        return [[]]
+
+    def encode(self, _: str) -> list[int]:
+        return [-1]
+
+
+class _Pipeline(QwenImage21Pipeline):  # type: ignore[misc]  # diffusers' class has no types
+    """The pipeline, which can also be made of a few of its parts."""
+
+    def __init__(
+        self,
+        scheduler: Any = None,
+        vae: Any = None,
+        text_encoder: Any = None,
+        processor: Any = None,
+        transformer: Any = None,
+        sample_sigmas: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__(scheduler, vae, text_encoder, processor or _NoTexts(), transformer, sample_sigmas)
+
+
+def tiny() -> QwenImage21Pipeline:
+    """A random, complete and small pipeline of the real classes, built offline in a second.
+
+    Two blocks of 32 channels; 64 latent channels at 1/16 size with the real model's statistics. Its processor
+    does the same with texts as that of the released model, whose class needs torchvision.
+    """
+    tokenizer = qwen2_tokenizer()
+    text_encoder = tiny_qwen3_vl_lm(tokenizer)
+    with seeded(0):
+        transformer = QwenImage21Transformer2DModel(
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            context_in_dim=text_encoder.config.text_config.hidden_size,
+            axes_dims_rope=(4, 6, 6),
+        )
+    return QwenImage21Pipeline(
+        # The scheduler settings of the real repository: a shift that grows with the picture.
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True,
+            base_shift=0.5,
+            max_shift=0.9,
+            base_image_seq_len=256,
+            max_image_seq_len=8192,
+            shift_terminal=0.02,
+        ),
+        vae=tiny_qwen21_vae(),
+        text_encoder=text_encoder,
+        processor=LlavaProcessor(
+            CLIPImageProcessorPil(),
+            tokenizer,
+            chat_template=QWEN3_VL_TEMPLATE,
+            image_token="<|image_pad|>",
+        ),
+        transformer=transformer,
+    )
