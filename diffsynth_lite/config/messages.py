@@ -9,7 +9,7 @@ import yaml
 
 from diffsynth_lite.config.document import NULLS
 from diffsynth_lite.config.files import EXTENDS
-from diffsynth_lite.config.peers import answer_to, setting_named
+from diffsynth_lite.config.peers import answer_to, reason_against, setting_named
 
 Schema: TypeAlias = dict[str, Any]
 """The JSON schema of one setting, as pydantic makes it."""
@@ -111,6 +111,8 @@ def expectation(name: str, node: yaml.Node, schema: Schema) -> str:
         return f"{words}; text with ': ' needs quotes"
     if not isinstance(node, yaml.ScalarNode):
         return words
+    if reason := reason_against(name, node.value):
+        return f"{words}; {reason}"
     value = without_null(schema)
     kind = value["type"]
     if meant := get_close_matches(node.value, [*value.get("enum", ()), *words_instead(schema)], n=1):

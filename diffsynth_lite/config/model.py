@@ -12,6 +12,14 @@ TargetSet: TypeAlias = Literal["attention", "all"]
 # The density that each setting belongs to; with another one it would do nothing.
 _DENSITY_OF = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
 
+# What a LoKr does not have, and why.
+_NOT_WITH_LOKR = {
+    "use_rslora": "has no such scale, as the rank is that of one of its two factors",
+    "init": "has no pair of matrices",
+    "loraplus_ratio": "has no second matrices",
+    "dropout": "drops no inputs in peft, but rows of the weight, or layers",
+}
+
 
 class ModelSettings(Settings):
     """The pretrained pipeline that the LoRA is trained on. All of its weights stay frozen."""
@@ -113,11 +121,30 @@ class LoraGroup(Settings):
 class LoraSettings(Settings):
     """The low-rank matrices that are trained (Hu et al. 2021, arXiv:2106.09685)."""
 
+    kind: Literal["lora", "lokr", "dora"] = "lora"
+    """What trains beside each layer: two matrices of low rank (`lora`), the factors of a Kronecker product
+    (`lokr`), or a LoRA and the norms of the weight's rows (`dora`). Who needs which, what they cost, and
+    which programs read them: [methods.md](methods.md#adapters)."""
+
     rank: int = Field(default=32, ge=1, le=8_192)
     """Rank of the matrices. More learns finer detail and makes a larger file; 8 to 64 is usual."""
 
     alpha: float | None = Field(default=None, ge=1e-6, le=1e6)
     """Scale: the LoRA's output is multiplied by alpha / rank. Null means the rank itself, a factor of 1."""
+
+    use_rslora: bool = False
+    """Whether the output is multiplied by alpha / sqrt(rank) instead, so that a rank of any size learns about
+    as fast (rsLoRA; Kalajdzievski 2023, arXiv:2312.03732). Set `alpha` with it: null is a factor of
+    sqrt(rank). The exported file has the factor in its matrices."""
+
+    init: Literal["default", "orthogonal"] = "default"
+    """How the two matrices start: the second one at zero, or both with numbers, orthogonal to each other so
+    that their product is zero but for rounding. `orthogonal` needs an even rank."""
+
+    lokr_factor: int | None = Field(default=None, ge=2, le=1_024)
+    """Size of the smaller factor of a `lokr`, where it divides the sides of a weight: 16 splits 3072 into 16
+    and 192. Less makes a larger file. Null takes the divisors nearest to the square root. The larger factor
+    has `rank`, or is trained whole where that is half of its longer side or more."""
 
     init_from: FilePath | None = None
     """A LoRA that a new run starts from: its file, the folder of it or of its run, or a file of another
@@ -155,6 +182,21 @@ class LoraSettings(Settings):
     groups: list[LoraGroup] = Field(default=[])
     """Layers with another learning rate, weight decay, rank or alpha, such as an expert of Wan 2.2:
     `[{match: transformer, learning_rate: 3e-5}]`."""
+
+    def conflicts(self) -> Iterator[Problem]:
+        if self.kind != "lokr" and self.lokr_factor is not None:
+            yield _without_effect("lora.lokr_factor", "lora.kind", self.kind, "lokr")
+        if self.kind == "lokr":
+            for key, instead in _NOT_WITH_LOKR.items():
+                if not self.is_default(key):
+                    message = f"lora.{key}: a LoKr {instead}; leave it out, or set lora.kind: lora"
+                    yield Problem((key, "kind"), message)
+        if self.init_from is not None and self.init != "default":
+            yield _without_effect("lora.init", "lora.init_from", "given", "null")
+        ranks = [self.rank, *(group.rank for group in self.groups if group.rank is not None)]
+        if self.init == "orthogonal" and any(rank % 2 for rank in ranks):
+            message = "lora.init orthogonal: each half of the rank gets its own directions; take an even rank"
+            yield Problem(("init", "rank"), message)
 
 
 class ObjectiveSettings(Settings):

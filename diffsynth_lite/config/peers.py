@@ -15,6 +15,10 @@ _THEIR_NAMES = {
     "bnb_quantization_config_path",
     "model.text_encoder_quantize": "quantize_te qtype_te fp8_llm fp8_t5 fp8_vl text_encoder_1_precision",
     "model.vae_tiling": "vae_enable_tiling",
+    "lora.kind": "network_module network_type lora_type",
+    "lora.use_rslora": "rslora rs_lora",
+    "lora.init": "init_lora_weights",
+    "lora.lokr_factor": "decompose_factor factor",
     "lora.rank": "network_dim lora_rank dim linear r",
     "lora.alpha": "network_alpha lora_alpha linear_alpha",
     "lora.dropout": "network_dropout lora_dropout dropout_probability",
@@ -136,9 +140,11 @@ _OTHERWISE = {
     **dict.fromkeys(
         ("caption_extension", "caption_ext"), "is no setting here, as .txt and .caption are read; remove it"
     ),
+    "training_method": "is no setting here, as a LoRA is what is trained; lora.kind says of which kind",
+    **dict.fromkeys(("use_dora", "dora_wd", "weight_decompose"), "is lora.kind: dora here"),
     **dict.fromkeys(
-        ("network_module", "network_type", "lora_type", "training_method"),
-        "is no setting here, as a LoRA is what is trained; remove it",
+        ("lokr_full_rank", "full_matrix"),
+        "is no setting here, as lora.rank: 8192 trains a LoKr's factor whole",
     ),
     **dict.fromkeys(
         ("vae", "text_encoder", "ae"), "is no setting here, as it is that of model.path; remove it"
@@ -169,6 +175,27 @@ _OTHERWISE = {
 """Names of others that are no setting here, and what there is in their place."""
 
 
+_CHANGES_BASE = "{} changes the base's weights, so that its file is wrong on the model that others have"
+_NOT_READ = "neither diffusers nor this trainer can read a file of the kind {} back"
+_NOT_HERE = {
+    "lora.kind": {
+        **{name: _NOT_READ.format(name) for name in ("loha", "oft", "oftv2", "boft", "hada")},
+        **{
+            name: f"{name} is a way to start a LoRA; " + _CHANGES_BASE.format("it")
+            for name in ("pissa", "olora")
+        },
+        "rslora": "an rsLoRA is a LoRA with another scale; set lora.use_rslora: true",
+    },
+    "lora.init": {
+        **{name: _CHANGES_BASE.format(name) for name in ("pissa", "olora", "corda", "loftq", "milora")},
+        **{
+            name: f"{name} needs a pass over the data, which there is not here" for name in ("eva", "lora_ga")
+        },
+    },
+}
+"""Values that settings have elsewhere and not here, and why."""
+
+
 def names_by_setting() -> dict[str, list[str]]:
     """The names that others have for each setting of ours that has any."""
     return {setting: names.split() for setting, names in _THEIR_NAMES.items()}
@@ -180,6 +207,11 @@ _OURS = {name: ours for ours, names in names_by_setting().items() for name in na
 def setting_named(key: str) -> str | None:
     """The setting of ours that others call ``key``, as ``section.key``."""
     return _OURS.get(_spelled(key))
+
+
+def reason_against(setting: str, value: str) -> str | None:
+    """Why a setting does not have a value that is known elsewhere; None where no reason is known."""
+    return _NOT_HERE.get(setting, {}).get(_spelled(value))
 
 
 def answer_to(key: str) -> str | None:

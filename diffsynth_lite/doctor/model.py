@@ -14,7 +14,13 @@ from diffsynth_lite.lora import adapter_shapes, adapter_size
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.release_folder import find_releases
 from diffsynth_lite.training.frozen_weights import text_encoder_memory, transformer_quantization
-from diffsynth_lite.training.layer_groups import LayerGroup, find_targets, layer_groups, own_sizes
+from diffsynth_lite.training.layer_groups import (
+    LayerGroup,
+    adapter_kind,
+    find_targets,
+    layer_groups,
+    own_sizes,
+)
 from diffsynth_lite.training.optimization.optimizers import examine_optimizer, shown_name
 
 _MAX_NAMED = 8
@@ -111,10 +117,10 @@ def _in_words(group: LayerGroup) -> str:
 
 
 def _lora(config: Config, transformer: nn.Module, layers: Sequence[str], groups: Sequence[LayerGroup]) -> str:
-    rank, own = config.lora.rank, own_sizes(groups)
-    number = adapter_size(transformer, layers, rank=rank, own=own)
+    rank, own, kind = config.lora.rank, own_sizes(groups), adapter_kind(config)
+    number = adapter_size(transformer, layers, rank=rank, own=own, kind=kind)
     weights = number * torch.float32.itemsize
-    shapes = adapter_shapes(transformer, layers, rank=rank, own=own)
+    shapes = adapter_shapes(transformer, layers, rank=rank, own=own, kind=kind)
     state = examine_optimizer(config, groups, shapes, torch.device("cpu")).state_bytes
     return (
         f"{counted(len(layers), 'layer')}, {number:,} parameters: {format_bytes(weights)} in float32, and "

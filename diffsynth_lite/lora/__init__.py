@@ -8,6 +8,7 @@ from diffsynth_lite.lora.adapter import (
     adapter_tensors,
     add_adapter,
     by_peft_names,
+    exported_tensors,
     load_adapter_tensors,
     without_adapter,
 )
@@ -18,7 +19,7 @@ from diffsynth_lite.lora.training_adapter import (
     without_training_adapter,
 )
 from diffsynth_lite.lora.update_size import UpdateSize, UpdateSizes
-from diffsynth_lite.lora.weighted import add_finished_lora, require_fit, set_lora_weights
+from diffsynth_lite.lora.weighted import add_finished_lora, is_drawn_alone, require_fit, set_lora_weights
 
 __all__ = [
     "LoraSize",
@@ -33,7 +34,9 @@ __all__ = [
     "add_finished_lora",
     "add_training_adapter",
     "by_peft_names",
+    "exported_tensors",
     "find_target_layers",
+    "is_drawn_alone",
     "layers_ending_in",
     "layers_with",
     "load_adapter_tensors",

@@ -1,4 +1,4 @@
-"""This file puts a LoRA on a model through peft, and takes its tensors out and in."""
+"""This file puts an adapter on a model through peft, and takes its tensors out and in."""
 
 import re
 from collections import Counter
@@ -10,25 +10,26 @@ from typing import Any, TypeVar
 
 import torch
 from diffusers.training_utils import cast_training_params
-from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
-from peft.tuners.lora import LoraLayer
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora.linear import use_lora_linear
+from diffsynth_lite.lora.kinds.dora import scales_for_comfyui
+from diffsynth_lite.lora.kinds.kind import LORA, AdapterKind, TrainedTensor
 
 OWN_ADAPTER = "default"
 """peft's name of the adapter that a run trains."""
 
-_ALWAYS_SAVED = ("r", "lora_alpha")
+_ALWAYS_SAVED = ("r", "lora_alpha", "alpha")
+_START = "init_weights"
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
 class LoraSize:
-    """Rank and alpha of a layer's LoRA: its update is scaled by ``alpha / rank``."""
+    """Rank and alpha of a layer's adapter: its update is scaled by ``alpha / rank``."""
 
     rank: int
     alpha: float
@@ -43,10 +44,11 @@ def add_adapter(
     dropout: float,
     seed: int,
     own: Mapping[str, LoraSize] = MappingProxyType({}),
+    kind: AdapterKind = LORA,
+    device: torch.device | None = None,
 ) -> None:
-    """Freeze a model and put a LoRA in fp32 on the given layers.
-
-    The second matrix of each pair starts at zero, so the model's output does not change.
+    """Freeze a model and put an adapter in fp32 on the given layers, which does not change the model's
+    output.
 
     Args:
         model: a diffusers model. peft draws the first values on the CPU, whatever device it is on.
@@ -56,23 +58,25 @@ def add_adapter(
         dropout: probability in [0, 1) that an input of the adapter is dropped in training.
         seed: of the first values; the global random state is left as it was.
         own: of layers that have another rank and alpha.
+        kind: of the adapter.
+        device: where frozen weights are read, for kinds that start from them; None is where they are.
     """
     model.requires_grad_(False)
     # Full names, not endings: the layers left out in the last block then need no exclude list in the file.
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
-        target_modules=list(layers),
+    config = kind.config(
+        layers,
+        rank=rank,
+        alpha=alpha,
+        dropout=dropout,
         rank_pattern=peft_pattern({layer: size.rank for layer, size in own.items()}),
         alpha_pattern=peft_pattern({layer: size.alpha for layer, size in own.items()}),
     )
-    use_lora_linear(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model.add_adapter(config, adapter_name=OWN_ADAPTER)  # type: ignore[operator]  # of every diffusers model
-    cast_training_params(model, torch.float32)
-    adapted = _adapted_layers(model)
+        cast_training_params(model, torch.float32)
+        kind.start(model, layers, OWN_ADAPTER, device)
+    adapted = _adapted_layers(model).keys()
     assert adapted == set(layers), f"peft adapted {len(adapted)} layers of {len(layers)}"
 
 
@@ -127,10 +131,11 @@ def adapter_size(
     *,
     rank: int,
     own: Mapping[str, LoraSize] = MappingProxyType({}),
+    kind: AdapterKind = LORA,
 ) -> int:
     """Parameters that an adapter on these linear layers has; see :func:`adapter_shapes`."""
-    shapes = adapter_shapes(model, layers, rank=rank, own=own)
-    return sum(number * num_rows * num_columns for (num_rows, num_columns), number in shapes.items())
+    shapes = adapter_shapes(model, layers, rank=rank, own=own, kind=kind)
+    return sum(number * tensor.size for tensor, number in shapes.items())
 
 
 def adapter_shapes(
@@ -139,20 +144,46 @@ def adapter_shapes(
     *,
     rank: int,
     own: Mapping[str, LoraSize] = MappingProxyType({}),
-) -> Counter[tuple[int, int]]:
-    """Shapes of the matrices of an adapter on these linear layers, and how many there are of each.
+    kind: AdapterKind = LORA,
+) -> Counter[TrainedTensor]:
+    """Shapes of the tensors of an adapter on these linear layers, and how many there are of each.
 
     Args:
         model: may be on the meta device.
         layers: full names.
         own: of layers that have another rank.
     """
-    shapes: Counter[tuple[int, int]] = Counter()
+    shapes: Counter[TrainedTensor] = Counter()
     for layer in layers:
         num_outputs, num_inputs = model.get_parameter(f"{layer}.weight").shape
         width = own[layer].rank if layer in own else rank
-        shapes.update([(width, num_inputs), (num_outputs, width)])
+        shapes.update(kind.tensors(num_outputs, num_inputs, width).values())
     return shapes
+
+
+def example_tensors(
+    model: nn.Module,
+    layers: Sequence[str],
+    *,
+    rank: int,
+    own: Mapping[str, LoraSize] = MappingProxyType({}),
+    kind: AdapterKind = LORA,
+) -> dict[str, torch.Tensor]:
+    """Tensors without values as :func:`exported_tensors` has them, of an adapter on these linear layers.
+
+    Args:
+        model: may be on the meta device.
+        layers: full names.
+        own: of layers that have another rank.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in layers:
+        num_outputs, num_inputs = model.get_parameter(f"{layer}.weight").shape
+        width = own[layer].rank if layer in own else rank
+        tensors = kind.tensors(num_outputs, num_inputs, width)
+        shapes |= {f"{layer}{ending}": tensor.shape for ending, tensor in tensors.items()}
+        shapes |= {f"{layer}{ending}": (num_outputs,) for ending in kind.derived}
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -162,9 +193,27 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def exported_tensors(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Tensors of the model's adapter, by peft's names, with what a file has beside them for ComfyUI.
+
+    Args:
+        tensors: as of :func:`adapter_tensors`, of any step.
+        device: to compute on.
+    """
+    return {**tensors, **scales_for_comfyui(model, tensors, OWN_ADAPTER, device)}
+
+
 def by_peft_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors by parameter name, as the moving average has them, by those of :func:`adapter_tensors`."""
-    return {name.replace(f".{OWN_ADAPTER}.", "."): tensor for name, tensor in tensors.items()}
+    return {_peft_name(name): tensor for name, tensor in tensors.items()}
+
+
+def _peft_name(parameter: str) -> str:
+    layer, _, rest = parameter.partition(f".{OWN_ADAPTER}")
+    # What has a tensor of its own beside matrices is called by its module alone.
+    return f"{layer}{rest}" if ".lora_A" in layer or ".lora_B" in layer else layer
 
 
 def load_adapter_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -194,32 +243,29 @@ def adapter_settings(model: nn.Module) -> dict[str, Any]:
     own (``rank_pattern``, ``alpha_pattern``) is by their full names; see :func:`peft_pattern`.
     """
     settings: dict[str, Any] = model.peft_config[OWN_ADAPTER].to_dict()  # type: ignore[index,union-attr]
-    defaults = LoraConfig().to_dict()
+    defaults = type(model.peft_config[OWN_ADAPTER])().to_dict()  # type: ignore[index,union-attr]
     kept = {
         name: value
         for name, value in settings.items()
         if name in _ALWAYS_SAVED or (name in defaults and value != defaults[name])
     }
-    for name in _PATTERNS:
+    for name in (*_PATTERNS, _START):  # nothing starts anew that is read from a file
         kept.pop(name, None)
     # Of 20 layers and more, peft keeps endings only, which do not say whose of several components they are.
-    kept["target_modules"] = _adapted_layers(model)
+    kept["target_modules"] = set(_adapted_layers(model))
     kept |= _patterns(model, kept)
     return {name: sorted(value) if isinstance(value, set) else value for name, value in kept.items()}
 
 
 def _patterns(model: nn.Module, settings: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Ranks and alphas of layers that have others than the adapter's settings say; nothing where none has."""
-    layers = {
-        name: part
-        for name, part in model.named_modules()
-        if isinstance(part, LoraLayer) and OWN_ADAPTER in part.r
-    }
+    layers = _adapted_layers(model)
     own: dict[str, dict[str, float]] = {
         "rank_pattern": {name: layer.r[OWN_ADAPTER] for name, layer in layers.items()},
-        "alpha_pattern": {name: layer.lora_alpha[OWN_ADAPTER] for name, layer in layers.items()},
+        "alpha_pattern": {name: _alpha(layer) for name, layer in layers.items()},
     }
-    usual = {"rank_pattern": settings["r"], "alpha_pattern": settings["lora_alpha"]}
+    alpha = settings.get("lora_alpha", settings.get("alpha"))
+    usual = {"rank_pattern": settings["r"], "alpha_pattern": alpha}
     differing = {
         kind: {name: value for name, value in values.items() if value != usual[kind]}
         for kind, values in own.items()
@@ -227,6 +273,13 @@ def _patterns(model: nn.Module, settings: Mapping[str, Any]) -> dict[str, dict[s
     return {kind: values for kind, values in differing.items() if values}
 
 
-def _adapted_layers(model: nn.Module) -> set[str]:
-    half = f".lora_A.{OWN_ADAPTER}."
-    return {name.rsplit(half, 1)[0] for name, _ in model.named_parameters() if half in name}
+def _alpha(layer: Any) -> float:
+    """Of a layer of peft, whose kinds have different names for it."""
+    alpha: float = (layer.lora_alpha if hasattr(layer, "lora_alpha") else layer.alpha)[OWN_ADAPTER]
+    return alpha
+
+
+def _adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers of peft that are trained, by their full names."""
+    layers = {name: part for name, part in model.named_modules() if isinstance(part, BaseTunerLayer)}
+    return {name: layer for name, layer in layers.items() if OWN_ADAPTER in layer.r}

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffsynth_lite.lora.kinds.kind import LORA, AdapterKind
+from diffsynth_lite.lora.kinds.updates import updates_of
 from diffsynth_lite.lora.known_names import LoraLayers
-from diffsynth_lite.lora.pairs import LoraFile, LoraPair, pairs_of
+from diffsynth_lite.lora.pairs import LayerUpdate, LoraFile
 from diffsynth_lite.lora.spelling import DIFFUSERS, Spelling
 
 
@@ -21,10 +23,12 @@ class LoraFormat(ABC):
         lora_spelling: how its files call the layers; diffusers' names, where a family says no other.
         lora_layers: the layers that files of other programs may have, by all their names; a family that gives
             none reads only files with diffusers' names on the layers that it trains.
+        pipeline_loads_adapter: whether its pipeline loads files of the kind of adapter that is trained.
     """
 
     lora_spelling: Spelling = DIFFUSERS
     lora_layers: LoraLayers = MappingProxyType({})
+    pipeline_loads_adapter: bool = True
 
     @abstractmethod
     def save_lora(
@@ -56,24 +60,28 @@ class LoraFormat(ABC):
             Tensors by peft's names in the model that is trained, and ``lora_alpha`` for all of them.
         """
 
-    def loaded_lora(self, folder: Path) -> dict[str, LoraPair]:
+    def loaded_lora(self, folder: Path) -> dict[str, LayerUpdate]:
         """What the family's diffusers pipeline does to each layer when it loads what ``save_lora`` wrote.
+
+        Of a kind that it does not load, what whoever reads the file by its names does.
 
         Returns:
             By the names of the layers in the model that is trained.
         """
-        return pairs_of(*self.read_lora(folder))
+        return updates_of(*self.read_lora(folder))
 
-    def settle_lora_spelling(self, model: nn.Module, layers: Sequence[str], *, rank: int) -> None:
-        """Make ``lora_spelling`` one in which diffusers loads a LoRA on these layers.
+    def settle_lora_spelling(
+        self, model: nn.Module, layers: Sequence[str], *, rank: int, kind: AdapterKind = LORA
+    ) -> None:
+        """Make ``lora_spelling`` one in which diffusers loads an adapter on these layers.
 
-        Layers for which ComfyUI has no name are warned of.
+        Where it loads none of this kind, that is told. Layers for which ComfyUI has no name are warned of.
 
         Args:
             model: that is trained; may be on the meta device.
             layers: full names.
 
         Raises:
-            UserError: the pipeline loads no LoRA on these layers.
+            UserError: the pipeline loads no LoRA on these layers, or nothing would read one of this kind.
         """
         return  # diffusers' own names are what a pipeline loads

@@ -14,14 +14,19 @@ from torch import Tensor, nn
 
 from diffsynth_lite.core.autocast import autocast_dtype, shared_cast
 from diffsynth_lite.core.weights import FrozenLinear
+from diffsynth_lite.lora.kinds.dora import DoraVariant, dora_output
 
 
 class LoraLinear(Linear):  # type: ignore[misc]  # peft has no types
-    """peft's layer, with the same bits of values and gradients; all but a plain LoRA is left to peft."""
+    """peft's layer, with the same bits of values and gradients; a DoRA is computed in another way."""
+
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], Any]:
+        return {(): None, ("use_dora",): DoraVariant}
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """(..., in_features) to (..., out_features), in the dtype of the frozen layer's output."""
-        adapter = self._plain_adapter()
+        adapter = self._adapter_alone()
         if adapter is None or args or kwargs:
             by_peft: Tensor = super().forward(x, *args, **kwargs)
             return by_peft
@@ -29,23 +34,25 @@ class LoraLinear(Linear):  # type: ignore[misc]  # peft has no types
         lower = autocast_dtype(x.device)
         if lower is None:
             result = self.base_layer(x)
-            update = up(down(self._cast_input_dtype(x, down.weight.dtype)))
+            inner = self._cast_input_dtype(x, down.weight.dtype)
         else:
             result = self.base_layer(shared_cast(x, lower))
-            update = up(down(shared_cast(x, lower)))
+            inner = shared_cast(x, lower)
+        if adapter in self.lora_variant:
+            return dora_output(self, adapter, inner, result)
+        update = up(down(inner))
         if scaling != 1:
             update = update * scaling
         output: Tensor = (result + update).to(result.dtype)
         return output
 
-    def _plain_adapter(self) -> str | None:
-        """The one adapter of the layer that is active, if it is a LoRA without dropout or anything else."""
+    def _adapter_alone(self) -> str | None:
+        """The one adapter of the layer that is active, if it has no dropout."""
         active: list[str] = [name for name in self.active_adapters if name in self.lora_A]
         if len(active) != 1 or self.disable_adapters or self.merged:
             return None
         (name,) = active
-        is_plain = name not in self.lora_variant and isinstance(self.lora_dropout[name], nn.Identity)
-        return name if is_plain else None
+        return name if isinstance(self.lora_dropout[name], nn.Identity) else None
 
 
 def use_lora_linear(config: LoraConfig) -> None:

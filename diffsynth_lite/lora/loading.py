@@ -13,8 +13,12 @@ from typing import Any, TypeAlias
 
 import torch
 from diffusers.utils import logging as diffusers_logging
+from peft.tuners.lokr.layer import LoKrLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
+
+from diffsynth_lite.lora.kinds.dora import MAGNITUDE
 
 _ADAPTER = "asked"
 
@@ -24,14 +28,22 @@ class LoadedLayer:
     """What a layer is given.
 
     Attributes:
-        down: name in the file of the tensor (rank, inputs).
-        up: of that (outputs, rank).
+        parts: names in the file of the tensors that it is given, by what peft's names have behind the
+            layer's, such as ``.lora_A.weight``.
         scale: that their product is multiplied with.
     """
 
-    down: str
-    up: str
+    parts: Mapping[str, str]
     scale: float
+
+
+_MATRICES = {
+    ".lora_A.weight": "lora_A",
+    ".lora_B.weight": "lora_B",
+    MAGNITUDE: "lora_magnitude_vector",
+    **{f".{name}": name for name in LoKrLayer.adapter_layer_names},
+}
+"""Where layers of peft have what trains, by the ends of its names."""
 
 
 FileHeader: TypeAlias = tuple[tuple[str, tuple[int, ...], float | None], ...]
@@ -80,13 +92,22 @@ def loaded_layers(
     layers = {}
     for model_name, model in models.items():
         for name, module in model.named_modules():
-            if _ADAPTER not in getattr(module, "lora_A", ()):
+            if not isinstance(module, BaseTunerLayer) or _ADAPTER not in module.scaling:
                 continue
-            down, up = (name_of(matrices[_ADAPTER].weight) for matrices in (module.lora_A, module.lora_B))
-            if down and up:
+            parts = {ending: name_of(weight) for ending, weight in _weights_of(module)}
+            given = {ending: part for ending, part in parts.items() if part}
+            if len(given) == len(parts):  # an update of which a matrix is missing is zero
                 scale = float(module.scaling[_ADAPTER])
-                layers[model_name, name] = LoadedLayer(down=down, up=up, scale=scale)
+                layers[model_name, name] = LoadedLayer(parts=given, scale=scale)
     return layers
+
+
+def _weights_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What an adapter trains of a layer, by the ends of peft's names."""
+    for ending, attribute in _MATRICES.items():
+        held: Any = getattr(module, attribute, {})
+        if _ADAPTER in held:
+            yield ending, getattr(held[_ADAPTER], "weight", held[_ADAPTER])
 
 
 def _become_weightless(model: nn.Module) -> None:

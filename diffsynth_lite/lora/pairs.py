@@ -1,9 +1,10 @@
-"""This file has a LoRA as pairs of matrices, one a layer: between an adapter of peft and a file's tensors."""
+"""This file has an adapter as the updates of layers, of a LoRA a pair of matrices each: between peft and
+files."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +15,37 @@ LoraFile: TypeAlias = tuple[dict[str, Tensor], dict[str, Any]]
 """An adapter of peft: tensors by peft's names, such as ``to_q.lora_A.weight``, and peft's settings."""
 
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+
+
+class LayerUpdate(Protocol):
+    """What an adapter of some kind does to the weight of one layer."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Inputs and outputs of the layer."""
+
+    @property
+    def norm(self) -> float:
+        """Frobenius norm of the update; of what a DoRA multiplies rows with, the norms beside it are not
+        part."""
+
+    def distance(self, other: Any) -> float:
+        """Frobenius norm of the difference of two updates of a layer, which is zero where they are equal.
+
+        It is infinite between those of different kinds.
+        """
+
+    def rounding_bound(self, dtype: torch.dtype) -> float:
+        """Largest distance that writing the matrices in a dtype can put between this update and the
+        file's."""
+
+    def file_tensors(self, layer: str, spelling: Spelling, dtype: torch.dtype) -> dict[str, Tensor]:
+        """What a file has of it, by name.
+
+        Args:
+            layer: its name, behind that of its component.
+            dtype: of the matrices.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,6 +66,11 @@ class LoraPair:
     def rank(self) -> int:
         return self.down.shape[0]
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Inputs and outputs of the layer."""
+        return self.down.shape[1], self.up.shape[0]
+
     def with_alpha(self, alpha: float) -> "LoraPair":
         """The same update with another alpha, in ``up``; exact where the two are a power of two apart."""
         if alpha == self.alpha:
@@ -50,8 +87,10 @@ class LoraPair:
         down, up = self._scaled()
         return _norm_of_product(up, down)
 
-    def distance(self, other: "LoraPair") -> float:
+    def distance(self, other: Any) -> float:
         """Frobenius norm of the difference of two updates of a layer; zero where the matrices are equal."""
+        if not isinstance(other, LoraPair):
+            return math.inf
         (down, up), (other_down, other_up) = self._scaled(), other._scaled()
         if down.shape != other_down.shape:
             return _norm_of_product(torch.cat([up, -other_up], dim=1), torch.cat([down, other_down]))
@@ -67,13 +106,34 @@ class LoraPair:
         which alpha is folded, in fp32 once more. ``|B' A' - B A| <= |B' - B| |A'| + |B| |A' - A|``.
         """
         down, up = self._scaled()
-        half_ulp = torch.finfo(dtype).eps / 2
-        half_smallest = half_ulp * torch.finfo(dtype).tiny
-        fold = 2 * torch.finfo(torch.float32).eps
         norm_down, norm_up = float(down.norm()), float(up.norm())
-        off_down = half_ulp * norm_down + half_smallest * math.sqrt(down.numel())
-        off_up = (half_ulp + fold) * norm_up + half_smallest * math.sqrt(up.numel())
+        off_down = rounding_of(down, dtype)
+        off_up = rounding_of(up, dtype) + FOLD * norm_up
         return off_up * (norm_down + off_down) + norm_up * off_down
+
+    def file_tensors(self, layer: str, spelling: Spelling, dtype: torch.dtype) -> dict[str, Tensor]:
+        """What a file has of it in a spelling, by name. Alpha, where it is not folded, stays in fp32."""
+        alpha = spelling.alpha(layer)
+        pair = self if alpha else self.with_alpha(self.rank)
+        key, matrices = spelling.key(layer), (pair.down, pair.up)
+        tensors = {} if alpha is None else {alpha: torch.tensor(float(pair.alpha))}
+        for ending, matrix in zip(spelling.endings, matrices, strict=True):
+            tensors[f"{key}{ending}"] = matrix.to(dtype).contiguous()
+        return tensors
+
+
+FOLD = 2 * torch.finfo(torch.float32).eps
+"""Of a matrix that a number was multiplied into in fp32: how far it is off at most, relative to its norm."""
+
+
+def rounding_of(matrix: Tensor, dtype: torch.dtype) -> float:
+    """How far a matrix is off at most in a dtype, as a norm.
+
+    Each number is off by half its last place, or by half the smallest number that there is.
+    """
+    half_ulp = torch.finfo(dtype).eps / 2
+    half_smallest = half_ulp * torch.finfo(dtype).tiny
+    return half_ulp * float(matrix.norm()) + half_smallest * math.sqrt(matrix.numel())
 
 
 def _norm_of_product(left: Tensor, right: Tensor) -> float:
@@ -103,32 +163,15 @@ def pairs_of(
     return pairs
 
 
-def adapter_of(pairs: Mapping[str, LoraPair]) -> LoraFile:
-    """The opposite of :func:`pairs_of`, without a prefix, with the rank and alpha of the first for all.
-
-    Updates of another alpha are scaled to that one, so that they stay the same.
-    """
-    first = next(iter(pairs.values()))
-    tensors: dict[str, Tensor] = {}
-    for layer, pair in pairs.items():
-        tensors |= {f"{layer}{_DOWN}": pair.down, f"{layer}{_UP}": pair.with_alpha(first.alpha).up}
-    return tensors, {"r": first.rank, "lora_alpha": first.alpha}
-
-
 def tensors_of(
-    pairs: Mapping[str, LoraPair], spelling: Spelling, dtype: torch.dtype = torch.float32
+    updates: Mapping[str, LayerUpdate], spelling: Spelling, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     """What a file holds in a spelling, by name.
 
     Args:
-        dtype: of the matrices. Alpha, where it is not folded, stays in fp32.
+        dtype: of the matrices.
     """
-    tensors = {}
-    for layer, pair in pairs.items():
-        if (alpha := spelling.alpha(layer)) is None:
-            pair = pair.with_alpha(pair.rank)
-        else:
-            tensors[alpha] = torch.tensor(float(pair.alpha))
-        for ending, matrix in zip(spelling.endings, (pair.down, pair.up), strict=True):
-            tensors[f"{spelling.key(layer)}{ending}"] = matrix.to(dtype).contiguous()
+    tensors: dict[str, Tensor] = {}
+    for layer, update in updates.items():
+        tensors |= update.file_tensors(layer, spelling, dtype)
     return tensors

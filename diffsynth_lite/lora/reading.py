@@ -16,8 +16,10 @@ from torch import Tensor
 
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.lora.fused import split
+from diffsynth_lite.lora.kinds.dora import COMFYUI_SCALE, MAGNITUDE
+from diffsynth_lite.lora.kinds.updates import LOKR_NAME, DoraUpdate, LokrUpdate, lokr_updates
 from diffsynth_lite.lora.layer_names import LayerNames, Original
-from diffsynth_lite.lora.pairs import LoraPair
+from diffsynth_lite.lora.pairs import LayerUpdate, LoraPair
 
 _MATRIX = re.compile(
     r"(?P<key>.+?)\.(?:(?P<down>lora_A(?:\.default)?|lora_down|(?:lora\.|lora_linear_layer\.)?down)"
@@ -26,8 +28,7 @@ _MATRIX = re.compile(
 _ALPHA = ".alpha"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _OTHER_KINDS = {
-    r"\.(dora_scale|lora_magnitude_vector)\b": "a DoRA",
-    r"\.lokr_": "a LoKr",
+    r"\.lokr_t2$": "a LoKr of convolutions",
     r"\.hada_": "a LoHa",
     r"\.boft_": "a BOFT",
     r"\.oft_": "an OFT",
@@ -74,15 +75,31 @@ class LoraContents:
 
     Attributes:
         file: where it was read from.
-        pairs: updates by the names that the file has for their layers, prefixes included.
+        updates: by the names that the file has for their layers, prefixes included.
         metadata: of the header.
         says_alpha: whether it says alpha, of any layer; where it does not, it is taken to be the rank.
     """
 
     file: Path
-    pairs: dict[str, LoraPair]
+    updates: dict[str, LayerUpdate]
     metadata: dict[str, str]
     says_alpha: bool
+
+    @property
+    def pairs(self) -> dict[str, LoraPair]:
+        """The updates of a plain LoRA.
+
+        Raises:
+            UserError: it is of another kind.
+        """
+        pairs = {key: update for key, update in self.updates.items() if isinstance(update, LoraPair)}
+        if others := self.updates.keys() - pairs.keys():
+            kind = "a LoKr" if isinstance(self.updates[min(others)], LokrUpdate) else "a DoRA"
+            raise UserError(
+                f"{self.file}: is {kind} ({len(others)} layers such as {min(others)}), which cannot be "
+                "joined and taken apart as those of other programs are; a plain LoRA would do"
+            )
+        return pairs
 
     @property
     def dtype(self) -> torch.dtype:
@@ -96,10 +113,10 @@ class LoraContents:
         Raises:
             UserError: there are no others.
         """
-        pairs = {key: pair for key, pair in self.pairs.items() if not key.startswith(tuple(_TEXT_ENCODERS))}
-        if not pairs:
+        kept = {key: one for key, one in self.updates.items() if not key.startswith(tuple(_TEXT_ENCODERS))}
+        if not kept:
             raise UserError(f"{self.file}: holds no layers but of text encoders")
-        return replace(self, pairs=pairs)
+        return replace(self, updates=kept)
 
 
 def read_contents(place: Path) -> LoraContents:
@@ -110,7 +127,8 @@ def read_contents(place: Path) -> LoraContents:
             beside an ``adapter_model.safetensors``, its alpha is that of the file.
 
     Raises:
-        UserError: there is none, it is damaged, or it is no plain LoRA: each tensor must be part of one.
+        UserError: there is none, it is damaged, or it is no LoRA, DoRA or LoKr: each tensor must be part of
+            one, and all of the same kind.
     """
     file = _file_in(place)
     try:
@@ -127,19 +145,59 @@ def contents_of(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str
     """The same of tensors and metadata that a file has or will have."""
     settings = _peft_settings(file, metadata)
     _refuse_other_kinds(file, tensors, settings)
-    matrices, alphas = _sorted_out(file, tensors)
-    pairs, says_alpha = {}, bool(alphas)
+    matrices, vectors, alphas = _sorted_out(file, tensors)
+    updates: dict[str, LayerUpdate] = {}
+    says_alpha = bool(alphas)
     for key, (down, up) in matrices.items():
-        try:
-            alpha = alphas.get(key) or _alpha_by_peft(key, settings, down.shape[0])
-        except (AttributeError, OverflowError, TypeError, ValueError, re.error) as error:
-            raise UserError(f"{file}: its settings of peft give no alpha for {key} ({error})") from error
+        alpha = alphas.get(key) or _alpha_of(file, key, settings, down.shape[0])
         says_alpha = says_alpha or alpha is not None
-        pairs[key] = LoraPair(down=down, up=up, alpha=alpha or float(down.shape[0]))
-    return LoraContents(file=file, pairs=pairs, metadata=dict(metadata), says_alpha=says_alpha)
+        updates[key] = pair = LoraPair(down=down, up=up, alpha=alpha or float(down.shape[0]))
+        if (magnitude := vectors.get(f"{key}{MAGNITUDE}")) is not None:
+            scale = vectors.get(f"{key}{COMFYUI_SCALE}")
+            updates[key] = DoraUpdate(pair=pair, magnitude=magnitude, comfyui=scale)
+    for key, update in _kronecker_products(file, tensors).items():
+        rank = update.inner_rank
+        alpha = alphas.get(key) or (None if rank is None else _alpha_of(file, key, settings, rank))
+        # Where both matrices are whole, a tensor for alpha says nothing.
+        says_alpha = says_alpha or alpha is not None
+        updates[key] = update if rank is None or alpha is None else replace(update, scale=alpha / rank)
+    _require_one_kind(file, updates)
+    return LoraContents(file=file, updates=updates, metadata=dict(metadata), says_alpha=says_alpha)
+
+
+def _alpha_of(file: Path, key: str, settings: Mapping[str, Mapping[str, Any]], rank: int) -> float | None:
+    try:
+        return _alpha_by_peft(key, settings, rank)
+    except (AttributeError, OverflowError, TypeError, ValueError, re.error) as error:
+        raise UserError(f"{file}: its settings of peft give no alpha for {key} ({error})") from error
+
+
+def _kronecker_products(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, LokrUpdate]:
+    try:
+        return lokr_updates(tensors)
+    except ValueError as error:
+        raise UserError(f"{file}: {error}") from error
+
+
+def _require_one_kind(file: Path, updates: Mapping[str, LayerUpdate]) -> None:
+    if len({type(update) for update in updates.values()}) > 1:
+        raise UserError(
+            f"{file}: has layers of different kinds (LoRA, DoRA, LoKr), which is not read here; get a file "
+            "of one kind"
+        )
 
 
 def known_pairs(contents: LoraContents, names: Mapping[str, LayerNames]) -> dict[str, LoraPair]:
+    """The updates of a plain LoRA by diffusers' names of layers, behind those of their components.
+
+    Raises:
+        UserError: as :func:`known_updates`, or it is of another kind.
+    """
+    known = known_updates(replace(contents, updates=dict(contents.pairs)), names)
+    return {name: update for name, update in known.items() if isinstance(update, LoraPair)}
+
+
+def known_updates(contents: LoraContents, names: Mapping[str, LayerNames]) -> dict[str, LayerUpdate]:
     """The updates by diffusers' names of layers, behind those of their components.
 
     Args:
@@ -148,32 +206,43 @@ def known_pairs(contents: LoraContents, names: Mapping[str, LayerNames]) -> dict
     Raises:
         UserError: the file has layers that these names do not have, or one twice.
     """
-    pairs: dict[str, LoraPair] = {}
+    known: dict[str, LayerUpdate] = {}
     if unknown := unknown_layers(contents, names):
         family = contents.metadata.get("diffsynth_lite.family")
         origin = f" here, as the file is of {family}" if family else ""
         # Of a LoRA for another model a few tell as much as all.
-        named = unknown if len(unknown) < len(contents.pairs) else unknown[:_NAMED_OF_ANOTHER_MODEL]
+        named = unknown if len(unknown) < len(contents.updates) else unknown[:_NAMED_OF_ANOTHER_MODEL]
         raise UserError(
-            f"{contents.file}: {len(unknown)} of {len(contents.pairs)} layers are not known{origin}: "
+            f"{contents.file}: {len(unknown)} of {len(contents.updates)} layers are not known{origin}: "
             f"{join_names(named)}{'; ...' if len(named) < len(unknown) else ''}"
         )
-    for key, pair in contents.pairs.items():
+    for key, update in contents.updates.items():
         component, place = _place_of(key, names)
         assert place is not None
-        for layer, part in split(pair, place).items():
+        for layer, part in _split(contents.file, key, update, place).items():
             name = f"{component}.{layer}"
-            if name in pairs:
+            if name in known:
                 raise UserError(f"{contents.file}: has {name} twice, the second time as {key}")
-            pairs[name] = part
-    return pairs
+            known[name] = part
+    return known
+
+
+def _split(file: Path, key: str, update: LayerUpdate, place: Original) -> Mapping[str, LayerUpdate]:
+    if isinstance(update, LoraPair):
+        return split(update, place)
+    if len(place.layers) > 1 or place.halves_swapped:
+        raise UserError(
+            f"{file}: {key} is {join_names(place.layers)} of diffusers, and a LoKr or DoRA cannot be taken "
+            "apart; draw with it in the program that it is for"
+        )
+    return {place.layers[0]: update}
 
 
 def unknown_layers(contents: LoraContents, names: Mapping[str, LayerNames]) -> list[str]:
     """Those layers of a file that are none of a model's, by the file's names, with their sizes."""
     unknown = []
-    for key, pair in contents.pairs.items():
-        place, sizes = _place_of(key, names)[1], (pair.down.shape[1], pair.up.shape[0])
+    for key, update in contents.updates.items():
+        place, sizes = _place_of(key, names)[1], update.sizes
         if place is None or not place.fits(*sizes):
             unknown.append(f"{key} ({sizes[0]} to {sizes[1]})")
     return unknown
@@ -238,10 +307,10 @@ def _alpha_by_peft(key: str, settings: Mapping[str, Mapping[str, Any]], rank: in
         settings[other] for other in _DENOISERS if component == _DENOISERS[0] and other in settings
     ]
     chosen = settings.get(component) or next(iter(of_denoiser), settings.get("", {}))
-    if "lora_alpha" not in chosen:
+    if not (named := [one for one in ("lora_alpha", "alpha") if one in chosen]):
         return None
     patterns = chosen.get("alpha_pattern") or {}
-    alpha = float(patterns.get(get_pattern_key(list(patterns), name), chosen["lora_alpha"]))
+    alpha = float(patterns.get(get_pattern_key(list(patterns), name), chosen[named[0]]))
     if chosen.get("use_rslora") not in (None, False, True):
         raise ValueError(f"use_rslora is {chosen['use_rslora']!r}")
     if not alpha or not math.isfinite(alpha):
@@ -258,11 +327,18 @@ def _refuse_other_kinds(
                 f"{file}: is {kind} ({len(found)} tensors such as {found[0]}), which can be neither "
                 "converted nor trained here; a plain LoRA would do"
             )
+    if COMFYUI_SCALE in "".join(tensors) and MAGNITUDE not in "".join(tensors):
+        raise UserError(
+            f"{file}: is a DoRA of another program (dora_scale), and which norms these are depends on the "
+            "program; a DoRA with peft's names (lora_magnitude_vector), or a plain LoRA would do"
+        )
     for one in settings.values():
         start = str(one.get("init_lora_weights")).lower()
-        if one.get("use_dora"):
-            raise UserError(f"{file}: is a DoRA by its settings; a plain LoRA would do")
-        if str(one.get("peft_type", "LORA")).upper() != "LORA":
+        if one.get("use_dora") and not any(name.endswith(MAGNITUDE) for name in tensors):
+            raise UserError(
+                f"{file}: is a DoRA by its settings, and has no magnitudes; a plain LoRA would do"
+            )
+        if str(one.get("peft_type", "LORA")).upper() not in ("LORA", "LOKR"):
             raise UserError(f"{file}: is of the kind {one['peft_type']} by its settings; a LoRA would do")
         if unknown := next(filter(one.get, _NOT_HONOURED), None):
             raise UserError(
@@ -287,32 +363,58 @@ def _is_alpha(tensor: Tensor) -> bool:
 
 def _sorted_out(
     file: Path, tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, float]]:
-    """The two matrices of each layer, and the alphas that are tensors, by the file's names of layers."""
+) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor], dict[str, float]]:
+    """The two matrices of each layer, the norms of a DoRA by their own names, and the alphas that are
+    tensors.
+
+    By the file's names of layers.
+    """
     downs: dict[str, Tensor] = {}
     ups: dict[str, Tensor] = {}
-    alphas, rest = {}, []
+    vectors: dict[str, Tensor] = {}
+    alphas, rest, products = {}, [], set()
     for name, tensor in tensors.items():
         if name.endswith(_ALPHA) and _is_alpha(tensor):
             alphas[name.removesuffix(_ALPHA)] = float(tensor)
         elif (match := _MATRIX.fullmatch(name)) and _is_matrix(tensor):
             (downs if match["down"] else ups)[match["key"]] = tensor
+        elif (match := LOKR_NAME.fullmatch(name)) and _is_matrix(tensor):
+            products.add(match["key"])
+        elif name.endswith((MAGNITUDE, COMFYUI_SCALE)) and tensor.dtype in _DTYPES:
+            vectors[name] = tensor.flatten()
         else:
-            shape = "x".join(map(str, tensor.shape)) or "no axes"
-            rest.append(f"{name} ({str(tensor.dtype).removeprefix('torch.')}, {shape})")
-    if not downs:
+            rest.append(_described(name, tensor))
+    if not downs and not products:
         raise UserError(
             f"{file}: holds no LoRA (first of {len(tensors)} tensors: {next(iter(tensors), None)})"
         )
     rest += [f"{key} with one matrix" for key in downs.keys() ^ ups.keys()]
-    rest += [f"{key}{_ALPHA}" for key in alphas.keys() - downs.keys()]
-    rest += [
-        f"{key} with ranks {down.shape[0]} and {ups[key].shape[1]}"
-        for key, down in downs.items()
-        if key in ups and down.shape[0] != ups[key].shape[1]
-    ]
+    rest += [f"{key}{_ALPHA}" for key in alphas.keys() - downs.keys() - products]
+    rest += _unfitting(downs, ups, vectors)
     if rest:
         raise UserError(
             f"{file}: {len(rest)} tensors belong to no layer of a LoRA: {join_names(sorted(rest))}"
         )
-    return {key: (down, ups[key]) for key, down in downs.items()}, alphas
+    return {key: (down, ups[key]) for key, down in downs.items()}, vectors, alphas
+
+
+def _described(name: str, tensor: Tensor) -> str:
+    shape = "x".join(map(str, tensor.shape)) or "no axes"
+    return f"{name} ({str(tensor.dtype).removeprefix('torch.')}, {shape})"
+
+
+def _unfitting(
+    downs: Mapping[str, Tensor], ups: Mapping[str, Tensor], vectors: Mapping[str, Tensor]
+) -> list[str]:
+    """What does not fit the other tensors of its layer, in words."""
+    ranks = [
+        f"{key} with ranks {down.shape[0]} and {ups[key].shape[1]}"
+        for key, down in downs.items()
+        if key in ups and down.shape[0] != ups[key].shape[1]
+    ]
+    norms = []
+    for name, vector in vectors.items():
+        up = ups.get(name.removesuffix(MAGNITUDE).removesuffix(COMFYUI_SCALE))
+        if up is None or vector.shape != up.shape[:1]:
+            norms.append(_described(name, vector))
+    return ranks + norms

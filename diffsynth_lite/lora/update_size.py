@@ -2,13 +2,16 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from diffsynth_lite.core.weights import weight_norm
 from diffsynth_lite.lora.adapter import OWN_ADAPTER
+from diffsynth_lite.lora.kinds.dora import dora_update_norm
+from diffsynth_lite.lora.kinds.lokr import LokrLinear
 
 _BFLOAT16_ROUNDING = 2.0**-9
 """Most that a number changes, as a part of it, when it is rounded to bfloat16."""
@@ -19,7 +22,8 @@ class UpdateSize:
     """How large the update of a layer is.
 
     Attributes:
-        ratio: Frobenius norm of ``scaling * B @ A`` over that of the frozen weight W.
+        ratio: Frobenius norm of what is added to the frozen weight W, such as ``scaling * B @ A``, over its
+            own.
         num_inputs: of the layer.
     """
 
@@ -53,7 +57,7 @@ class UpdateSizes:
         layers = {
             name: part
             for name, part in self._model.named_modules()
-            if isinstance(part, LoraLayer) and OWN_ADAPTER in part.r
+            if isinstance(part, BaseTunerLayer) and OWN_ADAPTER in part.r
         }
         bases = [layer.get_base_layer() for layer in layers.values()]
         if self._weight_norms is None:
@@ -72,11 +76,16 @@ def _ratio(update: float, norm: float) -> float:
 
 
 @torch.no_grad()
-def _update_norm(layer: LoraLayer, device: torch.device) -> Tensor:
-    """Frobenius norm of ``scaling * B @ A``, a scalar in fp64, by products of the size of the rank alone.
+def _update_norm(layer: Any, device: torch.device) -> Tensor:
+    """Frobenius norm of what an adapter adds to a layer's weight, a scalar in fp64.
 
-    Its square is the trace of ``(B A)' B A``, which is the sum of ``(B' B) * (A A')``.
+    That of a LoRA, ``scaling * B @ A``, by products of the size of the rank alone: its square is the trace of
+    ``(B A)' B A``, which is the sum of ``(B' B) * (A A')``.
     """
+    if isinstance(layer, LokrLinear):
+        return layer.update_norm(OWN_ADAPTER, device)
+    if OWN_ADAPTER in layer.lora_variant:
+        return dora_update_norm(layer, OWN_ADAPTER, device)
     down, up = (half[OWN_ADAPTER].weight.to(device).double() for half in (layer.lora_A, layer.lora_B))
     square = ((up.T @ up) * (down @ down.T)).sum()
     # Where the update is nothing, rounding can leave less.

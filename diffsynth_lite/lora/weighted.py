@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 from diffusers.training_utils import cast_training_params
-from peft import LoraConfig, set_peft_model_state_dict
+from peft import set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.adapter import peft_pattern
-from diffsynth_lite.lora.linear import use_lora_linear
+from diffsynth_lite.lora.kinds.dora import MAGNITUDE
+from diffsynth_lite.lora.kinds.kind import LORA, AdapterKind, Dora, Lokr
+from diffsynth_lite.lora.kinds.updates import LOKR_NAME, LokrUpdate, lokr_updates
 
 _FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"
 
@@ -28,17 +30,22 @@ def require_fit(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, place:
     Raises:
         UserError: naming what does not fit.
     """
-    others = sorted(name for name in tensors if not name.endswith((_FIRST, _SECOND)))
+    known = (_FIRST, _SECOND, MAGNITUDE)
+    others = sorted(name for name in tensors if not name.endswith(known) and not LOKR_NAME.fullmatch(name))
     if others or not tensors:
         found = f"{others[0]}, which is no part of a plain LoRA (lora_A, lora_B)" if others else "no tensors"
         raise UserError(f"{place} holds {found}")
-    layers = {name.removesuffix(_FIRST).removesuffix(_SECOND) for name in tensors}
-    misfits = sorted(layer for layer in layers if not _fits(model, layer, tensors))
+    products = lokr_updates(tensors)
+    pairs = {name.partition(".lora_")[0] for name in tensors if name.endswith(known)}
+    misfits = sorted(
+        [layer for layer in pairs if not _fits(model, layer, tensors)]
+        + [layer for layer, update in products.items() if not _multiplies(model, layer, update)]
+    )
     if misfits:
         raise UserError(
-            f"{place}: the LoRA does not fit the model: {len(misfits)} of its {len(layers)} layers are not "
-            f"there or of other sizes, such as {misfits[0]}; name the base model that it was trained on, and "
-            "in lora.components the components that it is on"
+            f"{place}: the LoRA does not fit the model: {len(misfits)} of its {len(pairs) + len(products)} "
+            f"layers are not there or of other sizes, such as {misfits[0]}; name the base model that it was "
+            "trained on, and in lora.components the components that it is on"
         )
     if broken := sorted(name for name, tensor in tensors.items() if not tensor.isfinite().all()):
         raise UserError(f"{place}: {broken[0]} holds numbers that are not finite; get the LoRA again")
@@ -46,18 +53,43 @@ def require_fit(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, place:
 
 def _fits(model: nn.Module, layer: str, tensors: Mapping[str, torch.Tensor]) -> bool:
     first, second = tensors.get(f"{layer}{_FIRST}"), tensors.get(f"{layer}{_SECOND}")
-    try:
-        weight = model.get_submodule(layer).weight
-    except AttributeError:
+    weight = _weight(model, layer)
+    if first is None or second is None or weight is None:
         return False
-    if first is None or second is None or not isinstance(weight, torch.Tensor):
+    rank, norms = len(first), tensors.get(f"{layer}{MAGNITUDE}")
+    if norms is not None and norms.shape != weight.shape[:1]:
         return False
-    rank = len(first)
     return first.shape == (rank, *weight.shape[1:]) and second.shape[:2] == (len(weight), rank)
 
 
+def _multiplies(model: nn.Module, layer: str, update: LokrUpdate) -> bool:
+    weight = _weight(model, layer)
+    return weight is not None and weight.shape == update.sizes[::-1]
+
+
+def _weight(model: nn.Module, layer: str) -> torch.Tensor | None:
+    try:
+        weight = model.get_submodule(layer).weight
+    except AttributeError:
+        return None
+    return weight if isinstance(weight, torch.Tensor) else None
+
+
+def is_drawn_alone(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a LoRA is of a kind that cannot be on a model beside others: a DoRA, or a LoKr.
+
+    A DoRA's norms are those of the base's weights, and peft puts no LoKr on layers with a LoRA.
+    """
+    return any(not name.endswith((_FIRST, _SECOND)) for name in tensors)
+
+
 def add_finished_lora(
-    model: nn.Module, name: str, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
+    model: nn.Module,
+    name: str,
+    tensors: Mapping[str, torch.Tensor],
+    settings: Mapping[str, Any],
+    *,
+    device: torch.device | None = None,
 ) -> None:
     """Put a LoRA in fp32 on a model, beside those that are there; see :func:`set_lora_weights`.
 
@@ -66,26 +98,49 @@ def add_finished_lora(
         name: peft's, for the adapter.
         tensors: by peft's names, which fit the model.
         settings: peft's. Where they give no alpha, each layer's is its rank.
+        device: to read frozen weights on, where a DoRA asks for them; None is where they are.
     """
-    firsts = {key: tensor for key, tensor in tensors.items() if key.endswith(_FIRST)}
-    ranks = {key.removesuffix(_FIRST): len(tensor) for key, tensor in firsts.items()}
+    if products := lokr_updates(tensors):
+        _put_on(model, name, list(products), Lokr(), rank=1, alpha=1, device=device)
+        for layer, update in products.items():
+            model.get_submodule(layer).hold(name, update.left, update.right)  # type: ignore[operator]
+        return
+    ranks = {key.removesuffix(_FIRST): len(first) for key, first in tensors.items() if key.endswith(_FIRST)}
     rank = next(iter(ranks.values()))
     alpha = settings.get("lora_alpha")
     others = peft_pattern({layer: own for layer, own in ranks.items() if own != rank})
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=rank if alpha is None else alpha,
+    _put_on(
+        model,
+        name,
+        list(ranks),
+        Dora() if any(key.endswith(MAGNITUDE) for key in tensors) else LORA,
+        rank=rank,
+        alpha=rank if alpha is None else alpha,
         rank_pattern=others,
         alpha_pattern=others if alpha is None else {},
-        target_modules=list(ranks),
+        device=device,
     )
-    use_lora_linear(config)
+    set_peft_model_state_dict(model, dict(tensors), adapter_name=name)
+
+
+def _put_on(
+    model: nn.Module,
+    name: str,
+    layers: list[str],
+    kind: AdapterKind,
+    *,
+    rank: int,
+    alpha: float,
+    device: torch.device | None,
+    **patterns: Mapping[str, float],
+) -> None:
+    config = kind.config(layers, rank=rank, alpha=alpha, dropout=0.0, **patterns)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # Several adapters on one model are what is wanted.
         warnings.filterwarnings("ignore", "Already found a `peft_config`", UserWarning)
         model.add_adapter(config, adapter_name=name)  # type: ignore[operator]  # of every diffusers model
-    cast_training_params(model, torch.float32)
-    set_peft_model_state_dict(model, dict(tensors), adapter_name=name)
+        cast_training_params(model, torch.float32)
+        kind.start(model, layers, name, device)
 
 
 def set_lora_weights(model: nn.Module, weights: Mapping[str, float]) -> None:

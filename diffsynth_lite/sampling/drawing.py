@@ -18,7 +18,7 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.weights import QuantizationReport
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
-from diffsynth_lite.lora import add_finished_lora, require_fit, set_lora_weights
+from diffsynth_lite.lora import add_finished_lora, is_drawn_alone, require_fit, set_lora_weights
 from diffsynth_lite.media import frame_strip
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.redaction import redacted
@@ -166,7 +166,9 @@ def _check(request: SampleRequest, accelerator: Accelerator) -> tuple[Config, Mo
     family = bind_family(config)
     problems.attempt(lambda: check_previews(config, family))
     read = partial(_read, family, family.empty_transformer())
-    loras = [problems.attempt(partial(read, *numbered)) for numbered in enumerate(request.loras)]
+    found = [problems.attempt(partial(read, *numbered)) for numbered in enumerate(request.loras)]
+    loras = [lora for lora in found if lora is not None]
+    problems.attempt(lambda: _require_alone(loras))
     _check_loading(problems, family, config, accelerator.device)
     problems.require_none()
     if leaves_open(request.config):
@@ -174,7 +176,16 @@ def _check(request: SampleRequest, accelerator: Accelerator) -> tuple[Config, Mo
         config = choose_memory(request.config, family, accelerator, earlier=earlier).config
         _check_loading(problems, family, config, accelerator.device)
         problems.require_none()
-    return config, family, [lora for lora in loras if lora is not None]
+    return config, family, loras
+
+
+def _require_alone(loras: Sequence[_ReadLora]) -> None:
+    alone = [lora for lora in loras if is_drawn_alone(lora.tensors)]
+    if alone and len(loras) > 1:
+        raise UserError(
+            f"--lora {alone[0].given.place}: is a DoRA or a LoKr, which is not drawn together with others "
+            "here; give it alone"
+        )
 
 
 def _require_one_process(accelerator: Accelerator) -> None:
@@ -222,7 +233,8 @@ def _load(
     host_blocks = share_host_memory(config, family, accelerator)
     transformer = load_frozen_transformer(config, family, host_blocks)
     for lora in loras:
-        add_finished_lora(transformer, lora.adapter, lora.tensors, lora.settings)
+        device = None if host_blocks is None else host_blocks.device
+        add_finished_lora(transformer, lora.adapter, lora.tensors, lora.settings, device=device)
     # Before weights are placed: those of a LoRA that takes part count as trained, and are not streamed.
     set_lora_weights(transformer, {lora.adapter: lora.given.weight for lora in loras})
     place_weights(config, family, transformer, accelerator.device, host_blocks)

@@ -43,7 +43,7 @@ from diffsynth_lite.training.evaluation import (
     LayerUpdates,
     SampleLossLog,
 )
-from diffsynth_lite.training.layer_groups import own_sizes, usual_size
+from diffsynth_lite.training.layer_groups import adapter_kind, own_sizes, usual_size
 from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
 from diffsynth_lite.training.optimization.averages import AveragedWeights
 from diffsynth_lite.training.optimization.optimizers import (
@@ -174,6 +174,9 @@ def build_transformer(
         rank=size.rank,
         alpha=size.alpha,
         own=own_sizes(checked.groups),
+        kind=adapter_kind(config),
+        # Weights that are in host memory are read where all others are, so that no number depends on it.
+        device=None if host_blocks is None else host_blocks.device,
         dropout=config.lora.dropout,
         seed=torch_seed(config.train.seed, "lora-init", 0),
     )

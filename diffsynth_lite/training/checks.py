@@ -14,7 +14,7 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_of, require_compiler
 from diffsynth_lite.data import WHOLE, Part, Record, load_image
 from diffsynth_lite.errors import Problems, UserError
-from diffsynth_lite.lora import adapter_shapes, adapter_size
+from diffsynth_lite.lora import adapter_shapes
 from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder
 from diffsynth_lite.pipelines.base.single_file import component_files
 from diffsynth_lite.run_folder.metrics import require_trackers
@@ -37,10 +37,12 @@ from diffsynth_lite.training.distributed.same_run import require_same_model, req
 from diffsynth_lite.training.frozen_weights import text_encoder_memory, transformer_quantization
 from diffsynth_lite.training.layer_groups import (
     LayerGroup,
+    adapter_kind,
     find_targets,
     layer_groups,
     own_sizes,
     rates_without_effect,
+    require_kind,
     usual_group,
 )
 from diffsynth_lite.training.optimization.optimizers import (
@@ -66,6 +68,7 @@ class CheckedRun:
         num_blocks: transformer blocks that checkpointing covers.
         num_selected_blocks: those of them that the policy checkpoints.
         num_lora_weights: numbers that are trained.
+        num_in_vectors: those of them that are in vectors.
         optimizer: what it keeps of them.
         training_adapter: digest of the frozen adapter that is on the model in training; None without.
         drawing: the family that draws previews, bound to the pipeline that they are drawn on.
@@ -79,6 +82,7 @@ class CheckedRun:
     num_blocks: int
     num_selected_blocks: int
     num_lora_weights: int
+    num_in_vectors: int
     optimizer: OptimizerFacts
     drawing: ModelFamily
     training_adapter: str | None = None
@@ -140,6 +144,7 @@ def check_run(config: Config, accelerator: Accelerator, part: Part = WHOLE) -> C
         num_blocks=model.num_blocks,
         num_selected_blocks=model.num_selected_blocks,
         num_lora_weights=model.num_lora_weights,
+        num_in_vectors=model.num_in_vectors,
         optimizer=model.optimizer,
         training_adapter=adapter,
         drawing=drawing,
@@ -248,6 +253,7 @@ class _CheckedModel:
     num_blocks: int
     num_selected_blocks: int
     num_lora_weights: int
+    num_in_vectors: int
     optimizer: OptimizerFacts | None
     drawing: ModelFamily | None
 
@@ -270,13 +276,13 @@ def _check_model(
     problems.attempt(lambda: check_previews(config, drawing or family))
     groups = groups or [usual_group(config)]  # the optimizer is tried, whatever is wrong with the layers
     problems.attempt(lambda: build_group_rates(config, groups))
-    rank, own = config.lora.rank, own_sizes(groups)
-    num_lora_weights = adapter_size(transformer, layers or [], rank=rank, own=own)
-    shapes = adapter_shapes(transformer, layers or [], rank=rank, own=own)
+    rank, own, kind = config.lora.rank, own_sizes(groups), adapter_kind(config)
+    shapes = adapter_shapes(transformer, layers or [], rank=rank, own=own, kind=kind)
+    problems.attempt(lambda: require_kind(config))
     optimizer = problems.attempt(lambda: examine_optimizer(config, groups, shapes, device))
     problems.attempt(lambda: _check_averaging(config, family, optimizer))
     if layers:
-        problems.attempt(lambda: family.settle_lora_spelling(transformer, layers, rank=rank))
+        problems.attempt(lambda: family.settle_lora_spelling(transformer, layers, rank=rank, kind=kind))
     selected = problems.attempt(lambda: select_blocks(config, len(blocks))) if blocks else []
     check_loading(problems, family, transformer, config, device, num_blocks=len(blocks or []))
     if drawing is not None and drawing is not family:
@@ -286,7 +292,8 @@ def _check_model(
         groups=groups,
         num_blocks=len(blocks or []),
         num_selected_blocks=len(selected or []),
-        num_lora_weights=num_lora_weights,
+        num_lora_weights=sum(number * tensor.size for tensor, number in shapes.items()),
+        num_in_vectors=sum(number * one.size for one, number in shapes.items() if len(one.shape) == 1),
         optimizer=optimizer,
         drawing=drawing,
     )

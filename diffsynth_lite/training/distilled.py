@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora import adapter_digest, require_fit
+from diffsynth_lite.lora import adapter_digest, is_drawn_alone, require_fit
 from diffsynth_lite.lora.pairs import LoraFile
 from diffsynth_lite.pipelines import ModelFamily, require_family, resolve_folder
 from diffsynth_lite.training.checkpoint.lora_file import read_lora
@@ -69,6 +69,11 @@ def read_training_adapter(config: Config, family: ModelFamily) -> LoraFile | Non
     if location is None:
         return None
     tensors, settings = read_lora(family, location, key="model.training_adapter")
+    if is_drawn_alone(tensors):
+        raise UserError(
+            f"model.training_adapter: {location} is a DoRA or a LoKr, which is on no model beside another "
+            "adapter here; a plain LoRA would do"
+        )
     require_fit(family.empty_transformer(), tensors, place=f"model.training_adapter: {location}")
     return tensors, settings
 

@@ -1,5 +1,6 @@
 """This file decides which layers of a family's model get a LoRA by a config, and which are trained alike."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -10,6 +11,7 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.config.model import TargetSet
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import LoraSize, find_target_layers, layers_with
+from diffsynth_lite.lora.kinds.kind import AdapterKind, Dora, Lokr, Lora
 from diffsynth_lite.pipelines import ModelFamily
 
 OF_GROUP = " of "
@@ -38,10 +40,43 @@ class LayerGroup:
     weight_decay: float
 
 
+def adapter_kind(config: Config) -> AdapterKind:
+    """What trains beside each layer."""
+    lora = config.lora
+    if lora.kind == Lokr.name:
+        return Lokr(lora.lokr_factor)
+    kinds = {kind.name: kind for kind in (Lora, Dora)}
+    return kinds[lora.kind](is_orthogonal=lora.init == "orthogonal")
+
+
+def require_kind(config: Config) -> None:
+    """Check that a run with other settings can have the adapter of its kind.
+
+    Raises:
+        UserError: naming the settings that do not go together.
+    """
+    if config.lora.kind == Lokr.name and config.model.training_adapter is not None:
+        raise UserError(
+            "model.training_adapter: peft puts no LoRA on layers with a LoKr; set lora.kind to lora or dora, "
+            "or keep what is distilled by objective.guidance_target"
+        )
+    if config.lora.kind == Dora.name and config.memory.shard_base != "no":
+        raise UserError(
+            f"memory.shard_base: {config.memory.shard_base} does not go with lora.kind dora, as one "
+            "process writes its file and needs the weights of all layers for that; set it to no, or "
+            "lora.kind to lora"
+        )
+
+
 def usual_size(config: Config) -> LoraSize:
     """Rank and alpha of layers without a group; alpha is the rank unless given."""
-    lora = config.lora
-    return LoraSize(lora.rank, float(lora.rank) if lora.alpha is None else lora.alpha)
+    return _size(config, config.lora.rank, config.lora.alpha)
+
+
+def _size(config: Config, rank: int, alpha: float | None) -> LoraSize:
+    """An rsLoRA is a LoRA with an alpha that grows with the root of its rank, which all programs read."""
+    given = float(rank) if alpha is None else alpha
+    return LoraSize(rank, given * math.sqrt(rank) if config.lora.use_rslora else given)
 
 
 def layer_groups(config: Config, family: ModelFamily, layers: Sequence[str]) -> list[LayerGroup]:
@@ -70,12 +105,12 @@ def layer_groups(config: Config, family: ModelFamily, layers: Sequence[str]) -> 
         for layer in own:
             del left[layer]
         rank = config.lora.rank if entry.rank is None else entry.rank
-        alphas = (entry.alpha, config.lora.alpha, float(rank))
+        alpha = config.lora.alpha if entry.alpha is None else entry.alpha
         groups.append(
             LayerGroup(
                 name=entry.match,
                 layers=tuple(own),
-                size=LoraSize(rank, next(alpha for alpha in alphas if alpha is not None)),
+                size=_size(config, rank, alpha),
                 learning_rate=_first(entry.learning_rate, config.train.learning_rate),
                 weight_decay=_first(entry.weight_decay, config.train.weight_decay),
             )
@@ -119,6 +154,47 @@ def usual_group(config: Config, layers: Iterable[str] = ()) -> LayerGroup:
 def own_sizes(groups: Iterable[LayerGroup]) -> dict[str, LoraSize]:
     """Rank and alpha of the layers that an entry of ``lora.groups`` has."""
     return {layer: group.size for group in groups if group.name is not None for layer in group.layers}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateGroup:
+    """Matrices that are trained with one learning rate, a group of the optimizer.
+
+    Attributes:
+        label: what it is called in metrics.
+        layers: full names.
+        matrices: which of a layer's: what their names may have behind the layer's.
+    """
+
+    label: str
+    layers: tuple[str, ...]
+    matrices: tuple[str, ...]
+    learning_rate: float
+    weight_decay: float
+
+
+def rate_groups(config: Config, groups: Sequence[LayerGroup]) -> list[RateGroup]:
+    """The groups of the optimizer: those of layers, and with LoRA+ each in two, first and second matrices.
+
+    What must not be pulled to zero is in one of its own, without weight decay.
+    """
+    ratio, kind = config.lora.loraplus_ratio, adapter_kind(config)
+    halves = [(kind.matrices, 1.0)]
+    if ratio != 1:
+        halves = [((matrix,), times) for matrix, times in zip(kind.matrices, (1.0, ratio), strict=True)]
+    if kind.undecayed:
+        halves.append((kind.undecayed, 1.0))
+    return [
+        RateGroup(
+            label=(group.name or "others") + (matrices[0] if matrices != kind.matrices else ""),
+            layers=group.layers,
+            matrices=matrices,
+            learning_rate=group.learning_rate * times,
+            weight_decay=0.0 if matrices == kind.undecayed else group.weight_decay,
+        )
+        for group in groups
+        for matrices, times in halves
+    ]
 
 
 def group_fingerprint(config: Config) -> dict[str, Any]:

@@ -61,7 +61,7 @@ from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_previews, encode_run
 from diffsynth_lite.training.encoding.sealed_start import sealed_data
 from diffsynth_lite.training.evaluation import ValidationProtocol
-from diffsynth_lite.training.layer_groups import own_sizes, usual_size
+from diffsynth_lite.training.layer_groups import adapter_kind, own_sizes, usual_size
 from diffsynth_lite.training.memory_report import workload_of
 from diffsynth_lite.training.optimization.averages import AveragedWeights
 from diffsynth_lite.training.optimization.optimizers import build_average, build_optimizer, measures_average
@@ -359,6 +359,7 @@ def _initial_lora(run: RunContext) -> dict[str, torch.Tensor] | None:
         rank=size.rank,
         alpha=size.alpha,
         own=own_sizes(run.checked.groups),
+        kind=adapter_kind(run.config),
     )
     return tensors_from_main_process(run.accelerator, read)
 

@@ -27,6 +27,10 @@ NEVER: dict[str, Change] = {
     "model.vae_tiling": ("model.vae_tiling=true",),
     "lora.rank": ("lora.rank=8",),
     "lora.alpha": ("lora.alpha=4",),
+    "lora.kind": ("lora.kind=dora",),
+    "lora.use_rslora": ("lora.use_rslora=true",),
+    "lora.init": ("lora.init=orthogonal",),
+    "lora.lokr_factor": ("lora.lokr_factor=2",),
     "lora.dropout": ("lora.dropout=0.2",),
     "lora.components": ("lora.components=[transformer]",),
     "lora.target_modules": ("lora.target_modules=[to_q]",),
@@ -192,9 +196,10 @@ ELSEWHERE: dict[str, Change] = {
 """Where things are read: free as settings; the weights and items that are found there are compared. And what
 needs several processes, which K3 changes."""
 
-NEEDED: Mapping[str, Change] = dict.fromkeys(
-    ("train.context_parallel", "train.context_parallel_kind"), ("lora.dropout=0",)
-)
+NEEDED: Mapping[str, Change] = {
+    **dict.fromkeys(("train.context_parallel", "train.context_parallel_kind"), ("lora.dropout=0",)),
+    "lora.lokr_factor": ("lora.kind=lokr", "lora.dropout=0"),
+}
 """What the run that is continued has beside ``BASE``, where a change is refused without."""
 
 NOT_OF_PICTURES = frozenset(

@@ -50,7 +50,7 @@ def test_an_override_is_read_by_the_type_of_its_setting(write, minimal, override
         ("train.stps=3", "did you mean 'steps'?"),
         ("train.steps.x=3", "did you mean 'steps'?"),
         ("train.foo=3", f"unknown key; the {NUM_KEYS} keys of train are in docs/configuration.md"),
-        ("lora.foo=3", "unknown key; lora has rank, alpha"),
+        ("logging.foo=3", "unknown key; logging has every_steps, trackers"),
         ("train.lr=1e-4", "is train.learning_rate here"),
         ("network-dim=8", "is lora.rank here"),
         ("train.num_frames=81", "is data.frame_counts here, a list; validation.num_frames is"),

@@ -146,15 +146,8 @@ def consistent(name: str, values: dict) -> dict:
         values |= one_for_each_prompt(values)
     if name == "model":
         values |= {"quantize_skip": []} if values["quantize"] == "none" else {}
-    if name == "objective":
-        values |= {"sigma_min": 0.0} if values["sigma_min"] >= values["sigma_max"] else {}
-        values |= (
-            {"logit_mean": 0.0, "logit_std": 1.0} if values["timestep_density"] != "logit_normal" else {}
-        )
-        values |= {"mode_scale": 1.29} if values["timestep_density"] != "mode" else {}
-        values |= {"shift_value": (values["shift_value"] or 3.0) if values["shift"] == "static" else None}
-        values |= {"min_snr_gamma": 5.0} if values["loss_weighting"] != "min_snr" else {}
-        values |= {"huber_delta": 0.1} if values["loss"] != "huber" else {}
+    if name in OWN_RULES:
+        values |= OWN_RULES[name](values)
     values |= FIXED.get(name, {})
     if name == "train":
         values |= {"optimizer_options": {}} if reserved(values["optimizer_options"]) else {}
@@ -175,6 +168,27 @@ def consistent(name: str, values: dict) -> dict:
         values |= {} if is_moving and values["shard_base"] == "no" else {"stream_blocks": 0}
         values |= {} if values["auto"] else {"may_change": []}
     return values
+
+
+def of_lora(values: dict) -> dict:
+    if values["kind"] == "lokr":
+        return values | {"use_rslora": False, "init": "default", "loraplus_ratio": 1.0, "dropout": 0.0}
+    ranks = [values["rank"], *(group.rank or 2 for group in values["groups"])]
+    is_default = any(rank % 2 for rank in ranks) or values["init_from"]
+    return values | {"lokr_factor": None} | ({"init": "default"} if is_default else {})
+
+
+def of_objective(values: dict) -> dict:
+    values |= {"sigma_min": 0.0} if values["sigma_min"] >= values["sigma_max"] else {}
+    values |= {"logit_mean": 0.0, "logit_std": 1.0} if values["timestep_density"] != "logit_normal" else {}
+    values |= {"mode_scale": 1.29} if values["timestep_density"] != "mode" else {}
+    values |= {"shift_value": (values["shift_value"] or 3.0) if values["shift"] == "static" else None}
+    values |= {"min_snr_gamma": 5.0} if values["loss_weighting"] != "min_snr" else {}
+    values |= {"huber_delta": 0.1} if values["loss"] != "huber" else {}
+    return values
+
+
+OWN_RULES = {"lora": of_lora, "objective": of_objective}
 
 
 def reserved(options: dict) -> bool:

@@ -15,7 +15,8 @@ from diffsynth_lite.core.gradient import gradient_checkpoint_forward
 from diffsynth_lite.core.planning import CountingMeter
 from diffsynth_lite.core.weights import Int8, Quantization
 from diffsynth_lite.lora import add_adapter, without_adapter
-from diffsynth_lite.lora.linear import LoraLinear, use_lora_linear
+from diffsynth_lite.lora.kinds.kind import LORA, AdapterKind, Dora, Lokr
+from diffsynth_lite.lora.linear import LoraLinear
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LAYERS = ("first", "query", "key", "value", "out")
@@ -52,9 +53,14 @@ def model_of(dtype: torch.dtype = FP32, *, is_quantised: bool = False) -> Attend
 
 
 def adapted(
-    model: Attending, *, alpha: float = 2, dropout: float = 0, layers: Sequence[str] = LAYERS
+    model: Attending,
+    *,
+    alpha: float = 2,
+    dropout: float = 0,
+    layers: Sequence[str] = LAYERS,
+    kind: AdapterKind = LORA,
 ) -> Attending:
-    add_adapter(model, layers, rank=2, alpha=alpha, dropout=dropout, seed=0)
+    add_adapter(model, layers, rank=2, alpha=alpha, dropout=dropout, seed=0, kind=kind)
     return filled(model)
 
 
@@ -151,13 +157,6 @@ def with_two_adapters(model: Attending) -> Attending:
     return filled(model)
 
 
-def with_dora(model: Attending) -> Attending:
-    config = LoraConfig(r=2, target_modules=list(LAYERS), use_dora=True)
-    use_lora_linear(config)
-    model.requires_grad_(False).add_adapter(config)
-    return filled(model)
-
-
 def merged(model: Attending) -> Attending:
     for layer in adapted(model).modules():
         if isinstance(layer, LoraLinear):
@@ -173,8 +172,8 @@ def disabled(model: Attending) -> Attending:
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 @pytest.mark.parametrize(
     "change",
-    [with_two_adapters, with_dora, merged, disabled, lambda model: adapted(model, dropout=0.5)],
-    ids=["two adapters", "DoRA", "merged", "disabled", "dropout"],
+    [with_two_adapters, merged, disabled, lambda model: adapted(model, dropout=0.5)],
+    ids=["two adapters", "merged", "disabled", "dropout"],
 )
 def test_what_is_not_a_plain_lora_is_left_to_peft(change: Callable[[Attending], Attending]) -> None:
     model = change(model_of())
@@ -203,7 +202,16 @@ def output_of(model: nn.Module, *, autocast: bool) -> Tensor:
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("is_quantised", [False, True])
-@pytest.mark.parametrize("change", [adapted, with_dora, disabled, lambda model: adapted(model, dropout=0.5)])
+@pytest.mark.parametrize(
+    "change",
+    [
+        adapted,
+        lambda model: adapted(model, kind=Dora()),
+        lambda model: adapted(model, kind=Lokr()),
+        disabled,
+        lambda model: adapted(model, dropout=0.5),
+    ],
+)
 def test_without_its_adapter_a_model_has_the_bits_from_before_it_and_trains_on_as_it_was(
     change: Callable[[Attending], Attending], is_quantised: bool, autocast: bool
 ) -> None:

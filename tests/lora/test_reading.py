@@ -191,9 +191,7 @@ def test_a_tensor_of_alpha_holds_for_its_own_layer() -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("lora_unet_single_blocks_0_linear1.dora_scale", "a DoRA"),
-        ("transformer.proj_out.lora_magnitude_vector", "a DoRA"),
-        ("lora_unet_single_blocks_0_linear1.lokr_w1", "a LoKr"),
+        ("lora_unet_single_blocks_0_linear1.lokr_t2", "a LoKr of convolutions"),
         ("lora_unet_single_blocks_0_linear1.hada_w1_a", "a LoHa"),
         ("transformer.proj_out.oft_R.weight", "an OFT"),
         ("transformer.proj_out.boft_R", "a BOFT"),
@@ -206,6 +204,38 @@ def test_a_tensor_of_alpha_holds_for_its_own_layer() -> None:
 def test_what_is_no_plain_lora_is_refused_by_what_it_is(name: str, kind: str) -> None:
     with pytest.raises(UserError, match=rf"is {kind}.*\(1 tensors such as {name}\)"):
         read(tensors("transformer.proj_out") | {name: torch.zeros(4, 4)}, FLUX)
+
+
+LOKR = {f"transformer.x_embedder.lokr_w{side}": torch.ones(2, 2) for side in (1, 2)}
+DORA = tensors("transformer.proj_out") | {"transformer.proj_out.lora_magnitude_vector": torch.ones(42)}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (LOKR, "is a LoKr .1 layers such as transformer.x_embedder., which cannot be joined"),
+        (DORA, "is a DoRA .1 layers such as transformer.proj_out., which cannot be joined"),
+        (LOKR | DORA, "has layers of different kinds"),
+        (
+            LOKR | {"transformer.x_embedder.lokr_w1_a": torch.ones(2, 2)},
+            "transformer.x_embedder is no LoKr with ",
+        ),
+        ({"transformer.proj_out.lokr_w1": torch.ones(2, 2)}, "is no LoKr with lokr_w1 .2, 2."),
+        (
+            {**tensors("transformer.proj_out"), "transformer.proj_out.dora_scale": torch.ones(4, 1)},
+            "another prog",
+        ),
+        (
+            DORA | {"transformer.proj_out.lora_magnitude_vector": torch.ones(3)},
+            "lora_magnitude_vector .float32, 3",
+        ),
+    ],
+)
+def test_other_kinds_are_not_converted_and_what_is_no_whole_one_is_refused(
+    content: dict[str, torch.Tensor], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        read(content, FLUX)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_layers_may_have_ranks_of_their_own_and_without_an_alpha_none_is_scaled(
     [
         (
             {f"{SECOND}.lora_magnitude_vector": torch.ones(WIDTH)},
-            "lora_magnitude_vector, which is no",
+            "1 of its 2 layers",
         ),
         ({"blocks.0.q.lora_A.weight": torch.ones(2, WIDTH)}, r"1 of its 2 layers .* such as blocks\.0\.q"),
         ({f"{BOTH}.lora_B.weight": torch.ones(WIDTH, 3)}, "1 of its 1 layers"),

@@ -90,7 +90,9 @@ def test_previews_that_may_fill_the_disk_are_a_warning(
     config = load_config(tiny_run.config).config
     monkeypatch.setattr("diffsynth_lite.training.checkpoint.room.free_disk_bytes", lambda _: 2**15)
     optimizer = SimpleNamespace(state_bytes=8, has_average=False)
-    checked = SimpleNamespace(num_lora_weights=1, family=bind_family(config), optimizer=optimizer)
+    checked = SimpleNamespace(
+        num_lora_weights=1, num_in_vectors=0, family=bind_family(config), optimizer=optimizer
+    )
     warn_of_previews(config, checked, CheckpointStore(tiny_run.folder / "checkpoints", keep=2), 0)
     # Two pictures of 64 x 32 before the first step and after the last one.
     assert "previews may take up to 24.0 KiB beside the" not in caplog.text

@@ -15,9 +15,10 @@ from diffsynth_lite.training.layer_groups import (
     find_targets,
     layer_groups,
     own_sizes,
+    rate_groups,
     rates_without_effect,
 )
-from diffsynth_lite.training.optimization.optimizers import build_group_rates, rate_groups
+from diffsynth_lite.training.optimization.optimizers import build_group_rates
 
 LAYERS = ["blocks.0.to_q", "blocks.0.to_k", "blocks.1.to_q", "blocks.1.to_k"]
 EXPERTS = ["transformer.blocks.0.to_q", "transformer_2.blocks.0.to_q"]
@@ -121,10 +122,10 @@ def test_with_loraplus_the_second_matrices_have_a_rate_of_their_own() -> None:
     groups = layer_groups(config, SimpleNamespace(trained=["transformer"]), LAYERS)
     rated = {group.label: (group.learning_rate, group.matrices) for group in rate_groups(config, groups)}
     assert rated == {
-        "others.lora_A": (1e-4, ".lora_A"),
-        "others.lora_B": (4e-4, ".lora_B"),
-        "to_q.lora_A": (0.5, ".lora_A"),
-        "to_q.lora_B": (2.0, ".lora_B"),
+        "others.lora_A": (1e-4, (".lora_A",)),
+        "others.lora_B": (4e-4, (".lora_B",)),
+        "to_q.lora_A": (0.5, (".lora_A",)),
+        "to_q.lora_B": (2.0, (".lora_B",)),
     }
 
 

@@ -15,7 +15,9 @@ from diffsynth_lite.core.weights.frozen_linear import (
     FrozenLinear,
     Quantization,
     QuantizationReport,
+    row_norms,
     weight_norm,
+    weight_rows,
 )
 from diffsynth_lite.core.weights.gguf import GgufTensors
 from diffsynth_lite.core.weights.loading import StoredTensors, load_frozen
@@ -56,7 +58,9 @@ __all__ = [
     "local_part",
     "packed_bytes",
     "require_saving",
+    "row_norms",
     "spread_evenly",
     "weight_format",
     "weight_norm",
+    "weight_rows",
 ]

@@ -1,6 +1,6 @@
 """This file has the linear layer of frozen models: its weight is in a format, and made where it is used."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -111,22 +111,51 @@ class _Product(torch.autograd.Function):
         return grad @ layer.format.dense(*ctx.saved_tensors, shape, grad.dtype), None
 
 
-def weight_norm(layer: nn.Linear, device: torch.device) -> Tensor:
-    """Frobenius norm of the weight that a plain or a frozen linear layer computes with, a scalar in fp64.
+def weight_rows(layer: nn.Linear, device: torch.device) -> Iterator[Tensor]:
+    """The weight that a plain or a frozen linear layer computes with, some rows at a time, in order.
 
     Args:
         layer: its weight may be anywhere.
-        device: where it is computed, some rows at a time: at most 64 MiB are there of them at once. A sharded
-            weight is gathered before, as a whole, by all processes together.
+        device: where the rows are to be: at most 64 MiB are there of them at once. A sharded weight is
+            gathered before, as a whole, by all processes together.
+
+    Yields:
+        Rows (R, in_features), in the weight's dtype or fp32.
     """
     kept = [whole(part.detach()) for part in _parts_of(layer)]
     step = layer.format.row_step if isinstance(layer, FrozenLinear) else 1
     num_rows = max(step, _ROWS_NUMBERS // layer.in_features // step * step)
-    squares = torch.zeros((), dtype=torch.float64, device=device)
     for first in range(0, layer.out_features, num_rows):
         rows = range(first, min(first + num_rows, layer.out_features))
-        squares += torch.linalg.vector_norm(_rows_of(layer, kept, rows, device), dtype=torch.float64) ** 2
+        yield _rows_of(layer, kept, rows, device)
+
+
+def weight_norm(layer: nn.Linear, device: torch.device) -> Tensor:
+    """Frobenius norm of the weight that a linear layer computes with, a scalar in fp64.
+
+    Args:
+        layer: as of :func:`weight_rows`.
+        device: where it is computed.
+    """
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for rows in weight_rows(layer, device):
+        squares += torch.linalg.vector_norm(rows, dtype=torch.float64) ** 2
     return squares.sqrt()
+
+
+def row_norms(layer: nn.Linear, device: torch.device) -> Tensor:
+    """Norm of each row of the weight that a linear layer computes with, (out_features,) in fp32.
+
+    The sums are in fp64, so that it hardly ever shows in the last bit where they were computed.
+
+    Args:
+        layer: as of :func:`weight_rows`.
+        device: where they are computed.
+    """
+    norms = [
+        torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in weight_rows(layer, device)
+    ]
+    return torch.cat(norms).float()
 
 
 def _parts_of(layer: nn.Linear) -> list[Tensor]:

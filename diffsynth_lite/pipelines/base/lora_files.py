@@ -3,7 +3,7 @@
 import json
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora.adapter import peft_pattern
+from diffsynth_lite.lora.adapter import example_tensors, peft_pattern
+from diffsynth_lite.lora.kinds.dora import COMFYUI_SCALE, MAGNITUDE
+from diffsynth_lite.lora.kinds.kind import LORA, AdapterKind
+from diffsynth_lite.lora.kinds.updates import DoraUpdate, adapter_of, lokr_updates, updates_of
 from diffsynth_lite.lora.loading import FileHeader, LoadedLayer, header_of
-from diffsynth_lite.lora.pairs import LoraFile, LoraPair, adapter_of, pairs_of, tensors_of
-from diffsynth_lite.lora.reading import LoraContents, contents_of, known_pairs, read_contents
+from diffsynth_lite.lora.pairs import LayerUpdate, LoraFile, LoraPair, tensors_of
+from diffsynth_lite.lora.reading import LoraContents, contents_of, known_updates, read_contents
 from diffsynth_lite.lora.spelling import DIFFUSERS, Spelling
 from diffsynth_lite.pipelines.base.composite import join_adapter, split_adapter
 from diffsynth_lite.pipelines.base.family import ModelFamily
@@ -31,7 +34,7 @@ class DiffusersLora(ModelFamily):
     """A family whose LoRA files a pipeline of diffusers loads."""
 
     pipeline: Any
-    _settled_for: tuple[str, ...] = ()
+    _settled_for: tuple[AdapterKind, tuple[str, ...]] | None = None
 
     @abstractmethod
     def ask_loader(
@@ -65,28 +68,28 @@ class DiffusersLora(ModelFamily):
 
     def read_lora(self, place: Path) -> LoraFile:
         if self.lora_layers:
-            return adapter_of(self._known_pairs(place))
+            return adapter_of(self._known_updates(place))
         parts: dict[str, LoraFile] = {}
         for file, components in self._by_lora_file(place).items():
-            pairs = _read_any(self.pipeline, file).pairs
-            by_prefix = _split(pairs, list(map(self.lora_prefix, components)))
+            updates = _read_any(self.pipeline, file).updates
+            by_prefix = _split(updates, list(map(self.lora_prefix, components)))
             for component, of_component in zip(components, by_prefix, strict=True):
                 parts[component] = adapter_of(of_component) if of_component else ({}, {})
         return join_adapter(parts)
 
-    def _known_pairs(self, place: Path) -> dict[str, LoraPair]:
+    def _known_updates(self, place: Path) -> dict[str, LayerUpdate]:
         """Updates in files of this or other programs, by the names of layers in the model that is trained.
 
         Those of components that are not trained have their names in a pipeline.
         """
-        pairs: dict[str, LoraPair] = {}
+        updates: dict[str, LayerUpdate] = {}
         files = self._by_lora_file(place)
         if len(files) == 1 and not next(iter(files)).exists():
             files = {place: list(self.trained)}  # a folder of another trainer, with a file of another name
         for file, components in files.items():
-            for name, pair in known_pairs(read_contents(file), self.lora_layers).items():
-                pairs[self._trained_layer(name, components)] = pair
-        return pairs
+            for name, update in known_updates(read_contents(file), self.lora_layers).items():
+                updates[self._trained_layer(name, components)] = update
+        return updates
 
     def _trained_layer(self, name: str, components: Sequence[str]) -> str:
         for component in components:
@@ -96,36 +99,81 @@ class DiffusersLora(ModelFamily):
                 return layer if len(self.trained) == 1 else f"{component}.{layer}"
         return name
 
-    def loaded_lora(self, folder: Path) -> dict[str, LoraPair]:
+    def loaded_lora(self, folder: Path) -> dict[str, LayerUpdate]:
+        if not self.pipeline_loads_adapter:
+            return self._known_updates(folder)
         if not self._has_loader:
             return super().loaded_lora(folder)
-        pairs = {}
+        updates: dict[str, LayerUpdate] = {}
         for file, components in self._by_lora_file(folder).items():
             tensors, said = load_file(file), _said_settings(file)
             for layer, found in self._loaded_layers(tensors, components, said).items():
-                down, up = tensors[found.down], tensors[found.up]
-                pairs[layer] = LoraPair(down=down, up=up, alpha=found.scale * len(down))
-        return pairs
+                updates[layer] = _update_of(found, tensors)
+        return updates
 
-    def settle_lora_spelling(self, model: nn.Module, layers: Sequence[str], *, rank: int) -> None:
+    def settle_lora_spelling(
+        self, model: nn.Module, layers: Sequence[str], *, rank: int, kind: AdapterKind = LORA
+    ) -> None:
         # Settings of the memory, for which it is asked again, change nothing here.
-        if not self._has_loader or self._settled_for == tuple(layers):
+        if self._settled_for == (kind, tuple(layers)):
             return
-        if not self._loads(model, layers, rank):
-            self.lora_spelling = DIFFUSERS
-            if not self._loads(model, layers, rank):
-                raise UserError(
-                    f"lora.target_modules: diffusers' {self.pipeline.__name__} loads no LoRA on "
-                    f"{_some(layers)} alone; add other layers"
-                )
-            logger.warning(
-                "The LoRA file will have diffusers' names, by which ComfyUI does not find the layers: by "
-                "others diffusers' %s loads no LoRA on %s alone (lora.target_modules).",
-                self.pipeline.__name__,
-                _some(layers),
-            )
+        self.pipeline_loads_adapter = True
+        if kind.name != LORA.name:
+            self._settle_kind(model, layers, rank, kind)
+        elif self._has_loader:
+            self._settle_pairs(model, layers, rank)
+        else:
+            return
         self._tell_what_comfyui_lacks(layers)
-        self._settled_for = tuple(layers)
+        self._settled_for = kind, tuple(layers)
+
+    def _settle_pairs(self, model: nn.Module, layers: Sequence[str], rank: int) -> None:
+        if self._loads(model, layers, rank, LORA):
+            return
+        self.lora_spelling = DIFFUSERS
+        if not self._loads(model, layers, rank, LORA):
+            raise UserError(
+                f"lora.target_modules: diffusers' {self.pipeline.__name__} loads no LoRA on "
+                f"{_some(layers)} alone; add other layers"
+            )
+        logger.warning(
+            "The LoRA file will have diffusers' names, by which ComfyUI does not find the layers: by "
+            "others diffusers' %s loads no LoRA on %s alone (lora.target_modules).",
+            self.pipeline.__name__,
+            _some(layers),
+        )
+
+    def _settle_kind(self, model: nn.Module, layers: Sequence[str], rank: int, kind: AdapterKind) -> None:
+        """The file has the names that ComfyUI takes, whatever the pipeline does."""
+        if not self.lora_layers:
+            raise UserError(
+                f"lora.kind: {kind.name} is written and read by the names in lora_layers, which this family "
+                "does not have; set it to lora"
+            )
+        self.pipeline_loads_adapter = self._has_loader and self._loads(model, layers, rank, kind)
+        if not self.pipeline_loads_adapter:
+            logger.warning(
+                "diffusers' %s does not load a %s of this family: the file is for %s (docs/lora-file.md).",
+                self.pipeline.__name__,
+                kind.title,
+                " and ".join(self._other_readers()),
+            )
+
+    def _other_readers(self) -> Iterator[str]:
+        """Who takes a file that the pipeline does not load."""
+        if self.lora_spelling.unknown_to_comfyui is not None:
+            yield "ComfyUI"
+        if prefix := self.adapter_prefix:
+            yield f"load_lora_adapter(..., prefix={prefix!r}) of diffusers' model"
+        yield "diffsynth-lite sample"
+
+    @property
+    def adapter_prefix(self) -> str | None:
+        """What the names in the file begin with where all else in them are diffusers' names of one model."""
+        if self.lora_spelling.renames or self.lora_spelling.is_flat or len(self.trained) > 1:
+            return None
+        (component,) = map(self._in_pipeline, self.trained)
+        return self.lora_spelling.prefixes.get(component, component)
 
     def _tell_what_comfyui_lacks(self, layers: Sequence[str]) -> None:
         if self.lora_spelling.unknown_to_comfyui is None:
@@ -153,13 +201,9 @@ class DiffusersLora(ModelFamily):
         """Whether the pipeline loads LoRAs; a family whose pipeline does not writes and reads them itself."""
         return hasattr(self.pipeline, "load_lora_weights")
 
-    def _loads(self, model: nn.Module, layers: Sequence[str], rank: int) -> bool:
-        """Whether the pipeline loads all of a LoRA on these layers in ``lora_spelling``."""
-        tensors = {}
-        for layer in layers:
-            num_outputs, num_inputs = model.get_parameter(f"{layer}.weight").shape
-            tensors[f"{layer}.lora_A.weight"] = torch.empty(rank, num_inputs, device="meta")
-            tensors[f"{layer}.lora_B.weight"] = torch.empty(num_outputs, rank, device="meta")
+    def _loads(self, model: nn.Module, layers: Sequence[str], rank: int, kind: AdapterKind) -> bool:
+        """Whether the pipeline loads all of an adapter on these layers in ``lora_spelling``."""
+        tensors = example_tensors(model, layers, rank=rank, kind=kind)
         parts = split_adapter(tensors, {"target_modules": layers}, self.trained)
         found: dict[str, LoadedLayer] = {}
         for components in self._by_lora_file(Path()).values():
@@ -167,7 +211,8 @@ class DiffusersLora(ModelFamily):
                 found |= self._loaded_layers(self._file_tensors(parts, components), components, {})
             except (ValueError, KeyError):
                 return False
-        return found.keys() == set(layers)
+        given = {f"{layer}{ending}" for layer, one in found.items() for ending in one.parts}
+        return given == {name for name in tensors if not name.endswith(kind.derived)}
 
     def _file_tensors(
         self,
@@ -175,10 +220,10 @@ class DiffusersLora(ModelFamily):
         components: Sequence[str],
         dtype: torch.dtype = torch.float32,
     ) -> dict[str, torch.Tensor]:
-        pairs: dict[str, LoraPair] = {}
+        updates: dict[str, LayerUpdate] = {}
         for component in components:
-            pairs |= pairs_of(*parts[component], self.lora_prefix(component))
-        return tensors_of(pairs, self.lora_spelling, dtype)
+            updates |= updates_of(*parts[component], self.lora_prefix(component))
+        return tensors_of(updates, self.lora_spelling, dtype)
 
     def _loaded_layers(
         self, tensors: Mapping[str, torch.Tensor], components: Sequence[str], said: Mapping[str, Any]
@@ -250,10 +295,31 @@ def _adapter_metadata(spelling: Spelling, settings: Mapping[str, Mapping[str, An
 
 def _folded(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What takes the place of alpha, which is folded, as other programs do not read it: the ranks."""
+    alpha = {_alpha_setting(settings): settings["r"]}
     if not settings.get("rank_pattern") and not settings.get("alpha_pattern"):
-        return {"lora_alpha": settings["r"]}
+        return alpha
     ranks = peft_pattern(settings.get("rank_pattern", {}))
-    return {"lora_alpha": settings["r"], "rank_pattern": ranks, "alpha_pattern": ranks}
+    return {**alpha, "rank_pattern": ranks, "alpha_pattern": ranks}
+
+
+def _alpha_setting(settings: Collection[str], prefix: str = "") -> str:
+    """What peft calls alpha: otherwise in a LoKr than in a LoRA."""
+    return "lora_alpha" if f"{prefix}lora_alpha" in settings else "alpha"
+
+
+def _update_of(found: LoadedLayer, tensors: Mapping[str, torch.Tensor]) -> LayerUpdate:
+    """What a pipeline does to a layer with tensors of a file, and what stands beside them for ComfyUI."""
+    given = {ending: tensors[name] for ending, name in found.parts.items()}
+    if ".lora_A.weight" not in given:
+        return replace(lokr_updates(given)[""], scale=found.scale)
+    down, up = given[".lora_A.weight"], given[".lora_B.weight"]
+    pair = LoraPair(down=down, up=up, alpha=found.scale * len(down))
+    if MAGNITUDE not in given:
+        return pair
+    scale = tensors.get(found.parts[MAGNITUDE].removesuffix(MAGNITUDE) + COMFYUI_SCALE)
+    return DoraUpdate(
+        pair=pair, magnitude=given[MAGNITUDE], comfyui=None if scale is None else scale.flatten()
+    )
 
 
 def _said_scale(said: Mapping[str, Any], model: str, layer: str) -> float:
@@ -261,7 +327,7 @@ def _said_scale(said: Mapping[str, Any], model: str, layer: str) -> float:
     alpha, rank = (
         patterns.get(get_pattern_key(list(patterns), layer), said[f"{model}.{of_all}"])
         for patterns, of_all in (
-            (said.get(f"{model}.alpha_pattern", {}), "lora_alpha"),
+            (said.get(f"{model}.alpha_pattern", {}), _alpha_setting(said, f"{model}.")),
             (said.get(f"{model}.rank_pattern", {}), "r"),
         )
     )
@@ -297,12 +363,12 @@ def _read_any(pipeline_class: Any, file: Path) -> LoraContents:
     return contents_of(file, tensors, metadata)
 
 
-def _split(values: Mapping[str, LoraPair], prefixes: Sequence[str]) -> list[dict[str, LoraPair]]:
+def _split(values: Mapping[str, LayerUpdate], prefixes: Sequence[str]) -> list[dict[str, LayerUpdate]]:
     """What begins with each prefix, without it.
 
     What begins with none of them is left to the first, whose layers then are not those that are asked for.
     """
-    parts: dict[str, dict[str, LoraPair]] = {prefix: {} for prefix in prefixes}
+    parts: dict[str, dict[str, LayerUpdate]] = {prefix: {} for prefix in prefixes}
     for name, value in values.items():
         prefix = next(filter(name.startswith, prefixes), prefixes[0])
         parts[prefix][name.removeprefix(prefix)] = value

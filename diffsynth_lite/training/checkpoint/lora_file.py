@@ -17,9 +17,14 @@ from safetensors import SafetensorError
 from diffsynth_lite.errors import RunDivergedError, RunStoppedError, UserError
 from diffsynth_lite.files import sync
 from diffsynth_lite.lora import LoraSize
+from diffsynth_lite.lora.adapter import example_tensors
 from diffsynth_lite.lora.file_header import add_metadata
+from diffsynth_lite.lora.kinds.dora import MAGNITUDE
+from diffsynth_lite.lora.kinds.kind import LORA, AdapterKind, Lokr
+from diffsynth_lite.lora.kinds.updates import LOKR_NAME, kind_of, rank_of, trained_tensors, updates_of
 from diffsynth_lite.lora.metadata import NoiseRange
-from diffsynth_lite.lora.pairs import LoraFile, LoraPair, pairs_of
+from diffsynth_lite.lora.pairs import LayerUpdate, LoraFile, tensors_of
+from diffsynth_lite.lora.spelling import DIFFUSERS
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
@@ -56,7 +61,7 @@ def export_lora(
 
     Args:
         folder: where the files go; a reader sees the old file or the new one, also after a power cut.
-        tensors: the adapter by peft's names.
+        tensors: the adapter by peft's names, as ``exported_tensors`` has them.
         settings: peft's settings, alpha included; the file holds them with secrets masked, layers by name.
         describe: what a file says of its run, by the noise levels that it is for.
         dtype: of the files.
@@ -67,7 +72,7 @@ def export_lora(
         RuntimeError: the files do not do what the adapter does. A bug, of ours or of a library.
         OSError: the disk is full, or fails; the last files are as they were.
     """
-    adapter = pairs_of(tensors, settings)
+    adapter = updates_of(tensors, settings)
     _require_range(adapter, dtype)
     # A layer is no secret: to call it otherwise would be another LoRA.
     settings = {name: value if name in _BY_LAYER else redacted(value) for name, value in settings.items()}
@@ -92,11 +97,10 @@ def export_lora(
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _require_range(adapter: Mapping[str, LoraPair], dtype: torch.dtype) -> None:
+def _require_range(adapter: Mapping[str, LayerUpdate], dtype: torch.dtype) -> None:
     if dtype != torch.float16:  # the others hold what float32 does
         return
-    matrices = [matrix for pair in adapter.values() for matrix in (pair.down, pair.with_alpha(pair.rank).up)]
-    largest = max(float(matrix.abs().max()) for matrix in matrices)
+    largest = max(float(matrix.abs().max()) for matrix in tensors_of(adapter, DIFFUSERS).values())
     if largest > torch.finfo(dtype).max:
         raise RunStoppedError(
             f"output.lora_dtype: float16 holds nothing above {torch.finfo(dtype).max:g}, and the LoRA has a "
@@ -120,7 +124,7 @@ def _saved(
         raise OSError(int(told[1]), os.strerror(int(told[1])), str(folder)) from error
 
 
-def _loaded(family: ModelFamily, folder: Path) -> dict[str, LoraPair]:
+def _loaded(family: ModelFamily, folder: Path) -> dict[str, LayerUpdate]:
     try:
         return family.loaded_lora(folder)
     except ValueError as error:
@@ -129,7 +133,9 @@ def _loaded(family: ModelFamily, folder: Path) -> dict[str, LoraPair]:
         ) from error
 
 
-def _compare(loaded: Mapping[str, LoraPair], adapter: Mapping[str, LoraPair], dtype: torch.dtype) -> float:
+def _compare(
+    loaded: Mapping[str, LayerUpdate], adapter: Mapping[str, LayerUpdate], dtype: torch.dtype
+) -> float:
     if other := sorted(loaded.keys() ^ adapter.keys()):
         raise RuntimeError(f"{len(other)} layers of the LoRA file are not the adapter's (first: {other[0]})")
     differing, lost, whole = [], 0.0, 0.0
@@ -188,6 +194,7 @@ def read_initial_lora(
     rank: int,
     alpha: float,
     own: Mapping[str, LoraSize] = MappingProxyType({}),
+    kind: AdapterKind = LORA,
 ) -> dict[str, torch.Tensor]:
     """The tensors of a LoRA of this or another program.
 
@@ -196,45 +203,91 @@ def read_initial_lora(
         layers: full names of the layers that this run trains. The LoRA must be on these, with this rank.
         alpha: of this run; a LoRA of another is scaled so that it does the same.
         own: of layers that have another rank and alpha in this run.
+        kind: of this run's adapter, which the LoRA must be, too.
 
     Returns:
         Tensors by peft's names, in fp32.
 
     Raises:
-        UserError: it is missing, damaged or not finite, or has other layers or another rank.
+        UserError: it is missing, damaged or not finite, of another kind, or has other layers or another rank.
     """
     tensors, settings = read_lora(family, location, key="lora.init_from")
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise UserError(f"lora.init_from: {location}: {name} holds NaN or infinity; name another LoRA")
-    _check_layers(tensors, layers, location)
-    usual, given = LoraSize(rank, alpha), pairs_of(tensors, settings)
-    if others := {pair.rank for layer, pair in given.items() if pair.rank != own.get(layer, usual).rank}:
-        ranks = others if own else {pair.rank for pair in given.values()}
-        found = ", ".join(map(str, sorted(ranks)))
-        where = " where this run has another (lora.groups)" if own else ""
+    given = _read_updates(tensors, settings, location)
+    if others := {kind_of(update).title for update in given.values()} - {kind.title}:
         raise UserError(
-            f"lora.init_from: the LoRA in {location} has rank {found}{where}; set lora.rank to it"
+            f"lora.init_from: {location} is a {min(others)}, and this run trains a {kind.title}; set "
+            "lora.kind to it, or name another file"
         )
+    _check_layers(given, layers, location)
+    usual = LoraSize(rank, alpha)
+    _check_ranks(given, usual, own, location)
     logger.info("The run starts from the LoRA in %s, with the same update at alpha %g.", location, alpha)
     initial: dict[str, torch.Tensor] = {}
-    for layer, pair in given.items():
-        scaled = pair.with_alpha(own.get(layer, usual).alpha)
-        initial |= {f"{layer}{_FIRST}": scaled.down.float(), f"{layer}{_SECOND}": scaled.up.float()}
+    for layer, update in given.items():
+        size = own.get(layer, usual)
+        initial |= trained_tensors(update, layer, rank=size.rank, alpha=size.alpha)
+    _check_shapes(family, initial, layers, rank=rank, own=own, kind=kind, location=location)
     return initial
 
 
-def _check_layers(tensors: dict[str, torch.Tensor], layers: Collection[str], location: str) -> None:
-    others = sorted(name for name in tensors if not name.endswith((_FIRST, _SECOND)))
+def _read_updates(
+    tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any], location: str
+) -> dict[str, LayerUpdate]:
+    given, known = updates_of(tensors, settings), (_FIRST, _SECOND, MAGNITUDE)
+    others = sorted(name for name in tensors if not name.endswith(known) and not LOKR_NAME.fullmatch(name))
     if others:
         raise UserError(
             f"lora.init_from: {location} holds {others[0]}, which is no part of a plain LoRA (lora_A, lora_B)"
         )
-    found = {name.removesuffix(_FIRST) for name in tensors if name.endswith(_FIRST)}
+    return given
+
+
+def _check_layers(given: Collection[str], layers: Collection[str], location: str) -> None:
+    found = set(given)
     if found != set(layers):
         missing, added = sorted(set(layers) - found), sorted(found - set(layers))
         named = f"it lacks {missing[0]}" if missing else f"it also has {added[0]}"
         raise UserError(
             f"lora.init_from: the LoRA in {location} is on {len(found)} layers, this run's on {len(layers)} "
             f"({named}); set lora.target_modules and lora.components to its layers"
+        )
+
+
+def _check_ranks(
+    given: Mapping[str, LayerUpdate], usual: LoraSize, own: Mapping[str, LoraSize], location: str
+) -> None:
+    ranks = {layer: rank for layer, update in given.items() if (rank := rank_of(update)) is not None}
+    if others := {rank for layer, rank in ranks.items() if rank != own.get(layer, usual).rank}:
+        found = ", ".join(map(str, sorted(others if own else set(ranks.values()))))
+        where = " where this run has another (lora.groups)" if own else ""
+        raise UserError(
+            f"lora.init_from: the LoRA in {location} has rank {found}{where}; set lora.rank to it"
+        )
+
+
+def _check_shapes(
+    family: ModelFamily,
+    initial: Mapping[str, torch.Tensor],
+    layers: Collection[str],
+    *,
+    rank: int,
+    own: Mapping[str, LoraSize],
+    kind: AdapterKind,
+    location: str,
+) -> None:
+    """Check what rank and layers do not tell: how a LoKr splits the sides of weights."""
+    if kind.name != Lokr.name:
+        return
+    model = family.empty_transformer()
+    wanted = example_tensors(model, sorted(layers), rank=rank, own=own, kind=kind)
+    shapes, found = ({name: one.shape for name, one in some.items()} for some in (wanted, initial))
+    if differing := sorted(
+        name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name)
+    ):
+        raise UserError(
+            f"lora.init_from: the LoKr in {location} splits weights otherwise ({len(differing)} tensors, "
+            f"such as {differing[0]}); set lora.lokr_factor and lora.rank to those that it was trained with"
         )

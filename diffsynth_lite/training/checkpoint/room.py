@@ -91,6 +91,7 @@ def preview_bytes(config: Config, family: ModelFamily, start_step: int) -> int:
 def _needed_bytes(config: Config, checked: CheckedRun, store: CheckpointStore, start_step: int) -> int:
     saved = SavedBytes.of(
         checked.num_lora_weights,
+        num_in_vectors=checked.num_in_vectors,
         optimizer_bytes=checked.optimizer.state_bytes,
         lora_dtype=getattr(torch, config.output.lora_dtype),
         has_average=config.train.ema_decay is not None or checked.optimizer.has_average,

@@ -13,7 +13,13 @@ from accelerate import Accelerator
 
 from diffsynth_lite.errors import CheckpointError
 from diffsynth_lite.files import set_aside
-from diffsynth_lite.lora import adapter_settings, adapter_tensors, by_peft_names, load_adapter_tensors
+from diffsynth_lite.lora import (
+    adapter_settings,
+    adapter_tensors,
+    by_peft_names,
+    exported_tensors,
+    load_adapter_tensors,
+)
 from diffsynth_lite.lora.metadata import LoraFacts, NoiseRange, lora_metadata
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.run_folder.folder import RunFolder
@@ -103,9 +109,10 @@ class Saver:
     @property
     def num_bytes(self) -> int:
         """What a save writes."""
-        num_weights = sum(weight.numel() for weight in self.transformer.parameters() if weight.requires_grad)
+        trained = [weight for weight in self.transformer.parameters() if weight.requires_grad]
         saved = SavedBytes.of(
-            num_weights,
+            sum(weight.numel() for weight in trained),
+            num_in_vectors=sum(weight.numel() for weight in trained if weight.ndim == 1),
             optimizer_bytes=self.optimizer_bytes,
             lora_dtype=self.lora_dtype,
             has_average=self.averaged is not None,
@@ -240,7 +247,12 @@ class Saver:
         # Before and after, as diffusers makes the run folder, too, where that is gone.
         self.folder.require_held()
         exported = export_lora(
-            self.family, folder, tensors, adapter_settings(self.transformer), describe, dtype=self.lora_dtype
+            self.family,
+            folder,
+            exported_tensors(self.transformer, tensors, self.accelerator.device),
+            adapter_settings(self.transformer),
+            describe,
+            dtype=self.lora_dtype,
         )
         self.folder.require_held()
         self._rounding = exported.rounding

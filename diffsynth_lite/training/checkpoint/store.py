@@ -44,7 +44,13 @@ class SavedBytes:
 
     @classmethod
     def of(
-        cls, num_weights: int, *, optimizer_bytes: int, lora_dtype: torch.dtype, has_average: bool
+        cls,
+        num_weights: int,
+        *,
+        optimizer_bytes: int,
+        lora_dtype: torch.dtype,
+        has_average: bool,
+        num_in_vectors: int = 0,
     ) -> "SavedBytes":
         """Of an adapter of so many weights.
 
@@ -52,11 +58,13 @@ class SavedBytes:
             optimizer_bytes: of the optimizer's state.
             lora_dtype: of the LoRA files; a checkpoint is in fp32.
             has_average: whether a moving average is kept, and exported, too.
+            num_in_vectors: those that are magnitudes of a DoRA, which files have twice, in fp32.
         """
         adapters = 2 if has_average else 1
+        vectors = 2 * num_in_vectors * torch.float32.itemsize
         return cls(
             checkpoint=adapters * num_weights * torch.float32.itemsize + optimizer_bytes,
-            lora=adapters * num_weights * lora_dtype.itemsize,
+            lora=adapters * ((num_weights - num_in_vectors) * lora_dtype.itemsize + vectors),
         )
 
 

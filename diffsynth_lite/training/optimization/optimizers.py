@@ -3,13 +3,14 @@
 import inspect
 import io
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any
 
 import safetensors.torch
@@ -18,13 +19,14 @@ from torch import Tensor, nn
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora.kinds.kind import TrainedTensor
 from diffsynth_lite.training.checkpoint.optimizer_state import (
     OptimizerFacts,
     load_optimizer,
     optimizer_tensors,
     state_bytes,
 )
-from diffsynth_lite.training.layer_groups import LayerGroup
+from diffsynth_lite.training.layer_groups import LayerGroup, RateGroup, adapter_kind, rate_groups
 from diffsynth_lite.training.optimization.averages import (
     AveragedWeights,
     AverageOfOptimizer,
@@ -45,42 +47,12 @@ _CLASSES = {
 _TRIED = {"first": (8, 512), "second": (512, 8), "idle": (8, 512)}
 """Shapes that an optimizer is tried on: a pair of a LoRA, of as many numbers as bitsandbytes asks for before
 it keeps 8 bits of them, and a matrix without gradients, as those of an expert that a step does not run."""
+_VECTOR = {"vector": (512,)}
+"""The same of what trains as a vector, such as the magnitudes of a DoRA."""
+_LAYER_END = re.compile(r"\.(?:lora|lokr)_")
+"""What follows a layer in the names of what trains beside it."""
 _STEPS_BEFORE = 2
 """Steps before the state is saved and loaded, when an optimizer is tried."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RateGroup:
-    """Matrices that are trained with one learning rate, a group of the optimizer.
-
-    Attributes:
-        label: what it is called in metrics.
-        layers: full names.
-        matrices: which of each pair: what their names have behind the layer's.
-    """
-
-    label: str
-    layers: tuple[str, ...]
-    matrices: str
-    learning_rate: float
-    weight_decay: float
-
-
-def rate_groups(config: Config, groups: Sequence[LayerGroup]) -> list[RateGroup]:
-    """The groups of the optimizer: those of layers, and with LoRA+ each in two, first and second matrices."""
-    ratio = config.lora.loraplus_ratio
-    halves = [(".lora_A", 1.0), (".lora_B", ratio)] if ratio != 1 else [(".lora_", 1.0)]
-    return [
-        RateGroup(
-            label=(group.name or "others") + (matrices if ratio != 1 else ""),
-            layers=group.layers,
-            matrices=matrices,
-            learning_rate=group.learning_rate * times,
-            weight_decay=group.weight_decay,
-        )
-        for group in groups
-        for matrices, times in halves
-    ]
 
 
 def build_learning_rate(config: Config, group: RateGroup | None = None) -> Callable[[int], float]:
@@ -135,7 +107,7 @@ def build_optimizer(
         [
             weight
             for name, weight in trained.items()
-            if group.matrices in name and name.partition(".lora_")[0] in layers
+            if any(matrix in name for matrix in group.matrices) and _LAYER_END.split(name)[0] in layers
         ]
         for group, layers in ((group, set(group.layers)) for group in rated)
     ]
@@ -184,7 +156,7 @@ def shown_arguments(config: Config) -> str:
 def examine_optimizer(
     config: Config,
     groups: Sequence[LayerGroup],
-    shapes: Mapping[tuple[int, int], int],
+    shapes: Mapping[TrainedTensor, int],
     device: torch.device,
 ) -> OptimizerFacts:
     """What the optimizer of a config keeps, after it was tried; by a step on a matrix of each shape.
@@ -199,11 +171,13 @@ def examine_optimizer(
     """
     rated = rate_groups(config, groups)
     check_optimizer(config, rated, device)
+    if any(len(tensor.shape) == 1 for tensor in shapes):
+        _check_vectors(config, rated, device)
     state, averages = 0, False
-    for (num_rows, num_columns), number in shapes.items():
-        # The first matrix of a pair is random and the second one zero, of which Prodigy keeps less.
-        fill = torch.ones if num_rows < num_columns else torch.zeros
-        parameter = nn.Parameter(fill(num_rows, num_columns))
+    for tensor, number in shapes.items():
+        # Of zeros Prodigy keeps less.
+        fill = torch.zeros if tensor.starts_at_zero else torch.ones
+        parameter = nn.Parameter(fill(tensor.shape))
         parameter.grad = torch.ones_like(parameter)
         optimizer = _make(config, [[parameter]], rated[:1])
         with _explained(config):
@@ -213,11 +187,30 @@ def examine_optimizer(
     return OptimizerFacts(state_bytes=state, has_average=averages)
 
 
-def check_optimizer(config: Config, rated: Sequence[RateGroup], device: torch.device) -> None:
+def _check_vectors(config: Config, rated: Sequence[RateGroup], device: torch.device) -> None:
+    try:
+        check_optimizer(config, rated, device, tried=_VECTOR)
+    except UserError as error:
+        raise UserError(
+            f"train.optimizer: {config.train.optimizer} does not train the magnitudes of a DoRA, which are "
+            f"vectors; take another one, or set lora.kind: lora ({error})"
+        ) from error
+
+
+def check_optimizer(
+    config: Config,
+    rated: Sequence[RateGroup],
+    device: torch.device,
+    *,
+    tried: Mapping[str, tuple[int, ...]] = MappingProxyType(_TRIED),
+) -> None:
     """Try whether a run with the config's optimizer can be stopped and go on exactly, on small matrices.
 
     Two steps; its state through the form that checkpoints have into a new one; a third step of both must be
     the same, bit for bit, and so must be the state after it.
+
+    Args:
+        tried: shapes, by names.
 
     Raises:
         UserError: there is no such class, it does not take these settings, or it does not go on exactly.
@@ -226,10 +219,10 @@ def check_optimizer(config: Config, rated: Sequence[RateGroup], device: torch.de
     values = {
         f"{place}.{name}": torch.randn(shape, generator=generator)
         for place in range(len(rated))
-        for name, shape in _TRIED.items()
+        for name, shape in tried.items()
     }
     parameters = _parameters(values, device)
-    optimizer = _make(config, _by_group(parameters), rated)
+    optimizer = _make(config, _by_group(parameters, len(tried)), rated)
     if has_modes(optimizer) and config.train.ema_decay is not None:
         raise UserError(
             f"train.ema_decay: {config.train.ema_decay:g}, and {config.train.optimizer} trains an average "
@@ -239,7 +232,7 @@ def check_optimizer(config: Config, rated: Sequence[RateGroup], device: torch.de
         for step in range(_STEPS_BEFORE):
             _step(optimizer, parameters, step)
         copies = _parameters(parameters, device)
-        fresh = _make(config, _by_group(copies), rated)
+        fresh = _make(config, _by_group(copies, len(tried)), rated)
         tensors, document = optimizer_tensors(optimizer, parameters)
         load_optimizer(fresh, copies, *_as_saved(tensors, document))
         for one, matrices in ((optimizer, parameters), (fresh, copies)):
@@ -274,7 +267,9 @@ def _make(
     """The config's optimizer over the members of each group, ready to train."""
     kind = _optimizer_class(config.train.optimizer)
     arguments = _arguments(config, kind)
-    decays = {group.weight_decay for group in rated} - {config.train.weight_decay}
+    undecayed = adapter_kind(config).undecayed
+    decays = {group.weight_decay for group in rated if group.matrices != undecayed}
+    decays -= {config.train.weight_decay}
     if decays and "weight_decay" not in arguments:
         raise UserError(
             f"lora.groups: {config.train.optimizer} takes no weight_decay ({max(decays):g}); leave it out"
@@ -372,9 +367,10 @@ def _parameters(values: Mapping[str, Tensor], device: torch.device) -> dict[str,
     return {name: nn.Parameter(tensor.detach().to(device, copy=True)) for name, tensor in values.items()}
 
 
-def _by_group(parameters: Mapping[str, nn.Parameter]) -> list[list[nn.Parameter]]:
+def _by_group(parameters: Mapping[str, nn.Parameter], number: int) -> list[list[nn.Parameter]]:
+    """So many in each."""
     weights = list(parameters.values())
-    return [weights[first : first + len(_TRIED)] for first in range(0, len(weights), len(_TRIED))]
+    return [weights[first : first + number] for first in range(0, len(weights), number)]
 
 
 def _step(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], step: int) -> None:

@@ -35,6 +35,7 @@ from diffsynth_lite.lora import (
     add_training_adapter,
     layers_ending_in,
 )
+from diffsynth_lite.lora.kinds.kind import LORA, AdapterKind
 from diffsynth_lite.lora.pairs import LoraFile, pairs_of
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
 from diffsynth_lite.pipelines.base.quantized import kept_in_fp32, quantizable_layers
@@ -100,6 +101,7 @@ class MemoryCounter:
         layers: full names, in the family's ``empty_transformer()``, of those with a LoRA.
         rank: of the LoRA.
         own: of layers that have another rank.
+        kind: of the LoRA.
         dropout: of the LoRA.
         optimizer: what it keeps; as AdamW where it is None.
         latents_shape: of one sample.
@@ -123,6 +125,7 @@ class MemoryCounter:
         *,
         rank: int,
         own: Mapping[str, LoraSize] = MappingProxyType({}),
+        kind: AdapterKind = LORA,
         dropout: float = 0.0,
         optimizer: OptimizerFacts | None = None,
         latents_shape: Sequence[int],
@@ -131,10 +134,14 @@ class MemoryCounter:
         exchange: Exchange | None = None,
     ) -> None:
         self.family, self._exchange = family, exchange
-        self._rank, self._dropout = rank, dropout
+        self._rank, self._dropout, self._kind = rank, dropout, kind
         self._sample = Sample(tuple(latents_shape), conditioning)
         model = family.empty_transformer()
-        self.lora_bytes = torch.float32.itemsize * adapter_size(model, layers, rank=rank, own=own)
+        self.lora_bytes = torch.float32.itemsize * adapter_size(model, layers, rank=rank, own=own, kind=kind)
+        # Beside what trains, in fp32, too.
+        self._constant_bytes = torch.float32.itemsize * sum(
+            kind.num_constants(len(model.get_parameter(f"{layer}.weight"))) for layer in layers
+        )
         adamw = OptimizerFacts(state_bytes=_MOMENTS_OF_ADAMW * self.lora_bytes, has_average=False)
         self.optimizer = adamw if optimizer is None else optimizer
         parts, first = family.parts_of(model), family.trained[0]
@@ -178,7 +185,7 @@ class MemoryCounter:
         return MemoryCount(
             weights=resident + self._frozen.num_bytes,
             slots=slots + max(model.gathered(num_shards) for model in models),
-            lora=self.lora_bytes * (2 if settings.has_average else 1),
+            lora=self.lora_bytes * (2 if settings.has_average else 1) + self._constant_bytes,
             optimizer=self.optimizer.state_bytes,
             gradients=self.lora_bytes,
             step=self._step_bytes(settings),
@@ -305,7 +312,8 @@ class MemoryCounter:
         layers = [f"{self._prefix}{name}" for name, old in kept.items() if old in self._trained_layers]
         layers += self._layers_beside
         own |= self._own_beside
-        add_adapter(model, layers, rank=self._rank, alpha=1, dropout=self._dropout, seed=0, own=own)
+        sizes: dict[str, Any] = {"rank": self._rank, "alpha": 1, "own": own}
+        add_adapter(model, layers, **sizes, dropout=self._dropout, seed=0, kind=self._kind)
         frozen = {
             f"{self._prefix}{name}": f"{self._first_prefix}{old}"
             for name, old in kept.items()

@@ -20,7 +20,7 @@ from diffsynth_lite.training.data_settings import num_tokens_of, sizes_of
 from diffsynth_lite.training.distilled import read_training_adapter
 from diffsynth_lite.training.distributed.context import check_split, check_tokens
 from diffsynth_lite.training.distributed.devices import num_data_ranks
-from diffsynth_lite.training.layer_groups import find_targets, layer_groups, own_sizes
+from diffsynth_lite.training.layer_groups import adapter_kind, find_targets, layer_groups, own_sizes
 from diffsynth_lite.training.optimization.optimizers import examine_optimizer
 from diffsynth_lite.training.planning.device_speed import Gpu
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
@@ -118,13 +118,14 @@ def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
     inputs = {f"{INPUT}{place}": picture for place in range(num_inputs_of(config, family))}
     layers, rank = find_targets(family, model, config), config.lora.rank
     groups = layer_groups(config, family, layers)
-    own = own_sizes(groups)
-    shapes = adapter_shapes(model, layers, rank=rank, own=own)
+    own, kind = own_sizes(groups), adapter_kind(config)
+    shapes = adapter_shapes(model, layers, rank=rank, own=own, kind=kind)
     return MemoryCounter(
         family,
         layers,
         rank=rank,
         own=own,
+        kind=kind,
         optimizer=examine_optimizer(config, groups, shapes, torch.device("cpu")),
         dropout=config.lora.dropout,
         training_adapter=read_training_adapter(config, family),

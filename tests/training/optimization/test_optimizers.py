@@ -14,6 +14,7 @@ from diffsynth_lite.config.model import LoraSettings
 from diffsynth_lite.config.train import TrainSettings
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import LoraSize
+from diffsynth_lite.lora.kinds.kind import TrainedTensor
 from diffsynth_lite.training.checkpoint.optimizer_state import OptimizerFacts
 from diffsynth_lite.training.layer_groups import LayerGroup
 from diffsynth_lite.training.optimization.averages import AverageOfOptimizer, has_modes
@@ -25,7 +26,7 @@ from diffsynth_lite.training.optimization.optimizers import (
 )
 
 CPU = torch.device("cpu")
-SHAPES = {(4, 24): 3, (16, 4): 2}
+SHAPES = {TrainedTensor((4, 24)): 3, TrainedTensor((16, 4), starts_at_zero=True): 2}
 NUM_FIRST, NUM_SECOND = 3 * 4 * 24, 2 * 16 * 4
 
 
@@ -67,7 +68,7 @@ def test_what_an_optimizer_keeps_is_counted_by_a_step_of_it(settings: dict[str, 
 def test_eight_bits_of_a_matrix_are_saved_and_loaded() -> None:
     pytest.importorskip("bitsandbytes")
     config = config_of(optimizer="adamw8bit")
-    facts = examine_optimizer(config, [group_of(config)], {(8, 1024): 2}, CPU)
+    facts = examine_optimizer(config, [group_of(config)], {TrainedTensor((8, 1024)): 2}, CPU)
     assert facts.state_bytes < 2.6 * 2 * 8 * 1024
 
 

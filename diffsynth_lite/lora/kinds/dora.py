@@ -1,0 +1,213 @@
+"""This file has the layer of a DoRA: a LoRA beside which the norm of each row of the weight trains.
+
+The row o of the weight that the layer computes with is ``magnitude[o] * (W + s B A)[o] / |(W + s B A)[o]|``
+(Liu et al. 2024, arXiv:2402.09353, equation 5), and no gradient flows through the norm (section 4.3).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import LoraVariant
+from torch import Tensor, nn
+
+from diffsynth_lite.core.autocast import autocast_dtype
+from diffsynth_lite.core.weights import FrozenLinear, row_norms, weight_rows
+from diffsynth_lite.errors import UserError
+
+MAGNITUDE = ".lora_magnitude_vector"
+"""What the name of a tensor with magnitudes has behind its layer's."""
+COMFYUI_SCALE = ".dora_scale"
+"""The same of what is computed of them for ComfyUI when a file is written."""
+
+
+class Magnitude(nn.Module):
+    """The norms of a layer's rows: those that train, and those of the frozen weight.
+
+    Args:
+        num_outputs: of the layer.
+        device: of the tensors, which :func:`fill_magnitudes` fills.
+    """
+
+    row_norms: Tensor
+
+    def __init__(self, num_outputs: int, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_outputs, device=device))
+        self.register_buffer("row_norms", torch.empty(num_outputs, device=device), persistent=False)
+
+
+class DoraVariant(LoraVariant):  # type: ignore[misc]  # peft has no types
+    """What peft calls where the LoRA of a layer is a DoRA.
+
+    peft's own makes W + s B A as a whole in each forward, and takes what a quantised layer keeps for its
+    weight.
+    """
+
+    @staticmethod
+    def init(module: Any, adapter_name: str, **kwargs: Any) -> None:
+        device = module.get_base_layer().weight.device
+        module.lora_magnitude_vector[adapter_name] = Magnitude(module.out_features, device)
+
+    @staticmethod
+    def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
+        return dora_output(module, active_adapter, x, result)
+
+
+def fill_magnitudes(
+    model: nn.Module, layers: Sequence[str], adapter: str, device: torch.device | None = None
+) -> None:
+    """Give a new DoRA the norms of the rows of the frozen weights, with which it changes nothing.
+
+    Args:
+        layers: full names.
+        device: to read the weights on; None is where they are.
+
+    Raises:
+        UserError: a layer is of a class that peft computes otherwise.
+    """
+    for name in layers:
+        layer: Any = model.get_submodule(name)
+        base, magnitude = layer.get_base_layer(), layer.lora_magnitude_vector[adapter]
+        if not isinstance(magnitude, Magnitude):
+            raise UserError(
+                f"lora.kind: dora is for plain linear layers, and {name} is a {type(base).__name__}; leave "
+                "it out of lora.target_modules"
+            )
+        # After peft, which would have it in the dtype of the base.
+        magnitude.float()
+        if not base.weight.is_meta:
+            norms = row_norms(base, device or base.weight.device)
+            magnitude.row_norms.copy_(norms)
+            magnitude.weight.data.copy_(norms)
+
+
+def dora_output(layer: Any, adapter: str, x: Tensor, result: Tensor) -> Tensor:
+    """What a layer with a DoRA gives.
+
+    Args:
+        layer: peft's.
+        x: (..., inputs), in the dtype that the LoRA computes in.
+        result: (..., outputs), what the frozen layer gives.
+
+    Returns:
+        (..., outputs) in the dtype of ``result``. Where peft's scale for the adapter is not that of its
+        training, the change of the output is multiplied with what they are apart, so that 0 is the frozen
+        layer.
+    """
+    down, up = layer.lora_A[adapter], layer.lora_B[adapter].weight
+    base, magnitude = layer.get_base_layer(), layer.lora_magnitude_vector[adapter]
+    scaling = _scaling(layer, adapter)
+    with torch.no_grad():
+        product = _product(base, down.weight)
+        norms = _RowSums.of(magnitude.row_norms, product, down.weight, up, scaling).norms
+    ratio = magnitude.weight / norms
+    # The rows of B, not the output: nothing of its size is kept for backward.
+    update = nn.functional.linear(down(layer.lora_dropout[adapter](x)), up * (scaling * ratio)[:, None])
+    plain = result if base.bias is None else result - base.bias.to(result.dtype)
+    change = (ratio - 1).to(result.dtype) * plain + update
+    if (strength := layer.scaling[adapter] / scaling) != 1:
+        change = strength * change
+    output: Tensor = (result + change).to(result.dtype)
+    return output
+
+
+def scales_for_comfyui(
+    model: nn.Module, tensors: Mapping[str, Tensor], adapter: str, device: torch.device
+) -> dict[str, Tensor]:
+    """What stands for the magnitudes of a DoRA in ComfyUI, (outputs,) in fp32 on the CPU, by name.
+
+    It multiplies the rows of W + s B A with these over the norms of W alone (``weight_decompose`` in its
+    ``comfy/weight_adapter/base.py``). So that it comes to the same, they are the magnitudes times the norms
+    of W over those of W + s B A.
+
+    Args:
+        model: with the adapter.
+        tensors: of it, by peft's names; none has magnitudes in a LoRA or LoKr.
+        device: to compute on.
+    """
+    scales = {}
+    for key, trained in tensors.items():
+        if key.endswith(MAGNITUDE):
+            name = key.removesuffix(MAGNITUDE)
+            layer: Any = model.get_submodule(name)
+            down, up = (tensors[f"{name}.lora_{half}.weight"].to(device) for half in "AB")
+            sums = _exact_sums(layer, adapter, down, up, device)
+            ratio = sums.of_weight.sqrt() / sums.norms
+            scales[f"{name}{COMFYUI_SCALE}"] = (trained.to(device) * ratio).float().cpu()
+    return scales
+
+
+def dora_update_norm(layer: Any, adapter: str, device: torch.device) -> Tensor:
+    """Frobenius norm of what a DoRA changes of its layer's weight, a scalar in fp64.
+
+    Of a row, with r what it is multiplied with: ``r (W + s B A) - W = (r - 1) W + r s B A``.
+    """
+    down, up = (half[adapter].weight.detach().to(device) for half in (layer.lora_A, layer.lora_B))
+    sums = _exact_sums(layer, adapter, down, up, device)
+    ratio = layer.lora_magnitude_vector[adapter].weight.detach().to(device) / sums.norms
+    crossed = (ratio - 1) * ratio * sums.crossed
+    squares = (ratio - 1) ** 2 * sums.of_weight + crossed + ratio**2 * sums.of_update
+    norm: Tensor = squares.sum().clamp(min=0).sqrt()
+    return norm
+
+
+@dataclass(frozen=True)
+class _RowSums:
+    """Of the rows of W + s B A, (outputs,) each: the square of each is the sum of these.
+
+    Attributes:
+        of_weight: ``|W|^2``.
+        crossed: ``2 s <W, B A>``.
+        of_update: ``s^2 |B A|^2``.
+    """
+
+    of_weight: Tensor
+    crossed: Tensor
+    of_update: Tensor
+
+    @classmethod
+    def of(cls, norms: Tensor, product: Tensor, down: Tensor, up: Tensor, scaling: float) -> "_RowSums":
+        """By products as wide as the rank.
+
+        Args:
+            norms: of the rows of W, (outputs,).
+            product: A W', (rank, outputs).
+            down: A, (rank, inputs).
+            up: B, (outputs, rank).
+            scaling: s.
+        """
+        return cls(
+            of_weight=norms**2,
+            crossed=2 * scaling * (product.T * up).sum(dim=1),
+            of_update=scaling**2 * ((up @ (down @ down.T)) * up).sum(dim=1),
+        )
+
+    @property
+    def norms(self) -> Tensor:
+        """Of the rows of W + s B A; 1 for one of zeros. Where B is zero they are exactly those of W."""
+        squares = self.of_weight + self.crossed + self.of_update
+        return torch.where(squares > 0, squares, 1).sqrt()
+
+
+def _scaling(layer: Any, adapter: str) -> float:
+    """That the adapter was or is trained with; peft's own may be multiplied with a weight."""
+    scaling: float = layer.lora_alpha[adapter] / layer.r[adapter]
+    return scaling
+
+
+def _product(base: nn.Linear, down: Tensor) -> Tensor:
+    """A W' as the layer computes, (rank, outputs) in fp32."""
+    weight = base.weight
+    if isinstance(base, FrozenLinear):
+        weight = base.dense(autocast_dtype(down.device) or down.dtype)
+    return nn.functional.linear(down.to(weight.dtype), weight).float()
+
+
+def _exact_sums(layer: Any, adapter: str, down: Tensor, up: Tensor, device: torch.device) -> _RowSums:
+    """In fp64, of a weight that may be anywhere."""
+    norms = layer.lora_magnitude_vector[adapter].row_norms.to(device).double()
+    rows = weight_rows(layer.get_base_layer(), device)
+    product = torch.cat([down.float() @ part.float().T for part in rows], dim=1).double()
+    return _RowSums.of(norms, product, down.double(), up.double(), _scaling(layer, adapter))

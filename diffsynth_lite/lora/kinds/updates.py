@@ -1,0 +1,279 @@
+"""This file has the updates of a DoRA's and of a LoKr's layers, between adapters of peft and files.
+
+Sources of what a file has: ComfyUI's ``comfy/weight_adapter/``, which multiplies a Kronecker product with
+alpha over the rank where the file has a tensor for alpha and one of the two matrices is a product itself, and
+with 1 otherwise; ``_create_lokr_config`` and ``_create_lora_config`` of diffusers.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from diffsynth_lite.lora.kinds.dora import COMFYUI_SCALE, MAGNITUDE
+from diffsynth_lite.lora.kinds.kind import AdapterKind, Dora, Lokr, Lora
+from diffsynth_lite.lora.pairs import (
+    FOLD,
+    LayerUpdate,
+    LoraFile,
+    LoraPair,
+    pairs_of,
+    rounding_of,
+)
+from diffsynth_lite.lora.spelling import Spelling
+
+LOKR_NAME = re.compile(r"(?P<key>.*)\.lokr_w(?P<side>[12])(?P<part>|_a|_b)")
+"""Name of a tensor of a LoKr."""
+_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+
+Factors: TypeAlias = tuple[Tensor, ...]
+"""One matrix, or two whose product it is."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DoraUpdate:
+    """A LoRA's update of a weight, whose rows then get new norms.
+
+    Attributes:
+        pair: the update.
+        magnitude: the norms, (outputs,).
+        comfyui: what stands for them in ComfyUI, (outputs,); None where that is not known.
+    """
+
+    pair: LoraPair
+    magnitude: Tensor
+    comfyui: Tensor | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Inputs and outputs of the layer."""
+        return self.pair.sizes
+
+    @property
+    def norm(self) -> float:
+        """Frobenius norm of the update of the pair; NaN or infinite where a norm of a row is."""
+        return self.pair.norm + 0.0 * float(self.magnitude.abs().sum())
+
+    def distance(self, other: Any) -> float:
+        """That of the pairs; infinite where a norm is another one."""
+        is_same = isinstance(other, DoraUpdate) and torch.equal(self.magnitude, other.magnitude)
+        if is_same and self.comfyui is not None:
+            is_same = other.comfyui is not None and torch.equal(self.comfyui, other.comfyui)
+        return self.pair.distance(other.pair) if is_same else math.inf
+
+    def rounding_bound(self, dtype: torch.dtype) -> float:
+        """That of the pair: norms are in fp32 in a file of any dtype, as they are as large as the weight
+        is."""
+        return self.pair.rounding_bound(dtype)
+
+    def file_tensors(self, layer: str, spelling: Spelling, dtype: torch.dtype) -> dict[str, Tensor]:
+        """What a file has of it: the norms as diffusers reads them, and as ComfyUI does."""
+        tensors = self.pair.file_tensors(layer, spelling, dtype)
+        tensors[f"{spelling.key(layer)}{MAGNITUDE}"] = self.magnitude.float().contiguous()
+        if self.comfyui is not None:
+            # By its first axis ComfyUI knows that these are of outputs.
+            tensors[f"{spelling.key(layer)}{COMFYUI_SCALE}"] = self.comfyui.float().reshape(-1, 1)
+        return tensors
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LokrUpdate:
+    """The update of a layer's weight: ``scale * kron(left, right)``.
+
+    Attributes:
+        left: of the smaller matrix.
+        right: of the larger one.
+        scale: alpha over rank, by which the file's own numbers were multiplied.
+    """
+
+    left: Factors
+    right: Factors
+    scale: float = 1.0
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Inputs and outputs of the layer."""
+        return (
+            self.left[-1].shape[1] * self.right[-1].shape[1],
+            self.left[0].shape[0] * self.right[0].shape[0],
+        )
+
+    @property
+    def inner_rank(self) -> int | None:
+        """Of the matrix that is a product, the larger one first; None where both are whole."""
+        return next((len(side[1]) for side in (self.right, self.left) if len(side) == 2), None)
+
+    @property
+    def norm(self) -> float:
+        """Frobenius norm of the update: the product of those of the two matrices."""
+        return _norm(self.folded[0]) * _norm(self.right)
+
+    @property
+    def folded(self) -> tuple[Factors, Factors]:
+        """Left and right in fp32, with the scale in the first of them."""
+        first, *rest = (matrix.float() for matrix in self.left)
+        return (first if self.scale == 1 else first * self.scale, *rest), tuple(
+            matrix.float() for matrix in self.right
+        )
+
+    def distance(self, other: Any) -> float:
+        """Frobenius norm of the difference, by ``L R - L' R' = (L - L') R + L' (R - R')``."""
+        if not isinstance(other, LokrUpdate) or _shapes(self) != _shapes(other):
+            return math.inf
+        (left, right), (other_left, other_right) = (
+            tuple(map(_product, update.folded)) for update in (self, other)
+        )
+        one, two = left - other_left, right - other_right
+        square = one.norm() ** 2 * right.norm() ** 2 + other_left.norm() ** 2 * two.norm() ** 2
+        crossed = 2 * (one * other_left).sum() * (right * two).sum()
+        return math.sqrt(float((square + crossed).clamp(min=0)))
+
+    def rounding_bound(self, dtype: torch.dtype) -> float:
+        """``|L' R' - L R| <= |L' - L| (|R| + |R' - R|) + |L| |R' - R|``."""
+        left, right = self.folded
+        off_left, off_right = _rounding(left, dtype), _rounding(right, dtype)
+        return off_left * (_norm(right) + off_right) + _norm(left) * off_right
+
+    def file_tensors(self, layer: str, spelling: Spelling, dtype: torch.dtype) -> dict[str, Tensor]:
+        """What a file has of it, with the scale folded in and no tensor for alpha."""
+        return _named(spelling.key(layer), self.folded, dtype)
+
+
+def updates_of(
+    tensors: Mapping[str, Tensor], settings: Mapping[str, Any], prefix: str = ""
+) -> dict[str, LayerUpdate]:
+    """The updates of an adapter of any kind, by layer; see :func:`pairs_of`."""
+    updates: dict[str, LayerUpdate] = {}
+    for name, pair in pairs_of(tensors, settings, prefix).items():
+        layer = name.removeprefix(prefix)
+        magnitude = tensors.get(f"{layer}{MAGNITUDE}")
+        updates[name] = pair
+        if magnitude is not None:
+            scale = tensors.get(f"{layer}{COMFYUI_SCALE}")
+            scale = None if scale is None else scale.flatten()
+            updates[name] = DoraUpdate(pair=pair, magnitude=magnitude, comfyui=scale)
+    for layer, update in lokr_updates(tensors).items():
+        updates[f"{prefix}{layer}"] = replace(update, scale=_scale(settings, layer))
+    return updates
+
+
+def lokr_updates(tensors: Mapping[str, Tensor]) -> dict[str, LokrUpdate]:
+    """The Kronecker products among tensors by the names of files or of peft, by layer, with a scale of 1.
+
+    Raises:
+        ValueError: those of a layer do not fit together.
+    """
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if match := LOKR_NAME.fullmatch(name):
+            layers.setdefault(match["key"], {})[match["side"] + match["part"]] = tensor
+    updates = {}
+    for layer, parts in layers.items():
+        sides = [_factors(parts, side) for side in "12"]
+        if len(parts) != sum(map(len, sides)) or not all(map(_fits, sides)):
+            found = ", ".join(f"lokr_w{name} {tuple(parts[name].shape)}" for name in sorted(parts))
+            raise ValueError(f"{layer} is no LoKr with {found}")
+        updates[layer] = LokrUpdate(left=sides[0], right=sides[1])
+    return updates
+
+
+def adapter_of(updates: Mapping[str, LayerUpdate]) -> LoraFile:
+    """The opposite of :func:`updates_of`, without a prefix, for updates of one kind.
+
+    Pairs have the rank and alpha of the first for all; updates of another alpha are scaled to that one, so
+    that they stay the same. The scale of a LoKr is folded, and no settings are left.
+    """
+    tensors: dict[str, Tensor] = {}
+    settings: dict[str, Any] = {}
+    for layer, update in updates.items():
+        if isinstance(update, LokrUpdate):
+            tensors |= _named(layer, update.folded, torch.float32)
+            continue
+        pair = update.pair if isinstance(update, DoraUpdate) else update
+        assert isinstance(pair, LoraPair)
+        settings = settings or {"r": pair.rank, "lora_alpha": pair.alpha}
+        tensors |= {f"{layer}{_DOWN}": pair.down, f"{layer}{_UP}": pair.with_alpha(settings["lora_alpha"]).up}
+        if isinstance(update, DoraUpdate):
+            tensors[f"{layer}{MAGNITUDE}"] = update.magnitude
+    return tensors, settings
+
+
+def kind_of(update: LayerUpdate) -> type[AdapterKind]:
+    """Which kind of adapter an update is of."""
+    return {DoraUpdate: Dora, LokrUpdate: Lokr}.get(type(update), Lora)
+
+
+def rank_of(update: LayerUpdate) -> int | None:
+    """The rank of an update; None of a Kronecker product of whole matrices."""
+    if isinstance(update, LokrUpdate):
+        return update.inner_rank
+    pair = update.pair if isinstance(update, DoraUpdate) else update
+    assert isinstance(pair, LoraPair)
+    return pair.rank
+
+
+def trained_tensors(update: LayerUpdate, layer: str, *, rank: int, alpha: float) -> dict[str, Tensor]:
+    """What does the same in an adapter with this rank and alpha, by peft's names, in fp32."""
+    if isinstance(update, LokrUpdate):
+        (first, *rest), right = update.folded
+        return _named(layer, ((first / (alpha / rank), *rest), right), torch.float32)
+    pair = update.pair if isinstance(update, DoraUpdate) else update
+    assert isinstance(pair, LoraPair)
+    scaled = pair.with_alpha(alpha)
+    tensors = {f"{layer}{_DOWN}": scaled.down.float(), f"{layer}{_UP}": scaled.up.float()}
+    return tensors | (
+        {f"{layer}{MAGNITUDE}": update.magnitude.float()} if isinstance(update, DoraUpdate) else {}
+    )
+
+
+def _factors(parts: Mapping[str, Tensor], side: str) -> Factors:
+    if side in parts:
+        return (parts[side],)
+    product = tuple(parts[name] for name in (f"{side}_a", f"{side}_b") if name in parts)
+    return product if len(product) == 2 else ()
+
+
+def _fits(factors: Factors) -> bool:
+    if not factors or any(matrix.ndim != 2 for matrix in factors):
+        return False
+    return len(factors) == 1 or factors[0].shape[1] == factors[1].shape[0]
+
+
+def _scale(settings: Mapping[str, Any], layer: str) -> float:
+    if "alpha" not in settings:
+        return 1.0
+    alpha = settings.get("alpha_pattern", {}).get(layer, settings["alpha"])
+    return float(alpha / settings.get("rank_pattern", {}).get(layer, settings["r"]))
+
+
+def _named(key: str, factors: Sequence[Factors], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        f"{key}.lokr_w{side}{part}": matrix.to(dtype).contiguous()
+        for side, matrices in zip((1, 2), factors, strict=True)
+        for part, matrix in zip(("",) if len(matrices) == 1 else ("_a", "_b"), matrices, strict=True)
+    }
+
+
+def _shapes(update: LokrUpdate) -> list[tuple[int, int]]:
+    return [(side[0].shape[0], side[-1].shape[1]) for side in (update.left, update.right)]
+
+
+def _product(factors: Factors) -> Tensor:
+    return factors[0] if len(factors) == 1 else factors[0] @ factors[1]
+
+
+def _norm(factors: Factors) -> float:
+    return float(_product(factors).norm())
+
+
+def _rounding(factors: Factors, dtype: torch.dtype) -> float:
+    """How far the product of matrices can be off when each is written in a dtype, as a norm."""
+    norms = [float(matrix.norm()) for matrix in factors]
+    offs = [rounding_of(matrix, dtype) + FOLD * norm for matrix, norm in zip(factors, norms, strict=True)]
+    if len(factors) == 1:
+        return offs[0]
+    return offs[0] * (norms[1] + offs[1]) + norms[0] * offs[1]

@@ -1,0 +1,206 @@
+"""Kinds of adapters on two layers: against the weights that they stand for, made as a whole in fp64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from diffusers.loaders import PeftAdapterMixin
+from peft import LoKrConfig, LoraConfig
+from torch import Tensor, nn
+
+from diffsynth_lite.core.weights import Int8, Quantization
+from diffsynth_lite.lora import (
+    LoraSize,
+    UpdateSizes,
+    adapter_settings,
+    adapter_size,
+    adapter_tensors,
+    add_adapter,
+    by_peft_names,
+    exported_tensors,
+    load_adapter_tensors,
+    set_lora_weights,
+)
+from diffsynth_lite.lora.kinds.kind import AdapterKind, Dora, Lokr, Lora
+from diffsynth_lite.lora.kinds.updates import adapter_of, updates_of
+from diffsynth_lite.lora.spelling import DIFFUSERS
+from diffsynth_lite.lora.weighted import add_finished_lora
+
+CPU = torch.device("cpu")
+LAYERS = ("first", "second")
+KINDS = (Lora(is_orthogonal=True), Dora(), Dora(is_orthogonal=True), Lokr(), Lokr(factor=2), Lokr(factor=4))
+OWN = {"second": LoraSize(4, 2.0)}
+
+
+class Model(nn.Module, PeftAdapterMixin):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 24), nn.Linear(24, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.second(torch.tanh(self.first(x)))
+        return output
+
+
+def frozen(*, is_quantised: bool = False) -> Model:
+    torch.manual_seed(0)
+    model = Model()
+    if is_quantised:
+        weights = {name: model.get_submodule(name).weight.detach() for name in LAYERS}
+        Quantization(format=Int8(), layers=LAYERS, device=CPU).apply_to(model)
+        for name, weight in weights.items():
+            model.get_submodule(name).write(weight, 0)  # type: ignore[operator]
+    return model
+
+
+def adapted(kind: AdapterKind, *, is_quantised: bool = False, is_trained: bool = True) -> Model:
+    model = frozen(is_quantised=is_quantised)
+    add_adapter(model, LAYERS, rank=2, alpha=3, dropout=0, seed=0, own=OWN, kind=kind)
+    for parameter in model.parameters():
+        if parameter.requires_grad and is_trained:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def output_of(model: nn.Module) -> Tensor:
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    output: Tensor = model(x)
+    return output
+
+
+def weights_of(kind: AdapterKind, tensors: dict[str, Tensor], base: Model) -> dict[str, Tensor]:
+    """What the layers' weights are with an adapter, in fp64, by its definition."""
+    weights = {}
+    for name in LAYERS:
+        layer = base.get_submodule(name)
+        dense: Callable[..., Tensor] | None = getattr(layer, "dense", None)
+        weight = (dense(torch.float32) if dense else layer.weight).detach().double()
+        parts = {
+            key.removeprefix(f"{name}."): value.double() for key, value in tensors.items() if name in key
+        }
+        scale = 3 / 2 if name == "first" else 2 / 4
+        if isinstance(kind, Lokr):
+            right = parts["lokr_w2"] if "lokr_w2" in parts else parts["lokr_w2_a"] @ parts["lokr_w2_b"]
+            weights[name] = weight + scale * torch.kron(parts["lokr_w1"], right)
+            continue
+        weights[name] = weight + scale * parts["lora_B.weight"] @ parts["lora_A.weight"]
+        if isinstance(kind, Dora):
+            norms = weights[name].norm(dim=1)
+            weights[name] *= (parts["lora_magnitude_vector"] / norms)[:, None]
+    return weights
+
+
+def whole_model(weights: dict[str, Tensor]) -> Model:
+    model = frozen().double()
+    for name, weight in weights.items():
+        model.get_submodule(name).weight.data = weight
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_an_adapter_changes_nothing_before_the_first_step_and_is_as_large_as_was_said(
+    kind: AdapterKind,
+) -> None:
+    before, model = output_of(frozen()), adapted(kind, is_trained=False)
+    if getattr(kind, "is_orthogonal", False):
+        torch.testing.assert_close(output_of(model), before, rtol=0, atol=1e-6)
+        assert all(value.any() for value in adapter_tensors(model).values())
+    else:
+        assert torch.equal(output_of(model), before)
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    size = adapter_size(frozen(), LAYERS, rank=2, own=OWN, kind=kind)
+    assert size == sum(weight.numel() for weight in trained.values())
+    assert by_peft_names(trained).keys() == adapter_tensors(model).keys()
+
+
+@pytest.mark.parametrize("is_quantised", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_layer_computes_with_the_weight_that_its_kind_says(kind: AdapterKind, is_quantised: bool) -> None:
+    base, model = frozen(is_quantised=is_quantised), adapted(kind, is_quantised=is_quantised)
+    tensors = adapter_tensors(model)
+    weights = weights_of(kind, tensors, base)
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(output_of(model).double(), whole_model(weights)(x.double()), rtol=0, atol=5e-6)
+    sizes = UpdateSizes(model, CPU).measure()
+    for name, weight in weights.items():
+        layer = base.get_submodule(name)
+        dense = layer.dense(torch.float32) if is_quantised else layer.weight  # type: ignore[operator]
+        change = (weight - dense.double()).norm().detach() / dense.double().norm().detach()
+        assert sizes[name].ratio == pytest.approx(float(change), rel=1e-5)
+    set_lora_weights(model, {"default": 0.0})
+    torch.testing.assert_close(output_of(model), output_of(base), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (Dora(), LoraConfig(r=2, lora_alpha=3, target_modules=list(LAYERS), use_dora=True)),
+        (Lokr(factor=2), LoKrConfig(r=2, alpha=3, target_modules=list(LAYERS), decompose_factor=2)),
+    ],
+    ids=["DoRA", "LoKr"],
+)
+def test_outputs_and_gradients_are_those_of_pefts_own_layers(kind: AdapterKind, config: object) -> None:
+    model, peft = frozen(), frozen().requires_grad_(False)
+    add_adapter(model, LAYERS, rank=2, alpha=3, dropout=0, seed=0, kind=kind)
+    peft.add_adapter(config)
+    for ours, theirs in zip(model.parameters(), peft.parameters(), strict=True):
+        if ours.requires_grad:
+            ours.data += 0.3 * torch.randn_like(ours)
+            theirs.data.copy_(ours.data)
+    outputs = [output_of(one) for one in (model, peft)]
+    torch.testing.assert_close(*outputs)
+    for output in outputs:
+        output.square().sum().backward()
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), peft.named_parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_what_a_file_has_does_the_same_again(kind: AdapterKind) -> None:
+    model = adapted(kind)
+    tensors = exported_tensors(model, adapter_tensors(model), CPU)
+    updates = updates_of(tensors, adapter_settings(model), "model.")
+    file = {
+        name: tensor
+        for layer, update in updates.items()
+        for name, tensor in update.file_tensors(layer, DIFFUSERS, torch.float32).items()
+    }
+    read = updates_of(file, {})  # alpha is folded
+    for layer, update in updates.items():
+        assert update.norm > 0
+        assert update.distance(read[layer]) <= update.rounding_bound(torch.float32)
+    drawn = frozen()
+    finished, settings = adapter_of({layer.removeprefix("model."): one for layer, one in read.items()})
+    add_finished_lora(drawn, "finished", finished, settings)
+    torch.testing.assert_close(output_of(drawn), output_of(model), rtol=0, atol=2e-6)
+    resumed = adapted(kind, is_trained=False)
+    load_adapter_tensors(resumed, adapter_tensors(model))
+    assert torch.equal(output_of(resumed), output_of(model))
+    if isinstance(kind, Dora):
+        # What ComfyUI multiplies the rows with: these over the norms of the frozen weight alone.
+        for layer, weight in weights_of(kind, adapter_tensors(model), frozen()).items():
+            plain = frozen().get_submodule(layer).weight.detach().double()
+            changed = weights_of(Lora(), adapter_tensors(model), frozen())[layer]
+            scale = file[f"model.{layer}.dora_scale"]
+            assert scale.shape == (len(plain), 1)
+            torch.testing.assert_close(
+                changed * scale / plain.norm(dim=1, keepdim=True), weight, rtol=1e-6, atol=0
+            )
+
+
+def test_rounding_of_a_kronecker_product_is_within_its_bound() -> None:
+    model = adapted(Lokr(factor=2))
+    for layer, update in updates_of(adapter_tensors(model), adapter_settings(model)).items():
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            (read,) = updates_of(update.file_tensors(f"model.{layer}", DIFFUSERS, dtype), {}).values()
+            dense = [torch.kron(*(_whole(side) for side in one.folded)).double() for one in (update, read)]
+            distance = float((dense[0] - dense[1]).norm())
+            assert distance <= update.rounding_bound(dtype)
+            assert update.distance(read) == pytest.approx(distance, rel=1e-3, abs=1e-6)
+            assert update.norm == pytest.approx(float(dense[0].norm()), rel=1e-6)
+
+
+def _whole(factors: tuple[Tensor, ...]) -> Tensor:
+    return factors[0] if len(factors) == 1 else factors[0] @ factors[1]
