@@ -91,7 +91,8 @@ class ZImage(DiffusersFamily):
     Turbo, distilled to 8 steps without guidance, has the same layout. Training knows nothing of the
     distillation and undoes it: with a LoRA trained on Turbo, 8 steps give blurred pictures while 30 with
     guidance give good ones, unless an adapter that restores it is loaded beside (see
-    https://huggingface.co/DiffSynth-Studio/Z-Image-Turbo-DistillPatch). The base model has no such trouble.
+    https://huggingface.co/DiffSynth-Studio/Z-Image-Turbo-DistillPatch). The base model has no such trouble;
+    ``model.training_adapter`` and ``objective.guidance_target`` are other ways out.
 
     The guidance scale of its pipeline counts from 0: s there is what others call s + 1. Previews hand it over
     as given, and have no guidance at 1 or less.

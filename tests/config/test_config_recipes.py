@@ -18,11 +18,13 @@ def test_there_are_recipes():
     assert {path.name for path in RECIPES} >= {
         "chroma_lora.yaml",
         "ernie_image_lora.yaml",
+        "flux2_klein_distilled_lora.yaml",
         "flux2_klein_edit_lora.yaml",
         "flux2_klein_lora.yaml",
         "flux2_lora.yaml",
         "flux_kontext_lora.yaml",
         "flux_lora.yaml",
+        "flux_schnell_lora.yaml",
         "krea2_lora.yaml",
         "ltx_video_0_9_5_lora.yaml",
         "ltx_video_lora.yaml",
@@ -43,6 +45,7 @@ def test_there_are_recipes():
         "wan_t2v_14b_offload.yaml",
         "wan_t2v_lora.yaml",
         "z_image_lora.yaml",
+        "z_image_turbo_lora.yaml",
     }
 
 
