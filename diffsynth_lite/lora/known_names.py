@@ -268,6 +268,15 @@ _SANA = LayerNames(
     )
 )
 
+_COGVIDEOX = LayerNames(
+    layers=(
+        *_under(f"{_DOUBLE}.attn1", (*_QKV, "to_out.0")),
+        *_under(_DOUBLE, ("ff.net.0.proj", "ff.net.2", "norm1.linear", "norm2.linear")),
+        *_under("time_embedding", _EMBEDDER),
+        *("patch_embed.proj", "patch_embed.text_proj", "norm_out.linear", "proj_out"),
+    )
+)
+
 _WAN_LAYERS = (
     *_under(
         "blocks.*", (*_ATTENTIONS, "attn2.add_k_proj", "attn2.add_v_proj", "ffn.net.0.proj", "ffn.net.2")
@@ -407,6 +416,7 @@ FLUX: LoraLayers = MappingProxyType({"transformer": _FLUX, "text_encoder": _CLIP
 CHROMA: LoraLayers = MappingProxyType({"transformer": _CHROMA})
 FLUX2: LoraLayers = MappingProxyType({"transformer": _FLUX2})
 QWEN_IMAGE: LoraLayers = MappingProxyType({"transformer": _QWEN_IMAGE})
+COGVIDEOX: LoraLayers = MappingProxyType({"transformer": _COGVIDEOX})
 ERNIE_IMAGE: LoraLayers = MappingProxyType({"transformer": _ERNIE_IMAGE})
 QWEN_IMAGE_21: LoraLayers = MappingProxyType({"transformer": _QWEN_IMAGE_21})
 KREA2: LoraLayers = MappingProxyType({"transformer": _KREA2})

@@ -9,6 +9,7 @@ import torch
 from diffusers import (
     AutoencoderDC,
     AutoencoderKL,
+    AutoencoderKLCogVideoX,
     AutoencoderKLFlux2,
     AutoencoderKLLTXVideo,
     AutoencoderKLQwenImage,
@@ -107,6 +108,14 @@ def tiny_flux2_vae(*, seed: int = 0) -> AutoencoderKLFlux2:
     vae.bn.running_mean.copy_(torch.linspace(-0.5, 0.5, 128))
     vae.bn.running_var.copy_(torch.linspace(0.5, 1.5, 128))
     return vae.eval()
+
+
+def tiny_cogvideox_vae(*, seed: int = 0) -> AutoencoderKLCogVideoX:
+    """A random VAE of CogVideoX: 16 channels, 8 x 8 pixels and 4 frames to a latent, the scale of 5B."""
+    with seeded(seed):
+        return AutoencoderKLCogVideoX(
+            block_out_channels=(4, 4, 4, 4), norm_num_groups=2, layers_per_block=1, scaling_factor=0.7
+        ).eval()
 
 
 def tiny_ltx_vae(*, seed: int = 0) -> AutoencoderKLLTXVideo:

@@ -52,6 +52,13 @@ COUNTED = (
         small={"num_attention_heads": 2, "approximator_hidden_dim": 256},
     ),
     CountedRelease(
+        family="cogvideox",
+        name="CogVideoX 5B",
+        pixels=(720, 480, 49),
+        small={"num_attention_heads": 4},
+        small_pixels=(256, 128, 17),
+    ),
+    CountedRelease(
         family="ernie_image",
         name="ERNIE-Image",
         small={"hidden_size": 256, "num_attention_heads": 2, "ffn_hidden_size": 768},

@@ -17,6 +17,8 @@ PIPELINES = REPOSITORY / "diffsynth_lite" / "pipelines"
 def test_there_are_recipes():
     assert {path.name for path in RECIPES} >= {
         "chroma_lora.yaml",
+        "cogvideox15_lora.yaml",
+        "cogvideox_lora.yaml",
         "ernie_image_lora.yaml",
         "flux2_klein_distilled_lora.yaml",
         "flux2_klein_edit_lora.yaml",

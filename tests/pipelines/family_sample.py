@@ -53,7 +53,7 @@ SIGMA = torch.tensor([0.1, 0.5, 0.9])
 Dtypes = tuple[torch.dtype, torch.dtype]
 FP32: Dtypes = (torch.float32, torch.float32)
 FLAGS = [(False, False), (True, False), (False, True), (True, True)]
-ELSEWHERE = ("my_families.aura_flow", "my_families.cogvideox")
+ELSEWHERE = ("my_families.aura_flow",)
 """Families that are not part of the package, in ``tests/elsewhere``."""
 SMALL_AREA = 64 * 64
 SMALL_SIZES = [(32, 96), (48, 80), (64, 64), (80, 48), (96, 32)]

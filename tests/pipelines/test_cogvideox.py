@@ -1,44 +1,140 @@
-"""What the tests of all families cannot know of the one for CogVideoX that is kept elsewhere."""
+"""CogVideoX against diffusers' own transformer, autoencoder and pipeline, in all layouts of its releases."""
 
-import json
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from my_families.cogvideox import CogVideoX, tiny
-from safetensors.torch import load_file, save_file
+from diffusers import CogVideoXDDIMScheduler, CogVideoXPipeline
+from family_sample import (
+    CPU,
+    PROMPTS,
+    Sample,
+    assert_equal_under_all_flags,
+    build_sample,
+    clip,
+    transformer_calls,
+)
 
-from diffsynth_lite.errors import UserError
-from diffsynth_lite.lora.pairs import LoraPair, pairs_of
-from diffsynth_lite.pipelines import PipelineFolder
+from diffsynth_lite.core.noise import DiffusionPath
+from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.pipelines.cogvideox import (
+    CogVideoX,
+    model_fn_cogvideox,
+    tiny,
+    tiny_cogvideox_transformer,
+)
 
-
-def test_a_lora_that_its_pipeline_reads_is_taken_for_what_its_settings_say(tmp_path: Path) -> None:
-    tiny().save_pretrained(tmp_path)
-    family, lora = CogVideoX(PipelineFolder(path=tmp_path)), tmp_path / "lora"
-    layers = [f"transformer_blocks.0.attn1.{name}" for name in ("to_q", "to_k")]
-    tensors = {f"{layer}.lora_{part}.weight": torch.ones(4, 4) for layer in layers for part in "AB"}
-    (file,) = family.save_lora(lora, tensors, {"r": 4, "lora_alpha": 4, "target_modules": layers})
-    stored = load_file(file)
-
-    def read(**settings: object) -> dict[str, LoraPair]:
-        said = {f"transformer.{name}": value for name, value in settings.items()}
-        save_file(stored, file, {"format": "pt", "lora_adapter_metadata": json.dumps(said)})
-        return pairs_of(*family.read_lora(lora))
-
-    pairs = read(r=4, lora_alpha=8, alpha_pattern={"to_k": 2}, target_modules=layers)
-    updates = [pairs[layer].up @ pairs[layer].down * (pairs[layer].alpha / 4) for layer in layers]
-    assert [float(update[0, 0]) for update in updates] == [8, 2]
-    with pytest.raises(UserError, match="is a DoRA by its settings"):
-        read(r=4, lora_alpha=8, use_dora=True)
-    save_file(stored, file, {"format": "pt", "lora_adapter_metadata": "[" * 100_000})
-    with pytest.raises(UserError, match="holds no LoRA that CogVideoXPipeline can read"):
-        family.read_lora(lora)
+# 2B adds places to its tokens; 1.5 makes one token of two latent frames. The sampler is the folders'.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "2b": {"use_rotary_positional_embeddings": False},
+    "5b": {},
+    "1.5": {"patch_size_t": 2, "patch_bias": False, "sample_width": 20, "sample_height": 20},
+}
 
 
-def test_a_larger_model_whose_positions_are_rotary_is_refused(tmp_path: Path) -> None:
+def layout(name: str) -> CogVideoXPipeline:
     pipeline = tiny()
-    pipeline.transformer.register_to_config(use_rotary_positional_embeddings=True)
-    pipeline.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"use_rotary_positional_embeddings.*; use CogVideoX 2B"):
-        CogVideoX(PipelineFolder(path=tmp_path)).check_folder()
+    scheduler = CogVideoXDDIMScheduler.from_config(
+        pipeline.scheduler.config, snr_shift_scale=3.0 if name == "2b" else 1.0
+    )
+    transformer = tiny_cogvideox_transformer(32, **LAYOUTS[name])
+    return CogVideoXPipeline(**pipeline.components | {"transformer": transformer, "scheduler": scheduler})
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def sample(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sample:
+    name = request.param
+    return build_sample("cogvideox", tmp_path_factory.mktemp(name), lambda: layout(name))
+
+
+def test_model_fn_equals_the_transformers_own_forward(sample: Sample) -> None:
+    """With the positions that the pipeline's own method makes, where the model has rotary ones.
+
+    Its other optional inputs are those of the models for image to video and of a LoRA's scale.
+    """
+    pipeline = sample.fresh_pipeline()
+    transformer = pipeline.transformer
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(2, 16, 4, 6, 10, generator=generator)
+    prompts = torch.randn(2, 226, 32, generator=generator)
+    timestep = torch.tensor([0, 999])
+    rotary = None
+    if transformer.config.use_rotary_positional_embeddings:
+        rotary = pipeline._prepare_rotary_positional_embeddings(48, 80, 4, CPU)
+    reference = transformer(
+        hidden_states=latents.transpose(1, 2),
+        encoder_hidden_states=prompts,
+        timestep=timestep,
+        image_rotary_emb=rotary,
+        return_dict=False,
+    )[0].transpose(1, 2)
+    expected = assert_equal_under_all_flags(
+        transformer, reference, model_fn_cogvideox, latents, timestep, prompts
+    )
+    # No layer of the last block is unused.
+    assert all(gradient is not None for gradient in expected.values())
+
+
+def test_a_clip_is_drawn_of_the_latents_and_places_that_it_is_trained_with(sample: Sample) -> None:
+    family, model = sample.family, sample.family.load_transformer(torch.float32)
+    assert isinstance(family, CogVideoX)
+    request = sample.request(num_inference_steps=2, guidance_scale=1.0, seed=5)
+    drawn = transformer_calls(model, lambda: family.sample(model, torch.float32, [request]))[0]
+    batch = sample.latents[:1], torch.ones(1), sample.conditioning[:1]
+    trained = transformer_calls(model, lambda: family.predict(model, *batch))[0]
+    assert drawn["hidden_states"].shape == trained["hidden_states"].shape
+    for one, other in zip(drawn["image_rotary_emb"] or (), trained["image_rotary_emb"] or (), strict=True):
+        assert torch.equal(one, other)
+    # 17 frames are 5 latent ones. By twos they are 6, of which the first two are the same.
+    frames = sample.latents[0].unbind(1)
+    assert len(frames) == (6 if family._is_1_5 else 5)
+    assert torch.equal(frames[0], frames[1]) == family._is_1_5
+    assert (family.default_num_frames, family.default_fps) == ((81, 16.0) if family._is_1_5 else (49, 8.0))
+
+
+def test_latents_are_the_inverse_of_what_the_pipeline_decodes(sample: Sample) -> None:
+    pipeline, family = sample.fresh_pipeline(), sample.family
+    media = sample.media[:1]
+    pixels = pipeline.video_processor.preprocess_video(list(media[0].frames))
+    with torch.no_grad():
+        expected = pipeline.vae.encode(pixels).latent_dist.mode()
+    (encoded,) = family.load_media_encoder(torch.float32, CPU)(media)
+    latents = encoded["latents"][None, :, -expected.shape[2] :]
+    torch.testing.assert_close(latents / pipeline.vae_scaling_factor_image, expected)
+    with torch.no_grad():
+        assert pipeline.decode_latents(latents.transpose(1, 2)).shape == pixels.shape
+        # Of an even number of latent frames it makes more than there were: why clips have 8 k + 1 frames.
+        assert pipeline.vae.encode(pixels[:, :, :5]).latent_dist.mode().shape[2] == 2
+        assert pipeline.decode_latents(latents[:, :, :2].transpose(1, 2)).shape[2] == 8
+
+
+def test_prompts_are_encoded_as_by_the_pipeline(sample: Sample) -> None:
+    texts = [*PROMPTS, "", "circle " * 100]
+    rows = sample.family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=text) for text in texts])
+    with torch.no_grad():
+        expected, _ = sample.fresh_pipeline().encode_prompt(texts, do_classifier_free_guidance=False)
+    assert torch.equal(torch.stack([row["prompt_embeds"] for row in rows]), expected)
+    assert expected.shape[1] == 226 < sample.family.prompt_lengths(texts)[-1]
+
+
+def test_the_last_timestep_is_pure_noise_and_the_target_is_v(sample: Sample) -> None:
+    path = sample.family.noise_path
+    assert isinstance(path, DiffusionPath)
+    clean, noise = torch.randn(2, 1, 16, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(path.add_noise(clean, noise, torch.ones(1)), noise)
+    assert torch.equal(path.target(clean, noise, torch.ones(1)), -clean)
+    assert path.timestep(torch.tensor([0.0, 1.0])).tolist() == [0, 999]
+    # As diffusers' training script has it: what it calls velocity of the target gives the clean latents back.
+    scheduler, timestep = sample.family.load_scheduler(), torch.tensor([400])
+    level = (timestep + 0.5) / 1000
+    noisy, v = path.add_noise(clean, noise, level), path.target(clean, noise, level)
+    torch.testing.assert_close(noisy, scheduler.add_noise(clean, noise, timestep))
+    torch.testing.assert_close(scheduler.get_velocity(v, noisy, timestep), clean, rtol=0, atol=1e-5)
+
+
+def test_a_picture_is_a_clip_of_one_frame(sample: Sample) -> None:
+    (picture,) = clip(64, 32, 1, 10)
+    (encoded,) = sample.family.load_media_encoder(torch.float32, CPU)([Media(frames=(picture,))])
+    shape = sample.family.latents_shape(64, 32, 1)
+    assert encoded["latents"].shape == shape
+    assert sample.family.num_tokens(shape) == 2 * 4

@@ -49,6 +49,10 @@ def ltx_line(num_tokens: int) -> float:
     )
 
 
+def of_cogvideox(_num_tokens: int) -> list[float]:
+    return [mean_level("uniform", 1)]  # diffusers' training script
+
+
 def of_ernie(_num_tokens: int) -> list[float]:
     return [
         mean_level("uniform", 1),  # diffusion-pipe, by default
@@ -140,6 +144,7 @@ def of_z_image(_num_tokens: int) -> list[float]:
 
 REFERENCES: dict[str, Callable[[int], Sequence[float]]] = {
     "chroma": of_flux,
+    "cogvideox": of_cogvideox,
     "ernie_image": of_ernie,
     "flux": of_flux,
     "flux2": of_flux2,

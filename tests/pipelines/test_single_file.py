@@ -25,7 +25,7 @@ KEY = "model.transformer_file"
 KINDS = {
     "AuraFlowTransformer2DModel": ("no model that is known here", "auraflow"),
     "ChromaTransformer2DModel": ("a Chroma", "chroma"),
-    "CogVideoXTransformer3DModel": ("no model that is known here", ""),
+    "CogVideoXTransformer3DModel": ("a CogVideoX", ""),
     "ErnieImageTransformer2DModel": ("an ERNIE-Image", "an ERNIE-Image"),
     "FluxTransformer2DModel": ("a FLUX.1", "flux-"),
     "Flux2Transformer2DModel": ("a FLUX.2", "flux-2-dev"),

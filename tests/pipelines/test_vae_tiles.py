@@ -8,8 +8,9 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
-from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles, tile_when_full, tiles_of
+from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles, has_frames, tile_when_full, tiles_of
 from diffsynth_lite.testing.autoencoders import (
+    tiny_cogvideox_vae,
     tiny_dc_vae,
     tiny_flux2_vae,
     tiny_flux_vae,
@@ -21,6 +22,7 @@ from diffsynth_lite.testing.autoencoders import (
 )
 
 AUTOENCODERS: dict[str, Callable[[], Any]] = {
+    "cogvideox": tiny_cogvideox_vae,
     "sdxl": tiny_sdxl_vae,
     "flux": tiny_flux_vae,
     "flux2": tiny_flux2_vae,
@@ -42,9 +44,8 @@ def tiles_for(vae: Any) -> VaeTiles:
 
 
 def pixels(vae: Any, width: int, num_frames: int = 1) -> Tensor:
-    has_frames = "Wan" in type(vae).__name__ or "Qwen" in type(vae).__name__ or "LTX" in type(vae).__name__
     channels = 4 if "Qwen" in type(vae).__name__ and vae.config.z_dim == 64 else 3  # one of transparency
-    shape = (1, channels, num_frames, HEIGHT, width) if has_frames else (1, 3, HEIGHT, width)
+    shape = (1, channels, num_frames, HEIGHT, width) if has_frames(vae) else (1, 3, HEIGHT, width)
     return torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 

@@ -56,6 +56,7 @@ _KINDS = MappingProxyType(
         r"^txt_norm\.": "a Qwen-Image",
         r"^caption_norm\.": "a Sana in diffusers' layout",
         r"^condition_embedder\.time_embedder\.": "a Wan in diffusers' layout",
+        r"^patch_embed\.text_proj\.": "a CogVideoX in diffusers' layout",
         r"^proj_in\.": "an LTX-Video in diffusers' layout",
         r"^down_blocks\.1\.attentions\.0\.proj_in\.": "a UNet in diffusers' layout",
         r"^label_emb\.": "a UNet of SDXL, or of its refiner",

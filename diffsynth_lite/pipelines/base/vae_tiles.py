@@ -14,6 +14,7 @@ import torch
 from diffusers import (
     AutoencoderDC,
     AutoencoderKL,
+    AutoencoderKLCogVideoX,
     AutoencoderKLFlux2,
     AutoencoderKLLTXVideo,
     AutoencoderKLQwenImage,
@@ -66,6 +67,10 @@ class VaeTiles:
             vae.tile_overlap_factor = 1 - self.stride / self.side
             vae.enable_tiling()
             return
+        if isinstance(vae, AutoencoderKLCogVideoX):
+            overlap = 1 - self.stride / self.side
+            vae.enable_tiling(self.side, self.side, overlap, overlap)
+            return
         side, stride = self.side // self.patch, self.stride // self.patch
         in_time = {}
         if self.num_frames is not None:
@@ -87,6 +92,8 @@ _BY_CLASS: Mapping[Any, VaeTiles] = MappingProxyType(
         # diffusers has 1024 for the released ones, which leaves most pictures whole.
         AutoencoderKL: VaeTiles(side=512, stride=384),
         AutoencoderKLFlux2: VaeTiles(side=512, stride=384),
+        # diffusers has half of 720 x 480, and no squares.
+        AutoencoderKLCogVideoX: VaeTiles(side=256, stride=192),
         # The others are diffusers' own.
         AutoencoderKLQwenImage: VaeTiles(side=256, stride=192),
         AutoencoderKLQwenImage21: VaeTiles(side=256, stride=192),
@@ -114,7 +121,8 @@ def tiles_of(vae_class: Any, config: Mapping[str, Any]) -> VaeTiles | None:
 
 def has_frames(vae: Any) -> bool:
     """Whether an autoencoder takes (B, 3, F, H, W), also of pictures."""
-    return hasattr(vae, "temperal_downsample") or getattr(vae, "temporal_compression_ratio", 1) > 1
+    said = {**vae.config, **vars(vae)}
+    return "temperal_downsample" in said or said.get("temporal_compression_ratio", 1) > 1
 
 
 def tile_when_full(vae: Any, tiles: VaeTiles) -> None:

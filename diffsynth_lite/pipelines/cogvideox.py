@@ -1,0 +1,285 @@
+"""This file trains CogVideoX (text to video): 1.0 and 1.5.
+
+Layouts: b batch, c latent channels, f latent frames, h and w latent height and width; l tokens, d channels.
+Sources: diffusers ``cogvideox_transformer_3d.py``, ``pipeline_cogvideox.py``, ``train_cogvideox_lora.py``
+and, for the frames of 1.5, ``pipeline_cogvideox_image2video.py``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from diffusers import (
+    AutoencoderKLCogVideoX,
+    CogVideoXDPMScheduler,
+    CogVideoXPipeline,
+    CogVideoXTransformer3DModel,
+)
+from PIL.Image import Image
+from transformers import T5EncoderModel
+
+from diffsynth_lite.core.gradient import (
+    BlockPolicy,
+    checkpoint_blocks,
+    gradient_checkpoint_forward,
+    gradient_flags,
+    unwrapped,
+)
+from diffsynth_lite.lora import known_names
+from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
+from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
+from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
+from diffsynth_lite.releases.cogvideox import COGVIDEOX
+from diffsynth_lite.testing import seeded
+from diffsynth_lite.testing.autoencoders import tiny_cogvideox_vae
+from diffsynth_lite.testing.text_encoders import tiny_t5
+from diffsynth_lite.testing.tokenizers import t5_tokenizer
+
+_PATCH = 2
+_SPATIAL, _TEMPORAL = 8, 4
+_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+_FEED_FORWARD = ("ff.net.0.proj", "ff.net.2")
+
+
+def model_fn_cogvideox(
+    transformer: torch.nn.Module,
+    latents_bcfhw: torch.Tensor,
+    timestep: torch.Tensor,
+    prompt_embeds_bld: torch.Tensor,
+    *,
+    use_gradient_checkpointing: bool = False,
+    use_gradient_checkpointing_offload: bool = False,
+    policy: BlockPolicy | None = None,
+) -> torch.Tensor:
+    """One forward of CogVideoX, each transformer block run by the gradient engine.
+
+    Args:
+        transformer: a ``CogVideoXTransformer3DModel``, plain or wrapped by DDP.
+        latents_bcfhw: (B, 16, F, H, W), noisy normalised latents, H and W even; F too with CogVideoX 1.5.
+        timestep: (B,), whole, in [0, 1000).
+        prompt_embeds_bld: (B, 226, D) prompt embeddings of T5, padded; there is no mask.
+        use_gradient_checkpointing: recompute each block in backward.
+        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
+        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+
+    Returns:
+        (B, 16, F, H, W), the v that the transformer predicts.
+    """
+    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
+    with checkpoint_blocks(
+        transformer,
+        CogVideoX.block_lists,
+        gradient_checkpoint_forward,
+        *switches,
+        policy=policy,
+        unused_matmuls=CogVideoX.unused_matmuls,
+    ):
+        predicted_bfchw: torch.Tensor = transformer(
+            hidden_states=latents_bcfhw.transpose(1, 2),
+            encoder_hidden_states=prompt_embeds_bld,
+            timestep=timestep,
+            image_rotary_emb=_rotary_positions(unwrapped(transformer), latents_bcfhw),
+            return_dict=False,
+        )[0]
+    return predicted_bfchw.transpose(1, 2)
+
+
+def _rotary_positions(
+    transformer: Any, latents_bcfhw: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Cosines and sines of the places of all tokens; None of 2B, which adds places of its own."""
+    if not transformer.config.use_rotary_positional_embeddings:
+        return None
+    num_frames, height, width = latents_bcfhw.shape[2:]
+    pipeline = assemble(CogVideoXPipeline, transformer=transformer)
+    positions: tuple[torch.Tensor, torch.Tensor] = pipeline._prepare_rotary_positional_embeddings(
+        height * _SPATIAL, width * _SPATIAL, num_frames, latents_bcfhw.device
+    )
+    return positions
+
+
+class CogVideoX(DiffusionFamily):
+    """CogVideoX 2B and 5B, and CogVideoX 1.5 5B, from text.
+
+    30 blocks, or 42 in 5B, which see prompt and clip as one sequence; T5 prompts, padded to 226 tokens and
+    not masked; 16 channels at 1/4 of the frames and 1/8 of the size. Denoising diffusion in 1000 timesteps,
+    of which the last is pure noise; the transformer predicts v.
+
+    The transformer of 1.5 takes latent frames by twos, and clips have an odd number: the first one stands
+    there twice, as in image to video, and previews leave it out again.
+
+    Its autoencoder decodes an even number of latent frames to more than it was given, so that clips have
+    8 k + 1 frames. The models for image to video are not trained here.
+    """
+
+    pipelines = (CogVideoXPipeline,)
+    releases = COGVIDEOX
+    transformer_class = CogVideoXTransformer3DModel
+    lora_layers = known_names.COGVIDEOX
+    encoder_classes: ClassVar[Mapping[str, Any]] = {
+        "text_encoder": T5EncoderModel,
+        "vae": AutoencoderKLCogVideoX,
+    }
+    block_lists = ("transformer_blocks",)
+    unused_matmuls = ("ff.net.2",)
+    record_kinds = ("video", "image")
+    size_divisor = 16
+    frame_step = 2 * _TEMPORAL
+    max_prompt_tokens = 226
+    # Those of diffusers' training script.
+    default_target_modules = _ATTENTION
+    target_sets: ClassVar[TargetSets] = {
+        "attention": _ATTENTION,
+        "all": (*_ATTENTION, *_FEED_FORWARD, "norm1.linear", "norm2.linear"),
+    }
+
+    @cached_property
+    def _frames_of_a_token(self) -> int:
+        return self.folder.component_config("transformer").get("patch_size_t") or 1
+
+    @property
+    def _is_1_5(self) -> bool:
+        return self._frames_of_a_token > 1
+
+    @property
+    def default_num_frames(self) -> int:
+        """49; 81 with 1.5."""
+        return 81 if self._is_1_5 else 49
+
+    @property
+    def default_fps(self) -> float:
+        """8; 16 with 1.5."""
+        return 16.0 if self._is_1_5 else 8.0
+
+    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
+        parts = self.folder.fingerprints("text_encoder", "tokenizer")
+        return f"cogvideox/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
+
+    def load_prompt_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
+        pipeline = self.prompt_pipeline(dtype, device)
+
+        @torch.no_grad()
+        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
+            embeds_bld, _ = pipeline.encode_prompt(
+                [prompt.text for prompt in prompts],
+                do_classifier_free_guidance=False,
+                max_sequence_length=self.max_prompt_tokens,
+                device=device,
+            )
+            # All rows: there is no mask, so that the model sees the padding too.
+            return [{"prompt_embeds": row_ld.cpu().clone()} for row_ld in embeds_bld]
+
+        return encode
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        return f"cogvideox/latents/1 {self.folder.fingerprint('vae')} {dtype} {self._frames_of_a_token}"
+
+    def load_media_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
+        pipeline = assemble(self.pipeline, vae=self.load_component("vae", dtype).to(device))
+
+        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
+            pixels_bcfhw = pipeline.video_processor.preprocess_video([list(item.frames) for item in media])
+            latents_bcfhw = encode_scaled_latents(pipeline.vae, pixels_bcfhw)
+            first_bcfhw, lacking = latents_bcfhw[:, :, :1], self._frames_lacking(latents_bcfhw.shape[2])
+            latents_bcfhw = torch.cat([*[first_bcfhw] * lacking, latents_bcfhw], dim=2)
+            return [{"latents": latents_cfhw.clone()} for latents_cfhw in latents_bcfhw]
+
+        return encode
+
+    def _frames_lacking(self, num_latent_frames: int) -> int:
+        """Those that fill the last token up."""
+        return -num_latent_frames % self._frames_of_a_token
+
+    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
+        channels = self.folder.component_config("vae")["latent_channels"]
+        latent_frames = (num_frames - 1) // _TEMPORAL + 1
+        latent_frames += self._frames_lacking(latent_frames)
+        return channels, latent_frames, height // _SPATIAL, width // _SPATIAL
+
+    def num_tokens(self, latents_shape: Sequence[int]) -> int:
+        _, num_frames, height, width = latents_shape
+        return num_frames * height * width // (_PATCH**2 * self._frames_of_a_token)
+
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
+        width = self.folder.component_config("transformer")["text_embed_dim"]
+        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width)}
+
+    def predict(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+    ) -> torch.Tensor:
+        like = device_and_dtype(transformer)
+        return model_fn_cogvideox(
+            transformer,
+            noisy_latents.to(**like),
+            self.noise_path.timestep(sigma),
+            torch.stack([sample["prompt_embeds"] for sample in conditioning]).to(**like),
+            **gradient_flags(),
+        )
+
+    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+        like = device_and_dtype(pipeline.transformer)
+        prompts = {"prompt_embeds": request.conditioning, "negative_prompt_embeds": request.negative}
+        frames: list[Image] = pipeline(
+            **{name: prompt["prompt_embeds"][None].to(**like) for name, prompt in prompts.items()},
+            guidance_scale=request.guidance_scale,
+            num_frames=request.num_frames,
+            **request.call_arguments(),
+        ).frames[0]
+        return frames
+
+
+def tiny() -> CogVideoXPipeline:
+    """A random, complete and small pipeline of the real classes (5B), built offline in a second.
+
+    Two blocks of 32 channels; 16 latent channels with the real model's scale.
+    """
+    tokenizer = t5_tokenizer()
+    text_encoder = tiny_t5(tokenizer)
+    return CogVideoXPipeline(
+        tokenizer=tokenizer,
+        text_encoder=text_encoder,
+        vae=tiny_cogvideox_vae(),
+        transformer=tiny_cogvideox_transformer(text_encoder.config.d_model),
+        # With the settings of the released ones. The ``step`` of this sampler, which authors advise for 5B,
+        # takes other arguments than most.
+        scheduler=CogVideoXDPMScheduler(
+            prediction_type="v_prediction",
+            clip_sample=False,
+            snr_shift_scale=1.0,
+            rescale_betas_zero_snr=True,
+            timestep_spacing="trailing",
+        ),
+    )
+
+
+def tiny_cogvideox_transformer(text_embed_dim: int, **settings: Any) -> CogVideoXTransformer3DModel:
+    """A random transformer with two blocks.
+
+    Args:
+        settings: those of another release than CogVideoX 5B.
+    """
+    with seeded(0):
+        return CogVideoXTransformer3DModel(
+            **{
+                "num_layers": 2,
+                "num_attention_heads": 2,
+                "attention_head_dim": 16,
+                "text_embed_dim": text_embed_dim,
+                "time_embed_dim": 8,
+                "sample_width": 16,
+                "sample_height": 8,
+                "use_rotary_positional_embeddings": True,
+            }
+            | settings
+        )
