@@ -15,6 +15,7 @@ import noise_table
 import releases_table
 import yaml
 
+from diffsynth_lite.lora.spelling import Spelling
 from diffsynth_lite.pipelines import ModelFamily, family_names, load_family
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import TargetSets
@@ -262,15 +263,22 @@ def _inputs(family: type[ModelFamily]) -> str:
 
 def _lora_file(family: type[ModelFamily]) -> str:
     """What ``DiffusersLora.save_lora`` writes, and what ComfyUI takes of it."""
-    loaders = [_owner(pipeline, "load_lora_weights") for pipeline in getattr(family, "pipelines", ())]
+    pipelines = getattr(family, "pipelines", ())
+    if not all(hasattr(pipeline, "load_lora_weights") for pipeline in pipelines):
+        file = "`pytorch_lora_weights.safetensors`, for `load_lora_adapter` of the transformer"
+        return file + _in_comfyui(family.lora_spelling)
+    loaders = [_owner(pipeline, "load_lora_weights") for pipeline in pipelines]
     mixins = _names(list(dict.fromkeys(loader.__name__ for loader in loaders)))
     file = f"`pytorch_lora_weights.safetensors`, for `load_lora_weights` of {mixins}"
-    return file + _in_comfyui(family.lora_spelling.unknown_to_comfyui) if mixins else ""
+    return file + _in_comfyui(family.lora_spelling) if mixins else ""
 
 
-def _in_comfyui(unknown: tuple[str, ...] | None) -> str:
+def _in_comfyui(spelling: Spelling) -> str:
+    unknown = spelling.unknown_to_comfyui
     if unknown is None:
         return ""
+    if spelling.is_joined_in_comfyui:
+        return "; ComfyUI takes what `diffsynth-lite convert --to comfyui` makes of it"
     if unknown == ("",):
         return "; ComfyUI has no names for its layers"
     but = _names([f"{name}*" for name in unknown])

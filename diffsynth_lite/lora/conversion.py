@@ -81,7 +81,7 @@ def convert(
         contents: what was read.
         names: of the layers of its family.
         to: diffusers' names and those that ComfyUI takes with alpha folded where a file has no tensor for it,
-            kohya's with a tensor for it.
+            kohya's with a tensor for it. Where ComfyUI has several layers as one, it takes kohya's alone.
         file: that it is for.
         alpha: what the tensors for it say; None leaves it, or is what it was trained with where it was folded
             since, metadata say so, and no number has to be rounded for that.
@@ -92,6 +92,8 @@ def convert(
             dtype cannot hold the values.
     """
     before = known_pairs(contents, names.layers)
+    if to == "comfyui" and names.comfyui.is_joined_in_comfyui:
+        to = "kohya"
     has_alphas = to == "kohya" or (to == "comfyui" and names.comfyui.is_flat)
     if alpha and not has_alphas:
         raise UserError(
@@ -143,7 +145,7 @@ def spelled(
         UserError: the program has no names for some layers, or the dtype cannot hold the values.
     """
     if to == "kohya":
-        if not any(map(names.comfyui.in_comfyui, pairs)):
+        if not names.comfyui.is_joined_in_comfyui and not any(map(names.comfyui.in_comfyui, pairs)):
             raise UserError("--to kohya: no program is known that reads such files of this family")
         tensors = _kohya_tensors(pairs, names.layers, dtype)
     else:

@@ -2,7 +2,8 @@
 
 A pipeline may leave out names that it does not know without an error, and has rules of its own for the
 strength of an update. These are not guessed: its own ``load_lora_weights`` runs, on models whose weights are
-zeros that take no memory, with numbers in the LoRA that tell its tensors apart.
+zeros that take no memory, with numbers in the LoRA that tell its tensors apart. Where a pipeline has none,
+the models' own ``load_lora_adapter`` does.
 """
 
 import logging
@@ -64,7 +65,7 @@ def loaded_layers(
     """What a pipeline does with a LoRA file.
 
     Args:
-        pipeline: made of ``models``.
+        pipeline: made of ``models``; None where it loads no LoRA, and each of them does.
         models: on the meta device, by their names in the pipeline; they are spent.
 
     Returns:
@@ -81,7 +82,11 @@ def loaded_layers(
         for place, (name, shape, number) in enumerate(header)
     }
     with _in_silence():
-        pipeline.load_lora_weights(tensors, adapter_name=_ADAPTER)
+        if pipeline is not None:
+            pipeline.load_lora_weights(tensors, adapter_name=_ADAPTER)
+        for name, model in models.items() if pipeline is None else ():
+            loader: Any = model
+            loader.load_lora_adapter(tensors, adapter_name=_ADAPTER, prefix=name)
 
     def name_of(weight: Tensor) -> str | None:
         number = weight.flatten()[0].item()

@@ -25,12 +25,15 @@ class Spelling:
             it is the rank.
         unknown_to_comfyui: beginnings of names, behind that of the component, of layers for which ComfyUI has
             no name in this spelling; None where it is not known what it takes.
+        is_joined_in_comfyui: whether ComfyUI has several of the layers as one, so that it takes a LoRA that
+            is joined for them, by kohya's names, and no file is right in both programs.
     """
 
     prefixes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     renames: tuple[tuple[str, str], ...] = ()
     is_flat: bool = False
     unknown_to_comfyui: tuple[str, ...] | None = None
+    is_joined_in_comfyui: bool = False
 
     def key(self, layer: str) -> str:
         """What the file calls a layer: what its tensors' names begin with, without the last dot."""
@@ -111,6 +114,10 @@ SDXL_NAMES = Spelling(
 )
 """kohya's: diffusers' names of the UNet, but for two that its pipeline would not know again, and those of
 CLIP as transformers had them before version 5."""
+
+
+JOINED_IN_COMFYUI = replace(DIFFUSERS, unknown_to_comfyui=("",), is_joined_in_comfyui=True)
+"""Diffusers' own names, of a family whose queries, keys and values are one layer in ComfyUI."""
 
 
 def taken_by_comfyui(*, but: tuple[str, ...] = ()) -> Spelling:

@@ -20,11 +20,11 @@ from diffsynth_lite.media import Media, RecordKind
 from diffsynth_lite.pipelines import wan
 from diffsynth_lite.pipelines.base.diffusers_family import assemble
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
+from diffsynth_lite.pipelines.base.first_frame import require_later_frames
 from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.releases.wan import WAN_I2V
 from diffsynth_lite.testing import seeded
 
-_MIN_FRAMES = 5
 _LARGEST_FLF2V_SHIFT = 5.0
 _CLIP_SIZE = 32  # of the pictures that the tiny CLIP sees
 
@@ -107,11 +107,7 @@ class WanI2V(wan.Wan):
             self.folder.require_files("image_processor")
 
     def check_frames(self, num_frames: int, *, key: str) -> None:
-        if num_frames < _MIN_FRAMES:
-            raise UserError(
-                f"{key}: {num_frames} frames; this family needs {self.frame_step} k + 1, of which the first "
-                f"is given, such as {_MIN_FRAMES} or {_MIN_FRAMES + self.frame_step}"
-            )
+        require_later_frames(num_frames, self.frame_step, key=key)
         super().check_frames(num_frames, key=key)
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:

@@ -31,11 +31,11 @@ class ReleaseComponent:
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseTokenizer:
-    """A tokenizer, or a processor of pictures, of a pipeline.
+    """A tokenizer, a processor of pictures, or a guider of a pipeline.
 
     Attributes:
         class_name: as ``model_index.json`` names it.
-        files: that hold its vocabulary; empty where that is not known, and of a processor.
+        files: that hold its vocabulary; empty where that is not known, and of all but tokenizers.
     """
 
     class_name: str

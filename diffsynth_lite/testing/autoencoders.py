@@ -11,6 +11,7 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLCogVideoX,
     AutoencoderKLFlux2,
+    AutoencoderKLHunyuanVideo15,
     AutoencoderKLLTXVideo,
     AutoencoderKLQwenImage,
     AutoencoderKLQwenImage21,
@@ -133,6 +134,17 @@ def tiny_ltx_vae(*, seed: int = 0) -> AutoencoderKLLTXVideo:
     vae.latents_mean.copy_(torch.linspace(-0.5, 0.5, 128))
     vae.latents_std.copy_(torch.linspace(0.5, 1.5, 128))
     return vae.eval()
+
+
+def tiny_hunyuan_video_15_vae(*, seed: int = 0) -> AutoencoderKLHunyuanVideo15:
+    """A random VAE of HunyuanVideo 1.5: 4 channels, 16 x 16 pixels and 4 frames to a latent, the real scale.
+
+    The released one has 32 channels, of which the width of its layers is a multiple.
+    """
+    with seeded(seed):
+        return AutoencoderKLHunyuanVideo15(
+            latent_channels=4, block_out_channels=(8, 8, 8, 8, 8), layers_per_block=1
+        ).eval()
 
 
 def tiny_dc_vae(*, seed: int = 0) -> AutoencoderDC:

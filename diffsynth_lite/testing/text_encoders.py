@@ -7,6 +7,7 @@ weights, and leaves the global random state as it was.
 from typing import Any
 
 from transformers import (
+    ByT5Tokenizer,
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
@@ -20,6 +21,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLTextConfig,
+    Qwen2_5_VLTextModel,
     Qwen2Tokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -48,22 +51,8 @@ def tiny_qwen2_5_vl(
     Args:
         hidden_size: width of the embeddings; a multiple of 16, the width of a head.
     """
-    num_heads = hidden_size // _DECODER_WIDTH
     token_id = tokenizer.convert_tokens_to_ids
-    text_config = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": 2,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_heads,
-        "max_position_embeddings": tokenizer.model_max_length,
-        # The rotary sections of time, height and width share half a head.
-        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 4], "rope_theta": 1e6},
-        "bos_token_id": token_id("<|endoftext|>"),
-        "eos_token_id": token_id("<|im_end|>"),
-        "pad_token_id": token_id("<|endoftext|>"),
-    }
+    text_config = _qwen2_5_vl_layout(tokenizer, hidden_size, num_layers=2)
     vision_config = {
         "depth": 2,
         "hidden_size": 16,
@@ -82,6 +71,16 @@ def tiny_qwen2_5_vl(
     )
     with seeded(seed):
         return Qwen2_5_VLForConditionalGeneration(config).eval()
+
+
+def tiny_qwen2_5_vl_text(tokenizer: Qwen2Tokenizer, *, seed: int = 0) -> Qwen2_5_VLTextModel:
+    """The random language model of a Qwen2.5-VL: a text encoder of the HunyuanVideo 1.5 pipelines.
+
+    It has three layers, because the pipelines take the embeddings behind the last layer but two.
+    """
+    config = Qwen2_5_VLTextConfig(**_qwen2_5_vl_layout(tokenizer, _DECODER_WIDTH, num_layers=3))
+    with seeded(seed):
+        return Qwen2_5_VLTextModel(config).eval()
 
 
 def tiny_qwen3(tokenizer: Qwen2Tokenizer, *, seed: int = 0) -> Qwen3Model:
@@ -191,8 +190,10 @@ def tiny_umt5(
         return UMT5EncoderModel(UMT5Config(**_t5_layout(tokenizer, hidden_size))).eval()
 
 
-def tiny_t5(tokenizer: T5Tokenizer, *, hidden_size: int = _ENCODER_WIDTH, seed: int = 0) -> T5EncoderModel:
-    """A random T5 encoder with two layers: of the LTX-Video pipelines, and one of FLUX.1's two.
+def tiny_t5(
+    tokenizer: T5Tokenizer | ByT5Tokenizer, *, hidden_size: int = _ENCODER_WIDTH, seed: int = 0
+) -> T5EncoderModel:
+    """A random T5 encoder with two layers: of LTX-Video, and one of FLUX.1's and HunyuanVideo 1.5's two.
 
     Args:
         hidden_size: width of the embeddings; a multiple of 4, the number of heads.
@@ -247,7 +248,26 @@ def tiny_gemma2(tokenizer: GemmaTokenizer, *, seed: int = 0) -> Gemma2Model:
         return Gemma2Model(config).eval()
 
 
-def _t5_layout(tokenizer: T5Tokenizer, hidden_size: int) -> dict[str, Any]:
+def _qwen2_5_vl_layout(tokenizer: Qwen2Tokenizer, hidden_size: int, *, num_layers: int) -> dict[str, Any]:
+    num_heads = hidden_size // _DECODER_WIDTH
+    token_id = tokenizer.convert_tokens_to_ids
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "max_position_embeddings": tokenizer.model_max_length,
+        # The rotary sections of time, height and width share half a head.
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 4], "rope_theta": 1e6},
+        "bos_token_id": token_id("<|endoftext|>"),
+        "eos_token_id": token_id("<|im_end|>"),
+        "pad_token_id": token_id("<|endoftext|>"),
+    }
+
+
+def _t5_layout(tokenizer: T5Tokenizer | ByT5Tokenizer, hidden_size: int) -> dict[str, Any]:
     return {
         "vocab_size": len(tokenizer),
         "d_model": hidden_size,

@@ -93,7 +93,7 @@ def assemble_byte_pairs(pieces: Iterable[str], alphabet: Iterable[str]) -> ByteP
     return pairs
 
 
-def qwen2_tokenizer(words: Sequence[str] = ()) -> Qwen2Tokenizer:
+def qwen2_tokenizer(words: Sequence[str] = (), *, template_texts: Sequence[str] = ()) -> Qwen2Tokenizer:
     """A Qwen2 tokenizer with a vocabulary of some 700 entries, enough for the Qwen-Image pipelines.
 
     The pipelines cut their prompt template off by a fixed number of tokens (34, and 64 for edits), so each
@@ -101,6 +101,7 @@ def qwen2_tokenizer(words: Sequence[str] = ()) -> Qwen2Tokenizer:
 
     Args:
         words: further words that become one token each, both at the start of a text and after a space.
+        template_texts: of the prompt templates of other pipelines; their words become one token each, too.
 
     Raises:
         ValueError: the pre-tokenizer splits a word (digits, spaces, punctuation inside it).
@@ -114,7 +115,7 @@ def qwen2_tokenizer(words: Sequence[str] = ()) -> Qwen2Tokenizer:
     divided = [word for word in words if len(split(word)) != 1]
     if divided:
         raise ValueError(f"words {divided} cannot be one token each: give words of letters only")
-    texts = [*_qwen_image_template_texts(), *words, *(f" {word}" for word in words)]
+    texts = [*_qwen_image_template_texts(), *template_texts, *words, *(f" {word}" for word in words)]
     pairs = assemble_byte_pairs((piece for text in texts for piece in split(text)), alphabet)
     tokenizer = Qwen2Tokenizer(
         vocab=pairs.vocab,

@@ -98,6 +98,13 @@ COUNTED = (
         },
     ),
     CountedRelease(
+        family="hunyuan_video_15",
+        name="HunyuanVideo 1.5 480p T2V",
+        pixels=(848, 480, 61),
+        small=_TWO_HEADS,
+        small_pixels=(224, 128, 17),
+    ),
+    CountedRelease(
         family="ltx_video",
         name="LTX-Video 0.9",
         pixels=(768, 512, 81),

@@ -5,11 +5,11 @@ in ``comfy/lora.py`` (commit 17358c8f73b5); ``flux_to_diffusers``, ``z_image_to_
 ``unet_to_diffusers`` in ``comfy/utils.py`` (09708eae709a); ``mmdit_to_diffusers`` there, ``LoRAAdapter`` in
 ``comfy/weight_adapter/lora.py``; ``krea2_to_diffusers`` in the copy of ``comfy/utils.py`` that Forge Neo
 keeps (``huggingface_guess``); and the modules of ``comfy/ldm/qwen_image/model.py``,
-``comfy/ldm/wan/model.py`` and ``comfy/ldm/lightricks/model.py`` (a125cd84b054). Only linear layers are
-listed. A ``*`` stands for a number. The modules of Qwen-Image 2.1 are those of
-``comfy/ldm/qwen_image21/model.py`` (08f68f0919d2), of whose fused layer ComfyUI takes the parts.
-The modules of ERNIE-Image are those of ``comfy/ldm/ernie/model.py`` as a public copy of it had them in 2026;
-for any model ComfyUI takes ``diffusion_model.`` before their names.
+``comfy/ldm/wan/model.py`` and ``comfy/ldm/lightricks/model.py`` (a125cd84b054) and of
+``comfy/ldm/hunyuan_video/model.py`` (8d534945ebd5). Only linear layers are listed. A ``*`` stands for a
+number. The modules of Qwen-Image 2.1 are those of ``comfy/ldm/qwen_image21/model.py`` (08f68f0919d2), of
+whose fused layer ComfyUI takes the parts. ERNIE-Image's are those of ``comfy/ldm/ernie/model.py`` as
+a public copy of it had them in 2026; for any model ComfyUI takes ``diffusion_model.`` before their names.
 """
 
 import re
@@ -140,6 +140,16 @@ def _flat(prefix: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{prefix}_{name.replace('.', '_')}" for name in names)
 
 
+HUNYUAN_VIDEO_15 = _flat(
+    "lora_unet",
+    *_in("double_blocks.*.img_attn", "qkv", "proj"),
+    *_in("double_blocks.*.txt_attn", "qkv", "proj"),
+    *_in("double_blocks.*.img_mlp", "0", "2"),
+    *_in("double_blocks.*.txt_mlp", "0", "2"),
+    *_in("double_blocks.*", "img_mod.lin", "txt_mod.lin"),
+)
+"""Layers of the blocks of this model, of which ComfyUI has several as one."""
+
 TAKEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("flux", "flux_kontext", "flux2", "chroma"), _in("transformer", *_FLUX)),
     **dict.fromkeys(("qwen_image", "qwen_image_edit"), _in("transformer", *_QWEN_IMAGE)),
@@ -152,6 +162,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "sd3": _in("transformer", *_SD3),
     "sdxl": (*_flat("lora_unet", *_UNET), *_flat("lora_te1", *_CLIP), *_flat("lora_te2", *_CLIP)),
     "sana": (),  # not in ComfyUI
+    "hunyuan_video_15": (),  # by kohya's names alone, see ``HUNYUAN_VIDEO_15``
 }
 """Names of layers in files for the model of each family, of the spelling that diffusers takes as well."""
 

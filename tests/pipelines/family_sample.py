@@ -233,6 +233,14 @@ def assert_does_as(loaded: Mapping[str, LoraPair], transformer: torch.nn.Module)
         assert pair.distance(loaded[layer]) == 0, layer
 
 
+def load_lora(pipeline: Any, folder: Path) -> None:
+    """As docs/models.md says, also for pipelines that load none, whose transformer does."""
+    if hasattr(pipeline, "load_lora_weights"):
+        pipeline.load_lora_weights(folder)
+    else:
+        pipeline.transformer.load_lora_adapter(folder, use_safetensors=True)
+
+
 def pairs_on(model: torch.nn.Module) -> dict[str, LoraPair]:
     """What a pipeline of diffusers put on a model."""
     return {

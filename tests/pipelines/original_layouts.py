@@ -46,7 +46,52 @@ attn\.add_v_proj                              txt_attn.qkv
 ^context_embedder                             txt_in
 ^x_embedder                                   img_in
 """
+_TEXT_OF_HUNYUAN = r"""
+^context_embedder\.time_text_embed\.timestep_embedder\.linear_1  txt_in.t_embedder.mlp.0
+^context_embedder\.time_text_embed\.timestep_embedder\.linear_2  txt_in.t_embedder.mlp.2
+^context_embedder\.time_text_embed\.text_embedder  txt_in.c_embedder
+^context_embedder\.proj_in                     txt_in.input_embedder
+^context_embedder\.token_refiner\.refiner_blocks  txt_in.individual_token_refiner.blocks
+^(txt_in.*)norm_out\.linear                    \1adaLN_modulation.1
+^(txt_in.*)attn\.to_q                          \1self_attn_qkv
+^(txt_in.*)attn\.to_k                          \1self_attn_qkv
+^(txt_in.*)attn\.to_v                          \1self_attn_qkv
+^(txt_in.*)attn\.to_out\.0                     \1self_attn_proj
+^(txt_in.*)ff\.net\.0\.proj                    \1mlp.fc1
+^(txt_in.*)ff\.net\.2                          \1mlp.fc2
+"""
+_BLOCKS_OF_HUNYUAN = r"""
+^transformer_blocks                           double_blocks
+^(double_blocks.*)norm1\.                      \1img_mod.
+^(double_blocks.*)norm1_context\.              \1txt_mod.
+^(double_blocks.*)attn\.norm_([qk])            \1img_attn_\2_norm
+^(double_blocks.*)attn\.norm_added_([qk])      \1txt_attn_\2_norm
+^(double_blocks.*)attn\.to_out\.0              \1img_attn_proj
+^(double_blocks.*)attn\.to_add_out             \1txt_attn_proj
+^(double_blocks.*)ff\.                         \1img_mlp.
+^(double_blocks.*)ff_context\.                 \1txt_mlp.
+_mlp\.net\.0\.proj                             _mlp.fc1
+_mlp\.net\.2                                   _mlp.fc2
+^norm_out\.linear                              final_layer.adaLN_modulation.1
+^proj_out                                     final_layer.linear
+^x_embedder                                   img_in
+"""
 _RULES = {
+    "HunyuanVideo15Transformer3DModel": rf"""
+{_TEXT_OF_HUNYUAN}
+{_BLOCKS_OF_HUNYUAN}
+^time_embed\.timestep_embedder\.linear_1       time_in.mlp.0
+^time_embed\.timestep_embedder\.linear_2       time_in.mlp.2
+^cond_type_embed                              cond_type_embedding
+^context_embedder_2\.norm                      byt5_in.layernorm
+^context_embedder_2\.linear_                   byt5_in.fc
+^image_embedder\.norm_in                       vision_in.proj.0
+^image_embedder\.linear_1                      vision_in.proj.1
+^image_embedder\.linear_2                      vision_in.proj.3
+^image_embedder\.norm_out                      vision_in.proj.4
+^(double_blocks.*)attn\.to_([qkv])             \1img_attn_\2
+^(double_blocks.*)attn\.add_([qkv])_proj       \1txt_attn_\2
+""",
     "FluxTransformer2DModel": rf"""
 ^time_text_embed\.timestep_embedder           time_in
 ^time_text_embed\.text_embedder               vector_in
@@ -212,6 +257,7 @@ to_([qkv])                                    w1\1
 """What each model's tensors are called, by rules that follow each other. Those that come to have one name
 are one tensor there, its parts in the order of the rules."""
 _SWAPPED = {
+    "HunyuanVideo15Transformer3DModel": r"final_layer\.adaLN_modulation\.1",
     "FluxTransformer2DModel": r"final_layer\.adaLN_modulation\.1",
     "Flux2Transformer2DModel": r"final_layer\.adaLN_modulation\.1",
     "AuraFlowTransformer2DModel": r"modF\.1",

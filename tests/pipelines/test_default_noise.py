@@ -84,6 +84,13 @@ def of_krea2(_num_tokens: int) -> list[float]:
     ]
 
 
+def of_hunyuan_video_15(_num_tokens: int) -> list[float]:
+    return [
+        mean_level("logit_normal", 3),  # Tencent's trainer, train.py
+        mean_level("logit_normal", 2),  # musubi-tuner, docs/hunyuan_video_1_5.md
+    ]
+
+
 def of_ltx(num_tokens: int) -> list[float]:
     return [
         mean_level("logit_normal", 1),  # diffusion-pipe and finetrainers
@@ -150,6 +157,7 @@ REFERENCES: dict[str, Callable[[int], Sequence[float]]] = {
     "flux2": of_flux2,
     "flux_kontext": of_flux,
     "krea2": of_krea2,
+    "hunyuan_video_15": of_hunyuan_video_15,
     "ltx_video": of_ltx,
     "qwen_image": of_qwen,
     "qwen_image_21": of_qwen_21,

@@ -43,8 +43,9 @@ def encode_in_a_call(sample: Sample, pipeline: Any, caption: str) -> None:
         pipeline(prompt=caption, **{name: value for name, value in given.items() if name in known})
 
 
-def stopping(encode_prompt: Callable[..., object]) -> Callable[..., object]:
+def stopping(encode_prompt: Callable[..., object], indices: list[torch.Tensor]) -> Callable[..., object]:
     def encode_and_stop(*args: Any, **kwargs: Any) -> object:
+        indices.clear()  # those of an encoder of pictures, before it
         encode_prompt(*args, **kwargs)
         raise _EncodedError
 
@@ -55,11 +56,12 @@ def test_the_encoders_get_the_tokens_that_the_pipeline_gives_them(sample: Sample
     pipeline = sample.fresh_pipeline()
     if sample.family.prompt_sees_images:  # the processor of transformers would need torchvision
         pipeline.processor = TextAndPictures(tokenizer=pipeline.tokenizer, pictures=pipeline.processor)
-    pipeline.encode_prompt = stopping(pipeline.encode_prompt)
+    encode_prompt = pipeline.encode_prompt
     encode = sample.family.load_prompt_encoder(torch.float32, CPU)
     images = sample.media[0].inputs if sample.family.prompt_sees_images else ()
     for caption in UNCLEAN:
         with looked_up() as theirs:
+            pipeline.encode_prompt = stopping(encode_prompt, theirs)
             encode_in_a_call(sample, pipeline, caption)
         with looked_up() as ours:
             encode([Prompt(text=caption, images=images)])

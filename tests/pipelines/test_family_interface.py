@@ -14,6 +14,7 @@ from family_sample import (
     Sample,
     adapted_transformer,
     assert_does_as,
+    load_lora,
     noise_levels,
     ones_like,
     pairs_on,
@@ -81,7 +82,7 @@ def test_a_saved_lora_draws_the_same_in_the_diffusers_pipeline(sample: Sample, t
     pipeline = sample.fresh_pipeline()
     fresh = getattr(pipeline, *family.trained)
     with torch.no_grad():
-        base, _ = predict(sample, fresh), pipeline.load_lora_weights(tmp_path)
+        base, _ = predict(sample, fresh), load_lora(pipeline, tmp_path)
         assert_does_as(pairs_on(fresh), transformer)
         reloaded = predict(sample, fresh)
         trained = predict(sample, transformer)

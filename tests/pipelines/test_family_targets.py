@@ -10,6 +10,7 @@ from family_sample import (
     adapted_transformer,
     assert_does_as,
     engine_with,
+    load_lora,
     pairs_on,
     velocity_and_gradients,
 )
@@ -87,7 +88,7 @@ def test_a_lora_of_a_set_draws_the_same_in_the_diffusers_pipeline(
     family.save_lora(tmp_path, adapter_tensors(transformer), adapter_settings(transformer))
     assert_does_as(pairs_of(*family.read_lora(tmp_path)), transformer)
     pipeline = sample.fresh_pipeline()
-    pipeline.load_lora_weights(tmp_path)
+    load_lora(pipeline, tmp_path)
     assert_does_as(pairs_on(getattr(pipeline, *family.trained)), transformer)
     with torch.no_grad():
         reloaded, trained = (

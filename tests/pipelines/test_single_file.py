@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import CogVideoXTransformer3DModel, QwenImageTransformer2DModel, WanTransformer3DModel
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from family_sample import CPU, Sample
 from original_layouts import convert_width_of, original_layout
 from safetensors.torch import save_file
@@ -30,6 +31,7 @@ KINDS = {
     "FluxTransformer2DModel": ("a FLUX.1", "flux-"),
     "Flux2Transformer2DModel": ("a FLUX.2", "flux-2-dev"),
     "Krea2Transformer2DModel": ("a Krea 2", "krea2"),
+    "HunyuanVideo15Transformer3DModel": ("a HunyuanVideo 1.5", "-"),  # diffusers knows no other layout
     "LTXVideoTransformer3DModel": ("an LTX-Video", "ltx-video"),
     "QwenImageTransformer2DModel": ("a Qwen-Image", "a Qwen-Image"),
     "QwenImage21Transformer2DModel": ("qwen-image-2.1", "qwen-image-2.1"),
@@ -59,7 +61,8 @@ def with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def layouts(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """The tensors of a model as they may stand in a file, with the prefixes that names have in some."""
     found = {"diffusers": with_prefix(model.state_dict(), "transformer.")}
-    if (original := original_layout(model)) is not None:
+    original = original_layout(model) if type(model).__name__ in SINGLE_FILE_LOADABLE_CLASSES else None
+    if original is not None:
         found["original"] = with_prefix(original, "model.diffusion_model.")
         found["original"]["vae.decoder.conv_in.weight"] = torch.ones(3)
     return found

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import flux2_layouts
+import hunyuan_pipelines
 import ltx_layouts
 import wan_pipelines
 from tiny_run import TinyRun, tiny_picture, write_config
@@ -85,6 +86,12 @@ CONDITIONING: dict[tuple[str, RecordKind], tuple[tuple[str, int], ...]] = {
 LAYOUTS = {
     "flux2 klein from references": FamilyCase(
         family="flux2", build=flux2_layouts.klein, kind="edit", conditioning=OF_A_REFERENCE
+    ),
+    "hunyuan_video_15 from pictures": FamilyCase(
+        family="hunyuan_video_15",
+        build=hunyuan_pipelines.from_pictures,
+        kind="image_to_video",
+        conditioning=(("first_frame_latents", 4), ("image_embeds", 4)),
     ),
     "ltx_video of conditions": FamilyCase(family="ltx_video", build=ltx_layouts.of_conditions),
     "ltx_video of conditions from first frames": FamilyCase(

@@ -105,8 +105,11 @@ def check_all_learn(before: dict[str, torch.Tensor], after: dict[str, torch.Tens
 
 
 def load_lora(pipeline: Any, file: Path, part: str) -> None:
-    """As docs/models.md says, for pipelines of one file and of two."""
+    """As docs/models.md says, for pipelines of one file, of two, and those that load none."""
     second = {"load_into_transformer_2": True} if part == "transformer_2" else {}
+    if not hasattr(pipeline, "load_lora_weights"):
+        getattr(pipeline, part).load_lora_adapter(file.parent, weight_name=file.name)
+        return
     pipeline.load_lora_weights(file.parent, weight_name=file.name, **second)
 
 

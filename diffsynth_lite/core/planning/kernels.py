@@ -1,7 +1,8 @@
 """This file has a model on the meta device call what it would call on a GPU, so that it can be counted.
 
 On meta torch takes attention and norms apart, and has no autocast. Here attention is one kernel, and
-so may be the norm that GPUs have one for; autocast is done as on CUDA.
+so may be the norm that GPUs have one for; autocast is done as on CUDA. Masks have no values there: they hold
+for all, as those of the longest prompts do.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -63,19 +64,42 @@ def _choose(condition: Tensor, *values: Any, **named: Any) -> Any:
     return torch.where(condition.to(_META) if is_on_meta else condition, *values, **named)
 
 
+def _take(tensor: Tensor, place: Any) -> Tensor:
+    picked: Tensor
+    if isinstance(place, Tensor) and place.is_meta and place.dtype == torch.bool:
+        picked = tensor[:0] if getattr(place, "is_inverted", False) else tensor.clone()
+    else:
+        picked = tensor[place]
+    return picked
+
+
+def _invert(mask: Tensor) -> Tensor:
+    inverted: Tensor = ~mask
+    if mask.is_meta:
+        vars(inverted)["is_inverted"] = not getattr(mask, "is_inverted", False)
+    return inverted
+
+
+def _holds(tensor: Tensor) -> bool:
+    return tensor.is_meta or bool(tensor)
+
+
 Replacements = Mapping[Any, Callable[..., Any]]
 """What is called in place of functions."""
 
+MASKS: Replacements = {Tensor.__getitem__: _take, Tensor.__invert__: _invert, Tensor.__bool__: _holds}
+"""Those on meta hold for all; others are asked."""
 ON_ALL_DEVICES: Replacements = {
     functional.scaled_dot_product_attention: _attend,
     torch.where: _choose,
+    **MASKS,
 }
 """Attention is one kernel on the CPU, too."""
 ON_CUDA: Replacements = {**ON_ALL_DEVICES, functional.rms_norm: _normalize}
 
 
 class FusedKernels(TorchFunctionMode):
-    """Scope in which some functions run in one kernel that torch takes apart on meta.
+    """Scope in which functions run in one kernel that torch takes apart on meta, or that look at values.
 
     In it a model may also switch autocast off on meta.
     """

@@ -384,7 +384,8 @@ def _ask_loader(
 ) -> Mapping[tuple[str, str], LoadedLayer]:
     """Kept: it is the same for all files that a run writes."""
     models = {name: empty_model(class_, json.loads(config)) for name, (class_, config) in components}
-    return loaded_layers(assemble(pipeline_class, **models), models, header)
+    has_loader = hasattr(pipeline_class, "load_lora_weights")
+    return loaded_layers(assemble(pipeline_class, **models) if has_loader else None, models, header)
 
 
 def exponential_shift(mu: float) -> float:

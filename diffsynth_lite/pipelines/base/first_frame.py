@@ -43,6 +43,19 @@ def preview_start(request: PreviewRequest) -> dict[str, Image]:
     return {"image": ImageOps.fit(request.inputs[0], (request.width, request.height))}
 
 
+def require_later_frames(num_frames: int, frame_step: int, *, key: str) -> None:
+    """Check that a clip whose first frame is given has others.
+
+    Raises:
+        UserError: naming ``key`` and numbers of frames that would do.
+    """
+    if num_frames <= frame_step:
+        raise UserError(
+            f"{key}: {num_frames} frames; this family needs {frame_step} k + 1, of which the first is given, "
+            f"such as {frame_step + 1} or {2 * frame_step + 1}"
+        )
+
+
 def first_frame_tensors(first_cfhw: torch.Tensor, latents_cfhw: torch.Tensor) -> EncodedMedia:
     """What is kept of the picture that a clip starts from: its latents, and a mask that they do not count in.
 

@@ -94,7 +94,7 @@ class PipelineFolder:
         Raises:
             UserError: the component's folder or its config is missing, or cannot be read.
         """
-        name = "scheduler_config.json" if component == "scheduler" else "config.json"
+        name = f"{component}_config.json" if component in ("scheduler", "guider") else "config.json"
         settings = self._read_json(self.path / component / name)
         require_sizes(settings)
         return settings

@@ -31,16 +31,20 @@ logger = logging.getLogger(__name__)
 
 
 class DiffusersLora(ModelFamily):
-    """A family whose LoRA files a pipeline of diffusers loads."""
+    """A family whose LoRA files a pipeline of diffusers loads, or its models do."""
 
     pipeline: Any
     _settled_for: tuple[AdapterKind, tuple[str, ...]] | None = None
 
     @abstractmethod
+    def component_class(self, name: str) -> Any:
+        """The class, of diffusers or transformers, that the family loads a component with."""
+
+    @abstractmethod
     def ask_loader(
         self, names: Mapping[str, str], header: FileHeader
     ) -> Mapping[tuple[str, str], LoadedLayer]:
-        """What the folder's pipeline does with a LoRA file, as ``loaded_layers`` gives it.
+        """What the folder's pipeline, or its models, do with a LoRA file, as ``loaded_layers`` gives it.
 
         Args:
             names: of the components that the file is for, by their names in the pipeline.
@@ -71,7 +75,8 @@ class DiffusersLora(ModelFamily):
             return adapter_of(self._known_updates(place))
         parts: dict[str, LoraFile] = {}
         for file, components in self._by_lora_file(place).items():
-            updates = _read_any(self.pipeline, file).updates
+            contents = _read_any(self.pipeline, file) if self.pipeline_loads_lora else read_contents(file)
+            updates = contents.updates
             by_prefix = _split(updates, list(map(self.lora_prefix, components)))
             for component, of_component in zip(components, by_prefix, strict=True):
                 parts[component] = adapter_of(of_component) if of_component else ({}, {})
@@ -185,7 +190,12 @@ class DiffusersLora(ModelFamily):
             for layer in of_it["target_modules"]
         ]
         lacking = [name for name in names if not self.lora_spelling.in_comfyui(name)]
-        if len(lacking) == len(names):
+        if self.lora_spelling.is_joined_in_comfyui:
+            logger.info(
+                "The LoRA file is for diffusers: ComfyUI has several of its layers as one, and takes what "
+                "`diffsynth-lite convert --to comfyui` makes of it."
+            )
+        elif len(lacking) == len(names):
             logger.info("ComfyUI has no names for the layers of this model: the LoRA file is for diffusers.")
         elif lacking:
             logger.warning(
@@ -198,7 +208,13 @@ class DiffusersLora(ModelFamily):
 
     @property
     def _has_loader(self) -> bool:
-        """Whether the pipeline loads LoRAs; a family whose pipeline does not writes and reads them itself."""
+        """Whether diffusers loads LoRAs of these models; else their family writes and reads them itself."""
+        classes = map(self.component_class, self.trained)
+        return self.pipeline_loads_lora or all(hasattr(one, "load_lora_adapter") for one in classes)
+
+    @property
+    def pipeline_loads_lora(self) -> bool:
+        """Whether the pipeline has ``load_lora_weights``; else the models may have ``load_lora_adapter``."""
         return hasattr(self.pipeline, "load_lora_weights")
 
     def _loads(self, model: nn.Module, layers: Sequence[str], rank: int, kind: AdapterKind) -> bool:

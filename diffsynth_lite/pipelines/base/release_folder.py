@@ -46,7 +46,11 @@ def write_release(release: Release, path: Path) -> PipelineFolder:
         file = "scheduler_config.json" if name == "scheduler" else "config.json"
         _write_json(path / name / file, full_config(component))
     for name, tokenizer in release.tokenizers.items():
-        index[name] = ["transformers", tokenizer.class_name]
+        library = _class_named(tokenizer.class_name).__module__.partition(".")[0]
+        index[name] = [library, tokenizer.class_name]
+        if library == "diffusers":
+            _write_json(path / name / f"{name}_config.json", {"_class_name": tokenizer.class_name})
+            continue
         _write_json(path / name / "tokenizer_config.json", {"tokenizer_class": tokenizer.class_name})
         if tokenizer.class_name.endswith("Processor"):
             _write_json(path / name / "preprocessor_config.json", {})  # the class's defaults

@@ -53,6 +53,7 @@ _KINDS = MappingProxyType(
         r"^layers\.0\.adaLN_sa_ln\.": "an ERNIE-Image",
         r"^text_fusion\.projector\.": "a Krea 2 in diffusers' layout",
         r"^joint_blocks\.": "a Stable Diffusion 3",
+        r"^context_embedder_2\.": "a HunyuanVideo 1.5 in diffusers' layout",
         r"^txt_norm\.": "a Qwen-Image",
         r"^caption_norm\.": "a Sana in diffusers' layout",
         r"^condition_embedder\.time_embedder\.": "a Wan in diffusers' layout",

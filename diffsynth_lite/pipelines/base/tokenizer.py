@@ -59,9 +59,11 @@ def _settings(folder: Path) -> str:
 def _require_files(folder: Path, tokenizer_class: type[PreTrainedTokenizerBase]) -> None:
     """Check that the files of a class are there, or one that holds the whole vocabulary.
 
-    Without them, some classes make up a vocabulary of a few special tokens.
+    Without them, some classes make up a vocabulary of a few special tokens. Those of bytes need none.
     """
     names = dict(tokenizer_class.vocab_files_names)
+    if not names:
+        return
     whole = names.pop("tokenizer_file", _WHOLE)
     parts = list(names.values()) or [_SENTENCEPIECE]
     missing = [name for name in parts if not (folder / name).is_file()]

@@ -41,11 +41,13 @@ def usage_code(
     takes = inspect.signature(family.pipeline.__call__).parameters
     name, makes_clips = family.folder.pipeline_class_name(), "num_frames" in takes
     pictures = _pictures(family, request, takes)
+    parts = inspect.signature(family.pipeline).parameters
+    # A pipeline whose call takes no size goes by that of its picture.
+    size = "" if "width" in takes else f".resize(({request.width}, {request.height}))"
     call = {
         "prompt": prompt,
         **_guidance(family, request.guidance_scale, negative_prompt, takes),
-        "width": request.width,
-        "height": request.height,
+        **({"width": request.width, "height": request.height} if "width" in takes else {}),
         **({"max_area": request.width * request.height} if pictures and "max_area" in takes else {}),
         **({"num_frames": request.num_frames, "output_type": "pil"} if makes_clips else {}),
         **({"frame_rate": family.default_fps} if "frame_rate" in takes else {}),
@@ -66,9 +68,10 @@ def usage_code(
         "",
         f'pipeline = {name}.from_pretrained({base!r}, dtype=torch.{dtype}).to("cuda")',
         *_loading(family, lora),
+        *_guider(request.guidance_scale, takes, parts),
         "drawn = pipeline(",
         *(f"    {key}={value!r}," for key, value in call.items()),
-        *(f'    {key}=load_image("{file}"),' for key, file in pictures.items()),
+        *(f'    {key}=load_image("{file}"){size},' for key, file in pictures.items()),
         f'    generator=torch.Generator("cpu").manual_seed({request.seed}),',
         ")",
         save,
@@ -83,11 +86,19 @@ def _guidance(
     if family.folder.component_config(family.trainable[0]).get("guidance_embeds"):
         return {"guidance_scale": scale}
     name = "true_cfg_scale" if "true_cfg_scale" in takes else "guidance_scale"
+    if name not in takes:  # a part of the pipeline knows the scale
+        return {"negative_prompt": negative_prompt} if scale > 1 and negative_prompt.strip() else {}
     if scale <= 1:
         return {name: 0.0}
     # Without any negative prompt, a pipeline with a ``true_cfg_scale`` runs the model once.
     is_given = "negative_prompt" in takes and (negative_prompt.strip() or name == "true_cfg_scale")
     return {**({"negative_prompt": negative_prompt} if is_given else {}), name: scale}
+
+
+def _guider(scale: float, takes: Mapping[str, Any], parts: Mapping[str, Any]) -> Iterator[str]:
+    """The line that sets the scale of a pipeline whose call takes none."""
+    if "guider" in parts and "guidance_scale" not in takes:
+        yield f"pipeline.guider = pipeline.guider.new(guidance_scale={max(scale, 1.0)!r})"
 
 
 def _pictures(family: DiffusersFamily, request: PreviewRequest, takes: Mapping[str, Any]) -> dict[str, str]:
@@ -107,9 +118,14 @@ def _loading(family: DiffusersFamily, lora: str) -> Iterator[str]:
         arguments = [repr(lora)]
         if file != LORA_WEIGHT_NAME_SAFE:
             arguments.append(f'weight_name="{file}"')
-        if components == ["transformer_2"]:
-            arguments.append("load_into_transformer_2=True")
-        yield f"pipeline.load_lora_weights({', '.join(arguments)})"
+        if family.pipeline_loads_lora:
+            if components == ["transformer_2"]:
+                arguments.append("load_into_transformer_2=True")
+            yield f"pipeline.load_lora_weights({', '.join(arguments)})"
+            continue
+        for component in components:
+            loaded = [*arguments, f'prefix="{component}"', "use_safetensors=True"]
+            yield f"pipeline.{component}.load_lora_adapter({', '.join(loaded)})"
 
 
 def lora_files(family: DiffusersFamily) -> dict[str, list[str]]:

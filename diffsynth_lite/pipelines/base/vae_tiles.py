@@ -16,6 +16,7 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLCogVideoX,
     AutoencoderKLFlux2,
+    AutoencoderKLHunyuanVideo15,
     AutoencoderKLLTXVideo,
     AutoencoderKLQwenImage,
     AutoencoderKLQwenImage21,
@@ -71,6 +72,10 @@ class VaeTiles:
             overlap = 1 - self.stride / self.side
             vae.enable_tiling(self.side, self.side, overlap, overlap)
             return
+        if isinstance(vae, AutoencoderKLHunyuanVideo15):
+            latents = self.side // vae.spatial_compression_ratio
+            vae.enable_tiling(self.side, self.side, latents, latents, 1 - self.stride / self.side)
+            return
         side, stride = self.side // self.patch, self.stride // self.patch
         in_time = {}
         if self.num_frames is not None:
@@ -95,6 +100,7 @@ _BY_CLASS: Mapping[Any, VaeTiles] = MappingProxyType(
         # diffusers has half of 720 x 480, and no squares.
         AutoencoderKLCogVideoX: VaeTiles(side=256, stride=192),
         # The others are diffusers' own.
+        AutoencoderKLHunyuanVideo15: VaeTiles(side=256, stride=192),
         AutoencoderKLQwenImage: VaeTiles(side=256, stride=192),
         AutoencoderKLQwenImage21: VaeTiles(side=256, stride=192),
         AutoencoderKLWan: VaeTiles(side=256, stride=192),

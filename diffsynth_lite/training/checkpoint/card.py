@@ -221,7 +221,9 @@ class CardWriter:
             yield "It was trained beside a frozen adapter on the base model, and is to be used without that."
         if self.config.lora.init_from:
             yield "It started from another LoRA: what is shown of before training is with that one."
-        if unknown := self._num_unknown_to_comfyui:
+        if self.family.lora_spelling.is_joined_in_comfyui:
+            yield "ComfyUI takes it as `diffsynth-lite convert --to comfyui` writes it, and not as it is."
+        elif unknown := self._num_unknown_to_comfyui:
             yield f"ComfyUI has no names that we know for {unknown} of its {len(self.layers)} layers."
         if self.family.folder.files:
             yield "Weights of the base model came from a file of their own, which the code does not load."

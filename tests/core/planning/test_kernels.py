@@ -110,3 +110,17 @@ def test_a_norm_keeps_its_input_and_a_number_for_each_row_as_the_kernel_of_a_gpu
         meter.start()
         output = norm.requires_grad_(False)(x)
         assert meter.num_bytes == output.nbytes + 64 * FP32.itemsize
+
+
+def test_masks_without_values_hold_for_all() -> None:
+    tokens, mask = meta(5, 8), meta(5, dtype=torch.bool)
+    known = torch.arange(5) > 2
+    with FusedKernels(ON_CUDA):
+        assert bool(torch.all(mask))
+        taken, left = tokens[mask], tokens[~mask]
+        assert (taken.shape, left.shape, tokens[~~mask].shape) == ((5, 8), (0, 8), (5, 8))
+        assert taken is not tokens
+        # Those that have values are asked.
+        assert torch.arange(5)[known].tolist() == [3, 4]
+        assert torch.arange(5)[~known].tolist() == [0, 1, 2]
+        assert not bool(torch.all(known))

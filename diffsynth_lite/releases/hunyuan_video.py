@@ -1,0 +1,155 @@
+"""HunyuanVideo 1.5: from text and from a picture, at 480p and 720p."""
+
+from dataclasses import replace
+
+from diffsynth_lite.releases.components import DIFFUSERS, MUSUBI
+from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
+
+_SCRIPT_15 = f"{DIFFUSERS}scripts/convert_hunyuan_video1_5_to_diffusers.py"
+_README_15 = "Tencent-Hunyuan/HunyuanVideo-1.5, README.md"
+
+
+def _transformer_15(task_type: str, target_size: int) -> ReleaseComponent:
+    return ReleaseComponent(
+        class_name="HunyuanVideo15Transformer3DModel",
+        config={"task_type": task_type, "target_size": target_size},
+        source=_SCRIPT_15,
+    )
+
+
+def _scheduler(shift: float, source: str) -> ReleaseComponent:
+    return ReleaseComponent(
+        class_name="FlowMatchEulerDiscreteScheduler", config={"shift": shift}, source=source
+    )
+
+
+_480P_T2V = Release(
+    name="HunyuanVideo 1.5 480p T2V",
+    hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+    pipeline_class="HunyuanVideo15Pipeline",
+    components={
+        "transformer": _transformer_15("i2v", 640),
+        "text_encoder": ReleaseComponent(
+            class_name="Qwen2_5_VLTextModel",
+            config={
+                "hidden_size": 3584,
+                "intermediate_size": 18944,
+                "num_attention_heads": 28,
+                "num_hidden_layers": 28,
+                "num_key_value_heads": 4,
+                "vocab_size": 152064,
+            },
+            dtype="bfloat16",
+            source=f"the language model of Qwen/Qwen2.5-VL-7B-Instruct, as {_SCRIPT_15} takes it; its "
+            f"numbers as in {MUSUBI}qwen_image/qwen_image_utils.py",
+        ),
+        "text_encoder_2": ReleaseComponent(
+            class_name="T5EncoderModel",
+            config={
+                "d_ff": 3584,
+                "d_kv": 64,
+                "d_model": 1472,
+                "feed_forward_proj": "gated-gelu",
+                "num_heads": 6,
+                "num_layers": 12,
+                "tie_word_embeddings": False,
+                "vocab_size": 384,
+            },
+            source=f"google/byt5-small, as in {MUSUBI}hunyuan_video_1_5/hunyuan_video_1_5_text_encoder.py",
+        ),
+        "vae": ReleaseComponent(
+            class_name="AutoencoderKLHunyuanVideo15", source=f"{_SCRIPT_15}: the defaults of the class"
+        ),
+    },
+    scheduler=_scheduler(5.0, _SCRIPT_15),
+    tokenizers={
+        "tokenizer": ReleaseTokenizer(class_name="Qwen2Tokenizer"),
+        "tokenizer_2": ReleaseTokenizer(class_name="ByT5Tokenizer"),
+        "guider": ReleaseTokenizer(class_name="ClassifierFreeGuidance"),
+    },
+    size=(848, 480, 121),
+    parameters=8.3e9,
+    licence="Tencent Hunyuan Community, not for the EU, the UK and South Korea",
+    gated=None,
+    architecture="hunyuan-video-1.5",
+    sources={
+        "pipeline": f"{DIFFUSERS}docs/source/en/api/pipelines/hunyuan_video15.md",
+        "size": f"frames of the pipeline's default; 480p, of which {_README_15} does not say the width",
+        "parameters": _README_15,
+        "licence": "Tencent-Hunyuan/HunyuanVideo-1.5, LICENSE",
+        "architecture": f"{MUSUBI}utils/sai_model_spec.py",
+    },
+    unconfirmed=(
+        "dtypes of transformer, autoencoder and ByT5",
+        "the rows that the conversion adds to ByT5's vocabulary for colours and fonts",
+        "hub id, but for that of 480p T2V",
+        "width",
+    ),
+)
+_PICTURES = {
+    "image_encoder": ReleaseComponent(
+        class_name="SiglipVisionModel",
+        config={
+            "hidden_size": 1152,
+            "image_size": 384,
+            "intermediate_size": 4304,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 27,
+            "patch_size": 14,
+        },
+        dtype="bfloat16",
+        source=f"SigLIP so400m of FLUX.1-Redux-dev, as {_SCRIPT_15} takes it; its numbers from memory",
+    )
+}
+_480P_I2V = replace(
+    _480P_T2V,
+    name="HunyuanVideo 1.5 480p I2V",
+    hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
+    pipeline_class="HunyuanVideo15ImageToVideoPipeline",
+    components={**_480P_T2V.components, **_PICTURES},
+    tokenizers={
+        **_480P_T2V.tokenizers,
+        "feature_extractor": ReleaseTokenizer(class_name="SiglipImageProcessor"),
+    },
+    unconfirmed=(*_480P_T2V.unconfirmed, "numbers of the image encoder"),
+)
+_720P_T2V = replace(
+    _480P_T2V,
+    name="HunyuanVideo 1.5 720p T2V",
+    hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
+    components={**_480P_T2V.components, "transformer": _transformer_15("t2v", 960)},
+    scheduler=_scheduler(9.0, _SCRIPT_15),
+    size=(1280, 720, 121),
+)
+_720P_I2V = replace(
+    _480P_I2V,
+    name="HunyuanVideo 1.5 720p I2V",
+    hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
+    components={**_480P_I2V.components, "transformer": _transformer_15("i2v", 960)},
+    scheduler=_scheduler(7.0, _SCRIPT_15),
+    size=(1280, 720, 121),
+)
+_WITHOUT_GUIDANCE = "50 steps without guidance"
+_480P_T2V_DISTILLED = replace(
+    _480P_T2V,
+    name="HunyuanVideo 1.5 480p T2V distilled",
+    hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v_distilled",
+    components={**_480P_T2V.components, "transformer": _transformer_15("t2v", 640)},
+    distilled=_WITHOUT_GUIDANCE,
+)
+_480P_I2V_DISTILLED = replace(
+    _480P_I2V,
+    name="HunyuanVideo 1.5 480p I2V distilled",
+    hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v_distilled",
+    distilled=_WITHOUT_GUIDANCE,
+)
+_720P_I2V_DISTILLED = replace(
+    _720P_I2V,
+    name="HunyuanVideo 1.5 720p I2V distilled",
+    hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v_distilled",
+    distilled=_WITHOUT_GUIDANCE,
+)
+HUNYUAN_VIDEO_15: tuple[Release, ...] = (
+    *(_480P_T2V, _480P_I2V, _720P_T2V, _720P_I2V),
+    *(_480P_T2V_DISTILLED, _480P_I2V_DISTILLED, _720P_I2V_DISTILLED),
+)
