@@ -35,7 +35,9 @@ from diffsynth_lite.lora import (
     add_finished_lora,
     without_training_adapter,
 )
-from diffsynth_lite.lora.pairs import pairs_of, tensors_of
+from diffsynth_lite.lora.kinds.dora import COMFYUI_SCALE
+from diffsynth_lite.lora.kinds.updates import updates_of
+from diffsynth_lite.lora.pairs import tensors_of
 from diffsynth_lite.lora.spelling import DIFFUSERS
 from diffsynth_lite.media import STRIP_FRAMES, evenly_spread, frame_strip, jpeg_url
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
@@ -98,13 +100,16 @@ class OtherModel:
         Args:
             transformer: with an adapter that trains, on the device.
         """
+        updates = updates_of(adapter_tensors(transformer), adapter_settings(transformer))
+        device = next(transformer.parameters()).device
         # As in the file that comes of it: alpha is folded, so that each layer's is its rank.
-        tensors = tensors_of(pairs_of(adapter_tensors(transformer), adapter_settings(transformer)), DIFFUSERS)
+        of_file = tensors_of(updates, DIFFUSERS).items()
+        tensors = {name: tensor for name, tensor in of_file if not name.endswith(COMFYUI_SCALE)}
         model = load_to_draw(
             self.config,
             self.family,
-            next(transformer.parameters()).device,
-            lambda loaded: add_finished_lora(loaded, _DRAWN, tensors, {}),
+            device,
+            lambda loaded: add_finished_lora(loaded, _DRAWN, tensors, {}, device=device),
         )
         # One of its own, as the run's would keep the model.
         prepared = Accelerator(mixed_precision=self.config.train.mixed_precision).prepare_model(
