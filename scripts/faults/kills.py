@@ -24,8 +24,8 @@ DISK_CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace", "unlink", 
 
 def kill_real_runs(bench: Bench) -> Result:
     """K1: killed at random moments of start, training and saving until it is done, again and again."""
-    wanted = bench.pick(6, 60, 300)
-    steps = bench.pick(10, 24, 24)
+    wanted = bench.pick(4, 60, 300)
+    steps = bench.pick(8, 24, 24)
     runs = [bench.pictures()] if bench.scale == "ci" else [bench.pictures(), bench.clips()]
     dice = bench.new_dice()
     tally = _Tally()

@@ -67,7 +67,7 @@ def test_a_sample_that_processes_share_is_counted_as_each_has_it(
         ("ring", ("train.context_parallel=2", "train.context_parallel_kind=ring")),
     ):
         given = ("--config", "qwen_lora.yaml", "validation.prompts=[]", "model.family=flux", *ANY)
-        room = ("model.path=black-forest-labs/FLUX.1-dev", "--gpu=RTX 4090", "lora.target_modules=attention")
+        room = ("model.path=black-forest-labs/FLUX.1-dev", "--gpu=H100", "lora.target_modules=attention")
         assert plan(*given, *room, "train.global_batch_size=2", "--processes=4", *settings) == 0
         told[name] = capsys.readouterr().out
     activations = {name: row(text, "activations and gradients, at most")[0] for name, text in told.items()}
@@ -85,8 +85,8 @@ def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
 ) -> None:
     monkeypatch.setattr(choices, "_STRATEGIES", (KEEP,))
 
-    def last_of(gib: str, *gpu: str) -> list[str]:
-        room = ("--device-gib", gib, *gpu)
+    def last_of(gib: str, *given: str) -> list[str]:
+        room = ("--device-gib", gib, *given)
         assert plan("--config", str(tiny_run.config), *room, "train.micro_batch_size=2") == 0
         printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
         assert "qwen_image, 64x32, micro-batch of 2" in printed
@@ -99,11 +99,12 @@ def test_settings_that_fit_are_written_to_copy_and_where_none_do_it_is_said(
         "With the first of these, all other phases fit, too.",
     ]
     # Kernels that do next to nothing take what Python needs for each.
+    without_previews = "validation.prompts=[]"
     preserved = "data.path=null", "data.sources=[{path: a}, {path: a, preserve: true, weight: 0.25}]"
-    printed = last_of("1", "--gpu", "NVIDIA RTX 4090", *preserved)
+    printed = last_of("1", "--gpu", "NVIDIA RTX 4090", without_previews, *preserved)
     assert re.fullmatch(r"0.0 GiB, .*, 0.0\d s a step, 1.00 of .*:", printed[-3])
     assert "20 % of its samples, taken as all sources hold as many items, are preserved" in " ".join(printed)
-    assert last_of("1e-8")[-1] == "Nothing fits 1e-08 GiB."
+    assert last_of("1e-8", without_previews)[-1] == "Nothing fits 1e-08 GiB."
 
 
 @pytest.mark.parametrize(
