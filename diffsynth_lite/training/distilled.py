@@ -124,7 +124,7 @@ def family_that_draws(config: Config, family: ModelFamily, layers: Sequence[str]
         UserError: there is none, it is of another family, or lacks layers of the LoRA; nothing is loaded.
     """
     location = config.validation.model_path
-    if location is None:
+    if location is None or not config.validation.prompts:
         return family
     if location == config.model.path and not family.folder.files:
         raise UserError(

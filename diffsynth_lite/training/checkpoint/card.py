@@ -12,6 +12,7 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.lora.metadata import LoraFacts
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.base.release_folder import find_base_model
 from diffsynth_lite.pipelines.base.usage import lora_files, usage_code
 from diffsynth_lite.releases import BaseModel, Release
 from diffsynth_lite.run_folder.folder import RunFolder
@@ -154,10 +155,15 @@ class CardWriter:
         )
 
     def _code(self) -> str | None:
+        family, location = self.previews.family, self.config.validation.model_path
+        base = self.facts.base
+        if self.previews.other is not None:
+            # With the steps and the guidance of the model that is drawn on.
+            base = find_base_model(family.releases, location or "", family.folder)
         return usage_code(
-            self.family,
+            family,
             self._request,
-            base=self.facts.base.hub_id or _BASE_FOLDER,
+            base=base.hub_id or _BASE_FOLDER,
             dtype=self.config.model.dtype,
             lora=LORA_FOLDER,
             prompt=next(iter((*self.previews.prompts, *self.facts.trigger_words)), "your prompt"),

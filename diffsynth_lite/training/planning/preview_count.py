@@ -9,6 +9,7 @@ from PIL import Image
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.planning import StandIns
+from diffsynth_lite.lora import without_training_adapter
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.training.checks import preview_size
@@ -62,7 +63,8 @@ def count_preview(
     }
     model = Composite(models) if len(models) > 1 else models[copied.trained[0]]
     # Not every family decodes in tiles when the device is full.
-    with counted_silently(), evaluation_mode(model), suppress(torch.OutOfMemoryError):
+    full = suppress(torch.OutOfMemoryError)
+    with counted_silently(), evaluation_mode(model), without_training_adapter(model), full:
         copied.sample(model, getattr(torch, config.model.vae_dtype), [preview_request(config, copied)])
     # Of the two that decode, the second is in tiles.
     decoded = [call.peak for call in counted.calls if call.method == "decode"]
