@@ -22,6 +22,10 @@ class Untrained:
 
 UNTRAINED: Mapping[str, Untrained] = MappingProxyType(
     {
+        "CogVideoXFun": Untrained("CogVideoX-Fun", "cogvideox", "a control clip in the model's input"),
+        "CogVideoXImageToVideo": Untrained(
+            "CogVideoX from pictures", "cogvideox", "the first frame in the model's input"
+        ),
         "Flux2KleinKV": Untrained("FLUX.2 klein KV", "flux2", "a cache of the pictures to start from"),
         "FluxControl": Untrained(
             "FLUX.1 Depth and Canny", "flux", "a picture of depth or edges in the model's input"
@@ -45,6 +49,9 @@ UNTRAINED: Mapping[str, Untrained] = MappingProxyType(
             "SkyReels-V2 DF",
             "wan",
             "a model of its own, with a noise level for each frame",
+        ),
+        "StableDiffusion3ControlNet": Untrained(
+            "ControlNets of Stable Diffusion 3", "sd3", "a second model beside the transformer"
         ),
         "StableDiffusionXLImg2Img": Untrained(
             "The SDXL refiner", "sdxl", "one text encoder, and an aesthetic score that the UNet is told"
