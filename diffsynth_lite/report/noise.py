@@ -85,7 +85,8 @@ def noise_levels(items: Sequence[MeasuredItem], rows: Sequence[Mapping[str, Any]
         items: of ``items.jsonl``.
         rows: of ``item_losses.jsonl``; one that is of other items is left out.
     """
-    levels = items[0].noise_levels if items else []
+    given = items[0].noise_levels if items else []
+    levels = [level for each in given if (level := as_number(each)) is not None]
     measured = [means for row in rows if (means := _means_by_level(row, len(items), len(levels)))]
     if len(measured) < 2:
         return []

@@ -1,7 +1,10 @@
 """Losses of single items: the highest come first, and only those that compare."""
 
+from dataclasses import replace
+
 import pytest
 
+from diffsynth_lite.report.noise import noise_levels
 from diffsynth_lite.report.teaching import read_teaching
 from diffsynth_lite.run_folder.items import MeasuredItem
 
@@ -46,6 +49,22 @@ def test_items_are_sorted_by_their_last_loss_and_compared_with_their_first() -> 
 )
 def test_one_measurement_is_no_change(rows: list[dict[str, object]]) -> None:
     assert read_teaching(items(1), rows) is None
+
+
+def test_the_mean_of_the_items_at_each_noise_level_is_told_for_the_start_half_way_and_now() -> None:
+    def row(*by_level: list[float | None]) -> dict[str, object]:
+        return {"step": 0, "by_level": [list(levels) for levels in by_level]}
+
+    rows = [row([1.0, 2.0], [3.0, 4.0]), row([1.0, 2.0], [None, 1.0]), row([1.0, 1.0])]
+    assert noise_levels(items(2), rows) == []  # the others have not all items
+    rows += [row([0.5, 2.0], [0.5, 2.0]), row([0.25, 1.0], [0.25, 3.0]), {"step": 9, "losses": [1.0, 1.0]}]
+    low, high = noise_levels(items(2), rows)
+    assert (low.name, low.before, low.middle, low.after) == ("0.2", 2.0, 0.5, 0.25)
+    assert (low.change, low.late_change) == (-0.875, -0.5)
+    assert (high.before, high.middle, high.after, high.late_change) == (3.0, 2.0, 2.0, 0.0)
+    assert noise_levels(items(2), rows[:1] + rows[3:4])[0].middle is None
+    damaged = replace(items(1)[0], noise_levels=["low", 0.8])
+    assert noise_levels([damaged], [row([1.0, 2.0])] * 2) == []
 
 
 def test_of_many_items_the_highest_and_the_lowest_are_shown() -> None:
