@@ -91,7 +91,7 @@ def loaded_layers(
     def name_of(weight: Tensor) -> str | None:
         number = weight.flatten()[0].item()
         if number not in range(len(names) + 1):
-            raise ValueError(f"{type(pipeline).__name__} gives a layer what is no tensor of the file")
+            raise ValueError("diffusers gives a layer what is no tensor of the file")
         return names[int(number) - 1] if number else None
 
     layers = {}

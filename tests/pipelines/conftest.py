@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import hunyuan_pipelines
 import ltx_layouts
 import pytest
 from family_sample import Sample, build_sample, families_to_test, small_edit_inputs
@@ -15,7 +14,6 @@ LAYOUTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "flux2 klein": ("flux2", klein),
     # Its decoder is told less noise than the pipeline's default, unless it is one that removes none.
     "ltx_video of conditions": ("ltx_video", partial(ltx_layouts.of_conditions, denoises=False)),
-    "hunyuan_video_15 from pictures": ("hunyuan_video_15", hunyuan_pipelines.from_pictures),
     "wan ti2v": ("wan", ti2v),
 }
 """Releases with another pipeline or other encoders than the tiny pipeline of their family, which is named."""

@@ -2,11 +2,14 @@
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import test_family_fidelity as fidelity
+import test_family_interface as interface
 import torch
 from comfyui_names import HUNYUAN_VIDEO_15
 from diffusers import HunyuanVideo15ImageToVideoPipeline
@@ -46,10 +49,39 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
 
 
 @pytest.fixture(scope="module")
-def of_pictures(tmp_path_factory: pytest.TempPathFactory) -> HunyuanVideo15:
-    folder = tmp_path_factory.mktemp("from_pictures")
-    from_pictures().save_pretrained(folder)
-    return HunyuanVideo15(PipelineFolder(path=folder))
+def starting(tmp_path_factory: pytest.TempPathFactory) -> Sample:
+    """That of the pipeline which starts from pictures."""
+    return build_sample("hunyuan_video_15", tmp_path_factory.mktemp("from_pictures"), from_pictures)
+
+
+@pytest.fixture
+def of_pictures(starting: Sample) -> HunyuanVideo15:
+    family = starting.family
+    assert isinstance(family, HunyuanVideo15)
+    return family
+
+
+def test_previews_from_pictures_are_what_the_pipeline_draws(starting: Sample) -> None:
+    pipeline = fidelity.read_pipeline(starting)
+    fidelity.test_a_preview_is_what_the_pipeline_draws_from_the_text(starting, pipeline, fidelity.GUIDANCE)
+
+
+def test_clips_from_pictures_are_trained_as_the_pipeline_samples_them(
+    starting: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fidelity.test_all_that_the_model_is_told_in_training_is_what_the_pipeline_tells_it(starting)
+    fidelity.test_what_the_model_says_of_a_place_comes_back_at_that_place(starting)
+    interface.test_the_velocity_is_what_the_pipeline_hands_to_its_sampler(starting, monkeypatch)
+
+
+def test_what_is_kept_of_pictures_has_a_key_of_all_that_makes_it(starting: Sample, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(starting.family.folder.path, tmp_path / "copy"))
+    fidelity.test_a_cache_key_changes_with_the_dtype_and_with_every_file_that_the_encoder_needs(
+        starting, copy, "media"
+    )
+    interface.test_an_example_of_the_conditioning_is_what_the_encoders_give_of_a_prompt_as_long_as_may_be(
+        starting
+    )
 
 
 @pytest.mark.parametrize("starts_from_a_picture", [False, True])

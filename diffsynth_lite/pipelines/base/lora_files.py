@@ -166,7 +166,7 @@ class DiffusersLora(ModelFamily):
 
     def _other_readers(self) -> Iterator[str]:
         """Who takes a file that the pipeline does not load."""
-        if self.lora_spelling.unknown_to_comfyui is not None:
+        if self.lora_spelling.unknown_to_comfyui not in (None, ("",)):
             yield "ComfyUI"
         if prefix := self.adapter_prefix:
             yield f"load_lora_adapter(..., prefix={prefix!r}) of diffusers' model"
@@ -192,8 +192,8 @@ class DiffusersLora(ModelFamily):
         lacking = [name for name in names if not self.lora_spelling.in_comfyui(name)]
         if self.lora_spelling.is_joined_in_comfyui:
             logger.info(
-                "The LoRA file is for diffusers: ComfyUI has several of its layers as one, and takes what "
-                "`diffsynth-lite convert --to comfyui` makes of it."
+                "The file is for diffusers: ComfyUI has several of its layers as one, and takes what "
+                "`diffsynth-lite convert --to comfyui` makes of a plain LoRA."
             )
         elif len(lacking) == len(names):
             logger.info("ComfyUI has no names for the layers of this model: the LoRA file is for diffusers.")

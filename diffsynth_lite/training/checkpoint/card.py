@@ -228,7 +228,7 @@ class CardWriter:
         if self.config.lora.init_from:
             yield "It started from another LoRA: what is shown of before training is with that one."
         if self.family.lora_spelling.is_joined_in_comfyui:
-            yield "ComfyUI takes it as `diffsynth-lite convert --to comfyui` writes it, and not as it is."
+            yield "ComfyUI takes it as `diffsynth-lite convert --to comfyui` writes a plain LoRA, not so."
         elif unknown := self._num_unknown_to_comfyui:
             yield f"ComfyUI has no names that we know for {unknown} of its {len(self.layers)} layers."
         if self.family.folder.files:
