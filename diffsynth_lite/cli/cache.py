@@ -253,13 +253,7 @@ def fill_cache(config: Config, accelerator: "Accelerator", part: "Part | None" =
     with shortages_explained():
         checked = check_run(config, accelerator, part or WHOLE)
         encode = partial(encode_part, part=part) if part else encode_run
-        encoded = encode(
-            config,
-            checked.family,
-            accelerator,
-            training=checked.training,
-            held_out=checked.held_out,
-        )
+        encoded = encode(config, checked, accelerator)
     return len(encoded.items)
 
 
@@ -284,14 +278,7 @@ def needed_keys(config: Config, accelerator: "Accelerator") -> set[str]:
             if seal is not None:
                 sealed = seal.entries(seal.map_table(sealed_folder(config)))
                 return {key for key in drawn if key not in sealed}
-            job = plan_encoding(
-                config,
-                checked.family,
-                accelerator,
-                training=checked.training,
-                held_out=checked.held_out,
-                memory=memory,
-            )
+            job = plan_encoding(config, checked, accelerator, memory)
     return {*job.media, *job.prompts, *drawn}
 
 

@@ -336,9 +336,7 @@ def _encode(run: RunContext) -> TrainingData:
     if config.data.sealed is not None:
         encoded = sealed_data(config, checked.family, accelerator)
     else:
-        encoded = encode_run(
-            config, checked.family, accelerator, training=checked.training, held_out=checked.held_out
-        )
+        encoded = encode_run(config, checked, accelerator)
     if config.validation.model_path is not None:
         encoded = replace(encoded, prompts=encode_previews(config, checked.drawing, accelerator))
     checked.drop_records()

@@ -119,9 +119,7 @@ def equal_runs(
     config = load_config(arguments.config, overrides).config
     accelerator = Accelerator(mixed_precision=config.train.mixed_precision)
     checked = check_run(config, accelerator)
-    encoded = encode_run(
-        config, checked.family, accelerator, training=checked.training, held_out=checked.held_out
-    )
+    encoded = encode_run(config, checked, accelerator)
     runs = [
         build_run(
             config,

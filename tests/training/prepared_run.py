@@ -128,8 +128,6 @@ def prepare(root: Path) -> Prepared:
     return Prepared(
         root=root,
         checked=checked,
-        encoded=encode_run(
-            config, checked.family, PROCESS, training=checked.training, held_out=checked.held_out
-        ),
+        encoded=encode_run(config, checked, PROCESS),
         transformer=build_transformer(config, checked),
     )

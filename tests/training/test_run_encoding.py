@@ -54,7 +54,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 def encode(prepared: Prepared, process: Any = PROCESS, **changes: str) -> TrainingData:
     config = load_config_of(prepared.root, CHANGES | changes)
     checked = check_run(config, PROCESS)
-    return encode_run(config, checked.family, process, training=checked.training, held_out=checked.held_out)
+    return encode_run(config, checked, process)
 
 
 def listed_as_bad(prepared: Prepared) -> list[str]:
@@ -263,9 +263,7 @@ def test_each_item_is_encoded_once_a_cache_by_the_processes_that_share_it(
         skip = {"data.on_bad_item": "skip", "data.max_bad_ratio": "0.5", "data.crops_per_item": "1"}
         config = load_config_of(prepared.root, CHANGES | own | skip)
         checked = check_run(config, accelerator)
-        return encode_run(
-            config, checked.family, accelerator, training=checked.training, held_out=checked.held_out
-        )
+        return encode_run(config, checked, accelerator)
 
     first, *others = PretendedProcesses(monkeypatch, num_machines=2, num_local=2).run(encoded)
     assert isinstance(first, TrainingData), first

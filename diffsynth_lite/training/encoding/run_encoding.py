@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from accelerate import Accelerator
@@ -109,15 +110,24 @@ class TrainingData:
     orders: Orders = draw_order
 
 
+class CheckedData(Protocol):
+    """What the checks of a run, or of a part of it, found of its data."""
+
+    @property
+    def family(self) -> ModelFamily:
+        """Bound to its folder."""
+
+    @property
+    def training(self) -> ReadRecords:
+        """What is trained on, of a part its own records."""
+
+    @property
+    def held_out(self) -> ReadRecords:
+        """All of it; where it is empty, the validation loss is measured on training items."""
+
+
 def plan_encoding(
-    config: Config,
-    family: ModelFamily,
-    accelerator: Accelerator,
-    *,
-    training: ReadRecords,
-    held_out: ReadRecords,
-    memory: FileMemory,
-    part: Part = WHOLE,
+    config: Config, checked: CheckedData, accelerator: Accelerator, memory: FileMemory, part: Part = WHOLE
 ) -> EncodingJob:
     """All that a run encodes: its data, what is held out, and the prompts of its previews.
 
@@ -125,16 +135,14 @@ def plan_encoding(
 
     Args:
         config: its data, validation and precisions are read.
-        family: bound to its folder.
         accelerator: device and processes.
-        training: what is trained on, of a part its own records.
-        held_out: all of it.
         memory: of files.
         part: which of the held-out items and previews are encoded, too.
 
     Raises:
         UserError: settings or sizes that the family cannot do; or processes have different items.
     """
+    family, training, held_out = checked.family, checked.training, checked.held_out
     rules, group = plan_rules(config, family), find_cache_group(config, accelerator)
     job = EncodingJob(config, family, accelerator.device, group)
     trained_on = plan_dataset(training.records, rules, memory, accelerator, group).without(training.unread)
@@ -174,14 +182,7 @@ def _add_previews(
         job.add_preview(prompt, negative=config.validation.negative_prompt)
 
 
-def encode_run(
-    config: Config,
-    family: ModelFamily,
-    accelerator: Accelerator,
-    *,
-    training: ReadRecords,
-    held_out: ReadRecords,
-) -> TrainingData:
+def encode_run(config: Config, checked: CheckedData, accelerator: Accelerator) -> TrainingData:
     """Plan the data of a run, and encode what the cache does not hold, each process its share.
 
     Where machines have caches of their own, each of these gets everything: the processes that share one share
@@ -189,16 +190,13 @@ def encode_run(
 
     Args:
         config: its data, validation and precisions are read.
-        family: bound to its folder.
         accelerator: device and processes.
-        training: what is trained on.
-        held_out: what the validation loss is measured on; training items where it is empty.
 
     Raises:
         UserError: bad items, all of them listed in the run's ``quarantine.jsonl``; the same on all processes.
     """
     with open_memory(config) as memory:
-        job = plan_encoding(config, family, accelerator, training=training, held_out=held_out, memory=memory)
+        job, held_out = plan_encoding(config, checked, accelerator, memory), checked.held_out
         quarantine = Quarantine(config)
         trained_on, measured = encode_job(config, job, memory, accelerator, quarantine, held_out.unread)
     validation = measured if held_out.records else trained_on
@@ -218,21 +216,11 @@ def encode_run(
     )
 
 
-def encode_part(
-    config: Config,
-    family: ModelFamily,
-    accelerator: Accelerator,
-    *,
-    part: Part,
-    training: ReadRecords,
-    held_out: ReadRecords,
-) -> UsableData:
+def encode_part(config: Config, checked: CheckedData, accelerator: Accelerator, *, part: Part) -> UsableData:
     """Encode what a part of a run needs and the cache does not hold, in one process.
 
     Args:
         part: its share of the held-out items and previews, and its own files for what it remembers.
-        training: the records of the part.
-        held_out: all of it.
 
     Returns:
         What the run will train on in this part.
@@ -241,11 +229,9 @@ def encode_part(
         UserError: bad items that the run would not leave out.
     """
     with open_memory(config, part) as memory:
-        job = plan_encoding(
-            config, family, accelerator, training=training, held_out=held_out, memory=memory, part=part
-        )
+        job = plan_encoding(config, checked, accelerator, memory, part)
         quarantine = Quarantine(config, part)
-        trained_on, _ = encode_job(config, job, memory, accelerator, quarantine, held_out.unread)
+        trained_on, _ = encode_job(config, job, memory, accelerator, quarantine, checked.held_out.unread)
     return trained_on
 
 

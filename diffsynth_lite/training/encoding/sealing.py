@@ -46,14 +46,7 @@ def seal_run(config: Config, accelerator: Accelerator, progress: Callable[[int, 
     plain = unsealed(config)
     checked = check_run(plain, accelerator)
     with open_memory(plain) as memory:
-        job = plan_encoding(
-            plain,
-            checked.family,
-            accelerator,
-            training=checked.training,
-            held_out=checked.held_out,
-            memory=memory,
-        )
+        job = plan_encoding(plain, checked, accelerator, memory)
         remedy = "fill the cache with `diffsynth-lite cache fill`, then seal it"
         if there is not None:
             job.leave_out(there.entries(there.map_table(sealed_folder(config))))
