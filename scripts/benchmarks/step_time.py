@@ -1,8 +1,8 @@
 """Step time of the trainer against a bare PyTorch loop: same model, batches and flags, in one run.
 
 Prints the ratio of the median step times. Steps alternate between the two, so that whatever else the machine
-does hits both alike. ``--preserved 0.25 1`` also takes steps in which these parts of each micro-batch, in
-whole samples, are preserved.
+does hits both alike. ``--preserved 0.25 --preserved 1`` also takes steps in which these parts of each
+micro-batch, in whole samples, are preserved.
 """
 
 import argparse
@@ -20,12 +20,13 @@ from accelerate import Accelerator
 from peer_loops.bare import BareLoop
 
 from diffsynth_lite.config import Config, load_config
-from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
+from diffsynth_lite.core.gradient import gradient_engine
 from diffsynth_lite.data import Batch
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.builder import (
     TrainingObjects,
     build_compiler,
+    build_engine,
     build_run,
     build_transformer,
 )
@@ -53,7 +54,7 @@ def main() -> None:
     """Run both loops and print the ratio."""
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
-    with tempfile.TemporaryDirectory() as folder, gradient_engine(GradientEngine()):
+    with tempfile.TemporaryDirectory() as folder:
         times = measure(arguments, Path(folder))
     medians = {name: statistics.median(values) for name, values in times.items()}
     for name, seconds in medians.items():
@@ -65,14 +66,16 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--config", default="quickstart.yaml", help="config (default: %(default)s)")
     parser.add_argument(
         "--steps", type=int, default=100, help="steps measured of each (default: %(default)s)"
     )
     parser.add_argument("--warmup", type=int, default=10, help="steps before them (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
-    parser.add_argument("--preserved", type=float, nargs="+", default=[], help="parts that are preserved")
+    parser.add_argument("--preserved", type=float, action="append", default=[], help="see above")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for train.py")
     return parser.parse_intermixed_args()
 
@@ -87,7 +90,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float
     for part, run in zip(arguments.preserved, others, strict=True):
         run.batches = preserving(run.batches, part)
         steps[f"trainer, {part:.0%} preserved"] = partial(train_step, run)
-    return take_turns(steps, num_warmup=arguments.warmup, num_steps=arguments.steps)
+    with gradient_engine(build_engine(config, first.weights)):
+        return take_turns(steps, num_warmup=arguments.warmup, num_steps=arguments.steps)
 
 
 def take_turns(steps: Mapping[str, Step], *, num_warmup: int, num_steps: int) -> dict[str, list[float]]:

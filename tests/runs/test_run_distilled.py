@@ -20,7 +20,7 @@ DRAWN = ("validation.prompts=[a red circle]", "validation.num_inference_steps=2"
 
 
 def losses(run: TinyRun, folder: Path) -> list[dict[str, float]]:
-    names = ("loss", "train_fixed_noise_loss")
+    names = ("loss", "preservation_loss", "train_fixed_noise_loss")
     return [{name: row[name]} for row in run.metrics(folder) for name in names if name in row]
 
 
@@ -31,9 +31,10 @@ def previews(folder: Path, step: int) -> list[bytes]:
 def test_a_guided_run_with_an_adapter_goes_on_exactly_and_saves_memory_exactly(
     tiny_run: TinyRun, foreign_lora: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    learned, preserved = (f"path: {tiny_run.root / 'data'}{more}" for more in ("", ", preserve: true"))
     given = (
         *("objective.guidance_target=3", f"model.training_adapter={foreign_lora}", "train.steps=2"),
-        "model.quantize=int8",
+        *("model.quantize=int8", "data.path=null", f"data.sources=[{{{learned}}}, {{{preserved}}}]"),
         *(*UNWATCHED, "validation.loss_items=2", "lora.target_modules=[to_q, img_mlp.net.2]"),
     )
     whole, parts = tiny_run.root / "whole", tiny_run.root / "parts"
@@ -42,6 +43,10 @@ def test_a_guided_run_with_an_adapter_goes_on_exactly_and_saves_memory_exactly(
     assert tiny_run.train(f"output.dir={parts}", *given, *SAVING_MEMORY) == 0
     assert differing(checkpoint_tensors(whole, 2), checkpoint_tensors(parts, 2)) == []
     assert losses(tiny_run, whole) == losses(tiny_run, parts)
+    # What is preserved is the model with the frozen adapter, unguided: nothing is lost of it at the start.
+    assert (
+        next(row["preservation_loss"] for row in losses(tiny_run, whole) if "preservation_loss" in row) < 1e-9
+    )
     more = (f"output.dir={parts}", "train.steps=3")
     assert tiny_run.train(*more, *given[3:], f"model.training_adapter={foreign_lora}") == 2
     assert "objective.guidance_target was 3.0, is None" in caplog.text
