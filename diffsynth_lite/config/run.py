@@ -89,8 +89,8 @@ class ValidationSettings(Settings):
 
     data: FilePath | None = None
     """Folder of items with captions, kept out of training, for the fixed-noise loss; it is read as the first
-    source of the data is: folders of inputs or masks inside that one have the same place in this one. Null
-    measures on training items, and names the metric `train_fixed_noise_loss`."""
+    source of the data that is learned: folders of inputs or masks inside that one have the same place in this
+    one. Null measures on training items, and names the metric `train_fixed_noise_loss`."""
 
     loss_items: CountOrNone = 16
     """Items in the fixed-noise loss; 0 turns it off."""

@@ -75,6 +75,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--warmup", type=int, default=10, help="steps before them (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="of the processor, where other programs are at work on it"
+    )
     parser.add_argument("--preserved", type=float, action="append", default=[], help="see above")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for train.py")
     return parser.parse_intermixed_args()
@@ -91,28 +94,39 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float
         run.batches = preserving(run.batches, part)
         steps[f"trainer, {part:.0%} preserved"] = partial(train_step, run)
     with gradient_engine(build_engine(config, first.weights)):
-        return take_turns(steps, num_warmup=arguments.warmup, num_steps=arguments.steps)
+        return take_turns(
+            steps,
+            num_warmup=arguments.warmup,
+            num_steps=arguments.steps,
+            clock=time.process_time if arguments.cpu_time else time.perf_counter,
+        )
 
 
-def take_turns(steps: Mapping[str, Step], *, num_warmup: int, num_steps: int) -> dict[str, list[float]]:
+def take_turns(
+    steps: Mapping[str, Step],
+    *,
+    num_warmup: int,
+    num_steps: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     """Seconds of each measured step of several loops, which take turns; each turn begins with another one."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for step in range(1, num_warmup + num_steps + 1):
         first = step % len(steps)
         for name, take in [*steps.items()][first:] + [*steps.items()][:first]:
-            times[name].append(timed(take, step))
+            times[name].append(timed(take, step, clock))
     return {name: values[num_warmup:] for name, values in times.items()}
 
 
-def timed(take: Step, step: int) -> float:
+def timed(take: Step, step: int, clock: Callable[[], float]) -> float:
     """Seconds of one step, with the device idle before and after."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    started_at = time.perf_counter()
+    started_at = clock()
     take(step)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - started_at
+    return clock() - started_at
 
 
 def equal_runs(
