@@ -40,6 +40,8 @@ def test_rows_come_back_as_they_were_also_from_another_process(given_rows):
         assert kinds == sorted((row.bucket, row.source) for row in given_rows)
         assert kinds == [(given_rows[item].bucket, given_rows[item].source) for _, item in grouped]
         assert all(group.members().tolist() == sorted(group.members().tolist()) for group in one.groups)
+        of_few = {row.source for row in given_rows[:2]}
+        assert list(one.places(of_few)) == [i for i, row in enumerate(given_rows) if row.source in of_few]
         assert sum(one.items_by_bucket.values()) == sum(one.items_by_source.values()) == len(given_rows)
 
 

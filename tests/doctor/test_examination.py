@@ -29,20 +29,23 @@ def names_on_sheet(found: Findings) -> Sequence[str]:
 def test_buckets_samples_and_steps_follow_repeats_and_weights(workplace: Workplace) -> None:
     wide = add_pictures(workplace, "wide", 3, (160, 80))
     square = add_pictures(workplace, "square", 4, (64, 64))
-    sources = f"data.sources=[{{path: {wide}, repeats: 2}}, {{path: {square}, weight: 0.5}}]"
-    found = findings(workplace.config(sources))
+    # The same files and one caption for all, which is as it should be of what is preserved.
+    preserved = f"{{path: {square}, weight: 0.5, preserve: true, captions: none}}"
+    learned = f"{{path: {wide}, repeats: 2}}, {{path: {square}, weight: 0.5}}"
+    found = findings(workplace.config(f"data.sources=[{learned}, {preserved}]"))
     assert [(row.name, row.num_items, row.samples_per_pass, row.num_tokens) for row in found.buckets] == [
-        ("64x64", 4, 2.0, 16),
+        ("64x64", 8, 4.0, 16),
         ("80x48", 3, 6.0, 15),
     ]
-    assert [row.batches_per_pass for row in found.buckets] == [1.0, 3.0]
-    assert found.facts["one pass"] == "2 steps; 100 steps are 50 passes"
+    assert [row.batches_per_pass for row in found.buckets] == [2.0, 3.0]
+    assert found.facts["one pass"] == "2.5 steps; 100 steps are 40 passes"
     assert [(source.contents, source.passes) for source in found.sources] == [
         ("3 pictures", 2.0),
         ("4 pictures", 0.5),
+        ("4 pictures, preserved", 0.5),
     ]
     assert found.facts["width"] == "64 to 160, median 64"
-    assert found.num_items == 7
+    assert found.num_items == 11
     assert found.advice == []
 
 
