@@ -22,7 +22,8 @@ OWN_ADAPTER = "default"
 """peft's name of the adapter that a run trains."""
 
 _ALWAYS_SAVED = ("r", "lora_alpha", "alpha")
-_START = "init_weights"
+_OF_TRAINING = ("init_weights", "lora_dropout")
+"""What a file must not say: diffusers puts the dropout on a model, and leaves it active where it draws."""
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 Number = TypeVar("Number", int, float)
 
@@ -249,7 +250,7 @@ def adapter_settings(model: nn.Module) -> dict[str, Any]:
         for name, value in settings.items()
         if name in _ALWAYS_SAVED or (name in defaults and value != defaults[name])
     }
-    for name in (*_PATTERNS, _START):  # nothing starts anew that is read from a file
+    for name in (*_PATTERNS, *_OF_TRAINING):
         kept.pop(name, None)
     # Of 20 layers and more, peft keeps endings only, which do not say whose of several components they are.
     kept["target_modules"] = set(_adapted_layers(model))

@@ -52,6 +52,7 @@ class LoraFacts:
         base: what it was trained on.
         contract: hash of the settings, weights and data that decide the run's numbers, 64 hexadecimal digits.
         trigger_words: as the config has them, or else the tags that all items hold.
+        kind: of the adapter, as people call it.
         rank: of the adapter.
         alpha: that it was trained with.
         resolution: width and height in pixels, of the largest size that was asked for.
@@ -76,6 +77,7 @@ class LoraFacts:
     sigma_range: NoiseRange = _ALL_NOISE
     prediction_type: str | None = None
     training: Mapping[str, str | float | None]
+    kind: str = "LoRA"
 
     @property
     def model_name(self) -> str:
@@ -124,7 +126,7 @@ def _modelspec(
 ) -> dict[str, str | None]:
     words = ", ".join(facts.trigger_words) or None
     release = facts.base.release
-    about = f"LoRA of rank {facts.rank} for {facts.model_name}, after {step} steps."
+    about = f"{facts.kind} of rank {facts.rank} for {facts.model_name}, after {step} steps."
     width, height = facts.resolution
     return {
         "sai_model_spec": "1.0.1",
@@ -133,7 +135,7 @@ def _modelspec(
         "title": facts.title,
         "description": f"{about} Trigger words: {words}." if words else about,
         "license": f"{release.licence} (base model)" if release else None,
-        "tags": f"lora,{facts.family}",
+        "tags": ",".join(dict.fromkeys(["lora", facts.kind.lower(), facts.family])),
         "resolution": f"{width}x{height}",
         "trigger_phrase": words,
         "usage_hint": f"Trigger words: {words}" if words else None,
@@ -147,6 +149,7 @@ def _own(facts: LoraFacts, step: int, is_average: bool) -> dict[str, object]:
     return {
         "version": facts.version,
         "family": facts.family,
+        "kind": None if facts.kind == "LoRA" else facts.kind,
         "base_model": facts.base.hub_id,
         "base_model_revision": facts.base.revision,
         "contract": facts.contract,
@@ -171,7 +174,7 @@ def _sd_scripts(facts: LoraFacts, step: int) -> dict[str, object]:
         "base_model_version": facts.base.version,
         "sd_model_name": facts.base.hub_id,
         "output_name": facts.name,
-        "network_module": "networks.lora",
+        "network_module": "networks.lora" if facts.kind == "LoRA" else None,
         "network_dim": facts.rank,
         "network_alpha": _number(facts.alpha),
         "resolution": facts.resolution,

@@ -230,7 +230,7 @@ def known_updates(contents: LoraContents, names: Mapping[str, LayerNames]) -> di
 def _split(file: Path, key: str, update: LayerUpdate, place: Original) -> Mapping[str, LayerUpdate]:
     if isinstance(update, LoraPair):
         return split(update, place)
-    if len(place.layers) > 1 or place.halves_swapped:
+    if len(place.layers) > 1 or place.swaps(*update.sizes):
         raise UserError(
             f"{file}: {key} is {join_names(place.layers)} of diffusers, and a LoKr or DoRA cannot be taken "
             "apart; draw with it in the program that it is for"

@@ -17,6 +17,7 @@ from PIL import Image
 from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
 from diffsynth_lite.core.noise import DiffusionPath
 from diffsynth_lite.lora import adapter_settings, adapter_tensors, add_adapter, find_target_layers
+from diffsynth_lite.lora.kinds.kind import LORA, AdapterKind
 from diffsynth_lite.lora.pairs import LoraPair, pairs_of
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import (
@@ -206,7 +207,7 @@ def ones_like(output: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[
 
 
 def adapted_transformer(
-    sample: Sample, *, dropout: float = 0.0, targets: Sequence[str] = ()
+    sample: Sample, *, dropout: float = 0.0, targets: Sequence[str] = (), kind: AdapterKind = LORA
 ) -> torch.nn.Module:
     """The family's transformer with a LoRA whose update is not zero, on its default targets or others."""
     family = sample.family
@@ -216,10 +217,10 @@ def adapted_transformer(
         targets or family.default_target_modules,
         unused_modules=family.unused_modules(transformer),
     )
-    add_adapter(transformer, layers, rank=4, alpha=8, dropout=dropout, seed=1)
+    add_adapter(transformer, layers, rank=4, alpha=8, dropout=dropout, seed=1, kind=kind)
     generator = torch.Generator().manual_seed(2)
     for name, parameter in transformer.named_parameters():
-        if ".lora_B." in name:
+        if ".lora_B." in name or ".lokr_w" in name:
             parameter.data.normal_(std=0.1, generator=generator)
     return transformer
 

@@ -10,17 +10,27 @@ import pytest
 import torch
 from comfyui_names import TAKEN, updates_in_comfyui
 from diffusers import UNet2DConditionModel
-from family_sample import Sample
+from family_sample import SIGMA, Sample, adapted_transformer
 from original_layouts import original_layout
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from diffsynth_lite.lora import find_target_layers
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import (
+    adapter_settings,
+    adapter_tensors,
+    add_finished_lora,
+    exported_tensors,
+    find_target_layers,
+)
 from diffsynth_lite.lora.conversion import FamilyNames, spelled
+from diffsynth_lite.lora.kinds.kind import Dora, Lokr
 from diffsynth_lite.lora.pairs import LoraPair, pairs_of
 from diffsynth_lite.lora.reading import contents_of, known_pairs
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.composite import split_adapter
+from diffsynth_lite.training.checkpoint.lora_file import export_lora
 
 RANK = 4
 TABLE = "cond_type_embedding.weight"
@@ -139,6 +149,83 @@ def test_a_lora_on_all_layers_does_the_same_in_diffusers_and_in_comfyui(
     left_out = spelled.keys() - named
     warned = f"ComfyUI has no names for {len(left_out)} of the {len(trained)} layers" in caplog.text
     assert warned == (0 < len(left_out) < len(trained))
+
+
+KINDS = {
+    "flux": Lokr(factor=2),
+    "flux2": Lokr(),
+    "ltx_video": Dora(),
+    "sdxl": Lokr(factor=4),
+    "wan": Dora(),
+    "z_image": Dora(),
+}
+"""One of each kind of spelling, of pipelines that load the kind and of some that do not."""
+
+
+def test_files_of_other_kinds_do_in_diffusers_and_in_comfyui_what_the_adapter_does(
+    sample: Sample, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if (kind := KINDS.get(sample.name)) is None:
+        pytest.skip("the kinds are tried on one family of each spelling")
+    family = type(sample.family)(sample.family.folder)
+    model = adapted_transformer(sample, kind=kind)
+    layers = adapter_settings(model)["target_modules"]
+    if sample.name == "flux":
+        with pytest.raises(
+            UserError, match=r"norm_out\.linear has scale and shift in another order in ComfyUI"
+        ):
+            family.settle_lora_spelling(
+                family.empty_transformer(), ["norm_out.linear"], rank=RANK, kind=Dora()
+            )
+    family.settle_lora_spelling(family.empty_transformer(), layers, rank=RANK, kind=kind)
+    assert family.pipeline_loads_adapter == (sample.name in ("flux2", "ltx_video", "z_image"))
+    assert ("does not load a" in caplog.text) != family.pipeline_loads_adapter
+    tensors = exported_tensors(model, adapter_tensors(model), torch.device("cpu"))
+    (file,) = export_lora(
+        family, tmp_path / "lora", tensors, adapter_settings(model), lambda _: {"a": "b"}
+    ).files
+    if family.pipeline_loads_adapter:
+        pipeline = sample.fresh_pipeline()
+        pipeline.load_lora_weights(file.parent)
+        drawn = pipeline.transformer.eval()
+    else:
+        drawn = family.load_transformer(torch.float32)
+        add_finished_lora(drawn, "read", *family.read_lora(file))
+    outputs = [
+        family.predict(one.eval(), sample.latents, SIGMA, sample.conditioning) for one in (model, drawn)
+    ]
+    torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-4)
+    content = load_file(file)
+    for layer in layers:
+        key = family.lora_spelling.key(f"{family.lora_prefix(family.trained[0])}{layer}")
+        weight = family_weight(model, layer)
+        expected = changed_weight(model.get_submodule(layer), weight)
+        torch.testing.assert_close(in_comfyui(content, key, weight), expected, rtol=1e-4, atol=1e-5)
+
+
+def family_weight(model: nn.Module, layer: str) -> Tensor:
+    weight: Tensor = model.get_submodule(layer).get_base_layer().weight  # type: ignore[operator]
+    return weight.detach()
+
+
+def changed_weight(layer: nn.Module, weight: Tensor) -> Tensor:
+    """What a layer with an adapter multiplies its input with."""
+    eye = torch.eye(weight.shape[1])
+    with torch.no_grad():
+        output = layer(eye) - layer(torch.zeros_like(eye))
+    return output.T
+
+
+def in_comfyui(content: dict[str, Tensor], key: str, weight: Tensor) -> Tensor:
+    """What ComfyUI makes of a weight, by its ``comfy/weight_adapter``: it divides a DoRA by W's own norms."""
+    assert f"{key}.alpha" not in content or f"{key}.lora_down.weight" in content
+    if f"{key}.lokr_w1" in content:
+        right = content.get(f"{key}.lokr_w2")
+        if right is None:
+            right = content[f"{key}.lokr_w2_a"] @ content[f"{key}.lokr_w2_b"]
+        return weight + torch.kron(content[f"{key}.lokr_w1"], right)
+    changed = weight + content[f"{key}.lora_B.weight"] @ content[f"{key}.lora_A.weight"]
+    return changed * content[f"{key}.dora_scale"] / weight.norm(dim=1, keepdim=True)
 
 
 def differing(expected: dict[str, LoraPair], found: dict[str, LoraPair]) -> list[str]:

@@ -8,6 +8,7 @@ from held_step import step_on_cpu
 
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy
 from diffsynth_lite.lora import find_target_layers
+from diffsynth_lite.lora.kinds.kind import LORA, Dora, Lokr
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
 
@@ -22,20 +23,23 @@ def test_a_step_holds_what_is_counted_of_blocks_that_are_kept_and_of_those_that_
         dtype=torch.float32,
         device_type="cpu",
     )
-    family, model = sample.family, adapted_transformer(sample)
+    kind = {"qwen_image": Dora(), "z_image": Lokr(factor=2)}.get(sample.name, LORA)
+    family, model = sample.family, adapted_transformer(sample, kind=kind)
     inputs = {"latents_shape": sample.latents.shape[1:], "conditioning": sample.conditioning[0]}
     plain = family.empty_transformer()
     layers = find_target_layers(
         plain, family.default_target_modules, unused_modules=family.unused_modules(plain)
     )
     _ = family.noise_path  # UNets keep a table of it, on the CPU
-    counted = MemoryCounter(family, layers, rank=4, **inputs).count(settings)
+    counted = MemoryCounter(family, layers, rank=4, kind=kind, **inputs).count(settings)
     held = step_on_cpu(family, model, settings, **inputs)
     # Qwen-Image 2.1 reads the numbers of a mask, a byte a token, which is on the CPU while it is counted.
     tokens = len(sample.conditioning[0]["prompt_embeds"]) + family.num_tokens(sample.latents.shape[1:])
     mask = tokens if sample.name == "qwen_image_21" else 0
     assert counted.step == replace(held, kept=held.kept - mask, peak=held.peak - mask)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    assert counted.lora == sum(weight.nbytes for weight in trained)
+    norms = [norm for name, norm in model.named_buffers() if name.endswith("row_norms")]
+    assert (len(norms) > 0) == (kind == Dora())
+    assert counted.lora == sum(tensor.nbytes for tensor in (*trained, *norms))
     tensors = [*model.parameters(), *model.buffers()]
     assert counted.weights == sum(tensor.nbytes for tensor in tensors) - counted.lora

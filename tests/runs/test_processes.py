@@ -74,6 +74,7 @@ def test_two_processes_train_on_the_same_samples_as_one_and_their_machines_share
     single, machines = watched_run.root / "single", watched_run.root / "machines"
     double = machines / "machine 0" / "run"
     settings = ("lora.dropout=0", "train.micro_batch_size=1", "train.use_gradient_checkpointing_offload=true")
+    settings = (*settings, "lora.kind=dora")
     assert watched_run.train(*settings, *UNWATCHED, f"output.dir={single}") == 0
     process = start(watched_run, *settings, command=(*TORCHRUN, str(OWN_MACHINE), str(machines)))
     _, errors = process.communicate(timeout=LIMIT_S)

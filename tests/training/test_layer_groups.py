@@ -17,6 +17,7 @@ from diffsynth_lite.training.layer_groups import (
     own_sizes,
     rate_groups,
     rates_without_effect,
+    require_kind,
 )
 from diffsynth_lite.training.optimization.optimizers import build_group_rates
 
@@ -126,6 +127,26 @@ def test_with_loraplus_the_second_matrices_have_a_rate_of_their_own() -> None:
         "others.lora_B": (4e-4, (".lora_B",)),
         "to_q.lora_A": (0.5, (".lora_A",)),
         "to_q.lora_B": (2.0, (".lora_B",)),
+    }
+
+
+def test_a_dora_is_on_no_sharded_base() -> None:
+    config = config_of(kind="dora")
+    config.memory = SimpleNamespace(shard_base="node")
+    with pytest.raises(UserError, match=r"memory\.shard_base: node does not go with lora\.kind dora"):
+        require_kind(config)
+
+
+def test_magnitudes_of_a_dora_are_not_pulled_to_zero() -> None:
+    config = config_of(kind="dora", groups=[{"match": "to_q", "learning_rate": 0.5}])
+    groups = layer_groups(config, SimpleNamespace(trained=["transformer"]), LAYERS)
+    assert {
+        group.label: (group.learning_rate, group.weight_decay) for group in rate_groups(config, groups)
+    } == {
+        "others": (1e-4, 0.5),
+        "others.lora_magnitude_vector": (1e-4, 0.0),
+        "to_q": (0.5, 0.5),
+        "to_q.lora_magnitude_vector": (0.5, 0.0),
     }
 
 

@@ -155,6 +155,8 @@ class DiffusersLora(ModelFamily):
                 f"lora.kind: {kind.name} is written and read by the names in lora_layers, which this family "
                 "does not have; set it to lora"
             )
+        if kind.derived:
+            self._require_order_of_rows(model, layers)
         self.pipeline_loads_adapter = self._has_loader and self._loads(model, layers, rank, kind)
         if not self.pipeline_loads_adapter:
             logger.warning(
@@ -164,21 +166,39 @@ class DiffusersLora(ModelFamily):
                 " and ".join(self._other_readers()),
             )
 
+    def _require_order_of_rows(self, model: nn.Module, layers: Sequence[str]) -> None:
+        """Check that ComfyUI has the rows of all weights in the order that they have here.
+
+        It swaps the halves of an update where they come in another order there, not what multiplies rows.
+        """
+        for component, (_, part) in split_adapter({}, {"target_modules": layers}, self.trained).items():
+            names = self.lora_layers[self._in_pipeline(component)]
+            of_component = self.parts_of(model)[component]
+            for layer in part["target_modules"]:
+                num_outputs, num_inputs = of_component.get_parameter(f"{layer}.weight").shape
+                if names.in_kohya(layer)[1].swaps(num_inputs, num_outputs):
+                    raise UserError(
+                        f"lora.target_modules: {layer} has scale and shift in another order in ComfyUI, "
+                        "which would multiply a DoRA's rows in the wrong one; leave it out, or set "
+                        "lora.kind: lora"
+                    )
+
     def _other_readers(self) -> Iterator[str]:
         """Who takes a file that the pipeline does not load."""
         if self.lora_spelling.unknown_to_comfyui not in (None, ("",)):
             yield "ComfyUI"
-        if prefix := self.adapter_prefix:
-            yield f"load_lora_adapter(..., prefix={prefix!r}) of diffusers' model"
+        if model := self.adapter_model:
+            yield f"{model}.load_lora_adapter(..., prefix={model!r}) of diffusers"
         yield "diffsynth-lite sample"
 
     @property
-    def adapter_prefix(self) -> str | None:
-        """What the names in the file begin with where all else in them are diffusers' names of one model."""
-        if self.lora_spelling.renames or self.lora_spelling.is_flat or len(self.trained) > 1:
+    def adapter_model(self) -> str | None:
+        """The model of the pipeline that loads what the pipeline does not; None where the file is of several,
+        or has other names than diffusers'."""
+        spelling = self.lora_spelling
+        if spelling.prefixes or spelling.renames or spelling.is_flat or len(self.trained) > 1:
             return None
-        (component,) = map(self._in_pipeline, self.trained)
-        return self.lora_spelling.prefixes.get(component, component)
+        return self._in_pipeline(self.trained[0])
 
     def _tell_what_comfyui_lacks(self, layers: Sequence[str]) -> None:
         if self.lora_spelling.unknown_to_comfyui is None:

@@ -34,9 +34,12 @@ def usage_code(
         fps: frames per second of the clip's file.
 
     Returns:
-        Its lines; None where the family's pipeline is not one of diffusers.
+        Its lines; None where the family's pipeline is not one of diffusers, or nothing of diffusers loads the
+        LoRA.
     """
     if not isinstance(family, DiffusersFamily) or not hasattr(diffusers, family.folder.pipeline_class_name()):
+        return None
+    if not family.pipeline_loads_adapter and family.adapter_model is None:
         return None
     takes = inspect.signature(family.pipeline.__call__).parameters
     name, makes_clips = family.folder.pipeline_class_name(), "num_frames" in takes
@@ -118,7 +121,7 @@ def _loading(family: DiffusersFamily, lora: str) -> Iterator[str]:
         arguments = [repr(lora)]
         if file != LORA_WEIGHT_NAME_SAFE:
             arguments.append(f'weight_name="{file}"')
-        if family.pipeline_loads_lora:
+        if family.pipeline_loads_lora and family.pipeline_loads_adapter:
             if components == ["transformer_2"]:
                 arguments.append("load_into_transformer_2=True")
             yield f"pipeline.load_lora_weights({', '.join(arguments)})"

@@ -125,7 +125,7 @@ class CardWriter:
     def _summary(self, step: int, *, is_average: bool, is_best: bool) -> str:
         base = self.facts.base
         name = base.release.name if base.release else base.hub_id or f"a {self.facts.family} model"
-        which = "The moving average of a LoRA" if is_average else "A LoRA"
+        which = f"{'The moving average of a' if is_average else 'A'} {self.facts.kind}"
         best = ", where the loss on held-out data was lowest" if is_best else ""
         return (
             f"{which} for {name}, after {step} optimizer steps{best}. "
@@ -187,7 +187,7 @@ class CardWriter:
         train, objective = config.train, config.objective
         static = "" if objective.shift_value is None else f" {objective.shift_value:g}"
         return {
-            "LoRA": f"rank {facts.rank}, alpha {facts.alpha:g}, on {', '.join(self.family.trained)}",
+            facts.kind: f"rank {facts.rank}, alpha {facts.alpha:g}, on {', '.join(self.family.trained)}",
             **_groups(config),
             "optimizer steps": f"{step} of {train.steps}, of {train.global_batch_size} samples each",
             "learning rate": f"{train.learning_rate:g}, {train.lr_scheduler}, warm-up {train.warmup_in_run}",

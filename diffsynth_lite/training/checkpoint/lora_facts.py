@@ -15,7 +15,7 @@ from diffsynth_lite.redaction import redacted
 from diffsynth_lite.training.checkpoint.resume import RunFingerprint
 from diffsynth_lite.training.data_settings import data_sources, learned_sources
 from diffsynth_lite.training.encoding.run_encoding import TrainingData
-from diffsynth_lite.training.layer_groups import usual_size
+from diffsynth_lite.training.layer_groups import adapter_kind, usual_size
 from diffsynth_lite.training.optimization.optimizers import shown_arguments
 
 
@@ -37,6 +37,7 @@ def gather_lora_facts(
         base=find_base_model(family.releases, config.model.path, family.folder),
         contract=hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest(),
         trigger_words=redacted(_trigger_words(config, encoded)),
+        kind=adapter_kind(config).title,
         rank=config.lora.rank,
         alpha=usual_size(config).alpha,
         resolution=max(data.given_sizes or squares, key=lambda size: size[0] * size[1]),
