@@ -99,9 +99,10 @@ def test_a_full_disk_is_the_systems_error_and_leaves_the_last_file(
 
 
 class OfItsOwn(QwenImage):
-    """A family whose pipeline loads no LoRA."""
+    """A family of whose models diffusers loads no LoRA."""
 
     pipeline = SimpleNamespace()
+    _has_loader = False
 
     def save_lora(self, folder, tensors, settings, **options) -> list[Path]:
         folder.mkdir()
