@@ -131,7 +131,7 @@ def test_previews_are_drawn_on_another_model_as_samples_on_it_are_and_training_i
     assert tiny_run.train(f"output.dir={run}", *given[1:], groups, "train.steps=3") == 0
     names = {path.name for path in (run / "previews").glob("step-*.png")}
     assert len({name.partition("prompt")[2] for name in names}) == 2
-    assert not set(caplog.text.split()) & {"failed;"}
+    assert "failed" not in caplog.text
 
 
 def test_a_model_to_draw_on_that_cannot_have_the_lora_is_refused(
