@@ -37,7 +37,12 @@ RECIPES_OF_PICTURES = {
     "z_image": "z_image_lora.yaml",
 }
 """The recipe of each model family that learns pictures."""
-RECIPES_OF_CLIPS = {"wan": "wan_t2v_lora.yaml", "ltx_video": "ltx_video_lora.yaml"}
+RECIPES_OF_CLIPS = {
+    "wan": "wan_t2v_lora.yaml",
+    "cogvideox": "cogvideox_lora.yaml",
+    "hunyuan_video_15": "hunyuan_video_15_lora.yaml",
+    "ltx_video": "ltx_video_lora.yaml",
+}
 """Of those that learn clips, and pictures besides."""
 RECIPES_OF_STARTED_CLIPS = {"wan_i2v": "wan_i2v_14b_lora.yaml"}
 """Of those that learn how a clip goes on from its first frame."""
@@ -51,7 +56,7 @@ RECIPES_OF_EDITS = {
 _EDGE_STEP = 64
 """Pixels that a proposed resolution is a multiple of."""
 _FRAME_STEP = 8
-"""Frames of proposed clips are a multiple of it and one: right for Wan (4 k + 1) and LTX-Video (8 k + 1)."""
+"""Frames of proposed clips are a multiple of it and one: right for families that take 4 k + 1 and 8 k + 1."""
 _NO_TRIGGERS = frozenset(
     ["a", "an", "the", "photo", "picture", "image", "video", "clip", "portrait", "painting"]
 )
