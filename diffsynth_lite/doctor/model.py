@@ -11,6 +11,7 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.doctor.findings import counted
 from diffsynth_lite.lora import adapter_shapes, adapter_size
+from diffsynth_lite.lora.kinds.kind import LORA
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.release_folder import find_releases
 from diffsynth_lite.training.frozen_weights import text_encoder_memory, transformer_quantization
@@ -122,7 +123,8 @@ def _lora(config: Config, transformer: nn.Module, layers: Sequence[str], groups:
     weights = number * torch.float32.itemsize
     shapes = adapter_shapes(transformer, layers, rank=rank, own=own, kind=kind)
     state = examine_optimizer(config, groups, shapes, torch.device("cpu")).state_bytes
+    called = "" if kind.name == LORA.name else f"{kind.title} on "
     return (
-        f"{counted(len(layers), 'layer')}, {number:,} parameters: {format_bytes(weights)} in float32, and "
-        f"{format_bytes(state)} of {shown_name(config)}"
+        f"{called}{counted(len(layers), 'layer')}, {number:,} parameters: {format_bytes(weights)} in "
+        f"float32, and {format_bytes(state)} of {shown_name(config)}"
     )

@@ -16,6 +16,7 @@ from diffsynth_lite.lora import (
     adapter_size,
     adapter_tensors,
     add_adapter,
+    add_training_adapter,
     by_peft_names,
     exported_tensors,
     load_adapter_tensors,
@@ -188,6 +189,20 @@ def test_what_a_file_has_does_the_same_again(kind: AdapterKind) -> None:
             torch.testing.assert_close(
                 changed * scale / plain.norm(dim=1, keepdim=True), weight, rtol=1e-6, atol=0
             )
+
+
+def test_a_dora_is_on_a_model_beside_a_frozen_lora_whose_update_its_norms_do_not_see() -> None:
+    model = adapted(Dora())
+    weights = weights_of(Dora(), adapter_tensors(model), frozen())
+    frozen_lora = {}
+    for name in LAYERS:
+        layer = frozen().get_submodule(name)
+        down, up = torch.randn(2, layer.in_features), torch.randn(layer.out_features, 2)
+        frozen_lora |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
+        weights[name] = weights[name] + (up @ down).double()
+    add_training_adapter(model, frozen_lora, {"r": 2, "lora_alpha": 2})
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(output_of(model).double(), whole_model(weights)(x.double()), rtol=0, atol=1e-5)
 
 
 def test_rounding_of_a_kronecker_product_is_within_its_bound() -> None:
