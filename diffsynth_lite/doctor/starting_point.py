@@ -29,6 +29,7 @@ RECIPES_OF_PICTURES = {
     "ernie_image": "ernie_image_lora.yaml",
     "flux": "flux_lora.yaml",
     "flux2": "flux2_lora.yaml",
+    "ideogram4": "ideogram4_lora.yaml",
     "krea2": "krea2_lora.yaml",
     "qwen_image_21": "qwen_image_21_lora.yaml",
     "sana": "sana_lora.yaml",

@@ -211,6 +211,20 @@ _ERNIE_IMAGE = LayerNames(
     )
 )
 
+_IDEOGRAM4_BLOCK = "layers.*"
+_IDEOGRAM4 = LayerNames(
+    layers=(
+        *_under(f"{_IDEOGRAM4_BLOCK}.attention", (*_QKV, "to_out.0")),
+        *_under(_IDEOGRAM4_BLOCK, (*_FEED_FORWARD_GATED, "adaln_modulation")),
+        *("input_proj", "llm_cond_proj", "t_embedding.mlp_in", "t_embedding.mlp_out", "adaln_proj"),
+        *("final_layer.linear", "final_layer.adaln_modulation"),
+    ),
+    kohya={
+        f"{_IDEOGRAM4_BLOCK}.attention.qkv": fused(*_under(f"{_IDEOGRAM4_BLOCK}.attention", _QKV)),
+        f"{_IDEOGRAM4_BLOCK}.attention.o": renamed(f"{_IDEOGRAM4_BLOCK}.attention.to_out.0"),
+    },
+)
+
 _KREA2_LAYERS = (*_under("attn", (*_QKV, "to_gate", "to_out.0")), *_under("ff", ("gate", "up", "down")))
 _KREA2_BLOCKS = {
     "blocks.*": _DOUBLE,
@@ -419,6 +433,7 @@ QWEN_IMAGE: LoraLayers = MappingProxyType({"transformer": _QWEN_IMAGE})
 COGVIDEOX: LoraLayers = MappingProxyType({"transformer": _COGVIDEOX})
 ERNIE_IMAGE: LoraLayers = MappingProxyType({"transformer": _ERNIE_IMAGE})
 QWEN_IMAGE_21: LoraLayers = MappingProxyType({"transformer": _QWEN_IMAGE_21})
+IDEOGRAM4: LoraLayers = MappingProxyType({"transformer": _IDEOGRAM4})
 KREA2: LoraLayers = MappingProxyType({"transformer": _KREA2})
 Z_IMAGE: LoraLayers = MappingProxyType({"transformer": _Z_IMAGE})
 LTX_VIDEO: LoraLayers = MappingProxyType({"transformer": _LTX_VIDEO})

@@ -84,6 +84,11 @@ COUNTED = (
         small=_TWO_HEADS,
     ),
     CountedRelease(
+        family="ideogram4",
+        name="Ideogram 4 in bfloat16",
+        small={"num_attention_heads": 1, "intermediate_size": 683, "llm_features_dim": 512},
+    ),
+    CountedRelease(
         family="krea2",
         name="Krea 2 Raw",
         depths=("num_layers", "num_layerwise_text_blocks", "num_refiner_text_blocks"),

@@ -27,6 +27,7 @@ def test_there_are_recipes():
         "flux_kontext_lora.yaml",
         "flux_lora.yaml",
         "flux_schnell_lora.yaml",
+        "ideogram4_lora.yaml",
         "krea2_lora.yaml",
         "hunyuan_video_15_lora.yaml",
         "ltx_video_0_9_5_lora.yaml",

@@ -6,10 +6,11 @@ in ``comfy/lora.py`` (commit 17358c8f73b5); ``flux_to_diffusers``, ``z_image_to_
 ``comfy/weight_adapter/lora.py``; ``krea2_to_diffusers`` in the copy of ``comfy/utils.py`` that Forge Neo
 keeps (``huggingface_guess``); and the modules of ``comfy/ldm/qwen_image/model.py``,
 ``comfy/ldm/wan/model.py`` and ``comfy/ldm/lightricks/model.py`` (a125cd84b054) and of
-``comfy/ldm/hunyuan_video/model.py`` (8d534945ebd5). Only linear layers are listed. A ``*`` stands for a
-number. The modules of Qwen-Image 2.1 are those of ``comfy/ldm/qwen_image21/model.py`` (08f68f0919d2), of
-whose fused layer ComfyUI takes the parts. ERNIE-Image's are those of ``comfy/ldm/ernie/model.py`` as
-a public copy of it had them in 2026; for any model ComfyUI takes ``diffusion_model.`` before their names.
+``comfy/ldm/hunyuan_video/model.py`` and ``comfy/ldm/ideogram4/model.py`` (8d534945ebd5). Only linear layers
+are listed. A ``*`` stands for a number. The modules of Qwen-Image 2.1 are those of
+``comfy/ldm/qwen_image21/model.py`` (08f68f0919d2), of whose fused layer ComfyUI takes the parts.
+ERNIE-Image's are those of ``comfy/ldm/ernie/model.py`` as a public copy of it had them in 2026; for any
+model ComfyUI takes ``diffusion_model.`` before their names.
 """
 
 import re
@@ -150,6 +151,14 @@ HUNYUAN_VIDEO_15 = _flat(
 )
 """Layers of the blocks of this model, of which ComfyUI has several as one."""
 
+IDEOGRAM4 = _flat(
+    "lora_unet",
+    *_in("layers.*.attention", "qkv", "o"),
+    *_in("layers.*.feed_forward", "w1", "w2", "w3"),
+    *("layers.*.adaln_modulation", "final_layer.adaln_modulation"),
+)
+"""Of Ideogram 4, of whose queries, keys and values it has one layer."""
+
 TAKEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("flux", "flux_kontext", "flux2", "chroma"), _in("transformer", *_FLUX)),
     **dict.fromkeys(("qwen_image", "qwen_image_edit"), _in("transformer", *_QWEN_IMAGE)),
@@ -161,6 +170,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "ltx_video": _in("diffusion_model", *_LTX_VIDEO),
     "sd3": _in("transformer", *_SD3),
     "sdxl": (*_flat("lora_unet", *_UNET), *_flat("lora_te1", *_CLIP), *_flat("lora_te2", *_CLIP)),
+    "ideogram4": (),  # by kohya's names alone, see ``IDEOGRAM4``
     "sana": (),  # not in ComfyUI
     "hunyuan_video_15": (),  # by kohya's names alone, see ``HUNYUAN_VIDEO_15``
 }

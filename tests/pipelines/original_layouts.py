@@ -115,6 +115,13 @@ _in\.linear_2                                 _in.out_layer
 (modulation.*)\.linear                        \1.lin
 {_BLOCKS_OF_FLUX}""",
     "ErnieImageTransformer2DModel": "",
+    "Ideogram4Transformer2DModel": r"""
+attention\.norm_([qk])                        attention.norm_\1
+attention\.to_out\.0                          attention.o
+attention\.to_q                               attention.qkv
+attention\.to_k                               attention.qkv
+attention\.to_v                               attention.qkv
+""",
     "Krea2Transformer2DModel": r"""
 ^img_in                                       first
 ^time_embed\.linear_1                         tmlp.0

@@ -76,6 +76,17 @@ def of_flux2(num_tokens: int) -> list[float]:
     ]
 
 
+def of_ideogram4(num_tokens: int) -> list[float]:
+    def levels(side: float) -> torch.Tensor:
+        return torch.sigmoid(math.log(side / 512) + 1.5 * torch.special.ndtri(POINTS))
+
+    weights = loss_weight(levels(1024), "bell")
+    return [
+        levels(16 * math.sqrt(num_tokens)).mean().item(),  # diffusers' training script and musubi-tuner
+        ((levels(1024) * weights).sum() / weights.sum()).item(),  # DiffSynth-Studio
+    ]
+
+
 def of_krea2(_num_tokens: int) -> list[float]:
     return [
         mean_level("uniform", 1),  # diffusers' training script
@@ -156,6 +167,7 @@ REFERENCES: dict[str, Callable[[int], Sequence[float]]] = {
     "flux": of_flux,
     "flux2": of_flux2,
     "flux_kontext": of_flux,
+    "ideogram4": of_ideogram4,
     "krea2": of_krea2,
     "hunyuan_video_15": of_hunyuan_video_15,
     "ltx_video": of_ltx,

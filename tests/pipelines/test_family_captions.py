@@ -36,11 +36,18 @@ def encode_in_a_call(sample: Sample, pipeline: Any, caption: str) -> None:
     """Call a pipeline with a caption, as a user would, up to its prompt embeddings."""
     known = inspect.signature(pipeline.__call__).parameters
     request = sample.request(num_inference_steps=1, guidance_scale=1.0, seed=0)
-    given = request.call_arguments() | {"guidance_scale": request.guidance_scale}
+    given = request.call_arguments() | {"guidance_scale": request.guidance_scale, "guidance_schedule": None}
+    if sample.name == "ideogram4":
+        given["max_sequence_length"] = 128  # of 2048, which takes long
     if request.inputs:
         given["image"] = request.inputs[0]
     with pytest.raises(_EncodedError):
         pipeline(prompt=caption, **{name: value for name, value in given.items() if name in known})
+
+
+def is_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """But for zeros that pad prompts on the left."""
+    return torch.equal(torch.cat([torch.zeros_like(theirs[..., : -ours.shape[-1]]), ours], dim=-1), theirs)
 
 
 def stopping(encode_prompt: Callable[..., object], indices: list[torch.Tensor]) -> Callable[..., object]:
@@ -66,4 +73,4 @@ def test_the_encoders_get_the_tokens_that_the_pipeline_gives_them(sample: Sample
         with looked_up() as ours:
             encode([Prompt(text=caption, images=images)])
         assert 0 < len(ours) <= len(theirs)  # Z-Image's pipeline encodes a negative prompt, too
-        assert all(map(torch.equal, ours, theirs)), caption
+        assert all(map(is_equal, ours, theirs)), caption

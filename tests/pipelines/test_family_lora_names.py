@@ -33,8 +33,8 @@ from diffsynth_lite.pipelines.base.composite import split_adapter
 from diffsynth_lite.training.checkpoint.lora_file import export_lora
 
 RANK = 4
-TABLE = "cond_type_embedding.weight"
-"""Of HunyuanVideo 1.5: no layer, though its weight has two axes."""
+TABLES = ("cond_type_embedding.weight", "embed_image_indicator.weight")
+"""Of HunyuanVideo 1.5 and Ideogram 4: no layers, though their weights have two axes."""
 
 
 def whole_weights(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ def test_a_lora_on_all_layers_comes_to_them(sample: Sample, layout: str) -> None
         modules = {
             name: weight
             for name, weight in original.items()
-            if name.endswith("weight") and weight.ndim > 1 and name != TABLE
+            if name.endswith("weight") and weight.ndim > 1 and name not in TABLES
         }
         tensors = whole_weights(modules, "diffusion_model.")
     pairs = known_pairs(contents_of(Path("lora.safetensors"), tensors, {}), sample.family.lora_layers)

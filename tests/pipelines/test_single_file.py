@@ -30,6 +30,7 @@ KINDS = {
     "ErnieImageTransformer2DModel": ("an ERNIE-Image", "an ERNIE-Image"),
     "FluxTransformer2DModel": ("a FLUX.1", "flux-"),
     "Flux2Transformer2DModel": ("a FLUX.2", "flux-2-dev"),
+    "Ideogram4Transformer2DModel": ("an Ideogram 4", ""),
     "Krea2Transformer2DModel": ("a Krea 2", "krea2"),
     "HunyuanVideo15Transformer3DModel": ("a HunyuanVideo 1.5", "-"),  # diffusers knows no other layout
     "LTXVideoTransformer3DModel": ("an LTX-Video", "ltx-video"),

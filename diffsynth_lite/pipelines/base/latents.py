@@ -1,9 +1,13 @@
 """This file turns pixels into latents as transformers want them: of about zero mean and unit variance."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import pixel_unshuffle
+
+_channel_first = partial(pixel_unshuffle, downscale_factor=2)
 
 
 @torch.no_grad()
@@ -44,20 +48,27 @@ def encode_scaled_latents(vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def encode_patched_latents(vae: Any, pixels_bchw: torch.Tensor, *, eps: float | None = None) -> torch.Tensor:
+def encode_patched_latents(
+    vae: Any,
+    pixels_bchw: torch.Tensor,
+    patched: Callable[[torch.Tensor], torch.Tensor] = _channel_first,
+    *,
+    eps: float | None = None,
+) -> torch.Tensor:
     """Normalised latents of tokens: the mode of what an ``AutoencoderKLFlux2`` gives, 2 x 2 places in one.
 
     Args:
         vae: its batch norm, which it never runs, holds the statistics.
         pixels_bchw: (B, 3, H, W), in [-1, 1].
+        patched: brings 2 x 2 places together; by default as ``Flux2Pipeline._patchify_latents``, in the order
+            channel, row, column.
         eps: added to the variance; None is what the autoencoder's settings say.
 
     Returns:
         (B, 4 * C, h / 2, w / 2), ``(z - mean) / sqrt(variance + eps)`` in fp32, on the CPU.
     """
     latents_bchw = vae.encode(pixels_bchw.to(vae.device, vae.dtype)).latent_dist.mode().float().cpu()
-    # In the order of the channels of ``Flux2Pipeline._patchify_latents``: channel, row, column.
-    patched_bchw = torch.nn.functional.pixel_unshuffle(latents_bchw, 2)
+    patched_bchw = patched(latents_bchw)
     mean, variance = (
         values.float().cpu().view(-1, 1, 1) for values in (vae.bn.running_mean, vae.bn.running_var)
     )

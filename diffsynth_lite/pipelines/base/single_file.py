@@ -51,6 +51,7 @@ _KINDS = MappingProxyType(
         r"^time_text_embed\.text_embedder\.": "a Stable Diffusion 3 in diffusers' layout",
         r"^double_stream_modulation_img\.linear\.": "a FLUX.2 in diffusers' layout",
         r"^layers\.0\.adaLN_sa_ln\.": "an ERNIE-Image",
+        r"^llm_cond_proj\.": "an Ideogram 4",
         r"^text_fusion\.projector\.": "a Krea 2 in diffusers' layout",
         r"^joint_blocks\.": "a Stable Diffusion 3",
         r"^context_embedder_2\.": "a HunyuanVideo 1.5 in diffusers' layout",

@@ -88,6 +88,8 @@ def _guidance(
     """The scale, told to a model that knows one; others also run with the negative prompt, above 1."""
     if family.folder.component_config(family.trainable[0]).get("guidance_embeds"):
         return {"guidance_scale": scale}
+    if "guidance_schedule" in takes:  # has scales of its own unless told otherwise, and counts from 0
+        return {"guidance_scale": max(scale, 1.0), "guidance_schedule": None}
     name = "true_cfg_scale" if "true_cfg_scale" in takes else "guidance_scale"
     if name not in takes:  # a part of the pipeline knows the scale
         return {"negative_prompt": negative_prompt} if scale > 1 and negative_prompt.strip() else {}

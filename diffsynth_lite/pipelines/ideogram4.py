@@ -1,0 +1,320 @@
+"""This file trains Ideogram 4 (text to image), whose previews are guided by a second transformer.
+
+Layouts: b batch, c channels of a token (2 x 2 places of 32 latent channels), h and w height and width in
+tokens; l tokens, d channels.
+Sources: diffusers ``transformer_ideogram4.py`` and ``pipeline_ideogram4.py``.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from diffusers import (
+    AutoencoderKLFlux2,
+    FlowMatchEulerDiscreteScheduler,
+    Ideogram4Pipeline,
+    Ideogram4Transformer2DModel,
+)
+from diffusers.pipelines.ideogram4.pipeline_ideogram4 import QWEN3_VL_ACTIVATION_LAYERS
+from PIL.Image import Image
+from torch.nn.functional import pad
+from transformers import BatchEncoding, Qwen3VLModel
+
+from diffsynth_lite.core.gradient import (
+    BlockPolicy,
+    checkpoint_blocks,
+    gradient_checkpoint_forward,
+    gradient_flags,
+)
+from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.spelling import JOINED_IN_COMFYUI
+from diffsynth_lite.media import Prompt
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
+from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
+from diffsynth_lite.pipelines.base.latents import encode_patched_latents, scaled_latents_shape
+from diffsynth_lite.releases.ideogram4 import IDEOGRAM4
+from diffsynth_lite.testing import seeded
+from diffsynth_lite.testing.autoencoders import tiny_flux2_vae
+from diffsynth_lite.testing.text_encoders import tiny_qwen3_vl
+from diffsynth_lite.testing.tokenizers import QWEN3_VL_TEMPLATE, qwen2_tokenizer
+
+_PATCH = 2
+_GUIDE = "unconditional_transformer"
+_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+_UNSHIFTED_SIDE = 512  # pixels; a literal in the pipeline
+
+
+def model_fn_ideogram4(
+    transformer: torch.nn.Module,
+    latents_bchw: torch.Tensor,
+    timestep: torch.Tensor,
+    prompt_embeds_ld: Sequence[torch.Tensor],
+    *,
+    use_gradient_checkpointing: bool = False,
+    use_gradient_checkpointing_offload: bool = False,
+    policy: BlockPolicy | None = None,
+) -> torch.Tensor:
+    """One forward of Ideogram 4, each transformer block run by the gradient engine.
+
+    Args:
+        transformer: an ``Ideogram4Transformer2DModel``, plain or wrapped by DDP.
+        latents_bchw: (B, 128, H, W), noisy normalised latents, one place a token.
+        timestep: (B,), in [0, 1] and reversed: 0 is pure noise, 1 is none.
+        prompt_embeds_ld: of each sample (L_i, D), prompt embeddings without padding, on any device. Shorter
+            ones are padded on the left, and what a batch adds is masked.
+        use_gradient_checkpointing: recompute each block in backward.
+        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
+        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+
+    Returns:
+        (B, 128, H, W), what the model predicts, which is ``latents - noise``.
+    """
+    height, width = latents_bchw.shape[-2:]
+    lengths = [len(row_ld) for row_ld in prompt_embeds_ld]
+    longest, num_places = max(lengths), height * width
+    positions, segments, roles = Ideogram4Pipeline._prepare_ids(
+        lengths, height, width, longest, latents_bchw.device
+    )
+    # Each is moved within the expression, so that no copy of what is this wide waits beside the batch.
+    embeds_bld = torch.stack(
+        [
+            pad(row_ld.to(latents_bchw), (0, 0, longest - len(row_ld), num_places))
+            for row_ld in prompt_embeds_ld
+        ]
+    )
+    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
+    with checkpoint_blocks(
+        transformer, Ideogram4.block_lists, gradient_checkpoint_forward, *switches, policy=policy
+    ):
+        predicted_bld = transformer(
+            hidden_states=pad(latents_bchw.flatten(2).transpose(1, 2), (0, 0, longest, 0)),
+            timestep=timestep,
+            encoder_hidden_states=embeds_bld,
+            position_ids=positions,
+            segment_ids=segments,
+            indicator=roles,
+            return_dict=False,
+        )[0]
+    of_picture: torch.Tensor = predicted_bld[:, longest:]
+    return of_picture.transpose(1, 2).reshape(latents_bchw.shape)
+
+
+class Ideogram4(DiffusersFamily):
+    """Ideogram 4, from text.
+
+    34 single-stream blocks, Qwen3-VL prompts, the autoencoder of FLUX.2: 128 channels a token of 16 x 16
+    pixels.
+
+    The model is made for captions in JSON, in the schema of its prompt guide; it reads plain ones, too. The
+    transformer is given what 13 layers of Qwen3-VL make of each token, 53,248 numbers: in bfloat16 a prompt
+    of 100 tokens takes 11 MB of the cache and one of 2048, the longest, 218. Padding is not kept. Longer
+    prompts, which the pipeline refuses, lose their end.
+
+    Previews are guided by a second transformer of the same size (``unconditional_transformer``), which sees
+    no prompt and is not trained; it is loaded for previews with a guidance scale above 1 alone, in the
+    format of the first. There is no negative prompt. The scale is one for all steps, where the pipeline by
+    default has 7 and, in its last steps, 3.
+
+    Noise levels grow with the picture, as by its pipeline: a shift of 2 at 1024 x 1024 pixels and of 4 at
+    2048 x 2048. The pipeline, diffusers' training script and musubi-tuner have a logit-normal density of a
+    standard deviation of 1.5 around that.
+
+    Its weights are released in 8 and in 4 bits alone; the folder named here is a copy in bfloat16. ComfyUI
+    has one layer for queries, keys and values, and no names for a LoRA on each of them: it takes what
+    ``diffsynth-lite convert --to comfyui`` makes of the file. No layer of the last block is unused.
+    """
+
+    pipelines = (Ideogram4Pipeline,)
+    releases = IDEOGRAM4
+    transformer_class = Ideogram4Transformer2DModel
+    lora_spelling = JOINED_IN_COMFYUI
+    lora_layers = known_names.IDEOGRAM4
+    encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": Qwen3VLModel, "vae": AutoencoderKLFlux2}
+    block_lists = ("layers",)
+    size_divisor = 16
+    max_prompt_tokens = 2048
+    target_sets: ClassVar[TargetSets] = {
+        "attention": _ATTENTION,
+        "all": (*_ATTENTION, "w1", "w2", "w3", "adaln_modulation"),
+    }
+    default_target_modules = (*_ATTENTION, "w1", "w2", "w3")
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        return (*super().components, _GUIDE)
+
+    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
+        parts = self.folder.fingerprints("text_encoder", "tokenizer")
+        # The layers are a part of diffusers, so that another version may bring others.
+        layers = QWEN3_VL_ACTIVATION_LAYERS
+        return f"ideogram4/prompt/1 {parts} {dtype} {self.max_prompt_tokens} {layers}"
+
+    def load_prompt_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
+        tokenizer = _Cutting(self.load_tokenizer(), self.max_prompt_tokens)
+        pipeline = assemble(self.pipeline, tokenizer=tokenizer, **self.load_text_encoders(dtype, device))
+
+        @torch.no_grad()
+        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
+            texts = [prompt.text for prompt in prompts]
+            lengths = [min(length, self.max_prompt_tokens) for length in tokenizer.lengths(texts)]
+            # One by one: a token is as wide as 13 layers, in fp32, and padding would only be cut away again.
+            return [
+                {"prompt_embeds": pipeline.encode_prompt(text, 0, 0, length, device)[0][0].to("cpu", dtype)}
+                for text, length in zip(texts, lengths, strict=True)
+            ]
+
+        return encode
+
+    def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
+        """With the chat around each text, which counts too."""
+        return _Cutting(self.load_tokenizer(), self.max_prompt_tokens).lengths(texts)
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        return f"ideogram4/latents/1 {self.folder.fingerprint('vae')} {dtype}"
+
+    def encode_pixels(self, vae: Any, pixels_bchw: torch.Tensor) -> torch.Tensor:
+        return encode_patched_latents(vae, pixels_bchw, _place_first)
+
+    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
+        channels, *sides = scaled_latents_shape(self.folder.component_config("vae"), width, height)
+        return channels * _PATCH**2, *(side // _PATCH for side in sides)
+
+    def num_tokens(self, latents_shape: Sequence[int]) -> int:
+        return latents_shape[-2] * latents_shape[-1]
+
+    def resolution_shift(self, latents_shape: Sequence[int]) -> float:
+        """That of the pipeline, which reads no settings: the side of a square of as many pixels, over 512."""
+        return math.sqrt(self.num_tokens(latents_shape)) * self.size_divisor / _UNSHIFTED_SIDE
+
+    def family_shift(self, latents_shape: Sequence[int]) -> float:
+        """That of the pipeline, 2 at 1024 x 1024 pixels."""
+        return self.resolution_shift(latents_shape)
+
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
+        width = self.folder.component_config("transformer")["llm_features_dim"]
+        return {"prompt_embeds": torch.ones(self.max_prompt_tokens, width)}
+
+    def predict(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+    ) -> torch.Tensor:
+        like = device_and_dtype(transformer)
+        return -model_fn_ideogram4(
+            transformer,
+            noisy_latents.to(**like),
+            (1 - sigma).to(**like),
+            [sample["prompt_embeds"] for sample in conditioning],
+            **gradient_flags(),
+        )
+
+    def sample(
+        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
+    ) -> list[list[Image]]:
+        like = device_and_dtype(transformer)
+        guide: torch.nn.Module = _NoGuide(like)
+        if any(request.guidance_scale > 1 for request in requests):
+            guide = self.load_component(_GUIDE, like["dtype"]).requires_grad_(False).to(like["device"])
+        pipeline = self.preview_pipeline(transformer, vae_dtype, unconditional_transformer=guide)
+        return [self.draw(pipeline, request) for request in requests]
+
+    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+        like = device_and_dtype(pipeline.transformer)
+        embeds_bld = request.conditioning["prompt_embeds"][None].to(**like)
+        length = embeds_bld.shape[1]
+
+        def encode(*, grid_h: int, grid_w: int, device: Any, **_: Any) -> tuple[torch.Tensor, ...]:
+            layout = pipeline._prepare_ids([length], grid_h, grid_w, length, device)
+            return pad(embeds_bld, (0, 0, 0, grid_h * grid_w)), *layout
+
+        pipeline.encode_prompt = encode  # which the pipeline has no argument for
+        images: list[Image] = pipeline(
+            prompt="",
+            max_sequence_length=length,
+            guidance_scale=max(request.guidance_scale, 1.0),
+            guidance_schedule=None,
+            **request.call_arguments(),
+        ).images
+        return images
+
+
+def _place_first(latents_bchw: torch.Tensor) -> torch.Tensor:
+    """(B, 4 C, h / 2, w / 2), 2 x 2 places in one: row, column, channel, as the pipeline unpacks them."""
+    batch, channels, height, width = latents_bchw.shape
+    patches = latents_bchw.view(batch, channels, height // _PATCH, _PATCH, width // _PATCH, _PATCH)
+    return patches.permute(0, 3, 5, 1, 2, 4).reshape(batch, -1, height // _PATCH, width // _PATCH)
+
+
+class _Cutting:
+    """The tokenizer, as the pipeline calls it; what is longer than it takes loses its end."""
+
+    def __init__(self, tokenizer: Any, max_tokens: int) -> None:
+        self.tokenizer = tokenizer
+        self.max_tokens = max_tokens
+
+    def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **settings: Any) -> str:
+        chat: str = self.tokenizer.apply_chat_template(list(conversation), **settings)
+        return chat
+
+    def __call__(self, text: str, **settings: Any) -> BatchEncoding:
+        cut: BatchEncoding = self.tokenizer(text, truncation=True, max_length=self.max_tokens, **settings)
+        return cut
+
+    def lengths(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each, uncut, with the chat around it."""
+        chats = [[{"role": "user", "content": [{"type": "text", "text": text}]}] for text in texts]
+        whole = self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        return [len(tokens) for tokens in self.tokenizer(whole, add_special_tokens=False)["input_ids"]]
+
+
+class _NoGuide(torch.nn.Module):
+    """Stands in for the second transformer where its weight is 0."""
+
+    def __init__(self, like: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.device, self.dtype = like["device"], like["dtype"]
+        self.config = SimpleNamespace()
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor]:
+        """Zeros, of the shape of the latents."""
+        return (torch.zeros_like(hidden_states),)
+
+
+def tiny() -> Ideogram4Pipeline:
+    """A random, complete and small pipeline of the real classes, built offline in a second.
+
+    Two blocks of 32 channels in each transformer; a text encoder of 36 layers, because the pipeline takes the
+    embeddings behind the last; 32 latent channels at 1/8 size.
+    """
+    tokenizer = qwen2_tokenizer()
+    tokenizer.chat_template = QWEN3_VL_TEMPLATE
+    text_encoder = tiny_qwen3_vl(tokenizer, num_layers=QWEN3_VL_ACTIVATION_LAYERS[-1] + 1)
+    width = text_encoder.config.text_config.hidden_size
+
+    def transformer() -> Ideogram4Transformer2DModel:
+        return Ideogram4Transformer2DModel(
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            intermediate_size=64,
+            adaln_dim=16,
+            llm_features_dim=width * len(QWEN3_VL_ACTIVATION_LAYERS),
+            mrope_section=(4, 2, 2),
+        )
+
+    with seeded(0):
+        first, second = transformer(), transformer()
+    return Ideogram4Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=tiny_flux2_vae(),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        transformer=first,
+        unconditional_transformer=second,
+    )
