@@ -34,12 +34,12 @@ from diffusers import QwenImageTransformer2DModel
 from meters import mebibytes, print_table
 from step_time import Step, equal_runs, take_turns
 
-from diffsynth_lite.core.gradient import GradientEngine, count_blocks, gradient_engine
+from diffsynth_lite.core.gradient import count_blocks, gradient_engine
 from diffsynth_lite.core.randomness import normal, torch_seed, uniform
 from diffsynth_lite.lora.targets import find_target_layers
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.training.builder import TrainingObjects
+from diffsynth_lite.training.builder import TrainingObjects, build_engine
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.stopping import Requests, StopRequest
 from diffsynth_lite.training.trainer import train_step
@@ -56,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.what == "save":
             measure_saving(options, Path(folder))
             return
-        with gradient_engine(GradientEngine()):
-            measure_steps(options, Path(folder))
+        measure_steps(options, Path(folder))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -82,7 +81,8 @@ def measure_steps(options: argparse.Namespace, folder: Path) -> None:
         "without": _without(run),
         "with all, again": _with_all(run, requests),
     }
-    seconds = take_turns(steps, num_warmup=10, num_steps=options.steps)
+    with gradient_engine(build_engine(config, run.weights)):
+        seconds = take_turns(steps, num_warmup=10, num_steps=options.steps)
     batch = next(run.batches)[0]
     parts = {
         "draws": lambda: _draw(config.train.seed, batch.latents.shape),
