@@ -58,7 +58,7 @@ from diffsynth_lite.training.distributed.context import check_context, context_o
 from diffsynth_lite.training.distributed.devices import describe_run
 from diffsynth_lite.training.distributed.sharding import check_sharding, shards_of
 from diffsynth_lite.training.divergence import Divergence
-from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_previews, encode_run
+from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
 from diffsynth_lite.training.encoding.sealed_start import sealed_data
 from diffsynth_lite.training.evaluation import ValidationProtocol
 from diffsynth_lite.training.layer_groups import adapter_kind, own_sizes, usual_size
@@ -334,11 +334,9 @@ def _encode(run: RunContext) -> TrainingData:
     """Encode the data; from then on only tensors are needed, and the records are dropped."""
     config, checked, accelerator = run.config, run.checked, run.accelerator
     if config.data.sealed is not None:
-        encoded = sealed_data(config, checked.family, accelerator)
+        encoded = sealed_data(config, checked, accelerator)
     else:
         encoded = encode_run(config, checked, accelerator)
-    if config.validation.model_path is not None:
-        encoded = replace(encoded, prompts=encode_previews(config, checked.drawing, accelerator))
     checked.drop_records()
     free_memory()
     return encoded

@@ -24,6 +24,10 @@ def losses(run: TinyRun, folder: Path) -> list[dict[str, float]]:
     return [{name: row[name]} for row in run.metrics(folder) for name in names if name in row]
 
 
+def entries(run: TinyRun) -> set[str]:
+    return {path.stem for path in (run.root / "cache").rglob("*.safetensors")}
+
+
 def previews(folder: Path, step: int) -> list[bytes]:
     return [path.read_bytes() for path in sorted((folder / "previews").glob(f"step-{step:08d}-*.png"))]
 
@@ -112,7 +116,11 @@ def test_previews_are_drawn_on_another_model_as_samples_on_it_are_and_training_i
     drawn_on = f"validation.model_path={distilled_model}"
     plain, run, out = (tiny_run.root / name for name in ("plain", "run", "out"))
     assert tiny_run.train(f"output.dir={plain}", *given, groups) == 0
+    for task in (["fill", "--part", "0/2"], ["fill", "--part", "1/2"], ["prune", "--yes"]):
+        assert main(["cache", *task, "--config", str(tiny_run.config), *given, groups, drawn_on]) == 0
+    filled = entries(tiny_run)
     assert tiny_run.stopped_after(1, f"output.dir={run}", *given, groups, drawn_on, *SAVING_MEMORY) == 75
+    assert entries(tiny_run) == filled  # the prompts of the other model, too
     assert tiny_run.train(f"output.dir={run}", *given, groups, drawn_on) == 0
     assert differing(checkpoint_tensors(plain, 2), checkpoint_tensors(run, 2)) == []
     assert losses(tiny_run, plain) == losses(tiny_run, run)

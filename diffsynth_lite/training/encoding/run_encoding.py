@@ -125,11 +125,15 @@ class CheckedData(Protocol):
     def held_out(self) -> ReadRecords:
         """All of it; where it is empty, the validation loss is measured on training items."""
 
+    @property
+    def drawing(self) -> ModelFamily:
+        """Bound to the folder of what previews are drawn on, which is the one of ``family`` or another."""
+
 
 def plan_encoding(
     config: Config, checked: CheckedData, accelerator: Accelerator, memory: FileMemory, part: Part = WHOLE
 ) -> EncodingJob:
-    """All that a run encodes: its data, what is held out, and the prompts of its previews.
+    """All that a run encodes with the encoders of its model: data, what is held out, prompts of previews.
 
     No pixel is decoded but the first frames of clips that are new.
 
@@ -160,16 +164,16 @@ def plan_encoding(
 
 
 def plan_previews(
-    config: Config, family: ModelFamily, accelerator: Accelerator, memory: FileMemory
+    config: Config, family: ModelFamily, accelerator: Accelerator, memory: FileMemory, part: Part = WHOLE
 ) -> EncodingJob:
-    """The prompts of the previews of a run alone."""
+    """The prompts of the previews of a run, or of those in a part, alone."""
     job = EncodingJob(config, family, accelerator.device, find_cache_group(config, accelerator))
-    _add_previews(config, family, job, memory)
+    _add_previews(config, family, job, memory, part)
     return job
 
 
 def _add_previews(
-    config: Config, family: ModelFamily, job: EncodingJob, memory: FileMemory, part: Part = WHOLE
+    config: Config, family: ModelFamily, job: EncodingJob, memory: FileMemory, part: Part
 ) -> None:
     """Have a job also encode the prompts of the previews, or of those in a part."""
     index, background = MediaIndex(memory), config.data.background
@@ -201,6 +205,10 @@ def encode_run(config: Config, checked: CheckedData, accelerator: Accelerator) -
         trained_on, measured = encode_job(config, job, memory, accelerator, quarantine, held_out.unread)
     validation = measured if held_out.records else trained_on
     tensors = job.cache if config.data.cache else LiveTensors(job.passes)
+    if config.validation.model_path is None:
+        prompts = _encoded_prompts(config, job, tensors)
+    else:
+        prompts = encode_previews(config, checked.drawing, accelerator)
     return TrainingData(
         items=trained_on.items,
         identity=trained_on.identity,
@@ -212,7 +220,7 @@ def encode_run(config: Config, checked: CheckedData, accelerator: Accelerator) -
         ),
         validation_identity=validation.identity,
         tracked_items=_tracked_items(config, job.datasets[0][0], trained_on.items, tensors),
-        prompts=_encoded_prompts(config, job, tensors),
+        prompts=prompts,
     )
 
 
@@ -232,6 +240,9 @@ def encode_part(config: Config, checked: CheckedData, accelerator: Accelerator, 
         job = plan_encoding(config, checked, accelerator, memory, part)
         quarantine = Quarantine(config, part)
         trained_on, _ = encode_job(config, job, memory, accelerator, quarantine, checked.held_out.unread)
+        if config.validation.model_path is not None:
+            previews = plan_previews(config, checked.drawing, accelerator, memory, part)
+            _encode_prompts(config, previews, memory, accelerator)
     return trained_on
 
 
@@ -253,10 +264,15 @@ def encode_previews(
         job = plan_previews(config, family, accelerator, memory)
         if sealed is not None:
             job.leave_out(sealed)
-        if bad := _encode_passes(config, job, memory, accelerator):
-            raise UserError("\n".join(f"validation.inputs: {reason}" for reason in bad.values()))
+        _encode_prompts(config, job, memory, accelerator)
     tensors = job.cache if config.data.cache else LiveTensors(job.passes)
     return _encoded_prompts(config, job, tensors if sealed is None else sealed.before(tensors))
+
+
+def _encode_prompts(config: Config, job: EncodingJob, memory: FileMemory, accelerator: Accelerator) -> None:
+    """Encode what :func:`plan_previews` has planned."""
+    if bad := _encode_passes(config, job, memory, accelerator):
+        raise UserError("\n".join(f"validation.inputs: {reason}" for reason in bad.values()))
 
 
 def _encoded_prompts(config: Config, job: EncodingJob, tensors: EntryReader) -> list[EncodedPrompt]:

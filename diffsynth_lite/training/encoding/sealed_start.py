@@ -9,7 +9,6 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.data import DataIdentity, ItemTable
 from diffsynth_lite.data.sealed import Seal, SealedEntries, StoredOrders
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.data_settings import cache_folder, sealed_folder
 from diffsynth_lite.training.dataset import find_cache_group
 from diffsynth_lite.training.distributed.agreement import on_all_processes, some_processes_first
@@ -17,6 +16,7 @@ from diffsynth_lite.training.distributed.context import check_tokens
 from diffsynth_lite.training.distributed.same_run import require_same_items
 from diffsynth_lite.training.encoding.job import EncodingJob
 from diffsynth_lite.training.encoding.run_encoding import (
+    CheckedData,
     TrainingData,
     encode_previews,
     measured_items,
@@ -29,7 +29,7 @@ from diffsynth_lite.training.evaluation import TrackedItem
 logger = logging.getLogger(__name__)
 
 
-def sealed_data(config: Config, family: ModelFamily, accelerator: Accelerator) -> TrainingData:
+def sealed_data(config: Config, checked: CheckedData, accelerator: Accelerator) -> TrainingData:
     """The data of a run from the seal that its config names.
 
     What does not depend on the number of items is compared: settings, encoders, and what several processes
@@ -37,7 +37,7 @@ def sealed_data(config: Config, family: ModelFamily, accelerator: Accelerator) -
 
     Args:
         config: its data and validation are read.
-        family: bound to its folder.
+        checked: its families are read.
         accelerator: device and processes.
 
     Raises:
@@ -45,7 +45,7 @@ def sealed_data(config: Config, family: ModelFamily, accelerator: Accelerator) -
             the tokens of its sizes cannot be split as the config asks.
         RunStoppedError: it is damaged.
     """
-    group = find_cache_group(config, accelerator)
+    family, group = checked.family, find_cache_group(config, accelerator)
     job = EncodingJob(config, family, accelerator.device, group)
     opened: list[Seal] = []
 
@@ -69,7 +69,6 @@ def sealed_data(config: Config, family: ModelFamily, accelerator: Accelerator) -
         *(len(items), document.num_entries, seal.folder),
     )
     entries = seal.entries(table)
-    is_drawn_elsewhere = config.validation.model_path is not None
     measured = document.data if document.validation is None else document.validation
     return TrainingData(
         items=items,
@@ -82,7 +81,7 @@ def sealed_data(config: Config, family: ModelFamily, accelerator: Accelerator) -
         ),
         validation_identity=measured.identity,
         tracked_items=_tracked_items(config, seal, items, entries),
-        prompts=[] if is_drawn_elsewhere else encode_previews(config, family, accelerator, sealed=entries),
+        prompts=encode_previews(config, checked.drawing, accelerator, sealed=entries),
         orders=StoredOrders(cache_folder(config) / "orders", identity=seal.digest),
     )
 
