@@ -65,8 +65,10 @@ def test_an_example_of_the_conditioning_is_what_the_encoders_give_of_a_prompt_as
     for name, value in given.items():
         # The first axis of a prompt is that of its tokens.
         # Some have rows of another text encoder beside those that are counted.
-        longest = (max(sample.family.max_prompt_tokens, len(value)), *value.shape[1:])
-        assert example[name].shape == (longest if name == "prompt_embeds" else value.shape), name
+        shape = value.shape
+        if name == "prompt_embeds":
+            shape = (max(sample.family.max_prompt_tokens, len(value)), *shape[1:])
+        assert example[name].shape == shape, name
         assert example[name].is_floating_point() == value.is_floating_point(), name
 
 
