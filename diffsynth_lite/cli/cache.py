@@ -4,7 +4,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from diffsynth_lite.errors import UserError, join_lines, join_names
 if TYPE_CHECKING:  # Wrong arguments are told before torch is imported, which takes seconds.
     from accelerate import Accelerator
 
-    from diffsynth_lite.data import Part, TensorCache
+    from diffsynth_lite.data import Part, Pruned, TensorCache
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ def _seal(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
 
 
 def _prune(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
-    """Delete the entries that none of the configs needs, after asking; what is sealed is not needed."""
+    """Delete what none of the configs needs and no run reads, after asking; what is sealed is not needed."""
     from diffsynth_lite.core.units import format_bytes
     from diffsynth_lite.data import prune
 
@@ -201,17 +201,49 @@ def _prune(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
     join_processes(os.environ, sys.argv)
     cache, accelerator = _cache_of(loaded[0].config), caching_accelerator(loaded[0].config)
     keep = set[str]().union(*(needed_keys(one.config, accelerator) for one in loaded))
-    found = prune(cache, keep, dry_run=True)
-    what = f"{found.num_files} files, {format_bytes(found.num_bytes)}, that {_none_of(loaded)}"
+    seals = _digests(loaded)
+    found, more = prune(cache, keep, dry_run=True), _prune_more(loaded[0].config, seals, dry_run=True)
+    num_files, size = found.num_files + more.num_files, format_bytes(found.num_bytes + more.num_bytes)
+    what = f"{num_files} files, {size}, that {_none_of(loaded)}"
     if sealed := [one.config.data.sealed for one in loaded if one.config.data.sealed is not None]:
         what += f" beside {join_names(sealed)}"
-    if not found.num_files:
+    if more.num_files:
+        what += (
+            f" ({more.num_files} of them, {format_bytes(more.num_bytes)}, are orders of samples and copies "
+            "of sealed tables, which a run makes again, or were never finished)"
+        )
+    if not num_files:
         logger.info("The cache holds nothing that the configs do not need.")
         return
     if not parsed.yes and not _agrees(f"Delete {what}, from {cache.folder}?"):
         raise UserError(f"prune: nothing was deleted from {cache.folder}; agree when asked, or give --yes")
     prune(cache, keep, dry_run=False)
+    _prune_more(loaded[0].config, seals, dry_run=False)
     logger.info("Deleted %s.", what)
+
+
+def _digests(loaded: Sequence[LoadedConfig]) -> set[str]:
+    """Of the seals that the configs name, where there are any yet."""
+    from diffsynth_lite.training.encoding.seals import open_config_seal
+
+    named = (open_config_seal(one.config) for one in loaded if one.config.data.sealed is not None)
+    return {seal.digest for seal in named if seal is not None}
+
+
+def _prune_more(config: Config, seals: Collection[str], *, dry_run: bool) -> "Pruned":
+    """Delete what the folder holds beside entries; the tables of seals of these digests stay."""
+    from diffsynth_lite.data import Pruned, parts_folder
+    from diffsynth_lite.data.sealed import prune_orders, prune_tables, prune_unfinished
+    from diffsynth_lite.training.data_settings import cache_folder, index_file, orders_folder, sealed_folder
+
+    found = (
+        prune_orders(orders_folder(config), dry_run=dry_run),
+        prune_tables(sealed_folder(config), seals, dry_run=dry_run),
+        prune_unfinished(parts_folder(index_file(cache_folder(config))), dry_run=dry_run),
+    )
+    return Pruned(
+        num_files=sum(one.num_files for one in found), num_bytes=sum(one.num_bytes for one in found)
+    )
 
 
 def _show(progress: Progress, task: TaskID, done: int, total: int) -> None:

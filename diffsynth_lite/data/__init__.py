@@ -2,7 +2,7 @@
 
 from diffsynth_lite.data.batches import Batch, BatchStream, EntryReader
 from diffsynth_lite.data.buckets import Bucket, BucketRule, kept_ratio
-from diffsynth_lite.data.cache import TensorCache, prune, verify
+from diffsynth_lite.data.cache import Pruned, TensorCache, prune, verify
 from diffsynth_lite.data.captions import TagCounts, count_tags, tag_variants
 from diffsynth_lite.data.encoding import (
     Encodable,
@@ -71,6 +71,7 @@ __all__ = [
     "PartMemory",
     "PlanRules",
     "PromptItem",
+    "Pruned",
     "Record",
     "SampleSchedule",
     "Shard",

@@ -9,7 +9,8 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +30,7 @@ _SCHEMA = 1
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 _ENTRY = re.compile(r"([0-9a-f]{64})\.safetensors")
 _DAMAGED = re.compile(r"[0-9a-f]{64}\.damaged")
-_UNFINISHED_AGE_S = 24 * 3600
-"""Younger ones may be in the hands of a process that writes."""
+_YOUNG_S = 24 * 3600
 
 
 class TensorCache:
@@ -237,15 +237,32 @@ def prune(cache: TensorCache, keep: Collection[str], *, dry_run: bool) -> Pruned
         keep: keys of the entries that stay; a set, when they are many.
         dry_run: only count.
     """
+    return delete([path for path in _files(cache) if not _is_kept(path, keep)], dry_run=dry_run)
+
+
+def delete(paths: Iterable[Path], *, dry_run: bool) -> Pruned:
+    """Delete files, or only count those that are there."""
     num_files = num_bytes = 0
-    for path in _files(cache):
-        if _is_kept(path, keep):
-            continue
-        num_files += 1
-        num_bytes += path.stat().st_size
-        if not dry_run:
-            path.unlink(missing_ok=True)
+    for path in paths:
+        with suppress(FileNotFoundError):  # another process was faster
+            num_bytes += path.stat().st_size
+            num_files += 1
+            if not dry_run:
+                path.unlink()
     return Pruned(num_files=num_files, num_bytes=num_bytes)
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether a file is one that a writer left unfinished, and not a moment ago."""
+    return is_unfinished(path.name) and not is_young(path)
+
+
+def is_young(path: Path) -> bool:
+    """Whether a file was written within a day, so that a process may still be at it, or is gone."""
+    try:
+        return time.time() - path.stat().st_mtime <= _YOUNG_S
+    except FileNotFoundError:
+        return True
 
 
 def _is_kept(path: Path, keep: Collection[str]) -> bool:
@@ -253,7 +270,7 @@ def _is_kept(path: Path, keep: Collection[str]) -> bool:
         return entry[1] in keep or not entry[1].startswith(path.parent.name)
     if _DAMAGED.fullmatch(path.name):
         return False
-    return not (is_unfinished(path.name) and time.time() - path.stat().st_mtime > _UNFINISHED_AGE_S)
+    return not is_abandoned(path)
 
 
 def _keys(cache: TensorCache) -> Iterator[str]:

@@ -200,6 +200,11 @@ def sealed_folder(config: Config) -> Path:
     return cache_folder(config) / "sealed"
 
 
+def orders_folder(config: Config) -> Path:
+    """Folder for the long orders of samples that this machine has drawn."""
+    return cache_folder(config) / "orders"
+
+
 def index_file(folder: Path) -> Path:
     """The file in the cache's folder that remembers what files hold."""
     return folder / "index.sqlite"

@@ -1,6 +1,7 @@
 """The cache as a command: filled, checked and pruned, with what each leaves on the disk."""
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -87,13 +88,22 @@ def test_pruning_keeps_what_any_config_needs_and_drops_the_rest(
     assert cache(tiny_run, "fill", "data.height=48") == 0
     stranger = tiny_run.root / "cache" / "notes.txt"
     stranger.write_text("mine")
+    more = [f"orders/{'a' * 32}.order", f"sealed/{'b' * 32}.table", f"parts/.tmp-0-of-2.memory-{'c' * 8}"]
+    idle = [tiny_run.root / "cache" / name for name in more]
+    for path in idle:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"1")
+        os.utime(path, (0, 0))
     assert len(entries(tiny_run)) == len(needed) + 5
+    caplog.set_level(logging.INFO)
     assert cache(tiny_run, "prune", "--config", str(other), "--yes") == 0
+    assert "Deleted 8 files, " in caplog.text
+    assert "(3 of them, 3 bytes, are orders of samples" in caplog.text
+    assert not any(path.exists() for path in idle)
     assert entries(tiny_run).keys() == needed
     assert cache(tiny_run, "prune", "--yes") == 0
     assert len(entries(tiny_run)) == 9
     assert stranger.exists()
-    caplog.set_level(logging.INFO)
     assert cache(tiny_run, "prune") == 0  # nothing to ask for
     assert "holds nothing that the configs do not need" in caplog.text
 

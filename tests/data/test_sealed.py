@@ -1,6 +1,7 @@
 """A sealed cache gives back what was sealed, or says which row of which file is not what it was."""
 
 import hashlib
+import os
 import pickle
 import signal
 import sys
@@ -20,6 +21,8 @@ from diffsynth_lite.data.sealed import (
     SealFolder,
     StoredOrders,
     open_seal,
+    prune_orders,
+    prune_tables,
     write_seal,
 )
 from diffsynth_lite.errors import UserError
@@ -233,6 +236,27 @@ def test_without_lance_the_install_line_is_named(monkeypatch: pytest.MonkeyPatch
         open_seal(SealFolder("s3://bucket/folder"))
 
 
+def make_old(folder: Path) -> None:
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - 90_000,) * 2)
+
+
+def test_tables_of_other_seals_and_what_was_never_finished_are_pruned_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    digests = ["a" * 32, "b" * 32]
+    abandoned = tmp_path / f".tmp-{digests[0]}.table-{'c' * 8}"
+    for path in (abandoned, tmp_path / "mine.table", *(tmp_path / f"{digest}.table" for digest in digests)):
+        path.write_bytes(b"123")
+    assert prune_tables(tmp_path, (), dry_run=False).num_files == 0  # made today
+    make_old(tmp_path)
+    found = prune_tables(tmp_path, digests[:1], dry_run=True)
+    assert (found.num_files, found.num_bytes) == (2, 6)
+    assert prune_tables(tmp_path, digests[:1], dry_run=False) == found
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.table", f"{digests[0]}.table"}
+    assert prune_tables(tmp_path / "none", (), dry_run=False).num_files == 0
+
+
 def test_an_order_is_drawn_once_and_one_that_nobody_reads_is_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -253,8 +277,17 @@ def test_an_order_is_drawn_once_and_one_that_nobody_reads_is_removed(
     [first, path] = sorted(tmp_path.glob("*.order"), key=lambda path: path.stat().st_mtime_ns)
     order(2)
     assert not first.exists()
+    assert prune_orders(tmp_path, dry_run=False).num_files == 0  # made today
+    make_old(tmp_path)
+    mapped = StoredOrders(tmp_path, identity="a", fewest=100)("pass", 1, 5000, lambda: np.arange(0))
+    assert prune_orders(tmp_path, dry_run=True).num_files == 1
+    assert prune_orders(tmp_path, dry_run=False).num_files == 1
+    assert path.exists()
+    del mapped
+    assert prune_orders(tmp_path, dry_run=True).num_files == 1
+    order(2)
     order(3, length=99)
-    assert drawn == [0, 1, 2, 3]
+    assert drawn == [0, 1, 2, 2, 3]
     assert len(list(tmp_path.glob("*.order"))) == 2
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DamagedSealError, match=f"remove {path}"):

@@ -5,7 +5,9 @@ to open a file takes as long for a terabyte as for a page.
 """
 
 import mmap
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -13,6 +15,9 @@ from typing import BinaryIO
 import xxhash
 
 from diffsynth_lite.errors import RunStoppedError
+
+if sys.platform != "win32":
+    import fcntl
 
 _PART_BYTES = 16 * 2**10
 _HASH_BYTES = 8
@@ -57,7 +62,7 @@ class CheckedWriter:
 
 
 class MappedFile:
-    """A file of :class:`CheckedWriter`, mapped into memory.
+    """A file of :class:`CheckedWriter`, mapped into memory; :func:`is_mapped` tells that it is.
 
     Another process opens it anew when it is sent one.
 
@@ -76,6 +81,7 @@ class MappedFile:
         self._checked = bytearray(num_parts)
         try:
             with path.open("rb") as file:
+                _share(file)
                 size = file.seek(0, 2)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else None
         except OSError as error:
@@ -120,6 +126,25 @@ class MappedFile:
                 f"{self.path} is damaged between its bytes {start} and {end}; {self.remedy}"
             )
         self._checked[part] = True
+
+
+def _share(file: BinaryIO) -> None:
+    """Lock a file as one that is read, for as long as its map is there, which has the lock with it."""
+    if sys.platform != "win32":
+        with suppress(OSError):  # of a file system that knows no locks
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def is_mapped(path: Path) -> bool:
+    """Whether a process has mapped a file, as far as locks tell; where there are none, it is taken to."""
+    if sys.platform == "win32":
+        return True
+    try:
+        with path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
 
 
 class MappedColumn:

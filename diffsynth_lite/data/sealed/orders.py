@@ -46,30 +46,22 @@ class StoredOrders:
             return draw()
         path = self._path(name, number)
         try:
-            with self._locked():
+            with locked_orders(self._folder):
                 if not path.is_file():
                     self._write(path, draw())
                     self._path(name, number - 2).unlink(missing_ok=True)
+                file = MappedFile(path, length * _NUMBER.itemsize, remedy=f"remove {path}")
         except OSError as error:
             logger.warning(
                 "%s: the order of %d samples cannot be kept there, so each process draws its own: %s",
                 *(self._folder, length, error),
             )
             return draw()
-        return _StoredNumbers(MappedFile(path, length * _NUMBER.itemsize, remedy=f"remove {path}"))
+        return _StoredNumbers(file)
 
     def _path(self, name: str, number: int) -> Path:
         digest = hashlib.blake2b(f"{self._identity} {name} {number}".encode(), digest_size=16)
         return self._folder / f"{digest.hexdigest()}.order"
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Scope of one process of the machine: the others wait for what it draws."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / ".lock").open("a") as file:
-            if sys.platform != "win32":
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
     def _write(self, path: Path, order: Indices) -> None:
         with replacing(path) as temporary:
@@ -78,6 +70,16 @@ class StoredOrders:
                 writer.write(order.astype(_NUMBER).tobytes())
                 writer.finish()
             sync(temporary)  # else an empty one may stand there after a power cut, and stop the run
+
+
+@contextmanager
+def locked_orders(folder: Path) -> Iterator[None]:
+    """Scope of one process of the machine: the others wait for what it draws or deletes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a") as file:
+        if sys.platform != "win32":
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 class _StoredNumbers:

@@ -9,7 +9,7 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.data import DataIdentity, ItemTable
 from diffsynth_lite.data.sealed import Seal, SealedEntries, StoredOrders
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.training.data_settings import cache_folder, sealed_folder
+from diffsynth_lite.training.data_settings import orders_folder, sealed_folder
 from diffsynth_lite.training.dataset import find_cache_group
 from diffsynth_lite.training.distributed.agreement import on_all_processes, some_processes_first
 from diffsynth_lite.training.distributed.context import check_tokens
@@ -82,7 +82,7 @@ def sealed_data(config: Config, checked: CheckedData, accelerator: Accelerator) 
         validation_identity=measured.identity,
         tracked_items=_tracked_items(config, seal, items, entries),
         prompts=encode_previews(config, checked.drawing, accelerator, sealed=entries),
-        orders=StoredOrders(cache_folder(config) / "orders", identity=seal.digest),
+        orders=StoredOrders(orders_folder(config), identity=seal.digest),
     )
 
 
