@@ -267,6 +267,11 @@ class DataSettings(SourceSettings):
         return {"data": SourceSettings(**own)}
 
     @property
+    def held_out_key(self) -> str:
+        """Place of the source as which ``validation.data`` is read: the first one that is learned."""
+        return next(key for key, source in self.sources_by_key.items() if not source.preserve)
+
+    @property
     def given_sizes(self) -> list[tuple[int, int]]:
         """Width and height of every size there may be; empty where ``resolutions`` decide."""
         if self.width is not None and self.height is not None:

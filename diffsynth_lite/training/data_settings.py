@@ -163,7 +163,7 @@ def find_held_out_records(config: Config) -> FoundRecords | None:
 
 
 def _held_out_source(config: Config, path: str) -> Source:
-    first = next(source for source in config.data.sources_by_key.values() if not source.preserve)
+    first = config.data.sources_by_key[config.data.held_out_key]
     held_out = {"path": path, "dataset": None, "metadata": None, "repeats": 1, "weight": 1.0}
     source = _source(first.model_copy(update=held_out))
 

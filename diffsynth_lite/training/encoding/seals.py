@@ -42,6 +42,8 @@ def seal_settings(config: Config) -> dict[str, Any]:
     settings["validation.data"] = validation.data
     if validation.data is not None:
         settings["validation.loss_items"] = validation.loss_items
+        if data.held_out_key != next(iter(data.sources_by_key)):  # else as in older seals
+            settings["the source of validation.data"] = data.held_out_key
     return redacted(settings)
 
 
