@@ -193,7 +193,7 @@ def _seal(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
 
 
 def _prune(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
-    """Delete what none of the configs needs and no run reads, after asking; what is sealed is not needed."""
+    """Delete what none of the configs needs, after asking; what is sealed is not needed."""
     from diffsynth_lite.core.units import format_bytes
     from diffsynth_lite.data import prune
 
