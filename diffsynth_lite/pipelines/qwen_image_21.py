@@ -111,7 +111,8 @@ class QwenImage21(DiffusersFamily):
     Text sees what stands before it, a picture also all of itself. In a batch of prompts of several lengths
     diffusers places the pictures behind the longest, where a model alone with a prompt has them elsewhere; so
     samples of one length go through the model together and the others after them, and a sample counts as much
-    beside others as alone. Its pipeline cuts no prompt; here those of more than 1024 tokens lose their end.
+    beside others as alone. Processes that share its weights (``memory.shard_base``) therefore take one sample
+    at a time. Its pipeline cuts no prompt; here those of more than 1024 tokens lose their end.
 
     It is meant to be drawn without guidance. The sampler's shift grows with the picture: 1.7 at 512 x 512
     pixels, 2.0 at 1024 x 1024 and 3.7 at 2048 x 2048, which it is made for. DiffSynth-Studio trains with 2.2
@@ -135,6 +136,7 @@ class QwenImage21(DiffusersFamily):
     unused_matmuls = ("attn.to_out.0", "img_mlp.out")
     size_divisor = 32
     max_prompt_tokens = 1024
+    splits_batches = True
     target_sets: ClassVar[TargetSets] = {
         "attention": _ATTENTION,
         "all": (*_ATTENTION, "img_mlp.gate_layer", "img_mlp.proj", "img_mlp.out"),

@@ -18,7 +18,7 @@ from diffsynth_lite.training.checkpoint.resume import ResumePolicy, RunFingerpri
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.checks import CheckedRun
 from diffsynth_lite.training.data_settings import shifts_by_size
-from diffsynth_lite.training.distributed.sharding import require_same_expert
+from diffsynth_lite.training.distributed.sharding import require_as_many_passes, require_same_expert
 from diffsynth_lite.training.planning.memory_count import MemoryCount
 from diffsynth_lite.training.stopping import GracePeriod
 
@@ -108,11 +108,13 @@ class RunContext:
             shift: of the noise levels, by the shape of one sample's latents.
 
         Raises:
-            UserError: the samples of a step may be of several experts, where they must be of one.
+            UserError: the samples of a step may be of several experts, or take several passes, where they
+                must be of one, and take one.
         """
         config, family = self.config, self.checked.family
         shifts = shifts_by_size(config, family, shift)
         require_same_expert(config, family, shifts.values())
+        require_as_many_passes(config, family)
         return settings_fingerprint(
             config,
             model_fingerprint=family.fingerprint(),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import QwenImage21Pipeline
 from diffusers.pipelines.qwenimage21.pipeline_qwenimage21 import calculate_shift
-from family_sample import CPU, PROMPTS, assert_equal_under_all_flags, picture
+from family_sample import CPU, PROMPTS, assert_equal_under_all_flags, picture, transformer_calls
 
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines import PipelineFolder
@@ -88,8 +88,12 @@ def test_samples_of_several_lengths_are_what_the_pipeline_makes_of_each(
 ) -> None:
     texts, latents = (PROMPTS[0], PROMPTS[1], PROMPTS[0]), drawn_latents(3)
     sigma = torch.tensor([0.2, 0.7, 0.9])
+    batch = latents, sigma, encoded_prompts(family, *texts)
+    passes = transformer_calls(pipeline.transformer, lambda: family.predict(pipeline.transformer, *batch))
+    assert [len(one["hidden_states"]) for one in passes] == [2, 1]
+    assert family.splits_batches
     with torch.no_grad():
-        found = family.predict(pipeline.transformer, latents, sigma, encoded_prompts(family, *texts))
+        found = family.predict(pipeline.transformer, *batch)
         alone = [
             own_forward(
                 pipeline,

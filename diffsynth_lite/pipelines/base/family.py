@@ -82,10 +82,9 @@ class ModelFamily(LoraFormat):
         unused_matmuls: names of layers in the blocks whose results no gradient needs as long as the gate that
             they are multiplied with does not train; the recompute then leaves their products out.
         prompt_sees_images: whether the text encoder also sees the input pictures of an edit.
-        quantization: of the blocks of the models that are trained, by names within each; None is none. A run
-            sets it when it is checked.
-        host_blocks: of these models, whose weights are loaded to host memory; None is none. A run sets it
-            while it loads what it trains.
+        splits_batches: whether ``predict`` runs the model several times for some batches.
+        quantization: of the blocks of the trained models, by names within each; None is none. A run sets it.
+        host_blocks: of these models, loaded to host memory; None is none. A run sets it while it loads them.
         shards: over which all models that remove noise are spread; None is over none. A run sets it.
         context: by which all these models are split over processes; None leaves them whole. A run sets it.
         text_encoder_memory: how text encoders are kept while they encode. A run sets it likewise.
@@ -100,6 +99,7 @@ class ModelFamily(LoraFormat):
     unused_in_last_block: ClassVar[tuple[str, ...]] = ()
     unused_matmuls: ClassVar[tuple[str, ...]] = ()
     prompt_sees_images: ClassVar[bool] = False
+    splits_batches: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

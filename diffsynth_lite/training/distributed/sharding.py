@@ -86,6 +86,24 @@ def require_same_expert(config: Config, family: ModelFamily, shifts: Iterable[fl
         )
 
 
+def require_as_many_passes(config: Config, family: ModelFamily) -> None:
+    """Check that all processes run the model as often as each other, whatever their samples.
+
+    They gather each block together, and one that runs it once more would wait for ever.
+
+    Raises:
+        UserError: the number of passes depends on what is in a micro-batch.
+    """
+    train = config.train
+    takes_one = train.micro_batch_size == 1 and train.micro_batch_tokens is None
+    if family.shards is not None and family.splits_batches and not takes_one:
+        raise UserError(
+            f"memory.shard_base: {config.memory.shard_base}, but {config.model.family} runs its model "
+            "several times for some micro-batches, and processes that share the base must run it as often as "
+            "each other; set train.micro_batch_size: 1 without micro_batch_tokens, or shard_base: no"
+        )
+
+
 def require_sharded(config: Config, family: ModelFamily, transformer: torch.nn.Module) -> None:
     """Check that a model that was loaded is sharded where that is asked for.
 

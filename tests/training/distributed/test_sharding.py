@@ -33,6 +33,7 @@ from diffsynth_lite.training.distributed.context import context_of
 from diffsynth_lite.training.distributed.gradients import mean_gradients
 from diffsynth_lite.training.distributed.sharding import (
     check_sharding,
+    require_as_many_passes,
     require_same_expert,
 )
 
@@ -315,6 +316,20 @@ def test_what_sharding_could_not_do_is_refused_with_what_would_do(
     for setting in ("memory.stream_blocks=all", "memory.stream_blocks=auto", "train.compile=blocks"):
         with pytest.raises(UserError, match=r"memory\.shard_base"):
             config_with("memory.shard_base=node", setting)
+
+
+def test_what_is_sharded_runs_as_often_in_each_process(config_with: Callable[..., Any]) -> None:
+    splitting: Any = SimpleNamespace(shards=object(), splits_batches=True)
+    whole: Any = SimpleNamespace(shards=None, splits_batches=True)
+    other: Any = SimpleNamespace(shards=object(), splits_batches=False)
+    one = ("memory.shard_base=all", "train.micro_batch_size=1")
+    two = ("memory.shard_base=all", "train.micro_batch_size=2", "train.global_batch_size=4")
+    require_as_many_passes(config_with(*one), splitting)
+    for family in (whole, other):
+        require_as_many_passes(config_with(*two), family)
+    for settings in (two, (*one, "train.micro_batch_tokens=4096")):
+        with pytest.raises(UserError, match=r"shard_base: all, .* set train\.micro_batch_size: 1 without"):
+            require_as_many_passes(config_with(*settings), splitting)
 
 
 def test_experts_that_are_chosen_by_size_are_not_sharded(config_with: Callable[..., Any]) -> None:
