@@ -26,6 +26,7 @@ from diffsynth_lite.core.gradient import (
     gradient_flags,
     unwrapped,
 )
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
@@ -109,7 +110,8 @@ class CogVideoX(DiffusionFamily):
     of which the last is pure noise; the transformer predicts v.
 
     The transformer of 1.5 takes latent frames by twos, and clips have an odd number: the first one stands
-    there twice, as in image to video, and previews leave it out again.
+    there twice, as in image to video, and previews leave it out again. Its places come from a table, which
+    ends at 2400 pixels on each side.
 
     Its autoencoder decodes an even number of latent frames to more than it was given, so that clips have
     8 k + 1 frames. The models for image to video are not trained here.
@@ -153,6 +155,18 @@ class CogVideoX(DiffusionFamily):
     def default_fps(self) -> float:
         """8; 16 with 1.5."""
         return 16.0 if self._is_1_5 else 8.0
+
+    def check_size(self, width: int, height: int, *, keys: str) -> None:
+        super().check_size(width, height, keys=keys)
+        if not self._is_1_5:
+            return
+        config = self.folder.component_config("transformer")
+        widest, highest = (config[f"sample_{side}"] * _SPATIAL for side in ("width", "height"))
+        if width > widest or height > highest:
+            raise UserError(
+                f"{keys}: {width}x{height}; this model knows the places of clips of at most "
+                f"{widest} x {highest} pixels"
+            )
 
     def prompt_encoder_id(self, dtype: torch.dtype) -> str:
         parts = self.folder.fingerprints("text_encoder", "tokenizer")

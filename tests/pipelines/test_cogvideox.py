@@ -16,6 +16,7 @@ from family_sample import (
 )
 
 from diffsynth_lite.core.noise import DiffusionPath
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.cogvideox import (
     CogVideoX,
@@ -28,7 +29,7 @@ from diffsynth_lite.pipelines.cogvideox import (
 LAYOUTS: dict[str, dict[str, Any]] = {
     "2b": {"use_rotary_positional_embeddings": False},
     "5b": {},
-    "1.5": {"patch_size_t": 2, "patch_bias": False, "sample_width": 20, "sample_height": 20},
+    "1.5": {"patch_size_t": 2, "patch_bias": False, "sample_width": 20, "sample_height": 16},
 }
 
 
@@ -130,6 +131,20 @@ def test_the_last_timestep_is_pure_noise_and_the_target_is_v(sample: Sample) -> 
     noisy, v = path.add_noise(clean, noise, level), path.target(clean, noise, level)
     torch.testing.assert_close(noisy, scheduler.add_noise(clean, noise, timestep))
     torch.testing.assert_close(scheduler.get_velocity(v, noisy, timestep), clean, rtol=0, atol=1e-5)
+
+
+def test_clips_beyond_the_table_of_places_are_refused(sample: Sample) -> None:
+    sample.family.check_size(160, 128, keys="data")
+    if not isinstance(sample.family, CogVideoX) or not sample.family._is_1_5:
+        sample.family.check_size(1600, 1280, keys="data")
+        return
+    for width, height in ((176, 128), (160, 144)):
+        with pytest.raises(UserError, match=rf"data: {width}x{height}; .* of at most 160 x 128 pixels"):
+            sample.family.check_size(width, height, keys="data")
+    transformer = sample.fresh_pipeline().transformer
+    inputs = torch.randn(1, 16, 2, 18, 4), torch.tensor([3]), torch.randn(1, 226, 32)
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"), torch.no_grad():
+        model_fn_cogvideox(transformer, *inputs)
 
 
 def test_a_picture_is_a_clip_of_one_frame(sample: Sample) -> None:
