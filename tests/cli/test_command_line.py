@@ -51,7 +51,7 @@ def test_abbreviated_contradicting_and_missing_flags_exit_with_2(
     ("arguments", "reason"),
     [
         (["sample", "--lora", "one", "--preset", "style"], "--preset style: lies on top of a --config; "),
-        (["plan", "--config", "sdxl_lora.yaml", "--preset", "motion"], "--preset motion: is for ltx_video, "),
+        (["plan", "--config", "sdxl_lora.yaml", "--preset", "motion"], "--preset motion: is for cogvideox, "),
         (["doctor", "--preset", "x", "--config", "sdxl_lora.yaml"], "--preset x: There are few_pictures, "),
         (
             ["cache", "fill", "--config", "sdxl_lora.yaml", "--preset", "x"],
