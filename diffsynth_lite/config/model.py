@@ -189,13 +189,13 @@ class LoraSettings(Settings):
         if self.kind == "lokr":
             for key, instead in _NOT_WITH_LOKR.items():
                 if not self.is_default(key):
-                    message = f"lora.{key}: a LoKr {instead}; leave it out, or set lora.kind: lora"
+                    message = f"is not for a LoKr, which {instead}; leave it out, or set lora.kind: lora"
                     yield Problem((key, "kind"), message)
         if self.init_from is not None and self.init != "default":
             yield _without_effect("lora.init", "lora.init_from", "given", "null")
         ranks = [self.rank, *(group.rank for group in self.groups if group.rank is not None)]
         if self.init == "orthogonal" and any(rank % 2 for rank in ranks):
-            message = "lora.init orthogonal: each half of the rank gets its own directions; take an even rank"
+            message = "gives each half of the rank directions of its own; take an even rank"
             yield Problem(("init", "rank"), message)
 
 

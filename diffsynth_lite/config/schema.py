@@ -107,12 +107,6 @@ class Config(Settings):
             )
         if self.train.optimizer == "prodigy":
             yield from self._prodigy_conflicts()
-        if self.objective.guidance_target is not None and self.data.caption_dropout == 1:
-            yield Problem(
-                ("objective.guidance_target", "data.caption_dropout"),
-                "guides nothing while data.caption_dropout is 1, as all samples have the empty prompt; set "
-                "that lower, or remove this",
-            )
         if _is_same_folder(self.data.cache_dir, self.output.dir):
             message = "data.cache_dir is output.dir, in which nothing else may be; name another folder"
             yield Problem(("data.cache_dir", "output.dir"), message)

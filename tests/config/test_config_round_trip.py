@@ -210,8 +210,6 @@ def configs(draw: st.DrawFn) -> Config:
         changed(sections, "model", dtype="bfloat16")
     if sections["train"].context_parallel > 1 or sections["memory"].shard_base != "no":
         changed(sections, "validation", model_path=None)
-    if sections["data"].caption_dropout == 1:
-        changed(sections, "objective", guidance_target=None)
     if sections["train"].optimizer == "prodigy":
         changed(sections, "lora", loraplus_ratio=1.0, groups=[])
     if sections["model"].dtype == "float16":

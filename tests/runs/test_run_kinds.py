@@ -105,7 +105,7 @@ def test_a_run_goes_on_exactly_and_its_file_is_drawn_with_and_started_from(
         ("lora.kind=pissa", "changes the base's weights"),
         ("lora.init=olora", "olora changes the base's weights"),
         ("lora.init=orthogonal lora.rank=3", "take an even rank"),
-        ("lora.kind=lokr", "lora.dropout: a LoKr drops no inputs"),
+        ("lora.kind=lokr", "is not for a LoKr, which drops no inputs"),
         ("lora.lokr_factor=8", "has no effect with lora.kind lora; remove it, or set kind: lokr"),
         ("lora.kind=dora train.optimizer=muon", "does not train the magnitudes of a DoRA"),
         ("lora.kind=lokr lora.dropout=0 model.training_adapter=x", "puts no LoRA on layers with a LoKr"),
