@@ -2,8 +2,8 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from PIL.Image import Image
@@ -15,12 +15,11 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.format import LoraFormat
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.folder import ComponentFile, PipelineFolder
+from diffsynth_lite.pipelines.base.preview_request import Conditioning as Conditioning
+from diffsynth_lite.pipelines.base.preview_request import PreviewRequest as PreviewRequest
 from diffsynth_lite.pipelines.base.text_encoders import TextEncoderMemory
 from diffsynth_lite.pipelines.base.vae_tiles import VaeTiles
 from diffsynth_lite.releases import Release
-
-Conditioning = dict[str, torch.Tensor]
-"""What one sample is conditioned on (prompt embeddings and the like), without a batch axis, on the CPU."""
 
 EncodedMedia = dict[str, torch.Tensor]
 """What training needs of one item's media, on the CPU, without a batch axis: ``latents``, normalised, fp32,
@@ -29,42 +28,6 @@ conditioned on, which joins the conditioning of its prompt."""
 
 TargetSets = Mapping[str, tuple[str, ...]]
 """Names of linear layers, or endings of them, by the name of the set."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreviewRequest:
-    """One preview: a picture or a clip.
-
-    Attributes:
-        conditioning: what the prompt encoder made of the prompt.
-        negative: what it made of the negative prompt, for classifier-free guidance.
-        inputs: RGB pictures to edit, or the one to start a clip from and, where there is one, the one to lead
-            it to; most families have none.
-        width: pixels, a multiple of the family's ``size_divisor``, as is ``height``.
-        num_frames: of a clip, as ``check_frames`` wants it; 1 is a picture.
-        num_inference_steps: denoising steps.
-        guidance_scale: told to a model that knows one; classifier-free guidance for others, off at 1 or less.
-        seed: of the starting noise.
-    """
-
-    conditioning: Conditioning
-    negative: Conditioning
-    inputs: tuple[Image, ...] = ()
-    width: int
-    height: int
-    num_frames: int = 1
-    num_inference_steps: int
-    guidance_scale: float
-    seed: int
-
-    def call_arguments(self, noise_device: torch.device | str = "cpu") -> dict[str, Any]:
-        """What all pipelines of diffusers take; they draw the starting noise on ``noise_device``."""
-        return {
-            "width": self.width,
-            "height": self.height,
-            "num_inference_steps": self.num_inference_steps,
-            "generator": torch.Generator(noise_device).manual_seed(self.seed),
-        }
 
 
 class ModelFamily(LoraFormat):

@@ -13,12 +13,12 @@ from diffsynth_lite.lora.metadata import LoraFacts
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.release_folder import find_base_model
-from diffsynth_lite.pipelines.base.usage import lora_files, usage_code
 from diffsynth_lite.releases import BaseModel, Release
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.model_card import LORA_FOLDER, ModelCard, Sample, write_model_card
 from diffsynth_lite.run_folder.reading import TolerantReader
 from diffsynth_lite.training.builder import build_preview_requests
+from diffsynth_lite.training.checkpoint.usage import lora_files, usage_code
 from diffsynth_lite.training.encoding.run_encoding import EncodedPrompt
 from diffsynth_lite.training.optimization.optimizers import shown_name
 from diffsynth_lite.training.previews import Previews

@@ -1,0 +1,46 @@
+"""This file says what is drawn as a preview, and what a sample is conditioned on."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL.Image import Image
+
+Conditioning = dict[str, torch.Tensor]
+"""What one sample is conditioned on (prompt embeddings and the like), without a batch axis, on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewRequest:
+    """One preview: a picture or a clip.
+
+    Attributes:
+        conditioning: what the prompt encoder made of the prompt.
+        negative: what it made of the negative prompt, for classifier-free guidance.
+        inputs: RGB pictures to edit, or the one to start a clip from and, where there is one, the one to lead
+            it to; most families have none.
+        width: pixels, a multiple of the family's ``size_divisor``, as is ``height``.
+        num_frames: of a clip, as ``check_frames`` wants it; 1 is a picture.
+        num_inference_steps: denoising steps.
+        guidance_scale: told to a model that knows one; classifier-free guidance for others, off at 1 or less.
+        seed: of the starting noise.
+    """
+
+    conditioning: Conditioning
+    negative: Conditioning
+    inputs: tuple[Image, ...] = ()
+    width: int
+    height: int
+    num_frames: int = 1
+    num_inference_steps: int
+    guidance_scale: float
+    seed: int
+
+    def call_arguments(self, noise_device: torch.device | str = "cpu") -> dict[str, Any]:
+        """What all pipelines of diffusers take; they draw the starting noise on ``noise_device``."""
+        return {
+            "width": self.width,
+            "height": self.height,
+            "num_inference_steps": self.num_inference_steps,
+            "generator": torch.Generator(noise_device).manual_seed(self.seed),
+        }
