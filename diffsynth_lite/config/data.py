@@ -39,9 +39,7 @@ _Colour: TypeAlias = Annotated[
 _BUCKET_SETTINGS = ("bucket_step", "max_aspect_ratio")
 _MOST_OCCURRENCES = 10_000
 """Of an item in one pass, whose order is made as a whole."""
-_ROLES = ("first_frame", "last_frame", "mask")
-# What goes with a folder, and what with a dataset; of the other one it would do nothing.
-_OF_A_FOLDER = ("metadata", "input_dirs", *(f"{role}_dir" for role in _ROLES))
+# What goes with a dataset; of a folder it would do nothing.
 _OF_A_DATASET = ("split", "revision")
 
 
@@ -145,16 +143,26 @@ class SourceSettings(Settings):
         if self.captions == "none" and self.trigger is None and not self.preserve:
             message = "none needs a trigger, which is then the caption of all items"
             yield Problem(("captions", "trigger"), message)
-        foreign, owner = (_OF_A_DATASET, "dataset") if self.dataset is None else (_OF_A_FOLDER, "path")
+        pairs = self._columns_of_folders()
+        of_a_folder = ("metadata", *pairs)
+        foreign, owner = (_OF_A_DATASET, "dataset") if self.dataset is None else (of_a_folder, "path")
         for key in foreign:
             if not self.is_default(key):
                 yield Problem((key,), f"has no effect without {owner}; remove it")
-        for columns, folders in (
-            ("input_columns", "input_dirs"),
-            *((f"{role}_column", f"{role}_dir") for role in _ROLES),
-        ):
+        for folders, columns in pairs.items():
             if getattr(self, columns) and getattr(self, folders):
                 yield Problem((folders, columns), f"{columns} says the same; keep one of them")
+
+    @classmethod
+    def _columns_of_folders(cls) -> dict[str, str]:
+        """The settings with folders of files that belong to the targets, and those with columns of them."""
+        ends = {"_dirs": "_columns", "_dir": "_column"}
+        return {
+            key: key.removesuffix(end) + column
+            for key in SourceSettings.model_fields
+            for end, column in ends.items()
+            if key.endswith(end)
+        }
 
 
 class DataSettings(SourceSettings):

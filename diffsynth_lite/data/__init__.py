@@ -33,7 +33,7 @@ from diffsynth_lite.data.plan import (
     refuse_other_kinds,
     summary_of_bad,
 )
-from diffsynth_lite.data.records import WHOLE, Part, Record, Source
+from diffsynth_lite.data.records import ROLES, WHOLE, Part, Record, Role, Source, unpacked
 from diffsynth_lite.data.schedule import (
     BatchLayout,
     Orders,
@@ -46,6 +46,7 @@ from diffsynth_lite.data.video import VideoFacts
 from diffsynth_lite.data.workers import is_lost_worker
 
 __all__ = [
+    "ROLES",
     "WHOLE",
     "BadItemsError",
     "Batch",
@@ -73,6 +74,7 @@ __all__ = [
     "PromptItem",
     "Pruned",
     "Record",
+    "Role",
     "SampleSchedule",
     "Shard",
     "Source",
@@ -98,5 +100,6 @@ __all__ = [
     "refuse_other_kinds",
     "summary_of_bad",
     "tag_variants",
+    "unpacked",
     "verify",
 ]

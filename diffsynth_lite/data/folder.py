@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from diffsynth_lite.data.images import IMAGE_SUFFIXES
-from diffsynth_lite.data.records import Companions, Source, is_image, is_video, stem
+from diffsynth_lite.data.records import ROLES, Companions, Role, Source, is_image, stem
 from diffsynth_lite.errors import UserError, is_of_the_machine, join_names
 
 logger = logging.getLogger(__name__)
@@ -160,10 +160,7 @@ class PairFolders:
         def opened(path: Path) -> _PairFolder:
             return _PairFolder(list_folder(path, allow_outside=source.allow_outside))
 
-        self._inputs = [opened(path) for path in source.input_dirs]
-        self._first_frame = opened(source.first_frame_dir) if source.first_frame_dir else None
-        self._last_frame = opened(source.last_frame_dir) if source.last_frame_dir else None
-        self._mask = opened(source.mask_dir) if source.mask_dir else None
+        self._folders = {role: [opened(path) for path in source.dirs_of(role)] for role in ROLES}
         self._inside = tuple(_names_below(source.path, path) for path in source.pair_dirs)
 
     def hold(self, name: str) -> bool:
@@ -176,11 +173,8 @@ class PairFolders:
         Raises:
             UserError: one is missing, or there are two.
         """
-        return Companions(
-            inputs=tuple(folder.find(target) for folder in self._inputs),
-            first_frame=self._first_frame.find(target) if self._first_frame else None,
-            last_frame=self._last_frame.find(target) if self._last_frame else None,
-            mask=self._mask.find(target) if self._mask else None,
+        return Companions.of(
+            {role: [folder.find(target) for folder in folders] for role, folders in self._folders.items()}
         )
 
 
@@ -223,22 +217,19 @@ def companions_in_row(
     Raises:
         UserError: a file is missing or no picture.
     """
-
-    def picture(column: str | None) -> Path | None:
-        return _picture(column, cell(column), find) if column else None
-
-    wanted = [(column, each) for column in source.input_columns for each in _as_list(cell(column))]
-    if source.input_columns and not wanted:
-        raise UserError(f"no input in {' and '.join(map(repr, source.input_columns))}")
-    return Companions(
-        inputs=tuple(_picture(column, each, find) for column, each in wanted),
-        first_frame=picture(source.first_frame_column),
-        last_frame=picture(source.last_frame_column),
-        mask=picture(source.mask_column),
-    )
+    found = {}
+    for role in ROLES:
+        columns = source.columns_of(role)
+        wanted = [(column, each) for column in columns for each in _cells(role, cell(column))]
+        if columns and not wanted:
+            raise UserError(f"no {role.setting} in {' and '.join(map(repr, columns))}")
+        found[role] = [_picture(column, each, find) for column, each in wanted]
+    return Companions.of(found)
 
 
-def _as_list(cell: object) -> list[object]:
+def _cells(role: Role, cell: object) -> list[object]:
+    if not role.is_several:
+        return [cell]
     if isinstance(cell, list):
         return cell
     return [] if cell is None or cell == "" else [cell]
@@ -260,10 +251,9 @@ def refuse_mixed_kinds(target: str, companions: Companions) -> None:
     Raises:
         UserError: a clip has inputs of an edit, or a picture a first or last frame.
     """
-    if is_video(target) and companions.inputs:
-        raise UserError("is a clip, and only pictures have inputs; put clips and edits into two sources")
-    if not is_video(target) and (companions.first_frame or companions.last_frame):
-        raise UserError("is a picture, and only clips have first and last frames; make two sources of them")
+    for role in companions.by_role:
+        if role.only is not None and not role.only(target):
+            raise UserError(role.misfit)
 
 
 def is_regular_file(path: Path) -> bool:

@@ -155,19 +155,9 @@ class TrainingItem:
 
     def _contents(self) -> Iterator[str]:
         """Each file's content after its role in the record, as in "mask:<sha256>"."""
-        record = self.record
-        parts = ["target", *("input" for _ in record.inputs)]
-        parts += [
-            part
-            for part, path in (
-                ("first", record.first_frame),
-                ("last", record.last_frame),
-                ("mask", record.mask),
-            )
-            if path
-        ]
-        for part, content in zip(parts, self.content, strict=True):
-            yield f"{part}:{content}"
+        marks = ["target", *(role.mark for role, paths in self.record.by_role.items() for _ in paths)]
+        for mark, content in zip(marks, self.content, strict=True):
+            yield f"{mark}:{content}"
 
     def _frames(self) -> tuple[list[Image], Crop | None]:
         if is_video(self.record.target.name):

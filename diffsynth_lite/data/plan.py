@@ -7,6 +7,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -137,9 +138,8 @@ def plan_items(records: Sequence[Record], *, index: MediaIndex, rules: PlanRules
 
 
 def _check_companions(record: Record, target: MediaFacts, index: MediaIndex) -> None:
-    for shaped in (record.first_frame, record.last_frame, record.mask):
-        if shaped is not None:
-            _check_aspect(shaped, index.facts(shaped), target)
+    for shaped in chain(*(paths for role, paths in record.by_role.items() if role.follows_crop)):
+        _check_aspect(shaped, index.facts(shaped), target)
 
 
 def _check_aspect(path: Path, facts: MediaFacts, target: MediaFacts) -> None:

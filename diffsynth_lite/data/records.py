@@ -1,10 +1,12 @@
 """This file says what a record of the training data is, a source of records, and a part of all records."""
 
 import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from diffsynth_lite.data.images import IMAGE_SUFFIXES
 from diffsynth_lite.errors import UserError
@@ -54,8 +56,95 @@ def part_index(name: str, count: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Role:
+    """What a file beside a target is for.
+
+    Attributes:
+        name: of its field in `Companions` and in `Media`.
+        setting: what the names of its settings begin with, as in ``mask_column`` and ``mask_dir``.
+        mark: what it is called in identities of data and keys of the cache.
+        kind: what records with it are; None where it makes no difference.
+        is_several: whether a target may have more than one, and the settings end in s.
+        follows_crop: whether it has the shape of its target and is cropped like it; others have their own.
+        only: suits the name of a target that may have it; None for all.
+        misfit: what to say of other targets.
+    """
+
+    name: str
+    setting: str
+    mark: str
+    kind: RecordKind | None = None
+    is_several: bool = False
+    follows_crop: bool = True
+    only: Callable[[str], bool] | None = None
+    misfit: str = ""
+
+    @property
+    def column(self) -> str:
+        """The setting with its column or columns."""
+        return f"{self.setting}_columns" if self.is_several else f"{self.setting}_column"
+
+    @property
+    def folder(self) -> str:
+        """The setting with its folder or folders."""
+        return f"{self.setting}_dirs" if self.is_several else f"{self.setting}_dir"
+
+    def packed(self, values: Sequence[Any]) -> Any:
+        """Values as a field has them: a tuple, or of a role with one file this one, or None."""
+        return tuple(values) if self.is_several else next(iter(values), None)
+
+
+def unpacked(value: Any) -> tuple[Any, ...]:
+    """The values in a field as :meth:`Role.packed` fills it, or in a setting."""
+    return tuple(value) if isinstance(value, tuple | list) else () if value is None else (value,)
+
+
+def is_video(name: str) -> bool:
+    """Whether a file name is that of a clip."""
+    return name.lower().endswith(VIDEO_SUFFIXES)
+
+
+def is_image(name: str) -> bool:
+    """Whether a file name is that of a picture."""
+    return name.lower().endswith(IMAGE_SUFFIXES)
+
+
+_IS_NO_CLIP = "is a picture, and only clips have first and last frames; make two sources of them"
+ROLES = (
+    Role(
+        name="inputs",
+        setting="input",
+        mark="input",
+        kind="edit",
+        is_several=True,
+        follows_crop=False,
+        only=is_image,
+        misfit="is a clip, and only pictures have inputs; put clips and edits into two sources",
+    ),
+    Role(
+        name="first_frame",
+        setting="first_frame",
+        mark="first",
+        kind="image_to_video",
+        only=is_video,
+        misfit=_IS_NO_CLIP,
+    ),
+    Role(
+        name="last_frame",
+        setting="last_frame",
+        mark="last",
+        kind="image_to_video",
+        only=is_video,
+        misfit=_IS_NO_CLIP,
+    ),
+    Role(name="mask", setting="mask", mark="mask"),
+)
+"""All of them, in the order of a record's files; of several with a kind the first one says what it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Companions:
-    """The files that belong to a target; None where there is none of a kind.
+    """The files that belong to a target, by their roles; None where there is none of a kind.
 
     Attributes:
         inputs: pictures that an edit starts from, in their order.
@@ -68,6 +157,16 @@ class Companions:
     first_frame: Path | None = None
     last_frame: Path | None = None
     mask: Path | None = None
+
+    @classmethod
+    def of(cls, paths: Mapping[Role, Sequence[Path]]) -> "Companions":
+        """The files of each role."""
+        return cls(**{role.name: role.packed(found) for role, found in paths.items()})
+
+    @property
+    def by_role(self) -> dict[Role, tuple[Path, ...]]:
+        """All of them, without the roles that have none."""
+        return {role: paths for role in ROLES if (paths := unpacked(getattr(self, role.name)))}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,17 +188,13 @@ class Record(Companions):
 
     @property
     def kind(self) -> RecordKind:
-        if self.inputs:
-            return "edit"
-        if not is_video(self.target.name):
-            return "image"
-        return "image_to_video" if self.first_frame or self.last_frame else "video"
+        own: RecordKind = "video" if is_video(self.target.name) else "image"
+        return next((role.kind for role in self.by_role if role.kind), own)
 
     @property
     def files(self) -> tuple[Path, ...]:
         """Everything that is read for the record, the target first."""
-        others = (self.first_frame, self.last_frame, self.mask)
-        return (self.target, *self.inputs, *(path for path in others if path))
+        return (self.target, *chain(*self.by_role.values()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,18 +271,19 @@ class Source:
             raise UserError(
                 f"dataset {self.dataset!r}: metadata and *_dir settings go with path; name columns"
             )
-        both = [
-            role
-            for role in ("input", "first_frame", "last_frame", "mask")
-            if self._is_set(role, "column") and self._is_set(role, "dir")
-        ]
+        both = [role.setting for role in ROLES if self.columns_of(role) and self.dirs_of(role)]
         if both:
             raise UserError(
                 f"{self.where}: {', '.join(both)} has both a column and a folder; give one of them"
             )
 
-    def _is_set(self, role: str, place: str) -> bool:
-        return bool(getattr(self, f"{role}_{place}s" if role == "input" else f"{role}_{place}"))
+    def columns_of(self, role: Role) -> tuple[str, ...]:
+        """Columns with the files of a role."""
+        return unpacked(getattr(self, role.column))
+
+    def dirs_of(self, role: Role) -> tuple[Path, ...]:
+        """Folders with the files of a role."""
+        return unpacked(getattr(self, role.folder))
 
     @property
     def where(self) -> str:
@@ -197,30 +293,18 @@ class Source:
     @property
     def pair_columns(self) -> tuple[str, ...]:
         """Columns with files that belong to the targets."""
-        others = (self.first_frame_column, self.last_frame_column, self.mask_column)
-        return (*self.input_columns, *(column for column in others if column))
+        return tuple(chain(*map(self.columns_of, ROLES)))
 
     @property
     def pair_dirs(self) -> tuple[Path, ...]:
         """Folders with files that belong to the targets."""
-        others = (self.first_frame_dir, self.last_frame_dir, self.mask_dir)
-        return (*self.input_dirs, *(folder for folder in others if folder))
+        return tuple(chain(*map(self.dirs_of, ROLES)))
 
     @property
     def columns(self) -> tuple[str, ...]:
         """All columns that a metadata file or dataset must have."""
         captions = () if self.captions == "none" else self.caption_columns
         return tuple(dict.fromkeys((self.media_column, *captions, *self.pair_columns)))
-
-
-def is_video(name: str) -> bool:
-    """Whether a file name is that of a clip."""
-    return name.lower().endswith(VIDEO_SUFFIXES)
-
-
-def is_image(name: str) -> bool:
-    """Whether a file name is that of a picture."""
-    return name.lower().endswith(IMAGE_SUFFIXES)
 
 
 def stem(name: str) -> str:

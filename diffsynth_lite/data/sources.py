@@ -22,6 +22,7 @@ from diffsynth_lite.data.images import IMAGE_SUFFIXES
 from diffsynth_lite.data.metadata import Table, read_table
 from diffsynth_lite.data.plan import OnBadItem
 from diffsynth_lite.data.records import (
+    ROLES,
     VIDEO_SUFFIXES,
     WHOLE,
     Companions,
@@ -247,12 +248,7 @@ class _Reader:
         def companions() -> Companions:
             named = companions_in_row(source, lambda column: table.columns[column][row], find)
             beside = pairs.of(name) if pairs else _NOTHING
-            return Companions(
-                inputs=named.inputs or beside.inputs,
-                first_frame=named.first_frame or beside.first_frame,
-                last_frame=named.last_frame or beside.last_frame,
-                mask=named.mask or beside.mask,
-            )
+            return Companions.of({**beside.by_role, **named.by_role})
 
         def captions() -> tuple[str, ...]:
             return captions_in({column: table.columns[column][row] for column in source.caption_columns})
@@ -286,10 +282,7 @@ class _Reader:
             source=self._index,
             target=target,
             captions=texts,
-            inputs=paired.inputs,
-            first_frame=paired.first_frame,
-            last_frame=paired.last_frame,
-            mask=paired.mask,
+            **{role.name: getattr(paired, role.name) for role in ROLES},
         )
 
     def _captions(self, read: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:

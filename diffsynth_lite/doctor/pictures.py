@@ -5,7 +5,7 @@ Source of the hash: difference hash, N. Krawetz, "Kind of Like That" (2013).
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy.typing as npt
 import PIL.Image
 from PIL.Image import Image
 
-from diffsynth_lite.data import FileMemory, FileState, TensorCache, TrainingItem
+from diffsynth_lite.data import ROLES, FileMemory, FileState, Role, TensorCache, TrainingItem, unpacked
 from diffsynth_lite.doctor.findings import SheetEntry
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media, frame_strip
@@ -185,13 +185,21 @@ def _parsed(text: str | None) -> PerceptualHash | None:
 
 
 def _entry(item: TrainingItem, media: Media) -> SheetEntry:
-    pictures: dict[str, Image] = {
-        f"input {place}" if len(media.inputs) > 1 else "input": image
-        for place, image in enumerate(media.inputs, start=1)
-    }
-    companions = {"first frame": media.first_frame, "last frame": media.last_frame, "mask": media.mask}
-    pictures["target"] = frame_strip(media.frames)
-    pictures |= {name: image for name, image in companions.items() if image is not None}
+    before = (role for role in ROLES if not role.follows_crop)
+    like_it = (role for role in ROLES if role.follows_crop)
+    pictures = {**_companions(media, before), "target": frame_strip(media.frames)}
+    pictures |= _companions(media, like_it)
     return SheetEntry(
         name=item.name, bucket=item.bucket.name, captions=item.record.captions, pictures=pictures
     )
+
+
+def _companions(media: Media, roles: Iterable[Role]) -> dict[str, Image]:
+    """The pictures that belong to a target, by what they are."""
+    named: dict[str, Image] = {}
+    for role in roles:
+        images, label = unpacked(getattr(media, role.name)), role.setting.replace("_", " ")
+        named |= {
+            f"{label} {place}" if len(images) > 1 else label: image for place, image in enumerate(images, 1)
+        }
+    return named

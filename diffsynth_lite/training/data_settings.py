@@ -8,6 +8,7 @@ from PIL import ImageColor
 
 from diffsynth_lite.config import Config, SourceSettings
 from diffsynth_lite.data import (
+    ROLES,
     WHOLE,
     Bucket,
     BucketRule,
@@ -21,6 +22,7 @@ from diffsynth_lite.data import (
     find_records,
     refuse_other_kinds,
     tag_variants,
+    unpacked,
 )
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
@@ -167,15 +169,12 @@ def _held_out_source(config: Config, path: str) -> Source:
     held_out = {"path": path, "dataset": None, "metadata": None, "repeats": 1, "weight": 1.0}
     source = _source(first.model_copy(update=held_out))
 
-    def moved(place: Path | None) -> Path | None:
-        return place and _moved(place, first, Path(path).expanduser())
+    def moved(place: Path) -> Path:
+        return _moved(place, first, Path(path).expanduser())
 
     return dataclasses.replace(
         source,
-        input_dirs=tuple(filter(None, map(moved, source.input_dirs))),
-        first_frame_dir=moved(source.first_frame_dir),
-        last_frame_dir=moved(source.last_frame_dir),
-        mask_dir=moved(source.mask_dir),
+        **{role.folder: role.packed([moved(place) for place in source.dirs_of(role)]) for role in ROLES},
     )
 
 
@@ -284,14 +283,11 @@ def _source(settings: SourceSettings) -> Source:
         metadata=metadata,
         media_column=settings.media_column,
         caption_columns=tuple(settings.caption_columns),
-        input_columns=tuple(settings.input_columns),
-        first_frame_column=settings.first_frame_column,
-        last_frame_column=settings.last_frame_column,
-        mask_column=settings.mask_column,
-        input_dirs=tuple(Path(path).expanduser() for path in settings.input_dirs),
-        first_frame_dir=folder(settings.first_frame_dir),
-        last_frame_dir=folder(settings.last_frame_dir),
-        mask_dir=folder(settings.mask_dir),
+        **{role.column: role.packed(unpacked(getattr(settings, role.column))) for role in ROLES},
+        **{
+            role.folder: role.packed(list(map(folder, unpacked(getattr(settings, role.folder)))))
+            for role in ROLES
+        },
         repeats=settings.repeats,
         weight=settings.weight,
         loss_weight=settings.loss_weight,

@@ -77,6 +77,12 @@ def test_names_and_places_are_not_in_it() -> None:
 
 def test_it_is_pinned_for_a_run_that_goes_on_must_find_the_same_data() -> None:
     assert identity(ITEM).items == "1 items, f5650e5310ad417c31919fa32eeeacc3"
+    content = ("c1", "c2", "c3", "c4")
+    edit = of_record(target=Path("a.png"), inputs=(Path("i.png"), Path("j.png")))
+    edit = dataclasses.replace(edit, content=content, clip_start_s=None, fps=None)
+    assert identity(edit).items == "1 items, 724f1cebf8cfe4e032ebf221fdcdc691"
+    clip = dataclasses.replace(of_record(first_frame=Path("f"), last_frame=Path("l")), content=content)
+    assert identity(clip).items == "1 items, 11d564435fbecdb02cdf5fe675313912"
 
 
 def test_the_decoder_and_each_encoder_have_an_entry_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,12 @@
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from diffsynth_lite.data.records import Record, Source, is_image, is_video, stem
+from diffsynth_lite.config import SourceSettings
+from diffsynth_lite.data.records import ROLES, Companions, Record, Source, is_image, is_video, stem
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Media
 
 
 def record(target, **companions):
@@ -30,6 +33,15 @@ def test_files_are_all_that_is_read():
     assert record("a.png", inputs=inputs, mask=Path("m.png")).files == (Path("a.png"), *inputs, Path("m.png"))
     frames = {"first_frame": Path("f.png"), "last_frame": Path("l.png")}
     assert record("a.mp4", **frames).files == (Path("a.mp4"), Path("f.png"), Path("l.png"))
+
+
+def test_each_role_has_a_field_wherever_its_files_are_named_or_held():
+    assert [role.name for role in ROLES] == [field.name for field in dataclasses.fields(Companions)]
+    assert {role.name for role in ROLES} <= {field.name for field in dataclasses.fields(Media)}
+    settings = {setting for role in ROLES for setting in (role.column, role.folder)}
+    for known in ({field.name for field in dataclasses.fields(Source)}, set(SourceSettings.model_fields)):
+        paired = {key for key in known if key.partition("_dir")[1] or key.partition("_column")[1]}
+        assert paired - {"media_column", "caption_columns"} == settings
 
 
 def test_suffixes_tell_pictures_from_clips():

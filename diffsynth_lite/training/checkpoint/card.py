@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diffsynth_lite.config import Config
+from diffsynth_lite.data import ROLES
 from diffsynth_lite.lora.metadata import LoraFacts
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
@@ -116,8 +117,10 @@ class CardWriter:
     def _task(self) -> str:
         """What the hub calls a pipeline that is used as the data are: prompts with or without pictures."""
         starts_from_pictures = self.family.needs_inputs or any(
-            source.input_columns or source.input_dirs or source.first_frame_column or source.first_frame_dir
+            getattr(source, role.column) or getattr(source, role.folder)
             for source in self.config.data.sources_by_key.values()
+            for role in ROLES
+            if role.kind is not None
         )
         made = "image" if self.family.frame_step is None else "video"
         return f"{'image' if starts_from_pictures else 'text'}-to-{made}"

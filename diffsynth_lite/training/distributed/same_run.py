@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 
 from diffsynth_lite import __version__
 from diffsynth_lite.config import Config
-from diffsynth_lite.data import ItemTable
+from diffsynth_lite.data import ROLES, ItemTable
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.redaction import redacted
@@ -37,7 +37,7 @@ _OWN_TO_A_MACHINE = frozenset(
             "sealed",
             "source",
         ),
-        *("metadata", "input_dirs", "first_frame_dir", "last_frame_dir", "mask_dir"),
+        *("metadata", *(role.folder for role in ROLES)),
         *("validation.data", "inputs", "last_frames", "num_workers", "cpu_threads"),
     ]
 )
