@@ -97,6 +97,8 @@ def choose_memory(
         search = _Search(given, counter, timer_of(given, counter, gpu_named(card)), room)
         if memory.auto:
             is_open = set[str](memory.may_change if earlier is None else ())
+            if family.shards is not None and family.splits_batches:
+                is_open.discard("micro_batch_size")  # more than one sample would be refused
             chosen = search.best(settings, is_open, num_data_ranks(given, accelerator.num_processes))
         else:
             chosen = search.least_streamed(settings)

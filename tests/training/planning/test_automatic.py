@@ -34,10 +34,12 @@ def chosen(
     *settings: str,
     earlier: dict[str, Any] | None = None,
     shards: SimpleNamespace | None = None,
+    splits_batches: bool = False,
 ) -> ChosenMemory:
     room = (f"memory.device_gib={(device + 0.5) / GIB}", f"memory.host_gib={(host + 0.5) / GIB}")
     config = load_config("qwen_lora.yaml", ["data.path=x", "memory.auto=true", *room, *settings]).config
-    return choose_memory(config, SimpleNamespace(shards=shards), PROCESS, earlier=earlier)
+    family = SimpleNamespace(shards=shards, splits_batches=splits_batches)
+    return choose_memory(config, family, PROCESS, earlier=earlier)
 
 
 def in_words(config: Config) -> str:
@@ -102,3 +104,10 @@ def test_the_micro_batch_that_takes_least_time_a_sample_is_chosen_where_it_may_b
     assert chosen(1000, 0, allowed, earlier=made.lasting).config.train.micro_batch_size == 4
     # A run that was started without the choice keeps what it has.
     assert chosen(1000, 0, allowed, earlier={}).config.train.micro_batch_size == 1
+
+
+def test_a_sharded_model_that_splits_batches_is_given_no_larger_ones_which_would_be_refused() -> None:
+    sharded: Any = {"shards": SimpleNamespace(num_shards=2)}
+    given = "memory.may_change=[micro_batch_size]", "memory.shard_base=all"
+    assert chosen(1000, 0, *given, **sharded).config.train.micro_batch_size == 4
+    assert chosen(1000, 0, *given, **sharded, splits_batches=True).config.train.micro_batch_size == 1
