@@ -41,6 +41,7 @@ RECIPES_OF_PICTURES = {
 RECIPES_OF_CLIPS = {
     "wan": "wan_t2v_lora.yaml",
     "cogvideox": "cogvideox_lora.yaml",
+    "hunyuan_video": "hunyuan_video_lora.yaml",
     "hunyuan_video_15": "hunyuan_video_15_lora.yaml",
     "ltx_video": "ltx_video_lora.yaml",
 }

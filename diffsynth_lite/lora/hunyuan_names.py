@@ -1,8 +1,9 @@
 """This file lists the layers of HunyuanVideo that a LoRA may be on, and what else files call them.
 
-Sources: the modules of diffusers' model and its ``scripts/convert_hunyuan_video1_5_to_diffusers.py``, which
-has the names of Tencent's repository; ``comfy/ldm/hunyuan_video/model.py`` of ComfyUI; musubi-tuner's
-``networks/convert_hunyuan_video_1_5_lora_to_comfy.py``. The double blocks are those of FLUX.1.
+Sources: the modules of diffusers' models, its ``single_file_utils.py`` and
+``scripts/convert_hunyuan_video1_5_to_diffusers.py``, which have the names of Tencent's repositories;
+``comfy/ldm/hunyuan_video/model.py`` of ComfyUI; musubi-tuner's
+``networks/convert_hunyuan_video_1_5_lora_to_comfy.py``. The blocks are those of FLUX.1.
 """
 
 from collections.abc import Iterable, Mapping
@@ -74,6 +75,25 @@ _TEXT_LAYERS = (
     "context_embedder.proj_in",
 )
 
+_PARTS_OF_FLUX = ("single_blocks.", "time_in.", "guidance_in.", "vector_in.")
+_HUNYUAN_VIDEO = LayerNames(
+    layers=(
+        *(layer for layer in _OF_FLUX.layers if layer not in ("x_embedder", "context_embedder")),
+        *_TEXT_LAYERS,
+        "x_embedder.proj",
+    ),
+    kohya={
+        **_COMFYUI,
+        **{name: place for name, place in _OF_FLUX.kohya.items() if name.startswith(_PARTS_OF_FLUX)},
+    },
+    others={
+        **_TENCENT,
+        "single_blocks.*.modulation.linear": renamed("single_transformer_blocks.*.norm.linear"),
+        **_renamed("time_in", "time_text_embed.timestep_embedder", _MLP),
+        **_renamed("guidance_in", "time_text_embed.guidance_embedder", _MLP),
+    },
+)
+
 _HUNYUAN_VIDEO_15 = LayerNames(
     layers=(
         *(*_DOUBLE_LAYERS, *_TEXT_LAYERS),
@@ -103,4 +123,5 @@ _HUNYUAN_VIDEO_15 = LayerNames(
     },
 )
 
+HUNYUAN_VIDEO: LoraLayers = MappingProxyType({"transformer": _HUNYUAN_VIDEO})
 HUNYUAN_VIDEO_15: LoraLayers = MappingProxyType({"transformer": _HUNYUAN_VIDEO_15})

@@ -1,8 +1,8 @@
-"""HunyuanVideo 1.5: from text and from a picture, at 480p and 720p."""
+"""HunyuanVideo, from text, and HunyuanVideo 1.5: from text and from a picture, at 480p and 720p."""
 
 from dataclasses import replace
 
-from diffsynth_lite.releases.components import DIFFUSERS, MUSUBI
+from diffsynth_lite.releases.components import CLIP_L, DIFFUSERS, MUSUBI
 from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
 
 _SCRIPT_15 = f"{DIFFUSERS}scripts/convert_hunyuan_video1_5_to_diffusers.py"
@@ -22,6 +22,58 @@ def _scheduler(shift: float, source: str) -> ReleaseComponent:
         class_name="FlowMatchEulerDiscreteScheduler", config={"shift": shift}, source=source
     )
 
+
+_SCRIPT = f"{DIFFUSERS}scripts/convert_hunyuan_video_to_diffusers.py"
+_T2V = Release(
+    name="HunyuanVideo",
+    hub_id="hunyuanvideo-community/HunyuanVideo",
+    pipeline_class="HunyuanVideoPipeline",
+    components={
+        "transformer": ReleaseComponent(
+            class_name="HunyuanVideoTransformer3DModel",
+            dtype="bfloat16",
+            source=f"{_SCRIPT}: the defaults of the class",
+        ),
+        "text_encoder": ReleaseComponent(
+            class_name="LlamaModel",
+            config={
+                "hidden_size": 4096,
+                "intermediate_size": 14336,
+                "num_attention_heads": 32,
+                "num_hidden_layers": 32,
+                "num_key_value_heads": 8,
+                "vocab_size": 128320,
+            },
+            dtype="float16",
+            source="the language model of xtuner/llava-llama-3-8b-v1_1-transformers, as "
+            f"{MUSUBI}hunyuan_model/text_encoder.py has its numbers and {_SCRIPT} its dtype",
+        ),
+        "text_encoder_2": replace(CLIP_L, dtype="float16", source=f"{CLIP_L.source}; dtype as in {_SCRIPT}"),
+        "vae": ReleaseComponent(
+            class_name="AutoencoderKLHunyuanVideo", source=f"{_SCRIPT}: the defaults of the class"
+        ),
+    },
+    scheduler=_scheduler(7.0, _SCRIPT),
+    tokenizers={
+        "tokenizer": ReleaseTokenizer(class_name="LlamaTokenizerFast"),
+        "tokenizer_2": ReleaseTokenizer(class_name="CLIPTokenizer"),
+    },
+    size=(1280, 720, 129),
+    parameters=13e9,
+    licence="Tencent Hunyuan Community, not for the EU, the UK and South Korea",
+    gated=None,
+    architecture="hunyuan-video",
+    sources={
+        "pipeline": f"{_SCRIPT}; hub id and tokenizers as {DIFFUSERS}src/diffusers/pipelines/hunyuan_video/"
+        "pipeline_hunyuan_video.py has them",
+        "size": "defaults of the pipeline's call",
+        "parameters": "the abstract of the paper, arXiv 2412.03603",
+        "licence": "Tencent/HunyuanVideo, LICENSE.txt",
+        "architecture": f"{MUSUBI}utils/sai_model_spec.py",
+    },
+    unconfirmed=("dtype of the autoencoder",),
+)
+HUNYUAN_VIDEO: tuple[Release, ...] = (_T2V,)
 
 _480P_T2V = Release(
     name="HunyuanVideo 1.5 480p T2V",

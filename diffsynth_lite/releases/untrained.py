@@ -33,6 +33,17 @@ UNTRAINED: Mapping[str, Untrained] = MappingProxyType(
         "FluxControlNet": Untrained("ControlNets of FLUX.1", "flux", "a second model beside the transformer"),
         "FluxFill": Untrained("FLUX.1 Fill", "flux", "a mask and a masked picture in the model's input"),
         "FluxPriorRedux": Untrained("FLUX.1 Redux", "flux", "a picture as the prompt"),
+        "HunyuanSkyreelsImageToVideo": Untrained(
+            "SkyReels V1 from pictures", "hunyuan_video", "the first frame in the model's input"
+        ),
+        "HunyuanVideoFramepack": Untrained(
+            "FramePack", "hunyuan_video", "another transformer, which is shown the frames before"
+        ),
+        "HunyuanVideoImageToVideo": Untrained(
+            "HunyuanVideo from pictures",
+            "hunyuan_video",
+            "the first frame in the model's input and the prompt",
+        ),
         "LTX2": Untrained("LTX-2", "ltx_video", "sound, and another transformer and autoencoder"),
         "LTXLatentUpsample": Untrained(
             "Upscalers of LTX-Video", "ltx_video", "a model that enlarges latents and removes no noise"

@@ -11,6 +11,7 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLCogVideoX,
     AutoencoderKLFlux2,
+    AutoencoderKLHunyuanVideo,
     AutoencoderKLHunyuanVideo15,
     AutoencoderKLLTXVideo,
     AutoencoderKLQwenImage,
@@ -134,6 +135,17 @@ def tiny_ltx_vae(*, seed: int = 0) -> AutoencoderKLLTXVideo:
     vae.latents_mean.copy_(torch.linspace(-0.5, 0.5, 128))
     vae.latents_std.copy_(torch.linspace(0.5, 1.5, 128))
     return vae.eval()
+
+
+def tiny_hunyuan_video_vae(*, seed: int = 0) -> AutoencoderKLHunyuanVideo:
+    """A random VAE of HunyuanVideo: 4 channels, 8 x 8 pixels and 4 frames to a latent, the real scale.
+
+    The released one has 16 channels.
+    """
+    with seeded(seed):
+        return AutoencoderKLHunyuanVideo(
+            latent_channels=4, block_out_channels=(4, 4, 4, 4), norm_num_groups=2, layers_per_block=1
+        ).eval()
 
 
 def tiny_hunyuan_video_15_vae(*, seed: int = 0) -> AutoencoderKLHunyuanVideo15:

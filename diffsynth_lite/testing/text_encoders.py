@@ -15,6 +15,8 @@ from transformers import (
     Gemma2Config,
     Gemma2Model,
     GemmaTokenizer,
+    LlamaConfig,
+    LlamaModel,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Mistral3Model,
@@ -130,6 +132,15 @@ def _qwen3_vl_config(tokenizer: Qwen2Tokenizer, num_layers: int) -> Qwen3VLConfi
         vision_start_token_id=token_id("<|vision_start|>"),
         vision_end_token_id=token_id("<|vision_end|>"),
     )
+
+
+def tiny_llama(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> LlamaModel:
+    """A random Llama: a text encoder of the HunyuanVideo pipelines.
+
+    It has three layers, because the pipelines take the embeddings behind the last layer but two.
+    """
+    with seeded(seed):
+        return LlamaModel(LlamaConfig(**_decoder_layout(tokenizer, num_layers=3))).eval()
 
 
 def tiny_mistral3(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> Mistral3ForConditionalGeneration:

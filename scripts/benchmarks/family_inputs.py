@@ -103,6 +103,14 @@ COUNTED = (
         },
     ),
     CountedRelease(
+        family="hunyuan_video",
+        name="HunyuanVideo",
+        depths=(*_TWO_LISTS, "num_refiner_layers"),
+        pixels=(960, 544, 61),
+        small=_TWO_HEADS,
+        small_pixels=(224, 128, 17),
+    ),
+    CountedRelease(
         family="hunyuan_video_15",
         name="HunyuanVideo 1.5 480p T2V",
         pixels=(848, 480, 61),

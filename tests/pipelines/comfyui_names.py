@@ -151,6 +151,12 @@ HUNYUAN_VIDEO_15 = _flat(
 )
 """Layers of the blocks of this model, of which ComfyUI has several as one."""
 
+HUNYUAN_VIDEO = (
+    *HUNYUAN_VIDEO_15,
+    *_flat("lora_unet", *_in("single_blocks.*", "linear1", "linear2", "modulation.lin")),
+)
+"""Likewise of the first version."""
+
 IDEOGRAM4 = _flat(
     "lora_unet",
     *_in("layers.*.attention", "qkv", "o"),
@@ -172,6 +178,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "sdxl": (*_flat("lora_unet", *_UNET), *_flat("lora_te1", *_CLIP), *_flat("lora_te2", *_CLIP)),
     "ideogram4": (),  # by kohya's names alone, see ``IDEOGRAM4``
     "sana": (),  # not in ComfyUI
+    "hunyuan_video": (),  # by kohya's names alone, see ``HUNYUAN_VIDEO``
     "hunyuan_video_15": (),  # by kohya's names alone, see ``HUNYUAN_VIDEO_15``
 }
 """Names of layers in files for the model of each family, of the spelling that diffusers takes as well."""

@@ -5,7 +5,7 @@ Whether it is, the converters say: a wrong name here is a tensor that they miss.
 
 import re
 from collections import defaultdict
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
@@ -91,6 +91,30 @@ _RULES = {
 ^image_embedder\.norm_out                      vision_in.proj.4
 ^(double_blocks.*)attn\.to_([qkv])             \1img_attn_\2
 ^(double_blocks.*)attn\.add_([qkv])_proj       \1txt_attn_\2
+""",
+    "HunyuanVideoTransformer3DModel": rf"""
+{_TEXT_OF_HUNYUAN}
+^single_transformer_blocks                    single_blocks
+^(single.*)proj_out                           \1linear2
+^(single.*)norm\.                             \1modulation.
+^(single.*)attn\.norm_([qk])                  \1\2_norm
+^(single.*)attn\.to_q                         \1linear1
+^(single.*)attn\.to_k                         \1linear1
+^(single.*)attn\.to_v                         \1linear1
+^(single.*)proj_mlp                           \1linear1
+{_BLOCKS_OF_HUNYUAN}
+^time_text_embed\.timestep_embedder\.linear_1  time_in.mlp.0
+^time_text_embed\.timestep_embedder\.linear_2  time_in.mlp.2
+^time_text_embed\.guidance_embedder\.linear_1  guidance_in.mlp.0
+^time_text_embed\.guidance_embedder\.linear_2  guidance_in.mlp.2
+^time_text_embed\.text_embedder\.linear_1     vector_in.in_layer
+^time_text_embed\.text_embedder\.linear_2     vector_in.out_layer
+^(double_blocks.*)attn\.to_q                  \1img_attn_qkv
+^(double_blocks.*)attn\.to_k                  \1img_attn_qkv
+^(double_blocks.*)attn\.to_v                  \1img_attn_qkv
+^(double_blocks.*)attn\.add_q_proj            \1txt_attn_qkv
+^(double_blocks.*)attn\.add_k_proj            \1txt_attn_qkv
+^(double_blocks.*)attn\.add_v_proj            \1txt_attn_qkv
 """,
     "FluxTransformer2DModel": rf"""
 ^time_text_embed\.timestep_embedder           time_in
@@ -264,6 +288,7 @@ to_([qkv])                                    w1\1
 """What each model's tensors are called, by rules that follow each other. Those that come to have one name
 are one tensor there, its parts in the order of the rules."""
 _SWAPPED = {
+    "HunyuanVideoTransformer3DModel": r"final_layer\.adaLN_modulation\.1",
     "HunyuanVideo15Transformer3DModel": r"final_layer\.adaLN_modulation\.1",
     "FluxTransformer2DModel": r"final_layer\.adaLN_modulation\.1",
     "Flux2Transformer2DModel": r"final_layer\.adaLN_modulation\.1",
@@ -309,12 +334,28 @@ def _in_order(parts: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
 
 
 def convert_width_of(model: nn.Module, patch: pytest.MonkeyPatch) -> None:
-    """Have diffusers' converter cut a tiny model's tensors: that of FLUX.1 has the released width in it."""
+    """Have diffusers' converter cut a tiny model's tensors: those of FLUX.1 and HunyuanVideo have a width."""
     functions: dict[str, Any] = SINGLE_FILE_LOADABLE_CLASSES.get(type(model).__name__, {})
     converter = functions.get("checkpoint_mapping_fn")
-    if converter is None or _WIDTH_OF_FLUX not in converter.__code__.co_consts:
+    if converter is None or not _has_width(converter.__code__):
         return
-    width = model.config.num_attention_heads * model.config.attention_head_dim
-    constants = tuple(width if value == _WIDTH_OF_FLUX else value for value in converter.__code__.co_consts)
-    code = converter.__code__.replace(co_consts=constants)
+    code = _of_width(converter.__code__, model.config.num_attention_heads * model.config.attention_head_dim)
     patch.setitem(functions, "checkpoint_mapping_fn", FunctionType(code, converter.__globals__))
+
+
+def _has_width(code: CodeType) -> bool:
+    """Whether the code of a function, or of one in it, has the released width of these models."""
+    return any(
+        _has_width(value) if isinstance(value, CodeType) else value == _WIDTH_OF_FLUX
+        for value in code.co_consts
+    )
+
+
+def _of_width(code: CodeType, width: int) -> CodeType:
+    constants = (
+        _of_width(value, width)
+        if isinstance(value, CodeType)
+        else (width if value == _WIDTH_OF_FLUX else value)
+        for value in code.co_consts
+    )
+    return code.replace(co_consts=tuple(constants))

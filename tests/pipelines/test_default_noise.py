@@ -95,6 +95,13 @@ def of_krea2(_num_tokens: int) -> list[float]:
     ]
 
 
+def of_hunyuan_video(_num_tokens: int) -> list[float]:
+    return [
+        mean_level("logit_normal", 1),  # diffusion-pipe
+        mean_level("logit_normal", 7),  # musubi-tuner, docs/hunyuan_video.md
+    ]
+
+
 def of_hunyuan_video_15(_num_tokens: int) -> list[float]:
     return [
         mean_level("logit_normal", 3),  # Tencent's trainer, train.py
@@ -169,6 +176,7 @@ REFERENCES: dict[str, Callable[[int], Sequence[float]]] = {
     "flux_kontext": of_flux,
     "ideogram4": of_ideogram4,
     "krea2": of_krea2,
+    "hunyuan_video": of_hunyuan_video,
     "hunyuan_video_15": of_hunyuan_video_15,
     "ltx_video": of_ltx,
     "qwen_image": of_qwen,

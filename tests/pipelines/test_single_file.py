@@ -32,6 +32,7 @@ KINDS = {
     "Flux2Transformer2DModel": ("a FLUX.2", "flux-2-dev"),
     "Ideogram4Transformer2DModel": ("an Ideogram 4", ""),
     "Krea2Transformer2DModel": ("a Krea 2", "krea2"),
+    "HunyuanVideoTransformer3DModel": ("a HunyuanVideo", "hunyuan-video"),
     "HunyuanVideo15Transformer3DModel": ("a HunyuanVideo 1.5", "-"),  # diffusers knows no other layout
     "LTXVideoTransformer3DModel": ("an LTX-Video", "ltx-video"),
     "QwenImageTransformer2DModel": ("a Qwen-Image", "a Qwen-Image"),

@@ -15,6 +15,7 @@ from diffsynth_lite.testing.autoencoders import (
     tiny_flux2_vae,
     tiny_flux_vae,
     tiny_hunyuan_video_15_vae,
+    tiny_hunyuan_video_vae,
     tiny_ltx_vae,
     tiny_qwen21_vae,
     tiny_qwen_vae,
@@ -32,6 +33,7 @@ AUTOENCODERS: dict[str, Callable[[], Any]] = {
     "wan": tiny_wan_vae,
     "wan_ti2v": lambda: tiny_wan_vae(residual=True),
     "ltx_video": tiny_ltx_vae,
+    "hunyuan_video": tiny_hunyuan_video_vae,
     "hunyuan_video_15": tiny_hunyuan_video_15_vae,
     "sana": tiny_dc_vae,
 }

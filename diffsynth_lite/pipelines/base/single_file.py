@@ -47,6 +47,8 @@ _LORA = re.compile(r"\.lora\.|\.(lora|hada|lokr)_")
 _KINDS = MappingProxyType(
     {
         r"^distilled_guidance_layer\.norms\.0\.weight": "a Chroma in diffusers' layout",
+        r"^context_embedder_2\.": "a HunyuanVideo 1.5 in diffusers' layout",
+        r"^context_embedder\.token_refiner\.": "a HunyuanVideo in diffusers' layout",
         r"^single_transformer_blocks\.\d+\.norm\.linear\.": "a FLUX.1 in diffusers' layout",
         r"^time_text_embed\.text_embedder\.": "a Stable Diffusion 3 in diffusers' layout",
         r"^double_stream_modulation_img\.linear\.": "a FLUX.2 in diffusers' layout",
@@ -54,7 +56,6 @@ _KINDS = MappingProxyType(
         r"^llm_cond_proj\.": "an Ideogram 4",
         r"^text_fusion\.projector\.": "a Krea 2 in diffusers' layout",
         r"^joint_blocks\.": "a Stable Diffusion 3",
-        r"^context_embedder_2\.": "a HunyuanVideo 1.5 in diffusers' layout",
         r"^txt_norm\.": "a Qwen-Image",
         r"^caption_norm\.": "a Sana in diffusers' layout",
         r"^condition_embedder\.time_embedder\.": "a Wan in diffusers' layout",

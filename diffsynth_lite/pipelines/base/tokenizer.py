@@ -1,10 +1,11 @@
 """This file loads a tokenizer from files of any kind, and says what is wrong with them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.model_settings import shortened
@@ -46,9 +47,27 @@ def load_tokenizer(folder: Path, class_name: str | None = None) -> Any:
 def _class_of(folder: Path, class_name: str | None) -> Any:
     """The class that diffusers loads; AutoTokenizer, which goes by the folder, where that is a processor."""
     named = getattr(transformers, class_name or "", None)
+    if is_misread(folder, class_name):
+        return PreTrainedTokenizerFast
     is_tokenizer = isinstance(named, type) and issubclass(named, PreTrainedTokenizerBase)
     # AutoTokenizer also refuses code that comes with the folder, where a named class would pass over it.
     return named if is_tokenizer and "auto_map" not in _settings(folder) else AutoTokenizer
+
+
+def is_misread(folder: Path, class_name: str | None) -> bool:
+    """Whether the class that ``model_index.json`` names gives other tokens than ``tokenizer.json`` says.
+
+    transformers 5.23 builds ``LlamaTokenizer`` anew, which splits words as Llama 2 did
+    (huggingface/transformers pull 45345 mended ``AutoTokenizer`` alone). HunyuanVideo has Llama 3's by that
+    name, which takes words apart into bytes.
+    """
+    file = folder / _WHOLE
+    if getattr(transformers, class_name or "", None) is not LlamaTokenizer or not file.is_file():
+        return False
+    try:
+        return "ByteLevel" in json.dumps(json.loads(file.read_bytes())["pre_tokenizer"])
+    except (ValueError, KeyError, TypeError):
+        return False  # loading it says what is wrong
 
 
 def _settings(folder: Path) -> str:

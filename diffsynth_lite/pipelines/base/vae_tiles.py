@@ -16,6 +16,7 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLCogVideoX,
     AutoencoderKLFlux2,
+    AutoencoderKLHunyuanVideo,
     AutoencoderKLHunyuanVideo15,
     AutoencoderKLLTXVideo,
     AutoencoderKLQwenImage,
@@ -100,6 +101,7 @@ _BY_CLASS: Mapping[Any, VaeTiles] = MappingProxyType(
         # diffusers has half of 720 x 480, and no squares.
         AutoencoderKLCogVideoX: VaeTiles(side=256, stride=192),
         # The others are diffusers' own.
+        AutoencoderKLHunyuanVideo: VaeTiles(side=256, stride=192),
         AutoencoderKLHunyuanVideo15: VaeTiles(side=256, stride=192),
         AutoencoderKLQwenImage: VaeTiles(side=256, stride=192),
         AutoencoderKLQwenImage21: VaeTiles(side=256, stride=192),

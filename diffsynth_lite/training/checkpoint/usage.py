@@ -9,6 +9,7 @@ from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import ModelFamily, PreviewRequest
+from diffsynth_lite.pipelines.base.tokenizer import is_misread
 
 
 def usage_code(
@@ -64,12 +65,23 @@ def usage_code(
         )
     elif makes_clips:
         save = 'drawn.frames[0][0].save("picture.png")'
+    classes = family.folder.parts()
+    misread = [
+        part
+        for part in family.tokenizers
+        if is_misread(family.folder.path / part, classes.get(part, ("", None))[1])
+    ]
     lines = [
         "import torch",
         f"from diffusers import {name}",
         *([f"from diffusers.utils import {', '.join(tools)}"] if tools else []),
+        *(["from transformers import PreTrainedTokenizerFast"] if misread else []),
         "",
         f'pipeline = {name}.from_pretrained({base!r}, dtype=torch.{dtype}).to("cuda")',
+        *(
+            f'pipeline.{part} = PreTrainedTokenizerFast.from_pretrained({base!r}, subfolder="{part}")'
+            for part in misread
+        ),
         *_loading(family, lora),
         *_guider(request.guidance_scale, takes, parts),
         "drawn = pipeline(",

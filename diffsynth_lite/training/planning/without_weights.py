@@ -24,6 +24,7 @@ _TOKENIZERS = MappingProxyType(
     {
         "CLIP": tokenizers.clip_tokenizer,
         "Gemma": tokenizers.gemma_tokenizer,
+        "Llama": tokenizers.llama3_tokenizer,
         "Pixtral": tokenizers.mistral_tokenizer,
         "Qwen2": tokenizers.qwen2_tokenizer,
         "T5": tokenizers.t5_tokenizer,

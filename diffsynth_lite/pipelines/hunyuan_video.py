@@ -1,0 +1,332 @@
+"""This file trains HunyuanVideo (text to video), the first version, of 13 billion parameters.
+
+Layouts: b batch, c latent channels, f latent frames, h and w latent height and width; l tokens, d channels.
+Sources: diffusers ``transformer_hunyuan_video.py`` and ``pipeline_hunyuan_video.py``.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from diffusers import (
+    AutoencoderKLHunyuanVideo,
+    FlowMatchEulerDiscreteScheduler,
+    HunyuanVideoPipeline,
+    HunyuanVideoTransformer3DModel,
+)
+from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
+from PIL.Image import Image
+from transformers import CLIPTextModel, LlamaModel
+
+from diffsynth_lite.core.gradient import (
+    BlockPolicy,
+    checkpoint_blocks,
+    gradient_checkpoint_forward,
+    gradient_flags,
+)
+from diffsynth_lite.lora import hunyuan_names
+from diffsynth_lite.lora.spelling import JOINED_IN_COMFYUI
+from diffsynth_lite.media import Media, Prompt, RecordKind
+from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
+from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
+from diffsynth_lite.releases.hunyuan_video import HUNYUAN_VIDEO
+from diffsynth_lite.testing import seeded
+from diffsynth_lite.testing.autoencoders import tiny_hunyuan_video_vae
+from diffsynth_lite.testing.text_encoders import tiny_clip_text, tiny_llama
+from diffsynth_lite.testing.tokenizers import clip_tokenizer, llama3_tokenizer
+
+TEMPLATE: str = DEFAULT_PROMPT_TEMPLATE["template"]
+"""What stands around a prompt."""
+_NUM_CUT: int = DEFAULT_PROMPT_TEMPLATE["crop_start"]
+"""Tokens of it before the prompt, which are cut off."""
+_NUM_TIMESTEPS = 1000
+_GUIDANCE_SCALE = 1000.0
+"""What the model has a guidance scale multiplied by."""
+# The blocks of the token refiner, before these, have layers of the same names.
+_DOUBLE, _SINGLE = "transformer_blocks.*", "single_transformer_blocks.*"
+_QKV = ("to_q", "to_k", "to_v")
+_ATTENTION = (
+    *(f"{_DOUBLE}.attn.{layer}" for layer in (*_QKV, "to_out.0")),
+    *(f"{_DOUBLE}.attn.{layer}" for layer in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+    *(f"{_SINGLE}.attn.{layer}" for layer in _QKV),
+)
+_FEED_FORWARD = (
+    *(f"{_DOUBLE}.{ff}.net.{end}" for ff in ("ff", "ff_context") for end in ("0.proj", "2")),
+    *(f"{_SINGLE}.{layer}" for layer in ("proj_mlp", "proj_out")),
+)
+_MODULATION = (f"{_DOUBLE}.norm1.linear", f"{_DOUBLE}.norm1_context.linear", f"{_SINGLE}.norm.linear")
+
+
+def model_fn_hunyuan_video(
+    transformer: torch.nn.Module,
+    latents_bcfhw: torch.Tensor,
+    timestep: torch.Tensor,
+    prompt_embeds_bld: torch.Tensor,
+    prompt_embeds_mask: torch.Tensor | None,
+    pooled_prompt_embeds_bd: torch.Tensor,
+    guidance: torch.Tensor | None = None,
+    *,
+    use_gradient_checkpointing: bool = False,
+    use_gradient_checkpointing_offload: bool = False,
+    policy: BlockPolicy | None = None,
+) -> torch.Tensor:
+    """One forward of HunyuanVideo, each transformer block run by the gradient engine.
+
+    The blocks that refine the prompt before them, two in the released model, are not: they are small.
+
+    Args:
+        transformer: a ``HunyuanVideoTransformer3DModel``, plain or wrapped by DDP.
+        latents_bcfhw: (B, 16, F, H, W), noisy normalised latents, H and W even.
+        timestep: (B,), in [0, 1000].
+        prompt_embeds_bld: (B, L, 4096) prompt embeddings of Llama, padded on the right.
+        prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
+        pooled_prompt_embeds_bd: (B, 768) prompt embeddings of CLIP.
+        guidance: (B,), guidance scale times 1000; None for models without ``guidance_embeds``.
+        use_gradient_checkpointing: recompute each block in backward.
+        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
+        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+
+    Returns:
+        (B, 16, F, H, W), the predicted velocity ``noise - latents``.
+    """
+    if prompt_embeds_mask is None:
+        prompt_embeds_mask = prompt_embeds_bld.new_ones(prompt_embeds_bld.shape[:2], dtype=torch.long)
+    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
+    with checkpoint_blocks(
+        transformer,
+        HunyuanVideo.block_lists,
+        gradient_checkpoint_forward,
+        *switches,
+        policy=policy,
+        unused_matmuls=HunyuanVideo.unused_matmuls,
+    ):
+        velocity_bcfhw: torch.Tensor = transformer(
+            hidden_states=latents_bcfhw,
+            timestep=timestep,
+            encoder_hidden_states=prompt_embeds_bld,
+            encoder_attention_mask=prompt_embeds_mask,
+            pooled_projections=pooled_prompt_embeds_bd,
+            guidance=guidance,
+            return_dict=False,
+        )[0]
+    return velocity_bcfhw
+
+
+class HunyuanVideo(DiffusersFamily):
+    """HunyuanVideo, the first version, text to video.
+
+    20 dual-stream and 40 single-stream blocks, prompts by Llama 3 (of LLaVA) and CLIP, a causal video VAE:
+    1/4 of the frames, 1/8 of the size.
+
+    It knows a guidance scale, which it is told beside the noise level. Training tells it 1, as musubi-tuner
+    does, which asks for no guidance, because the target is that of the data alone, unless
+    ``objective.guidance_target`` guides the target; previews tell it ``validation.guidance_scale``. A model
+    that knows none is drawn with the negative prompt in its place.
+
+    The sampler's shift of 7 is that of training, too. musubi-tuner has it with a density around the middle,
+    and proposes 3 where fine details are not learned.
+
+    ComfyUI has queries, keys and values as one layer, and takes the file that
+    ``diffsynth-lite convert --to comfyui`` makes of it.
+
+    The folder names a class of tokenizers that transformers 5 builds anew with another way to split words:
+    all prompts would come to other tokens. What stands in ``tokenizer.json`` is taken instead. A pipeline of
+    diffusers reads it wrongly, until its ``tokenizer`` is
+    ``PreTrainedTokenizerFast.from_pretrained(folder, subfolder="tokenizer")``, as in the code of model cards.
+
+    Also of its classes, and not trained here: SkyReels V1 from pictures and FramePack.
+    """
+
+    pipelines: ClassVar[tuple[Any, ...]] = (HunyuanVideoPipeline,)
+    releases = HUNYUAN_VIDEO
+    transformer_class = HunyuanVideoTransformer3DModel
+    lora_spelling = JOINED_IN_COMFYUI
+    lora_layers = hunyuan_names.HUNYUAN_VIDEO
+    encoder_classes: ClassVar[Mapping[str, Any]] = {
+        "text_encoder": LlamaModel,
+        "text_encoder_2": CLIPTextModel,
+        "vae": AutoencoderKLHunyuanVideo,
+    }
+    tokenizers = ("tokenizer", "tokenizer_2")
+    block_lists = ("transformer_blocks", "single_transformer_blocks")
+    unused_matmuls = ("ff.net.2", "ff_context.net.2", "proj_out")
+    record_kinds: ClassVar[tuple[RecordKind, ...]] = ("video", "image")
+    size_divisor = 16
+    frame_step = 4
+    default_num_frames = 129
+    default_fps = 24.0
+    # The pipeline's own limit. CLIP, which gives one vector for the whole text, reads 77 tokens of its own.
+    max_prompt_tokens = 256
+    default_target_modules = _ATTENTION
+    target_sets: ClassVar[TargetSets] = {
+        "attention": _ATTENTION,
+        "all": (*_ATTENTION, *_FEED_FORWARD, *_MODULATION),
+    }
+
+    @cached_property
+    def _is_guided(self) -> bool:
+        """Whether the model is told a guidance scale."""
+        return bool(self.folder.component_config("transformer").get("guidance_embeds"))
+
+    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
+        parts = self.folder.fingerprints(*self.text_encoders, *self.tokenizers)
+        # The template is a part of diffusers, so that another version may bring another one.
+        return f"hunyuan_video/prompt/1 {parts} {dtype} {self.max_prompt_tokens} {TEMPLATE!r}"
+
+    def load_prompt_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
+        pipeline = self.prompt_pipeline(dtype, device)
+
+        @torch.no_grad()
+        def encode(prompts: Sequence[Prompt]) -> list[Conditioning]:
+            texts = [prompt.text for prompt in prompts]
+            embeds_bld, pooled_bd, mask = pipeline.encode_prompt(
+                texts, device=device, max_sequence_length=self.max_prompt_tokens
+            )
+            return [
+                {"prompt_embeds": row_ld, "pooled_prompt_embeds": pooled_d.cpu().clone()}
+                for row_ld, pooled_d in zip(without_padding(embeds_bld, mask), pooled_bd, strict=True)
+            ]
+
+        return encode
+
+    def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
+        """With the token that the template puts behind a text."""
+        tokenizer = self.load_tokenizer()
+        rows = tokenizer([TEMPLATE.format(text) for text in texts])["input_ids"]
+        return [len(row) - _NUM_CUT for row in rows]
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        return f"hunyuan_video/latents/1 {self.folder.fingerprint('vae')} {dtype}"
+
+    def load_media_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
+        pipeline = assemble(self.pipeline, vae=self.load_component("vae", dtype).to(device))
+
+        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
+            pixels_bcfhw = pipeline.video_processor.preprocess_video([list(item.frames) for item in media])
+            return [{"latents": latents} for latents in encode_scaled_latents(pipeline.vae, pixels_bcfhw)]
+
+        return encode
+
+    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
+        config = self.folder.component_config("vae")
+        scale, frame_scale = config["spatial_compression_ratio"], config["temporal_compression_ratio"]
+        return config["latent_channels"], (num_frames - 1) // frame_scale + 1, height // scale, width // scale
+
+    def num_tokens(self, latents_shape: Sequence[int]) -> int:
+        config = self.folder.component_config("transformer")
+        latents_of_a_token: int = config["patch_size"] ** 2 * config["patch_size_t"]
+        return math.prod(latents_shape[1:]) // latents_of_a_token
+
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
+        config = self.folder.component_config("transformer")
+        return {
+            "prompt_embeds": torch.ones(self.max_prompt_tokens, config["text_embed_dim"]),
+            "pooled_prompt_embeds": torch.ones(config["pooled_projection_dim"]),
+        }
+
+    def predict(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+    ) -> torch.Tensor:
+        like = device_and_dtype(transformer)
+        embeds_bld, mask = pad_tokens([sample["prompt_embeds"] for sample in conditioning], **like)
+        pooled_bd = torch.stack([sample["pooled_prompt_embeds"] for sample in conditioning])
+        guidance = None
+        if self._is_guided:
+            # In this order, as the pipeline has it: in bfloat16 a scale is rounded before and after.
+            guidance = torch.full_like(sigma, self.training_guidance).to(**like) * _GUIDANCE_SCALE
+        return model_fn_hunyuan_video(
+            transformer,
+            noisy_latents.to(**like),
+            sigma * _NUM_TIMESTEPS,
+            embeds_bld,
+            mask,
+            pooled_bd.to(**like),
+            guidance,
+            **gradient_flags(),
+        )
+
+    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+        frames: list[Image] = pipeline(
+            **self._prompt_arguments(request, device_and_dtype(pipeline.transformer)),
+            **request.call_arguments(),
+            num_frames=request.num_frames,
+            output_type="pil",
+        ).frames[0]
+        return frames
+
+    def _prompt_arguments(self, request: PreviewRequest, like: dict[str, Any]) -> dict[str, Any]:
+        """The prompt, and the scale: told to a model that knows one; others also run the negative prompt."""
+        prompt = _as_arguments(request.conditioning, like)
+        if self._is_guided:
+            return {**prompt, "guidance_scale": request.guidance_scale}
+        if request.guidance_scale <= 1:
+            return prompt
+        negative = _as_arguments(request.negative, like, "negative_")
+        return {**prompt, **negative, "true_cfg_scale": request.guidance_scale}
+
+
+def _as_arguments(
+    conditioning: Conditioning, like: Mapping[str, Any], prefix: str = ""
+) -> dict[str, torch.Tensor]:
+    """A prompt as arguments of the pipeline, whose names begin with ``prefix``."""
+    embeds_bld = conditioning["prompt_embeds"][None].to(**like)
+    return {
+        f"{prefix}prompt_embeds": embeds_bld,
+        f"{prefix}prompt_attention_mask": embeds_bld.new_ones(embeds_bld.shape[:2]),
+        f"{prefix}pooled_prompt_embeds": conditioning["pooled_prompt_embeds"][None].to(**like),
+    }
+
+
+def tiny() -> HunyuanVideoPipeline:
+    """A random, complete and small pipeline of the real classes, built offline in a second.
+
+    Two blocks of each kind, of 32 channels; the real compression and scale of the latents, of 4 channels.
+    """
+    tokenizer, tokenizer_2 = llama3_tokenizer([TEMPLATE]), clip_tokenizer()
+    text_encoder, text_encoder_2 = tiny_llama(tokenizer), tiny_clip_text(tokenizer_2)
+    vae = tiny_hunyuan_video_vae()
+    return HunyuanVideoPipeline(
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        transformer=tiny_hunyuan_video_transformer(
+            in_channels=vae.config.latent_channels,
+            out_channels=vae.config.latent_channels,
+            text_embed_dim=text_encoder.config.hidden_size,
+            pooled_projection_dim=text_encoder_2.config.hidden_size,
+        ),
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+        text_encoder_2=text_encoder_2,
+        tokenizer_2=tokenizer_2,
+    )
+
+
+def tiny_hunyuan_video_transformer(*, seed: int = 0, **layout: Any) -> HunyuanVideoTransformer3DModel:
+    """A random transformer in eval mode: two blocks of each kind, of 32 channels.
+
+    Args:
+        seed: of the weights; the global random state is left as it was.
+        **layout: channels of what it is given, and other settings.
+    """
+    with seeded(seed):
+        return HunyuanVideoTransformer3DModel(
+            num_layers=2,
+            num_single_layers=2,
+            num_refiner_layers=1,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            rope_axes_dim=(4, 6, 6),
+            **layout,
+        ).eval()
