@@ -1,4 +1,4 @@
-"""This file holds decoded pictures: what an encoder gets of one training item, and small ones to be shown."""
+"""This file holds decoded media: what an encoder gets of an item, what is drawn, and pictures to be shown."""
 
 import base64
 import io
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import PIL.Image
+import torch
 from PIL.Image import Image
 
 _Value = TypeVar("_Value")
@@ -34,6 +35,50 @@ class Crop:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AudioFormat:
+    """The form in which a family takes and makes sound.
+
+    Attributes:
+        sample_rate: samples a second.
+        num_channels: 1, or 2, left and right.
+    """
+
+    sample_rate: int
+    num_channels: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Audio:
+    """Sound.
+
+    Attributes:
+        waveform: (channels, samples), in [-1, 1] where nothing is clipped, fp32, on the CPU.
+        sample_rate: samples a second.
+    """
+
+    waveform: torch.Tensor
+    sample_rate: int
+
+    @classmethod
+    def silent(cls, form: AudioFormat, duration_s: float) -> "Audio":
+        """Silence of this length."""
+        num_samples = round(duration_s * form.sample_rate)
+        return cls(waveform=torch.zeros(form.num_channels, num_samples), sample_rate=form.sample_rate)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipWithAudio:
+    """A clip that was drawn with its sound.
+
+    Attributes:
+        frames: RGB, all of one size.
+    """
+
+    frames: list[Image]
+    audio: Audio
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Media:
     """The decoded media of one item: upright, cropped, at the training size.
 
@@ -44,6 +89,8 @@ class Media:
         mask: mode "L" of the frames' size: 255 counts in the loss, 0 does not. None: all counts.
         fps: frames per second of a clip; None for a picture.
         crop: of a picture; None for a clip, and where it was neither resized nor cropped.
+        audio: sound of a clip while its frames are shown, in the family's form, as long as they are; None
+            where it is not asked for, or the file has none then.
     """
 
     frames: tuple[Image, ...]
@@ -53,6 +100,7 @@ class Media:
     mask: Image | None = None
     fps: float | None = None
     crop: Crop | None = None
+    audio: Audio | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +117,15 @@ class Prompt:
     text: str
     images: tuple[Image, ...] = ()
     is_negative: bool = False
+
+
+Drawn = list[Image] | ClipWithAudio
+"""One preview: the frames of a clip, or a picture as a clip of one frame; or a clip with its sound."""
+
+
+def frames_of(drawn: Drawn) -> list[Image]:
+    """The pictures of what was drawn."""
+    return drawn.frames if isinstance(drawn, ClipWithAudio) else drawn
 
 
 def evenly_spread(values: Sequence[_Value], count: int) -> list[_Value]:

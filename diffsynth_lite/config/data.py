@@ -209,6 +209,14 @@ class DataSettings(SourceSettings):
     fps: float | None = Field(default=None, ge=0.001, le=1000)
     """Frames per second that clips are read at, by their time stamps. Null takes the family's own."""
 
+    audio: bool = False
+    """Learn clips with their sound, by families whose model makes both; previews then have sound, too. Off,
+    the sound of files is not looked at, and the model is trained on the pictures alone."""
+
+    silent_clips: Literal["ignore", "learn"] = "ignore"
+    """What a clip without sound is with `audio`: the model gets silence with it either way, and its error
+    there does not count (`ignore`), or does (`learn`), so that it learns that such clips are silent."""
+
     clip: Literal["start", "center", "random", "uniform"] = "start"
     """Which part of a longer clip is learned: its start, its middle, parts drawn at random (the same ones in
     each run), or parts spread evenly."""

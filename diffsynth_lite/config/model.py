@@ -249,6 +249,11 @@ class ObjectiveSettings(Settings):
     min_snr_gamma: float = Field(default=5.0, ge=0.001, le=1e6)
     """Where `min_snr` cuts the ratio of signal to noise off; 5 is the paper's."""
 
+    audio_loss_weight: float = Field(default=1.0, ge=0, le=1e6)
+    """With `data.audio`, how much the error of the sound counts beside that of the pictures: the loss of a
+    sample is the mean error of its pictures plus this times that of its sound. 0 gives the model the sound
+    and learns from the pictures alone."""
+
     guidance_target: float | None = Field(default=None, gt=1, le=100)
     """For models that are distilled to be used without classifier-free guidance: learn what guidance of this
     scale would give, `u + g (v - u)`, in place of v, what the data give. u is the model's own output for an

@@ -1,6 +1,13 @@
 """Records, media, the plan of what is trained on, its encoding and the cache, and the sample schedule."""
 
-from diffsynth_lite.data.batches import Batch, BatchStream, EntryReader
+from diffsynth_lite.data.batches import (
+    NOT_CONDITIONING,
+    OF_AUDIO,
+    AudioBatch,
+    Batch,
+    BatchStream,
+    EntryReader,
+)
 from diffsynth_lite.data.buckets import Bucket, BucketRule, kept_ratio
 from diffsynth_lite.data.cache import Pruned, TensorCache, prune, verify
 from diffsynth_lite.data.captions import TagCounts, count_tags, tag_variants
@@ -46,8 +53,11 @@ from diffsynth_lite.data.video import VideoFacts
 from diffsynth_lite.data.workers import is_lost_worker
 
 __all__ = [
+    "NOT_CONDITIONING",
+    "OF_AUDIO",
     "ROLES",
     "WHOLE",
+    "AudioBatch",
     "BadItemsError",
     "Batch",
     "BatchLayout",

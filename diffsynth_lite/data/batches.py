@@ -32,7 +32,10 @@ WORKER_TIMEOUT_S = 300.0
 KEPT_BYTES = 256 * 2**20
 """Entries that each reading process keeps in memory; reading a small one costs more than what is in it."""
 
-_NOT_CONDITIONING = ("latents", "loss_mask")
+OF_AUDIO = ("audio_latents", "has_audio")
+"""What an entry of media holds of its sound."""
+NOT_CONDITIONING = ("latents", "loss_mask", *OF_AUDIO)
+"""What it holds beside what the transformer is conditioned on."""
 
 
 class EntryReader(Protocol):
@@ -45,6 +48,47 @@ class EntryReader(Protocol):
             RunStoppedError: there is none that is whole, and no new one can be made.
         """
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioBatch:
+    """The sound of the samples of one forward pass, which is noised and learned beside their clips.
+
+    Attributes:
+        latents: (B, ...), in the encoder's precision, on axes of their own.
+        noise: (B, ...), float32.
+        has_audio: (B,), float32: 1 where a clip has sound, 0 where silence stands for it.
+    """
+
+    latents: Tensor
+    noise: Tensor
+    has_audio: Tensor
+
+    @classmethod
+    def of(
+        cls, media: Sequence[Mapping[str, Tensor]], *, seed: int, purpose: str, positions: Sequence[int]
+    ) -> "AudioBatch | None":
+        """The sound of some entries of media; None where they have none, as pictures.
+
+        Args:
+            media: all of one size and length.
+            seed: of the noise.
+            purpose: of the noise of the clips; the sound has noise of its own.
+            positions: of the noise of each.
+        """
+        if "audio_latents" not in media[0]:
+            return None
+        latents = torch.stack([entry["audio_latents"] for entry in media])
+        shape = latents.shape[1:]
+        return cls(
+            latents=latents,
+            noise=torch.stack([normal(seed, f"audio-{purpose}", place, shape) for place in positions]),
+            has_audio=torch.stack([entry["has_audio"] for entry in media]),
+        )
+
+    def pin_memory(self) -> "AudioBatch":
+        """Copy in page-locked memory."""
+        return dataclasses.replace(self, **_pinned([vars(self)])[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +105,7 @@ class Batch:
         conditioning: B entries, left uncollated because their lengths differ; not to be changed in place.
         unconditional: what they are conditioned on without their captions; empty where that is not needed.
         loss_mask: (B, 1, ...) at the size of the latents, 1 counts and 0 does not; None where all counts.
+        audio: of clips that are learned with their sound; None of others.
         loss_weights: (B,), float32, multiply the losses; None where all samples of the run count alike.
         preserved: places of the samples on which the model is to stay what it is without the LoRA; None where
             there is none, nor at the same time in other processes that run the model together with this one.
@@ -77,6 +122,7 @@ class Batch:
     conditioning: list[dict[str, Tensor]]
     unconditional: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
     loss_mask: Tensor | None = None
+    audio: AudioBatch | None = None
     loss_weights: Tensor | None = None
     preserved: tuple[int, ...] | None = None
     step_samples: int
@@ -92,6 +138,7 @@ class Batch:
             conditioning=_pinned(self.conditioning),
             unconditional=_pinned(self.unconditional),
             loss_mask=None if self.loss_mask is None else self.loss_mask.pin_memory(),
+            audio=None if self.audio is None else self.audio.pin_memory(),
             loss_weights=None if self.loss_weights is None else self.loss_weights.pin_memory(),
         )
 
@@ -294,6 +341,7 @@ class _MicroBatches(Dataset[Batch | RunStoppedError]):
             conditioning=_conditioning(captions, media),
             unconditional=_conditioning(empty, media) if empty else [],
             loss_mask=_stacked_masks([entry.get("loss_mask") for entry in media]),
+            audio=AudioBatch.of(media, seed=self._seed, purpose="noise", positions=positions),
             loss_weights=None if request.loss_weights is None else torch.tensor(request.loss_weights),
             preserved=request.preserved,
             step_samples=request.step_samples,
@@ -335,7 +383,7 @@ def _conditioning(
 ) -> list[dict[str, Tensor]]:
     # Copied: what a worker hands over is an open file for as long as it lives, and entries are kept.
     return [
-        {name: tensor.clone() for name, tensor in (caption | entry).items() if name not in _NOT_CONDITIONING}
+        {name: tensor.clone() for name, tensor in (caption | entry).items() if name not in NOT_CONDITIONING}
         for caption, entry in zip(captions, media, strict=True)
     ]
 

@@ -144,14 +144,18 @@ class TrainingItem:
         return read_frames(self.record.target, times, each=self._cropped)
 
     def complete(self, tensors: Mapping[str, Tensor], media: Media) -> dict[str, Tensor]:
-        """The entry of the cache: the encoder's tensors, and the mask at the size of the latents.
+        """The entry of the cache: the encoder's tensors, and what the media tell of what counts in the loss.
 
-        Where the encoder has a mask of its own, the two are multiplied.
+        That is the mask at the size of the latents, multiplied with one that the encoder may have of its own,
+        and, where sound was encoded, whether there is any.
         """
-        if media.mask is None:
-            return dict(tensors)
-        mask = latents_mask(media.mask, tensors["latents"].shape)
-        return {**tensors, "loss_mask": mask * tensors.get("loss_mask", 1)}
+        entry = dict(tensors)
+        if media.mask is not None:
+            mask = latents_mask(media.mask, tensors["latents"].shape)
+            entry["loss_mask"] = mask * tensors.get("loss_mask", 1)
+        if "audio_latents" in tensors:
+            entry["has_audio"] = torch.tensor(0.0 if media.audio is None else 1.0)
+        return entry
 
     def _contents(self) -> Iterator[str]:
         """Each file's content after its role in the record, as in "mask:<sha256>"."""

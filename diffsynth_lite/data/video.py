@@ -17,6 +17,9 @@ from typing import Literal
 
 import av
 import numpy as np
+from av.audio.frame import AudioFrame
+from av.audio.stream import AudioStream
+from av.container import OutputContainer
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from PIL import Image
@@ -32,6 +35,7 @@ from diffsynth_lite.data.video_decoding import (
 )
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import replacing
+from diffsynth_lite.media import Audio
 
 _FFMPEG = {name: version[0] for name, version in av.library_versions.items()}
 DECODER_ID = f"v1 libavcodec {_FFMPEG['libavcodec']} libswscale {_FFMPEG['libswscale']}"
@@ -44,6 +48,10 @@ _TIME_TOLERANCE_S = Fraction(1, 1000)
 
 _MIN_HEADER_TOLERANCE_S = 0.1
 """By how much the length in a Matroska header may exceed what its packets cover, if not by a frame."""
+
+_AAC = {"b": "192k"}
+_LAYOUTS = {1: "mono", 2: "stereo"}
+"""By the number of channels."""
 
 # x264 spends bits differently from run to run under adaptive quantisation (seen with x264 165).
 _X264 = {"crf": "18", "preset": "veryfast", "aq-mode": "none", "mbtree": "0"}
@@ -293,10 +301,13 @@ def _spans(frames: Iterator[VideoFrame], tolerance: Fraction) -> Iterator[tuple[
     yield shown, Fraction(shown.pts + (shown.duration or interval))
 
 
-def write_video(path: Path, frames: Sequence[Image.Image], *, fps: float, comment: str = "") -> None:
+def write_video(
+    path: Path, frames: Sequence[Image.Image], *, fps: float, audio: Audio | None = None, comment: str = ""
+) -> None:
     """Write RGB frames of one even size as H.264 (yuv420p, BT.709) in an MP4, in one atomic step.
 
     Args:
+        audio: its sound, as AAC, from the first frame on; mono or stereo.
         comment: the tag of that name; empty writes none.
 
     Raises:
@@ -309,10 +320,12 @@ def write_video(path: Path, frames: Sequence[Image.Image], *, fps: float, commen
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
-        _encode(temporary, frames, Fraction(fps).limit_denominator(1001), comment)
+        _encode(temporary, frames, Fraction(fps).limit_denominator(1001), audio, comment)
 
 
-def _encode(path: Path, frames: Sequence[Image.Image], rate: Fraction, comment: str) -> None:
+def _encode(
+    path: Path, frames: Sequence[Image.Image], rate: Fraction, audio: Audio | None, comment: str
+) -> None:
     # "bitexact" leaves out the time of writing and the encoder's version: equal frames give equal bytes.
     with av.open(f"file:{path}", "w", format="mp4", options={"fflags": "+bitexact"}) as container:
         if comment:
@@ -323,9 +336,21 @@ def _encode(path: Path, frames: Sequence[Image.Image], rate: Fraction, comment: 
         stream.codec_context.thread_count = 1
         stream.codec_context.colorspace = stream.codec_context.color_primaries = 1  # BT.709
         stream.codec_context.color_trc = stream.codec_context.color_range = 1  # BT.709, limited
+        sound = None if audio is None else container.add_stream("aac", rate=audio.sample_rate, options=_AAC)
         for image in frames:
             frame = VideoFrame.from_ndarray(np.asarray(image.convert("RGB")), format="rgb24")
             container.mux(
                 stream.encode(frame.reformat(format="yuv420p", dst_colorspace=1, dst_color_range=1))
             )
         container.mux(stream.encode(None))
+        if audio is not None and sound is not None:
+            _encode_audio(container, sound, audio)
+
+
+def _encode_audio(container: OutputContainer, stream: AudioStream, audio: Audio) -> None:
+    waveform = audio.waveform.float().clamp(-1, 1).contiguous().numpy()
+    stream.codec_context.layout = _LAYOUTS[len(waveform)]
+    frame = AudioFrame.from_ndarray(waveform, format="fltp", layout=_LAYOUTS[len(waveform)])
+    frame.sample_rate, frame.pts, frame.time_base = audio.sample_rate, 0, Fraction(1, audio.sample_rate)
+    container.mux(stream.encode(frame))
+    container.mux(stream.encode(None))

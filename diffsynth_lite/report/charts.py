@@ -68,6 +68,16 @@ CHARTS = (
         ),
     ),
     Chart(
+        name="audio_loss",
+        title="Loss of pictures and sound",
+        meaning="The two parts of the loss of clips that are learned with their sound, each by itself. That "
+        "of the sound is of the clips that have some, before objective.audio_loss_weight.",
+        lines=(
+            Line(metric=f"video_loss{_SMOOTHED}", label="of the pictures"),
+            Line(metric=f"audio_loss{_SMOOTHED}", label="of the sound"),
+        ),
+    ),
+    Chart(
         name="preservation_loss",
         title="Loss of what is preserved",
         meaning="How far the model has moved on the items on which it shall stay what it was. It begins near "
@@ -86,6 +96,15 @@ CHARTS = (
         lines=(
             Line(metric="train_fixed_noise_loss", label="on training data"),
             Line(metric="validation_loss", label="on held-out data"),
+        ),
+    ),
+    Chart(
+        name="fixed_noise_audio_loss",
+        title="Loss of the sound on fixed noise",
+        meaning="The part of the loss on fixed noise that is of the sound alone, of clips that have some.",
+        lines=(
+            Line(metric="train_fixed_noise_loss/audio", label="on training data"),
+            Line(metric="validation_loss/audio", label="on held-out data"),
         ),
     ),
     Chart(

@@ -36,6 +36,9 @@ class StepResult:
         step: number of optimizer steps done, this one included.
         loss: mean over the samples of all devices that are learned; None where all are preserved.
         preservation_loss: mean over the samples that are preserved; None where none is.
+        video_loss: of those that are learned, the part of ``loss`` that is of their pictures; None where no
+            sound is learned beside them.
+        audio_loss: mean over those of them that have sound, before its weight; None where none has.
         grad_norm: before clipping.
         learning_rate: used in this step.
         group_rates: likewise, by the name of each group of layers; none where there is one.
@@ -55,6 +58,8 @@ class StepResult:
     num_samples: int
     seconds: float
     preservation_loss: float | None = None
+    video_loss: float | None = None
+    audio_loss: float | None = None
     num_skipped: int = 0
     group_rates: Mapping[str, float] = field(default_factory=dict)
     learned_rate: float | None = None
@@ -176,7 +181,12 @@ class StepReport:
         self._show_line(result)
         if self._is_main:
             self._write_status(result)
-        losses = {"loss": result.loss, "preservation_loss": result.preservation_loss}
+        losses = {
+            "loss": result.loss,
+            "preservation_loss": result.preservation_loss,
+            "video_loss": result.video_loss,
+            "audio_loss": result.audio_loss,
+        }
         values = {
             **{name: loss for name, loss in losses.items() if loss is not None},
             "grad_norm": result.grad_norm,

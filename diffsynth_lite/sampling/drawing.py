@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from diffusers.training_utils import free_memory
-from PIL import Image
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.weights import QuantizationReport
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.lora import add_finished_lora, is_drawn_alone, require_fit, set_lora_weights
-from diffsynth_lite.media import frame_strip
+from diffsynth_lite.media import Drawn, frame_strip, frames_of
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
@@ -94,7 +93,7 @@ class _LoadedModel:
     loras: Sequence[_ReadLora]
     transformer: torch.nn.Module
 
-    def draw(self, samples: Sequence[_Sample], scale: float) -> list[list[Image.Image]]:
+    def draw(self, samples: Sequence[_Sample], scale: float) -> Sequence[Drawn]:
         """The frames of each sample, with the weights of all LoRAs multiplied by ``scale``.
 
         Raises:
@@ -111,17 +110,15 @@ class _LoadedModel:
             )
             raise UserError(f"--scale {scale:g}: numbers overflow, {error}; {remedy}") from error
 
-    def save(
-        self, folder: Path, samples: Sequence[_Sample], drawn: Sequence[Sequence[Image.Image]], scale: float
-    ) -> None:
+    def save(self, folder: Path, samples: Sequence[_Sample], drawn: Sequence[Drawn], scale: float) -> None:
         """Write what was drawn to files, each with how it was drawn."""
         source = build_picture_source(self.config, self.family)
         loras = [(one.given.name, one.given.weight * scale) for one in self.loras if scale]
-        for sample, frames in zip(samples, drawn, strict=True):
+        for sample, one in zip(samples, drawn, strict=True):
             negative = self.config.validation.negative_prompt
             text = generation_parameters(sample.prompt, negative, sample.request, source, loras)
             name = f"prompt-{sample.place:02d}-seed-{sample.request.seed}-scale-{scale:g}.png"
-            save_drawn(folder / name, frames, fps=source.fps, parameters=text)
+            save_drawn(folder / name, one, fps=source.fps, parameters=text)
 
 
 def draw_samples(request: SampleRequest) -> Path:
@@ -149,7 +146,7 @@ def draw_samples(request: SampleRequest) -> Path:
             logger.info("Drawing at scale %g.", scale)
             drawn = model.draw(samples, scale)
             model.save(folder, samples, drawn, scale)
-            columns.append([frame_strip(frames) for frames in drawn])
+            columns.append([frame_strip(frames_of(one)) for one in drawn])
             free_memory()  # of the decoder, which is loaded for each scale as for each preview
     grid = folder / "grid.png"
     titles = [f"scale {scale:g}" if scale else "base" for scale in request.scales]

@@ -25,12 +25,13 @@ from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.release_folder import find_base_model
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MetricsFile
-from diffsynth_lite.training.checks import (
-    CheckedRun,
-    block_policy,
-    preview_size,
+from diffsynth_lite.training.checks import CheckedRun, block_policy, preview_size
+from diffsynth_lite.training.data_settings import (
+    data_sources,
+    fps_of,
+    num_preview_frames,
+    num_tokens_of,
 )
-from diffsynth_lite.training.data_settings import data_sources, num_preview_frames, num_tokens_of
 from diffsynth_lite.training.distributed.devices import batch_layout
 from diffsynth_lite.training.distributed.sharding import require_sharded
 from diffsynth_lite.training.distributed.watchdog import LONG_WAIT
@@ -72,7 +73,7 @@ class TrainingObjects:
         averaged: of the adapter; None where no average is kept.
         seed: of the dropout masks.
         batches: the micro-batches of this process for each optimizer step, in order.
-        totals_apart: of a step, (4,) on the device, what is learned and what is preserved, or (0,).
+        totals_apart: of a step, (8,) on the device, the losses of each kind of sample, or (0,).
         totals_by_noise: of a step, (20,) on the device as :class:`StepResult` has them, or (0,).
         validation_loss: the loss on fixed noise.
         item_losses: of single items on fixed noise.
@@ -320,7 +321,9 @@ def _build_objective(config: Config, family: ModelFamily, accelerator: Accelerat
         sample_losses=SampleLosses.of_run(
             seed=config.train.seed, num_samples=config.train.steps * config.train.global_batch_size
         ),
-        losses_apart=None if are_alike else LossesApart(),
+        losses_apart=None if are_alike and not family.with_audio else LossesApart(),
+        audio_loss_weight=config.objective.audio_loss_weight,
+        learns_silence=config.data.silent_clips == "learn",
     )
 
 
@@ -395,7 +398,7 @@ def build_picture_source(config: Config, family: ModelFamily, location: str | No
     return PictureSource(
         model=" + ".join(names),
         sampler=folder.component_config("scheduler")["_class_name"],
-        fps=config.data.fps or family.default_fps,
+        fps=fps_of(config, family),
     )
 
 
@@ -412,6 +415,7 @@ def build_preview_requests(
             width=width,
             height=height,
             num_frames=num_preview_frames(config, family),
+            fps=fps_of(config, family),
             num_inference_steps=config.validation.num_inference_steps,
             guidance_scale=config.validation.guidance_scale,
             seed=config.validation.seed,

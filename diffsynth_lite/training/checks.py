@@ -19,7 +19,7 @@ from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, r
 from diffsynth_lite.pipelines.base.single_file import component_files
 from diffsynth_lite.run_folder.metrics import require_trackers
 from diffsynth_lite.training.checkpoint.optimizer_state import OptimizerFacts
-from diffsynth_lite.training.data_settings import check_records, plan_rules
+from diffsynth_lite.training.data_settings import check_records, plan_rules, set_audio
 from diffsynth_lite.training.dataset import ReadRecords, read_records
 from diffsynth_lite.training.distilled import (
     family_that_draws,
@@ -236,6 +236,7 @@ def bind_family(config: Config, *, with_weights: bool = True) -> ModelFamily:
     require_family(family_class, folder)
     family = family_class(folder, trained=config.lora.components)
     given = {f"model.{name}": getattr(model, name) for name in ("transformer_file", "transformer_2_file")}
+    set_audio(config, family)
     family.take_files(component_files(given, family.denoisers))
     if config.objective.guidance_target is not None:
         family.training_guidance = config.objective.guidance_target

@@ -31,6 +31,20 @@ _STEPS_OF_A_RESOLUTION = 16
 """Steps between buckets that an edge has, unless the user says otherwise: 64 pixels at 1024."""
 
 
+def set_audio(config: Config, family: ModelFamily) -> None:
+    """Have the family learn and draw clips with sound where the config says so.
+
+    Raises:
+        UserError: its model makes none.
+    """
+    if config.data.audio and family.audio_format is None:
+        raise UserError(
+            f"data.audio: true, but the model of {config.model.family} makes no sound; set it to false, or "
+            "choose a family that docs/models.md says makes clips with sound"
+        )
+    family.with_audio = config.data.audio
+
+
 def plan_rules(config: Config, family: ModelFamily) -> PlanRules:
     """What is taken of each training record; what the config leaves open is the family's.
 
@@ -48,6 +62,8 @@ def plan_rules(config: Config, family: ModelFamily) -> PlanRules:
         for key in ("fps", "clip", "clips_per_video"):
             if not data.is_default(key):
                 raise UserError(f"data.{key}: has no effect, as this family makes pictures; remove it")
+    if family.with_audio and fps_of(config, family) is None:
+        raise UserError("data.audio: true needs data.fps, so that clips of as many frames last as long")
     has_inputs = any(source.input_columns or source.input_dirs for source in data.sources_by_key.values())
     if data.crop == "random" and has_inputs:
         raise UserError(
@@ -60,7 +76,7 @@ def plan_rules(config: Config, family: ModelFamily) -> PlanRules:
         crops_per_item=data.crops_per_item,
         clip=data.clip,
         clips_per_video=data.clips_per_video,
-        fps=data.fps or family.default_fps,
+        fps=fps_of(config, family),
         background=data.background,
         input_size=family.input_size,
         max_inputs=family.max_inputs,
@@ -95,6 +111,17 @@ def check_records(records: Sequence[Record], family: ModelFamily) -> None:
             "starts them from one; leave last_frame_dir and last_frame_column out, or choose a model that "
             "docs/models.md says is led to a last frame"
         )
+
+
+def fps_of(config: Config, family: ModelFamily) -> float | None:
+    """Frames per second at which clips are read and shown; None where each has its own, or there are none."""
+    return config.data.fps or family.default_fps
+
+
+def audio_shape(config: Config, family: ModelFamily, num_frames: int) -> tuple[int, ...] | None:
+    """Shape of the latents of the sound that is learned with media of this length; None where none is."""
+    fps = fps_of(config, family)
+    return family.audio_latents_shape(num_frames, fps) if family.with_audio and fps is not None else None
 
 
 def num_tokens_of(bucket: Bucket, family: ModelFamily) -> int:

@@ -6,7 +6,7 @@ It also says when two losses compare, and writes down the losses of samples as t
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
@@ -17,7 +17,7 @@ from PIL.Image import Image
 from diffsynth_lite.core.evaluation_mode import evaluation_mode
 from diffsynth_lite.core.noise import SampleLosses
 from diffsynth_lite.core.randomness import normal
-from diffsynth_lite.data import Bucket, DataIdentity, ItemRow, TrainingItem
+from diffsynth_lite.data import AudioBatch, Bucket, DataIdentity, ItemRow, TrainingItem
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.lora import UpdateSize, UpdateSizes
 from diffsynth_lite.media import STRIP_FRAMES, frame_strip, jpeg_url
@@ -28,7 +28,7 @@ from diffsynth_lite.run_folder.items import MeasuredItem, read_items, write_item
 from diffsynth_lite.run_folder.metrics import MetricsFile
 from diffsynth_lite.run_folder.progress import is_logged
 from diffsynth_lite.training.distributed.agreement import on_all_processes
-from diffsynth_lite.training.objective import DenoisingObjective
+from diffsynth_lite.training.objective import DenoisingObjective, SampleErrors
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class ValidationItem:
         conditioning: encoded caption and inputs.
         unconditional: the same with an empty caption, where that was encoded.
         loss_mask: (1, ...) at the size of the latents; None where every pixel counts.
+        audio: of a clip that is learned with its sound, ``audio_latents`` and ``has_audio``; empty of others.
     """
 
     bucket: Bucket
@@ -62,6 +63,7 @@ class ValidationItem:
     conditioning: Conditioning
     unconditional: Conditioning | None = None
     loss_mask: torch.Tensor | None = None
+    audio: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def form(self) -> tuple[Bucket, torch.Size | None]:
@@ -99,8 +101,8 @@ class FixedNoiseErrors:
     purpose: str
     batch_size: int
 
-    def measure(self, transformer: torch.nn.Module, samples: Iterable[FixedNoise]) -> list[torch.Tensor]:
-        """The errors of each batch, (B,) in fp32; all of them are in the order of the samples.
+    def measure(self, transformer: torch.nn.Module, samples: Iterable[FixedNoise]) -> list[SampleErrors]:
+        """The errors of each batch; all of them are in the order of the samples.
 
         Args:
             samples: those of one batch, and the one after it, are held at a time.
@@ -119,7 +121,7 @@ class FixedNoiseErrors:
         if batch:
             yield batch
 
-    def _errors(self, transformer: torch.nn.Module, batch: Sequence[FixedNoise]) -> torch.Tensor:
+    def _errors(self, transformer: torch.nn.Module, batch: Sequence[FixedNoise]) -> SampleErrors:
         latents = torch.stack([sample.item.latents for sample in batch])
         noise = torch.stack(
             [normal(self.seed, self.purpose, sample.position, latents.shape[1:]) for sample in batch]
@@ -134,6 +136,12 @@ class FixedNoiseErrors:
             sigma,
             [sample.item.conditioning for sample in batch],
             torch.stack(masks) if masks else None,
+            audio=AudioBatch.of(
+                [sample.item.audio for sample in batch],
+                seed=self.seed,
+                purpose=self.purpose,
+                positions=[sample.position for sample in batch],
+            ),
             unconditional=[one.item.unconditional for one in batch if one.item.unconditional is not None],
         )
 
@@ -155,15 +163,27 @@ class FixedNoiseLoss:
     errors: FixedNoiseErrors
 
     def measure(self, transformer: torch.nn.Module) -> dict[str, float]:
-        """The mean error by the metric's name; empty without items."""
+        """The mean error by the metric's name, and beside it those of its parts; empty without items."""
         if not self.items:
             return {}
         samples = [
             FixedNoise(item=item, position=place, part=(place + 0.5) / len(self.items))
             for place, item in enumerate(self.items)
         ]
-        total = sum(float(errors.sum()) for errors in self.errors.measure(transformer, samples))
-        return {self.name: total / len(self.items)}
+        errors = self.errors.measure(transformer, samples)
+        total = sum(float(batch.total.sum()) for batch in errors)
+        return {self.name: total / len(self.items)} | self._parts(errors)
+
+    def _parts(self, errors: Sequence[SampleErrors]) -> dict[str, float]:
+        """Of items whose sound is learned: the mean error of the pictures, and of the sound that counts."""
+        video = [batch.video for batch in errors if batch.audio is not None]
+        audio = [
+            batch.audio[batch.has_audio > 0]
+            for batch in errors
+            if batch.audio is not None and batch.has_audio is not None
+        ]
+        joined = {part: torch.cat(found) for part, found in (("video", video), ("audio", audio)) if found}
+        return {f"{self.name}/{part}": float(values.mean()) for part, values in joined.items() if len(values)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +255,8 @@ class ItemLosses:
             for place, part in enumerate(_PARTS)
             for item in self.items
         )
-        errors = torch.cat(self.errors.measure(transformer, samples)).tolist()
+        found = self.errors.measure(transformer, samples)
+        errors = torch.cat([batch.total for batch in found]).tolist()
         if self._writes:
             self._write(errors, step)
 

@@ -24,13 +24,16 @@ from diffsynth_lite.core.noise import (
     shift_sigma,
     sigma_from_uniform,
 )
-from diffsynth_lite.data import Batch
+from diffsynth_lite.data import AudioBatch, Batch
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import without_adapter
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
 from diffsynth_lite.run_folder.progress import is_logged
 
 _SMALLEST_SPAN = 1e-6
+
+_Parts = tuple[torch.Tensor, ...]
+"""Of B samples: (B, ...) of their pictures and, where it is learned, (B, ...) of their sound."""
 
 
 @dataclass(kw_only=True)
@@ -152,6 +155,23 @@ class NoiseLevels:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampleErrors:
+    """Errors of B samples, fp32, each (B,).
+
+    Attributes:
+        total: what is learned from.
+        video: of the pictures or clips.
+        audio: of their sound, 0 where that does not count; None where no sound is learned.
+        has_audio: 1 where it counts, else 0.
+    """
+
+    total: torch.Tensor
+    video: torch.Tensor
+    audio: torch.Tensor | None = None
+    has_audio: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class DenoisingObjective:
     """The error of a model family's estimate, on the family's own path from data to noise.
 
@@ -166,8 +186,10 @@ class DenoisingObjective:
         counts: whether this process is the one that counts its samples, where several have the same.
         loss_by_tenth: adds up the losses of the samples that are learned, for whoever takes them.
         sample_losses: keeps them one by one.
-        losses_apart: adds up those of the samples that are learned and of the ones that are preserved; None
-            where all are learned, and count alike.
+        losses_apart: adds up those of the samples that are learned and of the ones that are preserved, and of
+            pictures and sound; None where all are learned, count alike, and have no sound.
+        audio_loss_weight: of the error of the sound beside that of the pictures.
+        learns_silence: whether clips without sound are learned as silent ones.
     """
 
     family: ModelFamily
@@ -181,6 +203,8 @@ class DenoisingObjective:
     loss_by_tenth: LossByTenth = field(default_factory=LossByTenth)
     sample_losses: SampleLosses = field(default_factory=SampleLosses)
     losses_apart: LossesApart | None = None
+    audio_loss_weight: float = 1.0
+    learns_silence: bool = False
 
     def loss(self, transformer: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Mean weighted loss of the estimate over a micro-batch, a scalar in fp32."""
@@ -195,12 +219,15 @@ class DenoisingObjective:
             batch.conditioning,
             batch.loss_mask,
             huber_delta=self.huber_delta,
+            audio=batch.audio,
             unconditional=batch.unconditional,
             preserved=batch.preserved,
         )
-        losses = self._weight(sigma) * errors
+        weight = self._weight(sigma)
+        losses = weight * errors.total
         if self.counts:
             self._count(batch, sigma, losses)
+            self._count_parts(batch, weight, errors)
         if batch.loss_weights is not None:
             losses = losses * batch.loss_weights.to(self.device)
         return losses.mean()
@@ -220,6 +247,18 @@ class DenoisingObjective:
         self.loss_by_tenth.add(sigma, losses)
         self.sample_losses.add(names, positions, sigma, losses)
 
+    def _count_parts(self, batch: Batch, weight: torch.Tensor, errors: SampleErrors) -> None:
+        if self.losses_apart is None or batch.audio is None or errors.audio is None:
+            return
+        counts = self._counts_of_audio(batch.audio).tolist()
+        self.losses_apart.add_parts(
+            weight * errors.video, weight * errors.audio, counts, batch.preserved or ()
+        )
+
+    def _counts_of_audio(self, audio: AudioBatch) -> torch.Tensor:
+        """(B,), 1 where the error of a sample's sound counts and 0 where not, where the batch is."""
+        return torch.ones_like(audio.has_audio) if self.learns_silence else audio.has_audio
+
     def totals_apart(self, accelerator: Accelerator) -> torch.Tensor:
         """The losses of the step that is ending, of all devices, as :meth:`LossesApart.take` has them.
 
@@ -227,7 +266,7 @@ class DenoisingObjective:
             accelerator: adds up those of its processes, which all call this.
 
         Returns:
-            (4,) on the device; (0,) where all samples are learned, and count alike.
+            (8,) on the device; (0,) where all samples are learned, count alike, and have no sound.
         """
         if self.losses_apart is None:
             return torch.empty(0, device=self.device)
@@ -264,10 +303,11 @@ class DenoisingObjective:
         conditioning: Sequence[Conditioning],
         loss_mask: torch.Tensor | None = None,
         *,
+        audio: AudioBatch | None = None,
         huber_delta: float | None = None,
         unconditional: Sequence[Conditioning] = (),
         preserved: Sequence[int] | None = None,
-    ) -> torch.Tensor:
+    ) -> SampleErrors:
         """Mean error of the estimate of each sample, squared where nothing else is said.
 
         Args:
@@ -278,69 +318,111 @@ class DenoisingObjective:
             conditioning: of the B samples.
             loss_mask: (B, 1, ...), in [0, 1], not all zero in any sample: weights of the errors. They are
                 divided by their mean over the sample, so that a small mask does not make a small loss.
+            audio: the sound of the B samples, which is at the same noise levels and has no mask.
             huber_delta: above this, above 0, errors count by their size, as Huber (1964) has it: twice
                 ``torch.nn.functional.huber_loss``, which makes it the squared error of those below.
             unconditional: of the B samples without their captions, where the target is guided.
             preserved: places of the samples whose target is what the model estimates without its adapter; see
                 :class:`Batch`.
-
-        Returns:
-            (B,), fp32.
         """
         # Everything but the model's input stays in fp32: bf16 has 8 bits for a noise level.
-        latents, noise = latents.to(self.device), noise.to(self.device)
+        given = [(latents, noise)] if audio is None else [(latents, noise), (audio.latents, audio.noise)]
+        parts = [(clean.to(self.device), drawn.to(self.device)) for clean, drawn in given]
         path = self.family.noise_path
-        noisy, target = path.add_noise(latents, noise, sigma), path.target(latents, noise, sigma)
+        noisy = tuple(path.add_noise(clean, drawn, sigma) for clean, drawn in parts)
+        targets = tuple(path.target(clean, drawn, sigma) for clean, drawn in parts)
         if self.guidance_target is not None:
             # Before the pass with gradients, which is then held alone.
             own = self._own_estimate(transformer, noisy, sigma, unconditional)
-            target = own + self.guidance_target * (target - own)
+            scale = self.guidance_target
+            targets = tuple(one + scale * (target - one) for one, target in zip(own, targets, strict=True))
         if preserved is not None:
-            target = self._preserving(target, preserved, transformer, noisy, sigma, conditioning)
-        predicted = self.family.predict(transformer, noisy, sigma, conditioning)
-        errors = _errors(predicted.float(), target, huber_delta)
-        if loss_mask is None:
-            return errors.flatten(1).mean(1)
-        mask = loss_mask.to(self.device).float()
-        return (errors * mask).flatten(1).mean(1) / mask.flatten(1).mean(1)
+            targets = self._preserving(targets, preserved, transformer, noisy, sigma, conditioning)
+        predicted = self._estimate(transformer, noisy, sigma, conditioning)
+        errors = [
+            _errors(estimate.float(), target, huber_delta)
+            for estimate, target in zip(predicted, targets, strict=True)
+        ]
+        video = _mean(errors[0], loss_mask)
+        if audio is None:
+            return SampleErrors(total=video, video=video)
+        counts = self._counts_of_audio(audio).to(self.device)
+        of_audio = _mean(errors[1]) * counts
+        total = video + self.audio_loss_weight * of_audio
+        return SampleErrors(total=total, video=video, audio=of_audio, has_audio=counts)
+
+    def _estimate(
+        self,
+        transformer: torch.nn.Module,
+        noisy: _Parts,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+    ) -> _Parts:
+        """What the model says of each part, in its shape."""
+        if len(noisy) == 1:
+            return (self.family.predict(transformer, noisy[0], sigma, conditioning),)
+        video, audio = noisy
+        return self.family.predict_with_audio(transformer, video, audio, sigma, conditioning)
 
     def _own_estimate(
         self,
         transformer: torch.nn.Module,
-        noisy: torch.Tensor,
+        noisy: _Parts,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        """What the model says as it is by now, without gradients and without dropout; (B, ...), fp32."""
+    ) -> _Parts:
+        """What the model says as it is by now, without gradients and without dropout, in fp32."""
         with evaluation_mode(transformer):
-            return self.family.predict(transformer, noisy, sigma, conditioning).float()
+            return tuple(part.float() for part in self._estimate(transformer, noisy, sigma, conditioning))
 
     def _preserving(
         self,
-        target: torch.Tensor,
+        targets: _Parts,
         preserved: Sequence[int],
         transformer: torch.nn.Module,
-        noisy: torch.Tensor,
+        noisy: _Parts,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
-    ) -> torch.Tensor:
-        """The target, (B, ...), where that of some samples is what the model estimates without its adapter.
+    ) -> _Parts:
+        """The targets, where those of some samples are what the model estimates without its adapter.
 
         These alone are computed, without gradients or dropout, and ahead of the pass that trains: its
         recomputes do not come here. Text encoders that are trained are without their adapters, too. Where
         none is preserved, one is computed for the sake of the processes that run the model together.
         """
         places = preserved or (0,)
-        # Not by an index, which would wait for the device.
-        seen, levels = (torch.stack([tensor[place] for place in places]) for tensor in (noisy, sigma))
+
+        def chosen(part: torch.Tensor) -> torch.Tensor:
+            # Not by an index, which would wait for the device.
+            return torch.stack([part[place] for place in places])
+
         with without_adapter(transformer):
             estimates = self._own_estimate(
-                transformer, seen, levels, [conditioning[place] for place in places]
+                transformer,
+                tuple(map(chosen, noisy)),
+                chosen(sigma),
+                [conditioning[place] for place in places],
             )
-        targets = list(target)
-        for place, estimate in zip(preserved, estimates, strict=False):
-            targets[place] = estimate
-        return torch.stack(targets)
+        return tuple(
+            _with_places(target, preserved, estimate)
+            for target, estimate in zip(targets, estimates, strict=True)
+        )
+
+
+def _with_places(target: torch.Tensor, places: Sequence[int], values: torch.Tensor) -> torch.Tensor:
+    """``target``, (B, ...), with ``values`` in place of those at ``places``; there may be more of them."""
+    changed = list(target)
+    for place, value in zip(places, values, strict=False):
+        changed[place] = value
+    return torch.stack(changed)
+
+
+def _mean(errors: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """(B,), the mean error of each sample, weighted by a mask of broadcastable shape."""
+    if mask is None:
+        return errors.flatten(1).mean(1)
+    mask = mask.to(errors.device).float()
+    return (errors * mask).flatten(1).mean(1) / mask.flatten(1).mean(1)
 
 
 def _errors(predicted: torch.Tensor, target: torch.Tensor, huber_delta: float | None) -> torch.Tensor:

@@ -39,7 +39,15 @@ from diffsynth_lite.lora.kinds.dora import COMFYUI_SCALE
 from diffsynth_lite.lora.kinds.updates import updates_of
 from diffsynth_lite.lora.pairs import tensors_of
 from diffsynth_lite.lora.spelling import DIFFUSERS
-from diffsynth_lite.media import STRIP_FRAMES, evenly_spread, frame_strip, jpeg_url
+from diffsynth_lite.media import (
+    STRIP_FRAMES,
+    ClipWithAudio,
+    Drawn,
+    evenly_spread,
+    frame_strip,
+    frames_of,
+    jpeg_url,
+)
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.training.streaming import load_to_draw
@@ -188,7 +196,7 @@ class Previews:
         finally:
             free_memory()
 
-    def _sample(self, transformer: torch.nn.Module) -> list[list[Image.Image]]:
+    def _sample(self, transformer: torch.nn.Module) -> Sequence[Drawn]:
         # Processes that share sequences are among those that share a base.
         shared = self.family.shards or self.family.context
         together = nullcontext() if shared is None else shared.failing_together()
@@ -220,17 +228,17 @@ class Previews:
         middle.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
         return jpeg_url(middle)
 
-    def _save(self, previews: Sequence[Sequence[Image.Image]], step: int) -> Path:
+    def _save(self, previews: Sequence[Drawn], step: int) -> Path:
         self.folder.mkdir(exist_ok=True)
         # Before the first step a LoRA changes nothing.
         loras = [(f"step-{step:08d}", 1.0)] if step else []
-        for place, frames in enumerate(previews):
+        for place, drawn in enumerate(previews):
             text = generation_parameters(
                 self.prompts[place], self.negative_prompt, self.requests[place], self.source, loras
             )
-            save_drawn(self.file(step, place), frames, fps=self.source.fps, parameters=text)
-        steps = evenly_spread([drawn for drawn in self.drawn_steps() if drawn <= step], _MAX_COLUMNS)
-        rows = [[_open(self.file(drawn, place)) for drawn in steps] for place in range(len(self.prompts))]
+            save_drawn(self.file(step, place), drawn, fps=self.source.fps, parameters=text)
+        steps = evenly_spread([known for known in self.drawn_steps() if known <= step], _MAX_COLUMNS)
+        rows = [[_open(self.file(known, place)) for known in steps] for place in range(len(self.prompts))]
         path = self.folder / "grid.png"
         save_png(path, preview_grid(rows, redacted(self.prompts), [f"step {drawn}" for drawn in steps]))
         return path
@@ -272,19 +280,20 @@ def _mark(prompt: str, negative_prompt: str, request: PreviewRequest, drawn_on: 
     return digest.hexdigest()
 
 
-def save_drawn(path: Path, frames: Sequence[Image.Image], *, fps: float | None, parameters: str) -> None:
-    """Write a picture; of a clip an MP4 and, as the picture, a strip of its frames.
+def save_drawn(path: Path, drawn: Drawn, *, fps: float | None, parameters: str) -> None:
+    """Write a picture; of a clip an MP4, with its sound, and, as the picture, a strip of its frames.
 
     Args:
         path: of the picture; the MP4 is beside it.
-        frames: RGB; one is a picture.
+        drawn: RGB; one frame is a picture.
         fps: frames per second of a clip.
         parameters: how it was drawn; stands in the files, with secrets masked.
     """
-    parameters = redacted(parameters)
+    parameters, frames = redacted(parameters), frames_of(drawn)
     if len(frames) > 1:
         assert fps is not None, "a family that makes clips says how fast they are"
-        write_video(path.with_suffix(".mp4"), frames, fps=fps, comment=parameters)
+        audio = drawn.audio if isinstance(drawn, ClipWithAudio) else None
+        write_video(path.with_suffix(".mp4"), frames, fps=fps, audio=audio, comment=parameters)
     save_png(path, frame_strip(frames), parameters)
 
 

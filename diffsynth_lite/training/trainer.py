@@ -154,7 +154,7 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
     apart = built.totals_apart()
     measured = [mean_loss[None], grad_norm[None], apart, built.totals_by_noise(step)]
     loss_value, norm_value, *rest = torch.cat(measured).tolist()
-    loss_learned, loss_preserved = mean_losses(loss_value, rest[: len(apart)])
+    losses = mean_losses(loss_value, rest[: len(apart)])
     if math.isfinite(loss_value) and math.isfinite(norm_value):
         optimizer.step()
         if built.averaged is not None:
@@ -165,8 +165,10 @@ def train_step(built: TrainingObjects, step: int) -> StepResult:
     optimizer.zero_grad()
     return StepResult(
         step=step,
-        loss=loss_learned,
-        preservation_loss=loss_preserved,
+        loss=losses.learned,
+        preservation_loss=losses.preserved,
+        video_loss=losses.video,
+        audio_loss=losses.audio,
         grad_norm=norm_value,
         learning_rate=learning_rate,
         group_rates=group_rates,

@@ -331,3 +331,21 @@ def test_batches_are_in_pinned_memory_where_there_is_a_gpu(items, cache):
     assert isinstance(batch, Batch)
     tensors = [batch.latents, batch.noise, batch.uniform, *(entry["embeds"] for entry in batch.conditioning)]
     assert all(tensor.is_pinned() for tensor in tensors)
+
+
+def test_sound_has_noise_of_its_own_beside_that_of_the_clips(rows, cache):
+    silent = first_batches(4, ItemTable.build(rows), cache)
+    assert {batch.audio for batch in silent} == {None}
+    for index in range(7):
+        clip = cache.read(key(index, "a"))
+        sound = {"audio_latents": torch.full((4, 5), index + 0.5), "has_audio": torch.tensor(index % 2.0)}
+        cache.write(key(index, "a"), clip | sound)
+    heard = first_batches(4, ItemTable.build(rows), cache)
+    for batch, other in zip(heard, silent, strict=True):
+        # What clips had without their sound they have with it, bit for bit.
+        assert_equal(dataclasses.replace(batch, audio=None), other)
+        indices = [int(name.partition(".")[0]) for name in batch.names]
+        assert [row.unique().tolist() for row in batch.audio.latents] == [[index + 0.5] for index in indices]
+        assert batch.audio.has_audio.tolist() == [index % 2 for index in indices]
+        drawn = torch.stack([normal(5, "audio-noise", place, (4, 5)) for place in batch.positions])
+        assert torch.equal(batch.audio.noise, drawn)

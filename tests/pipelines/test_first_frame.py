@@ -102,7 +102,9 @@ def test_noise_on_a_first_frame_reaches_neither_the_model_nor_the_loss(started: 
     other[:, :, 0] += 1
     with torch.no_grad():
         errors, other_errors = (
-            objective.errors(transformer, started.latents, drawn, SIGMA, started.conditioning, loss_mask)
+            objective.errors(
+                transformer, started.latents, drawn, SIGMA, started.conditioning, loss_mask
+            ).total
             for drawn in (noise, other)
         )
     assert torch.equal(errors[1:], other_errors[1:])

@@ -30,7 +30,7 @@ from diffsynth_lite.training.evaluation import (
     ValidationItem,
     thumbnail_of,
 )
-from diffsynth_lite.training.objective import DenoisingObjective
+from diffsynth_lite.training.objective import DenoisingObjective, SampleErrors
 
 SMALL, LARGE = Bucket(width=24, height=16), Bucket(width=40, height=16)
 
@@ -48,14 +48,14 @@ class Recorder:
 
     def errors(
         self, model: torch.nn.Module, latents, noise, sigma, conditioning, loss_mask, **_: object
-    ) -> torch.Tensor:
+    ) -> SampleErrors:
         assert not model.training
         assert not torch.is_grad_enabled()
         assert len(latents) == len(noise) == len(sigma) == len(conditioning)
         self.batches.append((tuple(latents.shape), None if loss_mask is None else tuple(loss_mask.shape)))
         self.noise.extend(noise)
         self.sigma.extend(sigma.tolist())
-        return sigma * self.scale
+        return SampleErrors(total=sigma * self.scale, video=sigma * self.scale)
 
 
 def fixed_noise_loss(num_items: int, batch_size: int) -> tuple[FixedNoiseLoss, Recorder]:

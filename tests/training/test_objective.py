@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers.loaders import PeftAdapterMixin
 
-from diffsynth_lite.core.losses_apart import LossesApart, mean_losses
+from diffsynth_lite.core.losses_apart import LossesApart, MeanLosses, mean_losses
 from diffsynth_lite.core.noise import FlowMatchingPath
 from diffsynth_lite.data import Batch, Bucket
 from diffsynth_lite.errors import UserError
@@ -191,7 +191,7 @@ def test_huber_is_the_squared_error_of_small_errors_and_linear_in_large_ones() -
     weighted = objective(zeros, weighting="sigma_sqrt", huber_delta=delta)
     torch.testing.assert_close(weighted.loss(model, masked), losses.mean())
     # What is measured between steps stays the squared error, so that runs compare.
-    squared = huber.errors(model, given.latents, given.noise, given.uniform, given.conditioning)
+    squared = huber.errors(model, given.latents, given.noise, given.uniform, given.conditioning).total
     torch.testing.assert_close(squared, errors.square().flatten(1).mean(1))
 
 
@@ -341,9 +341,10 @@ def test_what_is_preserved_has_the_estimate_without_the_adapter_as_its_target() 
 
     # Without their weights, so that losses of runs with other ones compare.
     apart = tried.losses_apart.take(given.latents.device).tolist()
-    assert mean_losses(found[0].item(), apart) == tuple(errors.tolist())
-    assert tried.losses_apart.take(given.latents.device).tolist() == [0, 0, 0, 0]
-    assert mean_losses(0.5, [0, 0, 0, 0]) == (None, None)
+    learned, preserved = errors.tolist()
+    assert mean_losses(found[0].item(), apart) == MeanLosses(learned=learned, preserved=preserved)
+    assert tried.losses_apart.take(given.latents.device).tolist() == [0] * 8
+    assert mean_losses(0.5, [0] * 8) == MeanLosses(learned=None)
     sums, counts = tried.loss_by_tenth.take(given.latents.device)
     assert (sums[2], counts.sum()) == (errors[0], 1)
 

@@ -6,14 +6,13 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from PIL.Image import Image
 
 from diffsynth_lite.core.context_parallel import ContextParallel, SequenceSplit
 from diffsynth_lite.core.noise import FlowMatchingPath, NoisePath
 from diffsynth_lite.core.weights import BaseShards, HostBlocks, Quantization
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.format import LoraFormat
-from diffsynth_lite.media import Media, Prompt, RecordKind
+from diffsynth_lite.media import AudioFormat, Drawn, Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.folder import ComponentFile, PipelineFolder
 from diffsynth_lite.pipelines.base.preview_request import Conditioning as Conditioning
 from diffsynth_lite.pipelines.base.preview_request import PreviewRequest as PreviewRequest
@@ -23,8 +22,9 @@ from diffsynth_lite.releases import Release
 
 EncodedMedia = dict[str, torch.Tensor]
 """What training needs of one item's media, on the CPU, without a batch axis: ``latents``, normalised, fp32,
-``loss_mask`` where not all of them are learned, (1, ...) at their size, and whatever else the transformer is
-conditioned on, which joins the conditioning of its prompt."""
+``loss_mask`` where not all of them are learned, (1, ...) at their size, ``audio_latents`` of a clip that is
+learned with its sound, and whatever else the transformer is conditioned on, which joins the conditioning of
+its prompt."""
 
 TargetSets = Mapping[str, tuple[str, ...]]
 """Names of linear layers, or endings of them, by the name of the set."""
@@ -53,6 +53,8 @@ class ModelFamily(LoraFormat):
         text_encoder_memory: how text encoders are kept while they encode. A run sets it likewise.
         vae_tiles: that the autoencoder works in; None leaves pictures and clips whole. A run sets it, too.
         training_guidance: scale that a model which knows one is told in training; 1 is none. A run sets it.
+        with_audio: whether clips are learned and drawn with their sound; those of a family with an
+            ``audio_format`` may be. A run sets it.
     """
 
     pipeline_classes: ClassVar[tuple[str, ...]]
@@ -94,6 +96,7 @@ class ModelFamily(LoraFormat):
         self.text_encoder_memory = TextEncoderMemory()
         self.vae_tiles: VaeTiles | None = None
         self.training_guidance = 1.0
+        self.with_audio = False
 
     @property
     @abstractmethod
@@ -185,6 +188,15 @@ class ModelFamily(LoraFormat):
     @property
     def default_fps(self) -> float | None:
         """Frames per second that the model was trained on; None where there are only pictures."""
+        return None
+
+    @property
+    def audio_format(self) -> AudioFormat | None:
+        """Form of the sound that the model makes with its clips, whose ``default_fps`` is given; or None."""
+        return None
+
+    def audio_latents_shape(self, num_frames: int, fps: float) -> tuple[int, ...] | None:
+        """Shape of the latents of a clip's sound, without a batch axis; None of pictures."""
         return None
 
     @property
@@ -406,8 +418,19 @@ class ModelFamily(LoraFormat):
             Tensor of the shape of ``noisy_latents``.
         """
 
+    def predict_with_audio(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        noisy_audio_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``predict``, of clips with their sound: the estimate of each of the two, in its shape."""
+        raise NotImplementedError(f"{type(self).__name__} has an audio_format: it needs predict_with_audio")
+
     @abstractmethod
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
-    ) -> list[list[Image]]:
+    ) -> Sequence[Drawn]:
         """The frames of each preview, drawn by diffusers' own pipeline around the given transformer."""

@@ -21,6 +21,7 @@ class PreviewRequest:
             it to; most families have none.
         width: pixels, a multiple of the family's ``size_divisor``, as is ``height``.
         num_frames: of a clip, as ``check_frames`` wants it; 1 is a picture.
+        fps: frames per second at which a clip is shown; None of families that make pictures.
         num_inference_steps: denoising steps.
         guidance_scale: told to a model that knows one; classifier-free guidance for others, off at 1 or less.
         seed: of the starting noise.
@@ -32,6 +33,7 @@ class PreviewRequest:
     width: int
     height: int
     num_frames: int = 1
+    fps: float | None = None
     num_inference_steps: int
     guidance_scale: float
     seed: int

@@ -17,6 +17,8 @@ from PIL.Image import Image
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import (
+    NOT_CONDITIONING,
+    OF_AUDIO,
     WHOLE,
     BadItemsError,
     DataIdentity,
@@ -424,11 +426,12 @@ def read_item(tensors: EntryReader, row: ItemRow) -> ValidationItem:
         RunStoppedError: an entry of it cannot be read.
     """
     media, empty = _require(tensors, row.media_key), row.unconditional_key
-    extra = {name: tensor for name, tensor in media.items() if name not in ("latents", "loss_mask")}
+    extra = {name: tensor for name, tensor in media.items() if name not in NOT_CONDITIONING}
     return ValidationItem(
         bucket=row.bucket,
         latents=media["latents"],
         conditioning=_require(tensors, row.caption_keys[0]) | extra,
         unconditional=None if empty is None else _require(tensors, empty) | extra,
         loss_mask=media.get("loss_mask"),
+        audio={name: media[name] for name in OF_AUDIO if name in media},
     )

@@ -105,6 +105,7 @@ class MemoryCounter:
         dropout: of the LoRA.
         optimizer: what it keeps; as AdamW where it is None.
         latents_shape: of one sample.
+        audio_latents_shape: of its sound; None where none is learned.
         conditioning: of one sample; its values do not matter.
         training_adapter: a frozen one on the model beside it.
         exchange: where sequences are split, in which case the sample is what one process computes of it.
@@ -130,12 +131,13 @@ class MemoryCounter:
         optimizer: OptimizerFacts | None = None,
         latents_shape: Sequence[int],
         conditioning: Conditioning,
+        audio_latents_shape: tuple[int, ...] | None = None,
         training_adapter: LoraFile | None = None,
         exchange: Exchange | None = None,
     ) -> None:
         self.family, self._exchange = family, exchange
         self._rank, self._dropout, self._kind = rank, dropout, kind
-        self._sample = Sample(tuple(latents_shape), conditioning)
+        self._sample = Sample(tuple(latents_shape), conditioning, audio_latents_shape)
         model = family.empty_transformer()
         self.lora_bytes = torch.float32.itemsize * adapter_size(model, layers, rank=rank, own=own, kind=kind)
         # Beside what trains, in fp32, too.
@@ -148,6 +150,7 @@ class MemoryCounter:
         # Of experts a step runs one; what else is trained, such as text encoders, runs beside it.
         beside = [name for name, part in parts.items() if type(part) is not type(parts[first])]
         self._first = type(family)(family.folder, trained=[first, *beside])
+        self._first.with_audio = family.with_audio
         self._prefix = f"{first}." if beside else ""
         self._layers_beside = [name for name in layers if name.partition(".")[0] in beside]
         prefix = "" if len(parts) == 1 else f"{first}."

@@ -13,7 +13,7 @@ from diffsynth_lite.lora import without_training_adapter
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.training.checks import preview_size
-from diffsynth_lite.training.data_settings import num_preview_frames
+from diffsynth_lite.training.data_settings import fps_of, num_preview_frames
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.without_weights import (
@@ -93,6 +93,7 @@ def preview_request(config: Config, family: ModelFamily) -> PreviewRequest:
         width=width,
         height=height,
         num_frames=num_frames,
+        fps=fps_of(config, family),
         num_inference_steps=_NUM_STEPS,
         guidance_scale=validation.guidance_scale,
         seed=validation.seed,

@@ -103,10 +103,11 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a model is given of one sample: the shape of its latents, and its conditioning."""
+    """What a model is given of one sample: the shapes of its latents, and its conditioning."""
 
     latents_shape: tuple[int, ...]
     conditioning: Conditioning
+    audio_latents_shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,8 @@ class MetaStep:
         self._family, size = family, settings.micro_batch_size
         self._conditioning = [sample.conditioning] * size
         self._noisy = torch.empty(size, *sample.latents_shape, device=_META)
+        shape = sample.audio_latents_shape
+        self._noisy_audio = None if shape is None else torch.empty(size, *shape, device=_META)
         self._sigma = torch.full((size,), 0.5, device=_META)
 
     def warm_up(self, settings: StepSettings) -> None:
@@ -190,8 +193,13 @@ class MetaStep:
     def forward(self) -> Tensor:
         """The loss."""
         with self._kernels, gradient_engine(self.engine):
-            estimate = self._family.predict(self.model, self._noisy, self._sigma, self._conditioning)
-            return estimate.float().square().mean()
+            if self._noisy_audio is None:
+                estimate = self._family.predict(self.model, self._noisy, self._sigma, self._conditioning)
+                return estimate.float().square().mean()
+            parts = self._family.predict_with_audio(
+                self.model, self._noisy, self._noisy_audio, self._sigma, self._conditioning
+            )
+            return torch.stack([part.float().square().mean() for part in parts]).sum()
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of the loss; gradients are kept."""

@@ -16,7 +16,7 @@ from diffsynth_lite.pipelines import Conditioning, ModelFamily, load_family
 from diffsynth_lite.pipelines.base.batching import INPUT
 from diffsynth_lite.pipelines.base.release_folder import write_release
 from diffsynth_lite.training.checks import bind_family, block_policy, select_blocks
-from diffsynth_lite.training.data_settings import num_tokens_of, sizes_of
+from diffsynth_lite.training.data_settings import audio_shape, num_tokens_of, set_audio, sizes_of
 from diffsynth_lite.training.distilled import read_training_adapter
 from diffsynth_lite.training.distributed.context import check_split, check_tokens
 from diffsynth_lite.training.distributed.devices import num_data_ranks
@@ -54,7 +54,9 @@ def family_without_weights(config: Config) -> Iterator[ModelFamily]:
             f"({known or 'there is none'}); give its folder, once it is there"
         )
     with TemporaryDirectory() as folder:
-        yield family_class(write_release(named[0], Path(folder)), trained=config.lora.components)
+        family = family_class(write_release(named[0], Path(folder)), trained=config.lora.components)
+        set_audio(config, family)
+        yield family
 
 
 def largest_size(config: Config, family: ModelFamily) -> Bucket:
@@ -130,6 +132,7 @@ def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
         dropout=config.lora.dropout,
         training_adapter=read_training_adapter(config, family),
         latents_shape=shape,
+        audio_latents_shape=audio_shape(config, family, size.num_frames),
         conditioning=conditioning | inputs,
         exchange=_exchange(config, family, model, shape, conditioning | inputs) if shared > 1 else None,
     )

@@ -1,0 +1,264 @@
+"""Clips that are learned with their sound: noise, targets and losses of both."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from diffusers.loaders import PeftAdapterMixin
+
+from diffsynth_lite.core.losses_apart import LossesApart, MeanLosses, mean_losses
+from diffsynth_lite.core.noise import FlowMatchingPath
+from diffsynth_lite.core.randomness import normal
+from diffsynth_lite.data import AudioBatch, Batch, Bucket
+from diffsynth_lite.lora import add_adapter
+from diffsynth_lite.training.evaluation import FixedNoiseErrors, FixedNoiseLoss, ValidationItem
+from diffsynth_lite.training.objective import DenoisingObjective, NoiseLevels
+
+VIDEO, AUDIO = (3, 2, 1, 4, 6), (3, 5, 6)
+WEIGHT = 0.25
+
+
+class TwoHeads(torch.nn.Module, PeftAdapterMixin):  # type: ignore[misc]
+    """One layer along the last axis of both, and what it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(6, 6)
+        self.calls: list[tuple[str, int]] = []
+
+
+def estimate(model: TwoHeads, noisy: torch.Tensor, sigma: torch.Tensor, conditioning: Any) -> torch.Tensor:
+    """Depends on all that it is given."""
+    captions = torch.tensor([sample.get("caption", 0.0) for sample in conditioning])
+    scale = (sigma + captions).view(-1, *(1,) * (noisy.ndim - 1))
+    return model.layer(noisy) * (1 + scale)
+
+
+class Family:
+    """Hears."""
+
+    noise_path = FlowMatchingPath()
+
+    def predict(
+        self, model: Any, noisy: torch.Tensor, sigma: torch.Tensor, conditioning: Any
+    ) -> torch.Tensor:
+        model.calls.append(("video", len(noisy)))
+        return estimate(model, noisy, sigma, conditioning)
+
+    def predict_with_audio(
+        self, model: Any, noisy: torch.Tensor, audio: torch.Tensor, sigma: torch.Tensor, conditioning: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        model.calls.append(("both", len(noisy)))
+        video, sound = (estimate(model, part, sigma, conditioning) for part in (noisy, audio))
+        return video, 2 * sound
+
+
+def objective(**changes: Any) -> DenoisingObjective:
+    levels = NoiseLevels(
+        density="uniform",
+        logit_mean=0.0,
+        logit_std=1.0,
+        mode_scale=1.29,
+        shift=lambda _shape: 1.0,
+        sigma_min=0.0,
+        sigma_max=1.0,
+    )
+    settings: dict[str, Any] = {
+        "family": Family(),
+        "noise_levels": levels,
+        "weighting": "none",
+        "min_snr_gamma": 5.0,
+        "device": torch.device("cpu"),
+        "audio_loss_weight": WEIGHT,
+    }
+    return DenoisingObjective(**(settings | changes))
+
+
+def batch(**changes: Any) -> Batch:
+    """Three clips, of which the second has no sound."""
+    generator = torch.Generator().manual_seed(0)
+    audio = AudioBatch(
+        latents=torch.randn(AUDIO, generator=generator),
+        noise=torch.randn(AUDIO, generator=generator),
+        has_audio=torch.tensor([1.0, 0.0, 1.0]),
+    )
+    settings: dict[str, Any] = {
+        "bucket": Bucket(width=48, height=32, num_frames=9),
+        "positions": [0, 1, 2],
+        "names": ["a", "b", "c"],
+        "latents": torch.randn(VIDEO, generator=generator),
+        "noise": torch.randn(VIDEO, generator=generator),
+        "uniform": torch.tensor([0.25, 0.5, 0.75]),
+        "conditioning": [{"caption": torch.tensor(place / 4)} for place in range(3)],
+        "unconditional": [{}] * 3,
+        "audio": audio,
+        "step_samples": 3,
+    }
+    return Batch(**(settings | changes))
+
+
+def noisy_and_target(given: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of both parts, written down once more."""
+    assert given.audio is not None
+    pairs = []
+    for clean, noise in ((given.latents, given.noise), (given.audio.latents, given.audio.noise)):
+        sigma = given.uniform.view(-1, *(1,) * (clean.ndim - 1))
+        pairs.append(((1 - sigma) * clean + sigma * noise, noise - clean))
+    return pairs
+
+
+def expected_errors(given: Batch, model: TwoHeads) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean squared error of each sample, of its pictures and of its sound."""
+    video, audio = (
+        (factor * estimate(model, noisy, given.uniform, given.conditioning) - target)
+        .square()
+        .flatten(1)
+        .mean(1)
+        for factor, (noisy, target) in zip((1, 2), noisy_and_target(given), strict=True)
+    )
+    return video, audio
+
+
+def test_the_loss_is_that_of_the_pictures_and_weighted_that_of_the_sound_where_there_is_some() -> None:
+    given, model = batch(), TwoHeads()
+    tried = objective(losses_apart=LossesApart())
+    loss = tried.loss(model, given)
+    assert model.calls == [("both", 3)]
+    video, audio = expected_errors(given, model)
+    heard = torch.tensor([1.0, 0.0, 1.0])
+    torch.testing.assert_close(loss, (video + WEIGHT * heard * audio).mean())
+
+    # Each part of the step is told by itself, that of the sound over the samples that have some.
+    assert tried.losses_apart is not None
+    apart = mean_losses(loss.item(), tried.losses_apart.take(given.latents.device).tolist())
+    assert apart.preserved is None
+    for value, of in ((apart.learned, loss), (apart.video, video), (apart.audio, audio[[0, 2]])):
+        assert value == pytest.approx(of.mean().item(), rel=1e-5)
+    assert mean_losses(1.0, []) == MeanLosses(learned=1.0)
+    # By sample, and by noise level, the whole of it counts.
+    assert [loss for _, _, loss in tried.sample_losses.take()] == pytest.approx(
+        (video + WEIGHT * heard * audio).tolist()
+    )
+
+
+def test_silence_is_learned_where_that_is_asked_for_and_a_weight_of_0_hears_without_learning_it() -> None:
+    given, model = batch(), TwoHeads()
+    video, audio = expected_errors(given, model)
+    learns = objective(learns_silence=True).loss(model, given)
+    torch.testing.assert_close(learns, (video + WEIGHT * audio).mean())
+    deaf = objective(audio_loss_weight=0.0).loss(model, given)
+    torch.testing.assert_close(deaf, video.mean())
+    assert model.calls == [("both", 3)] * 2
+
+
+def test_pictures_of_a_family_that_makes_sound_have_the_loss_of_pictures() -> None:
+    given, model = batch(audio=None), TwoHeads()
+    tried = objective(losses_apart=LossesApart())
+    loss = tried.loss(model, given)
+    assert model.calls == [("video", 3)]
+    torch.testing.assert_close(loss, expected_errors(batch(), model)[0].mean())
+    assert tried.losses_apart is not None
+    apart = mean_losses(loss.item(), tried.losses_apart.take(given.latents.device).tolist())
+    assert (apart.video, apart.audio) == (None, None)
+
+
+def test_masks_are_of_the_pictures_and_weightings_and_huber_of_both() -> None:
+    given, model = batch(), TwoHeads()
+    mask = torch.zeros(3, 1, 1, 4, 6)
+    mask[..., :2] = 1
+    masked = dataclasses.replace(given, loss_mask=mask)
+    (noisy, target), _ = noisy_and_target(given)
+    of_mask = (estimate(model, noisy, given.uniform, given.conditioning) - target).square()[..., :2]
+    heard = torch.tensor([1.0, 0.0, 1.0])
+    expected = of_mask.flatten(1).mean(1) + WEIGHT * heard * expected_errors(given, model)[1]
+    found = objective(weighting="sigma_sqrt").loss(model, masked)
+    torch.testing.assert_close(found, (expected / given.uniform.square()).mean())
+
+    parts = []
+    for factor, (noisy, target) in zip((1, 2), noisy_and_target(given), strict=True):
+        error = (factor * estimate(model, noisy, given.uniform, given.conditioning) - target).abs()
+        parts.append(torch.where(error < 0.5, error.square(), error - 0.25).flatten(1).mean(1))
+    found = objective(huber_delta=0.5).loss(model, given)
+    torch.testing.assert_close(found, (parts[0] + WEIGHT * heard * parts[1]).mean())
+
+
+def test_a_guided_target_guides_both() -> None:
+    given, model = batch(), TwoHeads()
+    loss = objective(guidance_target=3.0).loss(model, given)
+    assert model.calls == [("both", 3)] * 2
+    errors = []
+    for factor, (noisy, target) in zip((1, 2), noisy_and_target(given), strict=True):
+        own = factor * estimate(model, noisy, given.uniform, [{}] * 3)
+        guided = own + 3 * (target - own)
+        found = factor * estimate(model, noisy, given.uniform, given.conditioning)
+        errors.append((found - guided).square().flatten(1).mean(1))
+    heard = torch.tensor([1.0, 0.0, 1.0])
+    torch.testing.assert_close(loss, (errors[0] + WEIGHT * heard * errors[1]).mean())
+
+
+def test_what_is_preserved_keeps_its_sound_too_and_is_counted_apart() -> None:
+    given, model, plain = batch(preserved=(2,)), TwoHeads(), TwoHeads()
+    add_adapter(model, ["layer"], rank=2, alpha=2, dropout=0, seed=0)
+    torch.nn.init.normal_(model.layer.lora_B["default"].weight)
+    model.train()
+    tried = objective(losses_apart=LossesApart())
+    loss = tried.loss(model, given)
+    assert model.calls == [("both", 1), ("both", 3)]
+    errors = []
+    for factor, (noisy, target) in zip((1, 2), noisy_and_target(given), strict=True):
+        target[2] = factor * estimate(plain, noisy, given.uniform, given.conditioning)[2]
+        found = factor * estimate(model, noisy, given.uniform, given.conditioning)
+        errors.append((found - target).square().flatten(1).mean(1))
+    video, audio = errors
+    totals = video + WEIGHT * torch.tensor([1.0, 0.0, 1.0]) * audio
+    torch.testing.assert_close(loss, totals.mean())
+    assert tried.losses_apart is not None
+    apart = mean_losses(loss.item(), tried.losses_apart.take(given.latents.device).tolist())
+    expected = (totals[:2].mean(), totals[2], video[:2].mean(), audio[0])
+    found_apart = (apart.learned, apart.preserved, apart.video, apart.audio)
+    for value, of in zip(found_apart, expected, strict=True):
+        assert value == pytest.approx(of.item(), rel=1e-5)
+
+
+def test_the_loss_on_fixed_noise_tells_its_parts_and_has_noise_of_its_own_for_the_sound() -> None:
+    given, model = batch(), TwoHeads()
+    assert given.audio is not None
+    items = [
+        ValidationItem(
+            bucket=given.bucket,
+            latents=given.latents[place],
+            conditioning=given.conditioning[place],
+            audio={"audio_latents": given.audio.latents[place], "has_audio": given.audio.has_audio[place]},
+        )
+        for place in range(3)
+    ]
+    tried = objective()
+    errors = FixedNoiseErrors(objective=tried, seed=3, purpose="validation-noise", batch_size=2)
+    values = FixedNoiseLoss(name="validation_loss", items=items, errors=errors).measure(model)
+    assert model.calls == [("both", 2), ("both", 1)]
+    drawn = dataclasses.replace(
+        given,
+        uniform=torch.tensor([1 / 6, 1 / 2, 5 / 6]),
+        noise=torch.stack([normal(3, "validation-noise", place, VIDEO[1:]) for place in range(3)]),
+        audio=dataclasses.replace(
+            given.audio,
+            noise=torch.stack([normal(3, "audio-validation-noise", place, AUDIO[1:]) for place in range(3)]),
+        ),
+    )
+    video, audio = expected_errors(drawn, model)
+    heard = torch.tensor([1.0, 0.0, 1.0])
+    expected = {
+        "validation_loss": (video + WEIGHT * heard * audio).mean().item(),
+        "validation_loss/video": video.mean().item(),
+        "validation_loss/audio": audio[[0, 2]].mean().item(),
+    }
+    assert values == pytest.approx(expected, rel=1e-5)
+
+    silent = [
+        dataclasses.replace(item, audio=item.audio | {"has_audio": torch.tensor(0.0)}) for item in items
+    ]
+    values = FixedNoiseLoss(name="validation_loss", items=silent, errors=errors).measure(model)
+    assert values.keys() == {"validation_loss", "validation_loss/video"}
+    assert values["validation_loss"] == pytest.approx(values["validation_loss/video"], rel=1e-6)
