@@ -40,14 +40,22 @@ A family is chosen by `model.family`; `model.path` is a folder in diffusers' lay
 data of each kind are given is in [data.md](data.md), how another family is written, here or in a package of
 your own, in [add-a-model.md](add-a-model.md).
 
-Of a hub id, a run and `diffsynth-lite cache fill` fetch the folders that `model_index.json` names, and
-nothing else of the repository: first settings and tokenizers, by which the model is checked; then, when
-nothing is wrong with config and data either, of each component the safetensors files of `model.variant` that
-its library loads. They say before how much that is, and do not begin where the disk of the hub's cache
+Of a hub id, a run and `diffsynth-lite cache fill` fetch the folders that its index names, and nothing
+else of the repository: first settings and tokenizers, by which the model is checked; then, when nothing
+is wrong with config and data either, of each component the safetensors files of `model.variant` that its
+library loads. They say before how much that is, and do not begin where the disk of the hub's cache
 (`HF_HOME`) has no room for it. All is of one commit. After an interruption the same command goes on:
-huggingface_hub 2.4 keeps the files that are complete, and begins the others anew. With `HF_HUB_OFFLINE=1`,
-or while the hub cannot be reached, the cache is enough where it has all of them. `diffsynth-lite doctor`
-fetches no weights.
+huggingface_hub 2.4 keeps the files that are complete, and begins the others anew. With
+`HF_HUB_OFFLINE=1`, or while the hub cannot be reached, the cache is enough where it has all of them.
+`diffsynth-lite doctor` fetches no weights.
+
+The index is `model_index.json` or, where there is none, `modular_model_index.json`, of diffusers'
+`ModularPipeline`: it also says where each component is, a repository of the hub with a folder, a variant and
+a revision in it. Each is fetched when the family asks for it, all of one revision of a repository from one
+commit, and what is of the pipeline's own repository from the pipeline's commit. In a local folder, a
+component whose files are there is read from there, whatever the index says, as diffusers does. A place that
+is no hub id, such as the folder of the machine where the index was written, is never read. Identities of
+models and keys of the cache are made of the files, wherever they lie.
 
 The transformer may also come from one file, as ComfyUI has them: `model.transformer_file`
 ([memory.md](memory.md#from-one-file)).

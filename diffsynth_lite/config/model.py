@@ -29,16 +29,17 @@ class ModelSettings(Settings):
     or the dotted path of a module of your own, such as `my_package.my_family`."""
 
     path: FilePath
-    """The pipeline: a local folder in the diffusers layout (it holds `model_index.json`), or a hub id such
-    as `Qwen/Qwen-Image`. A local folder of that name is preferred."""
+    """The pipeline: a local folder in the diffusers layout (it holds `model_index.json`, or
+    `modular_model_index.json`, whose components may lie in other repositories), or a hub id such as
+    `Qwen/Qwen-Image`. A local folder of that name is preferred."""
 
     revision: NonEmptyStr | None = None
     """Branch, tag or commit of a hub id; null is its main branch. Set a commit to be sure that a later run
     gets the same weights."""
 
     variant: NonEmptyStr | None = None
-    """Which weight files to load where a pipeline has several, such as `fp16`; null loads the plain ones.
-    All components of the pipeline must have it."""
+    """Which weight files to load where a pipeline has several, such as `fp16`; null loads the plain ones, or
+    those that a modular index names. All components of the pipeline must have it."""
 
     transformer_file: FilePath | None = None
     """A safetensors or GGUF file that the transformer's weights are read from, in place of those of `path`,

@@ -83,7 +83,7 @@ class QwenImageEdit(qwen_image.QwenImage):
         self, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
         tokenizer = self.load_tokenizer()
-        pictures = PictureProcessor.from_pretrained(self.folder.path, subfolder="processor")
+        pictures = PictureProcessor.from_pretrained(self.folder.place("processor").path)
         pipeline = assemble(
             self.pipeline,
             **self.load_text_encoders(dtype, device),

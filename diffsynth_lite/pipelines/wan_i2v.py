@@ -139,7 +139,7 @@ class WanI2V(wan.Wan):
         if self._embeds_pictures:
             parts["image_encoder"] = self.load_component("image_encoder", vae.dtype).to(vae.device)
             parts["image_processor"] = CLIPImageProcessorPil.from_pretrained(
-                self.folder.path, subfolder="image_processor"
+                self.folder.place("image_processor").path
             )
         return parts
 

@@ -225,7 +225,8 @@ def bind_family(config: Config, *, with_weights: bool = True) -> ModelFamily:
 
     Args:
         config: gives family, folder and trained components.
-        with_weights: whether those of a local folder must be there. Of the hub only small files are fetched.
+        with_weights: whether those in folders of the user's must be there. Of the hub only small files are
+            fetched.
 
     Raises:
         UserError: no such family or folder, or a folder of another family.
@@ -240,7 +241,7 @@ def bind_family(config: Config, *, with_weights: bool = True) -> ModelFamily:
     family.take_files(component_files(given, family.denoisers))
     if config.objective.guidance_target is not None:
         family.training_guidance = config.objective.guidance_target
-    family.check_folder(with_weights=with_weights and folder.hub is None)
+    family.check_folder(with_weights=with_weights)
     family.check_vae_dtype(getattr(torch, model.vae_dtype))
     if model.vae_tiling:
         family.tile_vae()

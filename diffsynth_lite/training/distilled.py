@@ -136,7 +136,7 @@ def family_that_draws(config: Config, family: ModelFamily, layers: Sequence[str]
         require_family(type(family), folder)
         drawing = type(family)(folder, trained=family.trained)
         drawing.with_audio = family.with_audio
-        drawing.check_folder(with_weights=folder.hub is None)
+        drawing.check_folder()
         drawing.check_vae_dtype(getattr(torch, config.model.vae_dtype))
         if config.model.vae_tiling:
             drawing.tile_vae()

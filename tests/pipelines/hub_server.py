@@ -33,6 +33,7 @@ class Hub:
         card_errors: what it finds wrong with a card's header.
         refuses_uploads: whether large files are not taken.
         uploaded: large files, which a commit may name, by their sha256.
+        others: further repositories, by name, which are only read.
     """
 
     def __init__(self, files: dict[str, bytes]) -> None:
@@ -45,6 +46,7 @@ class Hub:
         self.card_errors: list[str] = []
         self.refuses_uploads = False
         self.uploaded: dict[str, bytes] = {}
+        self.others: dict[str, Hub] = {}
         self._commits: dict[str, dict[str, bytes]] = {}
 
     @property
@@ -76,12 +78,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        hub = self.server.hub
-        hub.requests.append(f"{self.command} {self.path}")
-        if self.path == f"/api/models/{REPOSITORY}":
-            self.answer_json({"id": REPOSITORY, "sha": hub.commit, "private": hub.is_private, "siblings": []})
+        path = self.path.partition("?")[0].removeprefix("/api/models")
+        name = "/".join(path.split("/")[1:3])
+        hub = {REPOSITORY: self.server.hub, **self.server.hub.others}.get(name)
+        if hub is None:
+            self.answer_missing("RepoNotFound")
             return
-        path = self.path.partition("?")[0].removeprefix("/api/models").removeprefix(f"/{REPOSITORY}/")
+        hub.requests.append(f"{self.command} {self.path}")
+        if self.path == f"/api/models/{name}":
+            self.answer_json({"id": name, "sha": hub.commit, "private": hub.is_private, "siblings": []})
+            return
+        path = path.removeprefix(f"/{name}/")
         kind, _, rest = path.partition("/")
         revision, _, name = rest.partition("/")
         files = hub.at(revision)
@@ -94,12 +101,15 @@ class _Handler(BaseHTTPRequestHandler):
             ]
             self.answer(json.dumps(entries).encode())
         elif name in files:
-            self.answer(files[name], name, revision)
+            self.answer(files[name], name, revision, hub=hub)
         else:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.answer_missing("EntryNotFound")
+
+    def answer_missing(self, code: str) -> None:
+        self.send_response(404)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     def do_PUT(self) -> None:
         """A large file, at the address that it was given."""
@@ -191,7 +201,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def answer(self, content: bytes, name: str | None = None, revision: str = "") -> None:
+    def answer(
+        self, content: bytes, name: str | None = None, revision: str = "", hub: Hub | None = None
+    ) -> None:
+        hub = hub or self.server.hub
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.send_header("ETag", f'"{_identity(content)}"')
@@ -200,8 +213,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         if name:
-            self.server.hub.fetched.append(name)
-        if name in self.server.hub.broken:
+            hub.fetched.append(name)
+        if name in hub.broken:
             content, self.close_connection = content[: len(content) // 2], True
         self.wfile.write(content)
 

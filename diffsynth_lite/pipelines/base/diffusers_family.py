@@ -106,7 +106,7 @@ class DiffusersFamily(DiffusersLora):
         """
         if not matches_flows(scheduler):
             raise UserError(
-                f"model.path: {self.folder.path / 'scheduler'}: {described(scheduler)} is no sampler of flow "
+                f"model.path: {self.folder.place('scheduler')}: {described(scheduler)} is no sampler of flow "
                 "matching, which this family trains; get the folder's own scheduler again, or check "
                 "model.path and model.family"
             )
@@ -165,7 +165,7 @@ class DiffusersFamily(DiffusersLora):
                 component = load_plain_component(*source)
         except (SafetensorError, OSError) as error:
             raise UserError(
-                f"model.path: the weights in {self.folder.path / name} cannot be read "
+                f"model.path: the weights in {self.folder.place(name)} cannot be read "
                 f"({' '.join(str(error).split())}); get the folder again"
             ) from error
         if name not in (*self.denoisers, *self.text_encoders):  # these are looked at on their device
@@ -197,7 +197,7 @@ class DiffusersFamily(DiffusersLora):
             UserError: as :func:`~diffsynth_lite.pipelines.base.tokenizer.load_tokenizer` does.
         """
         _, class_name = self.folder.parts().get(name, ("", None))
-        return load_tokenizer(self.folder.path / name, class_name)
+        return load_tokenizer(self.folder.place(name).path, class_name)
 
     def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
         tokenizer = self.load_tokenizer(self.prompt_tokenizer)
@@ -218,7 +218,7 @@ class DiffusersFamily(DiffusersLora):
         scheduler_class: Any = getattr(diffusers, str(name), None)
         is_scheduler = isinstance(scheduler_class, type) and issubclass(scheduler_class, SchedulerMixin)
         if not is_scheduler:
-            raise UserError(f"model.path: {self.folder.path / 'scheduler'} names no scheduler class: {name}")
+            raise UserError(f"model.path: {self.folder.place('scheduler')} names no scheduler class: {name}")
         loaded: Any = scheduler_class
         require_kinds(loaded, self.scheduler_config)
         with building(loaded, self.scheduler_config.file):

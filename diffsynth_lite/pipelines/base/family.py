@@ -37,7 +37,7 @@ class ModelFamily(LoraFormat):
     encoder is never in memory together with the transformer.
 
     Attributes:
-        pipeline_classes: class names of which ``model_index.json`` must give one.
+        pipeline_classes: class names of which the folder's index must give one.
         releases: the released models that are known of it; none unless a family names its own.
         tokenizers: folders of all tokenizers.
         frame_step: frame counts must be k * ``frame_step`` + 1; None where there are only pictures.
@@ -240,15 +240,14 @@ class ModelFamily(LoraFormat):
         """Check, without loading weights, that the folder holds what training and previews need.
 
         Args:
-            with_weights: also that the weights are there, in files that are whole.
+            with_weights: also that the weights are there, in files that are whole, but for those of the hub.
 
         Raises:
             UserError: a missing component, weights that are missing or cut off, or a release that the family
                 does not know.
         """
         if with_weights:
-            self.folder.require_weights(self.components)
-            self.folder.require_whole_weights(self.components)
+            self.folder.require_complete(self.components)
         for component in (*self.components_without_weights, *self.components):
             self.folder.require_files(component)
 

@@ -4,10 +4,11 @@ import errno
 import glob
 import logging
 import shutil
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
@@ -26,7 +27,8 @@ from diffsynth_lite.errors import RunInterrupted, UserError
 
 logger = logging.getLogger(__name__)
 
-INDEX = "model_index.json"
+INDEXES = ("model_index.json", "modular_model_index.json")
+"""What lists a pipeline's components: of a folder with both, the first does."""
 SMALL_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 """Settings and vocabularies; other files beside the weights are of no use here."""
 
@@ -54,83 +56,145 @@ class HubCommit:
             "Looking for %s on the hub (downloaded once, then read from the hub's cache).", repository
         )
         with _explained(repository, revision):
-            path = Path(snapshot_download(repository, revision=revision, allow_patterns=[INDEX]))
-        if not (path / INDEX).is_file():
+            path = Path(snapshot_download(repository, revision=revision, allow_patterns=[*INDEXES]))
+        if not any((path / name).is_file() for name in INDEXES):
             raise UserError(
-                f"model.path: {repository} on the hub holds no {INDEX}, so that it is no pipeline in the "
-                "layout of diffusers; look for one that is: its name often ends in -Diffusers"
+                f"model.path: {repository} on the hub holds no {' and no '.join(INDEXES)}, so that it is no "
+                "pipeline in the layout of diffusers; look for one that is: its name often ends in -Diffusers"
             )
         return cls(repository=repository, path=path)
 
-    def fetch_settings(self, components: Iterable[str]) -> None:
-        """Get the settings and vocabularies of some components."""
-        self._fetch([f"{component}/*{suffix}" for component in components for suffix in SMALL_SUFFIXES])
+    @classmethod
+    def find_with(cls, repository: str, revision: str | None, subfolder: str) -> "HubCommit":
+        """As ``find``, of a repository that need be no pipeline; fetches the settings in a folder of it.
 
-    def list_files(self, components: Iterable[str]) -> dict[str, dict[str, int]]:
-        """Names of the files of each component, without its folders, and their bytes."""
+        Raises:
+            UserError: there is no such repository or revision; it is gated or cannot be reached.
+        """
+        logger.info("Looking for %s on the hub, as the index of the pipeline says.", repository)
+        allowed, ignored = _settings_in([subfolder])
+        with _explained(repository, revision, besides=""):
+            found = snapshot_download(
+                repository, revision=revision, allow_patterns=allowed, ignore_patterns=ignored
+            )
+        return cls(repository=repository, path=Path(found))
+
+    def fetch_settings(self, subfolders: Iterable[str]) -> None:
+        """Get the settings and vocabularies in some folders; an empty name is the repository itself."""
+        by_depth = defaultdict(list)
+        for subfolder in subfolders:
+            by_depth[len(PurePosixPath(subfolder).parts)].append(subfolder)
+        for alike in by_depth.values():
+            self._fetch(*_settings_in(alike))
+
+    def list_files(self, subfolders: Iterable[str]) -> dict[str, dict[str, int]]:
+        """Names of the files in each folder, without its folders, and their bytes."""
         with _explained(self.repository):
             tree = list(HfApi().list_repo_tree(self.repository, revision=self.path.name, recursive=True))
         sizes = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
         return {
-            component: {
-                Path(path).name: size for path, size in sizes.items() if str(Path(path).parent) == component
+            subfolder: {
+                Path(path).name: size
+                for path, size in sizes.items()
+                if PurePosixPath(path).parent == PurePosixPath(subfolder)
             }
-            for component in components
+            for subfolder in subfolders
         }
 
-    def fetch_weights(self, files: Mapping[str, int]) -> None:
-        """Get files that are not there yet; says how much that is, and begins only where it fits.
+    def missing(self, files: Mapping[str, int]) -> dict[str, int]:
+        """Those of some files that are not there yet; says how much that is.
 
         Args:
             files: bytes, by path in the repository.
-
-        Raises:
-            UserError: the disk has no room for them, or the download failed.
-            RunInterrupted: somebody stopped it.
         """
         missing = {path: size for path, size in files.items() if not (self.path / path).exists()}
         needed, total = sum(missing.values()), sum(files.values())
-        if not missing:
-            return
-        cache = self.path.parents[2]
-        free = shutil.disk_usage(self.path).free
-        logger.info(
-            "%s: %s to download in %d files to %s, where %s are free; %s of its weights are there already.",
-            *(self.repository, format_bytes(needed), len(missing), cache),
-            *(format_bytes(free), format_bytes(total - needed)),
-        )
-        if needed > free:
-            raise UserError(
-                f"model.path: {format_bytes(needed)} of {self.repository} are to be downloaded, but the disk "
-                f"of {cache} has {format_bytes(free)} free; free some, or {_OTHER_DISK}"
+        if missing:
+            logger.info(
+                "%s: %s to download in %d files to %s, where %s are free; %s of its weights are there "
+                "already.",
+                *(self.repository, format_bytes(needed), len(missing), self.cache),
+                *(format_bytes(shutil.disk_usage(self.cache).free), format_bytes(total - needed)),
             )
+        return missing
+
+    def fetch_weights(self, paths: Iterable[str]) -> None:
+        """Get files.
+
+        Raises:
+            UserError: the download failed.
+            RunInterrupted: somebody stopped it.
+        """
         try:
-            self._fetch([glob.escape(path) for path in missing])
+            self._fetch([glob.escape(path) for path in paths])
         except KeyboardInterrupt:
             raise RunInterrupted(f"downloading {self.repository} was interrupted. {_GOES_ON}") from None
 
+    @property
+    def cache(self) -> Path:
+        """The hub's cache, where it is."""
+        return self.path.parents[2]
+
     def alone(self) -> AbstractContextManager[object]:
         """A lock that one process on this machine holds: others of a run wait, and find the files there."""
-        folder = self.path.parents[2] / ".locks" / self.path.parents[1].name
+        folder = self.cache / ".locks" / self.path.parents[1].name
         folder.mkdir(parents=True, exist_ok=True)
         return WeakFileLock(folder / "weights.lock")
 
-    def _fetch(self, patterns: list[str]) -> None:
+    def _fetch(self, allow_patterns: list[str], ignore_patterns: list[str] | None = None) -> None:
         with _explained(self.repository):
             snapshot_download(
                 self.repository,
                 revision=self.path.name,
-                allow_patterns=patterns,
-                ignore_patterns=["*/*/*"],  # folders in those of components are for other programs
+                allow_patterns=allow_patterns,
+                ignore_patterns=ignore_patterns,
             )
+
+
+def fetch_all(wanted: Mapping[HubCommit, Mapping[str, int]]) -> None:
+    """Get files of several repositories that are not there yet; begins only where all of them fit.
+
+    Args:
+        wanted: bytes, by path in the repository.
+
+    Raises:
+        UserError: the disk has no room for them, or the download failed.
+        RunInterrupted: somebody stopped it.
+    """
+    missing = {hub: lacking for hub, files in wanted.items() if (lacking := hub.missing(files))}
+    needed = sum(sum(files.values()) for files in missing.values())
+    for hub in missing:
+        free = shutil.disk_usage(hub.cache).free
+        if needed > free:
+            raise UserError(
+                f"model.path: {format_bytes(needed)} of {' and '.join(one.repository for one in missing)} "
+                f"are to be downloaded, but the disk of {hub.cache} has {format_bytes(free)} free; free "
+                f"some, or {_OTHER_DISK}"
+            )
+    for hub, files in missing.items():
+        hub.fetch_weights(files)
+
+
+def _settings_in(subfolders: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Patterns of settings in folders of one depth, and of what those let through in folders of theirs."""
+    allowed, deepest = [], 0
+    for subfolder in subfolders:
+        start = "".join(f"{glob.escape(part)}/" for part in PurePosixPath(subfolder).parts)
+        allowed += [f"{start}*{suffix}" for suffix in SMALL_SUFFIXES]
+        deepest = start.count("/")
+    # Such folders are for other programs.
+    return allowed, ["*/" * (deepest + 1) + "*"]
 
 
 _OTHER_DISK = "set HF_HOME to a folder on another disk"
 _GOES_ON = "The same command goes on with it: files that are complete stay, the others begin anew."
 
 
+_NO_FOLDER = ", and there is no local folder of that name"
+
+
 @contextmanager
-def _explained(repository: str, revision: str | None = None) -> Iterator[None]:
+def _explained(repository: str, revision: str | None = None, *, besides: str = _NO_FOLDER) -> Iterator[None]:
     try:
         yield
     except GatedRepoError:
@@ -142,8 +206,7 @@ def _explained(repository: str, revision: str | None = None) -> Iterator[None]:
         raise UserError(f"model.revision: {repository} has no revision {revision!r}") from None
     except RepositoryNotFoundError:
         raise UserError(
-            f"model.path: the hub has no repository {repository} (or it is private: `hf auth login`), "
-            "and there is no local folder of that name"
+            f"model.path: the hub has no repository {repository} (or it is private: `hf auth login`){besides}"
         ) from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
         raise UserError(

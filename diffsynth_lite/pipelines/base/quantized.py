@@ -100,7 +100,7 @@ def load_frozen_component(
     with _default_dtype(dtype), init_empty_weights():
         model: torch.nn.Module = model_class.from_config(folder.component_config(component))
     given = folder.files.get(component)
-    where = ComponentFile(path=folder.path / component, key="model.path") if given is None else given
+    where = ComponentFile(path=folder.place(component).path, key="model.path") if given is None else given
     placing = host_blocks or shards or quantization
     device = torch.device("cpu") if placing is None else placing.device
     try:
@@ -135,11 +135,11 @@ def load_plain_component(
         OSError: a file is not there, or cannot be read.
     """
     model: torch.nn.Module
-    with building(model_class, folder.path / component):
+    place = folder.place(component)
+    with building(model_class, place.path):
         model, loading = model_class.from_pretrained(
-            folder.path,
-            subfolder=component,
-            variant=folder.variant,
+            place.path,
+            variant=place.variant,
             dtype=dtype,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # they are listed then, and refused below
@@ -186,7 +186,7 @@ def require_fitting(folder: PipelineFolder, component: str, model_class: Any, la
     """
     if lacking:
         raise UserError(
-            f"model.path: the weights in {folder.path / component} do not fit their config.json: "
+            f"model.path: the weights in {folder.place(component)} do not fit their config.json: "
             f"{len(lacking)} of a {model_class.__name__} are missing or of another shape, such as "
             f"{lacking[0]}; get the folder again"
         )

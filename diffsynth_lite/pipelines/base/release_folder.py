@@ -15,6 +15,7 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from diffusers import ModularPipeline
 from transformers import PreTrainedModel
 
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
@@ -34,7 +35,7 @@ _CACHED = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})")
 
 
 def write_release(release: Release, path: Path) -> PipelineFolder:
-    """Write ``model_index.json`` and the settings of all components; no weights, no vocabularies.
+    """Write the index and the settings of all components; no weights, no vocabularies.
 
     Args:
         path: a folder, which may exist.
@@ -54,7 +55,13 @@ def write_release(release: Release, path: Path) -> PipelineFolder:
         _write_json(path / name / "tokenizer_config.json", {"tokenizer_class": tokenizer.class_name})
         if tokenizer.class_name.endswith("Processor"):
             _write_json(path / name / "preprocessor_config.json", {})  # the class's defaults
-    _write_json(path / "model_index.json", index)
+    pipeline_class = _class_named(release.pipeline_class)
+    if issubclass(pipeline_class, ModularPipeline):
+        # Where they are downloaded from, which a folder that holds them goes before.
+        place = {"pretrained_model_name_or_path": release.hub_id, "variant": None, "revision": None}
+        for name in (*release.components, "scheduler", *release.tokenizers):
+            index[name] = [*index[name], {**place, "subfolder": name, "type_hint": index[name]}]
+    _write_json(path / pipeline_class.config_name, index)
     return PipelineFolder(path=path)
 
 
@@ -176,7 +183,7 @@ def differences(release: Release, folder: PipelineFolder) -> Differences:
 
 
 def _pipeline_settings(release: Release) -> dict[str, Any]:
-    """Those of ``model_index.json`` that tell releases apart, and their defaults."""
+    """Those of the index that tell releases apart, and their defaults."""
     parameters = inspect.signature(getattr(diffusers, release.pipeline_class)).parameters.values()
     switches = {entry.name: entry.default for entry in parameters if isinstance(entry.default, bool)}
     return dict.fromkeys(release.settings) | switches

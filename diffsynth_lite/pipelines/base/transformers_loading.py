@@ -50,7 +50,7 @@ def load_frozen_encoder(
     model: nn.Module
     model, loading = model_class.from_pretrained(
         None,
-        config=model_class.config_class.from_pretrained(folder.path, subfolder=component),
+        config=model_class.config_class.from_pretrained(folder.place(component).path),
         state_dict={name: _StandIn.of(files.shape(name), name) for name in files.tensors},
         dtype=dtype,
         ignore_mismatched_sizes=True,  # they are listed then, and refused below
@@ -76,7 +76,7 @@ def _stored_tensors(model_class: Any, folder: PipelineFolder, component: str) ->
     config = folder.component_config(component)
     if component in folder.files:
         return read_single_file(folder.files[component], empty_model(model_class, config))
-    where = folder.path / component
+    where = folder.place(component).path
     if folder.is_quantised(component):
         raise UserError(
             f"{_KEYS}: the weights in {where} are quantised already (quantization_config in config.json); "

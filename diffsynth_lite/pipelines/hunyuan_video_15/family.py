@@ -286,7 +286,7 @@ class HunyuanVideo15(DiffusersFamily):
         return {
             "image_encoder": self.load_component("image_encoder", dtype).to(device),
             "feature_extractor": SiglipImageProcessorPil.from_pretrained(
-                self.folder.path, subfolder="feature_extractor"
+                self.folder.place("feature_extractor").path
             ),
         }
 

@@ -128,7 +128,7 @@ class WithoutWeights(DiffusersFamily):
 
     def load_tokenizer(self, name: str = "tokenizer") -> Any:
         _, class_name = self.folder.parts().get(name, ("", None))
-        files = [path for path in (self.folder.path / name).glob("*") if not path.stem.endswith("_config")]
+        files = [path for path in self.folder.place(name).path.glob("*") if not path.stem.endswith("_config")]
         make = [make for start, make in _TOKENIZERS.items() if (class_name or "").startswith(start)]
         return make[0]() if make and not files else super().load_tokenizer(name)
 

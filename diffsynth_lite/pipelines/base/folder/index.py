@@ -1,0 +1,108 @@
+"""This file reads the index of a pipeline: which components it has, and where their files are.
+
+There are two kinds. ``model_index.json`` names a library and a class for each component, whose files are in a
+folder of its name. ``modular_model_index.json``, of diffusers' ``ModularPipeline``, adds where they are: a
+repository of the hub, a folder in it, a variant and a revision.
+Source: ``ModularPipeline.__init__`` and ``_component_spec_to_dict`` in diffusers ``modular_pipeline.py``.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines.base.hub import INDEXES
+from diffsynth_lite.pipelines.base.model_settings import ModelSettings, shortened
+
+_LOCATIONS = ("pretrained_model_name_or_path", "repo")
+"""What the place of a component is called, and was called in earlier versions."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexEntry:
+    """What an index says of a component.
+
+    Attributes:
+        library: that its class is of; empty where none is named.
+        class_name: empty where none is named.
+        location: what the index names as its place, a hub id or a folder on some machine; None where it does
+            not say.
+        subfolder: of that place; empty where the files lie in no folder there.
+        variant: of its weights; None for the plain files.
+        revision: of the repository; None is its main branch.
+    """
+
+    library: str
+    class_name: str
+    location: str | None = None
+    subfolder: str
+    variant: str | None = None
+    revision: str | None = None
+
+    @property
+    def repository(self) -> str | None:
+        """The hub id of its place; None where that is a folder, or not said."""
+        return self.location if _HUB_ID.fullmatch(self.location or "") else None
+
+
+def index_file(folder: Path) -> Path:
+    """The index of a folder; the first that it may have where it has none."""
+    paths = [folder / name for name in INDEXES]
+    return next((path for path in paths if path.is_file()), paths[0])
+
+
+def read_entries(index: ModelSettings) -> dict[str, IndexEntry]:
+    """The components that an index names.
+
+    Raises:
+        UserError: a component's place is no text, or leads out of a folder.
+    """
+    found = {}
+    for name, value in index.items():
+        match value:
+            case [str(library), str(class_name)]:
+                found[name] = IndexEntry(library=library, class_name=class_name, subfolder=name)
+            case [library, class_name, dict(place)]:
+                entry = _modular_entry(name, str(library or ""), str(class_name or ""), place, index.file)
+                if entry.class_name or entry.location:  # else it is none of this pipeline's
+                    found[name] = entry
+    return found
+
+
+def _modular_entry(
+    name: str, library: str, class_name: str, place: Mapping[str, Any], file: Path
+) -> IndexEntry:
+    texts: dict[str, str | None] = {}
+    for key in (*_LOCATIONS, "subfolder", "variant", "revision"):
+        value = place.get(key)
+        if not isinstance(value, str | None):
+            raise UserError(
+                f"model.path: {file}: the {key} of {name} is {shortened(value)}, which is no text"
+            )
+        texts[key] = value or None
+    for key in ("subfolder", "variant", "revision"):
+        # They are made parts of paths, of which the one of a variant is a part of a name.
+        text = texts[key] or ""
+        if not _is_inside(text) or (key == "variant" and "/" in text):
+            raise UserError(
+                f"model.path: {file}: the {key} of {name} is {shortened(text)!r}, which leads out of its "
+                "folder; get the folder again"
+            )
+    return IndexEntry(
+        library=library,
+        class_name=class_name,
+        location=next((texts[key] for key in _LOCATIONS if texts[key]), None),
+        subfolder=texts["subfolder"] or "",
+        variant=texts["variant"],
+        revision=texts["revision"],
+    )
+
+
+def _is_inside(subfolder: str) -> bool:
+    """Whether a path names a folder in the one that it is relative to, by its text alone."""
+    parts = PurePosixPath(subfolder).parts
+    is_relative = not subfolder.startswith(("/", "~")) and not re.search(r"[\\:\0]", subfolder)
+    return is_relative and ".." not in parts
