@@ -14,9 +14,9 @@ _Value = TypeVar("_Value")
 
 STRIP_FRAMES = 5
 
-RecordKind = Literal["image", "video", "edit", "image_to_video"]
+RecordKind = Literal["image", "video", "edit", "image_to_video", "control", "inpaint"]
 """What an item of a data set is: a picture, a clip, pictures to edit with their target, a clip with its first
-or last frame."""
+or last frame, a picture or clip with one that guides it, one with a mask of what is painted anew."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +87,9 @@ class Media:
         inputs: RGB pictures that an edit starts from, each of a size of its own.
         first_frame: RGB of the frames' size; None where the item names none, as with ``last_frame``.
         mask: mode "L" of the frames' size: 255 counts in the loss, 0 does not. None: all counts.
+        control: RGB of the frames' size, as many: what guides each of them; empty where nothing does.
+        inpaint_mask: mode "L" of the frames' size, as many: 255 where each is painted anew, 0 where it stays;
+            empty where there is none.
         fps: frames per second of a clip; None for a picture.
         crop: of a picture; None for a clip, and where it was neither resized nor cropped.
         audio: sound of a clip while its frames are shown, in the family's form, as long as they are; None
@@ -98,6 +101,8 @@ class Media:
     first_frame: Image | None = None
     last_frame: Image | None = None
     mask: Image | None = None
+    control: tuple[Image, ...] = ()
+    inpaint_mask: tuple[Image, ...] = ()
     fps: float | None = None
     crop: Crop | None = None
     audio: Audio | None = None

@@ -81,6 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--last-frame", action="append", metavar="FILE", help="picture that a clip ends with, likewise"
     )
+    parser.add_argument(
+        "--control", action="append", metavar="FILE", help="picture or clip that guides, likewise"
+    )
+    parser.add_argument(
+        "--mask", action="append", metavar="FILE", help="what of the input is painted anew is white, likewise"
+    )
     parser.add_argument("--out", metavar="FOLDER", help="new or empty; default: a new one in samples/")
 
 
@@ -160,7 +166,12 @@ def _settings(parsed: argparse.Namespace) -> dict[str, object]:
     prompts = [text for given in parsed.prompt or [] for text in _texts(given)]
     if prompts:
         settings["validation.prompts"] = _as_list(prompts)
-    for name, given in (("inputs", parsed.input), ("last_frames", parsed.last_frame)):
+    for name, given in (
+        ("inputs", parsed.input),
+        ("last_frames", parsed.last_frame),
+        ("control", parsed.control),
+        ("inpaint_masks", parsed.mask),
+    ):
         # The config's pictures are for the config's prompts.
         if given or prompts:
             files = given or []

@@ -85,6 +85,14 @@ class SourceSettings(Settings):
     mask_column: NonEmptyStr | None = None
     """Column with a picture of what counts in the loss: white does, black does not."""
 
+    control_column: NonEmptyStr | None = None
+    """Column with what guides an item, such as its edges, depth or poses, for families that take it: a
+    picture for a picture, and for a clip a clip of its length, which is cut, cropped and timed like it."""
+
+    inpaint_mask_column: NonEmptyStr | None = None
+    """Column with a picture of what is painted anew, which is white, for families that fill masked parts; for
+    a clip it may be a clip."""
+
     input_dirs: Distinct[FilePath] = Field(default=[])
     """Instead of `input_columns`: folders in which the pictures that an edit starts from have the names of
     what they become; their suffixes may differ."""
@@ -97,6 +105,18 @@ class SourceSettings(Settings):
 
     mask_dir: FilePath | None = None
     """Instead of `mask_column`: a folder in which masks have the names of their pictures or clips."""
+
+    control_dir: FilePath | None = None
+    """Instead of `control_column`: a folder in which these pictures or clips have the names of what they
+    guide."""
+
+    inpaint_mask_dir: FilePath | None = None
+    """Instead of `inpaint_mask_column`: a folder in which these masks have the names of their targets."""
+
+    random_masks: int = Field(default=0, ge=0, le=MOST_COPIES)
+    """Instead of files with masks: how many masks of what is painted anew are drawn for each crop of an item,
+    the same ones in each run: rectangles, ellipses, bands along an edge, and now and then the whole picture.
+    Each is an item of its own, so a pass and the cache grow as many times."""
 
     repeats: int = Field(default=1, ge=1, le=_MOST_OCCURRENCES)
     """How often each item occurs in one pass over the data."""
@@ -152,6 +172,10 @@ class SourceSettings(Settings):
         for folders, columns in pairs.items():
             if getattr(self, columns) and getattr(self, folders):
                 yield Problem((folders, columns), f"{columns} says the same; keep one of them")
+
+        if self.random_masks and (self.inpaint_mask_column or self.inpaint_mask_dir):
+            message = "has no effect where files have the masks; keep one of them"
+            yield Problem(("random_masks", "inpaint_mask_dir", "inpaint_mask_column"), message)
 
     @classmethod
     def _columns_of_folders(cls) -> dict[str, str]:

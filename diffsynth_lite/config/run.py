@@ -60,6 +60,14 @@ class ValidationSettings(Settings):
     """Files of pictures that previews lead to, one for each prompt, beside `inputs`: for Wan 2.1 FLF2V, which
     leads back to the picture that it starts from where there are none, and Wan 2.2 I2V-A14B."""
 
+    control: list[FilePath] = Field(default=[])
+    """Files of what guides previews, one for each prompt, for families that take it: pictures, or for clips
+    clips."""
+
+    inpaint_masks: list[FilePath] = Field(default=[])
+    """Files of masks, one for each prompt: white is what of `inputs` is painted anew. For clips they may be
+    clips."""
+
     negative_prompt: str = " "
     """What previews are steered away from when `guidance_scale` is above 1."""
 
@@ -105,7 +113,8 @@ class ValidationSettings(Settings):
     rather than with those that are trained."""
 
     def conflicts(self) -> Iterator[Problem]:
-        for key, files in (("inputs", self.inputs), ("last_frames", self.last_frames)):
+        for key in ("inputs", "last_frames", "control", "inpaint_masks"):
+            files = getattr(self, key)
             if self.prompts and files and len(self.prompts) != len(files):
                 message = f"{len(files)} for {len(self.prompts)} validation.prompts; give one for each prompt"
                 yield Problem((key, "prompts"), message)

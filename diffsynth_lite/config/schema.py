@@ -67,7 +67,12 @@ class Config(Settings):
             (data.audio, "objective", "audio_loss_weight", "while data.audio is off"),
             (data.tag_shuffles > 0, "data", "tag_separator keep_tags", "while data.tag_shuffles is 0"),
             (data.on_bad_item == "skip", "data", "max_bad_ratio", "while data.on_bad_item is error"),
-            (previews, "validation", "inputs last_frames", "without validation.prompts"),
+            (
+                previews,
+                "validation",
+                "inputs last_frames control inpaint_masks",
+                "without validation.prompts",
+            ),
             (previews, "validation", of_previews, "without validation.prompts"),
             (is_guided, "validation", "negative_prompt", "while validation.guidance_scale is at most 1"),
             (loss, "validation", "data", "while validation.loss_items is 0"),

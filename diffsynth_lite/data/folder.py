@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from diffsynth_lite.data.images import IMAGE_SUFFIXES
-from diffsynth_lite.data.records import ROLES, Companions, Role, Source, is_image, stem
+from diffsynth_lite.data.records import ROLES, Companions, Role, Source, stem
 from diffsynth_lite.errors import UserError, is_of_the_machine, join_names
 
 logger = logging.getLogger(__name__)
@@ -147,7 +146,7 @@ def _is_within(path: str, root: str) -> bool:
 
 
 class PairFolders:
-    """Folders that hold a picture for each target, of the same relative name but for the suffix.
+    """Folders that hold a file for each target, of the same relative name but for the suffix.
 
     Args:
         source: names the folders.
@@ -174,7 +173,10 @@ class PairFolders:
             UserError: one is missing, or there are two.
         """
         return Companions.of(
-            {role: [folder.find(target) for folder in folders] for role, folders in self._folders.items()}
+            {
+                role: [folder.find(target, role.suffixes(target)) for folder in folders]
+                for role, folders in self._folders.items()
+            }
         )
 
 
@@ -182,16 +184,16 @@ class _PairFolder:
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self._names: dict[str, list[str]] = {}
-        for name in filter(is_image, folder.files):
+        for name in folder.files:
             self._names.setdefault(stem(name), []).append(name)
 
-    def find(self, target: str) -> Path:
-        names = self._names.get(stem(target), [])
+    def find(self, target: str, suffixes: tuple[str, ...]) -> Path:
+        names = [name for name in self._names.get(stem(target), ()) if name.lower().endswith(suffixes)]
         if len(names) == 1:
             return self._folder.use(names[0])
         if names:
             raise UserError(f"{self._folder.path} has {' and '.join(names)}; keep one")
-        raise UserError(f"{self._folder.path} has no {stem(target)}.* ({', '.join(IMAGE_SUFFIXES)})")
+        raise UserError(f"{self._folder.path} has no {stem(target)}.* ({', '.join(suffixes)})")
 
 
 def _names_below(root: Path | None, folder: Path) -> str:
@@ -205,17 +207,21 @@ def _names_below(root: Path | None, folder: Path) -> str:
 
 
 def companions_in_row(
-    source: Source, cell: Callable[[str], object], find: Callable[[object], tuple[str, Path]]
+    source: Source,
+    target: str,
+    cell: Callable[[str], object],
+    find: Callable[[object], tuple[str, Path]],
 ) -> Companions:
     """Files that a row names beside its target.
 
     Args:
-        source: its columns must name pictures; of several input columns some may be empty.
+        source: its columns must name files; of several input columns some may be empty.
+        target: its name.
         cell: column to its content in the row.
         find: content of a cell to name and path of the file.
 
     Raises:
-        UserError: a file is missing or no picture.
+        UserError: a file is missing, or no picture where that is wanted, or no clip.
     """
     found = {}
     for role in ROLES:
@@ -223,7 +229,7 @@ def companions_in_row(
         wanted = [(column, each) for column in columns for each in _cells(role, cell(column))]
         if columns and not wanted:
             raise UserError(f"no {role.setting} in {' and '.join(map(repr, columns))}")
-        found[role] = [_picture(column, each, find) for column, each in wanted]
+        found[role] = [_named(column, each, find, role.suffixes(target)) for column, each in wanted]
     return Companions.of(found)
 
 
@@ -235,13 +241,16 @@ def _cells(role: Role, cell: object) -> list[object]:
     return [] if cell is None or cell == "" else [cell]
 
 
-def _picture(column: str, wanted: object, find: Callable[[object], tuple[str, Path]]) -> Path:
+def _named(
+    column: str, wanted: object, find: Callable[[object], tuple[str, Path]], suffixes: tuple[str, ...]
+) -> Path:
     try:
         _, path = find(wanted)
     except UserError as error:
         raise UserError(f"{column!r}: {error}") from None
-    if not is_image(path.name):
-        raise UserError(f"{column!r}: {path.name} is no picture; {', '.join(IMAGE_SUFFIXES)} are read")
+    if not path.name.lower().endswith(suffixes):
+        kinds = [word for word, one in (("picture", ".png"), ("clip", ".mp4")) if one in suffixes]
+        raise UserError(f"{column!r}: {path.name} is no {' or '.join(kinds)}; {', '.join(suffixes)} are read")
     return path
 
 

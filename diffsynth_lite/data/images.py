@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import PIL
-from PIL import ExifTags, Image, ImageColor, ImageFile, ImageOps, UnidentifiedImageError, features
+from PIL import ExifTags, Image, ImageColor, ImageDraw, ImageFile, ImageOps, UnidentifiedImageError, features
 
 from diffsynth_lite.errors import UserError, is_of_the_machine
 from diffsynth_lite.media import Crop
@@ -22,6 +22,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", *(("AVIF",) if features
 _GREY_16 = ("I;16", "I;16B", "I")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", *_GREY_16)
 _OUT_OF_MEMORY = ImageFile.ERRORS[-9]  # what Pillow says in an OSError without a number
+_NEARER_WHITE = [255 * (2 * value > 255) for value in range(256)]
 _SIDEWAYS = (5, 6, 7, 8)  # the EXIF orientations that swap width and height
 
 DECODER_ID = f"v1 Pillow {PIL.__version__.partition('.')[0]}"
@@ -66,18 +67,59 @@ def load_image(path: Path, *, background: str) -> Image.Image:
     return _upright(path, colour)
 
 
-def load_mask(path: Path) -> Image.Image:
-    """Decode a mask strictly: mode "L", 255 where the loss counts, 0 where it does not.
+def load_mask(path: Path, *, white: str = "what counts in the loss") -> Image.Image:
+    """Decode a mask strictly: mode "L", 255 for what it chooses, 0 for the rest.
 
-    Colours become grey, and what is transparent does not count.
+    Colours become grey, and what is transparent is black.
+
+    Args:
+        white: what it chooses, for messages.
 
     Raises:
-        UserError: as `load_image`, or nothing in the mask counts.
+        UserError: as `load_image`, or the mask chooses nothing.
     """
     mask = _upright(path, (0, 0, 0)).convert("L")
     if mask.getextrema() == (0, 0):
-        raise UserError(f"{path}: a mask that is black all over; white is what counts in the loss")
+        raise UserError(f"{path}: a mask that is black all over; white is {white}")
     return mask
+
+
+def black_or_white(mask: Image.Image) -> Image.Image:
+    """A mask in mode "L" of 0 and 255 alone, as the mask processors of diffusers' pipelines binarize it."""
+    return mask.point(_NEARER_WHITE)
+
+
+def random_mask(width: int, height: int, draw: np.random.Generator) -> Image.Image:
+    """A mask as people paint them: mode "L", 255 where a picture is painted anew, 0 elsewhere.
+
+    In one of eight cases all is painted anew, in one of eight a band along an edge (outpainting), else what
+    one to three rectangles and ellipses cover, each of 0.2 to 0.7 of the sides.
+
+    Args:
+        width: in pixels, as is ``height``.
+    """
+    mask = Image.new("L", (width, height))
+    pen, case = ImageDraw.Draw(mask), int(draw.integers(8))
+    if case == 0:
+        return Image.new("L", (width, height), 255)
+    if case == 1:
+        depth, edge = draw.uniform(0.15, 0.5), int(draw.integers(4))
+        boxes = ((0, 0, depth, 1), (1 - depth, 0, 1, 1), (0, 0, 1, depth), (0, 1 - depth, 1, 1))
+        pen.rectangle(_in_pixels(boxes[edge], width, height), fill=255)
+        return mask
+    for _ in range(int(draw.integers(1, 4))):
+        (x, y), (across, down) = draw.uniform(0, 1, 2), draw.uniform(0.1, 0.35, 2)
+        shape = pen.ellipse if draw.integers(2) else pen.rectangle
+        shape(_in_pixels((x - across, y - down, x + across, y + down), width, height), fill=255)
+    return mask
+
+
+def _in_pixels(box: tuple[float, float, float, float], width: int, height: int) -> tuple[int, int, int, int]:
+    """Corners of a box in parts of a picture, the lower right one a pixel inside of it."""
+    left, top, right, bottom = (
+        round(side * pixels) for side, pixels in zip(box, (width, height) * 2, strict=True)
+    )
+    return left, top, max(left, right - 1), max(top, bottom - 1)
 
 
 def cover(image: Image.Image, width: int, height: int, *, x: float = 0.5, y: float = 0.5) -> Image.Image:

@@ -13,11 +13,19 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
+from diffsynth_lite.core.randomness import counter_generator
 from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.data.cache import TensorCache
 from diffsynth_lite.data.captions import TagCounts
 from diffsynth_lite.data.images import DECODER_ID as IMAGE_DECODER_ID
-from diffsynth_lite.data.images import cover, crop_of, load_image, load_mask
+from diffsynth_lite.data.images import (
+    black_or_white,
+    cover,
+    crop_of,
+    load_image,
+    load_mask,
+    random_mask,
+)
 from diffsynth_lite.data.item_table import ItemTable
 from diffsynth_lite.data.records import Record, is_video
 from diffsynth_lite.data.video import DECODER_ID as VIDEO_DECODER_ID
@@ -27,6 +35,8 @@ from diffsynth_lite.media import Crop, Media, Prompt, evenly_spread
 
 _TRANSFORM_ID = "v1 cover mask-area"
 """Name of what this file does to decoded media; part of cache keys, so change it with the code."""
+_RANDOM_MASK_ID = "random-v1"
+"""Name of how masks are drawn, likewise."""
 
 
 def decoder_id(*, has_clips: bool) -> str:
@@ -48,6 +58,7 @@ class TrainingItem:
         clip_start_s: time of the first frame in the file; None for a picture.
         fps: frames per second of the clip; None for a picture.
         background: colour that transparent pictures are laid over.
+        random_mask: number of the mask that is drawn for it; None where none is.
     """
 
     name: str
@@ -59,6 +70,7 @@ class TrainingItem:
     clip_start_s: float | None
     fps: float | None
     background: str
+    random_mask: int | None = None
 
     @property
     def where(self) -> str:
@@ -118,7 +130,7 @@ class TrainingItem:
         """Decode the files strictly, upright and cropped.
 
         Raises:
-            UserError: a file cannot be used, or nothing of the mask is left.
+            UserError: a file cannot be used, or nothing of a mask is left.
         """
         record = self.record
         frames, crop = self._frames()
@@ -128,6 +140,8 @@ class TrainingItem:
             first_frame=self._like_frames(record.first_frame),
             last_frame=self._like_frames(record.last_frame),
             mask=self._mask(),
+            control=tuple(self._frames_of(record.control)) if record.control else (),
+            inpaint_mask=self._inpaint_mask(len(frames)),
             fps=self.fps,
             crop=crop,
         )
@@ -162,10 +176,12 @@ class TrainingItem:
         marks = ["target", *(role.mark for role, paths in self.record.by_role.items() for _ in paths)]
         for mark, content in zip(marks, self.content, strict=True):
             yield f"{mark}:{content}"
+        if self.random_mask is not None:
+            yield f"inpaint:{_RANDOM_MASK_ID}-{self.random_mask}"
 
     def _frames(self) -> tuple[list[Image], Crop | None]:
         if is_video(self.record.target.name):
-            return read_frames(self.record.target, self.times(), each=self._cropped), None
+            return self._frames_of(self.record.target), None
         picture, bucket = self._picture(self.record.target), self.bucket
         crop = crop_of(picture.size, bucket.width, bucket.height, x=self.crop_x, y=self.crop_y)
         return [self._cropped(picture)], crop
@@ -178,6 +194,30 @@ class TrainingItem:
         if mask.getbbox() is None:
             raise UserError(f"{path}: its crop is black, so that nothing counts in the loss")
         return mask
+
+    def _inpaint_mask(self, num_frames: int) -> tuple[Image, ...]:
+        path = self.record.inpaint_mask
+        if self.random_mask is not None:
+            draw = counter_generator(0, f"inpaint mask {self.content[0]}", self.random_mask)
+            return (random_mask(self.bucket.width, self.bucket.height, draw),) * num_frames
+        if path is None:
+            return ()
+        if is_video(path.name):
+            masks = read_frames(path, self.times(), each=self._cropped_mask)
+        else:
+            masks = [self._cropped_mask(load_mask(path, white="what is painted anew"))] * num_frames
+        if not any(mask.getbbox() for mask in masks):
+            raise UserError(f"{path}: its crop is black, so that nothing is painted anew")
+        return tuple(masks)
+
+    def _cropped_mask(self, image: Image) -> Image:
+        return black_or_white(self._cropped(image.convert("L")))
+
+    def _frames_of(self, path: Path) -> list[Image]:
+        """The frames of a clip at the times of the item; of a picture itself."""
+        if is_video(path.name):
+            return read_frames(path, self.times(), each=self._cropped)
+        return [self._cropped(self._picture(path))]
 
     def _like_frames(self, path: Path | None) -> Image | None:
         return None if path is None else self._cropped(self._picture(path))

@@ -15,7 +15,7 @@ from diffsynth_lite.core.randomness import uniform
 from diffsynth_lite.data.buckets import Bucket, BucketRule, Size
 from diffsynth_lite.data.items import TrainingItem
 from diffsynth_lite.data.media_index import MediaFacts, MediaIndex
-from diffsynth_lite.data.records import Record
+from diffsynth_lite.data.records import ROLES, Record
 from diffsynth_lite.data.video import ClipPlace, VideoFacts, clip_starts, max_frames
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.media import RecordKind
@@ -96,14 +96,21 @@ def refuse_other_kinds(records: Sequence[Record], kinds: Sequence[RecordKind]) -
     Raises:
         UserError: naming the kinds found and those wanted.
     """
-    found = Counter(record.kind for record in records)
+    found = Counter(kind for record in records for kind in record.kinds)
     other = {kind: count for kind, count in found.items() if kind not in kinds}
     if other:
         counts = ", ".join(f"{count} of kind {kind}" for kind, count in other.items())
-        example = next(record.name for record in records if record.kind in other)
+        example = next(record for record in records if not other.keys().isdisjoint(record.kinds))
+        # What else an item needs to be of a kind, where it has nothing beside its target.
+        is_bare = not {"image", "video"}.isdisjoint(example.kinds)
+        fits = [role for role in ROLES if role.only is None or role.only(example.target.name)]
+        missing = [role for role in fits if role.kind in kinds and is_bare]
+        settings = [setting for role in missing for setting in (role.folder, role.column)]
+        settings += ["random_masks"] if "inpaint" in kinds and missing else []
+        named = f"name the files beside them ({', '.join(settings)}), " if settings else ""
         raise UserError(
-            f"{counts}, such as {example}; this family trains on the kinds {', '.join(kinds)}: "
-            "choose another model.family, or other data"
+            f"{counts}, such as {example.name}; this family trains on the kinds {', '.join(kinds)}: "
+            f"{named}choose another model.family, or other data"
         )
 
 
@@ -139,7 +146,10 @@ def plan_items(records: Sequence[Record], *, index: MediaIndex, rules: PlanRules
 
 def _check_companions(record: Record, target: MediaFacts, index: MediaIndex) -> None:
     for shaped in chain(*(paths for role, paths in record.by_role.items() if role.follows_crop)):
-        _check_aspect(shaped, index.facts(shaped), target)
+        facts = index.facts(shaped)
+        _check_aspect(shaped, facts, target)
+        if isinstance(facts, VideoFacts):
+            _check_length(shaped, facts, target)
 
 
 def _check_aspect(path: Path, facts: MediaFacts, target: MediaFacts) -> None:
@@ -149,6 +159,17 @@ def _check_aspect(path: Path, facts: MediaFacts, target: MediaFacts) -> None:
         raise UserError(
             f"{path}: {facts.width}x{facts.height} has another aspect ratio than its target of "
             f"{target.width}x{target.height}"
+        )
+
+
+def _check_length(path: Path, facts: VideoFacts, target: MediaFacts) -> None:
+    """Refuse a clip that ends before its target: it would show something else at most times, or nothing."""
+    assert isinstance(target, VideoFacts), "only clips have clips beside them"
+    # Rates may differ, and with them where the last frame ends.
+    if facts.duration_s < target.duration_s - 0.5 / target.fps:
+        raise UserError(
+            f"{path}: is {facts.duration_s:.3g} s long, and its target {target.duration_s:.3g} s; it needs "
+            "the length of the target"
         )
 
 
@@ -183,7 +204,11 @@ def _items_of(
         bucket, starts = _clips(facts, content[0], rules, resolution)
         for number, start_s in enumerate(starts):
             crops = range(number * num_crops, (number + 1) * num_crops)
-            places += [(bucket, start_s, *_crop(content[0], crop, rules.crop)) for crop in crops]
+            places += [
+                (bucket, start_s, *_crop(content[0], crop, rules.crop), mask)
+                for crop in crops
+                for mask in _random_masks(record.random_masks, crop)
+            ]
     return [
         TrainingItem(
             name=record.name if len(places) == 1 else f"{record.name}#{number}",
@@ -195,9 +220,15 @@ def _items_of(
             clip_start_s=start_s,
             fps=fps,
             background=rules.background,
+            random_mask=mask,
         )
-        for number, (bucket, start_s, x, y) in enumerate(places)
+        for number, (bucket, start_s, x, y, mask) in enumerate(places)
     ]
+
+
+def _random_masks(count: int, crop: int) -> Sequence[int | None]:
+    """Numbers of the masks that are drawn for a crop; one None where none are."""
+    return range(crop * count, (crop + 1) * count) or [None]
 
 
 def _clips(

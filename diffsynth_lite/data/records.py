@@ -66,6 +66,7 @@ class Role:
         kind: what records with it are; None where it makes no difference.
         is_several: whether a target may have more than one, and the settings end in s.
         follows_crop: whether it has the shape of its target and is cropped like it; others have their own.
+        beside_clips: what it is where the target is a clip; beside a picture it is a picture.
         only: suits the name of a target that may have it; None for all.
         misfit: what to say of other targets.
     """
@@ -76,6 +77,7 @@ class Role:
     kind: RecordKind | None = None
     is_several: bool = False
     follows_crop: bool = True
+    beside_clips: Literal["picture", "clip", "either"] = "picture"
     only: Callable[[str], bool] | None = None
     misfit: str = ""
 
@@ -88,6 +90,12 @@ class Role:
     def folder(self) -> str:
         """The setting with its folder or folders."""
         return f"{self.setting}_dirs" if self.is_several else f"{self.setting}_dir"
+
+    def suffixes(self, target: str) -> tuple[str, ...]:
+        """Those of the files that may stand beside a target of this name."""
+        if self.beside_clips == "picture" or not is_video(target):
+            return IMAGE_SUFFIXES
+        return VIDEO_SUFFIXES if self.beside_clips == "clip" else (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
 
     def packed(self, values: Sequence[Any]) -> Any:
         """Values as a field has them: a tuple, or of a role with one file this one, or None."""
@@ -138,6 +146,8 @@ ROLES = (
         misfit=_IS_NO_CLIP,
     ),
     Role(name="mask", setting="mask", mark="mask"),
+    Role(name="control", setting="control", mark="control", kind="control", beside_clips="clip"),
+    Role(name="inpaint_mask", setting="inpaint_mask", mark="inpaint", kind="inpaint", beside_clips="either"),
 )
 """All of them, in the order of a record's files; of several with a kind the first one says what it is."""
 
@@ -151,12 +161,16 @@ class Companions:
         first_frame: picture that a clip starts with.
         last_frame: picture that a clip ends with.
         mask: picture whose white part counts in the loss.
+        control: picture that guides a picture, or clip that guides a clip.
+        inpaint_mask: picture, or of a clip also a clip, whose white part is painted anew.
     """
 
     inputs: tuple[Path, ...] = ()
     first_frame: Path | None = None
     last_frame: Path | None = None
     mask: Path | None = None
+    control: Path | None = None
+    inpaint_mask: Path | None = None
 
     @classmethod
     def of(cls, paths: Mapping[Role, Sequence[Path]]) -> "Companions":
@@ -179,17 +193,27 @@ class Record(Companions):
         source: index of its source.
         target: the picture or clip.
         captions: at least one, with the trigger; an empty one stands for no caption.
+        random_masks: how many masks of what is painted anew are drawn for it.
     """
 
     name: str
     source: int
     target: Path
     captions: tuple[str, ...]
+    random_masks: int = 0
 
     @property
     def kind(self) -> RecordKind:
+        """The first of its kinds."""
+        return self.kinds[0]
+
+    @property
+    def kinds(self) -> tuple[RecordKind, ...]:
+        """What it is, by each of the files beside its target: what it is trained on as takes all of them."""
+        drawn: tuple[RecordKind, ...] = ("inpaint",) if self.random_masks else ()
+        named = (role.kind for role in self.by_role if role.kind)
         own: RecordKind = "video" if is_video(self.target.name) else "image"
-        return next((role.kind for role in self.by_role if role.kind), own)
+        return tuple(dict.fromkeys((*named, *drawn))) or (own,)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -214,11 +238,16 @@ class Source:
         first_frame_column: with the picture that a clip starts with.
         last_frame_column: with the picture that a clip ends with.
         mask_column: with the picture of what counts in the loss.
+        control_column: with the picture or clip that guides a target of its kind.
+        inpaint_mask_column: with the picture, or of clips also clip, of what is painted anew.
         input_dirs: in place of ``input_columns``, folders with a file of each target's name; the suffix may
             differ.
         first_frame_dir: such a folder in place of ``first_frame_column``.
         last_frame_dir: such a folder in place of ``last_frame_column``.
         mask_dir: such a folder in place of ``mask_column``.
+        control_dir: such a folder in place of ``control_column``.
+        inpaint_mask_dir: such a folder in place of ``inpaint_mask_column``.
+        random_masks: in place of both, so many masks are drawn for each item, >= 0.
         repeats: how often each item occurs in a pass, >= 1.
         weight: factor on ``repeats``, > 0.
         trigger: word or words that each caption must hold; None for none.
@@ -243,10 +272,15 @@ class Source:
     first_frame_column: str | None = None
     last_frame_column: str | None = None
     mask_column: str | None = None
+    control_column: str | None = None
+    inpaint_mask_column: str | None = None
     input_dirs: tuple[Path, ...] = ()
     first_frame_dir: Path | None = None
     last_frame_dir: Path | None = None
     mask_dir: Path | None = None
+    control_dir: Path | None = None
+    inpaint_mask_dir: Path | None = None
+    random_masks: int = 0
     repeats: int = 1
     weight: float = 1.0
     loss_weight: float = 1.0

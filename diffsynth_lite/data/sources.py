@@ -246,7 +246,7 @@ class _Reader:
         source = self._source
 
         def companions() -> Companions:
-            named = companions_in_row(source, lambda column: table.columns[column][row], find)
+            named = companions_in_row(source, target.name, lambda column: table.columns[column][row], find)
             beside = pairs.of(name) if pairs else _NOTHING
             return Companions.of({**beside.by_role, **named.by_role})
 
@@ -282,6 +282,7 @@ class _Reader:
             source=self._index,
             target=target,
             captions=texts,
+            random_masks=self._source.random_masks,
             **{role.name: getattr(paired, role.name) for role in ROLES},
         )
 

@@ -199,6 +199,8 @@ def _companions(media: Media, roles: Iterable[Role]) -> dict[str, Image]:
     named: dict[str, Image] = {}
     for role in roles:
         images, label = unpacked(getattr(media, role.name)), role.setting.replace("_", " ")
+        if len(images) > 1 and not role.is_several:
+            images = (frame_strip(images),)
         named |= {
             f"{label} {place}" if len(images) > 1 else label: image for place, image in enumerate(images, 1)
         }

@@ -26,14 +26,14 @@ from diffsynth_lite.sampling.request import GivenLora, SampleRequest, make_folde
 from diffsynth_lite.training.builder import (
     build_accelerator,
     build_picture_source,
-    build_preview_requests,
     load_frozen_transformer,
 )
 from diffsynth_lite.training.checkpoint.lora_file import read_lora
 from diffsynth_lite.training.checkpoint.resume import choices_in
-from diffsynth_lite.training.checks import bind_family, check_loading, check_previews, find_blocks
+from diffsynth_lite.training.checks import bind_family, check_loading, find_blocks
 from diffsynth_lite.training.encoding.run_encoding import encode_previews
 from diffsynth_lite.training.planning.automatic import before_choice, choose_memory, leaves_open
+from diffsynth_lite.training.preview_requests import build_preview_requests, check_previews
 from diffsynth_lite.training.previews import (
     OUT_OF_MEMORY_ADVICE,
     generation_parameters,

@@ -21,22 +21,21 @@ from diffsynth_lite.data import Batch, BatchStream, SampleSchedule, micro_batch_
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import UpdateSizes, add_adapter, add_training_adapter, load_adapter_tensors
 from diffsynth_lite.lora.pairs import LoraFile
-from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
+from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.release_folder import find_base_model
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MetricsFile
-from diffsynth_lite.training.checks import CheckedRun, block_policy, preview_size
+from diffsynth_lite.training.checks import CheckedRun, block_policy
 from diffsynth_lite.training.data_settings import (
     data_sources,
     fps_of,
-    num_preview_frames,
     num_tokens_of,
 )
 from diffsynth_lite.training.distributed.devices import batch_layout
 from diffsynth_lite.training.distributed.sharding import require_sharded
 from diffsynth_lite.training.distributed.watchdog import LONG_WAIT
 from diffsynth_lite.training.divergence import Divergence
-from diffsynth_lite.training.encoding.run_encoding import EncodedPrompt, TrainingData
+from diffsynth_lite.training.encoding.run_encoding import TrainingData
 from diffsynth_lite.training.evaluation import (
     FixedNoiseErrors,
     FixedNoiseLoss,
@@ -52,6 +51,7 @@ from diffsynth_lite.training.optimization.optimizers import (
     build_learning_rate,
     measures_average,
 )
+from diffsynth_lite.training.preview_requests import build_preview_requests
 from diffsynth_lite.training.previews import OtherModel, PictureSource, Previews
 from diffsynth_lite.training.streaming import blocks_by_model
 
@@ -400,28 +400,6 @@ def build_picture_source(config: Config, family: ModelFamily, location: str | No
         sampler=folder.component_config("scheduler")["_class_name"],
         fps=fps_of(config, family),
     )
-
-
-def build_preview_requests(
-    config: Config, family: ModelFamily, prompts: Sequence[EncodedPrompt]
-) -> list[PreviewRequest]:
-    """What the section ``validation`` asks to be drawn, one a prompt."""
-    width, height = preview_size(config, family)
-    return [
-        PreviewRequest(
-            conditioning=prompt.conditioning,
-            negative=prompt.negative,
-            inputs=prompt.inputs,
-            width=width,
-            height=height,
-            num_frames=num_preview_frames(config, family),
-            fps=fps_of(config, family),
-            num_inference_steps=config.validation.num_inference_steps,
-            guidance_scale=config.validation.guidance_scale,
-            seed=config.validation.seed,
-        )
-        for prompt in prompts
-    ]
 
 
 def build_engine(config: Config, weights: WeightStream) -> GradientEngine:

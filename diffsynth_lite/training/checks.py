@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy, blocks_of, require_compiler
-from diffsynth_lite.data import WHOLE, Part, Record, load_image
+from diffsynth_lite.data import WHOLE, Part, Record
 from diffsynth_lite.errors import Problems, UserError
 from diffsynth_lite.lora import adapter_shapes
 from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder
@@ -50,6 +50,7 @@ from diffsynth_lite.training.optimization.optimizers import (
     build_learning_rate,
     examine_optimizer,
 )
+from diffsynth_lite.training.preview_requests import check_previews, preview_size
 from diffsynth_lite.training.streaming import check_stream
 
 logger = logging.getLogger(__name__)
@@ -384,59 +385,3 @@ def _check_averaging(config: Config, family: ModelFamily, optimizer: OptimizerFa
 def _check_shift(config: Config, family: ModelFamily) -> None:
     if config.objective.shift == "resolution":
         family.resolution_shift(family.latents_shape(*preview_size(config, family), num_frames=1))
-
-
-def check_previews(config: Config, family: ModelFamily) -> None:
-    """Check sizes and frames of the previews, and that their pictures are there, whole, and of use.
-
-    Raises:
-        UserError: naming the key, and what would do.
-    """
-    validation = config.validation
-    family.check_size(*preview_size(config, family), keys="validation.width, validation.height")
-    if validation.num_frames is not None:
-        family.check_frames(validation.num_frames, key="validation.num_frames")
-    if validation.prompts and validation.num_inference_steps < family.min_inference_steps:
-        raise UserError(
-            f"validation.num_inference_steps: {validation.num_inference_steps}, and this model's sampler "
-            f"takes at least {family.min_inference_steps}; set it to that or more"
-        )
-    _check_pictures_have_effect(config, family)
-    for key, files in (("inputs", validation.inputs), ("last_frames", validation.last_frames)):
-        for path in files:
-            file = Path(path).expanduser()
-            if not file.is_file():
-                raise UserError(
-                    f"validation.{key}: there is no file {path}; each of its entries is a picture"
-                )
-            # To the last pixel: the caching pass looks for bad items, and a preview is none.
-            picture = load_image(file, background=config.data.background)
-            try:
-                family.input_size(*picture.size)
-            except UserError as error:
-                raise UserError(f"validation.{key}: {path}: {error}") from None
-
-
-def _check_pictures_have_effect(config: Config, family: ModelFamily) -> None:
-    validation = config.validation
-    if validation.prompts and family.needs_inputs and not validation.inputs:
-        raise UserError(
-            "validation.inputs: is empty; previews of this family start from pictures: name a file for each "
-            "of validation.prompts, or give no prompts"
-        )
-    if validation.inputs and not {"edit", "image_to_video"} & set(family.record_kinds):
-        raise UserError(
-            "validation.inputs: has no effect, as previews of this family start from the prompt alone; "
-            "remove it"
-        )
-    if validation.last_frames and not family.takes_last_frames:
-        raise UserError(
-            "validation.last_frames: has no effect, as this model leads a clip to no picture; remove it"
-        )
-
-
-def preview_size(config: Config, family: ModelFamily) -> tuple[int, int]:
-    """Width and height of the previews in pixels: unless given, the data's, rounded down to what fits."""
-    divisor = family.size_divisor
-    width, height = (max(divisor, side // divisor * divisor) for side in config.data.first_size)
-    return config.validation.width or width, config.validation.height or height

@@ -194,6 +194,7 @@ def find_held_out_records(config: Config) -> FoundRecords | None:
 def _held_out_source(config: Config, path: str) -> Source:
     first = config.data.sources_by_key[config.data.held_out_key]
     held_out = {"path": path, "dataset": None, "metadata": None, "repeats": 1, "weight": 1.0}
+    held_out["random_masks"] = min(1, first.random_masks)
     source = _source(first.model_copy(update=held_out))
 
     def moved(place: Path) -> Path:
@@ -315,6 +316,7 @@ def _source(settings: SourceSettings) -> Source:
             role.folder: role.packed(list(map(folder, unpacked(getattr(settings, role.folder)))))
             for role in ROLES
         },
+        random_masks=settings.random_masks,
         repeats=settings.repeats,
         weight=settings.weight,
         loss_weight=settings.loss_weight,

@@ -275,7 +275,7 @@ def _mark(prompt: str, negative_prompt: str, request: PreviewRequest, drawn_on: 
     # Nothing is added for the model that trains: these are the names of files from before there were others.
     drawn_as += () if drawn_on is None else (drawn_on,)
     digest = hashlib.blake2b(repr(drawn_as).encode(), digest_size=3)
-    for picture in request.inputs:
+    for picture in (*request.inputs, *request.control, *request.inpaint_mask):
         digest.update(repr(picture.size).encode() + picture.tobytes())
     return digest.hexdigest()
 

@@ -89,7 +89,7 @@ def numbers(schema: Schema) -> st.SearchStrategy:
 FIXED = {"output": {"keep_every_steps": None}, "group": {"weight_decay": 0.5}}
 """Of sections in which something must have a certain value: a group of layers must differ from the rest."""
 OF_A_DATASET = ("split", "revision")
-OF_A_FOLDER = ("metadata", "input_dirs", "first_frame_dir", "last_frame_dir", "mask_dir")
+OF_A_FOLDER = ("metadata", *(key for key in SourceSettings.model_fields if key.endswith(("_dir", "_dirs"))))
 
 
 def defaults(keys: Iterable[str]) -> dict:
@@ -101,8 +101,9 @@ def defaults(keys: Iterable[str]) -> dict:
 def one_for_each_prompt(values: dict) -> dict:
     """The pictures of previews, as many as there are prompts; none to lead to without one to start from."""
     num_prompts = len(values["prompts"]) or 1
-    inputs, last_frames = (values[key][:1] * num_prompts for key in ("inputs", "last_frames"))
-    return {"inputs": inputs, "last_frames": last_frames if inputs else []}
+    keys = ("inputs", "last_frames", "control", "inpaint_masks")
+    given = {key: values[key][:1] * num_prompts for key in keys}
+    return given | ({} if given["inputs"] else {"last_frames": []})
 
 
 def something_to_learn(sources: list[SourceSettings]) -> list[SourceSettings]:
@@ -140,8 +141,10 @@ def consistent(name: str, values: dict) -> dict:
         values |= defaults(OF_A_DATASET if is_folder else OF_A_FOLDER)
         values |= {"captions": "required"} if values["trigger"] is None else {}
         values |= {"input_columns": []} if values["input_dirs"] else {}
-        for role in ("first_frame", "last_frame", "mask"):
+        for role in ("first_frame", "last_frame", "mask", "control", "inpaint_mask"):
             values |= {f"{role}_column": None} if values[f"{role}_dir"] else {}
+        has_masks = values["inpaint_mask_column"] or values["inpaint_mask_dir"]
+        values |= {"random_masks": 0} if has_masks else {}
     if name == "validation":
         values |= one_for_each_prompt(values)
     if name == "model":

@@ -109,6 +109,8 @@ ROWS: dict[str, Read] = {
     "input": _in_jsonl(_PICTURE, "input", input_columns=("input",)),
     "list of inputs": _in_jsonl(_PICTURE, "input", in_list=True, input_columns=("input",)),
     "mask": _in_jsonl(_PICTURE, "mask", mask_column="mask"),
+    "control clip": _in_jsonl(_CLIP, "guide", control_column="guide"),
+    "inpaint mask": _in_jsonl(_PICTURE, "hole", inpaint_mask_column="hole"),
     "first frame": _in_jsonl(_CLIP, "frame", first_frame_column="frame"),
     "last frame": _in_jsonl(_CLIP, "frame", last_frame_column="frame"),
 }

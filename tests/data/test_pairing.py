@@ -96,6 +96,23 @@ def test_pictures_and_clips_mix_only_where_nothing_is_paired(read, tmp_path):
         read(*names, first_frame_dir=tmp_path / "in")
 
 
+def test_a_control_is_a_clip_beside_a_clip_and_a_picture_beside_a_picture(read, tmp_path):
+    names = ["data/a.png", "data/b.mp4", "in/a.png", "in/a.mp4", "in/b.png", "in/b.mov"]
+    picture, clip = read(*names, control_dir=tmp_path / "in")
+    assert (picture.control, clip.control) == (tmp_path / "in/a.png", tmp_path / "in/b.mov")
+    assert (picture.kind, clip.kind) == ("control", "control")
+    with pytest.raises(UserError, match=r"b\.mp4: .*masks has no b\.\* \(\.mp4, "):
+        read(*names, "masks/a.png", "masks/b.png", control_dir=tmp_path / "masks")
+
+
+def test_an_inpaint_mask_of_a_clip_is_a_picture_or_a_clip(read, tmp_path):
+    names = ["data/a.png", "data/b.mp4", "data/c.mp4", "in/a.png", "in/b.png", "in/c.mp4", "in/a.mp4"]
+    records = read(*names, inpaint_mask_dir=tmp_path / "in")
+    assert [record.inpaint_mask.name for record in records] == ["a.png", "b.png", "c.mp4"]
+    with pytest.raises(UserError, match=r"b\.mkv and b\.png; keep one"):
+        read(*names, "in/b.mkv", inpaint_mask_dir=tmp_path / "in")
+
+
 def test_links_out_of_a_folder_of_files_are_refused(read, tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "secret.png").write_bytes(b"")

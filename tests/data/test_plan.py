@@ -196,7 +196,7 @@ def test_inputs_keep_their_own_size_and_lie_over_the_background(index, gradient,
     assert (given.size, given.getpixel((0, 0))) == ((5, 9), (16, 32, 48))
 
 
-@pytest.mark.parametrize("part", ["mask", "first_frame", "last_frame"])
+@pytest.mark.parametrize("part", ["mask", "first_frame", "last_frame", "control", "inpaint_mask"])
 def test_a_companion_of_another_shape_is_a_bad_item(index, gradient, part):
     bad = plan([record(gradient(), **{part: gradient("b.png", size=(16, 16))})], index).bad
     assert "16x16 has another aspect ratio than its target of 32x16" in bad["a.png"]
@@ -242,6 +242,18 @@ def test_kinds_that_the_family_does_not_train_are_refused_by_name(gradient, tmp_
         UserError, match=r"2 of kind video, such as a\.mp4; this family trains on the kinds image"
     ):
         refuse_other_kinds(records, ("image",))
+    with pytest.raises(UserError, match=r"1 of kind control, such as a\.mp4"):
+        refuse_other_kinds([record(tmp_path / "a.mp4", control=gradient(), random_masks=1)], ("inpaint",))
+
+
+def test_items_without_the_files_that_a_family_needs_are_told_the_settings(gradient, tmp_path):
+    named = r"name the files beside them \(inpaint_mask_dir, inpaint_mask_column, random_masks\), choose"
+    with pytest.raises(UserError, match=named):
+        refuse_other_kinds([record(gradient())], ("inpaint",))
+    with pytest.raises(UserError, match=r"image_to_video: choose another"):
+        refuse_other_kinds([record(gradient())], ("image_to_video",))
+    with pytest.raises(UserError, match=r"\(first_frame_dir, first_frame_column, last_frame_dir"):
+        refuse_other_kinds([record(tmp_path / "a.mp4")], ("image_to_video",))
 
 
 def test_each_input_of_a_media_key_changes_it(index, gradient, clip):
@@ -263,6 +275,10 @@ def test_each_input_of_a_media_key_changes_it(index, gradient, clip):
                 {"record": record(image.target, last_frame=image.mask)},
                 {"bucket": dataclasses.replace(bucket, width=16)},
                 {"bucket": dataclasses.replace(bucket, height=16)},
+                {"record": record(image.target, control=image.mask)},
+                {"record": record(image.target, inpaint_mask=image.mask)},
+                {"random_mask": 0},
+                {"random_mask": 1},
                 {"crop_x": 0.25},
                 {"crop_y": 0.25},
                 {"background": "black"},

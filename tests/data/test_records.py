@@ -22,10 +22,19 @@ def record(target, **companions):
         ("edit", record("a.png", inputs=(Path("i.png"),))),
         ("image_to_video", record("a.mp4", first_frame=Path("f.png"))),
         ("image_to_video", record("a.mp4", last_frame=Path("f.png"))),
+        ("control", record("a.mp4", control=Path("c.mp4"), mask=Path("m.png"))),
+        ("control", record("a.mp4", control=Path("c.mp4"), inpaint_mask=Path("m.png"))),
+        ("inpaint", record("a.png", inpaint_mask=Path("m.png"))),
+        ("inpaint", record("a.png", random_masks=1)),
     ],
 )
 def test_the_kind_follows_from_the_files(kind, made):
     assert made.kind == kind
+
+
+def test_a_record_is_of_the_kind_of_each_of_its_files():
+    assert record("a.mp4", control=Path("c.mp4"), random_masks=2).kinds == ("control", "inpaint")
+    assert record("a.mp4", first_frame=Path("f.png"), last_frame=Path("l.png")).kinds == ("image_to_video",)
 
 
 def test_files_are_all_that_is_read():

@@ -120,6 +120,10 @@ def test_frames_and_masks_stand_in_columns(read, tmp_path):
         ({"file_name": "d.mp4", "x": "a.png"}, {"input_columns": ("x",)}, "is a clip, and only pictures"),
         ({"file_name": "b.png", "x": "a.png"}, {"first_frame_column": "x"}, "is a picture, and only clips"),
         ({"file_name": "b.png", "x": "a.png"}, {"last_frame_column": "x"}, "is a picture, and only clips"),
+        ({"file_name": "b.png", "x": "c.mp4"}, {"control_column": "x"}, r"'x': c\.mp4 is no picture; \.png"),
+        ({"file_name": "c.mp4", "x": "a.png"}, {"control_column": "x"}, r"'x': a\.png is no clip; \.mp4"),
+        ({"file_name": "b.png", "x": "c.mp4"}, {"inpaint_mask_column": "x"}, r"'x': c\.mp4 is no picture"),
+        ({"file_name": "c.mp4", "x": "notes.txt"}, {"inpaint_mask_column": "x"}, "is no picture or clip"),
     ],
 )
 def test_each_row_has_what_its_source_pairs(read, row, settings, reason):

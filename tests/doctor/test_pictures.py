@@ -59,6 +59,19 @@ def test_an_item_is_shown_exactly_as_it_is_encoded(workplace: Workplace, memory:
         assert np.array_equal(np.asarray(shown), np.asarray(used))
 
 
+def test_what_guides_an_item_and_what_is_painted_anew_are_shown_beside_it(
+    workplace: Workplace, memory: FileMemory
+) -> None:
+    guide = workplace.add("guides/0.png", scene(1))
+    [item] = planned(workplace, memory, 1, control=guide, random_masks=1)
+    [entry] = looked(workplace, memory, [item], 1).entries
+    media = item.load()
+    assert list(entry.pictures) == ["target", "control", "inpaint mask"]
+    used = (media.frames[0], media.control[0], media.inpaint_mask[0])
+    for shown, picture in zip(entry.pictures.values(), used, strict=True):
+        assert np.array_equal(np.asarray(shown), np.asarray(picture))
+
+
 def test_all_are_looked_at_and_the_sheet_is_spread_over_them(
     workplace: Workplace, memory: FileMemory
 ) -> None:

@@ -230,7 +230,7 @@ class ModelFamily(LoraFormat):
     @property
     def needs_inputs(self) -> bool:
         """Whether the model needs a picture to start from, beside a prompt."""
-        return not {"image", "video"} & set(self.record_kinds)
+        return not {"image", "video", "control"} & set(self.record_kinds)
 
     def take_files(self, files: Mapping[str, ComponentFile]) -> None:
         """Have ``denoisers`` read from these files; raises UserError where one is not for this family."""

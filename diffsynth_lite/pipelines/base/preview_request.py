@@ -19,6 +19,9 @@ class PreviewRequest:
         negative: what it made of the negative prompt, for classifier-free guidance.
         inputs: RGB pictures to edit, or the one to start a clip from and, where there is one, the one to lead
             it to; most families have none.
+        control: RGB of the preview's size, one a frame: what guides each; empty in most families.
+        inpaint_mask: mode "L" of the preview's size, one a frame, likewise: 255 where it is painted anew, 0
+            where the input stays.
         width: pixels, a multiple of the family's ``size_divisor``, as is ``height``.
         num_frames: of a clip, as ``check_frames`` wants it; 1 is a picture.
         fps: frames per second at which a clip is shown; None of families that make pictures.
@@ -30,6 +33,8 @@ class PreviewRequest:
     conditioning: Conditioning
     negative: Conditioning
     inputs: tuple[Image, ...] = ()
+    control: tuple[Image, ...] = ()
+    inpaint_mask: tuple[Image, ...] = ()
     width: int
     height: int
     num_frames: int = 1

@@ -18,10 +18,9 @@ from diffsynth_lite.releases import BaseModel, Release
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.model_card import LORA_FOLDER, ModelCard, Sample, write_model_card
 from diffsynth_lite.run_folder.reading import TolerantReader
-from diffsynth_lite.training.builder import build_preview_requests
 from diffsynth_lite.training.checkpoint.usage import lora_files, usage_code
-from diffsynth_lite.training.encoding.run_encoding import EncodedPrompt
 from diffsynth_lite.training.optimization.optimizers import shown_name
+from diffsynth_lite.training.preview_requests import EncodedPrompt, PreviewMedia, build_preview_requests
 from diffsynth_lite.training.previews import Previews
 
 logger = logging.getLogger(__name__)
@@ -96,7 +95,7 @@ class CardWriter:
         """How a preview is drawn, or would be, but for its prompt."""
         if self.previews.requests:
             return self.previews.requests[0]
-        no_prompt = EncodedPrompt(conditioning={}, negative={}, inputs=())
+        no_prompt = EncodedPrompt(conditioning={}, negative={}, media=PreviewMedia())
         return build_preview_requests(self.config, self.family, [no_prompt])[0]
 
     def _header(self) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from diffsynth_lite.files import free_disk_bytes
 from diffsynth_lite.media import STRIP_FRAMES
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.checkpoint.store import CheckpointStore, SavedBytes
-from diffsynth_lite.training.checks import CheckedRun, preview_size
+from diffsynth_lite.training.checks import CheckedRun
 from diffsynth_lite.training.data_settings import num_preview_frames
+from diffsynth_lite.training.preview_requests import preview_size
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,15 @@ _OWN_TO_A_MACHINE = frozenset(
             "source",
         ),
         *("metadata", *(role.folder for role in ROLES)),
-        *("validation.data", "inputs", "last_frames", "num_workers", "cpu_threads"),
+        *(
+            "validation.data",
+            "inputs",
+            "last_frames",
+            "control",
+            "inpaint_masks",
+            "num_workers",
+            "cpu_threads",
+        ),
     ]
 )
 """Settings that need not be equal, by the last part of their keys: where something is, and how many help."""

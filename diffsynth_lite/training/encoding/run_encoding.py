@@ -7,13 +7,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from accelerate import Accelerator
 from diffusers.training_utils import free_memory
-from PIL.Image import Image
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import (
@@ -41,12 +39,11 @@ from diffsynth_lite.data import (
     draw_order,
     encode_missing,
     find_undecodable,
-    load_image,
 )
 from diffsynth_lite.data.sealed import SealedEntries
 from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.media import evenly_spread
-from diffsynth_lite.pipelines import Conditioning, ModelFamily
+from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.data_settings import held_out_rules, learned_sources, open_memory, plan_rules
 from diffsynth_lite.training.dataset import (
     Quarantine,
@@ -62,24 +59,10 @@ from diffsynth_lite.training.distributed.context import check_tokens
 from diffsynth_lite.training.distributed.same_run import require_same_items
 from diffsynth_lite.training.encoding.job import EncodingJob
 from diffsynth_lite.training.evaluation import TrackedItem, ValidationItem, thumbnail_of
+from diffsynth_lite.training.preview_requests import EncodedPrompt, input_files, read_preview_media
 from diffsynth_lite.training.shortages import shortages_explained
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncodedPrompt:
-    """A preview prompt.
-
-    Attributes:
-        conditioning: tensors of the prompt.
-        negative: tensors of the negative prompt.
-        inputs: the picture that the preview starts from, and the one that it leads to, where there are any.
-    """
-
-    conditioning: Conditioning
-    negative: Conditioning
-    inputs: tuple[Image, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +165,7 @@ def _add_previews(
     for place, text in enumerate(config.validation.prompts):
         if not part.owns(f"preview {place}"):
             continue
-        images = _preview_files(config, place) if family.prompt_sees_images else ()
+        images = input_files(config, place) if family.prompt_sees_images else ()
         content = tuple(index.content(path) for path in images)
         prompt = PromptItem(text=text, images=images, content=content, background=background)
         job.add_preview(prompt, negative=config.validation.negative_prompt)
@@ -208,7 +191,7 @@ def encode_run(config: Config, checked: CheckedData, accelerator: Accelerator) -
     validation = measured if held_out.records else trained_on
     tensors = job.cache if config.data.cache else LiveTensors(job.passes)
     if config.validation.model_path is None:
-        prompts = _encoded_prompts(config, job, tensors)
+        prompts = _encoded_prompts(config, checked.family, job, tensors)
     else:
         prompts = encode_previews(config, checked.drawing, accelerator)
     return TrainingData(
@@ -268,7 +251,8 @@ def encode_previews(
             job.leave_out(sealed)
         _encode_prompts(config, job, memory, accelerator)
     tensors = job.cache if config.data.cache else LiveTensors(job.passes)
-    return _encoded_prompts(config, job, tensors if sealed is None else sealed.before(tensors))
+    entries = tensors if sealed is None else sealed.before(tensors)
+    return _encoded_prompts(config, family, job, entries)
 
 
 def _encode_prompts(config: Config, job: EncodingJob, memory: FileMemory, accelerator: Accelerator) -> None:
@@ -277,14 +261,14 @@ def _encode_prompts(config: Config, job: EncodingJob, memory: FileMemory, accele
         raise UserError("\n".join(f"validation.inputs: {reason}" for reason in bad.values()))
 
 
-def _encoded_prompts(config: Config, job: EncodingJob, tensors: EntryReader) -> list[EncodedPrompt]:
+def _encoded_prompts(
+    config: Config, family: ModelFamily, job: EncodingJob, tensors: EntryReader
+) -> list[EncodedPrompt]:
     return [
         EncodedPrompt(
             conditioning=_require(tensors, prompt_key),
             negative=_require(tensors, negative_key),
-            inputs=tuple(
-                load_image(path, background=config.data.background) for path in _preview_files(config, place)
-            ),
+            media=read_preview_media(config, family, place),
         )
         for place, (prompt_key, negative_key) in enumerate(job.preview_keys)
     ]
@@ -364,13 +348,6 @@ def _usable_datasets(
     if problems:
         raise BadItemsError("\n".join(problems))
     return [each for each in found if each is not None]
-
-
-def _preview_files(config: Config, place: int) -> tuple[Path, ...]:
-    """Files of the picture that the preview at ``place`` starts from, and of the one that it leads to."""
-    validation = config.validation
-    files = (*validation.inputs[place : place + 1], *validation.last_frames[place : place + 1])
-    return tuple(Path(file).expanduser() for file in files)
 
 
 def _require(tensors: EntryReader, key: str) -> dict[str, torch.Tensor]:

@@ -12,7 +12,6 @@ from diffsynth_lite.core.planning import StandIns
 from diffsynth_lite.lora import without_training_adapter
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.composite import Composite
-from diffsynth_lite.training.checks import preview_size
 from diffsynth_lite.training.data_settings import fps_of, num_preview_frames
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
@@ -21,6 +20,7 @@ from diffsynth_lite.training.planning.without_weights import (
     counted_silently,
     without_weights,
 )
+from diffsynth_lite.training.preview_requests import preview_size
 
 _NUM_STEPS = 2
 """Denoising steps: each holds what the one before did, and some samplers take no fewer."""
@@ -86,10 +86,14 @@ def preview_request(config: Config, family: ModelFamily) -> PreviewRequest:
     conditioning = family.example_conditioning(family.latents_shape(width, height, num_frames))
     assert conditioning is not None, "training steps were counted before"
     num_inputs = bool(validation.inputs or family.needs_inputs) + bool(validation.last_frames)
+    has_control = bool(validation.control) or family.record_kinds == ("control",)
+    has_mask = bool(validation.inpaint_masks) or family.record_kinds == ("inpaint",)
     return PreviewRequest(
         conditioning=conditioning,
         negative=conditioning,
         inputs=(Image.new("RGB", (width, height)),) * num_inputs,
+        control=(Image.new("RGB", (width, height)),) * num_frames * has_control,
+        inpaint_mask=(Image.new("L", (width, height), 255),) * num_frames * has_mask,
         width=width,
         height=height,
         num_frames=num_frames,

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from diffsynth_lite.training.checks import preview_size
 from diffsynth_lite.training.planning.choices import Room
 from diffsynth_lite.training.planning.phases import Phase, PhaseCounter
 from diffsynth_lite.training.planning.step import StepSettings
+from diffsynth_lite.training.preview_requests import preview_size
 
 _Changes = dict[str, Any]
 

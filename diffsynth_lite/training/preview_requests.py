@@ -1,0 +1,193 @@
+"""This file says what previews are asked for, reads what they start from and follow, and checks it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL.Image import Image
+
+from diffsynth_lite.config import Config
+from diffsynth_lite.data import load_image
+from diffsynth_lite.data.images import black_or_white, cover, load_mask
+from diffsynth_lite.data.records import is_video
+from diffsynth_lite.data.video import clip_times, read_frames
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines import Conditioning, ModelFamily, PreviewRequest
+from diffsynth_lite.training.data_settings import fps_of, num_preview_frames
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewMedia:
+    """What a preview is given beside its prompt; see `PreviewRequest`."""
+
+    inputs: tuple[Image, ...] = ()
+    control: tuple[Image, ...] = ()
+    inpaint_mask: tuple[Image, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedPrompt:
+    """A preview prompt.
+
+    Attributes:
+        conditioning: tensors of the prompt.
+        negative: tensors of the negative prompt.
+        media: the pictures and clips that the preview starts from and follows.
+    """
+
+    conditioning: Conditioning
+    negative: Conditioning
+    media: PreviewMedia
+
+
+def input_files(config: Config, place: int) -> tuple[Path, ...]:
+    """Files of the picture that the preview at ``place`` starts from, and of the one that it leads to."""
+    validation = config.validation
+    files = (*validation.inputs[place : place + 1], *validation.last_frames[place : place + 1])
+    return tuple(Path(file).expanduser() for file in files)
+
+
+def read_preview_media(config: Config, family: ModelFamily, place: int) -> PreviewMedia:
+    """Decode the files of the preview at ``place``.
+
+    Raises:
+        UserError: one cannot be used, or is too short.
+    """
+    validation = config.validation
+    return PreviewMedia(
+        inputs=tuple(
+            load_image(path, background=config.data.background) for path in input_files(config, place)
+        ),
+        control=_frames(config, family, validation.control[place : place + 1], is_mask=False),
+        inpaint_mask=_frames(config, family, validation.inpaint_masks[place : place + 1], is_mask=True),
+    )
+
+
+def build_preview_requests(
+    config: Config, family: ModelFamily, prompts: Sequence[EncodedPrompt]
+) -> list[PreviewRequest]:
+    """What the section ``validation`` asks to be drawn, one a prompt."""
+    width, height = preview_size(config, family)
+    return [
+        PreviewRequest(
+            conditioning=prompt.conditioning,
+            negative=prompt.negative,
+            inputs=prompt.media.inputs,
+            control=prompt.media.control,
+            inpaint_mask=prompt.media.inpaint_mask,
+            width=width,
+            height=height,
+            num_frames=num_preview_frames(config, family),
+            fps=fps_of(config, family),
+            num_inference_steps=config.validation.num_inference_steps,
+            guidance_scale=config.validation.guidance_scale,
+            seed=config.validation.seed,
+        )
+        for prompt in prompts
+    ]
+
+
+def check_previews(config: Config, family: ModelFamily) -> None:
+    """Check sizes and frames of the previews, and that their files are there, whole, and of use.
+
+    Raises:
+        UserError: naming the key, and what would do.
+    """
+    validation = config.validation
+    family.check_size(*preview_size(config, family), keys="validation.width, validation.height")
+    if validation.num_frames is not None:
+        family.check_frames(validation.num_frames, key="validation.num_frames")
+    if validation.prompts and validation.num_inference_steps < family.min_inference_steps:
+        raise UserError(
+            f"validation.num_inference_steps: {validation.num_inference_steps}, and this model's sampler "
+            f"takes at least {family.min_inference_steps}; set it to that or more"
+        )
+    _check_pictures_have_effect(config, family)
+    _check_guides_have_effect(config, family)
+    for key, files in (("inputs", validation.inputs), ("last_frames", validation.last_frames)):
+        for path in files:
+            file = Path(path).expanduser()
+            if not file.is_file():
+                raise UserError(
+                    f"validation.{key}: there is no file {path}; each of its entries is a picture"
+                )
+            # To the last pixel: the caching pass looks for bad items, and a preview is none.
+            picture = load_image(file, background=config.data.background)
+            try:
+                family.input_size(*picture.size)
+            except UserError as error:
+                raise UserError(f"validation.{key}: {path}: {error}") from None
+    for key, files in (("control", validation.control), ("inpaint_masks", validation.inpaint_masks)):
+        for path in files:
+            try:
+                _frames(config, family, [path], is_mask=key == "inpaint_masks")
+            except UserError as error:
+                raise UserError(f"validation.{key}: {error}") from None
+
+
+def _check_pictures_have_effect(config: Config, family: ModelFamily) -> None:
+    validation = config.validation
+    if validation.prompts and family.needs_inputs and not validation.inputs:
+        raise UserError(
+            "validation.inputs: is empty; previews of this family start from pictures: name a file for each "
+            "of validation.prompts, or give no prompts"
+        )
+    if validation.inputs and not {"edit", "image_to_video", "inpaint"} & set(family.record_kinds):
+        raise UserError(
+            "validation.inputs: has no effect, as previews of this family start from the prompt alone; "
+            "remove it"
+        )
+    if validation.last_frames and not family.takes_last_frames:
+        raise UserError(
+            "validation.last_frames: has no effect, as this model leads a clip to no picture; remove it"
+        )
+
+
+def _check_guides_have_effect(config: Config, family: ModelFamily) -> None:
+    validation = config.validation
+    for key, kind, files in (
+        ("control", "control", validation.control),
+        ("inpaint_masks", "inpaint", validation.inpaint_masks),
+    ):
+        if files and kind not in family.record_kinds:
+            raise UserError(f"validation.{key}: has no effect, as this family takes none; remove it")
+        if validation.prompts and family.record_kinds == (kind,) and not files:
+            raise UserError(
+                f"validation.{key}: is empty, and this family makes nothing without it: name a file for each "
+                "of validation.prompts, or give no prompts"
+            )
+
+
+def _frames(config: Config, family: ModelFamily, files: list[str], *, is_mask: bool) -> tuple[Image, ...]:
+    """The frames of a file in the size, number and times of a preview; of no file none."""
+    if not files:
+        return ()
+    path, num_frames = Path(files[0]).expanduser(), num_preview_frames(config, family)
+    if not path.is_file():
+        raise UserError(f"there is no file {files[0]}; each entry is a picture, or of a clip a clip")
+
+    def fitted(image: Image) -> Image:
+        image = cover(image.convert("L") if is_mask else image, *preview_size(config, family))
+        return black_or_white(image) if is_mask else image
+
+    if is_video(path.name):
+        if family.frame_step is None:
+            raise UserError(f"{path}: is a clip, and this family makes pictures; give a picture")
+        fps = fps_of(config, family)
+        assert fps is not None, "a family that makes clips says how fast they are"
+        return tuple(read_frames(path, clip_times(0.0, num_frames=num_frames, fps=fps), each=fitted))
+    if num_frames > 1 and not is_mask:
+        raise UserError(f"{path}: is a picture, and previews are clips of {num_frames} frames; give a clip")
+    picture = (
+        load_mask(path, white="what is painted anew")
+        if is_mask
+        else load_image(path, background=config.data.background)
+    )
+    return (fitted(picture),) * num_frames
+
+
+def preview_size(config: Config, family: ModelFamily) -> tuple[int, int]:
+    """Width and height of the previews in pixels: unless given, the data's, rounded down to what fits."""
+    divisor = family.size_divisor
+    width, height = (max(divisor, side // divisor * divisor) for side in config.data.first_size)
+    return config.validation.width or width, config.validation.height or height

@@ -1,0 +1,128 @@
+"""What guides a preview, and what of it is painted anew, come in the preview's size, number and times."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffsynth_lite.config import Config, load_config
+from diffsynth_lite.data.video import write_video
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.pipelines.base.release_folder import PipelineFolder
+from diffsynth_lite.pipelines.flux import Flux
+from diffsynth_lite.pipelines.ltx_video import LTXVideo
+from diffsynth_lite.training.preview_requests import check_previews, read_preview_media
+
+
+class Guided(LTXVideo):
+    """Clips that are guided."""
+
+    record_kinds = ("control",)
+    min_inference_steps = 1
+
+
+class Filled(Flux):
+    """Pictures of which a part is painted anew."""
+
+    record_kinds = ("inpaint",)
+    min_inference_steps = 1
+
+
+@pytest.fixture
+def config(tmp_path: Path):
+    def load(*settings: str) -> Config:
+        file = tmp_path / "a.yaml"
+        file.write_text("model: {family: flux, path: a}\ndata: {path: a, fps: 2}\noutput: {dir: b}\n")
+        return load_config(
+            file, ["validation.width=64", "validation.height=32", "data.frame_counts=[9]", *settings]
+        ).config
+
+    return load
+
+
+@pytest.fixture
+def guided(tmp_path: Path) -> Guided:
+    return Guided(PipelineFolder(path=tmp_path))
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Filled:
+    return Filled(PipelineFolder(path=tmp_path))
+
+
+def clip(path: Path, num_frames: int) -> Path:
+    frames = [Image.new("RGB", (64, 64), (8 + 12 * number,) * 3) for number in range(num_frames)]
+    write_video(path, frames, fps=4)
+    return path
+
+
+def test_a_clip_guides_the_frames_of_its_times_in_the_size_of_the_preview(config, guided, tmp_path):
+    path = clip(tmp_path / "c.mp4", 18)
+    settings = ("validation.prompts=[a, b]", f"validation.control=[{path}, {path}]")
+    check_previews(config(*settings), guided)
+    for place in (0, 1):
+        media = read_preview_media(config(*settings), guided, place)
+        assert {frame.size for frame in media.control} == {(64, 32)}
+        shown = [round((frame.getpixel((5, 5))[0] - 8) / 12) for frame in media.control]
+        assert shown == list(range(0, 18, 2))
+        assert (media.inputs, media.inpaint_mask) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("[short.mp4]", r"validation\.control: .*short\.mp4: a frame at 2 s is asked for, but the clip ends"),
+        ("[gone.mp4]", r"validation\.control: there is no file .*gone\.mp4; each entry is a picture"),
+        ("[a.png]", r"validation\.control: .*a\.png: is a picture, and previews are clips of 9 frames"),
+        ("[]", r"validation\.control: is empty, and this family makes nothing without it"),
+    ],
+)
+def test_what_cannot_guide_a_preview_is_named(config, guided, tmp_path, monkeypatch, given, message):
+    monkeypatch.chdir(tmp_path)
+    clip(tmp_path / "short.mp4", 8)
+    Image.new("RGB", (64, 32)).save("a.png")
+    with pytest.raises(UserError, match=message):
+        check_previews(config("validation.prompts=[a]", f"validation.control={given}"), guided)
+
+
+def test_a_mask_lies_on_the_preview_as_in_training(config, filled, tmp_path):
+    mask = Image.effect_noise((128, 128), 90)
+    mask.save(tmp_path / "m.png")
+    Image.new("RGB", (64, 32)).save(tmp_path / "a.png")
+    settings = ("validation.prompts=[a]", f"validation.inputs=[{tmp_path}/a.png]", "data.frame_counts=null")
+    given = config(*settings, f"validation.inpaint_masks=[{tmp_path}/m.png]")
+    check_previews(given, filled)
+    media = read_preview_media(given, filled, 0)
+    [shown] = media.inpaint_mask
+    middle = mask.resize((64, 32), Image.Resampling.LANCZOS, box=(0, 32, 128, 96))
+    assert np.array_equal(np.asarray(shown) == 255, np.asarray(middle) >= 128)
+    assert len(media.inputs) == 1
+
+
+def test_pictures_need_a_mask_that_is_one(config, filled, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (64, 32)).save("a.png")
+    clip(tmp_path / "m.mp4", 9)
+    settings = (
+        "validation.prompts=[a]",
+        "validation.inputs=[a.png]",
+        "data.frame_counts=null",
+        "data.fps=null",
+    )
+    for given, message in (
+        ("[]", "is empty, and this family makes nothing without it"),
+        ("[a.png]", "a mask that is black all over; white is what is painted anew"),
+        ("[m.mp4]", "is a clip, and this family makes pictures"),
+    ):
+        with pytest.raises(UserError, match=rf"validation\.inpaint_masks: .*{message}"):
+            check_previews(config(*settings, f"validation.inpaint_masks={given}"), filled)
+
+
+def test_guides_that_a_family_does_not_look_at_are_refused(config, guided, filled, tmp_path):
+    path = clip(tmp_path / "c.mp4", 18)
+    for key, family in (("control", filled), ("inpaint_masks", guided)):
+        settings = ("validation.prompts=[a]", f"validation.inputs=[{path}]", f"validation.{key}=[{path}]")
+        message = rf"validation\.(inputs|{key}): has no effect"
+        with pytest.raises(UserError, match=message):
+            check_previews(config(*settings, "data.frame_counts=null"), family)
