@@ -64,6 +64,14 @@ def pytest_collection() -> Generator[None, object, object]:
     return result
 
 
+@pytest.hookimpl(tryfirst=True, wrapper=True)
+def pytest_runtestloop() -> Generator[None, object, object]:
+    """Fork the server of the processes that tests start, while no test and no other hook has left a trace."""
+    if "processes" in sys.modules:
+        sys.modules["processes"].start_fork_server()
+    return (yield)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Generator[None, object, object]:
     """Forget what a test has imported, too: the libraries import most models when they are first used."""

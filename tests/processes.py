@@ -1,17 +1,24 @@
 """Processes that tests start: forked from one that has imported the libraries, and with one limit of time."""
 
+import faulthandler
 import gc
+import importlib
 import multiprocessing
 import os
 import runpy
 import socket
+import stat
 import sys
 import tempfile
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from unittest import mock
 
 import torch.distributed
 import torch.multiprocessing
@@ -25,7 +32,61 @@ NUM_RANKS = 2
 
 FORKED = multiprocessing.get_context("forkserver")
 """Starts processes in which the libraries are there: to import them takes 5 s of a processor."""
-FORKED.set_forkserver_preload(["diffsynth_lite.pipelines.qwen_image", "diffsynth_lite.training.run"])
+PRELOADED = ("diffsynth_lite.pipelines.qwen_image", "diffsynth_lite.training.run")
+FORKED.set_forkserver_preload(list(PRELOADED))
+_spawn = util.spawnv_passfds
+
+
+def start_fork_server() -> None:
+    """Fork the server of ``FORKED`` from this process, with all that this one has imported.
+
+    Called before the first test; otherwise the server is another interpreter, which imports it all anew.
+    """
+    if sys.platform != "linux":
+        return
+    for name in PRELOADED:
+        importlib.import_module(name)
+    resource_tracker.ensure_running()
+    with mock.patch("multiprocessing.util.spawnv_passfds", _fork_server):
+        forkserver.ensure_running()
+
+
+def _fork_server(_path: str, arguments: Sequence[str], passed: Sequence[int]) -> int:
+    """Run the program behind ``-c`` in a fork that keeps only the file descriptors passed; its number."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        util.spawnv_passfds = _spawn
+        faulthandler.disable()
+        # As they are in a new interpreter; of tests they are errors.
+        warnings.resetwarnings()
+        for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", category)
+        for number in _open_numbers() - {0, 1, 2, *passed, *_files()}:
+            os.close(number)
+        _show_in(2)
+        # Forked while it was held.
+        forkserver._forkserver._lock = threading.Lock()
+        exec(arguments[-1], {})
+    finally:
+        os._exit(0)
+
+
+def _open_numbers() -> set[int]:
+    """File descriptors of this process."""
+    return {int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists()}
+
+
+def _files() -> set[int]:
+    """Those of files, which are what pytest takes for the screen, if tests have not opened others."""
+    return {number for number in _open_numbers() if stat.S_ISREG(os.fstat(number).st_mode)}
+
+
+def _show_in(descriptor: int) -> None:
+    """Let what libraries took for the screen when they were imported be another one."""
+    for number in _files() - {descriptor}:
+        os.dup2(descriptor, number)
 
 
 class Program:
@@ -152,6 +213,8 @@ def _run(script: str, arguments: list[str], log: str, variables: dict[str, str])
     gc.freeze()  # a run looks for garbage a few times, among all that is imported
     os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    if sys.platform == "linux":
+        _show_in(descriptor)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
