@@ -104,7 +104,7 @@ def _family_of(contents: "LoraContents", asked: str | None, to: "Target") -> tup
         UserError: it is of none that is known, or of several that would be written differently.
     """
     from diffsynth_lite.lora.conversion import FamilyNames
-    from diffsynth_lite.lora.reading import unknown_layers
+    from diffsynth_lite.lora.reading import likeliest, unknown_layers
     from diffsynth_lite.pipelines import family_names, load_family
 
     try:
@@ -119,13 +119,16 @@ def _family_of(contents: "LoraContents", asked: str | None, to: "Target") -> tup
         if not names[asked].layers:
             raise UserError(f"--family: {asked} says no names of layers in files (lora_layers)")
         return asked, names[asked]
+    if (written := contents.metadata.get("diffsynth_lite.family", "")) in names:
+        return written, names[written]
     architecture = contents.metadata.get("modelspec.architecture", "").removesuffix("/lora")
     for name, family in families.items():
-        of_releases = {release.architecture for release in family.releases}
-        if contents.metadata.get("diffsynth_lite.family") == name or architecture in of_releases:
+        if architecture in {release.architecture for release in family.releases}:
             return name, names[name]
     unknown = {name: unknown_layers(contents, one.layers) for name, one in names.items()}
-    fitting = [name for name, layers in unknown.items() if not layers]
+    fitting = likeliest(
+        contents, {name: names[name].layers for name, layers in unknown.items() if not layers}
+    )
     if not fitting:
         nearest = min(unknown, key=lambda name: len(unknown[name]))
         raise UserError(

@@ -92,6 +92,8 @@ _HUNYUAN_VIDEO = LayerNames(
         **_renamed("time_in", "time_text_embed.timestep_embedder", _MLP),
         **_renamed("guidance_in", "time_text_embed.guidance_embedder", _MLP),
     },
+    # FLUX.1 has 19 and 38 of these, of the same width.
+    num_blocks=MappingProxyType({"transformer_blocks": 20, "single_transformer_blocks": 40}),
 )
 
 _HUNYUAN_VIDEO_15 = LayerNames(

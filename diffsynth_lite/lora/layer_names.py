@@ -59,11 +59,14 @@ class LayerNames:
         layers: diffusers' names.
         kohya: those layers that kohya's trainers call otherwise, by their names with dots.
         others: further names in files, which are read and never written.
+        num_blocks: of the released model, by their lists, where its layers are called as those of a model
+            that is trained more: a file of as many is taken to be of this one, and no other is.
     """
 
     layers: tuple[str, ...]
     kohya: Mapping[str, Original] = field(default_factory=lambda: MappingProxyType({}))
     others: Mapping[str, Original] = field(default_factory=lambda: MappingProxyType({}))
+    num_blocks: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def find(self, name: str) -> Original | None:
         """What a name in a file stands for, with dots or ``_`` between its parts; None where nothing does."""

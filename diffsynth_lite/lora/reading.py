@@ -248,6 +248,27 @@ def unknown_layers(contents: LoraContents, names: Mapping[str, LayerNames]) -> l
     return unknown
 
 
+def likeliest(contents: LoraContents, fitting: Mapping[str, Mapping[str, LayerNames]]) -> list[str]:
+    """Of the families whose layers all those of a file are, those that it is likely of.
+
+    Args:
+        fitting: the names of their layers.
+    """
+    told = {name: next(iter(names.values())).num_blocks for name, names in fitting.items()}
+    as_deep = [name for name, depths in told.items() if depths and depths == _depths(contents, fitting[name])]
+    return as_deep or [name for name, depths in told.items() if not depths] or list(told)
+
+
+def _depths(contents: LoraContents, names: Mapping[str, LayerNames]) -> dict[str, int]:
+    """How many blocks of each list a file has layers of, by the last one."""
+    depths: dict[str, int] = {}
+    for layer in known_updates(contents, names):
+        _, blocks, number, *_ = (*layer.split("."), "", "")
+        if number.isdecimal():
+            depths[blocks] = max(depths.get(blocks, 0), int(number) + 1)
+    return depths
+
+
 def _place_of(key: str, names: Mapping[str, LayerNames]) -> tuple[str, Original | None]:
     component, name = _component_of(key)
     if component in _DENOISERS:

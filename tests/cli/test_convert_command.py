@@ -62,6 +62,18 @@ def test_there_and_back_is_the_file_again(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_a_file_of_all_blocks_of_hunyuan_video_is_not_of_flux(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, double, single in (("hunyuan_video", 20, 40), ("flux or flux_kontext", 19, 38)):
+        layers = {f"lora_unet_double_blocks_{place}_img_mod_lin": 36 for place in range(double)}
+        layers |= {f"lora_unet_single_blocks_{place}_modulation_lin": 18 for place in range(single)}
+        file = written(tmp_path / f"{double}.safetensors", torch.bfloat16, **layers)
+        out = tmp_path / "out" / file.name
+        assert main(["convert", str(file), str(out), "--to", "comfyui"]) == 0
+        assert capsys.readouterr().out.startswith(f"{file}: {name}, {len(layers)} layers")
+
+
 def test_alpha_and_dtype_of_a_runs_lora_are_those_asked_for(
     flux_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
