@@ -14,6 +14,8 @@ from PIL.Image import Image
 from torch import Tensor
 
 from diffsynth_lite.core.randomness import counter_generator
+from diffsynth_lite.data.audio import DECODER_ID as AUDIO_DECODER_ID
+from diffsynth_lite.data.audio import read_audio
 from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.data.cache import TensorCache
 from diffsynth_lite.data.captions import TagCounts
@@ -31,7 +33,7 @@ from diffsynth_lite.data.records import Record, is_video
 from diffsynth_lite.data.video import DECODER_ID as VIDEO_DECODER_ID
 from diffsynth_lite.data.video import clip_times, read_frames
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.media import Crop, Media, Prompt, evenly_spread
+from diffsynth_lite.media import Audio, AudioFormat, Crop, Media, Prompt, evenly_spread
 
 _TRANSFORM_ID = "v1 cover mask-area"
 """Name of what this file does to decoded media; part of cache keys, so change it with the code."""
@@ -39,9 +41,9 @@ _RANDOM_MASK_ID = "random-v1"
 """Name of how masks are drawn, likewise."""
 
 
-def decoder_id(*, has_clips: bool) -> str:
-    """Name of all that decides the pixels of media besides their files and the settings."""
-    return " ".join((_TRANSFORM_ID, *_decoders(has_clips)))
+def decoder_id(*, has_clips: bool, audio: AudioFormat | None = None) -> str:
+    """Name of all that decides the pixels and the sound of media besides their files and the settings."""
+    return " ".join((_TRANSFORM_ID, *_decoders(has_clips, audio)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +61,7 @@ class TrainingItem:
         fps: frames per second of the clip; None for a picture.
         background: colour that transparent pictures are laid over.
         random_mask: number of the mask that is drawn for it; None where none is.
+        audio: form of the sound that is learned with a clip; None where none is.
     """
 
     name: str
@@ -71,6 +74,7 @@ class TrainingItem:
     fps: float | None
     background: str
     random_mask: int | None = None
+    audio: AudioFormat | None = None
 
     @property
     def where(self) -> str:
@@ -115,7 +119,7 @@ class TrainingItem:
             crop=f"{self.crop_x!r} {self.crop_y!r}",
             times=f"{self.fps!r}: {self.times()}",
             transform=f"{_TRANSFORM_ID} {self.background}",
-            decoder=" ".join(_decoders(self.is_clip)),
+            decoder=" ".join(_decoders(self.is_clip, self.audio)),
             encoder=encoder_id,
         )
 
@@ -130,7 +134,7 @@ class TrainingItem:
         """Decode the files strictly, upright and cropped.
 
         Raises:
-            UserError: a file cannot be used, or nothing of a mask is left.
+            UserError: a file or its sound cannot be used, or nothing of a mask is left.
         """
         record = self.record
         frames, crop = self._frames()
@@ -144,6 +148,7 @@ class TrainingItem:
             inpaint_mask=self._inpaint_mask(len(frames)),
             fps=self.fps,
             crop=crop,
+            audio=self._sound(),
         )
 
     def few_frames(self, count: int) -> list[Image]:
@@ -185,6 +190,12 @@ class TrainingItem:
         picture, bucket = self._picture(self.record.target), self.bucket
         crop = crop_of(picture.size, bucket.width, bucket.height, x=self.crop_x, y=self.crop_y)
         return [self._cropped(picture)], crop
+
+    def _sound(self) -> Audio | None:
+        if self.audio is None or self.clip_start_s is None or self.fps is None:
+            return None
+        duration_s = self.bucket.num_frames / self.fps
+        return read_audio(self.record.target, self.clip_start_s, duration_s, self.audio)
 
     def _mask(self) -> Image | None:
         path = self.record.mask
@@ -290,8 +301,10 @@ class PromptItem:
         return dict(tensors)
 
 
-def _decoders(has_clips: bool) -> tuple[str, ...]:
-    return (IMAGE_DECODER_ID, VIDEO_DECODER_ID) if has_clips else (IMAGE_DECODER_ID,)
+def _decoders(has_clips: bool, audio: AudioFormat | None) -> tuple[str, ...]:
+    of_clips = (VIDEO_DECODER_ID,) if has_clips else ()
+    of_sound = () if audio is None else (AUDIO_DECODER_ID, f"{audio.sample_rate} Hz x {audio.num_channels}")
+    return (IMAGE_DECODER_ID, *of_clips, *of_sound)
 
 
 def latents_mask(mask: Image, latents_shape: tuple[int, ...]) -> Tensor:
@@ -345,7 +358,10 @@ class DataIdentity:
         return cls(
             items=f"{len(items)} items, {digest.hexdigest()}",
             num_buckets=len({item.bucket for item in items}),
-            decoder=decoder_id(has_clips=any(item.is_clip for item in items)),
+            decoder=decoder_id(
+                has_clips=any(item.is_clip for item in items),
+                audio=next((item.audio for item in items if item.audio is not None), None),
+            ),
             media_encoder=_short(media_encoder),
             prompt_encoder=_short(prompt_encoder),
         )

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+from diffsynth_lite.data.audio import DECODER_ID as AUDIO_DECODER_ID
+from diffsynth_lite.data.audio import AudioFacts, check_audio
 from diffsynth_lite.data.images import ImageFacts, check_image
 from diffsynth_lite.data.records import Part, is_video
 from diffsynth_lite.data.video import DECODER_ID as VIDEO_DECODER_ID
@@ -47,6 +49,7 @@ _PART_FLUSH_SECONDS = 60.0
 MediaFacts = ImageFacts | VideoFacts
 
 _FACTS_ID = f"facts 2 {VIDEO_DECODER_ID}"
+_AUDIO_ID = f"audio 1 {AUDIO_DECODER_ID}"
 _CONTENT_ID = "sha256"
 
 
@@ -289,6 +292,21 @@ class MediaIndex:
 
         values = json.loads(self._recall(_FACTS_ID, path, read))
         return VideoFacts(**values) if is_video(path.name) else ImageFacts(**values)
+
+    def audio(self, path: Path) -> AudioFacts | None:
+        """What the header of a clip tells of its sound; None where it has none.
+
+        Raises:
+            UserError: the file, or its sound, cannot be used.
+            OSError: the machine failed to read it.
+        """
+
+        def read() -> str:
+            facts = check_audio(path)
+            return json.dumps(facts and dataclasses.asdict(facts))
+
+        values = json.loads(self._recall(_AUDIO_ID, path, read))
+        return values and AudioFacts(**values)
 
     def content(self, path: Path) -> str:
         """The sha256 of the bytes of a file, in hexadecimal.

@@ -6,19 +6,20 @@ Where records cannot be used, the run stops or goes on without them.
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Literal
 
 from diffsynth_lite.core.randomness import uniform
+from diffsynth_lite.data.audio import AudioFacts
 from diffsynth_lite.data.buckets import Bucket, BucketRule, Size
 from diffsynth_lite.data.items import TrainingItem
 from diffsynth_lite.data.media_index import MediaFacts, MediaIndex
 from diffsynth_lite.data.records import ROLES, Record
 from diffsynth_lite.data.video import ClipPlace, VideoFacts, clip_starts, max_frames
 from diffsynth_lite.errors import UserError, join_names
-from diffsynth_lite.media import RecordKind
+from diffsynth_lite.media import AudioFormat, RecordKind
 from diffsynth_lite.progress_log import ProgressLog
 
 CropPlace = Literal["center", "random"]
@@ -46,6 +47,7 @@ class PlanRules:
         background: colour that transparent pictures are laid over.
         input_size: width and height that an input picture of some width and height is encoded at.
         max_inputs: input pictures that a record may have; None allows any number.
+        audio: form of the sound that is learned with clips; None where none is.
     """
 
     buckets: BucketRule
@@ -57,6 +59,7 @@ class PlanRules:
     background: str = "white"
     input_size: Callable[[int, int], Size] = _own_size
     max_inputs: int | None = None
+    audio: AudioFormat | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,12 +71,15 @@ class DatasetPlan:
         items: one or more for each record that is not bad, in the order of the records.
         bad: name of a record, or of what could not be read into one, to the reason why it cannot be used.
         facts: name of a record that is not bad to size and length of its target.
+        audio: name of a record that is not bad, and whose sound is learned, to what its file says of that;
+            those without sound are not there.
     """
 
     records: Sequence[Record]
     items: Sequence[TrainingItem]
     bad: Mapping[str, str]
     facts: Mapping[str, MediaFacts]
+    audio: Mapping[str, AudioFacts] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -87,6 +93,7 @@ class DatasetPlan:
             items=[item for item in self.items if item.record.name not in bad],
             bad={**bad, **self.bad},
             facts={name: facts for name, facts in self.facts.items() if name not in bad},
+            audio={name: facts for name, facts in self.audio.items() if name not in bad},
         )
 
 
@@ -128,6 +135,7 @@ def plan_items(records: Sequence[Record], *, index: MediaIndex, rules: PlanRules
     items: list[TrainingItem] = []
     bad: dict[str, str] = {}
     facts: dict[str, MediaFacts] = {}
+    audio: dict[str, AudioFacts] = {}
     # Not quick where files are new: their content is read for its hash.
     progress = ProgressLog("looked at %d of %d items", len(records))
     for record in records:
@@ -136,12 +144,15 @@ def plan_items(records: Sequence[Record], *, index: MediaIndex, rules: PlanRules
             _check_companions(record, target, index)
             inputs = _input_sizes(record, index, rules)
             content = tuple(index.content(path) for path in record.files)
+            is_heard = rules.audio is not None and isinstance(target, VideoFacts)
+            sound = index.audio(record.target) if is_heard else None
             items += _items_of(record, target, content, inputs, rules)
             facts[record.name] = target
+            audio |= {} if sound is None else {record.name: sound}
         except UserError as error:
             bad[record.name] = str(error)
         progress.advance()
-    return DatasetPlan(records=records, items=items, bad=bad, facts=facts)
+    return DatasetPlan(records=records, items=items, bad=bad, facts=facts, audio=audio)
 
 
 def _check_companions(record: Record, target: MediaFacts, index: MediaIndex) -> None:
@@ -221,6 +232,7 @@ def _items_of(
             fps=fps,
             background=rules.background,
             random_mask=mask,
+            audio=rules.audio if bucket.num_frames > 1 else None,
         )
         for number, (bucket, start_s, x, y, mask) in enumerate(places)
     ]

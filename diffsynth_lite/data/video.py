@@ -18,7 +18,9 @@ from typing import Literal
 import av
 import numpy as np
 from av.audio.frame import AudioFrame
+from av.audio.resampler import AudioResampler
 from av.audio.stream import AudioStream
+from av.codec import Codec
 from av.container import OutputContainer
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
@@ -50,6 +52,7 @@ _MIN_HEADER_TOLERANCE_S = 0.1
 """By how much the length in a Matroska header may exceed what its packets cover, if not by a frame."""
 
 _AAC = {"b": "192k"}
+_USUAL_RATE = 48_000
 _LAYOUTS = {1: "mono", 2: "stereo"}
 """By the number of channels."""
 
@@ -336,7 +339,7 @@ def _encode(
         stream.codec_context.thread_count = 1
         stream.codec_context.colorspace = stream.codec_context.color_primaries = 1  # BT.709
         stream.codec_context.color_trc = stream.codec_context.color_range = 1  # BT.709, limited
-        sound = None if audio is None else container.add_stream("aac", rate=audio.sample_rate, options=_AAC)
+        sound = None if audio is None else _audio_stream(container, audio)
         for image in frames:
             frame = VideoFrame.from_ndarray(np.asarray(image.convert("RGB")), format="rgb24")
             container.mux(
@@ -347,10 +350,20 @@ def _encode(
             _encode_audio(container, sound, audio)
 
 
+def _audio_stream(container: OutputContainer, audio: Audio) -> AudioStream:
+    """One for AAC, in the rate of the sound where AAC knows that."""
+    rates = Codec("aac", "w").audio_rates or ()
+    rate = audio.sample_rate if audio.sample_rate in rates else _USUAL_RATE
+    return container.add_stream("aac", rate=rate, layout=_LAYOUTS[len(audio.waveform)], options=_AAC)
+
+
 def _encode_audio(container: OutputContainer, stream: AudioStream, audio: Audio) -> None:
     waveform = audio.waveform.float().clamp(-1, 1).contiguous().numpy()
-    stream.codec_context.layout = _LAYOUTS[len(waveform)]
-    frame = AudioFrame.from_ndarray(waveform, format="fltp", layout=_LAYOUTS[len(waveform)])
+    layout = _LAYOUTS[len(waveform)]
+    frame = AudioFrame.from_ndarray(waveform, format="fltp", layout=layout)
     frame.sample_rate, frame.pts, frame.time_base = audio.sample_rate, 0, Fraction(1, audio.sample_rate)
-    container.mux(stream.encode(frame))
+    converter = AudioResampler(format="fltp", layout=layout, rate=stream.rate)
+    for converted in (*converter.resample(frame), *converter.resample(None)):
+        if converted is not None:
+            container.mux(stream.encode(converted))
     container.mux(stream.encode(None))

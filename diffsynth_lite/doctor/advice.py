@@ -27,6 +27,7 @@ def advise(
         *_about_copies(found.equal, found.alike),
         *_about_sizes(data),
         *_about_repeats(data),
+        *_about_sound(data),
         *_about_batches(found.buckets),
     ]
 
@@ -110,6 +111,16 @@ def _about_repeats(data: ExaminedData) -> Iterator[str]:
             f"{counted(len(repeated), 'clip')} with fewer frames a second than asked for, so that some stand "
             f"twice and motion stutters ({example}); a lower data.fps, or faster clips, help"
             f"{_such_as(repeated)}."
+        )
+
+
+def _about_sound(data: ExaminedData) -> Iterator[str]:
+    if data.silent:
+        is_learned = data.config.data.silent_clips == "learn"
+        does = "learned as silent ones" if is_learned else "of which the pictures alone are learned"
+        yield (
+            f"{counted(len(data.silent), 'clip')} without sound, {does} (data.silent_clips: "
+            f"{data.config.data.silent_clips}){_such_as(data.silent)}."
         )
 
 

@@ -48,6 +48,7 @@ from diffsynth_lite.training.data_settings import (
     index_file,
     plan_rules,
 )
+from diffsynth_lite.training.dataset import require_sound
 
 _Value = TypeVar("_Value")
 
@@ -183,7 +184,10 @@ def _findings(data: ExaminedData, decoded: Decoded) -> Findings:
         dropped=data.dropped,
         equal=equal,
         alike=_beyond(equal, near_duplicates(hashes)),
-        sheet=[dataclasses.replace(entry, remarks=data.remarks(entry.name)) for entry in decoded.entries],
+        sheet=[
+            dataclasses.replace(entry, remarks=[*data.remarks(entry.name), *entry.remarks])
+            for entry in decoded.entries
+        ],
         num_items=len(data.items),
     )
 
@@ -193,6 +197,8 @@ def _training_findings(
 ) -> Findings:
     config, found = data.config, _findings(data, decoded)
     estimate = estimate_cache(data, cache) if config.data.cache else None
+    if data.family.with_audio:
+        problems.attempt(lambda: require_sound(config, data.plan))
     facts = {"trained on": counted(len(data.items), "item"), **found.facts}
     return dataclasses.replace(
         found,

@@ -20,6 +20,7 @@ from diffsynth_lite.data import (
     kept_ratio,
 )
 from diffsynth_lite.pipelines import ModelFamily
+from diffsynth_lite.training.data_settings import audio_shape
 from diffsynth_lite.training.distributed.folder_groups import FolderGroup
 from diffsynth_lite.training.encoding.job import EncodingJob
 
@@ -116,6 +117,16 @@ class ExaminedData:
                 )
         return doubled
 
+    @cached_property
+    def clips_with_audio(self) -> Sequence[str]:
+        """Names of the records that are learned with their sound, if they have some."""
+        return list(dict.fromkeys(item.record.name for item in self.items if item.audio is not None))
+
+    @cached_property
+    def silent(self) -> Sequence[str]:
+        """Those of them that have no track of sound."""
+        return [name for name in self.clips_with_audio if name not in self.plan.audio]
+
     def records_of(self, items: Collection[str]) -> list[str]:
         """Names of the records that the named items are taken of."""
         return list(dict.fromkeys(item.record.name for item in self.items if item.name in items))
@@ -168,7 +179,7 @@ def estimate_cache(data: ExaminedData, cache: TensorCache) -> CacheEstimate:
             num_present += 1
             present_bytes += path.stat().st_size
         elif isinstance(item, TrainingItem):
-            missing_bytes += _FILE_BYTES + _LATENT_BYTES * _num_latents(item, family)
+            missing_bytes += _FILE_BYTES + _LATENT_BYTES * _num_latents(item, config, family)
         else:
             missing_bytes += _FILE_BYTES + token_bytes * _num_tokens(item, data)
     return CacheEstimate(
@@ -179,10 +190,12 @@ def estimate_cache(data: ExaminedData, cache: TensorCache) -> CacheEstimate:
     )
 
 
-def _num_latents(item: TrainingItem, family: ModelFamily) -> int:
+def _num_latents(item: TrainingItem, config: Config, family: ModelFamily) -> int:
     bucket = item.bucket
     shape = family.latents_shape(bucket.width, bucket.height, bucket.num_frames)
     target = math.prod(shape) + family.num_condition_values(shape)
+    sound = None if item.audio is None else audio_shape(config, family, bucket.num_frames)
+    target += 0 if sound is None else math.prod(sound)
     return target + sum(math.prod(family.latents_shape(*size, 1)) for size in bucket.inputs)
 
 

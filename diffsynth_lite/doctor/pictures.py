@@ -190,7 +190,11 @@ def _entry(item: TrainingItem, media: Media) -> SheetEntry:
     pictures = {**_companions(media, before), "target": frame_strip(media.frames)}
     pictures |= _companions(media, like_it)
     return SheetEntry(
-        name=item.name, bucket=item.bucket.name, captions=item.record.captions, pictures=pictures
+        name=item.name,
+        bucket=item.bucket.name,
+        captions=item.record.captions,
+        pictures=pictures,
+        remarks=["no sound"] if item.audio is not None and media.audio is None else [],
     )
 
 

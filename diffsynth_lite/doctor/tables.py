@@ -103,8 +103,10 @@ def bucket_table(data: ExaminedData) -> list[BucketFindings]:
 
 
 def number_table(data: ExaminedData, captions: CaptionFindings) -> dict[str, str]:
-    """Numbers in words by name: sizes, durations, captions."""
+    """Numbers in words by name: sizes, durations, sound, captions."""
     table = _sizes(data)
+    if data.family.with_audio:
+        table["sound"] = _sound(data)
     if captions.tokens:
         table["caption tokens"] = f"{captions.tokens}; the model sees {captions.limit}"
     return table
@@ -158,6 +160,22 @@ def _sizes(data: ExaminedData) -> dict[str, str]:
         "frames per second": [round(clip.fps, 3) for clip in clips],
     }
     return {name: str(Spread.of(numbers)) for name, numbers in spreads.items() if numbers}
+
+
+def _sound(data: ExaminedData) -> str:
+    clips, form = data.clips_with_audio, data.family.audio_format
+    forms = Counter(
+        (facts.sample_rate, facts.num_channels) for name in clips if (facts := data.plan.audio.get(name))
+    )
+    files = ", ".join(
+        f"{counted(count, 'file')} of {rate} Hz and {counted(channels, 'channel')}"
+        for (rate, channels), count in forms.most_common()
+    )
+    learned = (
+        "" if form is None else f"; learned at {form.sample_rate} Hz, {counted(form.num_channels, 'channel')}"
+    )
+    has = f"{len(clips) - len(data.silent)} of {counted(len(clips), 'clip')}"
+    return f"{has}: {files}{learned}" if forms else has
 
 
 def caption_table(data: ExaminedData) -> CaptionFindings:

@@ -80,6 +80,7 @@ def plan_rules(config: Config, family: ModelFamily) -> PlanRules:
         background=data.background,
         input_size=family.input_size,
         max_inputs=family.max_inputs,
+        audio=family.audio_format if family.with_audio else None,
     )
 
 

@@ -220,6 +220,22 @@ def say_what_is_tiled(tiles: VaeTiles, items: Sequence[TrainingItem]) -> None:
     logger.info("model.vae_tiling: %d of %d items are encoded in %s.", num_split, len(items), tiles)
 
 
+def require_sound(config: Config, plan: DatasetPlan) -> None:
+    """Check that there is sound to learn where clips are learned with it; log how many have some.
+
+    Raises:
+        UserError: no clip has a track of sound, and silence is not learned.
+    """
+    clips = {item.record.name for item in plan.items if item.audio is not None}
+    heard = [name for name in plan.audio if name in clips]
+    if plan.items and not heard and config.data.silent_clips == "ignore":
+        raise UserError(
+            f"data.audio: true, but none of {len(clips)} clips has sound; set it to false, which trains the "
+            "pictures alone, or data.silent_clips: learn to have the model learn silence"
+        )
+    logger.info("data.audio: %d of %d clips have sound.", len(heard), len(clips))
+
+
 class Quarantine:
     """``quarantine.jsonl`` of a run: one row an item that cannot be used; written anew by each start.
 

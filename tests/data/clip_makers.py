@@ -83,6 +83,53 @@ def write_clip(
     return path
 
 
+LAYOUTS = {1: "mono", 2: "stereo", 6: "5.1"}
+
+
+def write_sound_clip(
+    path: Path,
+    waveform: np.ndarray | None,
+    *,
+    rate: int = 16000,
+    codec: str = "pcm_s16le",
+    sound_start: float = 0.0,
+    gap: tuple[float, float] | None = None,
+    video_start: float = 0.0,
+    seconds: float = 2.0,
+) -> Path:
+    """Ten small frames a second, and a track of sound, (channels, samples), where there is one.
+
+    Args:
+        sound_start: seconds at which the track begins, as the pictures do at ``video_start``.
+        gap: seconds into the track from which on it is late, and by how much.
+    """
+    with av.open(str(path), "w") as file:
+        video = file.add_stream("libx264", rate=10, options={**REPEATABLE, "bf": "0"})
+        video.width, video.height, video.pix_fmt = 32, 32, "yuv420p"
+        video.codec_context.thread_count = 1
+        if waveform is not None:
+            layout = LAYOUTS[len(waveform)]
+            sound = file.add_stream(codec, rate=rate)
+            sound.codec_context.layout = layout
+        for index in range(round(seconds * 10)):
+            frame = VideoFrame.from_ndarray(pattern(index, 32, 32), format="rgb24")
+            frame.pts, frame.time_base = index + round(10 * video_start), Fraction(1, 10)
+            file.mux(video.encode(frame.reformat(format="yuv420p")))
+        file.mux(video.encode(None))
+        if waveform is not None:
+            converter = av.AudioResampler(sound.codec_context.format.name, layout, rate)
+            start = round(sound_start * rate)
+            for first in range(0, waveform.shape[1], 1024):
+                block = np.ascontiguousarray(waveform[:, first : first + 1024], dtype=np.float32)
+                frame = av.AudioFrame.from_ndarray(block, format="fltp", layout=layout)
+                late = round(gap[1] * rate) if gap is not None and first >= gap[0] * rate else 0
+                frame.sample_rate, frame.pts, frame.time_base = rate, start + first + late, Fraction(1, rate)
+                for converted in converter.resample(frame):
+                    file.mux(sound.encode(converted))
+            file.mux(sound.encode(None))
+    return path
+
+
 def packets_of(path: Path) -> list[dict[str, Any]]:
     """The packets of a clip's picture as values, to be written again changed."""
     with av.open(str(path)) as file:

@@ -1,10 +1,12 @@
 import av
 import numpy as np
 import pytest
+import torch
 from clip_makers import index_shown, pattern
 from PIL import Image
 
 from diffsynth_lite.data.video import check_video, clip_times, read_frames, write_video
+from diffsynth_lite.media import Audio
 
 
 def frames(num_frames=9, size=(64, 48)):
@@ -22,6 +24,26 @@ def test_what_is_written_is_read_again(tmp_path, fps):
     assert [index_shown(image) for image in shown] == list(range(9))
     for image, original in zip(shown, frames(), strict=True):
         assert np.abs(np.asarray(image).astype(int) - np.asarray(original)).mean() < 4
+
+
+@pytest.mark.parametrize(("rate", "written"), [(24000, 24000), (1600, 48000)])
+def test_sound_is_written_beside_the_frames_and_on_time(tmp_path, rate, written):
+    paths = [tmp_path / "a.mp4", tmp_path / "b.mp4"]
+    waveform = torch.zeros(2, rate // 2)
+    waveform[1, rate // 4 : rate // 4 + rate // 100] = 2.0
+    for path in paths:
+        write_video(path, frames(5), fps=10, audio=Audio(waveform=waveform, sample_rate=rate), comment="x")
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    with av.open(str(paths[0])) as file:
+        (sound,) = file.streams.audio
+        assert (sound.codec_context.name, sound.rate, sound.duration) == ("aac", written, written // 2)
+        left, right = np.concatenate([frame.to_ndarray() for frame in file.decode(sound)], axis=1)
+    assert abs(left).max() < 0.05
+    # What is too loud is clipped; the first loud sample is at 0.25 s.
+    assert 0.8 < abs(right).max() < 1.3
+    assert np.flatnonzero(abs(right) > 0.5)[0] / written == pytest.approx(0.25, abs=0.002)
+    shown = read_frames(paths[0], clip_times(0, num_frames=5, fps=10))
+    assert [index_shown(image) for image in shown] == list(range(5))
 
 
 def test_players_are_told_the_colours(tmp_path):

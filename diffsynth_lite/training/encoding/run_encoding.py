@@ -52,6 +52,7 @@ from diffsynth_lite.training.dataset import (
     find_cache_group,
     plan_dataset,
     records_of,
+    require_sound,
     say_what_is_tiled,
 )
 from diffsynth_lite.training.distributed.agreement import on_all_processes
@@ -143,6 +144,8 @@ def plan_encoding(
     check_tokens(config, family, [size for _, table in job.datasets for size in table.buckets])
     if family.vae_tiles is not None and part.is_whole:
         say_what_is_tiled(family.vae_tiles, [item for plan, _ in job.datasets for item in plan.items])
+    if family.with_audio and part.is_whole:
+        require_sound(config, trained_on)
     if config.validation.model_path is None:  # else another model's encoder has them
         _add_previews(config, family, job, memory, part)
     return job

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from diffsynth_lite.config import Config, SourceSettings
+from diffsynth_lite.config import Config, DataSettings, SourceSettings
 from diffsynth_lite.data.sealed import Seal, SealFolder, open_seal
 from diffsynth_lite.errors import UserError, join_names
 from diffsynth_lite.redaction import redacted
@@ -10,7 +10,7 @@ from diffsynth_lite.redaction import redacted
 _FREE_OF_DATA = frozenset(
     [
         *("sources", "caption_dropout", "cache", "cache_dir", "sealed"),
-        *("on_bad_item", "max_bad_ratio", "num_workers"),
+        *("on_bad_item", "max_bad_ratio", "num_workers", "silent_clips"),
     ]
 )
 """Settings of ``data`` that change no item, or are compared in another way."""
@@ -81,7 +81,9 @@ def require_seal(config: Config) -> Seal:
 
 
 def _require_same_settings(seal: Seal, settings: dict[str, Any]) -> None:
-    sealed = seal.document.settings
+    # A seal from before there was a setting was made as with its default.
+    defaults = DataSettings.defaults()
+    sealed = {key: defaults.get(key.rpartition(".")[2]) for key in settings} | seal.document.settings
     differing = [
         f"{key} was {sealed.get(key)!r}, is {settings.get(key)!r}"
         for key in dict.fromkeys([*settings, *sealed])

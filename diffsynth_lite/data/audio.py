@@ -1,0 +1,264 @@
+"""This file cuts the sound of a clip out of its file: the time of its frames, in a given form.
+
+Video and sound of a file have one clock. Samples stand where their time stamps say: before the first, after
+the last and in gaps there is silence, as when the file is played.
+"""
+
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import chain
+from math import ceil, floor
+from pathlib import Path
+
+import av
+import numpy as np
+import numpy.typing as npt
+import torch
+from av.audio.frame import AudioFrame
+from av.audio.resampler import AudioResampler
+from av.audio.stream import AudioStream
+from av.container import InputContainer
+
+from diffsynth_lite.data.video_decoding import clip_start, opened_clip
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Audio, AudioFormat
+
+_FFMPEG = {name: version[0] for name, version in av.library_versions.items()}
+DECODER_ID = f"v1 libavcodec {_FFMPEG['libavcodec']} libswresample {_FFMPEG['libswresample']}"
+"""Name of what decides a clip's sound besides its bytes; part of cache keys, so change it with the code."""
+
+_LAYOUTS = {1: "mono", 2: "stereo"}
+"""By the number of channels."""
+
+_DECODER_OPTIONS = {"err_detect": "crccheck+bitstream+buffer+explode"}
+
+_MARGIN_S = Fraction(1, 20)
+"""Sound around a cut that the resampler's filter sees."""
+
+_PRE_ROLL_S = 2
+"""Lossy codecs need what is before a sample; of Opus, which needs most, 80 ms."""
+
+_STAMP_TOLERANCE_S = Fraction(2, 1000)
+"""By which time stamps may miss the end of the samples before: containers round them to a millisecond."""
+
+_MIN_PART = 0.5
+"""Of a clip, that the sound of its file must cover to be its sound."""
+
+_SILENCE = 2.0**-15
+"""Peaks below the smallest step of 16 bits: of tracks that are there, and mute."""
+
+_Samples = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AudioFacts:
+    """What the header of a file says of its sound.
+
+    Attributes:
+        codec: its name.
+        sample_rate: samples a second.
+        num_channels: 1 is mono, 2 stereo, 6 is 5.1.
+    """
+
+    codec: str
+    sample_rate: int
+    num_channels: int
+
+
+def check_audio(path: Path) -> AudioFacts | None:
+    """What the header of a clip says of its sound, of which nothing is decoded; None where it has none.
+
+    Raises:
+        UserError: the file is no clip, or its sound is of a kind that cannot be decoded.
+    """
+    with opened_clip(path) as clip:
+        stream = _audio_stream(clip.container)
+        if stream is None:
+            return None
+        context = stream.codec_context
+        return AudioFacts(
+            codec=context.name, sample_rate=context.sample_rate, num_channels=context.layout.nb_channels
+        )
+
+
+def read_audio(path: Path, start_s: float, duration_s: float, form: AudioFormat) -> Audio | None:
+    """The sound of a part of a clip.
+
+    Mono becomes both channels alike. More channels than are asked for are mixed by swresample's matrix,
+    scaled so that nothing is clipped; of stereo that is the mean of both.
+
+    Args:
+        path: MP4, MOV, Matroska, WebM or AVI.
+        start_s: seconds from the frame that is shown first.
+        duration_s: of the part.
+
+    Returns:
+        ``round(duration_s * form.sample_rate)`` samples; None where the file has no sound then: its samples
+        cover less than half of the part, or all of them are mute.
+
+    Raises:
+        UserError: the sound of the part is damaged or cut off, or of a kind that cannot be decoded.
+    """
+    start = _video_start(path) + Fraction(start_s)
+    part = _part(path, start, Fraction(duration_s))
+    if part is None:
+        return None
+    waveform = _resampled(part, start, round(duration_s * form.sample_rate), form)
+    if np.abs(waveform).max() < _SILENCE:
+        return None
+    return Audio(waveform=torch.from_numpy(waveform), sample_rate=form.sample_rate)
+
+
+def _video_start(path: Path) -> Fraction:
+    """Seconds at which the first frame is shown, on the clock of the file."""
+    with opened_clip(path) as clip:
+        if clip.container.format.name == "avi":
+            return (
+                Fraction()
+            )  # it knows no times: those of frames are FFmpeg's guess, one frame late for H.264
+    first = clip_start(path)
+    return first.pts * first.time_base
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """Decoded samples, in the form of the file.
+
+    Attributes:
+        samples: (channels, samples).
+        first: number of the first of them, counted from time 0.
+        rate: samples a second.
+        layout: FFmpeg's name of the channels.
+    """
+
+    samples: _Samples
+    first: int
+    rate: int
+    layout: str
+
+
+def _part(path: Path, start: Fraction, duration: Fraction) -> _Part | None:
+    """A part of a file and a margin around it, silent where there is no sound; None where most of it is."""
+    sought = start - _MARGIN_S - _PRE_ROLL_S
+    if sought > 0:
+        try:
+            return _decoded_part(path, start, duration, sought=sought)
+        except UserError:
+            pass  # not all files can be sought in: damage is told from them by decoding from the start
+    return _decoded_part(path, start, duration, sought=None)
+
+
+def _decoded_part(
+    path: Path, start: Fraction, duration: Fraction, *, sought: Fraction | None
+) -> _Part | None:
+    with opened_clip(path) as clip, closing(_frames(clip.container, sought)) as frames:
+        head = next(frames, None)
+        if head is None:
+            return None
+        if sought is not None and _time(head) > start - _MARGIN_S:
+            raise UserError("seeking leads to a later place")
+        rate, layout = head.sample_rate, head.layout.name
+        first, last = floor((start - _MARGIN_S) * rate), ceil((start + duration + _MARGIN_S) * rate)
+        samples = np.zeros((head.layout.nb_channels, last - first), dtype=np.float32)
+        wanted = range(round(start * rate), round((start + duration) * rate))
+        num_there = 0
+        for place, values in _placed(chain([head], frames)):
+            if place >= last:
+                break
+            low, high = max(place, first), min(place + values.shape[1], last)
+            if low < high:
+                samples[:, low - first : high - first] = values[:, low - place : high - place]
+            num_there += max(0, min(high, wanted.stop) - max(low, wanted.start))
+    if num_there < _MIN_PART * len(wanted):
+        return None
+    return _Part(samples=samples, first=first, rate=rate, layout=layout)
+
+
+def _placed(frames: Iterable[AudioFrame]) -> Iterator[tuple[int, _Samples]]:
+    """The samples of each frame, (channels, samples), and the number of the first, counted from time 0."""
+    end: int | None = None
+    form: tuple[int, str] | None = None
+    converter: AudioResampler | None = None
+    for frame in frames:
+        if form not in (None, (frame.sample_rate, frame.layout.name)):
+            raise UserError("its sound changes its sample rate or channels; save it again")
+        form = frame.sample_rate, frame.layout.name
+        place = round(_time(frame) * frame.sample_rate)
+        tolerance = max(_STAMP_TOLERANCE_S, frame.time_base or Fraction()) * frame.sample_rate
+        if end is not None and abs(place - end) <= tolerance:
+            place = end
+        converter = converter or AudioResampler(format="fltp", layout=frame.layout, rate=frame.sample_rate)
+        values = _joined(converter.resample(frame))
+        yield place, values
+        end = place + values.shape[1]
+
+
+def _frames(container: InputContainer, sought: Fraction | None) -> Generator[AudioFrame, None, None]:
+    """Decoded sound from a time on, or a little before it, or from the start."""
+    stream = _audio_stream(container)
+    if stream is None:
+        return
+    assert stream.time_base is not None
+    if sought is not None:
+        container.seek(floor(sought / stream.time_base), stream=stream)
+    last_dts: int | None = None
+    for packet in container.demux(stream):
+        if packet.is_corrupt:
+            raise UserError("its sound is damaged or cut off")
+        last_dts = last_dts if packet.dts is None else packet.dts
+        for frame in packet.decode():
+            if frame.is_corrupt:
+                raise UserError("its sound is damaged")
+            yield frame
+    promised = [entry.timestamp for entry in stream.index_entries] if _has_index(container) else []
+    if promised and (last_dts is None or last_dts < promised[-1]):
+        raise UserError("its sound is cut off")
+
+
+def _has_index(container: InputContainer) -> bool:
+    """Whether the index of a file tells all packets."""
+    return "mp4" in container.format.name or container.format.name == "avi"
+
+
+def _audio_stream(container: InputContainer) -> AudioStream | None:
+    stream = container.streams.best("audio")
+    if stream is None:
+        return None
+    if not isinstance(stream, AudioStream) or stream.codec_context is None:
+        raise UserError(
+            "its sound is of a kind that cannot be decoded; save it as AAC, or set data.audio: false"
+        )
+    stream.codec_context.options = dict(_DECODER_OPTIONS)
+    stream.codec_context.thread_count = 1
+    return stream
+
+
+def _time(frame: AudioFrame) -> Fraction:
+    if frame.pts is None or frame.time_base is None:
+        raise UserError("its sound has no time stamps; save it again")
+    return frame.pts * Fraction(frame.time_base)
+
+
+def _resampled(part: _Part, start: Fraction, num_samples: int, form: AudioFormat) -> _Samples:
+    """(channels, samples), from ``start`` on, exact to half a sample."""
+    # swresample would make mono quieter: it puts a centre between two speakers.
+    layout = "mono" if len(part.samples) == 1 else _LAYOUTS[form.num_channels]
+    # Mixed to floats, channels would add up to more than 1; to whole numbers they are scaled.
+    sample_format = "fltp" if len(part.samples) in (1, form.num_channels) else "s32p"
+    frame = AudioFrame.from_ndarray(part.samples, format="fltp", layout=part.layout)
+    frame.sample_rate, frame.pts, frame.time_base = part.rate, 0, Fraction(1, part.rate)
+    resampler = AudioResampler(format=sample_format, layout=layout, rate=form.sample_rate)
+    waveform = _joined([*resampler.resample(frame), *resampler.resample(None)])
+    offset = round((start - Fraction(part.first, part.rate)) * form.sample_rate)
+    cut = waveform[:, offset : offset + num_samples]
+    filled = np.zeros((form.num_channels, num_samples), dtype=np.float32)
+    filled[:, : cut.shape[1]] = cut
+    return filled
+
+
+def _joined(frames: Iterable[AudioFrame | None]) -> _Samples:
+    found = [frame.to_ndarray() for frame in frames if frame is not None]
+    scale = 2.0**-31 if found[0].dtype == np.int32 else 1.0
+    return np.concatenate(found, axis=1).astype(np.float32) * np.float32(scale)

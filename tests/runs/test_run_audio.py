@@ -1,0 +1,175 @@
+"""Whole runs on clips with their sound, with a tiny family that makes sound."""
+
+import json
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from clip_makers import write_sound_clip
+from my_families.singing import Singing, tiny
+from tiny_run import TinyRun, checkpoint_tensors, differing, write_config
+
+from diffsynth_lite.cli.main import main
+
+UNWATCHED = ("validation.prompts=[]", "validation.loss_items=0", "validation.item_losses=0")
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("singing")
+    tiny().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_model: Path) -> TinyRun:
+    """Clips of 0.9 s: a tone from the start, one that begins late, a mute track, and no track."""
+    data, seconds = tmp_path / "clips", 0.9
+    data.mkdir()
+    times = np.arange(round(seconds * 16000)) / 16000
+    tone = 0.5 * np.sin(2 * np.pi * 100 * times)[None].astype(np.float32)
+    sounds = {"tone": tone, "late": np.where(times < 0.18, 0, tone), "mute": 0 * tone, "without": None}
+    for name, sound in sounds.items():
+        write_sound_clip(data / f"{name}.mov", sound, seconds=seconds)
+        (data / f"{name}.txt").write_text("a red circle")
+    return TinyRun(
+        root=tmp_path,
+        config=write_config(tmp_path, tiny_model, data),
+        settings=(
+            *("model.family=my_families.singing", "data.width=32", "data.height=32", "data.frame_counts=[9]"),
+            *("data.audio=true", "train.steps=3", "validation.prompts=[a red circle]", "validation.width=32"),
+            *("validation.height=32", "validation.num_frames=9", "validation.num_inference_steps=2"),
+            *("validation.loss_items=4", "validation.item_losses=2", "train.global_batch_size=2"),
+        ),
+    )
+
+
+def sounds_in(run: TinyRun) -> list[dict[str, torch.Tensor]]:
+    """What the cache holds of clips with the latents of their sound, those that have some first."""
+    found = [safetensors.torch.load_file(path) for path in (run.root / "cache").rglob("*.safetensors")]
+    heard = [entry for entry in found if "audio_latents" in entry]
+    return sorted(
+        heard, key=lambda entry: (-entry["has_audio"].item(), not entry["audio_latents"][:, 0].any())
+    )
+
+
+def sound_of(path: Path) -> tuple[int, int, int]:
+    """Sample rate, channels and samples in a file, and that they are not all 0."""
+    with av.open(str(path)) as file:
+        (stream,) = file.streams.audio
+        assert stream.codec_context.name == "aac"
+        samples = np.concatenate([frame.to_ndarray() for frame in file.decode(stream)], axis=1)
+        assert samples.any()
+        return stream.rate, len(samples), stream.duration
+
+
+def test_sound_is_encoded_learned_told_apart_and_drawn(run: TinyRun) -> None:
+    assert run.train() == 0
+    tone, late, *silent = sounds_in(run)
+    assert [entry["has_audio"].item() for entry in (tone, late, *silent)] == [1, 1, 0, 0]
+    assert all(entry["audio_latents"].shape == (128, 9, 1, 1) for entry in (tone, late, *silent))
+    assert not any(entry["audio_latents"].any() for entry in silent)
+    for entry, first in ((tone, 0), (late, 5)):
+        # Both channels alike; of the late one the tone begins with the 0.18 s.
+        left, right = entry["audio_latents"].reshape(2, 64, 9)
+        assert torch.equal(left, right)
+        loudest = left.abs().amax(0)
+        assert loudest[first:].min() > 0.45
+        assert not first or loudest[: first - 1].max() < 0.01
+    waveform = tone["audio_latents"].reshape(2, 64, 9)[0].T.flatten()
+    expected = 0.5 * torch.sin(2 * torch.pi * 100 * torch.arange(len(waveform)) / 1600)
+    assert (waveform - expected)[50:].abs().max() < 0.01  # the tone rings where it begins
+
+    steps = [row for row in run.metrics() if "grad_norm" in row]
+    assert len(steps) == 3
+    for row in steps:
+        assert row["video_loss"] < row["loss"] or "audio_loss" not in row
+    assert sum("audio_loss" in row for row in steps) >= 2  # each step has two of the four clips
+    measured = [row for row in run.metrics() if "train_fixed_noise_loss" in row]
+    for row in measured:
+        parts = [row[f"train_fixed_noise_loss/{part}"] for part in ("video", "audio")]
+        # Two of the four have sound.
+        assert row["train_fixed_noise_loss"] == pytest.approx(parts[0] + parts[1] / 2)
+    page = (run.folder / "report.html").read_text()
+    assert "Loss of pictures and sound" in page
+    assert "Loss of the sound on fixed noise" in page
+    clips = sorted((run.folder / "previews").glob("*.mp4"))
+    assert len(clips) == 2
+    assert {sound_of(path) for path in clips} == {(48000, 2, 17280)}
+
+
+def test_a_run_with_sound_goes_on_as_if_it_had_not_ended(run: TinyRun) -> None:
+    whole = run.root / "whole"
+    settings = ("data.silent_clips=learn", "objective.audio_loss_weight=0.5", *UNWATCHED)
+    assert run.train(f"output.dir={whole}", *settings) == 0
+    assert all({"video_loss", "audio_loss"} <= row.keys() for row in run.metrics(whole) if "grad_norm" in row)
+    assert run.stopped_after(1, *settings) == 75
+    assert run.train(*settings, "--no-use_gradient_checkpointing", "data.cache=false") == 0
+    assert differing(checkpoint_tensors(whole, 3), checkpoint_tensors(run.folder, 3)) == []
+    # What decides its numbers may not change.
+    assert run.train(*settings[1:], "train.steps=4") == 2
+    assert run.train(settings[0], *UNWATCHED, "train.steps=4") == 2
+
+
+def test_without_the_switch_the_run_is_that_of_a_family_without_sound(
+    run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffsynth_lite.data.items.read_audio", None)
+    monkeypatch.setattr("diffsynth_lite.data.media_index.check_audio", None)
+    plain = run.root / "plain"
+    settings = ("data.audio=false", "validation.loss_items=0")
+    assert run.train(f"output.dir={plain}", *settings, "model.family=ltx_video") == 0
+    entries = {path: path.stat().st_mtime_ns for path in (run.root / "cache").rglob("*.safetensors")}
+    assert run.train(*settings) == 0
+    assert differing(checkpoint_tensors(plain, 3), checkpoint_tensors(run.folder, 3)) == []
+    # Nor are there other entries.
+    assert entries == {path: path.stat().st_mtime_ns for path in (run.root / "cache").rglob("*.safetensors")}
+    for drawn, same in zip(
+        *(sorted((one / "previews").glob("*")) for one in (plain, run.folder)), strict=True
+    ):
+        assert drawn.read_bytes() == same.read_bytes()
+
+
+def test_samples_have_sound_and_the_doctor_says_what_has_none(
+    run: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = run.root / "doctor.html"
+    assert main(["doctor", *run.arguments, "--page", str(page)]) == 0
+    told = capsys.readouterr()
+    text = " ".join((told.out + told.err).split())
+    assert "3 of 4 clips: 3 files of 16000 Hz and 1 channel; learned at 1600 Hz, 2 channels" in text
+    assert "1 clip without sound, of which the pictures alone are learned" in text
+    assert page.read_text().count("no sound") == 2
+
+    assert run.train(*UNWATCHED) == 0
+    lora = ("--lora", str(run.folder), "--prompt", "a red circle", "--size", "32x32")
+    assert main(["sample", *lora, "--frames", "9", "--steps", "2"]) == 0
+    base, with_lora = sorted((run.folder / "samples" / "0001").glob("*.mp4"))
+    assert sound_of(base) == sound_of(with_lora) == (48000, 2, 17280)
+    assert base.read_bytes() != with_lora.read_bytes()
+
+
+def test_what_cannot_be_learned_is_refused_before_weights_load(
+    run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Singing, "load_component", None)
+    assert run.train("model.family=ltx_video") == 2
+    assert "data.audio: true, but the model of ltx_video makes no sound" in caplog.text
+    clips = run.root / "clips"
+    for name in ("tone", "late", "mute"):
+        write_sound_clip(clips / f"{name}.mov", None, seconds=0.9)
+    assert run.train() == 2
+    assert "data.audio: true, but none of 4 clips has sound" in caplog.text
+
+
+def test_clips_whose_sound_cannot_be_used_are_left_out_by_name(run: TinyRun) -> None:
+    path = run.root / "clips" / "late.mov"
+    path.write_bytes(path.read_bytes().replace(b"sowt", b"zzzz"))
+    assert run.train(*UNWATCHED, "train.steps=1") == 2
+    assert run.train(*UNWATCHED, "train.steps=1", "data.on_bad_item=skip", "data.max_bad_ratio=0.5") == 0
+    (row,) = map(json.loads, (run.folder / "quarantine.jsonl").read_text().splitlines())
+    assert row["item"] == "late.mov"
+    assert "its sound is of a kind that cannot be decoded" in row["reason"]
