@@ -32,6 +32,9 @@ DECODER_ID = f"v1 libavcodec {_FFMPEG['libavcodec']} libswresample {_FFMPEG['lib
 _LAYOUTS = {1: "mono", 2: "stereo"}
 """By the number of channels."""
 
+_MOST_CHANNELS = 8
+"""That swresample knows places for."""
+
 _DECODER_OPTIONS = {"err_detect": "crccheck+bitstream+buffer+explode"}
 
 _MARGIN_S = Fraction(1, 20)
@@ -99,13 +102,15 @@ def read_audio(path: Path, start_s: float, duration_s: float, form: AudioFormat)
         cover less than half of the part, or all of them are mute.
 
     Raises:
-        UserError: the sound of the part is damaged or cut off, or of a kind that cannot be decoded.
+        UserError: the sound of the part is damaged or cut off, or of a kind that cannot be decoded or mixed.
     """
     start = _video_start(path) + Fraction(start_s)
     part = _part(path, start, Fraction(duration_s))
     if part is None:
         return None
     waveform = _resampled(part, start, round(duration_s * form.sample_rate), form)
+    if not np.isfinite(waveform).all():
+        raise UserError(f"{path}: its sound has numbers that are not finite; save it again")
     if np.abs(waveform).max() < _SILENCE:
         return None
     return Audio(waveform=torch.from_numpy(waveform), sample_rate=form.sample_rate)
@@ -159,9 +164,13 @@ def _decoded_part(
             return None
         if sought is not None and _time(head) > start - _MARGIN_S:
             raise UserError("seeking leads to a later place")
-        rate, layout = head.sample_rate, head.layout.name
+        rate, layout, num_channels = head.sample_rate, head.layout.name, head.layout.nb_channels
+        if num_channels > _MOST_CHANNELS:
+            raise UserError(
+                f"its sound has {num_channels} channels, of which {_MOST_CHANNELS} are mixed at most"
+            )
         first, last = floor((start - _MARGIN_S) * rate), ceil((start + duration + _MARGIN_S) * rate)
-        samples = np.zeros((head.layout.nb_channels, last - first), dtype=np.float32)
+        samples = np.zeros((num_channels, last - first), dtype=np.float32)
         wanted = range(round(start * rate), round((start + duration) * rate))
         num_there = 0
         for place, values in _placed(chain([head], frames)):

@@ -169,6 +169,7 @@
   function media(link, className) {
     const picture = link.querySelector("img");
     if (!link.dataset.clip) return element("img", { src: picture.src, alt: picture.alt, className });
+    // Browsers play nothing by themselves that is to be heard.
     const plays = { loop: true, muted: true, playsInline: true, autoplay: true };
     return element("video", { src: link.dataset.clip, ...plays, className });
   }
@@ -208,6 +209,7 @@
       viewer.querySelector("h3").after(compare);
       const prompt = section.querySelectorAll(".prompt h3")[promptPlace].textContent;
       Object.assign(viewer.querySelector("h3"), { textContent: prompt, title: prompt });
+      other.muted = !sound.checked;
       step.max = links.length - 1;
       step.value = linkPlace;
       output.textContent = `step ${after.dataset.step}`;
@@ -232,9 +234,16 @@
 
     let current = 0;
     const output = element("output", {});
+    const sound = element("input", { type: "checkbox" });
     const step = slider(0, 0, "training step");
     step.addEventListener("input", () => choose(current, Number(step.value)));
+    sound.addEventListener("change", () => {
+      viewer.querySelector(".after").muted = !sound.checked;
+    });
     viewer.append(element("h3", {}), element("label", {}, output, step));
+    if ("sound" in section.dataset) {
+      viewer.append(element("label", { className: "sound" }, sound, "sound of the later step"));
+    }
     viewer.hidden = false;
     prompts.forEach((links, promptPlace) =>
       links.forEach((link, linkPlace) =>

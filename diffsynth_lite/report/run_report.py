@@ -41,6 +41,7 @@ class RunReport:
         folder: the run folder.
         base: what leads from the page to the folder, in front of names of files there.
         series: lines of charts, by metric.
+        has_sound: whether clips are learned, and drawn, with their sound.
         problems: what could not be read, a line each.
     """
 
@@ -50,6 +51,7 @@ class RunReport:
     state: RunState
     series: Mapping[str, Series]
     prompts: Sequence[PromptPreviews]
+    has_sound: bool
     teaching: Teaching | None
     hard_items: HardItems | None
     noise: Sequence[NoiseTenth]
@@ -99,6 +101,7 @@ def read_run(path: Path, *, base: str = "") -> RunReport:
             [str(each) for each in prompts] if isinstance(prompts, list) else [],
             drawn_on=Path(drawn_on).name if isinstance(drawn_on, str) else None,
         ),
+        has_sound=_section(settings, "data").get("audio") is True,
         teaching=read_teaching(items, loss_rows),
         hard_items=read_hard_items(reader.rows(folder.sample_losses_file.name)),
         noise=noise_tenths(rows),

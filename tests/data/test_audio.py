@@ -196,6 +196,20 @@ def test_sound_that_is_cut_off_is_an_error(tmp_path: Path) -> None:
         read_audio(web, 0.0, 2.0, MONO)
 
 
+def test_sound_that_is_not_finite_or_has_too_many_channels_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tone(440, rate=16000)
+    broken[0, 8000] = np.nan
+    path = write_sound_clip(tmp_path / "nan.mkv", broken, codec="pcm_f32le")
+    with pytest.raises(UserError, match=r"nan\.mkv: its sound has numbers that are not finite"):
+        read_audio(path, 0.0, 1.0, MONO)
+    stereo = write_sound_clip(tmp_path / "two.mkv", tone(440, rate=16000, channels=2))
+    monkeypatch.setattr(audio_module, "_MOST_CHANNELS", 1)
+    with pytest.raises(UserError, match=r"two\.mkv: its sound has 2 channels"):
+        read_audio(stereo, 0.0, 1.0, MONO)
+
+
 def test_sound_that_nothing_decodes_is_an_error(tmp_path: Path) -> None:
     path = write_sound_clip(tmp_path / "odd.mov", tone(440, rate=16000))
     content = path.read_bytes()

@@ -1,6 +1,7 @@
 """Whole runs on clips with their sound, with a tiny family that makes sound."""
 
 import json
+import shutil
 from pathlib import Path
 
 import av
@@ -13,6 +14,12 @@ from my_families.singing import Singing, tiny
 from tiny_run import TinyRun, checkpoint_tensors, differing, write_config
 
 from diffsynth_lite.cli.main import main
+from diffsynth_lite.config import load_config
+from diffsynth_lite.data import TensorCache
+from diffsynth_lite.doctor.examination import examine
+from diffsynth_lite.doctor.examined import estimate_cache
+from diffsynth_lite.training.checks import bind_family
+from diffsynth_lite.training.planning.subject import counter_of, step_settings
 
 UNWATCHED = ("validation.prompts=[]", "validation.loss_items=0", "validation.item_losses=0")
 
@@ -94,6 +101,7 @@ def test_sound_is_encoded_learned_told_apart_and_drawn(run: TinyRun) -> None:
         # Two of the four have sound.
         assert row["train_fixed_noise_loss"] == pytest.approx(parts[0] + parts[1] / 2)
     page = (run.folder / "report.html").read_text()
+    assert '<section class="previews" data-sound>' in page
     assert "Loss of pictures and sound" in page
     assert "Loss of the sound on fixed noise" in page
     clips = sorted((run.folder / "previews").glob("*.mp4"))
@@ -127,6 +135,7 @@ def test_without_the_switch_the_run_is_that_of_a_family_without_sound(
     assert differing(checkpoint_tensors(plain, 3), checkpoint_tensors(run.folder, 3)) == []
     # Nor are there other entries.
     assert entries == {path: path.stat().st_mtime_ns for path in (run.root / "cache").rglob("*.safetensors")}
+    assert '<section class="previews">' in (run.folder / "report.html").read_text()
     for drawn, same in zip(
         *(sorted((one / "previews").glob("*")) for one in (plain, run.folder)), strict=True
     ):
@@ -173,3 +182,31 @@ def test_clips_whose_sound_cannot_be_used_are_left_out_by_name(run: TinyRun) -> 
     (row,) = map(json.loads, (run.folder / "quarantine.jsonl").read_text().splitlines())
     assert row["item"] == "late.mov"
     assert "its sound is of a kind that cannot be decoded" in row["reason"]
+
+
+def test_what_a_step_and_the_cache_take_is_counted_with_the_sound(run: TinyRun, tmp_path: Path) -> None:
+    taken, estimated = {}, {}
+    for audio in ("true", "false"):
+        settings = (*run.settings, f"data.audio={audio}", "train.use_gradient_checkpointing=false")
+        config = load_config(run.config, settings).config
+        family = bind_family(config)
+        taken[audio] = counter_of(config, family).count(step_settings(config, family)).step
+        (data,) = examine(config, sheet_size=0).data
+        estimated[audio] = estimate_cache(data, TensorCache(tmp_path / "none"))
+    # The same blocks run twice, for 2 latents of the pictures and 9 of the sound.
+    assert 2 * taken["false"].kept < taken["true"].kept < 9 * taken["false"].kept
+    assert estimated["true"].num_missing == estimated["false"].num_missing
+    assert estimated["true"].missing_bytes - estimated["false"].missing_bytes == 4 * 4 * 128 * 9
+
+
+def test_a_sealed_cache_has_the_sound(run: TinyRun) -> None:
+    pytest.importorskip("lance")
+    sealed = f"data.sealed={run.root / 'sealed'}"
+    assert run.train(*UNWATCHED, f"output.dir={run.root / 'plain'}") == 0
+    assert main(["cache", "seal", *run.arguments, *UNWATCHED, sealed]) == 0
+    for path in (run.root / "clips").iterdir():
+        path.unlink()
+    shutil.rmtree(run.root / "cache")
+    assert run.train(*UNWATCHED, sealed, "data.audio=false") == 2
+    assert run.train(*UNWATCHED, sealed) == 0
+    assert differing(checkpoint_tensors(run.root / "plain", 3), checkpoint_tensors(run.folder, 3)) == []

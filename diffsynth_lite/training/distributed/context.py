@@ -99,6 +99,11 @@ def check_split(config: Config, family: ModelFamily, transformer: torch.nn.Modul
     wanted, kind = config.train.context_parallel, config.train.context_parallel_kind
     if wanted == 1:
         return
+    if family.with_audio:
+        raise UserError(
+            f"train.context_parallel: {wanted}: clips with their sound are not split over processes; set 1, "
+            "or data.audio: false"
+        )
     model: Any = family.parts_of(transformer)[family.trained[0]]
     split = _split_of(config, family, model)
     if kind not in split.kinds:
