@@ -43,6 +43,7 @@ RECIPES_OF_CLIPS = {
     "cogvideox": "cogvideox_lora.yaml",
     "hunyuan_video": "hunyuan_video_lora.yaml",
     "hunyuan_video_15": "hunyuan_video_15_lora.yaml",
+    "ltx2": "ltx2_lora.yaml",
     "ltx_video": "ltx_video_lora.yaml",
 }
 """Of those that learn clips, and pictures besides."""

@@ -104,6 +104,24 @@ LTX_VIDEO_NAMES = Spelling(
 )
 """Diffusers' names but for the prefix; those of the two layers would be others in ComfyUI."""
 
+LTX2_NAMES = Spelling(
+    prefixes=MappingProxyType({"transformer": "diffusion_model"}),
+    renames=(
+        ("proj_in", "patchify_proj"),
+        ("audio_proj_in", "audio_patchify_proj"),
+        ("time_embed", "adaln_single"),
+        ("audio_time_embed", "audio_adaln_single"),
+        ("prompt_adaln", "prompt_adaln_single"),
+        ("audio_prompt_adaln", "audio_prompt_adaln_single"),
+        ("av_cross_attn_video_scale_shift", "av_ca_video_scale_shift_adaln_single"),
+        ("av_cross_attn_audio_scale_shift", "av_ca_audio_scale_shift_adaln_single"),
+        ("av_cross_attn_video_a2v_gate", "av_ca_a2v_gate_adaln_single"),
+        ("av_cross_attn_audio_v2a_gate", "av_ca_v2a_gate_adaln_single"),
+    ),
+    unknown_to_comfyui=(),
+)
+"""The names of the models' own repository, which ComfyUI has, too."""
+
 SDXL_NAMES = Spelling(
     prefixes=MappingProxyType(
         {"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}

@@ -15,7 +15,8 @@ class ReleaseComponent:
     """A component of a pipeline.
 
     Attributes:
-        class_name: its class, of diffusers or transformers.
+        class_name: its class, of diffusers or transformers; behind ``ltx2.`` or the like where diffusers has
+            it in that folder of its pipelines alone.
         config: settings that differ from the defaults of its class.
         dtype: of the released weights; None where that is not known, and of a scheduler.
         num_bytes: of the released weights, as the index of their files says; None where no index is known.

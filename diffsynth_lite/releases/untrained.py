@@ -44,7 +44,12 @@ UNTRAINED: Mapping[str, Untrained] = MappingProxyType(
             "hunyuan_video",
             "the first frame in the model's input and the prompt",
         ),
-        "LTX2": Untrained("LTX-2", "ltx_video", "sound, and another transformer and autoencoder"),
+        "LTX2DFR": Untrained("LTX-2's refinement", "ltx2", "a second pass over a clip that is drawn"),
+        "LTX2HDR": Untrained("LTX-2 for HDR", "ltx2", "a clip to make brighter, beside the noisy one"),
+        "LTX2InContext": Untrained("LTX-2 in context", "ltx2", "clips to go by, beside the noisy one"),
+        "LTX2LatentUpsample": Untrained(
+            "Upscalers of LTX-2", "ltx2", "a model that enlarges latents and removes no noise"
+        ),
         "LTXLatentUpsample": Untrained(
             "Upscalers of LTX-Video", "ltx_video", "a model that enlarges latents and removes no noise"
         ),

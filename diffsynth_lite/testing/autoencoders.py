@@ -13,6 +13,8 @@ from diffusers import (
     AutoencoderKLFlux2,
     AutoencoderKLHunyuanVideo,
     AutoencoderKLHunyuanVideo15,
+    AutoencoderKLLTX2Audio,
+    AutoencoderKLLTX2Video,
     AutoencoderKLLTXVideo,
     AutoencoderKLQwenImage,
     AutoencoderKLQwenImage21,
@@ -146,6 +148,42 @@ def tiny_hunyuan_video_vae(*, seed: int = 0) -> AutoencoderKLHunyuanVideo:
         return AutoencoderKLHunyuanVideo(
             latent_channels=4, block_out_channels=(4, 4, 4, 4), norm_num_groups=2, layers_per_block=1
         ).eval()
+
+
+def tiny_ltx2_vae(*, seed: int = 0) -> AutoencoderKLLTX2Video:
+    """A random LTX-2 VAE of clips: 128 channels, 32 x 32 pixels and 8 frames to a latent.
+
+    Its statistics are no released model's, but are not those of the class either, which change nothing. It
+    decodes clips of any size, as that of LTX-2.3; that of LTX-2 mirrors their edges, and needs 64 pixels.
+    """
+    with seeded(seed):
+        vae = AutoencoderKLLTX2Video(
+            block_out_channels=(8, 8, 8, 8),
+            decoder_block_out_channels=(8, 16, 32),
+            layers_per_block=(1, 1, 1, 1, 1),
+            decoder_layers_per_block=(1, 1, 1, 1),
+            decoder_causal=False,
+            decoder_spatial_padding_mode="zeros",
+            spatial_compression_ratio=32,
+            temporal_compression_ratio=8,
+        )
+    vae.latents_mean.copy_(torch.linspace(-0.5, 0.5, 128))
+    vae.latents_std.copy_(torch.linspace(0.5, 1.5, 128))
+    return vae.eval()
+
+
+def tiny_ltx2_audio_vae(*, seed: int = 0) -> AutoencoderKLLTX2Audio:
+    """A random LTX-2 VAE of sound: 4 channels of 4 mel bins, the real rates, 25 latents a second.
+
+    The released one has 8 channels of 16. Its statistics are no released model's, likewise.
+    """
+    with seeded(seed):
+        vae = AutoencoderKLLTX2Audio(
+            base_channels=16, ch_mult=(1, 1, 1), num_res_blocks=1, latent_channels=4, mel_bins=16
+        )
+    vae.latents_mean.copy_(torch.linspace(-0.5, 0.5, 16))
+    vae.latents_std.copy_(torch.linspace(0.5, 1.5, 16))
+    return vae.eval()
 
 
 def tiny_hunyuan_video_15_vae(*, seed: int = 0) -> AutoencoderKLHunyuanVideo15:

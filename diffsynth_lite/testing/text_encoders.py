@@ -14,6 +14,8 @@ from transformers import (
     CLIPTokenizer,
     Gemma2Config,
     Gemma2Model,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GemmaTokenizer,
     LlamaConfig,
     LlamaModel,
@@ -257,6 +259,38 @@ def tiny_gemma2(tokenizer: GemmaTokenizer, *, seed: int = 0) -> Gemma2Model:
     )
     with seeded(seed):
         return Gemma2Model(config).eval()
+
+
+def tiny_gemma3(tokenizer: GemmaTokenizer, *, seed: int = 0) -> Gemma3ForConditionalGeneration:
+    """A random Gemma 3 with two layers, of either kind, and one of vision: of the LTX-2 pipelines."""
+    config = Gemma3Config(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": _DECODER_WIDTH,
+            "intermediate_size": 2 * _DECODER_WIDTH,
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": _DECODER_WIDTH // 2,
+            "query_pre_attn_scalar": _DECODER_WIDTH // 2,
+            "sliding_window": 1024,
+            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+        },
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=1,
+    )
+    with seeded(seed):
+        return Gemma3ForConditionalGeneration(config).eval()
 
 
 def _qwen2_5_vl_layout(tokenizer: Qwen2Tokenizer, hidden_size: int, *, num_layers: int) -> dict[str, Any]:

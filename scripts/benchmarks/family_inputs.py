@@ -118,6 +118,18 @@ COUNTED = (
         small_pixels=(224, 128, 17),
     ),
     CountedRelease(
+        family="ltx2",
+        name="LTX-2 19B",
+        pixels=(768, 512, 81),
+        small={
+            "num_attention_heads": 2,
+            "cross_attention_dim": 256,
+            "audio_num_attention_heads": 2,
+            "audio_cross_attention_dim": 128,
+        },
+        small_pixels=(384, 256, 41),
+    ),
+    CountedRelease(
         family="ltx_video",
         name="LTX-Video 0.9",
         pixels=(768, 512, 81),

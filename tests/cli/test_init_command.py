@@ -138,7 +138,7 @@ def test_pictures_that_come_from_others_get_an_edit_model(
         ),
         (
             ["my pictures", "--preset", "motion"],
-            "--preset motion: is for cogvideox, hunyuan_video, hunyuan_video_15, ltx_video, wan, wan_i2v, ",
+            "--preset motion: is for cogvideox, hunyuan_video, hunyuan_video_15, ltx2, ltx_video, wan, ",
         ),
         (["my pictures", "--preset", "x"], "--preset x: There are few_pictures, "),
         (["my pictures", "--out", "none/mine.yaml"], "--out none/mine.yaml: cannot be written: No such file"),

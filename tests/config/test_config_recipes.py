@@ -31,6 +31,7 @@ def test_there_are_recipes():
         "krea2_lora.yaml",
         "hunyuan_video_15_lora.yaml",
         "hunyuan_video_lora.yaml",
+        "ltx2_lora.yaml",
         "ltx_video_0_9_5_lora.yaml",
         "ltx_video_lora.yaml",
         "qwen_image_21_lora.yaml",

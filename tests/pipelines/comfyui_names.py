@@ -116,6 +116,28 @@ _LTX_VIDEO = (
     *_in("caption_projection", "linear_1", "linear_2"),
     *("adaln_single.linear", "patchify_proj", "proj_out"),
 )
+_LTX2 = (
+    *(
+        name
+        for attention in ("attn1", "attn2", "audio_to_video_attn", "video_to_audio_attn")
+        for of_sound in (("", "audio_") if attention.startswith("attn") else ("",))
+        for name in _in(f"transformer_blocks.*.{of_sound}{attention}", *_PLAIN_ATTENTION, "to_gate_logits")
+    ),
+    *_in("transformer_blocks.*.ff.net", "0.proj", "2"),
+    *_in("transformer_blocks.*.audio_ff.net", "0.proj", "2"),
+    *(
+        name
+        for norm in (
+            *("adaln_single", "audio_adaln_single", "prompt_adaln_single", "audio_prompt_adaln_single"),
+            *("av_ca_video_scale_shift_adaln_single", "av_ca_audio_scale_shift_adaln_single"),
+            *("av_ca_a2v_gate_adaln_single", "av_ca_v2a_gate_adaln_single"),
+        )
+        for name in _in(norm, "emb.timestep_embedder.linear_1", "emb.timestep_embedder.linear_2", "linear")
+    ),
+    *_in("caption_projection", "linear_1", "linear_2"),
+    *_in("audio_caption_projection", "linear_1", "linear_2"),
+    *("patchify_proj", "audio_patchify_proj", "proj_out", "audio_proj_out"),
+)
 _UNET = (
     *(
         name
@@ -173,6 +195,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "krea2": _in("transformer", *_KREA2),
     "z_image": _in("transformer", *_Z_IMAGE),
     **dict.fromkeys(("wan", "wan_i2v"), _in("diffusion_model", *_WAN)),
+    "ltx2": _in("diffusion_model", *_LTX2),
     "ltx_video": _in("diffusion_model", *_LTX_VIDEO),
     "sd3": _in("transformer", *_SD3),
     "sdxl": (*_flat("lora_unet", *_UNET), *_flat("lora_te1", *_CLIP), *_flat("lora_te2", *_CLIP)),

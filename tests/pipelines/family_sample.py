@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
@@ -199,6 +200,17 @@ def transformer_calls(transformer: torch.nn.Module, run: Callable[[], object]) -
         run()
     hook.remove()
     return calls
+
+
+def numbers(value: Any) -> torch.Tensor:
+    """All that an argument holds, one behind the other; of what a step keeps for the next ones nothing."""
+    if value is None or isinstance(value, QwenImage21KVCache | str):
+        return torch.zeros(0)
+    if isinstance(value, dict):
+        value = [value[name] for name in sorted(value)]
+    if isinstance(value, (list, tuple)):
+        return torch.cat([torch.zeros(0), *map(numbers, value)])
+    return torch.as_tensor(value).float().flatten()
 
 
 def ones_like(output: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:

@@ -174,6 +174,16 @@ ff\.                                          mlp.
 norm_q                                        q_norm
 norm_k                                        k_norm
 """,
+    "LTX2VideoTransformer3DModel": r"""
+^(audio_)?proj_in                             \1patchify_proj
+^(audio_)?time_embed                          \1adaln_single
+^(audio_)?prompt_adaln                        \1prompt_adaln_single
+^av_cross_attn_(\w+)_scale_shift              av_ca_\1_scale_shift_adaln_single
+^av_cross_attn_(video|audio)_(a2v|v2a)_gate   av_ca_\2_gate_adaln_single
+(video|audio)_a2v_cross_attn_scale_shift_table scale_shift_table_a2v_ca_\1
+norm_q                                        q_norm
+norm_k                                        k_norm
+""",
     "QwenImageTransformer2DModel": "",
     "QwenImage21Transformer2DModel": r"""
 img_mlp\.gate_layer                           img_mlp.gate_up

@@ -116,6 +116,14 @@ def of_ltx(num_tokens: int) -> list[float]:
     ]
 
 
+def of_ltx2(num_tokens: int) -> list[float]:
+    trained = 0.9 * mean_level("logit_normal", ltx_line(num_tokens)) + 0.1 * mean_level("uniform", 1)
+    return [
+        trained,  # Lightricks' trainer, one draw of ten of which has no shift
+        mean_level("uniform", ltx_line(4096)),  # DiffSynth-Studio, but that it stretches the levels
+    ]
+
+
 def of_qwen(_num_tokens: int) -> list[float]:
     return [
         mean_level("uniform", 1),  # diffusers' training script
@@ -178,6 +186,7 @@ REFERENCES: dict[str, Callable[[int], Sequence[float]]] = {
     "krea2": of_krea2,
     "hunyuan_video": of_hunyuan_video,
     "hunyuan_video_15": of_hunyuan_video_15,
+    "ltx2": of_ltx2,
     "ltx_video": of_ltx,
     "qwen_image": of_qwen,
     "qwen_image_21": of_qwen_21,

@@ -74,8 +74,8 @@ def test_a_missing_import_inside_a_familys_file_keeps_its_traceback(
 
 REFUSED = {
     "LTXLatentUpsamplePipeline": ("Upscalers of LTX-Video", "ltx_video"),
-    "LTX2Pipeline": ("LTX-2", "ltx_video"),
-    "LTX2ImageToVideoPipeline": ("LTX-2", "ltx_video"),
+    "LTX2InContextPipeline": ("LTX-2 in context", "ltx2"),
+    "LTX2LatentUpsamplePipeline": ("Upscalers of LTX-2", "ltx2"),
     "QwenImageLayeredPipeline": ("Qwen-Image-Layered", "qwen_image_edit"),
     "WanVACEPipeline": ("Wan VACE", "wan"),
     "WanAnimatePipeline": ("Wan 2.2 Animate", "wan_i2v"),

@@ -176,4 +176,6 @@ def test_layers_dropped_in_the_last_block_would_get_no_gradient(sample: Sample) 
     used.requires_grad_(True)
     _, gradients = velocity_and_gradients(sample, transformer)
     for name in unused:
-        assert is_idle(gradients[f"{name}.weight"]), name
+        inside = [one for one in gradients if one.startswith(f"{name}.")]
+        assert f"{name}.weight" in inside or len(inside) > 1
+        assert [one for one in inside if not is_idle(gradients[one])] == []

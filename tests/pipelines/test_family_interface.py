@@ -165,24 +165,27 @@ def test_the_velocity_is_what_the_pipeline_hands_to_its_sampler(
 ) -> None:
     family = sample.family
     transformer = family.load_transformer(torch.float32)
-    transformer.register_forward_hook(lambda _module, _args, output: (ones_like(output[0]),))
-    scheduler = family.load_scheduler()
+    transformer.register_forward_hook(lambda _module, _args, output: (ones_like(output[0]), *output[1:]))
+    scheduler_class = type(family.load_scheduler())
     handed_over: list[torch.Tensor] = []
-    step = scheduler.step
+    step = scheduler_class.step
 
     @functools.wraps(step)
-    def watched(output: torch.Tensor, *args: Any, **settings: Any) -> Any:
+    def watched(scheduler: Any, output: torch.Tensor, *args: Any, **settings: Any) -> Any:
         # With a noise level for each token, this one scheduler goes the other way along what it is handed.
         handed_over.append(-output if settings.get("per_token_timesteps") is not None else output)
-        return step(output, *args, **settings)
+        return step(scheduler, output, *args, **settings)
 
-    monkeypatch.setattr(family, "load_scheduler", lambda: scheduler)
-    monkeypatch.setattr(scheduler, "step", watched)
+    # Of the class: some pipelines copy their sampler, for what they draw beside the clip.
+    monkeypatch.setattr(scheduler_class, "step", watched)
     request = sample.request(num_inference_steps=2, guidance_scale=1.0, seed=0)
     family.sample(transformer, torch.float32, [request])
     ours = predict(sample, transformer)
     # A model that says 1 everywhere: sign and scale show, the layout does not matter.
-    assert ours.unique().tolist() == handed_over[0].unique().tolist()
+    (everywhere,) = ours.unique().tolist()
+    # LTX-2's pipeline goes over the clean latents, where it guides, and back.
+    rounding = 1e-5 if sample.name == "ltx2" else 0
+    assert (handed_over[0] - everywhere).abs().max() <= rounding
     assert ours[:1].numel() == handed_over[0].numel()
 
 

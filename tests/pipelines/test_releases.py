@@ -33,6 +33,8 @@ ROUNDED_DOWN = {
     **dict.fromkeys(("krea/Krea-2-Raw", "krea/Krea-2-Turbo"), 12820073036),
 }
 """Parameters of those whose names say less than is there."""
+GATES = "to_gate_logits"
+"""Of LTX-2.3: layers of the attention with one output for each head."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -78,7 +80,7 @@ def test_the_model_has_the_published_size_and_gets_a_lora(family: DiffusersFamil
             assert parameters_of(part) == pytest.approx(published, rel=TOLERANCE)
     for targets in (family.default_target_modules, *family.target_sets.values()):
         layers = find_target_layers(model, targets, unused_modules=family.unused_modules(model))
-        weights = [model.get_submodule(layer).weight for layer in layers]
+        weights = [model.get_submodule(layer).weight for layer in layers if not layer.endswith(GATES)]
         assert all(min(weight.shape) >= 64 for weight in weights)
 
 

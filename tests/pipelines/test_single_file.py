@@ -34,6 +34,7 @@ KINDS = {
     "Krea2Transformer2DModel": ("a Krea 2", "krea2"),
     "HunyuanVideoTransformer3DModel": ("a HunyuanVideo", "hunyuan-video"),
     "HunyuanVideo15Transformer3DModel": ("a HunyuanVideo 1.5", "-"),  # diffusers knows no other layout
+    "LTX2VideoTransformer3DModel": ("an LTX-2", "an LTX-2"),
     "LTXVideoTransformer3DModel": ("an LTX-Video", "ltx-video"),
     "QwenImageTransformer2DModel": ("a Qwen-Image", "a Qwen-Image"),
     "QwenImage21Transformer2DModel": ("qwen-image-2.1", "qwen-image-2.1"),

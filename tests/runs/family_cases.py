@@ -10,6 +10,7 @@ from typing import Any
 
 import flux2_layouts
 import hunyuan_pipelines
+import ltx2_layouts
 import ltx_layouts
 import wan_pipelines
 from tiny_run import TinyRun, tiny_picture, write_config
@@ -75,10 +76,12 @@ def _of_each_kind(name: str) -> dict[str, FamilyCase]:
 
 
 OF_A_REFERENCE = (("input_latents_0", 128),)
+OF_A_START = (("first_frame_latents", 128), ("loss_mask", 1))
 OF_A_DRAWN_START = (("first_frame_latents", 128), ("first_frame_std", 128), ("loss_mask", 1))
 
 CONDITIONING: dict[tuple[str, RecordKind], tuple[tuple[str, int], ...]] = {
     ("flux2", "edit"): OF_A_REFERENCE,
+    ("ltx2", "image_to_video"): OF_A_START,
     ("ltx_video", "image_to_video"): OF_A_DRAWN_START,
 }
 """What tiny pipelines cache of items of other kinds than their first, beside latents."""
@@ -93,6 +96,7 @@ LAYOUTS = {
         kind="image_to_video",
         conditioning=(("first_frame_latents", 4), ("image_embeds", 4)),
     ),
+    "ltx2 as 2.3": FamilyCase(family="ltx2", build=ltx2_layouts.of_2_3),
     "ltx_video of conditions": FamilyCase(family="ltx_video", build=ltx_layouts.of_conditions),
     "ltx_video of conditions from first frames": FamilyCase(
         family="ltx_video",

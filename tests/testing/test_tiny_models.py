@@ -16,6 +16,8 @@ from diffsynth_lite.testing.autoencoders import (
     tiny_flux2_vae,
     tiny_flux_vae,
     tiny_kl,
+    tiny_ltx2_audio_vae,
+    tiny_ltx2_vae,
     tiny_ltx_vae,
     tiny_qwen21_vae,
     tiny_qwen_vae,
@@ -26,6 +28,7 @@ from diffsynth_lite.testing.text_encoders import (
     tiny_clip_text,
     tiny_clip_text_with_projection,
     tiny_gemma2,
+    tiny_gemma3,
     tiny_mistral3,
     tiny_qwen2_5_vl,
     tiny_qwen3_lm,
@@ -52,6 +55,7 @@ BUILDERS = {
     "clip_text": lambda seed: tiny_clip_text(clip_tokenizer(), seed=seed),
     "clip_text_with_projection": lambda seed: tiny_clip_text_with_projection(clip_tokenizer(), seed=seed),
     "gemma2": lambda seed: tiny_gemma2(gemma_tokenizer(), seed=seed),
+    "gemma3": lambda seed: tiny_gemma3(gemma_tokenizer(), seed=seed),
     "mistral3": lambda seed: tiny_mistral3(mistral_tokenizer(), seed=seed),
     "qwen_vae": lambda seed: tiny_qwen_vae(seed=seed),
     "qwen21_vae": lambda seed: tiny_qwen21_vae(seed=seed),
@@ -62,6 +66,8 @@ BUILDERS = {
     "flux_vae": lambda seed: tiny_flux_vae(seed=seed),
     "flux2_vae": lambda seed: tiny_flux2_vae(seed=seed),
     "ltx_vae": lambda seed: tiny_ltx_vae(seed=seed),
+    "ltx2_vae": lambda seed: tiny_ltx2_vae(seed=seed),
+    "ltx2_audio_vae": lambda seed: tiny_ltx2_audio_vae(seed=seed),
     "dc_vae": lambda seed: tiny_dc_vae(seed=seed),
     "wan_transformer": lambda seed: tiny_wan_transformer(32, seed=seed),
 }
@@ -178,14 +184,23 @@ def test_the_clip_encoder_of_pictures_takes_what_its_processor_makes_of_any_shap
     assert [state.shape for state in states] == [(1, 5, 16)] * 3
 
 
-def test_the_tiny_ltx_vae_compresses_as_the_released_one_does():
+@pytest.mark.parametrize("build", [tiny_ltx_vae, tiny_ltx2_vae])
+def test_the_tiny_ltx_vaes_compress_as_the_released_ones_do(build):
     clip = torch.rand(1, 3, 9, 64, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    vae = tiny_ltx_vae()
+    vae = build()
     with torch.no_grad():
         latents = vae.encode(clip).latent_dist.mode()
         assert vae.decode(latents).sample.shape == clip.shape
     assert latents.shape == (1, 128, 2, 2, 1)
     assert (vae.spatial_compression_ratio, vae.temporal_compression_ratio) == (32, 8)
+
+
+def test_the_tiny_ltx2_vae_of_sound_makes_a_latent_of_four_mel_frames_and_of_the_first_alone():
+    vae, mel = tiny_ltx2_audio_vae(), torch.randn(1, 2, 9, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        latents = vae.encode(mel).latent_dist.mode()
+        assert vae.decode(latents).sample.shape == mel.shape
+    assert latents.shape == (1, 4, 3, 4)
 
 
 def test_the_dc_vae_compresses_thirty_two_by_thirty_two_into_thirty_two_channels():

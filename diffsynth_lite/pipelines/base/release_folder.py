@@ -43,7 +43,8 @@ def write_release(release: Release, path: Path) -> PipelineFolder:
     index: dict[str, Any] = {"_class_name": release.pipeline_class, **release.settings}
     for name, component in {**release.components, "scheduler": release.scheduler}.items():
         component_class = class_of(component)
-        index[name] = [component_class.__module__.partition(".")[0], component.class_name]
+        package, _, class_name = component.class_name.rpartition(".")
+        index[name] = [package or component_class.__module__.partition(".")[0], class_name]
         file = "scheduler_config.json" if name == "scheduler" else "config.json"
         _write_json(path / name / file, full_config(component))
     for name, tokenizer in release.tokenizers.items():
@@ -71,6 +72,9 @@ def class_of(component: ReleaseComponent) -> Any:
 
 
 def _class_named(name: str) -> Any:
+    package, _, class_name = name.rpartition(".")
+    if package:
+        return getattr(getattr(diffusers.pipelines, package), class_name)
     return getattr(diffusers if hasattr(diffusers, name) else transformers, name)
 
 

@@ -60,6 +60,7 @@ _KINDS = MappingProxyType(
         r"^caption_norm\.": "a Sana in diffusers' layout",
         r"^condition_embedder\.time_embedder\.": "a Wan in diffusers' layout",
         r"^patch_embed\.text_proj\.": "a CogVideoX in diffusers' layout",
+        r"^audio_(proj_in|patchify_proj)\.": "an LTX-2",
         r"^proj_in\.": "an LTX-Video in diffusers' layout",
         r"^down_blocks\.1\.attentions\.0\.proj_in\.": "a UNet in diffusers' layout",
         r"^label_emb\.": "a UNet of SDXL, or of its refiner",
@@ -177,8 +178,8 @@ _Converter: TypeAlias = Callable[[dict[str, Tensor], Any], Mapping[str, Tensor |
 
 def _converter(model: nn.Module) -> _Converter | None:
     class_name = type(model).__name__
-    if class_name in _OF_SDXL:
-        return _OF_SDXL[class_name]
+    if class_name in _CONVERTERS:
+        return _CONVERTERS[class_name]
     classes = (SINGLE_FILE_LOADABLE_CLASSES.get(one.__name__) for one in type(model).__mro__)
     functions = next(filter(None, classes), None)
     if functions is None:
@@ -210,6 +211,17 @@ def _open_clip(tensors: dict[str, Tensor], model: Any) -> Mapping[str, Tensor]:
     return converted
 
 
+def _ltx2(tensors: dict[str, Tensor], model: Any) -> Mapping[str, Tensor]:
+    # diffusers 0.42.1 leaves out what LTX-2.3 has beyond LTX-2: how its blocks read the prompt.
+    named = {
+        name.replace("prompt_adaln_single.", "prompt_adaln."): tensor
+        for name, tensor in _taken(tensors).items()
+    }
+    convert = SINGLE_FILE_LOADABLE_CLASSES[type(model).__name__]["checkpoint_mapping_fn"]
+    converted: dict[str, Tensor] = convert(checkpoint=named)
+    return converted
+
+
 def _taken(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """All of them, taken out."""
     taken = dict(tensors)
@@ -217,15 +229,16 @@ def _taken(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return taken
 
 
-_OF_SDXL: Mapping[str, _Converter] = MappingProxyType(
+_CONVERTERS: Mapping[str, _Converter] = MappingProxyType(
     {
+        "LTX2VideoTransformer3DModel": _ltx2,
         "AutoencoderKL": _vae,
         "CLIPTextModel": _clip,
         "CLIPTextModelWithProjection": _open_clip,
         "UNet2DConditionModel": _unet,
     }
 )
-"""Those of the classes whose layouts are known by whole checkpoints."""
+"""Those of LTX-2, and of the classes whose layouts are known by whole checkpoints of SDXL."""
 
 
 class _PartsInPlace(TorchFunctionMode):

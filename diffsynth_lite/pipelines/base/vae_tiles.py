@@ -18,6 +18,7 @@ from diffusers import (
     AutoencoderKLFlux2,
     AutoencoderKLHunyuanVideo,
     AutoencoderKLHunyuanVideo15,
+    AutoencoderKLLTX2Video,
     AutoencoderKLLTXVideo,
     AutoencoderKLQwenImage,
     AutoencoderKLQwenImage21,
@@ -106,6 +107,7 @@ _BY_CLASS: Mapping[Any, VaeTiles] = MappingProxyType(
         AutoencoderKLQwenImage: VaeTiles(side=256, stride=192),
         AutoencoderKLQwenImage21: VaeTiles(side=256, stride=192),
         AutoencoderKLWan: VaeTiles(side=256, stride=192),
+        AutoencoderKLLTX2Video: VaeTiles(side=512, stride=448, num_frames=16),
         AutoencoderKLLTXVideo: VaeTiles(side=512, stride=448, num_frames=16),
         AutoencoderDC: VaeTiles(side=512, stride=448),
     }

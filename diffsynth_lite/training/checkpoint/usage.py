@@ -51,6 +51,7 @@ def usage_code(
     call = {
         "prompt": prompt,
         **_guidance(family, request.guidance_scale, negative_prompt, takes),
+        **_further_guidance(family, request.guidance_scale, takes),
         **({"width": request.width, "height": request.height} if "width" in takes else {}),
         **({"max_area": request.width * request.height} if pictures and "max_area" in takes else {}),
         **({"num_frames": request.num_frames, "output_type": "pil"} if makes_clips else {}),
@@ -110,6 +111,19 @@ def _guidance(
     # Without any negative prompt, a pipeline with a ``true_cfg_scale`` runs the model once.
     is_given = "negative_prompt" in takes and (negative_prompt.strip() or name == "true_cfg_scale")
     return {**({"negative_prompt": negative_prompt} if is_given else {}), name: scale}
+
+
+def _further_guidance(family: DiffusersFamily, scale: float, takes: Mapping[str, Any]) -> dict[str, float]:
+    """What a pipeline that guides in further ways by default is told, to guide as previews are guided."""
+    if "modality_scale" not in takes:
+        return {}
+    off = {"stg_scale": 0.0, "audio_stg_scale": 0.0}
+    if scale <= 1:
+        return {
+            **dict.fromkeys(("audio_guidance_scale", "modality_scale", "audio_modality_scale"), 1.0),
+            **off,
+        }
+    return {} if family.folder.component_config("transformer").get("perturbed_attn") else off
 
 
 def _guider(scale: float, takes: Mapping[str, Any], parts: Mapping[str, Any]) -> Iterator[str]:

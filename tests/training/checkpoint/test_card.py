@@ -127,6 +127,23 @@ def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel 
             ],
         ),
         (
+            "ltx2_lora.yaml",
+            (),
+            None,
+            {"pipeline_tag": "text-to-video"},
+            [
+                "    guidance_scale=3.0,\n    stg_scale=0.0,\n    audio_stg_scale=0.0,\n",
+                "    num_frames=81,\n    output_type='pil',\n    frame_rate=24.0,\n",
+            ],
+        ),
+        (
+            "ltx2_lora.yaml",
+            ("validation.guidance_scale=1.0",),
+            None,
+            {},
+            ["    guidance_scale=0.0,\n    audio_guidance_scale=1.0,\n    modality_scale=1.0,\n"],
+        ),
+        (
             "qwen_image_edit_lora.yaml",
             (),
             None,

@@ -1,0 +1,44 @@
+"""This file lists the layers of LTX-2 that a LoRA may be on, and what else files call them.
+
+Sources: the modules of diffusers' model and its ``scripts/convert_ltx2_to_diffusers.py``, which has the names
+of Lightricks' repository; ``comfy/ldm/lightricks/av_model.py`` of ComfyUI, which has these, too.
+"""
+
+from types import MappingProxyType
+
+from diffsynth_lite.lora.known_names import LoraLayers
+from diffsynth_lite.lora.layer_names import LayerNames, renamed
+from diffsynth_lite.lora.spelling import LTX2_NAMES
+
+_BLOCK = "transformer_blocks.*"
+_ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
+_PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0", "to_gate_logits")
+_NORMS = ("time_embed", "audio_time_embed", "prompt_adaln", "audio_prompt_adaln")
+_BETWEEN = (
+    *("av_cross_attn_video_scale_shift", "av_cross_attn_audio_scale_shift"),
+    *("av_cross_attn_video_a2v_gate", "av_cross_attn_audio_v2a_gate"),
+)
+_TWO = ("linear_1", "linear_2")
+_OUTSIDE = (
+    *(f"{norm}.emb.timestep_embedder.{layer}" for norm in (*_NORMS, *_BETWEEN) for layer in _TWO),
+    *(f"{norm}.linear" for norm in (*_NORMS, *_BETWEEN)),
+    *(f"{part}.{layer}" for part in ("caption_projection", "audio_caption_projection") for layer in _TWO),
+    *("proj_in", "audio_proj_in", "proj_out", "audio_proj_out"),
+)
+
+LTX2: LoraLayers = MappingProxyType(
+    {
+        "transformer": LayerNames(
+            layers=(
+                *(f"{_BLOCK}.{attention}.{layer}" for attention in _ATTENTIONS for layer in _PROJECTIONS),
+                *(f"{_BLOCK}.{ff}.net.{layer}" for ff in ("ff", "audio_ff") for layer in ("0.proj", "2")),
+                *_OUTSIDE,
+            ),
+            kohya={
+                name: renamed(layer)
+                for layer in _OUTSIDE
+                if (name := LTX2_NAMES.key(f"transformer.{layer}").partition(".")[2]) != layer
+            },
+        )
+    }
+)

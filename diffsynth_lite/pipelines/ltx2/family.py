@@ -1,0 +1,368 @@
+"""This file trains LTX-2: clips from text, and from text with their first frame.
+
+Layouts: b batch, c latent channels, f latent frames, h and w latent height and width; l tokens, d channels.
+Sources: diffusers ``transformer_ltx2.py``, ``pipeline_ltx2.py`` and ``pipeline_ltx2_image2video.py``; the
+``ltx-trainer`` of Lightricks' LTX-2.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import (
+    AutoencoderKLLTX2Audio,
+    AutoencoderKLLTX2Video,
+    LTX2ConditionPipeline,
+    LTX2ImageToVideoPipeline,
+    LTX2Pipeline,
+    LTX2VideoTransformer3DModel,
+)
+from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder, LTX2VocoderWithBWE
+from diffusers.pipelines.ltx2.utils import DEFAULT_IMAGE_CRF, apply_image_conditioning_crf
+from PIL import Image
+from transformers import Gemma3ForConditionalGeneration
+
+from diffsynth_lite.core.gradient import (
+    BlockPolicy,
+    checkpoint_blocks,
+    count_blocks,
+    gradient_checkpoint_forward,
+    gradient_flags,
+    unwrapped,
+)
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import ltx2_names
+from diffsynth_lite.lora.spelling import LTX2_NAMES
+from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
+from diffsynth_lite.pipelines.base.first_frame import encode_clips, preview_start, with_first_frames
+from diffsynth_lite.pipelines.ltx2.prompts import STREAMS, Connected, prompt_arguments, prompt_encoder
+from diffsynth_lite.pipelines.ltx2.tiny import tiny as tiny
+from diffsynth_lite.releases.ltx2 import LTX_2
+
+_SPATIAL = 32
+_TEMPORAL = 8
+_NUM_TIMESTEPS = 1000
+_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+_GATES = ("to_gate_logits",)
+_SOUND_ALONE = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn", "audio_ff")
+"""Parts of a block that do nothing for a clip without its sound."""
+_WITHOUT_GUIDANCE = {
+    "guidance_scale": 1.0,
+    "audio_guidance_scale": 1.0,
+    "stg_scale": 0.0,
+    "audio_stg_scale": 0.0,
+    "modality_scale": 1.0,
+    "audio_modality_scale": 1.0,
+}
+
+
+def model_fn_ltx2(
+    transformer: torch.nn.Module,
+    latents_bcfhw: torch.Tensor,
+    timestep: torch.Tensor,
+    prompt_embeds_bld: torch.Tensor,
+    prompt_embeds_mask: torch.Tensor | None = None,
+    *,
+    sigma: torch.Tensor,
+    frame_rate: torch.Tensor,
+    use_gradient_checkpointing: bool = False,
+    use_gradient_checkpointing_offload: bool = False,
+    policy: BlockPolicy | None = None,
+) -> torch.Tensor:
+    """One forward of LTX-2 for clips without their sound, each block run by the gradient engine.
+
+    The model's two streams are kept apart (``isolate_modalities``). That of the sound is run all the same,
+    and gets one token of zeros.
+
+    Args:
+        transformer: a ``LTX2VideoTransformer3DModel``, plain or wrapped by DDP.
+        latents_bcfhw: (B, 128, F, H, W), noisy normalised latents.
+        timestep: (B,), or (B, F * H * W) with one for each token, in [0, 1000].
+        prompt_embeds_bld: (B, L, D), what the connectors make of prompts for the stream of clips.
+        prompt_embeds_mask: (B, L), 1 for a token and 0 for what is hidden; None hides nothing.
+        sigma: (B,), in [0, 1000]: that of the noisy tokens, by which LTX-2.3 reads the prompt.
+        frame_rate: (B,), frames per second of the clips: positions in time are in seconds.
+        use_gradient_checkpointing: recompute each block in backward.
+        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
+        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+
+    Returns:
+        (B, 128, F, H, W), the predicted velocity ``noise - latents``.
+    """
+    config: Any = unwrapped(transformer).config
+    batch, _, num_frames, height, width = latents_bcfhw.shape
+    reads = config.caption_channels if config.use_prompt_embeddings else config.audio_cross_attention_dim
+    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
+    with checkpoint_blocks(
+        transformer,
+        LTX2.block_lists,
+        gradient_checkpoint_forward,
+        *switches,
+        policy=policy,
+        unused_matmuls=LTX2.unused_matmuls,
+    ):
+        velocity_bld = transformer(
+            hidden_states=LTX2Pipeline._pack_latents(latents_bcfhw),
+            audio_hidden_states=latents_bcfhw.new_zeros(batch, 1, config.audio_in_channels),
+            encoder_hidden_states=prompt_embeds_bld,
+            audio_encoder_hidden_states=prompt_embeds_bld.new_zeros(batch, 1, reads),
+            timestep=timestep,
+            audio_timestep=sigma,
+            sigma=sigma,
+            encoder_attention_mask=prompt_embeds_mask,
+            num_frames=num_frames,
+            height=height,
+            width=width,
+            # Axes as diffusers divides by them: (B, L, 2), start and end of each token.
+            fps=frame_rate[:, None, None],
+            audio_num_frames=1,
+            isolate_modalities=True,
+            use_cross_timestep=True,
+            return_dict=False,
+        )[0]
+    velocity_bcfhw: torch.Tensor = LTX2Pipeline._unpack_latents(velocity_bld, num_frames, height, width)
+    return velocity_bcfhw
+
+
+class LTX2(DiffusersFamily):
+    """LTX-2 19B and LTX-2.3 22B, from text, and from text with a first frame; clips, not their sound.
+
+    48 blocks with two streams, one for the clip and one for its sound, prompts by Gemma 3, a causal video
+    VAE of 128 channels: 1/8 of the frames, 1/32 of the size. Positions in time are in seconds, so that each
+    clip trains at its own frame rate, and previews are drawn at the one that they are shown at.
+
+    The clip is trained alone, as by Lightricks' trainer without sound: the streams are kept apart
+    (``isolate_modalities``), and no layer of the sound or between the two gets a LoRA, for none would get a
+    gradient. Previews are drawn as the model is used, clip and sound together and each hearing the other;
+    the sound is then dropped.
+
+    Gemma's layers go through the folder's ``connectors``, and what these make of a prompt is kept, for each
+    stream: always 1024 tokens, padding filled with registers, of 2 x 3840 numbers, of LTX-2.3 4096 and 2048.
+    In bfloat16 a prompt of any length takes 15.7 MB of the cache, of LTX-2.3 12.6 MB.
+
+    A clip with a first frame is trained as its pipeline samples it: the first latent frame is that of the
+    picture, at timestep 0, and does not count in the loss. The picture goes through H.264 first, as there
+    (``image_crf`` 33). It takes clips of 9 frames or more; a last frame is an error.
+
+    A preview with guidance has all that the pipeline has by default: for the sound a scale of 7, guidance
+    against streams kept apart with 3, rescaling with 0.7 and, of LTX-2.3, against a block without attention
+    with 1; that is three runs of the model a step, or four. With a scale of 1 it has none.
+
+    The shift grows with the clip up to 4096 tokens, as of ``ltx_video``. The distilled releases cannot be
+    told from the others by their files; training undoes what lets them draw in 8 steps. LTX-2.5, which reads
+    prompts by Gemma 4, and the upscalers are refused.
+    """
+
+    pipelines = (LTX2Pipeline, LTX2ImageToVideoPipeline, LTX2ConditionPipeline)
+    releases = LTX_2
+    transformer_class = LTX2VideoTransformer3DModel
+    lora_spelling = LTX2_NAMES
+    lora_layers = ltx2_names.LTX2
+    block_lists = ("transformer_blocks",)
+    unused_matmuls = ("ff.net.2",)
+    record_kinds = ("video", "image", "image_to_video")
+    size_divisor = _SPATIAL
+    frame_step = _TEMPORAL
+    default_num_frames = 121
+    default_fps = 24.0
+    max_prompt_tokens = 1024
+    default_target_modules = _ATTENTION
+
+    @property
+    def encoder_classes(self) -> Mapping[str, Any]:
+        _, vocoder = self.folder.parts().get("vocoder", ("", ""))
+        extends = vocoder == LTX2VocoderWithBWE.__name__
+        return {
+            "text_encoder": Gemma3ForConditionalGeneration,
+            "connectors": LTX2TextConnectors,
+            "vae": AutoencoderKLLTX2Video,
+            "audio_vae": AutoencoderKLLTX2Audio,
+            "vocoder": LTX2VocoderWithBWE if extends else LTX2Vocoder,
+        }
+
+    @cached_property
+    def _transformer_config(self) -> Mapping[str, Any]:
+        return self.folder.component_config("transformer")
+
+    @property
+    def target_sets(self) -> TargetSets:
+        """LTX-2.3 has gates in its attention."""
+        attention = (*_ATTENTION, *_GATES) if self._transformer_config.get("gated_attn") else _ATTENTION
+        return {"attention": attention, "all": (*attention, "ff.net.0.proj", "ff.net.2")}
+
+    def unused_modules(self, model: torch.nn.Module) -> list[str]:
+        (blocks,) = self.block_lists
+        places = range(count_blocks(model, [blocks]))
+        return [f"{blocks}.{place}.{name}" for place in places for name in _SOUND_ALONE]
+
+    def check_folder(self, *, with_weights: bool = True) -> None:
+        if self._transformer_config.get("use_keyframes_abs_pos_embedding"):
+            raise UserError(
+                f"model.path: {self.folder.path / 'transformer'} has use_keyframes_abs_pos_embedding: an "
+                "LTX-2.5, which reads prompts by Gemma 4 and marks its key frames; this family trains LTX-2 "
+                "and LTX-2.3"
+            )
+        super().check_folder(with_weights=with_weights)
+
+    def check_size(self, width: int, height: int, *, keys: str) -> None:
+        super().check_size(width, height, keys=keys)
+        mirrors = (
+            self.folder.component_config("vae").get("decoder_spatial_padding_mode", "reflect") == "reflect"
+        )
+        if mirrors and min(width, height) < 2 * _SPATIAL:
+            raise UserError(
+                f"{keys}: {width}x{height} has a side of {_SPATIAL} pixels, which the autoencoder of LTX-2, "
+                f"mirroring what it decodes at its edges, cannot decode; take {2 * _SPATIAL} or more"
+            )
+
+    def prompt_encoder_id(self, dtype: torch.dtype) -> str:
+        parts = self.folder.fingerprints("text_encoder", "tokenizer", "connectors")
+        return f"ltx2/prompt/1 {parts} {dtype} {self.max_prompt_tokens}"
+
+    def load_prompt_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Prompt]], list[Conditioning]]:
+        return prompt_encoder(
+            self.load_text_encoders(dtype, device)["text_encoder"],
+            self.load_tokenizer(),
+            self.load_component("connectors", dtype).to(device),
+            device,
+            max_tokens=self.max_prompt_tokens,
+        )
+
+    def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
+        return super().prompt_lengths([text.strip() for text in texts])
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        return f"ltx2/latents/1 {self.folder.fingerprint('vae')} {dtype} {DEFAULT_IMAGE_CRF}"
+
+    def load_media_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
+        vae = self.load_component("vae", dtype).to(device)
+        # Encoding asks for it, too. Previews are not decoded so.
+        vae.use_framewise_decoding = self.vae_tiles is not None
+        pipeline = assemble(LTX2Pipeline, vae=vae)
+
+        def encode_pixels(clips: Sequence[Sequence[Image.Image]]) -> torch.Tensor:
+            pixels_bcfhw = pipeline.video_processor.preprocess_video([list(frames) for frames in clips])
+            latents_bcfhw = vae.encode(pixels_bcfhw.to(vae.device, vae.dtype)).latent_dist.mode().float()
+            statistics = vae.latents_mean, vae.latents_std, vae.config.scaling_factor
+            normalised_bcfhw: torch.Tensor = pipeline._normalize_latents(latents_bcfhw, *statistics)
+            return normalised_bcfhw.cpu()
+
+        @torch.no_grad()
+        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
+            encoded = encode_clips(list(map(_with_recompressed_start, media)), encode_pixels)
+            for item, tensors in zip(media, encoded, strict=True):
+                tensors["frame_rate"] = torch.tensor(item.fps or self.default_fps)
+            return encoded
+
+        return encode
+
+    def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
+        channels = self.folder.component_config("vae")["latent_channels"]
+        return channels, (num_frames - 1) // _TEMPORAL + 1, height // _SPATIAL, width // _SPATIAL
+
+    def num_tokens(self, latents_shape: Sequence[int]) -> int:
+        return math.prod(latents_shape[1:])
+
+    def family_shift(self, latents_shape: Sequence[int]) -> float:
+        """That of the folder's sampler, which grows with the clip, to the end of its line, as of LTX-Video.
+
+        The sampler itself goes on along it (``objective.shift: resolution``).
+        """
+        shift = super().family_shift(latents_shape)
+        if not self.scheduler_config.get("use_dynamic_shifting"):
+            return shift
+        return min(shift, math.exp(self.scheduler_config.get("max_shift", 1.15)))
+
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
+        config = self.folder.component_config("connectors")
+        widths = (
+            config[f"{stream}_connector_num_attention_heads"]
+            * config[f"{stream}_connector_attention_head_dim"]
+            for stream in ("video", "audio")
+        )
+        prompt = {
+            name: torch.ones(self.max_prompt_tokens, width)
+            for name, width in zip(STREAMS, widths, strict=True)
+        }
+        return {**prompt, "frame_rate": torch.tensor(self.default_fps)}
+
+    def predict(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+    ) -> torch.Tensor:
+        like = device_and_dtype(transformer)
+        sigma = sigma * _NUM_TIMESTEPS
+        latents_bcfhw, timestep = with_first_frames(noisy_latents, sigma, conditioning)
+        frame_rate = torch.stack([sample["frame_rate"] for sample in conditioning])
+        return model_fn_ltx2(
+            transformer,
+            latents_bcfhw.to(**like),
+            timestep,
+            torch.stack([sample["prompt_embeds"] for sample in conditioning]).to(**like),
+            sigma=sigma,
+            frame_rate=frame_rate.to(like["device"]),
+            **gradient_flags(),
+        )
+
+    def sample(
+        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
+    ) -> list[list[Image.Image]]:
+        like = device_and_dtype(transformer)
+        # The image-to-video pipeline hands pictures to the VAE in the dtype of the prompt.
+        dtype = like["dtype"] if any(request.inputs for request in requests) else vae_dtype
+        sound = {
+            name: self.load_component(name, vae_dtype).to(like["device"]) for name in ("audio_vae", "vocoder")
+        }
+        vae = self.load_preview_vae(dtype, like["device"])
+        parts = {**sound, "vae": vae, "transformer": transformer, "scheduler": self.load_scheduler()}
+        drawn = []
+        for request in requests:
+            pipeline = assemble(LTX2ImageToVideoPipeline if request.inputs else LTX2Pipeline, **parts)
+            pipeline.set_progress_bar_config(disable=True)
+            drawn.append(self.draw(pipeline, request))
+        return drawn
+
+    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image.Image]:
+        like = device_and_dtype(pipeline.transformer)
+        guidance = self._guidance(request.guidance_scale)
+        pipeline.connectors = Connected(request.conditioning["prompt_embeds"].shape[-1])
+        frames: list[Image.Image] = pipeline(
+            **preview_start(request),
+            **prompt_arguments(request.conditioning, like),
+            **prompt_arguments(request.negative, like, "negative_"),
+            **guidance,
+            **request.call_arguments(),
+            num_frames=request.num_frames,
+            frame_rate=request.fps or self.default_fps,
+        ).frames[0]
+        return frames
+
+    def _guidance(self, scale: float) -> dict[str, float]:
+        """Arguments of the pipeline: its defaults for all but the scale that is given, or no guidance."""
+        if scale <= 1:
+            return _WITHOUT_GUIDANCE
+        if self._transformer_config.get("perturbed_attn"):
+            return {"guidance_scale": scale}
+        # LTX-2 has no blocks that can do without attention: the run would tell nothing new.
+        return {"guidance_scale": scale, "stg_scale": 0.0, "audio_stg_scale": 0.0}
+
+
+def _with_recompressed_start(item: Media) -> Media:
+    """An item whose first frame, if it names one, is as its pipeline encodes it: out of H.264."""
+    if item.first_frame is None:
+        return item
+    pixels = apply_image_conditioning_crf(np.array(item.first_frame.convert("RGB")), DEFAULT_IMAGE_CRF)
+    return replace(item, first_frame=Image.fromarray(pixels))

@@ -1,0 +1,83 @@
+"""This file builds a small pipeline of LTX-2, with all of its parts."""
+
+from typing import Any
+
+from diffusers import FlowMatchEulerDiscreteScheduler, LTX2Pipeline, LTX2VideoTransformer3DModel
+from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+
+from diffsynth_lite.testing import seeded
+from diffsynth_lite.testing.autoencoders import tiny_ltx2_audio_vae, tiny_ltx2_vae
+from diffsynth_lite.testing.text_encoders import tiny_gemma3
+from diffsynth_lite.testing.tokenizers import gemma_tokenizer
+
+
+def tiny() -> LTX2Pipeline:
+    """A random, complete and small pipeline of the real classes, built offline in a second: LTX-2 19B.
+
+    Two blocks of 32 channels, and 16 of sound; the real compression, and the sampler of the released model.
+    """
+    tokenizer, vae, audio_vae = gemma_tokenizer(), tiny_ltx2_vae(), tiny_ltx2_audio_vae()
+    tokenizer.model_max_length = 1024
+    text_encoder = tiny_gemma3(tokenizer)
+    width = text_encoder.config.text_config.hidden_size
+    num_hidden_states = text_encoder.config.text_config.num_hidden_layers + 1
+    with seeded(0):
+        vocoder = LTX2Vocoder(
+            in_channels=audio_vae.config.output_channels * audio_vae.config.mel_bins,
+            hidden_channels=32,
+            resnet_kernel_sizes=[3],
+            resnet_dilations=[[1, 3]],
+        )
+    return LTX2Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True,
+            base_shift=0.95,
+            max_shift=2.05,
+            base_image_seq_len=1024,
+            max_image_seq_len=4096,
+            shift_terminal=0.1,
+        ),
+        vae=vae,
+        audio_vae=audio_vae,
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        connectors=tiny_connectors(caption_channels=width, text_proj_in_factor=num_hidden_states),
+        transformer=tiny_transformer(caption_channels=width),
+        vocoder=vocoder.eval(),
+    )
+
+
+def tiny_transformer(*, seed: int = 0, **layout: Any) -> LTX2VideoTransformer3DModel:
+    """A random transformer in eval mode: two blocks of 32 channels, and 16 of sound.
+
+    Args:
+        seed: of the weights; the global random state is left as it was.
+        **layout: further settings.
+    """
+    with seeded(seed):
+        return LTX2VideoTransformer3DModel(
+            num_layers=2,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            cross_attention_dim=32,
+            audio_in_channels=16,
+            audio_out_channels=16,
+            audio_num_attention_heads=2,
+            audio_attention_head_dim=8,
+            audio_cross_attention_dim=16,
+            rope_type="split",
+            **layout,
+        ).eval()
+
+
+def tiny_connectors(*, seed: int = 0, **layout: Any) -> LTX2TextConnectors:
+    """Random connectors in eval mode: one block for each stream, of 16 channels, with the real registers."""
+    settings: dict[str, Any] = {"rope_type": "split"}
+    for stream in ("video", "audio"):
+        settings |= {
+            f"{stream}_connector_num_attention_heads": 2,
+            f"{stream}_connector_attention_head_dim": 8,
+            f"{stream}_connector_num_layers": 1,
+        }
+    with seeded(seed):
+        return LTX2TextConnectors(**settings | layout).eval()

@@ -1,0 +1,171 @@
+"""LTX-2 19B and LTX-2.3 22B."""
+
+from dataclasses import replace
+
+from diffsynth_lite.releases.components import DIFFUSERS, SWARM
+from diffsynth_lite.releases.release import Release, ReleaseComponent, ReleaseTokenizer
+
+_SCRIPT = f"{DIFFUSERS}scripts/convert_ltx2_to_diffusers.py"
+_DOCS = f"{DIFFUSERS}docs/source/en/api/pipelines/ltx2.md"
+_CONNECTOR = {"caption_channels": 3840, "text_proj_in_factor": 49, "rope_type": "split"}
+_GEMMA3 = ReleaseComponent(
+    class_name="Gemma3ForConditionalGeneration",
+    config={
+        "text_config": {
+            "model_type": "gemma3_text",
+            "head_dim": 256,
+            "hidden_size": 3840,
+            "intermediate_size": 15360,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 8,
+            "sliding_window": 1024,
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 1152,
+            "image_size": 896,
+            "intermediate_size": 4304,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 27,
+            "patch_size": 14,
+        },
+    },
+    dtype="bfloat16",
+    source=f"google/gemma-3-12b-it-qat-q4_0-unquantized, which {_SCRIPT} takes, by default in bfloat16; its "
+    "layers and width as the connectors there, its other numbers from memory",
+)
+_19B = Release(
+    name="LTX-2 19B",
+    hub_id="Lightricks/LTX-2",
+    pipeline_class="LTX2Pipeline",
+    components={
+        "transformer": ReleaseComponent(
+            class_name="LTX2VideoTransformer3DModel",
+            config={"rope_type": "split"},
+            dtype="bfloat16",
+            source=f"2.0 in {_SCRIPT}",
+        ),
+        "text_encoder": _GEMMA3,
+        "connectors": ReleaseComponent(
+            class_name="ltx2.LTX2TextConnectors",
+            config=_CONNECTOR,
+            dtype="bfloat16",
+            source=f"2.0 in {_SCRIPT}",
+        ),
+        "vae": ReleaseComponent(
+            class_name="AutoencoderKLLTX2Video",
+            config={
+                "decoder_causal": False,
+                "spatial_compression_ratio": 32,
+                "temporal_compression_ratio": 8,
+            },
+            dtype="bfloat16",
+            source=f"2.0 in {_SCRIPT}",
+        ),
+        "audio_vae": ReleaseComponent(
+            class_name="AutoencoderKLLTX2Audio", dtype="bfloat16", source=f"2.0 in {_SCRIPT}"
+        ),
+        "vocoder": ReleaseComponent(
+            class_name="ltx2.LTX2Vocoder", dtype="bfloat16", source=f"2.0 in {_SCRIPT}"
+        ),
+    },
+    scheduler=ReleaseComponent(
+        class_name="FlowMatchEulerDiscreteScheduler",
+        config={
+            "use_dynamic_shifting": True,
+            "base_shift": 0.95,
+            "max_shift": 2.05,
+            "base_image_seq_len": 1024,
+            "max_image_seq_len": 4096,
+            "shift_terminal": 0.1,
+        },
+        source=_SCRIPT,
+    ),
+    tokenizers={"tokenizer": ReleaseTokenizer(class_name="GemmaTokenizer")},
+    size=(768, 512, 121),
+    parameters=19e9,
+    licence="LTX-2.x Community License Agreement",
+    gated=None,
+    architecture="lightricks-ltx-video-2",
+    sources={
+        "pipeline": f"{_DOCS}; class of the tokenizer from the docstring of the pipeline",
+        "size": "defaults of the pipeline",
+        "parameters": "its name",
+        "licence": "Lightricks/LTX-2, LICENSE of the code's repository",
+        "architecture": SWARM,
+    },
+    unconfirmed=(
+        "dtypes of the files",
+        "numbers of the text encoder but its layers and width",
+        "that the weights have the licence of the code",
+    ),
+)
+_GATED = {
+    name: value
+    for stream, head_dim in (("video", 128), ("audio", 64))
+    for name, value in {
+        f"{stream}_connector_attention_head_dim": head_dim,
+        f"{stream}_connector_num_attention_heads": 32,
+        f"{stream}_connector_num_layers": 8,
+        f"{stream}_gated_attn": True,
+    }.items()
+}
+_22B = replace(
+    _19B,
+    name="LTX-2.3 22B",
+    hub_id="diffusers/LTX-2.3-Diffusers",
+    components={
+        **_19B.components,
+        "transformer": ReleaseComponent(
+            class_name="LTX2VideoTransformer3DModel",
+            config={
+                "audio_cross_attn_mod": True,
+                "audio_gated_attn": True,
+                "cross_attn_mod": True,
+                "gated_attn": True,
+                "perturbed_attn": True,
+                "rope_type": "split",
+                "use_prompt_embeddings": False,
+            },
+            dtype="bfloat16",
+            source=f"2.3 in {_SCRIPT}",
+        ),
+        "connectors": ReleaseComponent(
+            class_name="ltx2.LTX2TextConnectors",
+            config={**_CONNECTOR, **_GATED, "per_modality_projections": True, "proj_bias": True},
+            dtype="bfloat16",
+            source=f"2.3 in {_SCRIPT}",
+        ),
+        "vae": ReleaseComponent(
+            class_name="AutoencoderKLLTX2Video",
+            config={
+                "block_out_channels": (256, 512, 1024, 1024),
+                "decoder_block_out_channels": (256, 512, 512, 1024),
+                "decoder_causal": False,
+                "decoder_inject_noise": (False,) * 5,
+                "decoder_layers_per_block": (4, 6, 4, 2, 2),
+                "decoder_spatial_padding_mode": "zeros",
+                "decoder_spatio_temporal_scaling": (True,) * 4,
+                "layers_per_block": (4, 6, 4, 2, 2),
+                "spatial_compression_ratio": 32,
+                "temporal_compression_ratio": 8,
+                "upsample_factor": (2, 2, 1, 2),
+                "upsample_residual": (False,) * 4,
+                "upsample_type": ("spatiotemporal", "spatiotemporal", "temporal", "spatial"),
+            },
+            dtype="bfloat16",
+            source=f"2.3 in {_SCRIPT}",
+        ),
+        "vocoder": ReleaseComponent(
+            class_name="ltx2.LTX2VocoderWithBWE", dtype="bfloat16", source=f"2.3 in {_SCRIPT}"
+        ),
+    },
+    parameters=19e9,
+    architecture="lightricks-ltx-video-2-3",
+    sources={
+        **_19B.sources,
+        "parameters": "as the 19B, whose blocks it has; the 22 of its name count the connectors, too",
+    },
+)
+LTX_2: tuple[Release, ...] = (_19B, _22B)
