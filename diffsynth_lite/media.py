@@ -13,10 +13,13 @@ from PIL.Image import Image
 _Value = TypeVar("_Value")
 
 STRIP_FRAMES = 5
+_SQUARE_PX = 8
+_LIGHT_SQUARES, _DARK_SQUARES = (255, 255, 255, 255), (204, 204, 204, 255)
 
-RecordKind = Literal["image", "video", "edit", "image_to_video", "control", "inpaint"]
+RecordKind = Literal["image", "video", "edit", "image_to_video", "control", "inpaint", "layers"]
 """What an item of a data set is: a picture, a clip, pictures to edit with their target, a clip with its first
-or last frame, a picture or clip with one that guides it, one with a mask of what is painted anew."""
+or last frame, a picture or clip with one that guides it, one with a mask of what is painted anew, a picture
+with its layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +88,8 @@ class Media:
     Attributes:
         frames: RGB, all of one size; one for a picture.
         inputs: RGB pictures that an edit starts from, each of a size of its own.
+        layers: RGBA pictures of the frames' size that the frame is taken apart into, the one at the bottom
+            first.
         first_frame: RGB of the frames' size; None where the item names none, as with ``last_frame``.
         mask: mode "L" of the frames' size: 255 counts in the loss, 0 does not. None: all counts.
         control: RGB of the frames' size, as many: what guides each of them; empty where nothing does.
@@ -98,6 +103,7 @@ class Media:
 
     frames: tuple[Image, ...]
     inputs: tuple[Image, ...] = ()
+    layers: tuple[Image, ...] = ()
     first_frame: Image | None = None
     last_frame: Image | None = None
     mask: Image | None = None
@@ -141,17 +147,34 @@ def evenly_spread(values: Sequence[_Value], count: int) -> list[_Value]:
 
 
 def frame_strip(frames: Sequence[Image]) -> Image:
-    """A picture of a clip: up to five of its frames side by side, evenly spread; a single frame is itself."""
-    shown = evenly_spread(frames, STRIP_FRAMES)
+    """A picture of a clip: up to five of its frames side by side, evenly spread; a single frame is itself.
+
+    Of layers, which are RGBA, all stand there, over a checkerboard.
+    """
+    are_layers = frames[0].mode == "RGBA"
+    shown = list(frames) if are_layers else evenly_spread(frames, STRIP_FRAMES)
     width, height = frames[0].size
     strip = PIL.Image.new("RGB", (len(shown) * width, height))
     for place, frame in enumerate(shown):
-        strip.paste(frame, (place * width, 0))
+        strip.paste(opaque(frame), (place * width, 0))
     return strip
+
+
+def opaque(picture: Image) -> Image:
+    """A picture as RGB; what shows through it is a checkerboard."""
+    if picture.mode != "RGBA":
+        return picture.convert("RGB")
+    width, height = picture.size
+    board = PIL.Image.new("RGBA", picture.size, _LIGHT_SQUARES)
+    dark = PIL.Image.new("RGBA", (_SQUARE_PX, _SQUARE_PX), _DARK_SQUARES)
+    for top in range(0, height, _SQUARE_PX):
+        for left in range(top % (2 * _SQUARE_PX), width, 2 * _SQUARE_PX):
+            board.paste(dark, (left, top))
+    return PIL.Image.alpha_composite(board, picture).convert("RGB")
 
 
 def jpeg_url(picture: Image) -> str:
     """A picture as a JPEG in a data URL: the same text for the same picture."""
     file = io.BytesIO()
-    picture.convert("RGB").save(file, "JPEG", quality=80)
+    opaque(picture).save(file, "JPEG", quality=80)
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -28,6 +28,7 @@ RECORDS = {
     "video": "clips",
     "edit": "edit pairs",
     "image_to_video": "clips with a first frame",
+    "layers": "pictures with their layers",
 }
 BY_THE_FOLDER = "what the model's folder says"
 

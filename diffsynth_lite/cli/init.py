@@ -13,6 +13,7 @@ _REASONS = {
     "qwen_image": "as the folder holds pictures; it is the README's example",
     "wan": "as the folder holds clips; Wan 2.1 1.3B is the smallest model for them",
     "qwen_image_edit": "as its pictures come from others",
+    "qwen_image_layered": "as its pictures have layers",
 }
 """Why a family is taken where none is named."""
 
@@ -28,6 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="pictures that those in FOLDER are edits of, with the same names; repeatable",
+    )
+    parser.add_argument(
+        "--layers",
+        metavar="FOLDER",
+        type=Path,
+        action="append",
+        default=[],
+        help="layers of those in FOLDER, with the same names; once for each layer, from the bottom up",
     )
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="yaml to write; must be new (default: FOLDER_lora.yaml)"
@@ -55,8 +64,11 @@ def run(parsed: argparse.Namespace) -> None:
         write_start,
     )
 
-    family, recipe = recipe_for(parsed.folder, parsed.family, has_inputs=bool(parsed.inputs))
-    found = look_at(parsed.folder, recipe, parsed.inputs)
+    inputs, layers = parsed.inputs, parsed.layers
+    family, recipe = recipe_for(
+        parsed.folder, parsed.family, has_inputs=bool(inputs), has_layers=bool(layers)
+    )
+    found = look_at(parsed.folder, recipe, input_dirs=inputs, layer_dirs=layers)
     text = starting_config(found, recipe, out=out, presets=presets)
     start = write_start(found, recipe, out)
     try:

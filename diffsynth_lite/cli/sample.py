@@ -27,6 +27,7 @@ _FLAG_KEYS = {
     "steps": "validation.num_inference_steps",
     "guidance": "validation.guidance_scale",
     "frames": "validation.num_frames",
+    "layers": "validation.num_layers",
 }
 
 _MAX_SEED = 2**63 - 1
@@ -72,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--guidance", metavar="X", help="how strongly to follow the prompt")
     parser.add_argument("--size", type=_size, metavar="WxH", help="in pixels, such as 1024x768")
     parser.add_argument("--frames", metavar="N", help="of a clip")
+    parser.add_argument("--layers", metavar="N", help="that a picture is taken apart into")
     parser.add_argument(
         "--input",
         action="append",

@@ -93,6 +93,10 @@ class SourceSettings(Settings):
     """Column with a picture of what is painted anew, which is white, for families that fill masked parts; for
     a clip it may be a clip."""
 
+    layer_columns: Distinct[NonEmptyStr] = Field(default=[])
+    """Columns with the layers of a picture, each a picture with transparency or a list of them, from the
+    bottom up, for families that take pictures apart."""
+
     input_dirs: Distinct[FilePath] = Field(default=[])
     """Instead of `input_columns`: folders in which the pictures that an edit starts from have the names of
     what they become; their suffixes may differ."""
@@ -117,6 +121,10 @@ class SourceSettings(Settings):
     """Instead of files with masks: how many masks of what is painted anew are drawn for each crop of an item,
     the same ones in each run: rectangles, ellipses, bands along an edge, and now and then the whole picture.
     Each is an item of its own, so a pass and the cache grow as many times."""
+
+    layer_dirs: Distinct[FilePath] = Field(default=[])
+    """Instead of `layer_columns`: a folder for each layer, from the bottom up, in which these have the names
+    of their pictures."""
 
     repeats: int = Field(default=1, ge=1, le=_MOST_OCCURRENCES)
     """How often each item occurs in one pass over the data."""

@@ -12,6 +12,7 @@ from diffsynth_lite.config.settings import (
     Distinct,
     FilePath,
     Frames,
+    Layers,
     Minutes,
     NonEmptyStr,
     Pixels,
@@ -53,8 +54,8 @@ class ValidationSettings(Settings):
     host memory. `diffsynth-lite sample` draws on `model.path`."""
 
     inputs: list[FilePath] = Field(default=[])
-    """Files of pictures that previews start from, one for each prompt: for families that edit, or that make
-    clips from a picture."""
+    """Files of pictures that previews start from, one for each prompt: for families that edit, that make
+    clips from a picture, or that take pictures apart into layers."""
 
     last_frames: list[FilePath] = Field(default=[])
     """Files of pictures that previews lead to, one for each prompt, beside `inputs`: for Wan 2.1 FLF2V, which
@@ -94,6 +95,10 @@ class ValidationSettings(Settings):
 
     num_frames: Frames | None = None
     """Frames of a preview, for families that make clips; null takes the longest of the data."""
+
+    num_layers: Layers | None = None
+    """Layers that previews take their picture apart into, for families that do that; null takes as many as
+    the data name columns or folders for, and where that does not tell what the family draws by itself."""
 
     data: FilePath | None = None
     """Folder of items with captions, kept out of training, for the fixed-noise loss; it is read as the first

@@ -24,17 +24,32 @@ class Bucket:
         height: in pixels.
         num_frames: frames of a clip; 1 for pictures.
         inputs: width and height that their input pictures are encoded at, in the order of the pictures.
+        num_layers: that the picture is taken apart into; 0 of most.
     """
 
     width: int
     height: int
     num_frames: int = 1
     inputs: tuple[Size, ...] = ()
+    num_layers: int = 0
+
+    def __repr__(self) -> str:
+        # Checkpoints know their data by it: of a bucket without layers it is what it always was.
+        size = f"width={self.width}, height={self.height}, num_frames={self.num_frames}"
+        layers = f", num_layers={self.num_layers}" if self.num_layers else ""
+        return f"Bucket({size}, inputs={self.inputs}{layers})"
+
+    @property
+    def num_pictures(self) -> int:
+        """What of an item stands along the axis of frames: its frames, or the picture and its layers."""
+        return self.num_frames + self.num_layers
 
     @property
     def name(self) -> str:
-        """Such as ``832x480``, ``832x480x81`` or ``832x480 from 1024x1024+1248x832``."""
+        """Such as ``832x480``, ``832x480x81``, ``832x480 in 4 layers`` or ``832x480 from 1024x1024``."""
         name = f"{self.width}x{self.height}" + (f"x{self.num_frames}" if self.num_frames > 1 else "")
+        if self.num_layers:
+            name += f" in {self.num_layers} layer{'s' * (self.num_layers > 1)}"
         inputs = "+".join(f"{width}x{height}" for width, height in self.inputs)
         return f"{name} from {inputs}" if inputs else name
 

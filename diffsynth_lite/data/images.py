@@ -67,6 +67,21 @@ def load_image(path: Path, *, background: str) -> Image.Image:
     return _upright(path, colour)
 
 
+def load_layer(path: Path) -> Image.Image:
+    """Decode a layer strictly: as RGBA with 8 bits a channel, opaque where the file has no transparency.
+
+    What cannot be seen is black, as any resizing would make it.
+
+    Raises:
+        UserError: as `load_image`.
+    """
+    layer = _decoded(path)
+    rgba = layer.convert("RGBA") if layer.has_transparency_data else layer.convert("RGB").convert("RGBA")
+    hidden = rgba.getchannel("A").point(lambda alpha: 255 * (alpha == 0))
+    rgba.paste((0, 0, 0, 0), mask=hidden)
+    return rgba
+
+
 def load_mask(path: Path, *, white: str = "what counts in the loss") -> Image.Image:
     """Decode a mask strictly: mode "L", 255 for what it chooses, 0 for the rest.
 
@@ -126,7 +141,7 @@ def cover(image: Image.Image, width: int, height: int, *, x: float = 0.5, y: flo
     """Resize (Lanczos) to cover ``width`` x ``height`` pixels, and crop the surplus.
 
     Args:
-        image: RGB picture or "L" mask.
+        image: RGB picture, RGBA layer or "L" mask.
         width: of the result, in pixels.
         height: of the result, in pixels.
         x: in [0, 1], where the crop stands in the surplus width: 0 at the left, 0.5 in the middle.
@@ -153,11 +168,16 @@ def crop_of(size: tuple[int, int], width: int, height: int, *, x: float, y: floa
 
 
 def _upright(path: Path, background: tuple[int, ...]) -> Image.Image:
+    return _over(_decoded(path), background)
+
+
+def _decoded(path: Path) -> Image.Image:
+    """The picture as it is shown, with what transparency it has."""
     with _opened(path) as image:
         image.verify()  # the checksums of a PNG, which decoding passes over; it spends the opened image
     with _opened(path) as image:
         _exif(image)  # kept by the image, so that its size is the one of `check_image`
-        return _over(ImageOps.exif_transpose(_with_8_bits(image)), background)
+        return ImageOps.exif_transpose(_with_8_bits(image))
 
 
 @contextmanager

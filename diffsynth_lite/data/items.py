@@ -25,6 +25,7 @@ from diffsynth_lite.data.images import (
     cover,
     crop_of,
     load_image,
+    load_layer,
     load_mask,
     random_mask,
 )
@@ -146,6 +147,7 @@ class TrainingItem:
             mask=self._mask(),
             control=tuple(self._frames_of(record.control)) if record.control else (),
             inpaint_mask=self._inpaint_mask(len(frames)),
+            layers=tuple(self._cropped(load_layer(path)) for path in record.layers),
             fps=self.fps,
             crop=crop,
             audio=self._sound(),

@@ -225,7 +225,7 @@ def _items_of(
             name=record.name if len(places) == 1 else f"{record.name}#{number}",
             record=record,
             content=content,
-            bucket=dataclasses.replace(bucket, inputs=inputs),
+            bucket=dataclasses.replace(bucket, inputs=inputs, num_layers=len(record.layers)),
             crop_x=x,
             crop_y=y,
             clip_start_s=start_s,

@@ -148,6 +148,15 @@ ROLES = (
     Role(name="mask", setting="mask", mark="mask"),
     Role(name="control", setting="control", mark="control", kind="control", beside_clips="clip"),
     Role(name="inpaint_mask", setting="inpaint_mask", mark="inpaint", kind="inpaint", beside_clips="either"),
+    Role(
+        name="layers",
+        setting="layer",
+        mark="layer",
+        kind="layers",
+        is_several=True,
+        only=is_image,
+        misfit="is a clip, and only pictures have layers; put clips and pictures into two sources",
+    ),
 )
 """All of them, in the order of a record's files; of several with a kind the first one says what it is."""
 
@@ -163,6 +172,7 @@ class Companions:
         mask: picture whose white part counts in the loss.
         control: picture that guides a picture, or clip that guides a clip.
         inpaint_mask: picture, or of a clip also a clip, whose white part is painted anew.
+        layers: pictures that it is taken apart into, the one at the bottom first.
     """
 
     inputs: tuple[Path, ...] = ()
@@ -171,6 +181,7 @@ class Companions:
     mask: Path | None = None
     control: Path | None = None
     inpaint_mask: Path | None = None
+    layers: tuple[Path, ...] = ()
 
     @classmethod
     def of(cls, paths: Mapping[Role, Sequence[Path]]) -> "Companions":
@@ -240,6 +251,7 @@ class Source:
         mask_column: with the picture of what counts in the loss.
         control_column: with the picture or clip that guides a target of its kind.
         inpaint_mask_column: with the picture, or of clips also clip, of what is painted anew.
+        layer_columns: each with a layer of the picture, or a list of them, from the bottom up.
         input_dirs: in place of ``input_columns``, folders with a file of each target's name; the suffix may
             differ.
         first_frame_dir: such a folder in place of ``first_frame_column``.
@@ -248,6 +260,7 @@ class Source:
         control_dir: such a folder in place of ``control_column``.
         inpaint_mask_dir: such a folder in place of ``inpaint_mask_column``.
         random_masks: in place of both, so many masks are drawn for each item, >= 0.
+        layer_dirs: such folders in place of ``layer_columns``.
         repeats: how often each item occurs in a pass, >= 1.
         weight: factor on ``repeats``, > 0.
         trigger: word or words that each caption must hold; None for none.
@@ -274,6 +287,7 @@ class Source:
     mask_column: str | None = None
     control_column: str | None = None
     inpaint_mask_column: str | None = None
+    layer_columns: tuple[str, ...] = ()
     input_dirs: tuple[Path, ...] = ()
     first_frame_dir: Path | None = None
     last_frame_dir: Path | None = None
@@ -281,6 +295,7 @@ class Source:
     control_dir: Path | None = None
     inpaint_mask_dir: Path | None = None
     random_masks: int = 0
+    layer_dirs: tuple[Path, ...] = ()
     repeats: int = 1
     weight: float = 1.0
     loss_weight: float = 1.0

@@ -61,7 +61,7 @@ def _sizes(levels: NoiseLevels, family: ModelFamily, samples: Mapping[Bucket, fl
     known: dict[float, list[tuple[float, LevelShares]]] = {}
     sizes = []
     for bucket, number in sorted(counts.items(), key=lambda entry: -entry[1]):
-        shape = family.latents_shape(bucket.width, bucket.height, bucket.num_frames)
+        shape = family.latents_shape(bucket.width, bucket.height, bucket.num_pictures)
         shift = levels.shift(shape)
         if shift not in known:
             known[shift] = levels.shares(shape)

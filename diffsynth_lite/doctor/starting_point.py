@@ -55,6 +55,8 @@ RECIPES_OF_EDITS = {
     "flux_kontext": "flux_kontext_lora.yaml",
 }
 """Of those that learn what pictures become."""
+RECIPES_OF_LAYERS = {"qwen_image_layered": "qwen_image_layered_lora.yaml"}
+"""Of those that learn what pictures are taken apart into."""
 
 _EDGE_STEP = 64
 """Pixels that a proposed resolution is a multiple of."""
@@ -74,6 +76,7 @@ class FolderFindings:
         num_pictures: files of pictures.
         num_clips: files of clips.
         input_dirs: folders with the pictures that those in it come from, as given.
+        layer_dirs: folders with their layers, from the bottom up, as given.
         sizes: what the headers of pictures and clips that can be read tell.
         records: its items that can be used, by all that is known without their pixels.
         problems: what is wrong with captions and names, as a run would tell it.
@@ -83,6 +86,7 @@ class FolderFindings:
     num_pictures: int
     num_clips: int
     input_dirs: Sequence[Path]
+    layer_dirs: Sequence[Path]
     sizes: Sequence[ImageFacts | VideoFacts]
     records: Sequence[Record]
     problems: Sequence[str]
@@ -100,11 +104,14 @@ class FolderFindings:
         return f"{words}; {small.width} x {small.height} to {large.width} x {large.height} pixels"
 
 
-def recipe_for(path: Path, family: str | None, *, has_inputs: bool) -> tuple[str, str]:
+def recipe_for(
+    path: Path, family: str | None, *, has_inputs: bool = False, has_layers: bool = False
+) -> tuple[str, str]:
     """A model family and its recipe: that of the family, or else what suits the folder.
 
     Args:
         has_inputs: its pictures come from others, which are known.
+        has_layers: they have layers, which are known.
 
     Raises:
         UserError: the folder cannot be read, or the family learns something else.
@@ -113,10 +120,14 @@ def recipe_for(path: Path, family: str | None, *, has_inputs: bool) -> tuple[str
         learned, recipes = "clips", RECIPES_OF_CLIPS | RECIPES_OF_STARTED_CLIPS
     elif has_inputs or (family in RECIPES_OF_EDITS and family not in RECIPES_OF_PICTURES):
         learned, recipes = "pictures with --inputs", RECIPES_OF_EDITS
+    elif has_layers or family in RECIPES_OF_LAYERS:
+        learned, recipes = "pictures with --layers", RECIPES_OF_LAYERS
     else:
         learned, recipes = "pictures", RECIPES_OF_PICTURES | RECIPES_OF_CLIPS
     if has_inputs and recipes is not RECIPES_OF_EDITS:
         raise UserError("--inputs: are of pictures, and the folder holds clips; leave it out")
+    if has_layers and recipes is not RECIPES_OF_LAYERS:
+        raise UserError("--layers: are of pictures without --inputs; leave it out")
     family = family or next(iter(recipes))
     if family not in recipes:
         raise UserError(
@@ -125,24 +136,35 @@ def recipe_for(path: Path, family: str | None, *, has_inputs: bool) -> tuple[str
     return family, recipes[family]
 
 
-def look_at(path: Path, recipe: str, input_dirs: Sequence[Path]) -> FolderFindings:
+def look_at(
+    path: Path, recipe: str, *, input_dirs: Sequence[Path] = (), layer_dirs: Sequence[Path] = ()
+) -> FolderFindings:
     """What is in a folder, as the data of a recipe.
 
     Raises:
-        UserError: it holds neither pictures nor clips, or names none that they come from.
+        UserError: it holds neither pictures nor clips, or names none that they come from, or their layers.
     """
-    columns = () if input_dirs else tuple(load_config(recipe).config.data.input_columns)
-    source = Source(path=path, input_dirs=tuple(input_dirs), input_columns=columns)
+    data = load_config(recipe).config.data
+    inputs = {"input_dirs": tuple(input_dirs)} if input_dirs else {"input_columns": tuple(data.input_columns)}
+    layers = {"layer_dirs": tuple(layer_dirs)} if layer_dirs else {"layer_columns": tuple(data.layer_columns)}
+    source = Source(path=path, **inputs, **layers)
     found = find_records([source], media_store=path)
     pictures, clips = list(filter(is_image, found.names)), list(filter(is_video, found.names))
     if not pictures and not clips:
-        hint = "; --inputs FOLDER names pictures of the same names that these come from" if columns else ""
+        hint = ""
+        if source.input_columns:
+            hint = "; --inputs FOLDER names pictures of the same names that these come from"
+        if source.layer_columns:
+            hint = (
+                "; --layers FOLDER names their layers, of the same names: once for each, from the bottom up"
+            )
         raise UserError("\n".join(found.problems) + hint)
     return FolderFindings(
         path=path,
         num_pictures=len(pictures),
         num_clips=len(clips),
         input_dirs=input_dirs,
+        layer_dirs=layer_dirs,
         sizes=list(_sizes(path / name for name in (*pictures, *clips))),
         records=found.records,
         problems=found.problems,
@@ -235,6 +257,9 @@ def _settings(
     if found.input_dirs:
         yield "data", "input_dirs", list(map(str, found.input_dirs)), "what they come from, by the same names"
         yield "data", "input_columns", [], ""
+    if found.layer_dirs:
+        yield "data", "layer_dirs", list(map(str, found.layer_dirs)), "their layers, from the bottom up"
+        yield "data", "layer_columns", [], ""
     if trigger := _trigger([record.captions[0] for record in found.records]):
         yield "data", "trigger", trigger, "every caption begins with it"
     yield from (("data", *setting) for setting in _proposed_sizes(found.sizes, config))
@@ -259,9 +284,14 @@ def _proposed_previews(
     if prompts or config.validation.inputs:
         yield "prompts", prompts, "a caption of yours, and one without what is learned"
     if config.validation.inputs:
-        pictures = [start] if start else [path for record in found.records[:1] for path in record.inputs[:1]]
+        pictures = [start] if start else [path for record in found.records[:1] for path in _start_of(record)]
         inputs = [str(pictures[0])] * len(prompts) if pictures else []
         yield "inputs", inputs, "what each starts from; others than you train on tell more"
+
+
+def _start_of(record: Record) -> Sequence[Path]:
+    """The picture that a preview of a record's kind starts from."""
+    return [record.target] if record.layers else record.inputs[:1]
 
 
 def _proposed_sizes(

@@ -91,7 +91,11 @@ class Chroma(Flux):
 
     19 dual-stream and 38 single-stream blocks as in FLUX.1, T5 prompts, 16 channels at 1/8 size. It knows no
     guidance scale: previews are guided by the negative prompt. No layer of the last block is unused.
-    Chroma1-Radiance, which has no autoencoder, is not covered.
+
+    diffusers 0.42.1 has one transformer of Chroma. Its pipelines that start from a picture
+    (``ChromaImg2ImgPipeline``, ``ChromaInpaintPipeline``) draw with the same weights and the same inputs of
+    the model, so what is trained here is for them, too. Chroma1-Radiance, which works on pixels without an
+    autoencoder, has no class there, and is not covered.
 
     The model sees the tokens of its prompt and one of the padding behind them, as in its own training. The
     rest of the padding is cut away, so that prompts of one length need no mask. ``ChromaPipeline`` of

@@ -1,6 +1,7 @@
 """This file trains Qwen-Image (text to image).
 
-Layouts: b batch, c latent channels, f frames (1), h and w latent height and width; l tokens, d channels.
+Layouts: b batch, c latent channels, f pictures (1 but for Qwen-Image-Layered), h and w latent height and
+width; l tokens, d channels.
 Sources: diffusers ``transformer_qwenimage.py`` and ``pipeline_qwenimage.py``.
 """
 
@@ -38,7 +39,7 @@ from diffsynth_lite.testing.text_encoders import tiny_qwen2_5_vl
 from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
 
 _PATCH = 2
-_LONGEST_PROMPT = 1024
+LONGEST_PROMPT = 1024
 """Tokens that the pipelines take at most."""
 _ATTENTION = (
     *("to_q", "to_k", "to_v", "to_out.0"),
@@ -54,6 +55,7 @@ def model_fn_qwen_image(
     prompt_embeds_mask: torch.Tensor | None = None,
     *,
     input_latents_bcfhw: Sequence[torch.Tensor] = (),
+    additional_t_cond: torch.Tensor | None = None,
     use_gradient_checkpointing: bool = False,
     use_gradient_checkpointing_offload: bool = False,
     policy: BlockPolicy | None = None,
@@ -62,21 +64,22 @@ def model_fn_qwen_image(
 
     Args:
         transformer: a ``QwenImageTransformer2DModel``, plain or wrapped by DDP.
-        latents_bcfhw: (B, 16, 1, H, W), noisy normalised latents, H and W even.
+        latents_bcfhw: (B, 16, F, H, W), noisy normalised latents of F pictures, H and W even.
         timestep: (B,), noise level in [0, 1].
         prompt_embeds_bld: (B, L, D) prompt embeddings, padded on the right.
         prompt_embeds_mask: (B, L), 1 for a token and 0 for padding; None when no prompt is padded.
         input_latents_bcfhw: each (B, 16, 1, H_i, W_i), clean normalised latents of the pictures that an edit
             starts from.
+        additional_t_cond: (B,), 0 or 1, of a model with an embedding beside that of the noise level.
         use_gradient_checkpointing: recompute each block in backward.
         use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
         policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
 
     Returns:
-        (B, 16, 1, H, W), the predicted velocity ``noise - latents``.
+        (B, 16, F, H, W), the predicted velocity ``noise - latents``.
     """
-    batch, _, _, height, width = latents_bcfhw.shape
-    pictures = (latents_bcfhw, *input_latents_bcfhw)
+    batch, _, num_pictures, height, width = latents_bcfhw.shape
+    pictures = (*latents_bcfhw.chunk(num_pictures, dim=2), *input_latents_bcfhw)
     tokens_bld = torch.cat([_pack(picture_bcfhw) for picture_bcfhw in pictures], dim=1)
     picture_shapes = [(1, picture.shape[-2] // _PATCH, picture.shape[-1] // _PATCH) for picture in pictures]
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
@@ -95,12 +98,12 @@ def model_fn_qwen_image(
             encoder_hidden_states_mask=prompt_embeds_mask,
             # A list per sample: diffusers reads plain tuples differently when zero_cond_t is set.
             img_shapes=[picture_shapes] * batch,
+            additional_t_cond=additional_t_cond,
             return_dict=False,
         )[0]
-    velocity_bcfhw: torch.Tensor = QwenImagePipeline._unpack_latents(
-        velocity_bld[:, : height * width // _PATCH**2], height, width, vae_scale_factor=1
-    )
-    return velocity_bcfhw
+    num_tokens = height * width // _PATCH**2
+    of_each = velocity_bld[:, : num_pictures * num_tokens].chunk(num_pictures, dim=1)
+    return torch.cat([_unpack(tokens_bld, height, width) for tokens_bld in of_each], dim=2)
 
 
 def _pack(latents_bcfhw: torch.Tensor) -> torch.Tensor:
@@ -109,6 +112,13 @@ def _pack(latents_bcfhw: torch.Tensor) -> torch.Tensor:
         latents_bcfhw.squeeze(2), batch, channels, height, width
     )
     return tokens_bld
+
+
+def _unpack(tokens_bld: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    latents_bcfhw: torch.Tensor = QwenImagePipeline._unpack_latents(
+        tokens_bld, height, width, vae_scale_factor=1
+    )
+    return latents_bcfhw
 
 
 class QwenImage(DiffusersFamily):
@@ -216,7 +226,7 @@ class QwenImage(DiffusersFamily):
             true_cfg_scale=request.guidance_scale,
             **request.call_arguments(),
             # What is longer is cut already, and may be padded.
-            max_sequence_length=_LONGEST_PROMPT,
+            max_sequence_length=LONGEST_PROMPT,
         ).images
         return images
 

@@ -1,4 +1,4 @@
-"""Qwen-Image and 2512, and Qwen-Image-Edit, Edit-2509 and Edit-2511."""
+"""Qwen-Image and 2512, Qwen-Image-Edit, Edit-2509 and Edit-2511, and Qwen-Image-Layered."""
 
 from dataclasses import replace
 
@@ -122,3 +122,33 @@ _EDIT_2511 = replace(
     },
 )
 QWEN_IMAGE_EDIT: tuple[Release, ...] = (_EDIT, _EDIT_2509, _EDIT_2511)
+
+_LAYERED = replace(
+    _EDIT,
+    name="Qwen-Image-Layered",
+    hub_id="Qwen/Qwen-Image-Layered",
+    pipeline_class="QwenImageLayeredPipeline",
+    components={
+        **_BASE.components,
+        "transformer": replace(
+            _TRANSFORMER,
+            config={"use_additional_t_cond": True, "use_layer3d_rope": True},
+            source=f"defaults of the class, with the two settings that {MUSUBI}qwen_image/"
+            "qwen_image_model.py builds this model with; dtype as in Edit-2511",
+        ),
+        "vae": replace(
+            QWEN_VAE,
+            config={"input_channels": 4},
+            source=f"{QWEN_VAE.source}; the channels as in {MUSUBI}qwen_image_cache_latents.py",
+        ),
+    },
+    size=(640, 640, 5),
+    architecture="Qwen-Image-Layered",
+    version="qwen_image_layered",
+    sources={
+        **_EDIT.sources,
+        "size": "the area that the pipeline brings pictures to, and one picture with four layers, by default",
+        "pipeline": "diffusers, docs/source/en/api/pipelines/qwenimage.md",
+    },
+)
+QWEN_IMAGE_LAYERED: tuple[Release, ...] = (_LAYERED,)

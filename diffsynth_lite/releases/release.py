@@ -7,7 +7,7 @@ from typing import Any, Literal
 WeightDtype = Literal["float32", "float16", "bfloat16"]
 
 Pixels = tuple[int, int, int]
-"""Width, height and frames."""
+"""Width, height and frames; of a model that takes pictures apart, the picture and its layers."""
 
 
 @dataclass(frozen=True, kw_only=True)

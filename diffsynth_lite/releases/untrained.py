@@ -53,7 +53,6 @@ UNTRAINED: Mapping[str, Untrained] = MappingProxyType(
         "LTXLatentUpsample": Untrained(
             "Upscalers of LTX-Video", "ltx_video", "a model that enlarges latents and removes no noise"
         ),
-        "QwenImageLayered": Untrained("Qwen-Image-Layered", "qwen_image_edit", "pictures of several layers"),
         "SanaImageToVideo": Untrained("Sana-Video from pictures", "sana", "clips, and another transformer"),
         "SanaSprint": Untrained("Sana Sprint", "sana", "a distilled model that is told a guidance scale"),
         "SanaVideo": Untrained("Sana-Video", "sana", "clips, and another transformer"),

@@ -24,14 +24,18 @@ from diffusers import (
 from diffsynth_lite.testing import seeded
 
 
-def tiny_qwen_vae(*, seed: int = 0) -> AutoencoderKLQwenImage:
+def tiny_qwen_vae(*, input_channels: int = 3, seed: int = 0) -> AutoencoderKLQwenImage:
     """A random Qwen-Image VAE: 16 channels, 8 x 8 pixels (and 4 frames) to a latent.
 
     Everything that the pipelines read is as in the released model: ``z_dim``, ``latents_mean``,
     ``latents_std`` and ``temperal_downsample`` (diffusers' spelling) are the class's defaults.
+
+    Args:
+        input_channels: of pixels; that of Qwen-Image-Layered takes 4, the last one of transparency.
     """
+    layout: dict[str, Any] = {"base_dim": 4, "dim_mult": [1, 1, 1, 1], "input_channels": input_channels}
     with seeded(seed):
-        return AutoencoderKLQwenImage(base_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1).eval()
+        return AutoencoderKLQwenImage(num_res_blocks=1, **layout).eval()
 
 
 def tiny_qwen21_vae(*, seed: int = 0) -> AutoencoderKLQwenImage21:

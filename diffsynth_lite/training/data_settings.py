@@ -99,6 +99,22 @@ def num_preview_frames(config: Config, family: ModelFamily) -> int:
     return config.validation.num_frames or max(frame_counts_of(config, family))
 
 
+def num_layers_of(config: Config, family: ModelFamily) -> int:
+    """Layers that the config names for a picture, else those that the family draws; 0 in most families."""
+    if not family.default_num_layers:
+        return 0
+    named = [
+        len(source.layer_dirs) or len(source.layer_columns) for source in config.data.sources_by_key.values()
+    ]
+    # One column may hold lists, whose length only the data tell.
+    return max(named) if max(named) > 1 else family.default_num_layers
+
+
+def num_preview_layers(config: Config, family: ModelFamily) -> int:
+    """Layers of a preview; 0 in families that take no picture apart."""
+    return config.validation.num_layers or num_layers_of(config, family)
+
+
 def check_records(records: Sequence[Record], family: ModelFamily) -> None:
     """Check, by the files that the records name, that the family can train on them.
 
@@ -127,7 +143,7 @@ def audio_shape(config: Config, family: ModelFamily, num_frames: int) -> tuple[i
 
 def num_tokens_of(bucket: Bucket, family: ModelFamily) -> int:
     """Tokens that the transformer makes of one sample of a bucket, with those of its inputs."""
-    frames = [(bucket.width, bucket.height, bucket.num_frames), *((*size, 1) for size in bucket.inputs)]
+    frames = [(bucket.width, bucket.height, bucket.num_pictures), *((*size, 1) for size in bucket.inputs)]
     return sum(family.num_tokens(family.latents_shape(*shape)) for shape in frames)
 
 
@@ -137,7 +153,7 @@ def sizes_of(config: Config, family: ModelFamily) -> list[Bucket]:
     edges = [edge // part for edge in data.resolutions for part in (1, 2)]
     squares = [2 * (max(divisor, edge // divisor * divisor),) for edge in edges]
     return [
-        Bucket(width=width, height=height, num_frames=num_frames)
+        Bucket(width=width, height=height, num_frames=num_frames, num_layers=num_layers_of(config, family))
         for width, height in data.given_sizes or squares
         for num_frames in frame_counts_of(config, family)
     ]
@@ -155,7 +171,7 @@ def shifts_by_size(
         shift: of the shape of one sample's latents.
     """
     return {
-        size.name: shift(family.latents_shape(size.width, size.height, size.num_frames))
+        size.name: shift(family.latents_shape(size.width, size.height, size.num_pictures))
         for size in sizes_of(config, family)
     }
 

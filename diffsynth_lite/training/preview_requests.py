@@ -13,7 +13,7 @@ from diffsynth_lite.data.records import is_video
 from diffsynth_lite.data.video import clip_times, read_frames
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import Conditioning, ModelFamily, PreviewRequest
-from diffsynth_lite.training.data_settings import fps_of, num_preview_frames
+from diffsynth_lite.training.data_settings import fps_of, num_preview_frames, num_preview_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,7 @@ def build_preview_requests(
             width=width,
             height=height,
             num_frames=num_preview_frames(config, family),
+            num_layers=num_preview_layers(config, family),
             fps=fps_of(config, family),
             num_inference_steps=config.validation.num_inference_steps,
             guidance_scale=config.validation.guidance_scale,
@@ -132,7 +133,7 @@ def _check_pictures_have_effect(config: Config, family: ModelFamily) -> None:
             "validation.inputs: is empty; previews of this family start from pictures: name a file for each "
             "of validation.prompts, or give no prompts"
         )
-    if validation.inputs and not {"edit", "image_to_video", "inpaint"} & set(family.record_kinds):
+    if validation.inputs and not {"edit", "image_to_video", "inpaint", "layers"} & set(family.record_kinds):
         raise UserError(
             "validation.inputs: has no effect, as previews of this family start from the prompt alone; "
             "remove it"
@@ -140,6 +141,10 @@ def _check_pictures_have_effect(config: Config, family: ModelFamily) -> None:
     if validation.last_frames and not family.takes_last_frames:
         raise UserError(
             "validation.last_frames: has no effect, as this model leads a clip to no picture; remove it"
+        )
+    if validation.num_layers is not None and not family.default_num_layers:
+        raise UserError(
+            "validation.num_layers: has no effect, as this family takes no picture apart; remove it"
         )
 
 

@@ -1,7 +1,7 @@
 """This file draws previews while a LoRA trains: a file for each prompt and step, and one grid of all.
 
-A clip is kept as an MP4, and beside it as a strip of some of its frames, which is what the grid shows. Each
-file but the grid says how it was drawn.
+A clip is kept as an MP4, and beside it as a strip of some of its frames, which is what the grid shows; layers
+are kept as a PNG each, in a folder, and beside it as a strip. Each file but the grid says how it was drawn.
 """
 
 import hashlib
@@ -222,7 +222,8 @@ class Previews:
         except (OSError, SyntaxError) as error:  # what PIL raises for a file that is no PNG any more
             logger.warning("The LoRA has no thumbnail of step %d: %s", trained[-1], error)
             return None
-        count = min(self.requests[0].num_frames, STRIP_FRAMES)
+        drawn = self.requests[0]
+        count = drawn.num_layers or min(drawn.num_frames, STRIP_FRAMES)
         width = picture.width // count
         middle = picture.crop((count // 2 * width, 0, (count // 2 + 1) * width, picture.height))
         middle.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
@@ -272,8 +273,10 @@ def _mark(prompt: str, negative_prompt: str, request: PreviewRequest, drawn_on: 
         *(prompt, negative_prompt if is_guided else "", request.guidance_scale),
         *(request.width, request.height, request.num_frames, request.seed, request.num_inference_steps),
     )
-    # Nothing is added for the model that trains: these are the names of files from before there were others.
+    # Nothing is added for the model that trains and for no layers: these are the names of files from before
+    # there were others.
     drawn_as += () if drawn_on is None else (drawn_on,)
+    drawn_as += (f"{request.num_layers} layers",) if request.num_layers else ()
     digest = hashlib.blake2b(repr(drawn_as).encode(), digest_size=3)
     for picture in (*request.inputs, *request.control, *request.inpaint_mask):
         digest.update(repr(picture.size).encode() + picture.tobytes())
@@ -283,14 +286,21 @@ def _mark(prompt: str, negative_prompt: str, request: PreviewRequest, drawn_on: 
 def save_drawn(path: Path, drawn: Drawn, *, fps: float | None, parameters: str) -> None:
     """Write a picture; of a clip an MP4, with its sound, and, as the picture, a strip of its frames.
 
+    Layers of a picture are written to a folder, and likewise stand in a strip.
+
     Args:
-        path: of the picture; the MP4 is beside it.
-        drawn: RGB; one frame is a picture.
+        path: of the picture; the MP4, or the folder with a PNG of each layer, is beside it.
+        drawn: RGB; one frame is a picture. RGBA pictures are the layers of one.
         fps: frames per second of a clip.
         parameters: how it was drawn; stands in the files, with secrets masked.
     """
     parameters, frames = redacted(parameters), frames_of(drawn)
-    if len(frames) > 1:
+    if frames[0].mode == "RGBA":
+        layers = path.with_suffix("")
+        layers.mkdir(exist_ok=True)
+        for place, layer in enumerate(frames, start=1):
+            save_png(layers / f"layer-{place}.png", layer, parameters)
+    elif len(frames) > 1:
         assert fps is not None, "a family that makes clips says how fast they are"
         audio = drawn.audio if isinstance(drawn, ClipWithAudio) else None
         write_video(path.with_suffix(".mp4"), frames, fps=fps, audio=audio, comment=parameters)
@@ -336,6 +346,8 @@ def generation_parameters(
     }
     if request.num_frames > 1:
         settings |= {"Frames": request.num_frames, "FPS": f"{source.fps:g}"}
+    if request.num_layers:
+        settings["Layers"] = request.num_layers
     settings["Version"] = f"diffsynth_lite {__version__}"
     lines.append(", ".join(f"{name}: {_quoted(str(value))}" for name, value in settings.items()))
     return "\n".join(lines)

@@ -145,6 +145,13 @@ COUNTED = (
         small=_TWO_HEADS,
     ),
     CountedRelease(
+        family="qwen_image_layered",
+        name="Qwen-Image-Layered",
+        pixels=(640, 640, 5),
+        small=_TWO_HEADS,
+        small_pixels=(128, 128, 3),
+    ),
+    CountedRelease(
         family="sana",
         name="Sana 1.0 1.6B",
         small={

@@ -14,6 +14,7 @@ from diffsynth_lite.data.video import write_video
 from diffsynth_lite.doctor.starting_point import (
     RECIPES_OF_CLIPS,
     RECIPES_OF_EDITS,
+    RECIPES_OF_LAYERS,
     RECIPES_OF_PICTURES,
     RECIPES_OF_STARTED_CLIPS,
     look_at,
@@ -66,7 +67,7 @@ def test_what_it_writes_passes_the_doctor_as_it_is(
 
 def test_a_folder_without_a_name_gets_one(pictures: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, recipe = recipe_for(pictures, None, has_inputs=False)
-    found = replace(look_at(pictures, recipe, []), path=Path("/"))
+    found = replace(look_at(pictures, recipe), path=Path("/"))
     out = Path("lora.yaml")
     out.write_text(starting_config(found, recipe, out=out, presets=[]))
     assert load_config(out).config.logging.run_name == "lora"
@@ -126,6 +127,27 @@ def test_pictures_that_come_from_others_get_an_edit_model(
     assert [record.inputs for record in found.records] == [(before / f"{n}.png",) for n in range(3)]
 
 
+def test_pictures_with_layers_get_a_model_that_takes_pictures_apart(
+    pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [Path("behind"), Path("above")]
+    for folder in folders:
+        folder.mkdir()
+        for number in range(3):
+            tiny_picture(120, 90 + number, 40 + number).save(folder / f"{number}.png")
+    named = [argument for folder in folders for argument in ("--layers", str(folder))]
+    assert main(["init", str(pictures), "--out", "mine.yaml", *named]) == 0
+    assert "for qwen_image_layered, as its pictures have layers" in capsys.readouterr().out
+    loaded = load_config("mine.yaml")
+    assert loaded.warnings == ()
+    assert loaded.config.validation.inputs == [f"{pictures}/0.png"] * 2
+    found = find_training_records(loaded.config)
+    assert found.problems == []
+    assert [record.layers for record in found.records] == [
+        tuple(folder / f"{number}.png" for folder in folders) for number in range(3)
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -136,6 +158,11 @@ def test_pictures_that_come_from_others_get_an_edit_model(
             ["my pictures", "--family", "flux_kontext"],
             "my pictures: no metadata file for input; --inputs FOLDER names",
         ),
+        (
+            ["my pictures", "--family", "qwen_image_layered"],
+            "my pictures: no metadata file for layers; --layers FOLDER names",
+        ),
+        (["my pictures", "--layers", "x", "--inputs", "y"], "--layers: are of pictures without --inputs"),
         (
             ["my pictures", "--preset", "motion"],
             "--preset motion: is for cogvideox, hunyuan_video, hunyuan_video_15, ltx2, ltx_video, wan, ",
@@ -154,7 +181,8 @@ def test_what_it_cannot_do_is_told_in_a_line_and_nothing_is_written(
 
 
 def test_every_family_has_a_starting_point() -> None:
-    groups = (RECIPES_OF_PICTURES, RECIPES_OF_CLIPS, RECIPES_OF_STARTED_CLIPS, RECIPES_OF_EDITS)
+    of_pairs = (RECIPES_OF_EDITS, RECIPES_OF_LAYERS)
+    groups = (RECIPES_OF_PICTURES, RECIPES_OF_CLIPS, RECIPES_OF_STARTED_CLIPS, *of_pairs)
     of_recipes = {
         (name, load_config(file).config.model.family) for group in groups for name, file in group.items()
     }

@@ -140,7 +140,8 @@ def consistent(name: str, values: dict) -> dict:
         values |= {"path": f"pictures/{values['path']}" if is_folder else None}
         values |= defaults(OF_A_DATASET if is_folder else OF_A_FOLDER)
         values |= {"captions": "required"} if values["trigger"] is None else {}
-        values |= {"input_columns": []} if values["input_dirs"] else {}
+        for role in ("input", "layer"):
+            values |= {f"{role}_columns": []} if values[f"{role}_dirs"] else {}
         for role in ("first_frame", "last_frame", "mask", "control", "inpaint_mask"):
             values |= {f"{role}_column": None} if values[f"{role}_dir"] else {}
         has_masks = values["inpaint_mask_column"] or values["inpaint_mask_dir"]

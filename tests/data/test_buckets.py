@@ -1,6 +1,7 @@
 """The bucket rule's guarantees, on items and rules of any kind."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -169,3 +170,15 @@ def test_buckets_are_ordered_and_named():
     edit = Bucket(width=480, height=832, inputs=((1024, 1024), (1248, 832)))
     assert edit.name == "480x832 from 1024x1024+1248x832"
     assert sorted([edit, clip, small]) == [small, edit, clip]
+    layered = Bucket(width=480, height=832, num_layers=4)
+    assert (layered.name, replace(layered, num_layers=1).name) == (
+        "480x832 in 4 layers",
+        "480x832 in 1 layer",
+    )
+    assert [bucket.num_pictures for bucket in (small, clip, layered)] == [1, 81, 5]
+
+
+def test_a_checkpoint_knows_buckets_by_what_they_were_called_before_there_were_layers():
+    bucket = Bucket(width=480, height=832, inputs=((8, 16),))
+    assert repr(bucket) == "Bucket(width=480, height=832, num_frames=1, inputs=((8, 16),))"
+    assert repr(replace(bucket, num_layers=2)) == f"{repr(bucket)[:-1]}, num_layers=2)"

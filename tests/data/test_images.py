@@ -20,7 +20,15 @@ from image_corpus import with_orientation as oriented
 from media_verdicts import assert_image
 from PIL import Image, ImageOps
 
-from diffsynth_lite.data.images import ImageFacts, check_image, cover, crop_of, load_image, load_mask
+from diffsynth_lite.data.images import (
+    ImageFacts,
+    check_image,
+    cover,
+    crop_of,
+    load_image,
+    load_layer,
+    load_mask,
+)
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Crop
 
@@ -155,6 +163,26 @@ def test_masks_become_grey_and_what_is_transparent_does_not_count(tmp_path, imag
     image.save(path)
     mask = load_mask(path)
     assert (mask.mode, mask.size, mask.getextrema()) == ("L", (8, 8), (expected, expected))
+
+
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        (plain((10, 20, 30, 128), "RGBA"), (10, 20, 30, 128)),
+        (plain((10, 20, 30, 0), "RGBA"), (0, 0, 0, 0)),  # what is not seen is nothing
+        (plain((200, 102), "LA"), (200, 200, 200, 102)),
+        (plain("red"), (255, 0, 0, 255)),
+        (plain("red").convert("P"), (255, 0, 0, 255)),
+        (plain(7, "L"), (7, 7, 7, 255)),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["png", "webp"])
+def test_layers_keep_their_transparency(tmp_path, image, expected, suffix):
+    path = tmp_path / f"layer.{suffix}"
+    image.save(path, lossless=True, exact=True)
+    layer = load_layer(path)
+    assert (layer.mode, layer.size) == ("RGBA", (8, 8))
+    assert np.unique(np.asarray(layer).reshape(-1, 4), axis=0).tolist() == [list(expected)]
 
 
 @pytest.mark.parametrize("image", [plain(0, "L"), plain((255, 255, 255, 0), "RGBA")])

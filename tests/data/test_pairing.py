@@ -46,6 +46,18 @@ def test_frames_and_masks_have_the_names_of_their_clips(read, tmp_path):
     assert record.files == tuple(tmp_path / name for name in ("data/a.mp4", "f/a.png", "l/a.jpg", "m/a.png"))
 
 
+def test_layers_have_the_names_of_their_pictures(read, tmp_path):
+    names = ["data/a.png", "back/a.png", "front/a.webp", "in/a.png"]
+    folders = (tmp_path / "back", tmp_path / "front")
+    [record] = read(*names, layer_dirs=folders)
+    assert record.layers == (tmp_path / "back/a.png", tmp_path / "front/a.webp")
+    assert record.kind == "layers"
+    [edit] = read(*names, layer_dirs=folders, input_dirs=(tmp_path / "in",))
+    assert edit.kinds == ("edit", "layers")  # which no family takes together
+    with pytest.raises(UserError, match=r"b\.mp4: is a clip, and only pictures have layers"):
+        read("data/b.mp4", "back/b.png", layer_dirs=folders[:1])
+
+
 def test_folders_inside_the_data_folder_hold_no_targets(read, folder):
     (folder / "masks").mkdir(parents=True)
     (folder / "masks/a.png").write_bytes(b"")

@@ -196,6 +196,27 @@ def test_inputs_keep_their_own_size_and_lie_over_the_background(index, gradient,
     assert (given.size, given.getpixel((0, 0))) == ((5, 9), (16, 32, 48))
 
 
+def test_layers_get_the_crop_of_their_picture_and_make_buckets_of_their_own(index, gradient, tmp_path):
+    target = gradient()
+    half = Image.new("RGBA", (64, 32), (0, 0, 0, 0))
+    half.paste((90, 0, 0, 255), (0, 0, 16, 32))
+    half.save(tmp_path / "half.png")
+    layers = (gradient("behind.png"), tmp_path / "half.png")
+    [item], [plain] = (plan([record(target, **files)], index).items for files in ({"layers": layers}, {}))
+    assert item.record.kind == "layers"
+    assert item.bucket == dataclasses.replace(plain.bucket, num_layers=2)
+    for crop_x in (0.0, 0.25):
+        media = dataclasses.replace(item, crop_x=crop_x).load()
+        behind, above = media.layers
+        assert pixels(behind.convert("RGB")) == pixels(media.frames[0])
+        seen = np.asarray(above)[0, :, 3] > 127
+        assert seen.tolist() == (np.asarray(media.frames[0])[0, :, 0] < 60).tolist()
+    swapped, fewer = (
+        plan([record(target, layers=files)], index).items[0] for files in (layers[::-1], layers[:1])
+    )
+    assert len({key_of(one) for one in (item, swapped, fewer, plain)}) == 4
+
+
 @pytest.mark.parametrize("part", ["mask", "first_frame", "last_frame", "control", "inpaint_mask"])
 def test_a_companion_of_another_shape_is_a_bad_item(index, gradient, part):
     bad = plan([record(gradient(), **{part: gradient("b.png", size=(16, 16))})], index).bad

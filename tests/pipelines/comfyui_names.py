@@ -189,7 +189,9 @@ IDEOGRAM4 = _flat(
 
 TAKEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("flux", "flux_kontext", "flux2", "chroma"), _in("transformer", *_FLUX)),
-    **dict.fromkeys(("qwen_image", "qwen_image_edit"), _in("transformer", *_QWEN_IMAGE)),
+    **dict.fromkeys(
+        ("qwen_image", "qwen_image_edit", "qwen_image_layered"), _in("transformer", *_QWEN_IMAGE)
+    ),
     "ernie_image": _in("diffusion_model", *_ERNIE_IMAGE),
     "qwen_image_21": _in("transformer", *_QWEN_IMAGE_21),
     "krea2": _in("transformer", *_KREA2),

@@ -12,7 +12,11 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 from diffusers.pipelines.flux import pipeline_flux_kontext
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from diffusers.pipelines.qwenimage import (
+    pipeline_qwenimage_edit,
+    pipeline_qwenimage_edit_plus,
+    pipeline_qwenimage_layered,
+)
 from PIL import Image
 
 from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
@@ -58,6 +62,7 @@ FLAGS = [(False, False), (True, False), (False, True), (True, True)]
 ELSEWHERE = ("my_families.aura_flow",)
 """Families that are not part of the package, in ``tests/elsewhere``."""
 SMALL_AREA = 64 * 64
+LAYERS_AREA = 64 * 32
 SMALL_SIZES = [(32, 96), (48, 80), (64, 64), (80, 48), (96, 32)]
 
 
@@ -104,6 +109,7 @@ class Sample:
             "width": 4 * family.size_divisor,
             "height": 2 * family.size_divisor,
             "num_frames": len(media.frames),
+            "num_layers": len(media.layers),
         }
         return PreviewRequest(**fixed, **settings)
 
@@ -118,6 +124,11 @@ def small_edit_inputs() -> Iterator[None]:
         )
         patch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", SMALL_AREA)
         patch.setattr(pipeline_qwenimage_edit_plus, "CONDITION_IMAGE_SIZE", SMALL_AREA)
+        patch.setattr(
+            pipeline_qwenimage_layered,
+            "calculate_dimensions",
+            lambda _area, ratio: real(LAYERS_AREA, ratio)[:2],
+        )
         patch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", SMALL_SIZES)
         yield
 
@@ -130,6 +141,13 @@ def clip(width: int, height: int, num_frames: int, quality: int) -> tuple[Image.
     return tuple(picture(width, height, quality + frame) for frame in range(num_frames))
 
 
+def layers_of(width: int, height: int, quality: int) -> tuple[Image.Image, ...]:
+    """An opaque one, and one through which it is seen."""
+    above = picture(width, height, quality + 1).convert("RGBA")
+    above.putalpha(picture(width, height, quality + 2).convert("L"))
+    return picture(width, height, quality).convert("RGBA"), above
+
+
 def build_media(family: ModelFamily) -> list[Media]:
     """Three items of the first kind that the family trains on."""
     width, height = 4 * family.size_divisor, 2 * family.size_divisor
@@ -139,6 +157,7 @@ def build_media(family: ModelFamily) -> list[Media]:
         Media(
             frames=clip(width, height, num_frames, 10 + place),
             inputs=(picture(100, 52, 20 + place),) if kind == "edit" else (),
+            layers=layers_of(width, height, 20 + place) if kind == "layers" else (),
             fps=family.default_fps,
         )
         for place in range(3)
@@ -200,6 +219,17 @@ def transformer_calls(transformer: torch.nn.Module, run: Callable[[], object]) -
         run()
     hook.remove()
     return calls
+
+
+def as_sampled(hidden_states: torch.Tensor | list[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+    """What the transformer was given of the clean latents, in the layout of what the sampler works on.
+
+    Behind them, in the tokens or in the channels, may stand those of other pictures.
+    """
+    given = torch.stack(hidden_states) if isinstance(hidden_states, list) else hidden_states
+    if given.numel() == output.numel():
+        return given.reshape(output.shape)
+    return given[tuple(map(slice, output.shape))]
 
 
 def numbers(value: Any) -> torch.Tensor:

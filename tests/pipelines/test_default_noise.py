@@ -191,6 +191,7 @@ REFERENCES: dict[str, Callable[[int], Sequence[float]]] = {
     "qwen_image": of_qwen,
     "qwen_image_21": of_qwen_21,
     "qwen_image_edit": of_qwen,
+    "qwen_image_layered": of_qwen,
     "sana": of_sana,
     "sd3": of_sd3,
     "sdxl": of_sdxl,

@@ -20,6 +20,7 @@ from family_sample import (
     PROMPTS,
     SIGMA,
     Sample,
+    as_sampled,
     build_prompts,
     encode_sample,
     numbers,
@@ -90,13 +91,14 @@ def call_of(sample: Sample, pipeline: Any, request: PreviewRequest) -> dict[str,
         "prompt": PROMPTS[0],
         "negative_prompt": NEGATIVE,
         "num_frames": request.num_frames,
+        "layers": request.num_layers,
         # Some pipelines count the scale from 0 and not from 1; without guidance both have 0.
         scale_name: request.guidance_scale if is_told(sample) or request.guidance_scale > 1 else 0.0,
         # Some draw in a size of their own otherwise.
         "max_area": request.width * request.height,
         "use_resolution_binning": False,
         "output_type": "pil",
-        **({"image": request.inputs[0]} if request.inputs else {}),
+        **({"image": given_picture(request)} if request.inputs else {}),
     }
     if is_guided_by_a_model(sample):
         call |= {"guidance_scale": request.guidance_scale, "guidance_schedule": None}
@@ -108,13 +110,18 @@ def call_of(sample: Sample, pipeline: Any, request: PreviewRequest) -> dict[str,
     return {name: value for name, value in (request.call_arguments() | call).items() if name in known}
 
 
+def given_picture(request: PreviewRequest) -> Image:
+    """What a preview starts from; a picture that is taken apart has the channels of its layers."""
+    return request.inputs[0].convert("RGBA" if request.num_layers else "RGB")
+
+
 def is_guided_by_a_model(sample: Sample) -> bool:
     """Whether another model takes the place of a negative prompt."""
     return "unconditional_transformer" in sample.family.components
 
 
 def levels(frames: list[Image]) -> np.ndarray[Any, Any]:
-    """(F, H, W, 3), 0 to 255."""
+    """(F, H, W, 3), or with transparency (F, H, W, 4); 0 to 255."""
     return np.stack([np.asarray(frame) for frame in frames]).astype(int)
 
 
@@ -127,7 +134,8 @@ def test_a_preview_is_what_the_pipeline_draws_from_the_text(
     sample: Sample, pipeline: Any, scale: float
 ) -> None:
     processor = pipeline.components.get("processor")
-    if processor is not None and not isinstance(processor, ProcessorMixin):
+    describes = processor is not None and "layers" not in inspect.signature(pipeline.__call__).parameters
+    if describes and not isinstance(processor, ProcessorMixin):
         pytest.skip("the pipeline's own processor of texts and pictures needs torchvision")
     family, frames = sample.family, []
     request = sample.request(num_inference_steps=2, guidance_scale=scale, seed=5)
@@ -141,6 +149,7 @@ def test_a_preview_is_what_the_pipeline_draws_from_the_text(
     their_calls = transformer_calls(theirs, lambda: frames.append(pipeline(**arguments)))
     drawn, output = frames
     expected = output.frames[0] if hasattr(output, "frames") else output.images
+    expected = expected[0] if request.num_layers else expected
     difference = np.abs(levels(drawn) - levels(expected)).max()
     # Where a family cuts padding away that its pipeline hides, the same numbers are summed in another order.
     is_cut = prompt_shapes(calls) != prompt_shapes(their_calls)
@@ -200,8 +209,9 @@ def test_the_latents_that_are_trained_are_those_that_the_pipeline_decodes(
         lambda _scheduler, output, *_, **__: Stepped(clean_latents(sample, call["hidden_states"], output)),
     )
     family.sample(model, torch.float32, [sample.request(num_inference_steps=2, guidance_scale=1.0, seed=5)])
-    of_this_shape = [each for each in encoded if each.shape == decoded[0].shape]
-    assert any(torch.allclose(decoded[0], each, rtol=1e-4, atol=1e-5) for each in of_this_shape)
+    for latents in decoded[0].split(1):  # of each layer apart
+        of_this_shape = [each for each in encoded if each.shape == latents.shape]
+        assert any(torch.allclose(latents, each, rtol=1e-4, atol=1e-5) for each in of_this_shape)
 
 
 def test_what_the_model_says_of_a_place_comes_back_at_that_place(sample: Sample) -> None:
@@ -228,22 +238,12 @@ def clean_latents(sample: Sample, hidden_states: Any, output: torch.Tensor) -> t
     return as_sampled(hidden_states, output)
 
 
-def as_sampled(hidden_states: torch.Tensor | list[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-    """What the transformer was given of the clean latents, in the layout of what the sampler works on.
-
-    Behind them, in the tokens or in the channels, may stand those of other pictures.
-    """
-    given = torch.stack(hidden_states) if isinstance(hidden_states, list) else hidden_states
-    if given.numel() == output.numel():
-        return given.reshape(output.shape)
-    return given[tuple(map(slice, output.shape))]
-
-
 def test_all_that_the_model_is_told_in_training_is_what_the_pipeline_tells_it(sample: Sample) -> None:
     family, model = sample.family, sample.family.load_transformer(torch.float32)
 
     def told(one: Sample, place: int) -> dict[str, Any]:
-        batch = sample.latents[place, None], torch.ones(1), one.conditioning[:1]
+        # No latent is in both, also where two items have the same corner.
+        batch = sample.latents[place, None] + place, torch.ones(1), one.conditioning[:1]
         return transformer_calls(model, lambda: family.predict(model, *batch))[0]
 
     for one in (sample, *edits_of(sample)):
@@ -281,7 +281,8 @@ def edits_of(sample: Sample) -> Iterator[Sample]:
 
 def test_latents_are_channel_first(sample: Sample) -> None:
     """(C, H, W) or (C, F, H, W): masks and the memory plan count on it."""
-    family, divisor, num_frames = sample.family, sample.family.size_divisor, len(sample.media[0].frames)
+    family, divisor, media = sample.family, sample.family.size_divisor, sample.media[0]
+    num_frames = len(media.frames) + len(media.layers)
     *others, height, width = sample.latents.shape[1:]
     assert len(others) == 2 or (len(others) == 1 and family.frame_step is None)
     assert family.latents_shape(8 * divisor, 2 * divisor, num_frames) == (*others, height, 2 * width)
@@ -422,7 +423,8 @@ def test_a_model_in_the_default_dtypes_trains_and_draws(
     assert velocity.isfinite().all()
     requests = [request for scale in (1.0, GUIDANCE) for request in requests_of(default_sample, scale)]
     for request, frames in zip(requests, family.sample(model, vae_dtype, requests), strict=True):
-        assert [frame.size for frame in frames] == [(request.width, request.height)] * request.num_frames
+        num_pictures = request.num_layers or request.num_frames
+        assert [frame.size for frame in frames] == [(request.width, request.height)] * num_pictures
 
 
 def test_a_prompt_counts_the_same_alone_and_beside_longer_ones(sample: Sample) -> None:

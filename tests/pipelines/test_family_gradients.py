@@ -85,7 +85,7 @@ def targets_of(sample: Sample, name: str) -> tuple[str, ...]:
 
 GATES_LEARN = {
     "queries": set[str](),
-    "default": {"qwen_image", "qwen_image_edit"},
+    "default": {"qwen_image", "qwen_image_edit", "qwen_image_layered"},
     # A UNet's residual blocks have no gates, nor have those that read Krea 2's prompt.
     "everything": {*family_names()} - {"krea2", "sdxl"},
 }

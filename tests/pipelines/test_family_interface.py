@@ -107,7 +107,7 @@ def test_previews_have_the_size_asked_for_and_repeat_exactly(
     first, second = (family.sample(transformer, torch.float32, [request])[0] for _ in range(2))
     assert len(loaded) == 2  # what decodes in tiles on a full device
     size = (4 * family.size_divisor, 2 * family.size_divisor)
-    assert [frame.size for frame in first] == [size] * len(sample.media[0].frames)
+    assert [frame.size for frame in first] == [size] * (request.num_layers or request.num_frames)
     assert [frame.tobytes() for frame in first] == [frame.tobytes() for frame in second]
     with torch.no_grad():
         for weight in transformer.parameters():
@@ -235,7 +235,7 @@ def test_frame_counts_that_do_not_fit_name_the_nearest_that_would(sample: Sample
 
 def test_the_shape_of_latents_is_known_before_anything_is_encoded(sample: Sample) -> None:
     divisor, (_, *shape) = sample.family.size_divisor, sample.latents.shape
-    num_frames = len(sample.media[0].frames)
+    num_frames = len(sample.media[0].frames) + len(sample.media[0].layers)
     assert sample.family.latents_shape(4 * divisor, 2 * divisor, num_frames) == tuple(shape)
 
 

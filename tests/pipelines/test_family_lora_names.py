@@ -33,7 +33,11 @@ from diffsynth_lite.pipelines.base.composite import split_adapter
 from diffsynth_lite.training.checkpoint.lora_file import export_lora
 
 RANK = 4
-TABLES = ("cond_type_embedding.weight", "embed_image_indicator.weight")
+TABLES = (
+    "cond_type_embedding.weight",
+    "embed_image_indicator.weight",
+    "time_text_embed.addition_t_embedding.weight",
+)
 """Of HunyuanVideo 1.5 and Ideogram 4: no layers, though their weights have two axes."""
 
 

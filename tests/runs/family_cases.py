@@ -13,6 +13,7 @@ import hunyuan_pipelines
 import ltx2_layouts
 import ltx_layouts
 import wan_pipelines
+from PIL import Image
 from tiny_run import TinyRun, tiny_picture, write_config
 
 from diffsynth_lite.data.video import write_video
@@ -139,13 +140,17 @@ def make_case(case: FamilyCase, root: Path) -> tuple[TinyRun, ModelFamily]:
     settings = [f"model.family={case.family}", f"data.width={width}", f"data.height={height}", *SETTINGS]
     if case.trained:
         settings.append(f"lora.components=[{', '.join(case.trained)}]")
-    if kind in ("image", "edit"):
+    if kind in ("image", "edit", "layers"):
         add_pictures(root / "data", detail=10)
     else:
         add_clips(root / "data", family)
         settings.append(f"data.frame_counts=[{shortest_clip(family)}]")
     if kind == "edit":
         settings.append(f"data.input_dirs=[{add_pictures(root / 'inputs', detail=20)}]")
+    if kind == "layers":
+        behind, above = add_pictures(root / "behind", detail=20), add_pictures(root / "above", detail=30)
+        make_transparent(above)
+        settings.append(f"data.layer_dirs=[{behind}, {above}]")
     if kind == "image_to_video":
         settings.append(f"data.first_frame_dir={add_pictures(root / 'firsts', detail=20)}")
     if case.has_last_frames:
@@ -171,6 +176,15 @@ def add_pictures(folder: Path, *, detail: int) -> Path:
     for place, size in enumerate(SIZES):
         tiny_picture(*size, detail + place).save(folder / f"{place}.png")
     return folder
+
+
+def make_transparent(folder: Path) -> None:
+    """What is bright in its pictures is seen, and what is dark is seen through."""
+    for path in folder.iterdir():
+        with Image.open(path) as opened:
+            picture = opened.convert("RGBA")
+        picture.putalpha(picture.convert("L"))
+        picture.save(path)
 
 
 def add_clips(folder: Path, family: ModelFamily) -> None:

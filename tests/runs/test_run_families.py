@@ -163,6 +163,9 @@ def check_previews(
     drawn = frame_strip(frames).tobytes()
     assert drawn == pixels(after)
     assert drawn != pixels(before)
+    for place in range(requests[0].num_layers):
+        with Image.open(after.with_suffix("") / f"layer-{place + 1}.png") as layer:
+            assert layer.tobytes() == frames[place].tobytes()
 
 
 def check_samples(folder: Path, samples: Path) -> None:
@@ -195,8 +198,18 @@ def check_card(lora: Path, family: ModelFamily, model: Path, patch: pytest.Monke
     exec(code, names)
     for part in family.trained:
         assert getattr(names["pipeline"], part).peft_config
+    if family.default_num_layers:
+        layers = sorted(Path.cwd().glob("layer-*.png"))
+        assert [path.name for path in layers] == ["layer-1.png", "layer-2.png"]
+        assert {mode_of(path) for path in layers} == {"RGBA"}
+        return  # in a size of the pipeline's own
     drawn = frame_strip(clips[0]).size if clips else size_of(Path("picture.png"))
     assert drawn == size_of(lora / "pictures" / "prompt-00.png")
+
+
+def mode_of(path: Path) -> str:
+    with Image.open(path) as picture:
+        return picture.mode
 
 
 def size_of(path: Path) -> tuple[int, int]:

@@ -299,3 +299,40 @@ def test_another_negative_prompt_makes_other_files_only_where_it_is_used(tmp_pat
     guided = [SimpleNamespace(**vars(request) | {"guidance_scale": 4.0}) for request in drawn.requests]
     marks = [dataclasses.replace(one, requests=guided)._marks for one in (drawn, other)]
     assert not set(marks[0]) & set(marks[1])
+
+
+def test_layers_are_kept_as_pictures_with_transparency_and_the_grid_shows_them_over_a_board(
+    tmp_path: Path,
+) -> None:
+    def draw_layers(_transformer, _dtype, requests) -> list[list[Image.Image]]:
+        return [
+            [Image.new("RGBA", (64, 32), (0, 0, shade, 255 * (shade > 0))) for shade in range(0, 240, 40)]
+            for _ in requests
+        ]
+
+    drawn = previews(tmp_path, draw_layers, prompts=["red"])
+    taken_apart = [dataclasses.replace(request, num_layers=6) for request in drawn.requests]
+    drawn = dataclasses.replace(drawn, requests=taken_apart)
+    drawn.draw(torch.nn.Linear(1, 1), 20)
+    [strip] = tmp_path.glob("step-*.png")
+    files = sorted(strip.with_suffix("").iterdir())
+    assert [file.name for file in files] == [f"layer-{place}.png" for place in range(1, 7)]
+    for place, file in enumerate(files):
+        with Image.open(file) as layer:
+            assert (layer.mode, layer.size) == ("RGBA", (64, 32))
+            assert layer.getpixel((0, 0)) == (0, 0, 40 * place, 255 * (place > 0))
+            assert "Layers: 6" in layer.info["parameters"]
+    with Image.open(strip) as shown:
+        assert shown.size == (6 * 64, 32)  # all of them
+        empty, middle = (shown.crop((left, 0, left + 64, 32)) for left in (0, 3 * 64))
+        assert sorted(empty.getcolors()) == [(1024, (204, 204, 204)), (1024, (255, 255, 255))]
+        assert empty.getpixel((0, 0)) != empty.getpixel((8, 0)) == empty.getpixel((0, 8))
+        thumbnail = thumbnail_of(drawn, 20)
+        assert thumbnail is not None
+        assert abs(thumbnail.getpixel((9, 9))[2] - middle.getpixel((9, 9))[2]) < 6
+
+
+def test_another_number_of_layers_is_another_preview(tmp_path: Path) -> None:
+    drawn = previews(tmp_path, draw_colours)
+    others = [dataclasses.replace(request, num_layers=2) for request in drawn.requests]
+    assert not set(drawn._marks) & set(dataclasses.replace(drawn, requests=others)._marks)

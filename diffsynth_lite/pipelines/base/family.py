@@ -200,6 +200,11 @@ class ModelFamily(LoraFormat):
         return None
 
     @property
+    def default_num_layers(self) -> int:
+        """Layers of a preview unless user or data say otherwise; 0 where no picture is taken apart."""
+        return 0
+
+    @property
     def max_inputs(self) -> int | None:
         """Input pictures that an edit may start from; None where any number will do."""
         return None

@@ -150,6 +150,8 @@ class CardWriter:
     def _sample_caption(self, step: int) -> str:
         request = self._request
         frames = f", {request.num_frames} frames, of which some are shown" if request.num_frames > 1 else ""
+        if request.num_layers:
+            frames = f", in {request.num_layers} layers, over a checkerboard"
         return (
             f"Before training and after step {step}, from the same noise (seed {request.seed}): "
             f"{request.width}x{request.height}{frames}, {request.num_inference_steps} denoising steps, "

@@ -12,7 +12,7 @@ from diffsynth_lite.media import STRIP_FRAMES
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.checkpoint.store import CheckpointStore, SavedBytes
 from diffsynth_lite.training.checks import CheckedRun
-from diffsynth_lite.training.data_settings import num_preview_frames
+from diffsynth_lite.training.data_settings import num_preview_frames, num_preview_layers
 from diffsynth_lite.training.preview_requests import preview_size
 
 logger = logging.getLogger(__name__)
@@ -84,8 +84,10 @@ def preview_bytes(config: Config, family: ModelFamily, start_step: int) -> int:
         return 0
     num_times = steps // every - start_step // every + (steps % every > 0) + (start_step == 0)
     width, height = preview_size(config, family)
-    num_frames = min(num_preview_frames(config, family), STRIP_FRAMES)
-    picture: int = _BYTES_PER_PIXEL * width * height * num_frames
+    # Layers stand in the strip, and in a file each.
+    num_layers = 2 * num_preview_layers(config, family)
+    num_pictures = num_layers or min(num_preview_frames(config, family), STRIP_FRAMES)
+    picture: int = _BYTES_PER_PIXEL * width * height * num_pictures
     return num_times * len(config.validation.prompts) * picture
 
 

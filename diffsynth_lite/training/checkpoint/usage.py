@@ -11,6 +11,10 @@ from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.tokenizer import is_misread
 
+_SAVE_LAYERS = """\
+for place, layer in enumerate(drawn.images[0], start=1):
+    layer.save(f"layer-{place}.png")"""
+
 
 def usage_code(
     family: ModelFamily,
@@ -48,14 +52,13 @@ def usage_code(
     parts = inspect.signature(family.pipeline).parameters
     # A pipeline whose call takes no size goes by that of its picture.
     size = "" if "width" in takes else f".resize(({request.width}, {request.height}))"
+    if "layers" in takes:
+        size = '.convert("RGBA")'  # it has areas of its own, in the shape of the picture
     call = {
         "prompt": prompt,
         **_guidance(family, request.guidance_scale, negative_prompt, takes),
         **_further_guidance(family, request.guidance_scale, takes),
-        **({"width": request.width, "height": request.height} if "width" in takes else {}),
-        **({"max_area": request.width * request.height} if pictures and "max_area" in takes else {}),
-        **({"num_frames": request.num_frames, "output_type": "pil"} if makes_clips else {}),
-        **({"frame_rate": family.default_fps} if "frame_rate" in takes else {}),
+        **_shape(family, request, takes, has_pictures=bool(pictures)),
         "num_inference_steps": request.num_inference_steps,
     }
     tools, save = ["load_image"] if pictures else [], 'drawn.images[0].save("picture.png")'
@@ -64,6 +67,8 @@ def usage_code(
             ["export_to_video", *tools],
             f'export_to_video(drawn.frames[0], "clip.mp4", fps={fps:g})',
         )
+    elif "layers" in takes:
+        save = _SAVE_LAYERS
     elif makes_clips:
         save = 'drawn.frames[0][0].save("picture.png")'
     classes = family.folder.parts()
@@ -124,6 +129,30 @@ def _further_guidance(family: DiffusersFamily, scale: float, takes: Mapping[str,
             **off,
         }
     return {} if family.folder.component_config("transformer").get("perturbed_attn") else off
+
+
+def _shape(
+    family: DiffusersFamily, request: PreviewRequest, takes: Mapping[str, Any], *, has_pictures: bool
+) -> dict[str, Any]:
+    """What says how large a picture or a clip is, and how many layers it has."""
+    pixels: dict[str, Any] = {}
+    if "width" in takes:
+        pixels |= {"width": request.width, "height": request.height}
+    if has_pictures and "max_area" in takes:
+        pixels |= {"max_area": request.width * request.height}
+    if "num_frames" in takes:
+        pixels |= {"num_frames": request.num_frames, "output_type": "pil"}
+    if "frame_rate" in takes:
+        pixels |= {"frame_rate": family.default_fps}
+    if "layers" in takes:
+        pixels |= {"layers": request.num_layers, "resolution": _area_of_layers(request)}
+    return pixels
+
+
+def _area_of_layers(request: PreviewRequest) -> int:
+    """The nearer one of the two edges that ``QwenImageLayeredPipeline`` draws squares of."""
+    edge = (request.width * request.height) ** 0.5
+    return min((640, 1024), key=lambda own: abs(own - edge))
 
 
 def _guider(scale: float, takes: Mapping[str, Any], parts: Mapping[str, Any]) -> Iterator[str]:

@@ -22,7 +22,7 @@ from diffsynth_lite.core.context_parallel import MESH_DIMENSIONS, ContextParalle
 from diffsynth_lite.data import Bucket
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import ModelFamily
-from diffsynth_lite.training.data_settings import num_preview_frames, num_tokens_of
+from diffsynth_lite.training.data_settings import num_preview_frames, num_preview_layers, num_tokens_of
 from diffsynth_lite.training.distributed.agreement import ranks_by_machine
 from diffsynth_lite.training.distributed.devices import num_data_ranks
 from diffsynth_lite.training.distributed.watchdog import limit_waits
@@ -171,7 +171,8 @@ def check_tokens_of_previews(config: Config, family: ModelFamily, width: int, he
     """
     if config.train.context_parallel == 1 or not config.validation.prompts:
         return
-    size = Bucket(width=width, height=height, num_frames=num_preview_frames(config, family))
+    num_frames, num_layers = num_preview_frames(config, family), num_preview_layers(config, family)
+    size = Bucket(width=width, height=height, num_frames=num_frames, num_layers=num_layers)
     inputs = config.validation.inputs if "edit" in family.record_kinds else []
     pictures = (Path(path).expanduser() for path in inputs)
     sizes = [replace(size, inputs=(_size_as_input(path, family),)) for path in pictures if path.is_file()]

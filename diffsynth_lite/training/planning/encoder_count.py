@@ -23,6 +23,7 @@ from diffsynth_lite.training.planning.without_weights import (
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _WORDS = 100
+_RGB = 3
 _COPIES_OF_PIXELS = 3
 """In fp32, that diffusers' processors have at once of a clip that they make a tensor of: 3.0 were measured of
 81 frames of 832 x 480. Beside them are its frames, in 8 bits."""
@@ -118,12 +119,13 @@ def count_media_encoder(config: Config, family: ModelFamily, size: Bucket, num_i
     sizes = [(size.width, size.height, size.num_frames)]
     if num_inputs:
         sizes.append((*family.input_size(size.width, size.height), 1))
+    channels = vae.config.get("input_channels", _RGB)
     for width, height, num_frames in sizes:
         frames = [num_frames] if has_frames(vae) else []
         with torch.no_grad():
-            vae.encode(torch.zeros((), dtype=dtype).expand(1, 3, *frames, height, width))
+            vae.encode(torch.zeros((), dtype=dtype).expand(1, channels, *frames, height, width))
     copies = sum(copied_bytes(family, config.model.path, name, one) for name, one in copied.loaded.items())
-    pixels = 3 * size.width * size.height * size.num_frames
+    pixels = channels * size.width * size.height * size.num_pictures
     return EncoderBytes(
         device=sum(weight.nbytes for one in copied.loaded.values() for weight in one.parameters()),
         calls=counted.peak,

@@ -12,7 +12,7 @@ from diffsynth_lite.core.planning import StandIns
 from diffsynth_lite.lora import without_training_adapter
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.composite import Composite
-from diffsynth_lite.training.data_settings import fps_of, num_preview_frames
+from diffsynth_lite.training.data_settings import fps_of, num_preview_frames, num_preview_layers
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.without_weights import (
@@ -83,7 +83,8 @@ def preview_request(config: Config, family: ModelFamily) -> PreviewRequest:
     validation = config.validation
     width, height = preview_size(config, family)
     num_frames = num_preview_frames(config, family)
-    conditioning = family.example_conditioning(family.latents_shape(width, height, num_frames))
+    num_layers = num_preview_layers(config, family)
+    conditioning = family.example_conditioning(family.latents_shape(width, height, num_frames + num_layers))
     assert conditioning is not None, "training steps were counted before"
     num_inputs = bool(validation.inputs or family.needs_inputs) + bool(validation.last_frames)
     has_control = bool(validation.control) or family.record_kinds == ("control",)
@@ -98,6 +99,7 @@ def preview_request(config: Config, family: ModelFamily) -> PreviewRequest:
         height=height,
         num_frames=num_frames,
         fps=fps_of(config, family),
+        num_layers=num_layers,
         num_inference_steps=_NUM_STEPS,
         guidance_scale=validation.guidance_scale,
         seed=validation.seed,

@@ -88,7 +88,7 @@ FREE = {
         *("sources", "path", "dataset", "split", "revision", "metadata", "allow_outside"),
         *("media_column", "caption_columns", "captions", "input_columns"),
         *("first_frame_column", "last_frame_column", "mask_column"),
-        *("control_column", "inpaint_mask_column", "random_masks"),
+        *("control_column", "inpaint_mask_column", "random_masks", "layer_columns", "layer_dirs"),
         *("input_dirs", "first_frame_dir", "last_frame_dir", "mask_dir", "control_dir", "inpaint_mask_dir"),
         *("cache", "cache_dir", "sealed", "on_bad_item", "max_bad_ratio", "num_workers"),
     },

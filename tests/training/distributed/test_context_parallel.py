@@ -45,8 +45,12 @@ SIGMA = torch.tensor([0.1, 0.5, 0.9])
 SAVING = BlockPolicy(selected=BlockStrategy(offload=True, save_attention="park"))
 
 
-def qwen(*, edits: bool = False) -> QwenImagePipeline:
-    """With heads that two can share; where it edits, with a timestep of its own for what is edited."""
+def qwen(**settings: bool) -> QwenImagePipeline:
+    """With heads that two can share.
+
+    Args:
+        settings: of the model, such as a timestep of its own for what is edited, ``zero_cond_t``.
+    """
     parts = qwen_image.tiny().components
     width = parts["text_encoder"].config.text_config.hidden_size
     torch.manual_seed(0)
@@ -56,7 +60,7 @@ def qwen(*, edits: bool = False) -> QwenImagePipeline:
         num_attention_heads=2,
         joint_attention_dim=width,
         axes_dims_rope=(8, 4, 4),
-        zero_cond_t=edits,
+        **settings,
     )
     return QwenImagePipeline(**parts)
 
@@ -73,9 +77,15 @@ CASES: dict[str, tuple[str, Callable[[], Any], tuple[int, ...], dict[str, tuple[
     "qwen_image": ("qwen_image", qwen, (16, 1, 4, 8), {}),
     "qwen_image_edit": (
         "qwen_image_edit",
-        lambda: qwen(edits=True),
+        lambda: qwen(zero_cond_t=True),
         (16, 1, 4, 8),
         {"input_latents_0": (16, 1, 4, 6)},
+    ),
+    "qwen_image_layered": (
+        "qwen_image_layered",
+        lambda: qwen(use_additional_t_cond=True, use_layer3d_rope=True),
+        (16, 3, 4, 8),
+        {"picture_latents": (16, 1, 4, 8)},
     ),
     "wan": ("wan", wan.tiny, (16, 3, 4, 8), {}),
     "wan from first frames": ("wan", ti2v, (48, 3, 4, 8), {"first_frame_latents": (48, 1, 4, 8)}),
@@ -93,7 +103,7 @@ ALL_WAYS = ("wan",)
 """Which are also computed without checkpointing, and with shards."""
 IN_BF16 = ("flux", "qwen_image", "wan", "ltx_video")
 """Which are also computed as a run has it unless its config says otherwise."""
-MASKED = ("qwen_image", "qwen_image_edit", "ltx_video")
+MASKED = ("qwen_image", "qwen_image_edit", "qwen_image_layered", "ltx_video")
 
 
 def family_of(name: str, folder: Path) -> ModelFamily:

@@ -1,0 +1,239 @@
+"""This file trains Qwen-Image-Layered, which takes a picture apart into transparent layers.
+
+Layouts: b batch, c latent channels, f pictures (the whole one, then its layers), h and w latent height and
+width; l tokens, d channels.
+Source: diffusers ``pipeline_qwenimage_layered.py``. The transformer is Qwen-Image's with another embedding of
+places, in which each layer has its own; the tokens of the picture to take apart stand behind all others.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from diffusers import QwenImageLayeredPipeline, QwenImageTransformer2DModel
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_layered as layered
+from PIL.Image import Image
+from transformers import Qwen2VLImageProcessorPil as PictureProcessor
+
+from diffsynth_lite.core.gradient import gradient_flags
+from diffsynth_lite.core.noise import resolution_mu
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import Media
+from diffsynth_lite.pipelines import qwen_image
+from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype, exponential_shift
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.releases.qwen_image import QWEN_IMAGE_LAYERED
+from diffsynth_lite.testing import seeded
+from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
+
+_CHANNELS = 4
+_BASE_TOKENS = 256
+"""Of the picture at which the sampler's mu is 1: 256 x 256 pixels. A number in the pipeline's call."""
+_OWN_RESOLUTION = 640
+"""One of the two that the pipeline takes; what it brings pictures to is said in another place here."""
+_IS_RGB = 0
+"""What the pipeline tells the model beside the noise level."""
+_PICTURE = "picture_latents"
+_PROMPT_IS_ENCODED = "as embeddings"
+
+model_fn_qwen_image_layered = qwen_image.model_fn_qwen_image
+"""One forward; ``latents_bcfhw`` are the picture and its layers, ``input_latents_bcfhw`` that picture."""
+
+
+class QwenImageLayered(qwen_image.QwenImage):
+    """Qwen-Image-Layered: a picture and a prompt in, its layers with transparency out.
+
+    Qwen-Image's transformer on an autoencoder with a fourth channel. It makes the whole picture once more and
+    then each layer, from the one at the bottom to the one on top; all are learned, and previews show the
+    layers. The picture that is taken apart stands clean beside them. A caption describes the whole picture,
+    also what is hidden in it. Where the pipeline is given no prompt it has its text encoder describe the
+    picture; training and previews take what is written.
+
+    The pipeline draws at 640 x 640 or 1024 x 1024 pixels, in the shape of the picture; training and previews
+    may have any size. Its shift, 12 at the first of these and 55 at the second, is large; what is trained
+    with is Qwen-Image's.
+    """
+
+    pipelines: ClassVar[tuple[Any, ...]] = (QwenImageLayeredPipeline,)
+    releases = QWEN_IMAGE_LAYERED
+    record_kinds = ("layers",)
+    default_num_layers = 4
+
+    def check_folder(self, *, with_weights: bool = True) -> None:
+        super().check_folder(with_weights=with_weights)
+        vae = self.folder.component_config("vae")
+        if vae.get("input_channels") != _CHANNELS:
+            raise UserError(
+                f"model.path: {vae.file}: the autoencoder takes pictures of {vae.get('input_channels', 3)} "
+                f"channels, and that of Qwen-Image-Layered takes {_CHANNELS}, the last one of transparency; "
+                "get the folder's own autoencoder again"
+            )
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        return f"qwen_image_layered/latents/1 {self.folder.fingerprint('vae')} {dtype}"
+
+    def load_media_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
+        pipeline = assemble(self.pipeline, vae=self.load_component("vae", dtype).to(device))
+
+        def latents_of(picture: Image) -> torch.Tensor:
+            pixels_bchw = pipeline.image_processor.preprocess(picture.convert("RGBA"))
+            return encode_latents(pipeline.vae, pixels_bchw.unsqueeze(2))[0]
+
+        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
+            # One by one, as the pipeline does: each is a picture of its own to the autoencoder.
+            encoded = [[latents_of(picture) for picture in (item.frames[0], *item.layers)] for item in media]
+            return [{"latents": torch.cat(row, dim=1), _PICTURE: row[0]} for row in encoded]
+
+        return encode
+
+    def num_condition_values(self, latents_shape: Sequence[int]) -> int:
+        return math.prod(_of_one_picture(latents_shape))
+
+    def num_tokens(self, latents_shape: Sequence[int]) -> int:
+        """Those of the picture, of its layers, and of the picture beside them."""
+        return super().num_tokens(latents_shape) * (latents_shape[-3] + 1)
+
+    def resolution_shift(self, latents_shape: Sequence[int]) -> float:
+        """By the area of the picture alone: mu is the square root of its part of 256 x 256 pixels.
+
+        The folder's sampler says whether that is the shift or its logarithm.
+        """
+        mu = math.sqrt(super().num_tokens(latents_shape) / _BASE_TOKENS)
+        is_linear = self.scheduler_config.get("time_shift_type") == "linear"
+        return mu if is_linear else exponential_shift(mu)
+
+    def family_shift(self, latents_shape: Sequence[int]) -> float:
+        """Qwen-Image's, by the area of the picture: 1.8 at 640 x 640 pixels.
+
+        With its own, 12 at that size, one step in thirteen would be of a noise level below 0.5.
+        ``qwen_shift`` of musubi-tuner, which trains this model, is Qwen-Image's, too; DiffSynth-Studio has
+        2.2 at any size.
+        """
+        config = self.scheduler_config
+        mu = resolution_mu(
+            super().num_tokens(latents_shape),
+            base_shift=config.get("base_shift", 0.5),
+            max_shift=config.get("max_shift", 0.9),
+            base_tokens=config.get("base_image_seq_len", 256),
+            max_tokens=config.get("max_image_seq_len", 8192),
+        )
+        return exponential_shift(mu)
+
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
+        picture = torch.ones(tuple(_of_one_picture(latents_shape)))
+        return super().example_conditioning(latents_shape) | {_PICTURE: picture}
+
+    def predict(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+    ) -> torch.Tensor:
+        like = device_and_dtype(transformer)
+        embeds_bld, mask = self._padded(conditioning, like)
+        picture_bcfhw = torch.stack([sample[_PICTURE] for sample in conditioning])
+        return model_fn_qwen_image_layered(
+            transformer,
+            noisy_latents.to(**like),
+            sigma,
+            embeds_bld,
+            mask,
+            input_latents_bcfhw=[picture_bcfhw.to(**like)],
+            additional_t_cond=torch.full((len(conditioning),), _IS_RGB, device=like["device"]),
+            **gradient_flags(),
+        )
+
+    def sample(
+        self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
+    ) -> list[list[Image]]:
+        """The layers of each preview, with their transparency."""
+        # Not in ``vae_dtype``: the pipeline encodes the picture in the dtype of the embeddings.
+        dtype = device_and_dtype(transformer)["dtype"]
+        pipeline = self.preview_pipeline(transformer, dtype, text_encoder=_NoEncoder(dtype))
+        return [self.draw(pipeline, request) for request in requests]
+
+    def draw(self, pipeline: Any, request: PreviewRequest, **inputs: Any) -> list[Image]:
+        guided = request.guidance_scale > 1
+        arguments = request.call_arguments()
+        size = arguments.pop("width"), arguments.pop("height")
+        with _drawn_in(*size):
+            (layers,) = pipeline(
+                **inputs,
+                image=_the_picture(request.inputs),
+                # Without one the pipeline would have the picture described.
+                prompt=_PROMPT_IS_ENCODED,
+                **self._prompt_arguments(request.conditioning, pipeline),
+                **(self._prompt_arguments(request.negative, pipeline, "negative_") if guided else {}),
+                true_cfg_scale=request.guidance_scale,
+                layers=request.num_layers,
+                max_sequence_length=qwen_image.LONGEST_PROMPT,
+                resolution=_OWN_RESOLUTION,
+                **arguments,
+            ).images
+        drawn: list[Image] = layers
+        return drawn
+
+
+@dataclass(frozen=True)
+class _NoEncoder:
+    """Stands where the pipeline asks its text encoder for the dtype of the picture."""
+
+    dtype: torch.dtype
+
+
+@contextmanager
+def _drawn_in(width: int, height: int) -> Iterator[None]:
+    """Scope in which the pipeline draws in this size: by itself it has two areas for any shape."""
+    own = layered.calculate_dimensions
+    layered.calculate_dimensions = lambda _area, _ratio: (width, height)
+    try:
+        yield
+    finally:
+        layered.calculate_dimensions = own
+
+
+def _the_picture(pictures: Sequence[Image]) -> Image:
+    if len(pictures) != 1:
+        raise UserError(
+            f"validation.inputs: {len(pictures)} pictures for a prompt; Qwen-Image-Layered takes one apart"
+        )
+    return pictures[0].convert("RGBA")
+
+
+def _of_one_picture(latents_shape: Sequence[int]) -> tuple[int, ...]:
+    channels, _, *area = latents_shape
+    return channels, 1, *area
+
+
+def tiny() -> QwenImageLayeredPipeline:
+    """A random, complete and small pipeline of the real classes, built offline in a second.
+
+    Its processor, which nothing here asks for, is the part for pictures alone: the class of the released
+    model needs torchvision.
+    """
+    parts: Mapping[str, Any] = qwen_image.tiny().components
+    with seeded(0):
+        transformer = QwenImageTransformer2DModel(
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=3,
+            joint_attention_dim=parts["text_encoder"].config.text_config.hidden_size,
+            axes_dims_rope=(8, 4, 4),
+            use_additional_t_cond=True,
+            use_layer3d_rope=True,
+        )
+    return QwenImageLayeredPipeline(
+        scheduler=parts["scheduler"],
+        vae=tiny_qwen_vae(input_channels=_CHANNELS),
+        text_encoder=parts["text_encoder"],
+        tokenizer=parts["tokenizer"],
+        processor=PictureProcessor(size={"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28}),
+        transformer=transformer,
+    )
