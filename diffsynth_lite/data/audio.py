@@ -1,7 +1,7 @@
 """This file cuts the sound of a clip out of its file: the time of its frames, in a given form.
 
-Video and sound of a file have one clock. Samples stand where their time stamps say: before the first, after
-the last and in gaps there is silence, as when the file is played.
+Video and sound of a file have one clock. Samples stand where their time stamps say, which Matroska rounds to
+a millisecond: before the first, after the last and in gaps there is silence, as when the file is played.
 """
 
 from collections.abc import Generator, Iterable, Iterator
@@ -217,7 +217,11 @@ def _frames(container: InputContainer, sought: Fraction | None) -> Generator[Aud
         if packet.is_corrupt:
             raise UserError("its sound is damaged or cut off")
         last_dts = last_dts if packet.dts is None else packet.dts
-        for frame in packet.decode():
+        try:
+            frames = packet.decode()
+        except av.error.InvalidDataError as error:
+            raise UserError("its sound is damaged") from error
+        for frame in frames:
             if frame.is_corrupt:
                 raise UserError("its sound is damaged")
             yield frame

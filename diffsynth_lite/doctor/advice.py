@@ -115,6 +115,11 @@ def _about_repeats(data: ExaminedData) -> Iterator[str]:
 
 
 def _about_sound(data: ExaminedData) -> Iterator[str]:
+    if data.unheard:
+        yield (
+            f"{counted(len(data.unheard), 'clip')} with sound, which is not looked at: data.audio: true "
+            f"would learn it{_such_as(data.unheard)}."
+        )
     if data.silent:
         is_learned = data.config.data.silent_clips == "learn"
         does = "learned as silent ones" if is_learned else "of which the pictures alone are learned"

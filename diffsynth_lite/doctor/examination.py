@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import TypeVar
 
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import (
+    DatasetPlan,
     FileMemory,
     FoundRecords,
     MediaIndex,
     PlanRules,
     Record,
     TensorCache,
+    VideoFacts,
     adopt_parts,
     plan_items,
     refuse_bad_items,
@@ -161,8 +164,19 @@ class _Examiner:
                 name: bad[name].removeprefix(prefixes.get(name, "")) for name in plan.names if name in bad
             },
             caption_tokens=dict(zip(texts, self.family.prompt_lengths(texts), strict=True)) if texts else {},
+            unheard=self._unheard(plan),
         )
         return data, decoded
+
+    def _unheard(self, plan: DatasetPlan) -> list[str]:
+        if self.family.with_audio or self.family.audio_format is None:
+            return []
+        index, found = MediaIndex(self.memory), []
+        for record in plan.records:
+            if isinstance(plan.facts.get(record.name), VideoFacts):
+                with suppress(UserError):  # that cannot be decoded, and need not
+                    found += [record.name] if index.audio(record.target) else []
+        return found
 
     def _usable_kinds(self, records: Sequence[Record]) -> Sequence[Record]:
         self.problems.attempt(lambda: check_records(records, self.family))

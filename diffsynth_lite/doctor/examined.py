@@ -49,6 +49,7 @@ class ExaminedData:
         plan: of the records.
         dropped: name of a record to the reason why it cannot be used.
         caption_tokens: of each caption, uncut.
+        unheard: names of clips that have sound, where the model could learn it and does not.
     """
 
     config: Config
@@ -59,6 +60,7 @@ class ExaminedData:
     plan: DatasetPlan
     dropped: Mapping[str, str]
     caption_tokens: Mapping[str, int]
+    unheard: Sequence[str] = ()
 
     @cached_property
     def items(self) -> Sequence[TrainingItem]:

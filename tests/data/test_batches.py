@@ -349,3 +349,17 @@ def test_sound_has_noise_of_its_own_beside_that_of_the_clips(rows, cache):
         assert batch.audio.has_audio.tolist() == [index % 2 for index in indices]
         drawn = torch.stack([normal(5, "audio-noise", place, (4, 5)) for place in batch.positions])
         assert torch.equal(batch.audio.noise, drawn)
+
+
+def test_all_tensors_of_a_batch_with_sound_are_pinned(rows, cache, monkeypatch):
+    for index in range(7):
+        sound = {"audio_latents": torch.zeros(4, 5), "has_audio": torch.tensor(1.0)}
+        cache.write(key(index, "a"), cache.read(key(index, "a")) | sound)
+    (batch,) = first_batches(1, ItemTable.build(rows), cache, global_batch_size=2)
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor.clone())
+    copied = batch.pin_memory()
+    assert torch.equal(copied.audio.noise, batch.audio.noise)
+    held = [batch.latents, batch.noise, batch.uniform, *vars(batch.audio).values()]
+    held += [tensor for entry in batch.conditioning for tensor in entry.values()]
+    assert {id(tensor) for tensor in held} == {id(tensor) for tensor in pinned}

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from clip_makers import write_sound_clip
 from my_families.singing import Singing, tiny
-from tiny_run import TinyRun, checkpoint_tensors, differing, write_config
+from tiny_run import TinyRun, checkpoint_tensors, differing, tiny_picture, write_config
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.config import load_config
@@ -152,6 +152,10 @@ def test_samples_have_sound_and_the_doctor_says_what_has_none(
     assert "3 of 4 clips: 3 files of 16000 Hz and 1 channel; learned at 1600 Hz, 2 channels" in text
     assert "1 clip without sound, of which the pictures alone are learned" in text
     assert page.read_text().count("no sound") == 2
+    assert main(["doctor", *run.arguments, "data.audio=false", "--page", str(page)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "3 clips with sound, which is not looked at: data.audio: true would learn it" in text
+    assert "no sound" not in page.read_text()
 
     assert run.train(*UNWATCHED) == 0
     lora = ("--lora", str(run.folder), "--prompt", "a red circle", "--size", "32x32")
@@ -202,7 +206,14 @@ def test_what_a_step_and_the_cache_take_is_counted_with_the_sound(run: TinyRun, 
 def test_a_sealed_cache_has_the_sound(run: TinyRun) -> None:
     pytest.importorskip("lance")
     sealed = f"data.sealed={run.root / 'sealed'}"
+    # Pictures beside the clips have no sound, and are learned as pictures.
+    for place in range(4):
+        tiny_picture(32, 32, 30 + place).save(run.root / "clips" / f"{place}.png")
+        (run.root / "clips" / f"{place}.txt").write_text("a blue square")
     assert run.train(*UNWATCHED, f"output.dir={run.root / 'plain'}") == 0
+    steps = [row for row in run.metrics(run.root / "plain") if "grad_norm" in row]
+    assert {"video_loss" in row for row in steps} == {True, False}
+    assert not any("audio_loss" in row for row in steps if "video_loss" not in row)
     assert main(["cache", "seal", *run.arguments, *UNWATCHED, sealed]) == 0
     for path in (run.root / "clips").iterdir():
         path.unlink()
