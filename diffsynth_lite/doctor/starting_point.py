@@ -25,6 +25,7 @@ from diffsynth_lite.errors import UserError
 
 RECIPES_OF_PICTURES = {
     "qwen_image": "qwen_lora.yaml",
+    "anima": "anima_lora.yaml",
     "chroma": "chroma_lora.yaml",
     "ernie_image": "ernie_image_lora.yaml",
     "flux": "flux_lora.yaml",

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from diffsynth_lite.lora.layer_names import LayerNames, Original, fused, renamed
-from diffsynth_lite.lora.spelling import WAN_NAMES
+from diffsynth_lite.lora.spelt_names import ANIMA_LAYERS, WAN_LAYERS
 
 _QKV = ("to_q", "to_k", "to_v")
 _ADDED_QKV = ("add_q_proj", "add_k_proj", "add_v_proj")
@@ -291,20 +291,6 @@ _COGVIDEOX = LayerNames(
     )
 )
 
-_WAN_LAYERS = (
-    *_under(
-        "blocks.*", (*_ATTENTIONS, "attn2.add_k_proj", "attn2.add_v_proj", "ffn.net.0.proj", "ffn.net.2")
-    ),
-    *_under("condition_embedder.time_embedder", _EMBEDDER),
-    *_under("condition_embedder.text_embedder", _EMBEDDER),
-    *_under("condition_embedder.image_embedder", ("ff.net.0.proj", "ff.net.2")),
-    *("condition_embedder.time_proj", "patch_embedding", "proj_out"),
-)
-_WAN = LayerNames(
-    layers=_WAN_LAYERS,
-    kohya={WAN_NAMES.key(f"transformer.{layer}").partition(".")[2]: renamed(layer) for layer in _WAN_LAYERS},
-)
-
 _SD3 = LayerNames(
     layers=(
         *_under(_DOUBLE, (*_JOINT_ATTENTION, *_FLUX_FEED_FORWARD, "norm1.linear", "norm1_context.linear")),
@@ -431,6 +417,7 @@ CHROMA: LoraLayers = MappingProxyType({"transformer": _CHROMA})
 FLUX2: LoraLayers = MappingProxyType({"transformer": _FLUX2})
 QWEN_IMAGE: LoraLayers = MappingProxyType({"transformer": _QWEN_IMAGE})
 COGVIDEOX: LoraLayers = MappingProxyType({"transformer": _COGVIDEOX})
+ANIMA: LoraLayers = MappingProxyType({"transformer": ANIMA_LAYERS})
 ERNIE_IMAGE: LoraLayers = MappingProxyType({"transformer": _ERNIE_IMAGE})
 QWEN_IMAGE_21: LoraLayers = MappingProxyType({"transformer": _QWEN_IMAGE_21})
 IDEOGRAM4: LoraLayers = MappingProxyType({"transformer": _IDEOGRAM4})
@@ -438,6 +425,6 @@ KREA2: LoraLayers = MappingProxyType({"transformer": _KREA2})
 Z_IMAGE: LoraLayers = MappingProxyType({"transformer": _Z_IMAGE})
 LTX_VIDEO: LoraLayers = MappingProxyType({"transformer": _LTX_VIDEO})
 SANA: LoraLayers = MappingProxyType({"transformer": _SANA})
-WAN: LoraLayers = MappingProxyType({"transformer": _WAN})
+WAN: LoraLayers = MappingProxyType({"transformer": WAN_LAYERS})
 SD3: LoraLayers = MappingProxyType({"transformer": _SD3})
 SDXL: LoraLayers = MappingProxyType({"unet": _SDXL_UNET, "text_encoder": _CLIP, "text_encoder_2": _CLIP})

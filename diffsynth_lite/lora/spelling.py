@@ -98,6 +98,34 @@ ERNIE_IMAGE_NAMES = Spelling(
 )
 """Diffusers' names but for the prefix: its pipeline takes that, too, and ComfyUI has the same modules."""
 
+ANIMA_NAMES = Spelling(
+    prefixes=MappingProxyType({"transformer": "diffusion_model"}),
+    renames=(
+        ("transformer_blocks", "blocks"),
+        ("norm1.linear_1", "adaln_modulation_self_attn.1"),
+        ("norm1.linear_2", "adaln_modulation_self_attn.2"),
+        ("norm2.linear_1", "adaln_modulation_cross_attn.1"),
+        ("norm2.linear_2", "adaln_modulation_cross_attn.2"),
+        ("norm3.linear_1", "adaln_modulation_mlp.1"),
+        ("norm3.linear_2", "adaln_modulation_mlp.2"),
+        ("attn1", "self_attn"),
+        ("attn2", "cross_attn"),
+        ("to_q", "q_proj"),
+        ("to_k", "k_proj"),
+        ("to_v", "v_proj"),
+        ("to_out.0", "output_proj"),
+        ("ff.net.0.proj", "mlp.layer1"),
+        ("ff.net.2", "mlp.layer2"),
+        ("norm_out.linear_1", "final_layer.adaln_modulation.1"),
+        ("norm_out.linear_2", "final_layer.adaln_modulation.2"),
+        ("proj_out", "final_layer.linear"),
+        ("time_embed.t_embedder", "t_embedder.1"),
+        ("patch_embed.proj", "x_embedder.proj.1"),
+    ),
+    unknown_to_comfyui=(),
+)
+"""The names of the models' own repository, which ComfyUI has, too."""
+
 LTX_VIDEO_NAMES = Spelling(
     prefixes=MappingProxyType({"transformer": "diffusion_model"}),
     unknown_to_comfyui=("proj_in", "time_embed"),

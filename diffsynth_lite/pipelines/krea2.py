@@ -29,14 +29,10 @@ from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.spelling import taken_by_comfyui
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
-from diffsynth_lite.pipelines.base.diffusers_family import (
-    DiffusersFamily,
-    assemble,
-    device_and_dtype,
-    exponential_shift,
-)
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.pipelines.base.samplers import exponential_shift
 from diffsynth_lite.releases.krea2 import KREA2
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_qwen_vae

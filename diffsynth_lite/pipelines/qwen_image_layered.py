@@ -23,9 +23,10 @@ from diffsynth_lite.core.noise import resolution_mu
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media
 from diffsynth_lite.pipelines import qwen_image
-from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype, exponential_shift
+from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.pipelines.base.samplers import exponential_shift
 from diffsynth_lite.releases.qwen_image import QWEN_IMAGE_LAYERED
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_qwen_vae

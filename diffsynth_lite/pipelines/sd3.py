@@ -31,7 +31,7 @@ from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents, scaled_latents_shape
-from diffsynth_lite.releases.sd3 import SD3_RELEASES
+from diffsynth_lite.releases.stable_diffusion import SD3_RELEASES
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_kl
 from diffsynth_lite.testing.text_encoders import tiny_clip_text_with_projection, tiny_t5

@@ -46,6 +46,11 @@ _CLIP, _SMALL_CLIP = (832, 480, 81), (224, 128, 33)
 
 COUNTED = (
     CountedRelease(
+        family="anima",
+        name="Anima Base 1.0",
+        small={"num_attention_heads": 2, "text_embed_dim": 256, "adaln_lora_dim": 32},
+    ),
+    CountedRelease(
         family="chroma",
         name="Chroma1 HD",
         depths=_TWO_LISTS,

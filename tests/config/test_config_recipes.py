@@ -16,6 +16,7 @@ PIPELINES = REPOSITORY / "diffsynth_lite" / "pipelines"
 
 def test_there_are_recipes():
     assert {path.name for path in RECIPES} >= {
+        "anima_lora.yaml",
         "chroma_lora.yaml",
         "cogvideox15_lora.yaml",
         "cogvideox_lora.yaml",

@@ -9,8 +9,9 @@ keeps (``huggingface_guess``); and the modules of ``comfy/ldm/qwen_image/model.p
 ``comfy/ldm/hunyuan_video/model.py`` and ``comfy/ldm/ideogram4/model.py`` (8d534945ebd5). Only linear layers
 are listed. A ``*`` stands for a number. The modules of Qwen-Image 2.1 are those of
 ``comfy/ldm/qwen_image21/model.py`` (08f68f0919d2), of whose fused layer ComfyUI takes the parts.
-ERNIE-Image's are those of ``comfy/ldm/ernie/model.py`` as a public copy of it had them in 2026; for any
-model ComfyUI takes ``diffusion_model.`` before their names.
+Anima's are those of ``comfy/ldm/anima/model.py`` (10ca04d5365f) and ``comfy/ldm/cosmos/predict2.py``,
+which it is made from. ERNIE-Image's are those of ``comfy/ldm/ernie/model.py`` as a public copy of it
+had them in 2026; for any model ComfyUI takes ``diffusion_model.`` before their names.
 """
 
 import re
@@ -58,6 +59,21 @@ _QWEN_IMAGE_21 = (
     *_in("time_text_embed.timestep_embedder", "linear_1", "linear_2"),
     *_in("txt_in", "in_layer", "out_layer"),
     *("img_in", "modulation.1", "norm_out.linear", "proj_out"),
+)
+_ANIMA = (
+    *(
+        name
+        for attention in ("self_attn", "cross_attn")
+        for name in _in(f"blocks.*.{attention}", "q_proj", "k_proj", "v_proj", "output_proj")
+    ),
+    *_in("blocks.*.mlp", "layer1", "layer2"),
+    *(
+        name
+        for part in ("self_attn", "cross_attn", "mlp")
+        for name in _in(f"blocks.*.adaln_modulation_{part}", "1", "2")
+    ),
+    *_in("final_layer", "linear", "adaln_modulation.1", "adaln_modulation.2"),
+    *("x_embedder.proj.1", "t_embedder.1.linear_1", "t_embedder.1.linear_2"),
 )
 _KREA2 = (
     *(
@@ -192,6 +208,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("qwen_image", "qwen_image_edit", "qwen_image_layered"), _in("transformer", *_QWEN_IMAGE)
     ),
+    "anima": _in("diffusion_model", *_ANIMA),
     "ernie_image": _in("diffusion_model", *_ERNIE_IMAGE),
     "qwen_image_21": _in("transformer", *_QWEN_IMAGE_21),
     "krea2": _in("transformer", *_KREA2),

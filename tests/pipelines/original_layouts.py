@@ -269,6 +269,24 @@ attention\.to_q                               attention.qkv
 attention\.to_k                               attention.qkv
 attention\.to_v                               attention.qkv
 """,
+    "CosmosTransformer3DModel": r"""
+^transformer_blocks                           blocks
+norm1\.linear_([12])                          adaln_modulation_self_attn.\1
+norm2\.linear_([12])                          adaln_modulation_cross_attn.\1
+norm3\.linear_([12])                          adaln_modulation_mlp.\1
+attn1                                         self_attn
+attn2                                         cross_attn
+to_([qkv])                                    \1_proj
+to_out\.0                                     output_proj
+norm_([qk])                                   \1_norm
+ff\.net\.0\.proj                              mlp.layer1
+ff\.net\.2                                    mlp.layer2
+^norm_out\.linear_([12])                      final_layer.adaln_modulation.\1
+^proj_out                                     final_layer.linear
+^time_embed\.t_embedder                       t_embedder.1
+^time_embed\.norm                             t_embedding_norm
+^patch_embed\.proj                            x_embedder.proj.1
+""",
     "AuraFlowTransformer2DModel": r"""
 ^pos_embed\.pos_embed                         positional_encoding
 ^pos_embed\.proj                              init_x_linear

@@ -19,8 +19,8 @@ from diffsynth_lite.core.noise import (
 )
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import family_names, load_family, releases_of
-from diffsynth_lite.pipelines.base.diffusers_family import exponential_shift
 from diffsynth_lite.pipelines.base.release_folder import write_release
+from diffsynth_lite.pipelines.base.samplers import exponential_shift
 from diffsynth_lite.releases import Release
 from diffsynth_lite.training.builder import build_noise_levels
 from diffsynth_lite.training.data_settings import frame_counts_of
@@ -47,6 +47,14 @@ def ltx_line(num_tokens: int) -> float:
     return math.exp(
         resolution_mu(num_tokens, base_shift=0.95, max_shift=2.05, base_tokens=1024, max_tokens=4096)
     )
+
+
+def of_anima(_num_tokens: int) -> list[float]:
+    return [
+        mean_level("logit_normal", 1),  # kohya's sd-scripts, by default, and OneTrainer, of its preset
+        mean_level("uniform", 3, "bell"),  # DiffSynth-Studio
+        mean_level("uniform", 3),  # the sampler's own
+    ]
 
 
 def of_cogvideox(_num_tokens: int) -> list[float]:
@@ -176,6 +184,7 @@ def of_z_image(_num_tokens: int) -> list[float]:
 
 
 REFERENCES: dict[str, Callable[[int], Sequence[float]]] = {
+    "anima": of_anima,
     "chroma": of_flux,
     "cogvideox": of_cogvideox,
     "ernie_image": of_ernie,

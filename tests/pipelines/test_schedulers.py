@@ -10,7 +10,7 @@ from diffusers import (
     UniPCMultistepScheduler,
 )
 
-from diffsynth_lite.pipelines.base.diffusers_family import matches_flows
+from diffsynth_lite.pipelines.base.samplers import matches_flows
 
 FLOWS = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
 

@@ -27,6 +27,7 @@ KINDS = {
     "AuraFlowTransformer2DModel": ("no model that is known here", "auraflow"),
     "ChromaTransformer2DModel": ("a Chroma", "chroma"),
     "CogVideoXTransformer3DModel": ("a CogVideoX", ""),
+    "CosmosTransformer3DModel": ("an Anima in diffusers' layout", "an Anima"),
     "ErnieImageTransformer2DModel": ("an ERNIE-Image", "an ERNIE-Image"),
     "FluxTransformer2DModel": ("a FLUX.1", "flux-"),
     "Flux2Transformer2DModel": ("a FLUX.2", "flux-2-dev"),

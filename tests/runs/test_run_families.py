@@ -22,6 +22,7 @@ from diffsynth_lite.core.gradient import blocks_in
 from diffsynth_lite.lora.pairs import pairs_of
 from diffsynth_lite.media import frame_strip
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
+from diffsynth_lite.pipelines.anima import without_torchvision
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.qwen_image_edit import TextAndPictures
 
@@ -195,7 +196,8 @@ def check_card(lora: Path, family: ModelFamily, model: Path, patch: pytest.Monke
         assert there in code
         code = code.replace(there, str(here))
     names: dict[str, Any] = {"TextAndPictures": TextAndPictures}
-    exec(code, names)
+    with without_torchvision():
+        exec(code, names)
     for part in family.trained:
         assert getattr(names["pipeline"], part).peft_config
     if family.default_num_layers:

@@ -3,7 +3,6 @@
 import inspect
 import json
 import logging
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
@@ -11,7 +10,7 @@ from typing import Any, ClassVar
 
 import diffusers
 import torch
-from diffusers import SchedulerMixin
+from diffusers import ModularPipeline, SchedulerMixin
 from PIL.Image import Image
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
@@ -38,6 +37,7 @@ from diffsynth_lite.pipelines.base.quantized import (
     require_finite_weights,
 )
 from diffsynth_lite.pipelines.base.release_folder import count_parameters, empty_model
+from diffsynth_lite.pipelines.base.samplers import described, exponential_shift, matches_flows
 from diffsynth_lite.pipelines.base.single_file import read_single_file
 from diffsynth_lite.pipelines.base.tokenizer import load_tokenizer
 from diffsynth_lite.pipelines.base.transformers_loading import load_frozen_encoder
@@ -388,50 +388,19 @@ def _ask_loader(
     return loaded_layers(assemble(pipeline_class, **models) if has_loader else None, models, header)
 
 
-def exponential_shift(mu: float) -> float:
-    """``exp(mu)``.
-
-    Raises:
-        UserError: no float is as large.
-    """
-    try:
-        return math.exp(mu)
-    except OverflowError:
-        raise UserError(
-            f"objective.shift: that of the sampler is exp({mu:.0f}) for pictures or clips of this size, "
-            "which no number holds; take smaller ones, or set objective.shift: static"
-        ) from None
-
-
 def assemble(pipeline_class: Any, **parts: Any) -> Any:
     """A pipeline with these components and settings, and None for what else it asks for.
 
-    What it does with the parts that it has, such as ``encode_prompt`` with a text encoder, works.
+    What it does with the parts that it has, such as ``encode_prompt`` with a text encoder, works. A modular
+    pipeline has the blocks of its class.
     """
+    if issubclass(pipeline_class, ModularPipeline):
+        pipeline = pipeline_class()
+        pipeline.update_components(**parts)
+        return pipeline
     parameters = inspect.signature(pipeline_class).parameters.values()
     required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     return pipeline_class(**dict.fromkeys(required) | parts)
-
-
-_TELLING = ("prediction_type", "use_flow_sigmas")
-
-
-def matches_flows(scheduler: Any) -> bool:
-    """Whether a scheduler of diffusers takes what a model predicts for a velocity, at noise levels in [0, 1].
-
-    Classes that take ``prediction_type`` do where they are told to. Of the others, those without a table of
-    a diffusion's noise do; a setting that a class does not take may stand in its file all the same.
-    """
-    if "prediction_type" not in inspect.signature(type(scheduler)).parameters:
-        return not hasattr(scheduler, "alphas_cumprod")
-    config = scheduler.config
-    return config.prediction_type == "flow_prediction" and bool(config.get("use_flow_sigmas"))
-
-
-def described(scheduler: Any) -> str:
-    """Class of a scheduler, with the settings that say what it samples."""
-    settings = [f"{name} {scheduler.config[name]}" for name in _TELLING if name in scheduler.config]
-    return " with ".join(filter(None, [type(scheduler).__name__, " and ".join(settings)]))
 
 
 def _require_finite(decoded: torch.Tensor | tuple[torch.Tensor, ...]) -> None:

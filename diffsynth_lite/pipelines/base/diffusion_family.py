@@ -6,7 +6,8 @@ from typing import Any, get_args
 
 from diffsynth_lite.core.noise import DiffusionPath, PredictionType
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, described
+from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
+from diffsynth_lite.pipelines.base.samplers import described
 
 _FEW_STEP_SAMPLERS = ("LCMScheduler", "TCDScheduler")
 

@@ -58,10 +58,8 @@ def write_release(release: Release, path: Path) -> PipelineFolder:
             _write_json(path / name / "preprocessor_config.json", {})  # the class's defaults
     pipeline_class = _class_named(release.pipeline_class)
     if issubclass(pipeline_class, ModularPipeline):
-        # Where they are downloaded from, which a folder that holds them goes before.
-        place = {"pretrained_model_name_or_path": release.hub_id, "variant": None, "revision": None}
         for name in (*release.components, "scheduler", *release.tokenizers):
-            index[name] = [*index[name], {**place, "subfolder": name, "type_hint": index[name]}]
+            index[name] = [*index[name], {"subfolder": name, "type_hint": index[name]}]
     _write_json(path / pipeline_class.config_name, index)
     return PipelineFolder(path=path)
 

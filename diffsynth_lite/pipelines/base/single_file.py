@@ -33,14 +33,15 @@ Conversion: TypeAlias = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 _SUFFIXES = (".safetensors", ".sft", ".gguf")
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.")
 """What the names of a model's tensors begin with where a file could hold other models, too."""
-_PREFIXES_OF_SDXL = MappingProxyType(
+_PREFIXES_OF_OTHERS = MappingProxyType(
     {
+        "AnimaTextConditioner": tuple(f"{start}llm_adapter." for start in ("net.", *_PREFIXES, "")),
         "AutoencoderKL": ("first_stage_model.",),
         "CLIPTextModel": ("conditioner.embedders.0.transformer.",),
         "CLIPTextModelWithProjection": ("conditioner.embedders.1.model.",),
     }
 )
-"""Likewise of the other models in a checkpoint of SDXL, by their classes."""
+"""Likewise of the other models in a checkpoint of SDXL or Anima, by their classes."""
 _OF_ANOTHER_MODEL = (KeyError, IndexError, ValueError, AttributeError, RuntimeError)
 """What diffusers' functions raise where they miss a tensor, or cannot split one of another shape."""
 _LORA = re.compile(r"\.lora\.|\.(lora|hada|lokr)_")
@@ -59,6 +60,8 @@ _KINDS = MappingProxyType(
         r"^txt_norm\.": "a Qwen-Image",
         r"^caption_norm\.": "a Sana in diffusers' layout",
         r"^condition_embedder\.time_embedder\.": "a Wan in diffusers' layout",
+        r"^time_embed\.t_embedder\.": "an Anima in diffusers' layout",
+        r"^(net\.)?x_embedder\.proj\.1\.": "an Anima",
         r"^patch_embed\.text_proj\.": "a CogVideoX in diffusers' layout",
         r"^audio_(proj_in|patchify_proj)\.": "an LTX-2",
         r"^proj_in\.": "an LTX-Video in diffusers' layout",
@@ -102,12 +105,12 @@ def names_in(file: ComponentFile) -> frozenset[str]:
 
 
 def holds(names: Collection[str], model_class: type) -> bool:
-    """Whether some of a checkpoint's tensors are those of a text encoder or autoencoder of SDXL.
+    """Whether some of a checkpoint's tensors are those of another model than the one that removes noise.
 
     Args:
         model_class: its class.
     """
-    return any(name.startswith(_PREFIXES_OF_SDXL[model_class.__name__]) for name in names)
+    return any(name.startswith(_PREFIXES_OF_OTHERS[model_class.__name__]) for name in names)
 
 
 def read_single_file(file: ComponentFile, model: nn.Module) -> StoredTensors:
@@ -127,7 +130,7 @@ def read_single_file(file: ComponentFile, model: nn.Module) -> StoredTensors:
         raise UserError(
             f"{file.key}: {file.path} is a LoRA, not a model; name it as lora.init_from to start from it"
         )
-    prefixes = _PREFIXES_OF_SDXL.get(type(model).__name__, _PREFIXES)
+    prefixes = _PREFIXES_OF_OTHERS.get(type(model).__name__, _PREFIXES)
     prefix = next((one for one in prefixes if any(name.startswith(one) for name in names)), "")
     try:
         found = stored.converted(_conversion(names, prefix, model))

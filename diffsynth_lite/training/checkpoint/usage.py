@@ -1,10 +1,11 @@
 """This file writes code that draws with a LoRA in diffusers, for the pipeline in a family's folder."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import diffusers
+from diffusers import ModularPipeline
 from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
@@ -46,10 +47,9 @@ def usage_code(
         return None
     if not family.pipeline_loads_adapter and family.adapter_model is None:
         return None
-    takes = inspect.signature(family.pipeline.__call__).parameters
+    takes, parts = _taken_by(family.pipeline)
     name, makes_clips = family.folder.pipeline_class_name(), "num_frames" in takes
     pictures = _pictures(family, request, takes)
-    parts = inspect.signature(family.pipeline).parameters
     # A pipeline whose call takes no size goes by that of its picture.
     size = "" if "width" in takes else f".resize(({request.width}, {request.height}))"
     if "layers" in takes:
@@ -75,7 +75,7 @@ def usage_code(
     misread = [
         part
         for part in family.tokenizers
-        if is_misread(family.folder.path / part, classes.get(part, ("", None))[1])
+        if is_misread(family.folder.place(part).path, classes.get(part, ("", None))[1])
     ]
     lines = [
         "import torch",
@@ -83,7 +83,7 @@ def usage_code(
         *([f"from diffusers.utils import {', '.join(tools)}"] if tools else []),
         *(["from transformers import PreTrainedTokenizerFast"] if misread else []),
         "",
-        f'pipeline = {name}.from_pretrained({base!r}, dtype=torch.{dtype}).to("cuda")',
+        *_opening(family.pipeline, base, dtype),
         *(
             f'pipeline.{part} = PreTrainedTokenizerFast.from_pretrained({base!r}, subfolder="{part}")'
             for part in misread
@@ -100,8 +100,27 @@ def usage_code(
     return "\n".join(lines)
 
 
+def _taken_by(pipeline_class: Any) -> tuple[Collection[str], Collection[str]]:
+    """Names of what a pipeline's call takes, and of what the pipeline is made of."""
+    if issubclass(pipeline_class, ModularPipeline):
+        pipeline = pipeline_class()
+        return [one.name for one in pipeline.blocks.inputs if one.name], pipeline.component_names
+    return inspect.signature(pipeline_class.__call__).parameters, inspect.signature(pipeline_class).parameters
+
+
+def _opening(pipeline_class: Any, base: str, dtype: str) -> Iterator[str]:
+    """The lines that load a pipeline."""
+    name = pipeline_class.__name__
+    if not issubclass(pipeline_class, ModularPipeline):
+        yield f'pipeline = {name}.from_pretrained({base!r}, dtype=torch.{dtype}).to("cuda")'
+        return
+    yield f"pipeline = {name}.from_pretrained({base!r})"
+    yield f"pipeline.load_components(dtype=torch.{dtype})"
+    yield 'pipeline.to("cuda")'
+
+
 def _guidance(
-    family: DiffusersFamily, scale: float, negative_prompt: str, takes: Mapping[str, Any]
+    family: DiffusersFamily, scale: float, negative_prompt: str, takes: Collection[str]
 ) -> dict[str, Any]:
     """The scale, told to a model that knows one; others also run with the negative prompt, above 1."""
     if family.folder.component_config(family.trainable[0]).get("guidance_embeds"):
@@ -118,7 +137,7 @@ def _guidance(
     return {**({"negative_prompt": negative_prompt} if is_given else {}), name: scale}
 
 
-def _further_guidance(family: DiffusersFamily, scale: float, takes: Mapping[str, Any]) -> dict[str, float]:
+def _further_guidance(family: DiffusersFamily, scale: float, takes: Collection[str]) -> dict[str, float]:
     """What a pipeline that guides in further ways by default is told, to guide as previews are guided."""
     if "modality_scale" not in takes:
         return {}
@@ -132,7 +151,7 @@ def _further_guidance(family: DiffusersFamily, scale: float, takes: Mapping[str,
 
 
 def _shape(
-    family: DiffusersFamily, request: PreviewRequest, takes: Mapping[str, Any], *, has_pictures: bool
+    family: DiffusersFamily, request: PreviewRequest, takes: Collection[str], *, has_pictures: bool
 ) -> dict[str, Any]:
     """What says how large a picture or a clip is, and how many layers it has."""
     pixels: dict[str, Any] = {}
@@ -155,13 +174,13 @@ def _area_of_layers(request: PreviewRequest) -> int:
     return min((640, 1024), key=lambda own: abs(own - edge))
 
 
-def _guider(scale: float, takes: Mapping[str, Any], parts: Mapping[str, Any]) -> Iterator[str]:
+def _guider(scale: float, takes: Collection[str], parts: Collection[str]) -> Iterator[str]:
     """The line that sets the scale of a pipeline whose call takes none."""
     if "guider" in parts and "guidance_scale" not in takes:
         yield f"pipeline.guider = pipeline.guider.new(guidance_scale={max(scale, 1.0)!r})"
 
 
-def _pictures(family: DiffusersFamily, request: PreviewRequest, takes: Mapping[str, Any]) -> dict[str, str]:
+def _pictures(family: DiffusersFamily, request: PreviewRequest, takes: Collection[str]) -> dict[str, str]:
     """Names of the files that stand for what is drawn from, by argument."""
     needs_one = family.needs_inputs or "ImageToVideo" in family.folder.pipeline_class_name()
     if "image" not in takes or not (request.inputs or needs_one):

@@ -182,7 +182,8 @@ class PipelineFolder:
                     advice = f"{index_file(self.path).name} names that variant: model.variant goes before it"
                 raise UserError(
                     f"model.path: {where} holds no safetensors weights {wanted}"
-                    f"(files there: {', '.join(names) or 'none'}); {advice}{self._elsewhere(component)}"
+                    f"(files there: {', '.join(names) or 'none'}); {advice}"
+                    f"{'' if names else self._elsewhere(component)}"
                 )
             if lacking := set(self._loaded_files(component, names)).difference(names):
                 raise UserError(
