@@ -8,7 +8,15 @@ from PIL.Image import Image
 
 from diffsynth_lite.core.noise import LevelShares
 
-_KINDS = {"image": "picture", "video": "clip", "edit": "edit pair", "image_to_video": "first-frame clip"}
+_KINDS = {
+    "image": "picture",
+    "video": "clip",
+    "edit": "edit pair",
+    "image_to_video": "first-frame clip",
+    "control": "guided item",
+    "inpaint": "masked item",
+    "layers": "layered picture",
+}
 
 
 def counted(number: int, noun: str) -> str:
@@ -24,7 +32,7 @@ class SourceFindings:
 
     Attributes:
         place: its folder or data set.
-        num_records: by kind: image, video, edit, image_to_video.
+        num_records: by kind: image, video, edit and so on.
         num_captions: of all records together, with the tags in all their orders.
         num_dropped: records that are not trained on.
         passes: times that each record stands in a pass: repeats x weight.

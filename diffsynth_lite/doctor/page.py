@@ -8,7 +8,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from PIL import Image
 
 from diffsynth_lite.doctor.findings import Findings, SheetEntry
-from diffsynth_lite.media import jpeg_url
+from diffsynth_lite.media import jpeg_url, opaque
 from diffsynth_lite.redaction import redacted
 
 _THUMBNAIL_PX = 208
@@ -83,7 +83,7 @@ def _figure(entry: SheetEntry) -> _Figure:
 
 def _inline(kind: str, picture: Image.Image) -> _Picture:
     """A small JPEG of a picture as a data URL; a strip of frames is wider."""
-    small = picture.convert("RGB")
+    small = opaque(picture)
     is_strip = small.width > _STRIP_ASPECT * small.height
     small.thumbnail((_STRIP_PX if is_strip else _THUMBNAIL_PX, _THUMBNAIL_PX))
     return _Picture(kind=kind, source=jpeg_url(small), width=small.width, height=small.height)

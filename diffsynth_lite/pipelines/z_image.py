@@ -101,7 +101,12 @@ class ZImage(DiffusersFamily):
     folder; DiffSynth-Studio takes 3 for both (``set_timesteps_z_image``), as the recipe here does to leave
     more steps for detail, and musubi-tuner (``docs/zimage.md``) 2 with a density around the middle.
 
-    Omni models, which see pictures through SigLIP, are refused.
+    diffusers 0.42.1 has one transformer of Z-Image. Its pipelines that start from a picture
+    (``ZImageImg2ImgPipeline``, ``ZImageInpaintPipeline``) draw with the same weights and the same inputs of
+    the model, so what is trained here is for them, too; those of a ControlNet run a second model beside it.
+    Omni models, which also see pictures, as latents and through SigLIP, are refused: no weights of one were
+    found to be released, nor the settings of one to count, and ``ZImageOmniPipeline`` hands its autoencoder
+    pictures in bfloat16 whatever that is kept in, so that it draws from none in another dtype.
     """
 
     pipelines = (ZImagePipeline,)

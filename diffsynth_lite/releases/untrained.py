@@ -76,6 +76,9 @@ UNTRAINED: Mapping[str, Untrained] = MappingProxyType(
         ),
         "WanAnimate": Untrained("Wan 2.2 Animate", "wan_i2v", "poses and faces that the model is shown"),
         "WanVACE": Untrained("Wan VACE", "wan", "further blocks, which see a control clip and masks"),
+        "ZImageControlNet": Untrained(
+            "ControlNets of Z-Image", "z_image", "a second model beside the transformer"
+        ),
         "ZImageOmni": Untrained("Z-Image-Omni", "z_image", "pictures beside the prompt, read by SigLIP"),
     }
 )

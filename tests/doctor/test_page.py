@@ -5,6 +5,7 @@ import io
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from browser import DESKTOP_PX, PHONE_PX, Browser
@@ -21,6 +22,7 @@ from diffsynth_lite.doctor.findings import (
     Spread,
 )
 from diffsynth_lite.doctor.page import write_page
+from diffsynth_lite.media import RecordKind
 
 ATTACK = "<script>alert(1)</script> & \" ' {{ 7 * 7 }}"
 
@@ -102,6 +104,24 @@ def test_the_pictures_are_in_the_page_as_the_model_sees_them(tmp_path: Path) -> 
         assert image.size == (500, 100)
         red, green, _ = image.getpixel((50, 50))
         assert red < 10 < 110 < green
+
+
+def test_what_is_seen_through_a_layer_is_a_checkerboard(tmp_path: Path) -> None:
+    layer = Image.new("RGBA", (64, 64), (0, 0, 0, 0))
+    layer.paste((0, 128, 128, 255), (0, 0, 32, 64))
+    entry = SheetEntry(name="a", bucket="64x64 in 1 layer", captions=[], pictures={"layer": layer})
+    _, parsed = page(tmp_path, sheet=[entry])
+    data = base64.b64decode(parsed.images[0]["src"].partition(",")[2])
+    with Image.open(io.BytesIO(data)) as image:
+        seen, light, dark = (image.getpixel((left, 4)) for left in (12, 44, 36))
+    assert seen[0] < 12 < 110 < seen[1]
+    assert sorted([light, dark]) == [pytest.approx((204,) * 3, abs=6), pytest.approx((255,) * 3, abs=6)]
+
+
+@pytest.mark.parametrize("kind", get_args(RecordKind))
+def test_items_of_each_kind_are_counted_in_words(kind: RecordKind) -> None:
+    source = SourceFindings(place="photos", num_records={kind: 2}, num_captions=2, num_dropped=0, passes=1)
+    assert source.contents.startswith("2 ")
 
 
 def test_a_secret_in_a_name_is_masked(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ REFUSED = {
     "SanaVideoPipeline": ("Sana-Video", "sana"),
     "SanaSprintPipeline": ("Sana Sprint", "sana"),
     "ZImageOmniPipeline": ("Z-Image-Omni", "z_image"),
+    "ZImageControlNetPipeline": ("ControlNets of Z-Image", "z_image"),
     "StableDiffusionXLImg2ImgPipeline": ("The SDXL refiner", "sdxl"),
 }
 
