@@ -59,9 +59,9 @@ is no hub id, such as the folder of the machine where the index was written, is 
 models and keys of the cache are made of the files, wherever they lie.
 
 By such an index Anima is trained. Others are opened, and refused by the name of their pipeline: of what
-diffusers 0.42.1 has as modular pipelines alone (FLUX.3, LTX-2.5, MiniMax-H3, Cosmos 3, Qwen-Image 2.1 Turbo,
-Helios, Wan Animate 2) no family trains the model; of a model that a family trains, the repository with a
-`model_index.json` is the one to name.
+diffusers 0.42.1 has as modular pipelines alone (FLUX.3, LTX-2.5, MiniMax-H3, Wan Animate 2) no family
+trains the model; of a model that a family trains, Qwen-Image 2.1 Turbo among them, the repository or
+folder with a `model_index.json` is the one to name.
 
 The transformer may also come from one file, as ComfyUI has them: `model.transformer_file`
 ([memory.md](memory.md#from-one-file)).

@@ -99,13 +99,23 @@ def _components(config: Config, family: ModelFamily, transformer: nn.Module) -> 
             num_bytes = sum(parameter.nbytes for parameter in component.parameters())
             dtype = f"{kept_in} and {dtype}"
         trained = ", trained" if name in family.trained else ""
-        file = f", from {family.folder.files[name].path}" if name in family.folder.files else ""
-        yield name, f"{number:,} parameters, {format_bytes(num_bytes)} in {dtype}{trained}{file}"
+        origin = _origin_of(family, name)
+        yield name, f"{number:,} parameters, {format_bytes(num_bytes)} in {dtype}{trained}{origin}"
+
+
+def _origin_of(family: ModelFamily, name: str) -> str:
+    """Where a component's weights are from, if not from the folder or repository of the pipeline."""
+    if (file := family.folder.files.get(name)) is not None:
+        return f", from {file.path}"
+    hub = family.folder.place(name).hub
+    if hub is None or hub == family.folder.hub:
+        return ""
+    return f", from {hub.repository} at {hub.path.name[:12]}"
 
 
 def _dtype_of(config: Config, family: ModelFamily, name: str) -> str:
     model = config.model
-    if name not in family.trained and name.startswith("text_encoder"):
+    if name not in family.trained and name.startswith("text_"):  # also what reads on from an encoder
         return model.text_encoder_dtype
     return model.dtype if name in family.trainable else model.vae_dtype
 

@@ -13,6 +13,8 @@ from hub_server import REPOSITORY, Hub, serving
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
+from diffsynth_lite.config import load_config
+from diffsynth_lite.doctor.model import model_table
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import PipelineFolder, require_family, resolve_folder
@@ -318,3 +320,12 @@ def test_a_disk_without_room_for_all_repositories_is_said_before_a_weight_is_fet
         folder.download_weights(COMPONENTS)
     fetched = [*hub.fetched, *hub.others[ENCODER].fetched, *hub.others[VAE].fetched]
     assert not [name for name in fetched if name.endswith(".safetensors")]
+
+
+def test_the_doctor_says_which_components_are_of_other_repositories(hub: Hub, tmp_path: Path) -> None:
+    path, commit = tmp_path / "config.yaml", hub.others[VAE].commit
+    sections = {"model": {"family": "flux", "path": REPOSITORY}, "data": {"path": "x"}}
+    path.write_text(json.dumps(sections | {"output": {"dir": str(tmp_path / "run")}}))
+    table = model_table(load_config(path, []).config, Flux(resolve_folder(REPOSITORY)))
+    assert table["vae"].endswith(f", from {VAE} at {commit[:12]}")
+    assert {name for name in COMPONENTS if ", from " in table[name]} == {"vae", "text_encoder"}
