@@ -16,6 +16,8 @@ import diffsynth_lite
 ROOT = Path(__file__).parents[1]
 MAX_FILE_LINES = 450
 MAX_FOLDER_FILES = 20
+CATALOGUES = ("diffsynth_lite/pipelines", "diffsynth_lite/releases")
+"""A file or a folder an entry, all of one shape, each found by its name: nobody reads all of them."""
 MAX_TRAINER_LINES = 250
 """All of a step, and all that follows it, is to be read in one go."""
 MAX_TRAINING_FLOORS = 6
@@ -128,8 +130,10 @@ def test_no_file_is_longer_than_a_reader_s_patience() -> None:
 
 
 def test_no_folder_holds_more_files_than_a_reader_can_tell_apart() -> None:
+    catalogues = [ROOT / folder for folder in CATALOGUES]
     sizes = Counter(path.parent for path in files("diffsynth_lite/**/*.py") if path.name != "__init__.py")
-    assert {folder: size for folder, size in sizes.items() if size > MAX_FOLDER_FILES} == {}
+    assert [folder for folder in sizes if sizes[folder] > MAX_FOLDER_FILES and folder not in catalogues] == []
+    assert all(folder in sizes for folder in catalogues)
 
 
 def test_each_test_file_has_a_name_of_its_own() -> None:
