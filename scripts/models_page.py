@@ -29,6 +29,8 @@ RECORDS = {
     "edit": "edit pairs",
     "image_to_video": "clips with a first frame",
     "layers": "pictures with their layers",
+    "control": "pictures or clips with what guides them",
+    "inpaint": "pictures with a mask of what is painted anew",
 }
 BY_THE_FOLDER = "what the model's folder says"
 

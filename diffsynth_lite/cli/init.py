@@ -14,6 +14,7 @@ _REASONS = {
     "wan": "as the folder holds clips; Wan 2.1 1.3B is the smallest model for them",
     "qwen_image_edit": "as its pictures come from others",
     "qwen_image_layered": "as its pictures have layers",
+    "flux_fill": "as its pictures have masks",
 }
 """Why a family is taken where none is named."""
 
@@ -37,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="layers of those in FOLDER, with the same names; once for each layer, from the bottom up",
+    )
+    parser.add_argument(
+        "--masks",
+        metavar="FOLDER",
+        type=Path,
+        help="masks of the same names: white is what a model learns to paint anew",
     )
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="yaml to write; must be new (default: FOLDER_lora.yaml)"
@@ -64,11 +71,14 @@ def run(parsed: argparse.Namespace) -> None:
         write_start,
     )
 
-    inputs, layers = parsed.inputs, parsed.layers
+    inputs, layers, masks = parsed.inputs, parsed.layers, parsed.masks
     family, recipe = recipe_for(
-        parsed.folder, parsed.family, has_inputs=bool(inputs), has_layers=bool(layers)
+        *(parsed.folder, parsed.family),
+        has_inputs=bool(inputs),
+        has_layers=bool(layers),
+        has_masks=masks is not None,
     )
-    found = look_at(parsed.folder, recipe, input_dirs=inputs, layer_dirs=layers)
+    found = look_at(parsed.folder, recipe, input_dirs=inputs, layer_dirs=layers, mask_dir=masks)
     text = starting_config(found, recipe, out=out, presets=presets)
     start = write_start(found, recipe, out)
     try:

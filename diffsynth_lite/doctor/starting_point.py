@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median_low
 
 import yaml
+from PIL import Image
 
 from diffsynth_lite.config import Config, find_config_file, load_config
 from diffsynth_lite.config.document import shortened
@@ -58,6 +59,8 @@ RECIPES_OF_EDITS = {
 """Of those that learn what pictures become."""
 RECIPES_OF_LAYERS = {"qwen_image_layered": "qwen_image_layered_lora.yaml"}
 """Of those that learn what pictures are taken apart into."""
+RECIPES_OF_MASKED = {"flux_fill": "flux_fill_lora.yaml"}
+"""Of those that learn to paint parts of pictures anew."""
 
 _EDGE_STEP = 64
 """Pixels that a proposed resolution is a multiple of."""
@@ -78,6 +81,7 @@ class FolderFindings:
         num_clips: files of clips.
         input_dirs: folders with the pictures that those in it come from, as given.
         layer_dirs: folders with their layers, from the bottom up, as given.
+        mask_dir: folder with the masks of what of them is painted anew, as given; or None.
         sizes: what the headers of pictures and clips that can be read tell.
         records: its items that can be used, by all that is known without their pixels.
         problems: what is wrong with captions and names, as a run would tell it.
@@ -88,6 +92,7 @@ class FolderFindings:
     num_clips: int
     input_dirs: Sequence[Path]
     layer_dirs: Sequence[Path]
+    mask_dir: Path | None
     sizes: Sequence[ImageFacts | VideoFacts]
     records: Sequence[Record]
     problems: Sequence[str]
@@ -106,13 +111,19 @@ class FolderFindings:
 
 
 def recipe_for(
-    path: Path, family: str | None, *, has_inputs: bool = False, has_layers: bool = False
+    path: Path,
+    family: str | None,
+    *,
+    has_inputs: bool = False,
+    has_layers: bool = False,
+    has_masks: bool = False,
 ) -> tuple[str, str]:
     """A model family and its recipe: that of the family, or else what suits the folder.
 
     Args:
         has_inputs: its pictures come from others, which are known.
         has_layers: they have layers, which are known.
+        has_masks: masks say what of them is painted anew.
 
     Raises:
         UserError: the folder cannot be read, or the family learns something else.
@@ -123,12 +134,16 @@ def recipe_for(
         learned, recipes = "pictures with --inputs", RECIPES_OF_EDITS
     elif has_layers or family in RECIPES_OF_LAYERS:
         learned, recipes = "pictures with --layers", RECIPES_OF_LAYERS
+    elif has_masks or family in RECIPES_OF_MASKED:
+        learned, recipes = "pictures with --masks", RECIPES_OF_MASKED
     else:
         learned, recipes = "pictures", RECIPES_OF_PICTURES | RECIPES_OF_CLIPS
     if has_inputs and recipes is not RECIPES_OF_EDITS:
         raise UserError("--inputs: are of pictures, and the folder holds clips; leave it out")
     if has_layers and recipes is not RECIPES_OF_LAYERS:
         raise UserError("--layers: are of pictures without --inputs; leave it out")
+    if has_masks and recipes is not RECIPES_OF_MASKED:
+        raise UserError("--masks: are of pictures without --inputs and --layers; leave it out")
     family = family or next(iter(recipes))
     if family not in recipes:
         raise UserError(
@@ -138,7 +153,12 @@ def recipe_for(
 
 
 def look_at(
-    path: Path, recipe: str, *, input_dirs: Sequence[Path] = (), layer_dirs: Sequence[Path] = ()
+    path: Path,
+    recipe: str,
+    *,
+    input_dirs: Sequence[Path] = (),
+    layer_dirs: Sequence[Path] = (),
+    mask_dir: Path | None = None,
 ) -> FolderFindings:
     """What is in a folder, as the data of a recipe.
 
@@ -148,7 +168,7 @@ def look_at(
     data = load_config(recipe).config.data
     inputs = {"input_dirs": tuple(input_dirs)} if input_dirs else {"input_columns": tuple(data.input_columns)}
     layers = {"layer_dirs": tuple(layer_dirs)} if layer_dirs else {"layer_columns": tuple(data.layer_columns)}
-    source = Source(path=path, **inputs, **layers)
+    source = Source(path=path, **inputs, **layers, inpaint_mask_dir=mask_dir)
     found = find_records([source], media_store=path)
     pictures, clips = list(filter(is_image, found.names)), list(filter(is_video, found.names))
     if not pictures and not clips:
@@ -166,6 +186,7 @@ def look_at(
         num_clips=len(clips),
         input_dirs=input_dirs,
         layer_dirs=layer_dirs,
+        mask_dir=mask_dir,
         sizes=list(_sizes(path / name for name in (*pictures, *clips))),
         records=found.records,
         problems=found.problems,
@@ -173,7 +194,8 @@ def look_at(
 
 
 def write_start(found: FolderFindings, recipe: str, out: Path) -> Path | None:
-    """Write the picture that previews of clips start from, where the config names it.
+    """Write the picture that previews of clips start from, or the mask of those that paint parts anew, where
+    the config names it.
 
     Args:
         out: the file of the config, which it lies beside.
@@ -187,18 +209,33 @@ def write_start(found: FolderFindings, recipe: str, out: Path) -> Path | None:
     path = _start_file(found, recipe, out)
     if path is None:
         return None
-    [frame] = read_frames(found.records[0].target, [0.0])
+    if recipe in RECIPES_OF_MASKED.values():
+        drawn = _middle_of(check_image(found.records[0].target))
+    else:
+        [drawn] = read_frames(found.records[0].target, [0.0])
     try:
         with path.open("xb") as file:
-            frame.save(file, format="PNG")
+            drawn.save(file, format="PNG")
     except OSError as error:
         raise UserError(f"{path}: the picture that previews start from: {error.strerror}") from None
     return path
 
 
+def _middle_of(size: ImageFacts) -> Image.Image:
+    """A mask whose middle is white, of half the sides."""
+    mask = Image.new("L", (size.width, size.height))
+    box = (size.width // 4, size.height // 4, 3 * size.width // 4, 3 * size.height // 4)
+    mask.paste(255, box)
+    return mask
+
+
 def _start_file(found: FolderFindings, recipe: str, out: Path) -> Path | None:
-    is_needed = recipe in RECIPES_OF_STARTED_CLIPS.values() and found.records
-    return out.with_name(f"{out.stem}_start.png") if is_needed else None
+    if not found.records:
+        return None
+    if recipe in RECIPES_OF_STARTED_CLIPS.values():
+        return out.with_name(f"{out.stem}_start.png")
+    needs_mask = recipe in RECIPES_OF_MASKED.values() and found.mask_dir is None
+    return out.with_name(f"{out.stem}_mask.png") if needs_mask else None
 
 
 def next_commands(config: Path) -> list[str]:
@@ -261,6 +298,9 @@ def _settings(
     if found.layer_dirs:
         yield "data", "layer_dirs", list(map(str, found.layer_dirs)), "their layers, from the bottom up"
         yield "data", "layer_columns", [], ""
+    if found.mask_dir:
+        yield "data", "inpaint_mask_dir", str(found.mask_dir), "white is what is painted anew"
+        yield "data", "random_masks", 0, ""
     if trigger := _trigger([record.captions[0] for record in found.records]):
         yield "data", "trigger", trigger, "every caption begins with it"
     yield from (("data", *setting) for setting in _proposed_sizes(found.sizes, config))
@@ -285,14 +325,20 @@ def _proposed_previews(
     if prompts or config.validation.inputs:
         yield "prompts", prompts, "a caption of yours, and one without what is learned"
     if config.validation.inputs:
-        pictures = [start] if start else [path for record in found.records[:1] for path in _start_of(record)]
-        inputs = [str(pictures[0])] * len(prompts) if pictures else []
+        is_masked = bool(config.validation.inpaint_masks)
+        own = [_start_of(record, is_masked=is_masked) for record in found.records[:1]]
+        starts = own[0] if own and (is_masked or not start) else [start]
+        inputs = [str(path) for path in starts[:1] if path] * len(prompts)
         yield "inputs", inputs, "what each starts from; others than you train on tell more"
+        if is_masked:
+            masks = [start, *(record.inpaint_mask for record in found.records[:1])]
+            files = [str(path) for path in masks if path][:1] * len(prompts)
+            yield "inpaint_masks", files, "white is what is painted anew"
 
 
-def _start_of(record: Record) -> Sequence[Path]:
+def _start_of(record: Record, *, is_masked: bool) -> Sequence[Path]:
     """The picture that a preview of a record's kind starts from."""
-    return [record.target] if record.layers else record.inputs[:1]
+    return [record.target] if record.layers or is_masked else record.inputs[:1]
 
 
 def _proposed_sizes(

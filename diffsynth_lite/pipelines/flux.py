@@ -57,6 +57,7 @@ def model_fn_flux(
     guidance: torch.Tensor | None = None,
     *,
     input_latents_bchw: torch.Tensor | None = None,
+    condition_bld: torch.Tensor | None = None,
     use_gradient_checkpointing: bool = False,
     use_gradient_checkpointing_offload: bool = False,
     policy: BlockPolicy | None = None,
@@ -71,6 +72,7 @@ def model_fn_flux(
         pooled_prompt_embeds_bd: (B, D_pooled) prompt embeddings of CLIP.
         guidance: (B,), guidance scale; None for models without ``guidance_embeds``.
         input_latents_bchw: (B, 16, H_i, W_i), clean normalised latents of the picture to edit.
+        condition_bld: (B, H * W / 4, D), further channels of the tokens of the noisy picture.
         use_gradient_checkpointing: recompute each block in backward.
         use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
         policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
@@ -81,6 +83,8 @@ def model_fn_flux(
     height, width = latents_bchw.shape[-2:]
     pictures = [latents_bchw] if input_latents_bchw is None else [latents_bchw, input_latents_bchw]
     tokens_bld, positions = pack_pictures(pictures)
+    if condition_bld is not None:
+        tokens_bld = torch.cat([tokens_bld, condition_bld], dim=2)
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
     with checkpoint_blocks(
         transformer,
@@ -262,7 +266,7 @@ class Flux(DiffusersFamily):
         like = device_and_dtype(transformer)
         embeds, pooled = (torch.stack([sample[name] for sample in conditioning]) for name in _EMBEDS)
         guidance = torch.full_like(sigma, self.training_guidance) if self._is_guided else None
-        input_latents = self._input_latents(conditioning)
+        input_latents, condition = self._input_latents(conditioning), self._condition(conditioning)
         return model_fn_flux(
             transformer,
             noisy_latents.to(**like),
@@ -271,11 +275,16 @@ class Flux(DiffusersFamily):
             pooled.to(**like),
             guidance,
             input_latents_bchw=None if input_latents is None else input_latents.to(**like),
+            condition_bld=None if condition is None else condition.to(**like),
             **gradient_flags(),
         )
 
     def _input_latents(self, _conditioning: Sequence[Conditioning]) -> torch.Tensor | None:
         """(B, 16, H_i, W_i), of the picture that an edit starts from."""
+        return None
+
+    def _condition(self, _conditioning: Sequence[Conditioning]) -> torch.Tensor | None:
+        """(B, L, D), what is told beside each token of the noisy picture."""
         return None
 
     def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:

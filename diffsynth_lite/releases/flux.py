@@ -1,4 +1,4 @@
-"""FLUX.1: dev, Krea dev and schnell, and Kontext dev, which edits."""
+"""FLUX.1: dev, Krea dev and schnell, Kontext dev, which edits, and Fill dev, which paints parts anew."""
 
 from dataclasses import replace
 
@@ -103,5 +103,31 @@ FLUX_KONTEXT: tuple[Release, ...] = (
             "dataset/architectures.py",
         },
         unconfirmed=("that its settings are those of FLUX.1 dev", "whether it is gated"),
+    ),
+)
+
+_FILL_SOURCE = "black-forest-labs/flux, src/flux/util.py, flux-dev-fill"
+FLUX_FILL: tuple[Release, ...] = (
+    replace(
+        _DEV,
+        name="FLUX.1 Fill dev",
+        hub_id="black-forest-labs/FLUX.1-Fill-dev",
+        pipeline_class="FluxFillPipeline",
+        components={
+            **_DEV.components,
+            "transformer": ReleaseComponent(
+                class_name="FluxTransformer2DModel",
+                config={"in_channels": 384, "out_channels": 64, "guidance_embeds": True},
+                dtype="bfloat16",
+                source=f"{_FILL_SOURCE}; diffusers, loaders/single_file_utils.py, flux-fill",
+            ),
+        },
+        version="flux1",
+        sources={
+            **_DEV.sources,
+            "pipeline": f"{_FILL_SOURCE}; all else as of FLUX.1 dev",
+            "parameters": "black-forest-labs/flux, model_cards/FLUX.1-tools.md",
+        },
+        unconfirmed=("that its other settings are those of FLUX.1 dev", "whether it is gated"),
     ),
 )

@@ -31,7 +31,6 @@ UNTRAINED: Mapping[str, Untrained] = MappingProxyType(
             "FLUX.1 Depth and Canny", "flux", "a picture of depth or edges in the model's input"
         ),
         "FluxControlNet": Untrained("ControlNets of FLUX.1", "flux", "a second model beside the transformer"),
-        "FluxFill": Untrained("FLUX.1 Fill", "flux", "a mask and a masked picture in the model's input"),
         "FluxPriorRedux": Untrained("FLUX.1 Redux", "flux", "a picture as the prompt"),
         "HunyuanSkyreelsImageToVideo": Untrained(
             "SkyReels V1 from pictures", "hunyuan_video", "the first frame in the model's input"

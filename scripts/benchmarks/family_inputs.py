@@ -82,6 +82,12 @@ COUNTED = (
         small=_TWO_HEADS,
     ),
     CountedRelease(
+        family="flux_fill",
+        name="FLUX.1 Fill dev",
+        depths=_TWO_LISTS,
+        small=_TWO_HEADS,
+    ),
+    CountedRelease(
         family="flux_kontext",
         name="FLUX.1 Kontext dev",
         depths=_TWO_LISTS,

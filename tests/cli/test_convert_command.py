@@ -48,7 +48,7 @@ def test_there_and_back_is_the_file_again(
     there, back = flux_file.with_name("there.safetensors"), flux_file.with_name("back.safetensors")
     assert main(["convert", str(flux_file), str(there), "--to", to]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"{flux_file}: chroma or flux or flux_kontext, 2 layers such as "
+        f"{flux_file}: chroma or flux or flux_fill or flux_kontext, 2 layers such as "
         "lora_unet_double_blocks_0_img_attn_qkv; rank 4, alpha 2, bfloat16",
         f"{there}: 7 layers such as transformer.single_transformer_blocks.0.attn.to_k; rank 4, alpha 4 "
         "(it says none: that is the rank), bfloat16",
@@ -65,7 +65,7 @@ def test_there_and_back_is_the_file_again(
 def test_a_file_of_all_blocks_of_hunyuan_video_is_not_of_flux(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, double, single in (("hunyuan_video", 20, 40), ("flux or flux_kontext", 19, 38)):
+    for name, double, single in (("hunyuan_video", 20, 40), ("flux or flux_fill or flux_kontext", 19, 38)):
         layers = {f"lora_unet_double_blocks_{place}_img_mod_lin": 36 for place in range(double)}
         layers |= {f"lora_unet_single_blocks_{place}_modulation_lin": 18 for place in range(single)}
         file = written(tmp_path / f"{double}.safetensors", torch.bfloat16, **layers)

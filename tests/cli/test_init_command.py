@@ -15,6 +15,7 @@ from diffsynth_lite.doctor.starting_point import (
     RECIPES_OF_CLIPS,
     RECIPES_OF_EDITS,
     RECIPES_OF_LAYERS,
+    RECIPES_OF_MASKED,
     RECIPES_OF_PICTURES,
     RECIPES_OF_STARTED_CLIPS,
     look_at,
@@ -148,9 +149,36 @@ def test_pictures_with_layers_get_a_model_that_takes_pictures_apart(
     ]
 
 
+@pytest.mark.parametrize("has_files", [False, True])
+def test_pictures_of_which_parts_are_painted_anew_get_masks(
+    has_files: bool, pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--family", "flux_fill"]
+    if has_files:
+        Path("holes").mkdir()
+        for number in range(3):
+            Image.new("L", (120, 90), 255).save(f"holes/{number}.png")
+        arguments = ["--masks", "holes"]
+    assert main(["init", str(pictures), "--out", "mine.yaml", *arguments]) == 0
+    assert ("and mine_mask.png, for flux_fill" in capsys.readouterr().out) == (not has_files)
+    loaded = load_config("mine.yaml")
+    config, found = loaded.config, find_training_records(loaded.config)
+    assert (loaded.warnings, found.problems) == ((), [])
+    assert {record.kind for record in found.records} == {"inpaint"}
+    assert [record.random_masks for record in found.records] == [0 if has_files else 4] * 3
+    assert config.validation.inputs == [str(found.records[0].target)] * 2
+    mask = str(found.records[0].inpaint_mask) if has_files else "mine_mask.png"
+    assert config.validation.inpaint_masks == [mask] * 2
+    with Image.open(mask) as drawn, Image.open(found.records[0].target) as picture:
+        assert (drawn.mode, drawn.getextrema()[1]) == ("L", 255)
+        assert has_files or drawn.size == picture.size
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
+        (["my pictures", "--masks", "empty", "--inputs", "empty"], "--masks: are of pictures without"),
+        (["my pictures", "--masks", "empty", "--family", "flux"], "--family flux: has no starting point for"),
         (["nothing"], "nothing: no such folder"),
         (["empty"], "empty: no pictures or clips among its 0 files"),
         (["my pictures", "--family", "wan_i2v"], "--family wan_i2v: has no starting point for a folder of"),
@@ -181,8 +209,8 @@ def test_what_it_cannot_do_is_told_in_a_line_and_nothing_is_written(
 
 
 def test_every_family_has_a_starting_point() -> None:
-    of_pairs = (RECIPES_OF_EDITS, RECIPES_OF_LAYERS)
-    groups = (RECIPES_OF_PICTURES, RECIPES_OF_CLIPS, RECIPES_OF_STARTED_CLIPS, *of_pairs)
+    of_companions = (RECIPES_OF_EDITS, RECIPES_OF_LAYERS, RECIPES_OF_MASKED)
+    groups = (RECIPES_OF_PICTURES, RECIPES_OF_CLIPS, RECIPES_OF_STARTED_CLIPS, *of_companions)
     of_recipes = {
         (name, load_config(file).config.model.family) for group in groups for name, file in group.items()
     }

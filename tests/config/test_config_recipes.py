@@ -25,6 +25,7 @@ def test_there_are_recipes():
         "flux2_klein_edit_lora.yaml",
         "flux2_klein_lora.yaml",
         "flux2_lora.yaml",
+        "flux_fill_lora.yaml",
         "flux_kontext_lora.yaml",
         "flux_lora.yaml",
         "flux_schnell_lora.yaml",
@@ -162,6 +163,15 @@ def test_the_edit_recipes_have_a_picture_for_each_input_of_data_and_previews(nam
     assert (config.data.resolutions, config.data.given_sizes, config.data.crop) == ([1024], [], "center")
     assert len(config.validation.inputs) == len(config.validation.prompts)
     assert config.train.micro_batch_size == 1
+
+
+def test_the_recipe_of_masked_pictures_has_a_picture_and_a_mask_for_each_preview():
+    config = load_config("flux_fill_lora.yaml").config
+    assert (config.model.family, config.data.random_masks) == ("flux_fill", 4)
+    pictures = (config.validation.inputs, config.validation.inpaint_masks)
+    assert [len(files) for files in pictures] == [len(config.validation.prompts)] * 2
+    # What its pipeline is used with unless it is told otherwise.
+    assert config.validation.guidance_scale == 30
 
 
 @pytest.mark.parametrize("family", ["flux", "chroma"])

@@ -1,6 +1,7 @@
 """What is decoded, what is shown of it, and what is remembered for the next time."""
 
 from collections.abc import Iterator
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from diffsynth_lite.data import (
     plan_items,
 )
 from diffsynth_lite.doctor import pictures
+from diffsynth_lite.doctor.findings import SourceFindings
 from diffsynth_lite.doctor.pictures import Decoded, decode, evenly_spaced, perceptual_hash
+from diffsynth_lite.media import RecordKind
 
 RULES = PlanRules(buckets=BucketRule(divisor=16, step=16, resolutions=(64,)))
 
@@ -70,6 +73,14 @@ def test_what_guides_an_item_and_what_is_painted_anew_are_shown_beside_it(
     used = (media.frames[0], media.control[0], media.inpaint_mask[0])
     for shown, picture in zip(entry.pictures.values(), used, strict=True):
         assert np.array_equal(np.asarray(shown), np.asarray(picture))
+
+
+def test_items_of_each_kind_are_counted_by_a_name_of_their_own() -> None:
+    kinds = get_args(RecordKind)
+    told = SourceFindings(
+        place="data", num_records=dict.fromkeys(kinds, 2), num_captions=0, num_dropped=0, passes=1.0
+    ).contents
+    assert len(set(told.split(", "))) == len(kinds)
 
 
 def test_all_are_looked_at_and_the_sheet_is_spread_over_them(

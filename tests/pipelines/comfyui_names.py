@@ -204,7 +204,7 @@ IDEOGRAM4 = _flat(
 """Of Ideogram 4, of whose queries, keys and values it has one layer."""
 
 TAKEN: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("flux", "flux_kontext", "flux2", "chroma"), _in("transformer", *_FLUX)),
+    **dict.fromkeys(("flux", "flux_fill", "flux_kontext", "flux2", "chroma"), _in("transformer", *_FLUX)),
     **dict.fromkeys(
         ("qwen_image", "qwen_image_edit", "qwen_image_layered"), _in("transformer", *_QWEN_IMAGE)
     ),

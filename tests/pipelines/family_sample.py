@@ -107,6 +107,8 @@ class Sample:
             "conditioning": self.first,
             "negative": self.negative,
             "inputs": media.inputs or start,
+            "control": media.control,
+            "inpaint_mask": media.inpaint_mask,
             "width": 4 * family.size_divisor,
             "height": 2 * family.size_divisor,
             "num_frames": len(media.frames),
@@ -149,6 +151,13 @@ def layers_of(width: int, height: int, quality: int) -> tuple[Image.Image, ...]:
     return picture(width, height, quality).convert("RGBA"), above
 
 
+def hole(width: int, height: int, place: int) -> Image.Image:
+    """A mask of a part that is no whole number of tokens, and another one in each place."""
+    mask = Image.new("L", (width, height))
+    mask.paste(255, (5 + 3 * place, 3, width // 2 + 7 * place, height - 6))
+    return mask
+
+
 def build_media(family: ModelFamily) -> list[Media]:
     """Three items of the first kind that the family trains on."""
     width, height = 4 * family.size_divisor, 2 * family.size_divisor
@@ -159,6 +168,8 @@ def build_media(family: ModelFamily) -> list[Media]:
             frames=clip(width, height, num_frames, 10 + place),
             inputs=(picture(100, 52, 20 + place),) if kind == "edit" else (),
             layers=layers_of(width, height, 20 + place) if kind == "layers" else (),
+            control=clip(width, height, num_frames, 40 + place) if kind == "control" else (),
+            inpaint_mask=(hole(width, height, place),) * num_frames if kind == "inpaint" else (),
             fps=family.default_fps,
         )
         for place in range(3)

@@ -190,6 +190,7 @@ REFERENCES: dict[str, Callable[[int], Sequence[float]]] = {
     "ernie_image": of_ernie,
     "flux": of_flux,
     "flux2": of_flux2,
+    "flux_fill": of_flux,
     "flux_kontext": of_flux,
     "ideogram4": of_ideogram4,
     "krea2": of_krea2,

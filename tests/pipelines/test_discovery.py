@@ -87,7 +87,6 @@ REFUSED = {
     "HunyuanVideoImageToVideoPipeline": ("HunyuanVideo from pictures", "hunyuan_video"),
     "HunyuanSkyreelsImageToVideoPipeline": ("SkyReels V1 from pictures", "hunyuan_video"),
     "StableDiffusion3ControlNetPipeline": ("ControlNets of Stable Diffusion 3", "sd3"),
-    "FluxFillPipeline": ("FLUX.1 Fill", "flux"),
     "FluxControlPipeline": ("FLUX.1 Depth and Canny", "flux"),
     "FluxControlNetPipeline": ("ControlNets of FLUX.1", "flux"),
     "Flux2KleinKVPipeline": ("FLUX.2 klein KV", "flux2"),

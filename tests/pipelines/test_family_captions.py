@@ -41,6 +41,8 @@ def encode_in_a_call(sample: Sample, pipeline: Any, caption: str) -> None:
         given["max_sequence_length"] = 128  # of 2048, which takes long
     if request.inputs:
         given["image"] = request.inputs[0]
+    if request.inpaint_mask:
+        given["mask_image"] = request.inpaint_mask[0]
     with pytest.raises(_EncodedError):
         pipeline(prompt=caption, **{name: value for name, value in given.items() if name in known})
 

@@ -99,6 +99,7 @@ def call_of(sample: Sample, pipeline: Any, request: PreviewRequest) -> dict[str,
         "use_resolution_binning": False,
         "output_type": "pil",
         **({"image": given_picture(request)} if request.inputs else {}),
+        **({"mask_image": request.inpaint_mask[0]} if request.inpaint_mask else {}),
     }
     if is_guided_by_a_model(sample):
         call |= {"guidance_scale": request.guidance_scale, "guidance_schedule": None}
@@ -238,6 +239,7 @@ def clean_latents(sample: Sample, hidden_states: Any, output: torch.Tensor) -> t
     return as_sampled(hidden_states, output)
 
 
+@pytest.mark.usefixtures("mode_of_the_vae")
 def test_all_that_the_model_is_told_in_training_is_what_the_pipeline_tells_it(sample: Sample) -> None:
     family, model = sample.family, sample.family.load_transformer(torch.float32)
 

@@ -140,7 +140,7 @@ def make_case(case: FamilyCase, root: Path) -> tuple[TinyRun, ModelFamily]:
     settings = [f"model.family={case.family}", f"data.width={width}", f"data.height={height}", *SETTINGS]
     if case.trained:
         settings.append(f"lora.components=[{', '.join(case.trained)}]")
-    if kind in ("image", "edit", "layers"):
+    if kind in ("image", "edit", "layers", "inpaint"):
         add_pictures(root / "data", detail=10)
     else:
         add_clips(root / "data", family)
@@ -156,6 +156,10 @@ def make_case(case: FamilyCase, root: Path) -> tuple[TinyRun, ModelFamily]:
     if case.has_last_frames:
         settings.append(f"data.last_frame_dir={add_pictures(root / 'lasts', detail=30)}")
         settings.append(f"validation.last_frames=[{root / 'lasts' / '0.png'}]")
+    if kind == "inpaint":
+        holes = add_masks(root / "holes")
+        settings.append(f"data.inpaint_mask_dir={holes}")
+        settings.append(f"validation.inpaint_masks=[{holes / '0.png'}]")
     if kind in ("edit", "image_to_video") or family.needs_inputs:
         settings.append(f"validation.inputs=[{add_pictures(root / 'starts', detail=40) / '0.png'}]")
     for place in range(len(SIZES)):
@@ -185,6 +189,16 @@ def make_transparent(folder: Path) -> None:
             picture = opened.convert("RGBA")
         picture.putalpha(picture.convert("L"))
         picture.save(path)
+
+
+def add_masks(folder: Path) -> Path:
+    """One mask of what is painted anew for each item."""
+    folder.mkdir()
+    for place, (width, height) in enumerate(SIZES):
+        mask = Image.new("L", (width, height))
+        mask.paste(255, (width // 4, height // 4, width - 9, height - 5))
+        mask.save(folder / f"{place}.png")
+    return folder
 
 
 def add_clips(folder: Path, family: ModelFamily) -> None:

@@ -27,7 +27,9 @@ from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.qwen_image_edit import TextAndPictures
 
 STREAMED = ("memory.stream_blocks=all", "memory.stream_slots=1")
-NO_PREVIEWS = ("validation.prompts=[]", "validation.inputs=[]", "validation.last_frames=[]")
+NO_PREVIEWS = tuple(
+    f"validation.{key}=[]" for key in ("prompts", "inputs", "last_frames", "control", "inpaint_masks")
+)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -183,7 +185,7 @@ def check_card(lora: Path, family: ModelFamily, model: Path, patch: pytest.Monke
     patch.chdir(model.parent)
     clips: list[list[Image.Image]] = []
     patch.setattr("diffusers.utils.export_to_video", lambda frames, _file, **_fps: clips.append(frames))
-    for name in ("input.png", "last.png"):
+    for name in ("input.png", "last.png", "mask.png"):
         tiny_picture(*SIZES[1], 10).save(name)
     [code] = re.findall("```python\n(.*?)```", (lora / "README.md").read_text(), re.DOTALL)
     replaced = {"path/to/the/base/model": model, "path/to/this/folder": lora, '"cuda"': '"cpu"'}

@@ -188,7 +188,8 @@ def _pictures(family: DiffusersFamily, request: PreviewRequest, takes: Collectio
     # Wan 2.1 FLF2V always wants both.
     wants_last = family.folder.component_config(family.trainable[0]).get("pos_embed_seq_len") is not None
     is_led = "last_image" in takes and (len(request.inputs) > 1 or wants_last)
-    return {"image": "input.png", **({"last_image": "last.png"} if is_led else {})}
+    masked = {"mask_image": "mask.png"} if "mask_image" in takes else {}
+    return {"image": "input.png", **masked, **({"last_image": "last.png"} if is_led else {})}
 
 
 def _loading(family: DiffusersFamily, lora: str) -> Iterator[str]:

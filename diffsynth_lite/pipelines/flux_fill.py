@@ -1,0 +1,134 @@
+"""This file trains FLUX.1 Fill, which paints a part of a picture anew.
+
+The transformer is FLUX.1's with more input channels: each token of the noisy picture also holds the latents
+of the picture without that part, and the mask in pixels.
+Layouts: b batch, c latent channels, h and w latent height and width; l tokens, d channels of a token.
+Source: diffusers ``pipeline_flux_fill.py``.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from diffusers import FluxFillPipeline, FluxTransformer2DModel
+from PIL import ImageOps
+from PIL.Image import Image, Resampling
+
+from diffsynth_lite.media import Media
+from diffsynth_lite.pipelines import flux
+from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
+from diffsynth_lite.releases.flux import FLUX_FILL
+from diffsynth_lite.testing import seeded
+
+model_fn_flux_fill = flux.model_fn_flux
+"""One forward; ``condition_bld`` is what is told of the picture beside each of its tokens."""
+
+_MASKED, _MASK = "masked_tokens", "mask_tokens"
+_PIXELS_OF_A_TOKEN = 16 * 16
+
+
+class FluxFill(flux.Flux):
+    """FLUX.1 Fill dev, which paints the masked part of a picture anew.
+
+    FLUX.1 dev whose tokens also hold the picture with its masked part in grey, encoded, and the mask of their
+    pixels: 384 channels in place of 64. Masks come from files, or are drawn (`data.random_masks`). The loss
+    is that of the whole picture; where `data.mask_dir` names the same masks, that of the masked part.
+
+    Guidance and the shift of the noise levels are as in ``flux``: training tells the model 1, as diffusers'
+    ``examples/flux-fill`` does, and previews ``validation.guidance_scale``, which its pipeline has at 30. The
+    pipeline draws from what the VAE gives of the picture; training takes the mode, the same each time.
+    """
+
+    pipelines = (FluxFillPipeline,)
+    releases = FLUX_FILL
+    record_kinds = ("inpaint",)
+    max_prompt_tokens = 512
+    distilled = None
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        return f"flux_fill/latents/1 {self.folder.fingerprint('vae')} {dtype}"
+
+    def load_media_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
+        pipeline = assemble(self.pipeline, vae=self.load_component("vae", dtype).to(device))
+
+        @torch.no_grad()
+        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
+            return [_encoded(pipeline, item) for item in media]
+
+        return encode
+
+    def num_condition_values(self, latents_shape: Sequence[int]) -> int:
+        # The mask has a byte a pixel, which is as much as the latents' four a value.
+        return 2 * math.prod(latents_shape)
+
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
+        num_tokens = self.num_tokens(latents_shape)
+        masked_ld = torch.ones(num_tokens, math.prod(latents_shape) // num_tokens)
+        mask_ld = torch.ones(num_tokens, _PIXELS_OF_A_TOKEN, dtype=torch.uint8)
+        return super().example_conditioning(latents_shape) | {_MASKED: masked_ld, _MASK: mask_ld}
+
+    def _condition(self, conditioning: Sequence[Conditioning]) -> torch.Tensor:
+        masked_bld, mask_bld = (
+            torch.stack([sample[name] for sample in conditioning]) for name in (_MASKED, _MASK)
+        )
+        return torch.cat([masked_bld, mask_bld.to(masked_bld)], dim=-1)
+
+    def preview_pipeline(self, model: torch.nn.Module, vae_dtype: torch.dtype, **settings: Any) -> Any:
+        pipeline = super().preview_pipeline(model, vae_dtype, **settings)
+        # The pipeline encodes the picture as if its VAE had the dtype of the embeddings.
+        vae, dtype = pipeline.vae, device_and_dtype(model)["dtype"]
+        vae.encoder.register_forward_pre_hook(lambda _module, inputs: (inputs[0].to(vae.dtype),))
+        vae.encoder.register_forward_hook(lambda _module, _inputs, moments: moments.to(dtype))
+        return pipeline
+
+    def _input_arguments(self, _pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
+        (picture,), (mask,) = request.inputs, request.inpaint_mask
+        return {"image": _covering(picture, request), "mask_image": mask}
+
+
+def _encoded(pipeline: Any, item: Media) -> EncodedMedia:
+    """Latents of a picture, and per token what the model is told of it: (L, 64) latents, (L, 256) mask."""
+    (mask,) = item.inpaint_mask
+    pixels_bchw = pipeline.image_processor.preprocess(item.frames[0])
+    mask_bchw = pipeline.mask_processor.preprocess(mask)
+    masked_bchw = pipeline.vae.encode(
+        (pixels_bchw * (1 - mask_bchw)).to(pipeline.vae.device, pipeline.vae.dtype)
+    ).latent_dist.mode()
+    # It takes latents, too, which it normalises: so the mode, in place of a draw of its own.
+    mask_bld, masked_bld = pipeline.prepare_mask_latents(
+        mask_bchw,
+        masked_bchw.float().cpu(),
+        batch_size=1,
+        num_channels_latents=pipeline.latent_channels,
+        num_images_per_prompt=1,
+        height=mask.height,
+        width=mask.width,
+        dtype=torch.float32,
+        device="cpu",
+        generator=None,
+    )
+    return {
+        "latents": encode_scaled_latents(pipeline.vae, pixels_bchw)[0],
+        _MASKED: masked_bld[0],
+        _MASK: mask_bld[0].to(torch.uint8),
+    }
+
+
+def _covering(picture: Image, request: PreviewRequest) -> Image:
+    """The middle of a picture in the preview's size, as its mask is; the pipeline would distort it."""
+    return ImageOps.fit(picture, (request.width, request.height), method=Resampling.LANCZOS)
+
+
+def tiny() -> FluxFillPipeline:
+    """A random, complete and small pipeline of the real classes, built offline in a second."""
+    parts = {name: part for name, part in flux.tiny().components.items() if part is not None}
+    layout = {name: value for name, value in parts["transformer"].config.items() if name[0] != "_"}
+    layout |= {"in_channels": 2 * 64 + _PIXELS_OF_A_TOKEN, "out_channels": 64}
+    with seeded(0):
+        parts["transformer"] = FluxTransformer2DModel(**layout)
+    return FluxFillPipeline(**parts)
