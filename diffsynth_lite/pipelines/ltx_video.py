@@ -137,8 +137,8 @@ class LTXVideo(DiffusersFamily):
     """LTX-Video 0.9 to 0.9.8, 2B and 13B, from text, and from text with a first frame.
 
     28 blocks (13B: 48), T5 prompts, a causal VAE of 128 channels: 1/8 of the frames, 1/32 of the size.
-    Positions in time are in seconds, so that each clip trains at its own frame rate, and previews are drawn
-    at 25 frames a second.
+    Positions in time are in seconds: of the rate that clips are read at, ``data.fps``, which previews are
+    drawn for, too.
 
     0.9.5 and later, of ``LTXConditionPipeline``, have other positions in time, longer prompts, and a little
     noise on a first frame. A folder with their autoencoder is one of them also where it names
@@ -356,7 +356,7 @@ class LTXVideo(DiffusersFamily):
             guidance_scale=request.guidance_scale,
             **request.call_arguments(noise_device),
             num_frames=request.num_frames,
-            frame_rate=self.default_fps,
+            frame_rate=request.fps or self.default_fps,
             decode_timestep=_DECODE_TIMESTEP,
             decode_noise_scale=_DECODE_NOISE,
         ).frames[0]

@@ -30,7 +30,7 @@ from ltx_layouts import decoding_timesteps, of_conditions
 from PIL import Image
 
 from diffsynth_lite.media import Media, Prompt
-from diffsynth_lite.pipelines import PipelineFolder, require_family
+from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest, require_family
 from diffsynth_lite.pipelines.ltx_video import LTXVideo, model_fn_ltx_video, tiny
 
 SIGMA = torch.tensor([0.1, 0.5, 0.9])
@@ -265,6 +265,38 @@ def test_a_preview_masks_the_shorter_one_of_its_prompts(sample: Sample) -> None:
     lengths = [len(prompt["prompt_embeds"]) for prompt in (request.negative, request.conditioning)]
     assert lengths[0] != lengths[1]
     assert calls[0]["encoder_attention_mask"].sum(1).tolist() == lengths
+
+
+@pytest.mark.parametrize("build", [tiny, of_conditions])
+def test_a_preview_has_the_positions_of_clips_that_are_read_at_its_rate(
+    build: Callable[[], Any], tmp_path: Path
+) -> None:
+    pipeline = build()
+    pipeline.save_pretrained(tmp_path)
+    family = LTXVideo(PipelineFolder(path=tmp_path))
+    transformer, embeds = pipeline.transformer, torch.ones(3, pipeline.text_encoder.config.d_model)
+    request = PreviewRequest(
+        conditioning={"prompt_embeds": embeds},
+        negative={},
+        width=64,
+        height=64,
+        num_frames=17,
+        fps=10.0,
+        num_inference_steps=2,
+        guidance_scale=1.0,
+        seed=0,
+    )
+    drawn, *_ = transformer_calls(transformer, lambda: family.sample(transformer, torch.float32, [request]))
+    told = {"prompt_embeds": embeds, "frame_rate": torch.tensor(10.0)}
+    noisy, sigma = torch.zeros(1, 128, 3, 2, 2), torch.ones(1)
+    (trained,) = transformer_calls(transformer, lambda: family.predict(transformer, noisy, sigma, [told]))
+    rotary = [transformer.rope(call["hidden_states"], **_positions(call)) for call in (drawn, trained)]
+    torch.testing.assert_close(*rotary)
+
+
+def _positions(call: dict[str, Any]) -> dict[str, Any]:
+    names = ("num_frames", "height", "width", "rope_interpolation_scale", "video_coords")
+    return {name: call.get(name) for name in names}
 
 
 def test_the_facts_of_the_family(sample: Sample) -> None:

@@ -162,7 +162,7 @@ def _shape(
     if "num_frames" in takes:
         pixels |= {"num_frames": request.num_frames, "output_type": "pil"}
     if "frame_rate" in takes:
-        pixels |= {"frame_rate": family.default_fps}
+        pixels |= {"frame_rate": request.fps or family.default_fps}
     if "layers" in takes:
         pixels |= {"layers": request.num_layers, "resolution": _area_of_layers(request)}
     return pixels

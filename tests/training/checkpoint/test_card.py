@@ -128,12 +128,12 @@ def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel 
         ),
         (
             "ltx2_lora.yaml",
-            (),
+            ("data.fps=16",),
             None,
             {"pipeline_tag": "text-to-video"},
             [
                 "    guidance_scale=3.0,\n    stg_scale=0.0,\n    audio_stg_scale=0.0,\n",
-                "    num_frames=81,\n    output_type='pil',\n    frame_rate=24.0,\n",
+                "    num_frames=81,\n    output_type='pil',\n    frame_rate=16.0,\n",
             ],
         ),
         (
