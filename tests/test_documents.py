@@ -13,7 +13,6 @@ OF_BASE_CLASSES = {
     *("check_size", "check_frames", "empty_component", "noise_path", "noise_ranges", "parts_of"),
     *("denoisers", "take_files", "text_encoders"),
     *("known_vae_tiles", "tile_vae", "min_inference_steps"),
-    *("audio_format", "audio_latents_shape", "predict_with_audio"),
 }
 """Members of families that have a default, which a family itself need not know."""
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")

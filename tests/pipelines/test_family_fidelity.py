@@ -219,12 +219,13 @@ def test_what_the_model_says_of_a_place_comes_back_at_that_place(sample: Sample)
     model = sample.family.load_transformer(torch.float32)
     signature = inspect.signature(model.forward)
 
-    def echo(_model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> tuple[Any]:
+    def echo(_model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> tuple[Any, ...]:
         given = signature.bind(*args, **kwargs).arguments
         (latents,) = (
             value for name, value in given.items() if OTHER_NAMES.get(name, name) == "hidden_states"
         )
-        return (latents if isinstance(latents, list) else as_sampled(latents, output[0]),)
+        said = latents if isinstance(latents, list) else as_sampled(latents, output[0])
+        return said, *output[1:]
 
     model.register_forward_hook(echo, with_kwargs=True)
     predicted = sample.family.predict(model, sample.latents, SIGMA, sample.conditioning)

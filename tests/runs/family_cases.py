@@ -12,12 +12,13 @@ import flux2_layouts
 import hunyuan_pipelines
 import ltx2_layouts
 import ltx_layouts
+import torch
 import wan_pipelines
 from PIL import Image
 from tiny_run import TinyRun, tiny_picture, write_config
 
 from diffsynth_lite.data.video import write_video
-from diffsynth_lite.media import RecordKind
+from diffsynth_lite.media import Audio, RecordKind
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, load_family, sdxl
 
 STEPS = 2
@@ -43,6 +44,7 @@ class FamilyCase:
         build: makes the pipeline, each time the same.
         kind: of the data; by default the first that the family trains on.
         has_last_frames: whether data and previews name the last frames of their clips.
+        has_sound: whether the sound of clips is learned and drawn; one of them has none.
         trained: folders that get a LoRA; by default those that the family trains.
         conditioning: what the cache must hold of an item beside its latents: tensors and their first axes.
     """
@@ -51,6 +53,7 @@ class FamilyCase:
     build: Callable[[], Any]
     kind: RecordKind | None = None
     has_last_frames: bool = False
+    has_sound: bool = False
     trained: tuple[str, ...] | None = None
     conditioning: tuple[tuple[str, int], ...] = ()
 
@@ -97,7 +100,9 @@ LAYOUTS = {
         kind="image_to_video",
         conditioning=(("first_frame_latents", 4), ("image_embeds", 4)),
     ),
-    "ltx2 as 2.3": FamilyCase(family="ltx2", build=ltx2_layouts.of_2_3),
+    "ltx2 as 2.3 with sound": FamilyCase(
+        family="ltx2", build=ltx2_layouts.of_2_3, has_sound=True, conditioning=(("audio_latents", 4),)
+    ),
     "ltx_video of conditions": FamilyCase(family="ltx_video", build=ltx_layouts.of_conditions),
     "ltx_video of conditions from first frames": FamilyCase(
         family="ltx_video",
@@ -135,15 +140,17 @@ def make_case(case: FamilyCase, root: Path) -> tuple[TinyRun, ModelFamily]:
     """The case on disk: pipeline, data and config."""
     case.build().save_pretrained(root / "model")
     family = load_family(case.family)(PipelineFolder(path=root / "model"), trained=case.trained)
+    family.with_audio = case.has_sound
     kind = case.kind or family.record_kinds[0]
     width, height = (math.ceil(side / family.size_divisor) * family.size_divisor for side in (64, 32))
     settings = [f"model.family={case.family}", f"data.width={width}", f"data.height={height}", *SETTINGS]
+    settings.append(f"data.audio={str(case.has_sound).lower()}")
     if case.trained:
         settings.append(f"lora.components=[{', '.join(case.trained)}]")
     if kind in ("image", "edit", "layers", "inpaint"):
         add_pictures(root / "data", detail=10)
     else:
-        add_clips(root / "data", family)
+        add_clips(root / "data", family, has_sound=case.has_sound)
         settings.append(f"data.frame_counts=[{shortest_clip(family)}]")
     if kind == "edit":
         settings.append(f"data.input_dirs=[{add_pictures(root / 'inputs', detail=20)}]")
@@ -201,9 +208,12 @@ def add_masks(folder: Path) -> Path:
     return folder
 
 
-def add_clips(folder: Path, family: ModelFamily) -> None:
-    """One clip for each item, at the speed that the model was trained on."""
+def add_clips(folder: Path, family: ModelFamily, *, has_sound: bool) -> None:
+    """One clip for each item, at the speed that the model was trained on; the first with a tone."""
     assert family.default_fps is not None
     for place, size in enumerate(SIZES):
         frames = [tiny_picture(*size, 10 + place + frame) for frame in range(shortest_clip(family) + 2)]
-        write_video(folder / f"{place}.mp4", frames, fps=round(family.default_fps))
+        samples = torch.arange(round(len(frames) / family.default_fps * 48000))
+        tone = Audio(waveform=torch.sin(samples * 0.06)[None] / 2, sample_rate=48000)
+        sound = tone if has_sound and place == 0 else None
+        write_video(folder / f"{place}.mp4", frames, fps=round(family.default_fps), audio=sound)

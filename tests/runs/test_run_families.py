@@ -20,7 +20,7 @@ from tiny_run import TinyRun, checkpoint_tensors, differing, tiny_picture
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.core.gradient import blocks_in
 from diffsynth_lite.lora.pairs import pairs_of
-from diffsynth_lite.media import frame_strip
+from diffsynth_lite.media import frame_strip, frames_of
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.anima import without_torchvision
 from diffsynth_lite.pipelines.base.composite import Composite
@@ -161,7 +161,7 @@ def check_previews(
     The family gives it what the prompt was encoded to.
     """
     with torch.no_grad():
-        [frames] = family.sample(model.eval(), torch.float32, requests)
+        [frames] = map(frames_of, family.sample(model.eval(), torch.float32, requests))
     [before], [after] = (list(previews.glob(f"step-{step:08d}-*.png")) for step in (0, STEPS))
     drawn = frame_strip(frames).tobytes()
     assert drawn == pixels(after)
@@ -184,7 +184,8 @@ def check_card(lora: Path, family: ModelFamily, model: Path, patch: pytest.Monke
     """The code in the model card takes the LoRA into all that was trained, and draws a preview."""
     patch.chdir(model.parent)
     clips: list[list[Image.Image]] = []
-    patch.setattr("diffusers.utils.export_to_video", lambda frames, _file, **_fps: clips.append(frames))
+    for saving in ("export_to_video", "encode_video"):
+        patch.setattr(f"diffusers.utils.{saving}", lambda frames, *_, **__: clips.append(frames))
     for name in ("input.png", "last.png", "mask.png"):
         tiny_picture(*SIZES[1], 10).save(name)
     [code] = re.findall("```python\n(.*?)```", (lora / "README.md").read_text(), re.DOTALL)

@@ -20,7 +20,7 @@ from diffsynth_lite.core.noise import resolution_mu
 from diffsynth_lite.core.weights import HostBlocks
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.loading import FileHeader, LoadedLayer, loaded_layers
-from diffsynth_lite.media import Media
+from diffsynth_lite.media import Drawn, Media
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.base.family import EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.lora_files import DiffusersLora
@@ -284,12 +284,12 @@ class DiffusersFamily(DiffusersLora):
 
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
-    ) -> list[list[Image]]:
+    ) -> Sequence[Drawn]:
         """For families whose previews need no more than a ``preview_pipeline``: they write ``draw``."""
         pipeline = self.preview_pipeline(transformer, vae_dtype)
         return [self.draw(pipeline, request) for request in requests]
 
-    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
+    def draw(self, pipeline: Any, request: PreviewRequest) -> Drawn:
         """The frames of one preview, by what ``preview_pipeline`` gave."""
         raise NotImplementedError(f"{type(self).__name__} has neither draw nor sample")
 

@@ -1,4 +1,4 @@
-"""This folder trains LTX-2: clips, drawn together with their sound."""
+"""This folder trains LTX-2: clips, and their sound."""
 
 from diffsynth_lite.pipelines.ltx2.family import LTX2, model_fn_ltx2
 from diffsynth_lite.pipelines.ltx2.tiny import tiny, tiny_connectors, tiny_transformer

@@ -1,4 +1,4 @@
-"""This file trains LTX-2: clips from text, and from text with their first frame.
+"""This file trains LTX-2: clips from text, and from text with their first frame, and their sound.
 
 Layouts: b batch, c latent channels, f latent frames, h and w latent height and width; l tokens, d channels.
 Sources: diffusers ``transformer_ltx2.py``, ``pipeline_ltx2.py`` and ``pipeline_ltx2_image2video.py``; the
@@ -37,11 +37,13 @@ from diffsynth_lite.core.gradient import (
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import ltx2_names
 from diffsynth_lite.lora.spelling import LTX2_NAMES
-from diffsynth_lite.media import Media, Prompt
+from diffsynth_lite.media import Audio, AudioFormat, ClipWithAudio, Drawn, Media, Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.first_frame import encode_clips, preview_start, with_first_frames
-from diffsynth_lite.pipelines.ltx2.prompts import STREAMS, Connected, prompt_arguments, prompt_encoder
+from diffsynth_lite.pipelines.ltx2.drawing import Connected, guidance_arguments, prompt_arguments
+from diffsynth_lite.pipelines.ltx2.prompts import STREAMS, prompt_encoder
+from diffsynth_lite.pipelines.ltx2.sound import COMPRESSION, encode_audio, num_audio_latents, unpacked
 from diffsynth_lite.pipelines.ltx2.tiny import tiny as tiny
 from diffsynth_lite.releases.ltx2 import LTX_2
 
@@ -52,14 +54,6 @@ _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 _GATES = ("to_gate_logits",)
 _SOUND_ALONE = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn", "audio_ff")
 """Parts of a block that do nothing for a clip without its sound."""
-_WITHOUT_GUIDANCE = {
-    "guidance_scale": 1.0,
-    "audio_guidance_scale": 1.0,
-    "stg_scale": 0.0,
-    "audio_stg_scale": 0.0,
-    "modality_scale": 1.0,
-    "audio_modality_scale": 1.0,
-}
 
 
 def model_fn_ltx2(
@@ -71,14 +65,16 @@ def model_fn_ltx2(
     *,
     sigma: torch.Tensor,
     frame_rate: torch.Tensor,
+    audio_latents_bclm: torch.Tensor | None = None,
+    audio_prompt_embeds_bld: torch.Tensor | None = None,
     use_gradient_checkpointing: bool = False,
     use_gradient_checkpointing_offload: bool = False,
     policy: BlockPolicy | None = None,
-) -> torch.Tensor:
-    """One forward of LTX-2 for clips without their sound, each block run by the gradient engine.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One forward of LTX-2, each transformer block run by the gradient engine.
 
-    The model's two streams are kept apart (``isolate_modalities``). That of the sound is run all the same,
-    and gets one token of zeros.
+    Without sound the model's two streams are kept apart (``isolate_modalities``). That of the sound is run
+    all the same, and gets one token of zeros.
 
     Args:
         transformer: a ``LTX2VideoTransformer3DModel``, plain or wrapped by DDP.
@@ -88,16 +84,21 @@ def model_fn_ltx2(
         prompt_embeds_mask: (B, L), 1 for a token and 0 for what is hidden; None hides nothing.
         sigma: (B,), in [0, 1000]: that of the noisy tokens, by which LTX-2.3 reads the prompt.
         frame_rate: (B,), frames per second of the clips: positions in time are in seconds.
+        audio_latents_bclm: (B, 8, L, 16), noisy normalised latents of their sound, at ``sigma``.
+        audio_prompt_embeds_bld: (B, L, D), what the connectors make of prompts for the stream of sound; with
+            the mask of the others.
         use_gradient_checkpointing: recompute each block in backward.
         use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
         policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
 
     Returns:
-        (B, 128, F, H, W), the predicted velocity ``noise - latents``.
+        (B, 128, F, H, W), and what it says of the sound, (B, 8, L, 16), or nothing of use: each the predicted
+        velocity ``noise - latents``.
     """
-    config: Any = unwrapped(transformer).config
-    batch, _, num_frames, height, width = latents_bcfhw.shape
-    reads = config.caption_channels if config.use_prompt_embeddings else config.audio_cross_attention_dim
+    num_frames, height, width = latents_bcfhw.shape[2:]
+    hears = audio_latents_bclm is not None
+    if audio_latents_bclm is None or audio_prompt_embeds_bld is None:
+        audio_latents_bclm, audio_prompt_embeds_bld = _no_sound(transformer, latents_bcfhw)
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
     with checkpoint_blocks(
         transformer,
@@ -105,42 +106,56 @@ def model_fn_ltx2(
         gradient_checkpoint_forward,
         *switches,
         policy=policy,
-        unused_matmuls=LTX2.unused_matmuls,
+        unused_matmuls=(*LTX2.unused_matmuls, *(["audio_ff.net.2"] if hears else [])),
     ):
-        velocity_bld = transformer(
+        velocity_bld, audio_velocity_bld = transformer(
             hidden_states=LTX2Pipeline._pack_latents(latents_bcfhw),
-            audio_hidden_states=latents_bcfhw.new_zeros(batch, 1, config.audio_in_channels),
+            audio_hidden_states=LTX2Pipeline._pack_audio_latents(audio_latents_bclm),
             encoder_hidden_states=prompt_embeds_bld,
-            audio_encoder_hidden_states=prompt_embeds_bld.new_zeros(batch, 1, reads),
+            audio_encoder_hidden_states=audio_prompt_embeds_bld,
             timestep=timestep,
             audio_timestep=sigma,
             sigma=sigma,
             encoder_attention_mask=prompt_embeds_mask,
+            audio_encoder_attention_mask=prompt_embeds_mask if hears else None,
             num_frames=num_frames,
             height=height,
             width=width,
             # Axes as diffusers divides by them: (B, L, 2), start and end of each token.
             fps=frame_rate[:, None, None],
-            audio_num_frames=1,
-            isolate_modalities=True,
+            audio_num_frames=audio_latents_bclm.shape[2],
+            isolate_modalities=not hears,
             use_cross_timestep=True,
             return_dict=False,
-        )[0]
+        )
     velocity_bcfhw: torch.Tensor = LTX2Pipeline._unpack_latents(velocity_bld, num_frames, height, width)
-    return velocity_bcfhw
+    return velocity_bcfhw, unpacked(audio_velocity_bld, audio_latents_bclm)
+
+
+def _no_sound(transformer: torch.nn.Module, like_bcfhw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the stream of sound is given where there is none: one token, (B, C, 1, 1), and one of a prompt."""
+    config: Any = unwrapped(transformer).config
+    reads = config.caption_channels if config.use_prompt_embeddings else config.audio_cross_attention_dim
+    batch = len(like_bcfhw)
+    return like_bcfhw.new_zeros(batch, config.audio_in_channels, 1, 1), like_bcfhw.new_zeros(batch, 1, reads)
 
 
 class LTX2(DiffusersFamily):
-    """LTX-2 19B and LTX-2.3 22B, from text, and from text with a first frame; clips, not their sound.
+    """LTX-2 19B and LTX-2.3 22B, from text, and from text with a first frame, with sound and without.
 
     48 blocks with two streams, one for the clip and one for its sound, prompts by Gemma 3, a causal video
     VAE of 128 channels: 1/8 of the frames, 1/32 of the size. Positions in time are in seconds, so that each
     clip trains at its own frame rate, and previews are drawn at the one that they are shown at.
 
-    The clip is trained alone, as by Lightricks' trainer without sound: the streams are kept apart
-    (``isolate_modalities``), and no layer of the sound or between the two gets a LoRA, for none would get a
-    gradient. Previews are drawn as the model is used, clip and sound together and each hearing the other;
-    the sound is then dropped.
+    Unless `data.audio` says otherwise the clip is trained alone, as by Lightricks' trainer without sound: the
+    streams are kept apart (``isolate_modalities``), and no layer of the sound or between the two gets a
+    LoRA, for none would get a gradient. Previews are drawn as the model is used, clip and sound together and
+    each hearing the other; the sound is then dropped.
+
+    With `data.audio: true` both are trained at one noise level, each hearing the other, with a LoRA on both
+    streams and between them, and previews have their sound. It is learned as 25 latents a second of mel
+    spectrograms, of 16 kHz and two channels. Their autoencoder is diffusers', which has no way to its
+    spectrogram: that is computed as Lightricks' ltx-core does. Pictures are trained without.
 
     Gemma's layers go through the folder's ``connectors``, and what these make of a prompt is kept, for each
     stream: always 1024 tokens, padding filled with registers, of 2 x 3840 numbers, of LTX-2.3 4096 and 2048.
@@ -190,13 +205,33 @@ class LTX2(DiffusersFamily):
     def _transformer_config(self) -> Mapping[str, Any]:
         return self.folder.component_config("transformer")
 
+    @cached_property
+    def _audio_config(self) -> Mapping[str, Any]:
+        return self.folder.component_config("audio_vae")
+
+    @property
+    def audio_format(self) -> AudioFormat:
+        """That of the folder's autoencoder for sound."""
+        rate, channels = self._audio_config["sample_rate"], self._audio_config["in_channels"]
+        return AudioFormat(sample_rate=rate, num_channels=channels)
+
+    def audio_latents_shape(self, num_frames: int, fps: float) -> tuple[int, ...] | None:
+        if num_frames == 1:
+            return None
+        length = num_audio_latents(self._audio_config, num_frames, fps)
+        return self._audio_config["latent_channels"], length, self._audio_config["mel_bins"] // COMPRESSION
+
     @property
     def target_sets(self) -> TargetSets:
-        """LTX-2.3 has gates in its attention."""
+        """With the feed-forward of the sound where it is learned; LTX-2.3 has gates in its attention."""
         attention = (*_ATTENTION, *_GATES) if self._transformer_config.get("gated_attn") else _ATTENTION
-        return {"attention": attention, "all": (*attention, "ff.net.0.proj", "ff.net.2")}
+        streams = ("ff", "audio_ff") if self.with_audio else ("ff",)
+        feed_forward = (f"{ff}.net.{layer}" for ff in streams for layer in ("0.proj", "2"))
+        return {"attention": attention, "all": (*attention, *feed_forward)}
 
     def unused_modules(self, model: torch.nn.Module) -> list[str]:
+        if self.with_audio:
+            return []
         (blocks,) = self.block_lists
         places = range(count_blocks(model, [blocks]))
         return [f"{blocks}.{place}.{name}" for place in places for name in _SOUND_ALONE]
@@ -240,7 +275,8 @@ class LTX2(DiffusersFamily):
         return super().prompt_lengths([text.strip() for text in texts])
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
-        return f"ltx2/latents/1 {self.folder.fingerprint('vae')} {dtype} {DEFAULT_IMAGE_CRF}"
+        of_clip = f"ltx2/latents/1 {self.folder.fingerprint('vae')} {dtype} {DEFAULT_IMAGE_CRF}"
+        return f"{of_clip} sound/1 {self.folder.fingerprint('audio_vae')}" if self.with_audio else of_clip
 
     def load_media_encoder(
         self, dtype: torch.dtype, device: torch.device
@@ -249,6 +285,8 @@ class LTX2(DiffusersFamily):
         # Encoding asks for it, too. Previews are not decoded so.
         vae.use_framewise_decoding = self.vae_tiles is not None
         pipeline = assemble(LTX2Pipeline, vae=vae)
+        # In fp32 whatever the other is in, as in Lightricks' trainer.
+        audio_vae = self.load_component("audio_vae", torch.float32).to(device) if self.with_audio else None
 
         def encode_pixels(clips: Sequence[Sequence[Image.Image]]) -> torch.Tensor:
             pixels_bcfhw = pipeline.video_processor.preprocess_video([list(frames) for frames in clips])
@@ -262,9 +300,19 @@ class LTX2(DiffusersFamily):
             encoded = encode_clips(list(map(_with_recompressed_start, media)), encode_pixels)
             for item, tensors in zip(media, encoded, strict=True):
                 tensors["frame_rate"] = torch.tensor(item.fps or self.default_fps)
+            if audio_vae is not None and len(media[0].frames) > 1:
+                for tensors, latents_clm in zip(encoded, self._encode_audio(audio_vae, media), strict=True):
+                    tensors["audio_latents"] = latents_clm
             return encoded
 
         return encode
+
+    def _encode_audio(self, audio_vae: Any, media: Sequence[Media]) -> torch.Tensor:
+        """(B, C, L, M), of clips; silence where one has no sound."""
+        num_frames, fps = len(media[0].frames), media[0].fps or self.default_fps
+        silence = Audio.silent(self.audio_format, num_frames / fps)
+        num_latents = num_audio_latents(self._audio_config, num_frames, fps)
+        return encode_audio(audio_vae, [item.audio or silence for item in media], num_latents)
 
     def latents_shape(self, width: int, height: int, num_frames: int) -> tuple[int, ...]:
         channels = self.folder.component_config("vae")["latent_channels"]
@@ -303,23 +351,56 @@ class LTX2(DiffusersFamily):
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
     ) -> torch.Tensor:
+        velocity, _ = self._predict(transformer, noisy_latents, sigma, conditioning)
+        return velocity
+
+    def predict_with_audio(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        noisy_audio_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._predict(transformer, noisy_latents, sigma, conditioning, noisy_audio_latents)
+
+    def _predict(
+        self,
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+        noisy_audio_latents: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         like = device_and_dtype(transformer)
         sigma = sigma * _NUM_TIMESTEPS
         latents_bcfhw, timestep = with_first_frames(noisy_latents, sigma, conditioning)
         frame_rate = torch.stack([sample["frame_rate"] for sample in conditioning])
+
+        def read(stream: str) -> torch.Tensor:
+            return torch.stack([sample[stream] for sample in conditioning]).to(**like)
+
+        of_clips, of_sound = STREAMS
+        sound: dict[str, Any] = {}
+        if noisy_audio_latents is not None:
+            sound = {
+                "audio_latents_bclm": noisy_audio_latents.to(**like),
+                "audio_prompt_embeds_bld": read(of_sound),
+            }
         return model_fn_ltx2(
             transformer,
             latents_bcfhw.to(**like),
             timestep,
-            torch.stack([sample["prompt_embeds"] for sample in conditioning]).to(**like),
+            read(of_clips),
             sigma=sigma,
             frame_rate=frame_rate.to(like["device"]),
+            **sound,
             **gradient_flags(),
         )
 
     def sample(
         self, transformer: torch.nn.Module, vae_dtype: torch.dtype, requests: Sequence[PreviewRequest]
-    ) -> list[list[Image.Image]]:
+    ) -> list[Drawn]:
         like = device_and_dtype(transformer)
         # The image-to-video pipeline hands pictures to the VAE in the dtype of the prompt.
         dtype = like["dtype"] if any(request.inputs for request in requests) else vae_dtype
@@ -335,29 +416,26 @@ class LTX2(DiffusersFamily):
             drawn.append(self.draw(pipeline, request))
         return drawn
 
-    def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image.Image]:
+    def draw(self, pipeline: Any, request: PreviewRequest) -> Drawn:
         like = device_and_dtype(pipeline.transformer)
-        guidance = self._guidance(request.guidance_scale)
+        perturbs = self._transformer_config.get("perturbed_attn", False)
         pipeline.connectors = Connected(request.conditioning["prompt_embeds"].shape[-1])
-        frames: list[Image.Image] = pipeline(
+        drawn = pipeline(
             **preview_start(request),
             **prompt_arguments(request.conditioning, like),
             **prompt_arguments(request.negative, like, "negative_"),
-            **guidance,
+            **guidance_arguments(request.guidance_scale, perturbs=perturbs),
             **request.call_arguments(),
             num_frames=request.num_frames,
             frame_rate=request.fps or self.default_fps,
-        ).frames[0]
-        return frames
-
-    def _guidance(self, scale: float) -> dict[str, float]:
-        """Arguments of the pipeline: its defaults for all but the scale that is given, or no guidance."""
-        if scale <= 1:
-            return _WITHOUT_GUIDANCE
-        if self._transformer_config.get("perturbed_attn"):
-            return {"guidance_scale": scale}
-        # LTX-2 has no blocks that can do without attention: the run would tell nothing new.
-        return {"guidance_scale": scale, "stg_scale": 0.0, "audio_stg_scale": 0.0}
+        )
+        frames: list[Image.Image] = drawn.frames[0]
+        if not self.with_audio or request.num_frames == 1:
+            return frames
+        rate = pipeline.vocoder.config.output_sampling_rate
+        return ClipWithAudio(
+            frames=frames, audio=Audio(waveform=drawn.audio[0].float().cpu(), sample_rate=rate)
+        )
 
 
 def _with_recompressed_start(item: Media) -> Media:

@@ -42,33 +42,3 @@ def prompt_encoder(
         return {name: stream_bld[0].cpu() for name, stream_bld in zip(STREAMS, streams_bld, strict=True)}
 
     return encode
-
-
-class Connected:
-    """Stands in for the connectors of a pipeline, whose outputs it is given: one beside the other.
-
-    Args:
-        video_width: channels of what the stream of the clip reads.
-    """
-
-    def __init__(self, video_width: int) -> None:
-        self._video_width = video_width
-
-    def __call__(
-        self, streams_bld: torch.Tensor, mask: torch.Tensor, *, padding_side: str
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the connectors gave, and that nothing of it is hidden."""
-        width = self._video_width
-        return streams_bld[..., :width], streams_bld[..., width:], mask
-
-
-def prompt_arguments(prompt: Conditioning, like: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """Arguments of a pipeline that has a :class:`Connected`.
-
-    Args:
-        like: device and dtype of the transformer.
-        prefix: of their names.
-    """
-    streams_bld = torch.cat([prompt[name] for name in STREAMS], dim=-1)[None].to(**like)
-    mask = torch.ones(streams_bld.shape[:2], dtype=torch.long, device=like["device"])
-    return {f"{prefix}prompt_embeds": streams_bld, f"{prefix}prompt_attention_mask": mask}

@@ -67,6 +67,8 @@ def usage_code(
             ["export_to_video", *tools],
             f'export_to_video(drawn.frames[0], "clip.mp4", fps={fps:g})',
         )
+        if family.with_audio:
+            tools[0], save = "encode_video", _saving_with_sound(fps)
     elif "layers" in takes:
         save = _SAVE_LAYERS
     elif makes_clips:
@@ -117,6 +119,17 @@ def _opening(pipeline_class: Any, base: str, dtype: str) -> Iterator[str]:
     yield f"pipeline = {name}.from_pretrained({base!r})"
     yield f"pipeline.load_components(dtype=torch.{dtype})"
     yield 'pipeline.to("cuda")'
+
+
+def _saving_with_sound(fps: float | None) -> str:
+    arguments = {
+        "fps": f"{fps:g}",
+        "audio": "drawn.audio[0].float().cpu()",
+        "audio_sample_rate": "pipeline.vocoder.config.output_sampling_rate",
+        "output_path": '"clip.mp4"',
+    }
+    given = "".join(f"    {name}={value},\n" for name, value in arguments.items())
+    return f"encode_video(\n    drawn.frames[0],\n{given})"
 
 
 def _guidance(

@@ -1,0 +1,338 @@
+"""LTX-2 with its sound, against diffusers' own transformer and pipelines, and closed formulas."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import LTX2ImageToVideoPipeline, LTX2Pipeline
+from family_sample import (
+    CPU,
+    NEGATIVE,
+    PROMPTS,
+    Sample,
+    adapted_transformer,
+    assert_equal_under_all_flags,
+    build_sample,
+    clip,
+    engine_with,
+    picture,
+    transformer_calls,
+)
+from ltx2_layouts import guidance_beside, of_2_3
+from test_family_fidelity import numbers
+from test_ltx2 import BUILDS, forward, some_sound
+from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
+
+from diffsynth_lite.core.gradient import gradient_engine
+from diffsynth_lite.lora import find_target_layers
+from diffsynth_lite.media import Audio, AudioFormat, ClipWithAudio, Media
+from diffsynth_lite.pipelines.base.release_folder import write_release
+from diffsynth_lite.pipelines.ltx2 import LTX2, model_fn_ltx2, tiny
+from diffsynth_lite.pipelines.ltx2.sound import N_FFT, log_mel
+from diffsynth_lite.releases.ltx2 import LTX_2
+
+RATE = 16000
+SIGMA = torch.tensor([0.1, 0.5, 0.9])
+SETTINGS = {"sample_rate": RATE, "hop_length": 160, "num_bands": 64}
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
+    sample = build_sample("ltx2", tmp_path_factory.mktemp("ltx2"))
+    sample.family.with_audio = True
+    return sample
+
+
+@pytest.fixture(scope="module")
+def audio_latents(sample: Sample) -> torch.Tensor:
+    """Of the sounds of three clips, the last of which has none."""
+    media = [
+        dataclasses.replace(item, audio=sound)
+        for item, sound in zip(sample.media, (tone(440, 17), tone(1000, 17), None), strict=True)
+    ]
+    encoded = sample.family.load_media_encoder(torch.float32, CPU)(media)
+    assert all(torch.equal(one["latents"], row) for one, row in zip(encoded, sample.latents, strict=True))
+    return torch.stack([one["audio_latents"] for one in encoded])
+
+
+def tone(frequency: float, num_frames: int, *, amplitude: float = 0.5) -> Audio:
+    """Of a clip at 24 frames a second, twice as loud on the left."""
+    times = torch.arange(round(num_frames / 24 * RATE), dtype=torch.float64) / RATE
+    left = (amplitude * torch.cos(2 * math.pi * frequency * times)).float()
+    return Audio(waveform=torch.stack([left, left / 2]), sample_rate=RATE)
+
+
+def mel_of(frequency: float) -> float:
+    """Slaney's scale: even up to 1000 Hz, and logarithmic from there."""
+    return frequency * 3 / 200 if frequency < 1000 else 15 + 27 * math.log(frequency / 1000) / math.log(6.4)
+
+
+def frequency_of(mel: float) -> float:
+    return mel * 200 / 3 if mel < 15 else 1000 * 6.4 ** ((mel - 15) / 27)
+
+
+def triangle(band: int, frequency: float) -> float:
+    """The weight of a frequency in a band: of an area of 1 over all, in Hz."""
+    edges = [frequency_of(mel_of(RATE / 2) * (band + place) / 65) for place in range(3)]
+    height = 2 / (edges[2] - edges[0])
+    rising = (frequency - edges[0]) / (edges[1] - edges[0])
+    falling = (edges[2] - frequency) / (edges[2] - edges[1])
+    return height * max(0.0, min(rising, falling))
+
+
+@pytest.mark.parametrize("place", [40, 64, 200, 480])
+def test_a_tone_has_the_spectrum_that_its_formula_gives(place: int) -> None:
+    frequency = place * RATE / N_FFT
+    waveform = tone(frequency, 25).waveform[None]
+    mel = log_mel(waveform, **SETTINGS)
+    assert mel.shape == (1, 2, waveform.shape[-1] // 160 + 1, 64)
+    # Of a cosine of amplitude a on a place of the transform, Hann's window leaves a N / 4 there and half of
+    # it beside: the sums of the window, and of it times a cosine of one period.
+    magnitudes = {place: 0.5 * N_FFT / 4, place - 1: 0.5 * N_FFT / 8, place + 1: 0.5 * N_FFT / 8}
+    for band in range(64):
+        expected = sum(triangle(band, at * RATE / N_FFT) * magnitude for at, magnitude in magnitudes.items())
+        told = mel[0, :, 10, band].exp()
+        assert told[0].item() == pytest.approx(max(expected, 1e-5), rel=2e-3, abs=2e-5)
+        assert told[1].item() == pytest.approx(max(expected / 2, 1e-5), rel=2e-3, abs=2e-5)
+
+
+def test_noise_has_the_spectrum_of_another_implementation_and_silence_the_smallest() -> None:
+    waveform = torch.randn(1, 2, 12345, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
+    filters = mel_filter_bank(513, 64, 0.0, RATE / 2, RATE, norm="slaney", mel_scale="slaney")
+    window = window_function(N_FFT, "hann", periodic=True)
+    for ours, channel in zip(log_mel(waveform, **SETTINGS)[0], waveform[0], strict=True):
+        theirs = spectrogram(
+            channel.double().numpy(), window, N_FFT, 160, power=1.0, mel_filters=filters, mel_floor=1e-5
+        )
+        np.testing.assert_allclose(ours.numpy(), np.log(theirs.T), atol=1e-4)
+    silent = log_mel(torch.zeros(1, 2, 8000), **SETTINGS)
+    assert torch.equal(silent, torch.full_like(silent, math.log(1e-5)))
+
+
+@pytest.mark.parametrize(("num_frames", "fps"), [(9, 24.0), (17, 24.0), (25, 25.0), (33, 30.0), (17, 12.5)])
+def test_a_clip_has_as_many_latents_of_sound_as_the_pipeline_draws(
+    sample: Sample, num_frames: int, fps: float
+) -> None:
+    family, samples = sample.family, round(num_frames / fps * RATE)
+    assert family.audio_format == AudioFormat(sample_rate=RATE, num_channels=2)
+    waveform = torch.randn(2, samples, generator=torch.Generator().manual_seed(0)) / 4
+    frames = (picture(64, 64, 10),) * num_frames
+    item = Media(frames=frames, fps=fps, audio=Audio(waveform=waveform, sample_rate=RATE))
+    (encoded,) = family.load_media_encoder(torch.float32, CPU)([item])
+    shape = family.audio_latents_shape(num_frames, fps)
+    # By the formula of the pipeline's call.
+    assert encoded["audio_latents"].shape == shape == (4, round(num_frames / fps * (RATE / 160 / 4.0)), 4)
+    (picture_alone,) = family.load_media_encoder(torch.float32, CPU)([Media(frames=frames[:1], fps=None)])
+    assert "audio_latents" not in picture_alone
+    assert family.audio_latents_shape(1, fps) is None
+
+
+def test_latents_are_those_that_the_pipeline_takes_and_silence_stands_in_for_none(
+    sample: Sample, audio_latents: torch.Tensor
+) -> None:
+    pipeline = LTX2Pipeline.from_pretrained(sample.family.folder.path)
+    silence = Audio.silent(AudioFormat(sample_rate=RATE, num_channels=2), 17 / 24)
+    waveforms = torch.stack([sound.waveform for sound in (tone(440, 17), tone(1000, 17), silence)])
+    settings = SETTINGS | {"num_bands": 16}
+    with torch.no_grad():
+        latents = pipeline.audio_vae.encode(log_mel(waveforms, **settings)).latent_dist.mode()
+    packed = pipeline.prepare_audio_latents(latents=latents)
+    torch.testing.assert_close(pipeline._pack_audio_latents(audio_latents), packed)
+    # Cut to as many as there are of 17 frames.
+    assert audio_latents.shape == (3, 4, 18, 4)
+    assert not torch.allclose(audio_latents[0], audio_latents[2], atol=1e-2)
+
+
+def test_what_is_kept_of_clips_is_named_by_what_makes_their_sound(sample: Sample) -> None:
+    apart = LTX2(sample.family.folder)
+    ours, without = (one.media_encoder_id(torch.float32) for one in (sample.family, apart))
+    assert ours.startswith(without)
+    assert sample.family.folder.fingerprint("audio_vae") in ours
+    assert sample.family.folder.fingerprint("audio_vae") not in without
+    (encoded,) = apart.load_media_encoder(torch.float32, CPU)(sample.media[:1])
+    assert "audio_latents" not in encoded
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+@pytest.mark.parametrize("per_token", [False, True])
+def test_model_fn_equals_the_transformers_own_forward_of_both(
+    build: Callable[[], Any], per_token: bool
+) -> None:
+    transformer = build().transformer
+    timestep = torch.tensor([200.0, 700.0])
+    sound = some_sound(transformer, 1) | {"use_cross_timestep": True}
+    sound["audio_encoder_hidden_states"] = sound["audio_encoder_hidden_states"][:, :1].repeat(1, 7, 1)
+    sigma = torch.tensor([200.0, 700.0])
+    sound |= {"audio_timestep": sigma, "audio_sigma": sigma}
+    sound["audio_encoder_attention_mask"] = (torch.arange(7) < torch.tensor([[7], [4]])).long()
+    if per_token:
+        timestep = timestep[:, None] * torch.rand(2, 24, generator=torch.Generator().manual_seed(1))
+    reference, inputs, sigma = forward(transformer, timestep, sound, isolate_modalities=False)
+    audio = sound["audio_hidden_states"].unflatten(2, (4, 4)).transpose(1, 2)
+
+    def both(*given: Any, **settings: Any) -> torch.Tensor:
+        clips, sounds = model_fn_ltx2(*given, **settings)
+        return torch.cat([clips.flatten(2).transpose(1, 2).flatten(1), sounds.transpose(1, 2).flatten(1)], 1)
+
+    learned = assert_equal_under_all_flags(
+        transformer,
+        torch.cat([one.flatten(1) for one in reference], 1),
+        both,
+        *inputs,
+        sigma=sigma,
+        frame_rate=torch.tensor([24.0, 24.0]),
+        audio_latents_bclm=audio,
+        audio_prompt_embeds_bld=sound["audio_encoder_hidden_states"],
+    )
+    assert all(gradient is not None and gradient.any() for gradient in learned.values())
+
+
+def predicted(
+    sample: Sample, transformer: Any, audio_latents: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch = sample.latents, audio_latents, SIGMA, sample.conditioning
+    return sample.family.predict_with_audio(transformer, *batch)
+
+
+def test_all_that_the_model_is_told_with_sound_is_what_the_pipeline_tells_it(
+    sample: Sample, audio_latents: torch.Tensor
+) -> None:
+    family = sample.family
+    model = family.load_transformer(torch.float32)
+    conditioning = [sample.first | {"frame_rate": torch.tensor(24.0)}]
+    batch = sample.latents[:1], audio_latents[:1], torch.ones(1), conditioning
+    (ours,) = transformer_calls(model, lambda: family.predict_with_audio(model, *batch))
+    request = sample.request(num_inference_steps=2, guidance_scale=1.0, seed=5)
+    theirs, _ = transformer_calls(model, lambda: family.sample(model, torch.float32, [request]))
+    # The pipeline gives positions beside what they come of, and a mask that hides nothing.
+    derived = {"video_coords", "audio_coords", "encoder_attention_mask", "audio_encoder_attention_mask"}
+    told = {name for name, value in ours.items() if len(numbers(value))}
+    assert (
+        told - {"audio_timestep"} == {name for name, value in theirs.items() if len(numbers(value))} - derived
+    )
+    assert torch.equal(ours["audio_timestep"], theirs["timestep"])
+    coords = model.audio_rope.prepare_audio_coords(1, ours["audio_num_frames"], CPU)
+    assert torch.equal(coords, theirs["audio_coords"])
+    for name in told - {"audio_timestep", "hidden_states", "audio_hidden_states"}:
+        torch.testing.assert_close(numbers(ours[name]), numbers(theirs[name]), msg=name)
+    for name in ("hidden_states", "audio_hidden_states"):
+        assert ours[name].shape == theirs[name].shape
+
+
+def test_every_layer_of_either_stream_and_between_them_learns_under_all_flags(
+    sample: Sample, audio_latents: torch.Tensor
+) -> None:
+    family = sample.family
+    assert family.unused_modules(family.empty_transformer()) == []
+    transformer = adapted_transformer(sample, targets=family.target_sets["all"])
+    found = []
+    for flags in ((False, False), (True, True)):
+        transformer.zero_grad()
+        with gradient_engine(engine_with(flags)):
+            sum(one.square().mean() for one in predicted(sample, transformer, audio_latents)).backward()
+        found.append(
+            {name: value.grad for name, value in transformer.named_parameters() if value.requires_grad}
+        )
+    plain, recomputed = found
+    assert {name.split(".")[2] for name in plain} == {
+        *("attn1", "attn2", "audio_attn1", "audio_attn2", "ff", "audio_ff"),
+        *("audio_to_video_attn", "video_to_audio_attn"),
+    }
+    for name, gradient in plain.items():
+        assert gradient.any(), name
+        assert torch.equal(gradient, recomputed[name]), name
+
+
+def test_a_released_model_gets_a_lora_on_either_stream_and_between_them(tmp_path: Path) -> None:
+    family = LTX2(write_release(LTX_2[0], tmp_path))
+    model = family.empty_transformer()
+    # Each of 48 blocks has 6 attentions: to itself and to the prompt in either stream, and two between.
+    for family.with_audio, num_attentions in ((False, 2), (True, 6)):
+        layers = find_target_layers(
+            model, family.default_target_modules, unused_modules=family.unused_modules(model)
+        )
+        assert len(layers) == 48 * num_attentions * 4
+    # A clip of the pipeline's default size: 25 latents of sound a second.
+    assert family.audio_latents_shape(121, 24.0) == (8, 126, 16)
+
+
+def test_streams_hear_each_other_where_sound_is_learned(sample: Sample, audio_latents: torch.Tensor) -> None:
+    transformer = sample.family.load_transformer(torch.float32)
+    with torch.no_grad():
+        clips, sounds = predicted(sample, transformer, audio_latents)
+        others, _ = predicted(sample, transformer, audio_latents.roll(1, 0))
+        apart = sample.family.predict(transformer, sample.latents, SIGMA, sample.conditioning)
+    assert (clips.shape, sounds.shape) == (sample.latents.shape, audio_latents.shape)
+    assert not torch.allclose(clips, others, atol=1e-4)
+    assert not torch.allclose(clips, apart, atol=1e-4)
+
+
+def test_a_clip_that_starts_from_a_picture_has_its_sound_at_the_noise_level_of_the_rest(
+    sample: Sample, audio_latents: torch.Tensor
+) -> None:
+    family, start = sample.family, picture(128, 64, 40)
+    (encoded,) = family.load_media_encoder(torch.float32, CPU)(
+        [Media(frames=clip(128, 64, 17, 10), first_frame=start, fps=24.0)]
+    )
+    kept = {name: encoded[name] for name in ("first_frame_latents", "frame_rate")}
+    model = family.load_transformer(torch.float32)
+    batch = encoded["latents"][None], audio_latents[:1], torch.ones(1), [sample.first | kept]
+    (ours,) = transformer_calls(model, lambda: family.predict_with_audio(model, *batch))
+    pipeline = LTX2ImageToVideoPipeline.from_pretrained(family.folder.path)
+    pipeline.set_progress_bar_config(disable=True)
+    settings: dict[str, Any] = {"width": 128, "height": 64, "num_frames": 17, "num_inference_steps": 2}
+    theirs, _ = transformer_calls(
+        pipeline.transformer,
+        lambda: pipeline(
+            image=start, prompt=PROMPTS[0], **settings, **guidance_beside(family.folder, is_guided=False)
+        ),
+    )
+    for name in ("timestep", "audio_timestep", "sigma", "use_cross_timestep", "isolate_modalities"):
+        assert torch.equal(numbers(ours[name]), numbers(theirs[name])), name
+
+
+@pytest.mark.parametrize(
+    ("build", "rate", "gates"), [(tiny, 24000, ()), (of_2_3, 48000, ("to_gate_logits",))], ids=BUILDS
+)
+def test_a_preview_sounds_as_the_pipeline_has_it(
+    build: Callable[[], Any], rate: int, gates: tuple[str, ...], tmp_path: Path
+) -> None:
+    sample = build_sample("ltx2", tmp_path, build)
+    family = sample.family
+    assert isinstance(family, LTX2)
+    family.with_audio = True
+    request = sample.request(num_inference_steps=2, guidance_scale=3.0, seed=5)
+    request = dataclasses.replace(request, num_frames=9, fps=12.0)
+    transformer, both = family.load_transformer(torch.float32), []
+    requests = [request, dataclasses.replace(request, num_frames=1)]
+    calls = transformer_calls(
+        transformer, lambda: both.extend(family.sample(transformer, torch.float32, requests))
+    )
+    # A step has two prompts at once, and the streams kept apart; of LTX-2.3 also a block without attention.
+    assert len(calls) == 2 * 2 * (2 + len(gates))
+    assert family.target_sets["attention"] == ("to_q", "to_k", "to_v", "to_out.0", *gates)
+    drawn, still = both
+    assert isinstance(drawn, ClipWithAudio)
+    assert isinstance(still, list)
+    pipeline = LTX2Pipeline.from_pretrained(tmp_path)
+    pipeline.set_progress_bar_config(disable=True)
+    expected = pipeline(
+        prompt=PROMPTS[0],
+        negative_prompt=NEGATIVE,
+        guidance_scale=3.0,
+        num_frames=9,
+        frame_rate=12.0,
+        **guidance_beside(family.folder, is_guided=True),
+        **request.call_arguments(),
+    )
+    assert [frame.tobytes() for frame in drawn.frames] == [frame.tobytes() for frame in expected.frames[0]]
+    torch.testing.assert_close(drawn.audio.waveform, expected.audio[0], rtol=1e-4, atol=1e-6)
+    assert drawn.audio.sample_rate == pipeline.vocoder.config.output_sampling_rate == rate
+    # 25 latents a second, of which the first stands for one frame of the spectrogram, the others for four.
+    assert drawn.audio.waveform.shape == (2, (4 * round(9 / 12 * 25) - 3) * rate // 100)
+    assert drawn.audio.waveform.abs().max() > 1e-3
