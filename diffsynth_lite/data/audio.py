@@ -20,6 +20,7 @@ from av.audio.frame import AudioFrame
 from av.audio.resampler import AudioResampler
 from av.audio.stream import AudioStream
 from av.container import InputContainer
+from av.packet import Packet
 
 from diffsynth_lite.data.video_decoding import clip_start, opened_clip
 from diffsynth_lite.errors import UserError
@@ -212,11 +213,11 @@ def _frames(container: InputContainer, sought: Fraction | None) -> Generator[Aud
     assert stream.time_base is not None
     if sought is not None:
         container.seek(floor(sought / stream.time_base), stream=stream)
-    last_dts: int | None = None
+    last: Packet[AudioStream] | None = None
     for packet in container.demux(stream):
         if packet.is_corrupt:
             raise UserError("its sound is damaged or cut off")
-        last_dts = last_dts if packet.dts is None else packet.dts
+        last = last if packet.dts is None else packet
         try:
             frames = packet.decode()
         except av.error.InvalidDataError as error:
@@ -225,14 +226,23 @@ def _frames(container: InputContainer, sought: Fraction | None) -> Generator[Aud
             if frame.is_corrupt:
                 raise UserError("its sound is damaged")
             yield frame
-    promised = [entry.timestamp for entry in stream.index_entries] if _has_index(container) else []
-    if promised and (last_dts is None or last_dts < promised[-1]):
+    if _lacks_packets(container, stream, last):
         raise UserError("its sound is cut off")
 
 
-def _has_index(container: InputContainer) -> bool:
-    """Whether the index of a file tells all packets."""
-    return "mp4" in container.format.name or container.format.name == "avi"
+def _lacks_packets(
+    container: InputContainer, stream: AudioStream, last: "Packet[AudioStream] | None"
+) -> bool:
+    """Whether the index of a file, where it tells all packets, tells of some after the last one read."""
+    is_avi = container.format.name == "avi"
+    if not (is_avi or "mp4" in container.format.name) or not len(stream.index_entries):
+        return False
+    promised = stream.index_entries[-1]
+    if last is None:
+        return True
+    if is_avi:  # its index counts samples in bytes, or in blocks
+        return last.pos is None or last.pos + last.size < promised.pos + promised.size
+    return last.dts is None or last.dts < promised.timestamp
 
 
 def _audio_stream(container: InputContainer) -> AudioStream | None:

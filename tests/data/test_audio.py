@@ -196,6 +196,25 @@ def test_sound_that_is_cut_off_is_an_error(tmp_path: Path) -> None:
         read_audio(web, 0.0, 2.0, MONO)
 
 
+@pytest.mark.parametrize(("codec", "channels"), [("pcm_s16le", 2), ("pcm_u8", 1), ("adpcm_ms", 2)])
+def test_an_avi_is_read_to_its_end_and_what_it_lacks_is_an_error(
+    tmp_path: Path, codec: str, channels: int
+) -> None:
+    path = write_sound_clip(
+        tmp_path / "clip.avi", tone(440, rate=16000, channels=channels), rate=16000, codec=codec
+    )
+    assert heard(read_audio(path, 0.0, 2.0, MONO))[0, -1000:].abs().max() > 0.4
+    with av.open(str(path)) as file:
+        (sound,) = file.streams.audio
+        places = [entry.pos for entry in sound.index_entries]
+    content = bytearray(path.read_bytes())
+    end = content.rindex(b"idx1")
+    content[places[-4] : end] = bytes(end - places[-4])  # as of a download that was not finished
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"clip\.avi: its sound is cut off"):
+        read_audio(path, 0.0, 2.0, MONO)
+
+
 def test_sound_that_is_not_finite_or_has_too_many_channels_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
