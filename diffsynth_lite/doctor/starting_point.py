@@ -47,6 +47,7 @@ RECIPES_OF_CLIPS = {
     "hunyuan_video_15": "hunyuan_video_15_lora.yaml",
     "ltx2": "ltx2_lora.yaml",
     "ltx_video": "ltx_video_lora.yaml",
+    "wan_vace": "wan_vace_lora.yaml",
 }
 """Of those that learn clips, and pictures besides."""
 RECIPES_OF_STARTED_CLIPS = {"wan_i2v": "wan_i2v_14b_lora.yaml"}

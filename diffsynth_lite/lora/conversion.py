@@ -145,11 +145,12 @@ def spelled(
         UserError: the program has no names for some layers, or the dtype cannot hold the values.
     """
     if to == "kohya":
-        if not names.comfyui.is_joined_in_comfyui and not any(map(names.comfyui.in_comfyui, pairs)):
+        is_read = names.comfyui.is_converted_for_comfyui or any(map(names.comfyui.in_comfyui, pairs))
+        if not is_read:
             raise UserError("--to kohya: no program is known that reads such files of this family")
         tensors = _kohya_tensors(pairs, names.layers, dtype)
     else:
-        spelling = DIFFUSERS if to == "diffusers" else names.comfyui
+        spelling = DIFFUSERS if to == "diffusers" else names.comfyui.for_comfyui or names.comfyui
         if to == "comfyui" and (unknown := [layer for layer in pairs if not spelling.in_comfyui(layer)]):
             raise UserError(f"--to comfyui: ComfyUI is not known to have {join_names(unknown)}")
         tensors = tensors_of(pairs, spelling, dtype)

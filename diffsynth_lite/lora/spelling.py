@@ -8,6 +8,7 @@ update by ``alpha`` over rank where a file has a tensor of that name, and by 1 w
 metadata; ``lora_conversion_utils.py`` of diffusers for those that its pipelines take.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -19,7 +20,8 @@ class Spelling:
 
     Attributes:
         prefixes: what stands for each component in the file; none is as here, and so are the names.
-        renames: whole parts of names here, and what they are in the file; applied in order.
+        renames: whole parts of names here, and what they are in the file; applied in order. ``*`` stands for
+            one part.
         is_flat: whether the file has ``_`` between the parts of a name, and alpha in a tensor of its own, as
             kohya's have, beside ``lora_down`` and ``lora_up``; else alpha is folded into ``lora_B``, so that
             it is the rank.
@@ -34,6 +36,12 @@ class Spelling:
     is_flat: bool = False
     unknown_to_comfyui: tuple[str, ...] | None = None
     is_joined_in_comfyui: bool = False
+    for_comfyui: "Spelling | None" = None
+
+    @property
+    def is_converted_for_comfyui(self) -> bool:
+        """Whether ComfyUI takes another file than diffusers, which can be made of it."""
+        return self.is_joined_in_comfyui or self.for_comfyui is not None
 
     def key(self, layer: str) -> str:
         """What the file calls a layer: what its tensors' names begin with, without the last dot."""
@@ -61,7 +69,10 @@ class Spelling:
 
 def _renamed(name: str, old: str, new: str) -> str:
     """A dotted name with whole parts in it, one or more, called otherwise."""
-    return f".{name}.".replace(f".{old}.", f".{new}.").strip(".")
+    if "*" not in old:
+        return f".{name}.".replace(f".{old}.", f".{new}.").strip(".")
+    pattern = re.escape(old).replace(r"\*", r"([^.]+)")
+    return re.sub(rf"(?<![^.]){pattern}(?![^.])", new.replace("*", r"\1"), name)
 
 
 DIFFUSERS = Spelling()
@@ -92,6 +103,18 @@ WAN_NAMES = Spelling(
     unknown_to_comfyui=(),
 )
 """The names of the models' own repository, which ComfyUI has, too."""
+
+WAN_VACE_IN_COMFYUI = replace(
+    WAN_NAMES,
+    renames=(
+        ("vace_blocks.*.proj_in", "vace_blocks.*.before_proj"),
+        ("vace_blocks.*.proj_out", "vace_blocks.*.after_proj"),
+        *WAN_NAMES.renames,
+    ),
+)
+"""Likewise, with those of VACE's further blocks, by which diffusers' pipeline loads nothing."""
+WAN_VACE_NAMES = replace(DIFFUSERS, unknown_to_comfyui=("",), for_comfyui=WAN_VACE_IN_COMFYUI)
+"""Diffusers' own names, of Wan VACE."""
 
 ERNIE_IMAGE_NAMES = Spelling(
     prefixes=MappingProxyType({"transformer": "diffusion_model"}), unknown_to_comfyui=()

@@ -213,7 +213,7 @@ class WanI2V(wan.Wan):
             return None
         return torch.cat([sample["image_embeds"] for sample in conditioning])
 
-    def _start(self, request: PreviewRequest) -> dict[str, Image]:
+    def _start(self, request: PreviewRequest) -> dict[str, Any]:
         start = super()._start(request)
         if self._leads_to_last_frame or len(request.inputs) > 1:
             start["last_image"] = ImageOps.fit(request.inputs[-1], (request.width, request.height))

@@ -74,7 +74,6 @@ UNTRAINED: Mapping[str, Untrained] = MappingProxyType(
             "SDXL for inpainting", "sdxl", "a mask and a masked picture in the model's input"
         ),
         "WanAnimate": Untrained("Wan 2.2 Animate", "wan_i2v", "poses and faces that the model is shown"),
-        "WanVACE": Untrained("Wan VACE", "wan", "further blocks, which see a control clip and masks"),
         "ZImageControlNet": Untrained(
             "ControlNets of Z-Image", "z_image", "a second model beside the transformer"
         ),

@@ -1,4 +1,4 @@
-"""Wan 2.1 and 2.2: text to video, TI2V, image to video, and first and last frame to video."""
+"""Wan 2.1 and 2.2: text to video, TI2V, image to video, first and last frame to video, and VACE."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -231,3 +231,59 @@ _I2V_A14B = replace(
     },
 )
 WAN_I2V: tuple[Release, ...] = (_I2V_480P, _I2V_720P, _FLF2V, _I2V_A14B)
+
+
+def _vace_transformer(name: str, config: Mapping[str, Any]) -> ReleaseComponent:
+    return ReleaseComponent(
+        class_name="WanVACETransformer3DModel", config=config, source=f"`{name}` in {_SCRIPT}"
+    )
+
+
+_VACE_14B = replace(
+    _T2V_14B,
+    name="Wan 2.1 VACE 14B",
+    hub_id="Wan-AI/Wan2.1-VACE-14B-diffusers",
+    pipeline_class="WanVACEPipeline",
+    components={
+        **_T2V_14B.components,
+        "transformer": _vace_transformer("Wan-VACE-14B", {}),
+        "text_encoder": UMT5_XXL,
+    },
+    size=_SIZE_720P,
+    parameters=None,
+    architecture="wan-2_1-vace-14b",
+    version=None,
+    sources={
+        **_T2V_14B.sources,
+        "pipeline": f"{_SCRIPT}; hub ids: {DIFFUSERS}docs/source/en/api/pipelines/wan.md",
+        "parameters": "none: 14B in its name leaves out the further blocks",
+        "size": "that of Wan 2.1 T2V 14B",
+        "architecture": SWARM,
+    },
+    unconfirmed=(_SHIFT, "dtype of the transformer"),
+)
+_VACE_1B = replace(
+    _VACE_14B,
+    name="Wan 2.1 VACE 1.3B",
+    hub_id="Wan-AI/Wan2.1-VACE-1.3B-diffusers",
+    components={
+        **_VACE_14B.components,
+        "transformer": _vace_transformer(
+            "Wan-VACE-1.3B",
+            {
+                "ffn_dim": 8960,
+                "num_attention_heads": 12,
+                "num_layers": 30,
+                "vace_layers": tuple(range(0, 30, 2)),
+            },
+        ),
+    },
+    size=_SIZE_480P,
+    architecture="wan-2_1-vace-1_3b",
+    sources={
+        **_VACE_14B.sources,
+        "parameters": "none: 1.3B in its name leaves out the further blocks",
+        "size": "that of Wan 2.1 T2V 1.3B",
+    },
+)
+WAN_VACE: tuple[Release, ...] = (_VACE_1B, _VACE_14B)

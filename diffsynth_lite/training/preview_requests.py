@@ -161,6 +161,17 @@ def _check_guides_have_effect(config: Config, family: ModelFamily) -> None:
                 f"validation.{key}: is empty, and this family makes nothing without it: name a file for each "
                 "of validation.prompts, or give no prompts"
             )
+    if validation.inpaint_masks and not (validation.inputs or validation.control):
+        raise UserError(
+            "validation.inpaint_masks: have no effect alone; name as many validation.inputs, of which they "
+            "say what is painted anew, or remove them"
+        )
+    starts = {"edit", "image_to_video"} & set(family.record_kinds)
+    if validation.inputs and not starts and not validation.inpaint_masks:
+        raise UserError(
+            "validation.inputs: has no effect without validation.inpaint_masks, which say what of it is "
+            "painted anew; name as many, or remove it"
+        )
 
 
 def _frames(config: Config, family: ModelFamily, files: list[str], *, is_mask: bool) -> tuple[Image, ...]:

@@ -17,6 +17,7 @@ class CountedRelease:
         family: its name.
         name: of one of the family's releases.
         depths: settings of what is trained of it with numbers of blocks.
+        with_few: further settings that so few blocks ask for.
         counted: which of the family's block lists, or of the blocks outside of a list, stand for all; none:
             all of them are counted. Not the last block, which is offloaded in another way.
         pixels: of what it makes.
@@ -28,6 +29,7 @@ class CountedRelease:
     family: str
     name: str
     depths: tuple[str, ...] = ("num_layers",)
+    with_few: Mapping[str, Any] = field(default_factory=dict)
     counted: tuple[str, ...] = ()
     pixels: Pixels = (1024, 1024, 1)
     num_inputs: int = 0
@@ -205,6 +207,16 @@ COUNTED = (
         name="Wan 2.1 I2V 14B 480P",
         pixels=_CLIP,
         small={"num_attention_heads": 2, "ffn_dim": 691, "added_kv_proj_dim": 256},
+        small_pixels=_SMALL_CLIP,
+    ),
+    CountedRelease(
+        family="wan_vace",
+        name="Wan 2.1 VACE 14B",
+        # One further block leads to the first of the others, whichever number of these is counted.
+        with_few={"vace_layers": (0,)},
+        counted=("blocks",),
+        pixels=_CLIP,
+        small={"num_attention_heads": 2, "ffn_dim": 691},
         small_pixels=_SMALL_CLIP,
     ),
     CountedRelease(

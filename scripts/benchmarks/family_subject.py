@@ -136,6 +136,6 @@ def family_of(release: CountedRelease, changes: Mapping[str, Any]) -> Iterator[M
     with TemporaryDirectory() as path:
         family = load_family(release.family)(write_release(release.release, Path(path)))
         (name,) = family.trained
-        config = {**full_config(release.release.components[name]), **depths, **changes}
+        config = {**full_config(release.release.components[name]), **depths, **release.with_few, **changes}
         (Path(path) / name / "config.json").write_text(json.dumps(config))
         yield family

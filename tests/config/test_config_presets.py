@@ -55,7 +55,7 @@ def _family(path):
 def test_presets_for_clips_are_refused_for_models_of_pictures():
     with pytest.raises(UserError) as caught:
         load_config("qwen_24gb.yaml", presets=["style", "motion"])
-    families = "cogvideox, hunyuan_video, hunyuan_video_15, ltx2, ltx_video, wan, wan_i2v"
+    families = "cogvideox, hunyuan_video, hunyuan_video_15, ltx2, ltx_video, wan, wan_i2v, wan_vace"
     assert str(caught.value) == (
         f"--preset motion: is for {families}, and model.family is qwen_image; leave it out"
     )

@@ -51,6 +51,7 @@ def test_there_are_recipes():
         "wan22_ti2v_5b_lora.yaml",
         "wan_i2v_14b_lora.yaml",
         "wan_t2v_14b_offload.yaml",
+        "wan_vace_lora.yaml",
         "wan_t2v_lora.yaml",
         "z_image_lora.yaml",
         "z_image_turbo_lora.yaml",

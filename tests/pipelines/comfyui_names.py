@@ -195,6 +195,14 @@ HUNYUAN_VIDEO = (
 )
 """Likewise of the first version."""
 
+WAN_VACE = _in(
+    "diffusion_model",
+    *_WAN,
+    *(f"vace_{name}" for name in _WAN if name.startswith("blocks.*")),
+    *_in("vace_blocks.*", "before_proj", "after_proj"),
+)
+"""Of Wan VACE, by names that diffusers does not take."""
+
 IDEOGRAM4 = _flat(
     "lora_unet",
     *_in("layers.*.attention", "qkv", "o"),
@@ -220,6 +228,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "sdxl": (*_flat("lora_unet", *_UNET), *_flat("lora_te1", *_CLIP), *_flat("lora_te2", *_CLIP)),
     "ideogram4": (),  # by kohya's names alone, see ``IDEOGRAM4``
     "sana": (),  # not in ComfyUI
+    "wan_vace": (),  # see ``WAN_VACE``
     "hunyuan_video": (),  # by kohya's names alone, see ``HUNYUAN_VIDEO``
     "hunyuan_video_15": (),  # by kohya's names alone, see ``HUNYUAN_VIDEO_15``
 }

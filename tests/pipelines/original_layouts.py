@@ -76,6 +76,29 @@ _mlp\.net\.2                                   _mlp.fc2
 ^proj_out                                     final_layer.linear
 ^x_embedder                                   img_in
 """
+_OF_WAN = r"""
+^condition_embedder\.time_embedder\.linear_1  time_embedding.0
+^condition_embedder\.time_embedder\.linear_2  time_embedding.2
+^condition_embedder\.text_embedder\.linear_1  text_embedding.0
+^condition_embedder\.text_embedder\.linear_2  text_embedding.2
+^condition_embedder\.time_proj                time_projection.1
+^condition_embedder\.image_embedder\.norm1    img_emb.proj.0
+^condition_embedder\.image_embedder\.ff\.net\.0\.proj  img_emb.proj.1
+^condition_embedder\.image_embedder\.ff\.net\.2  img_emb.proj.3
+^condition_embedder\.image_embedder\.norm2    img_emb.proj.4
+^scale_shift_table                            head.modulation
+^proj_out                                     head.head
+scale_shift_table                             modulation
+norm2                                         norm3
+attn1\.                                       self_attn.
+attn2\.                                       cross_attn.
+to_out\.0                                     o
+to_([qkv])                                    \1
+add_([kv])_proj                               \1_img
+norm_added_k                                  norm_k_img
+ffn\.net\.0\.proj                             ffn.0
+ffn\.net\.2                                   ffn.2
+"""
 _RULES = {
     "HunyuanVideo15Transformer3DModel": rf"""
 {_TEXT_OF_HUNYUAN}
@@ -237,29 +260,11 @@ ff\.net\.2                                    x_block.mlp.fc2
 ff_context\.net\.0\.proj                      context_block.mlp.fc1
 ff_context\.net\.2                            context_block.mlp.fc2
 """,
-    "WanTransformer3DModel": r"""
-^condition_embedder\.time_embedder\.linear_1  time_embedding.0
-^condition_embedder\.time_embedder\.linear_2  time_embedding.2
-^condition_embedder\.text_embedder\.linear_1  text_embedding.0
-^condition_embedder\.text_embedder\.linear_2  text_embedding.2
-^condition_embedder\.time_proj                time_projection.1
-^condition_embedder\.image_embedder\.norm1    img_emb.proj.0
-^condition_embedder\.image_embedder\.ff\.net\.0\.proj  img_emb.proj.1
-^condition_embedder\.image_embedder\.ff\.net\.2  img_emb.proj.3
-^condition_embedder\.image_embedder\.norm2    img_emb.proj.4
-^scale_shift_table                            head.modulation
-^proj_out                                     head.head
-scale_shift_table                             modulation
-norm2                                         norm3
-attn1\.                                       self_attn.
-attn2\.                                       cross_attn.
-to_out\.0                                     o
-to_([qkv])                                    \1
-add_([kv])_proj                               \1_img
-norm_added_k                                  norm_k_img
-ffn\.net\.0\.proj                             ffn.0
-ffn\.net\.2                                   ffn.2
-""",
+    "WanTransformer3DModel": _OF_WAN,
+    "WanVACETransformer3DModel": rf"""
+^(vace_blocks.*)proj_in                       \1before_proj
+^(vace_blocks.*)proj_out                      \1after_proj
+{_OF_WAN}""",
     "ZImageTransformer2DModel": r"""
 ^all_x_embedder\.2-1                          x_embedder
 ^all_final_layer\.2-1                         final_layer

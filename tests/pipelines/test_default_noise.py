@@ -207,6 +207,7 @@ REFERENCES: dict[str, Callable[[int], Sequence[float]]] = {
     "sdxl": of_sdxl,
     "wan": of_wan,
     "wan_i2v": of_wan,
+    "wan_vace": of_wan,
     "z_image": of_z_image,
 }
 

@@ -76,7 +76,6 @@ REFUSED = {
     "LTXLatentUpsamplePipeline": ("Upscalers of LTX-Video", "ltx_video"),
     "LTX2InContextPipeline": ("LTX-2 in context", "ltx2"),
     "LTX2LatentUpsamplePipeline": ("Upscalers of LTX-2", "ltx2"),
-    "WanVACEPipeline": ("Wan VACE", "wan"),
     "WanAnimatePipeline": ("Wan 2.2 Animate", "wan_i2v"),
     "SkyReelsV2Pipeline": ("SkyReels-V2", "wan"),
     "SkyReelsV2ImageToVideoPipeline": ("SkyReels-V2 from pictures", "wan_i2v"),

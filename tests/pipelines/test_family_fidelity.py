@@ -100,6 +100,7 @@ def call_of(sample: Sample, pipeline: Any, request: PreviewRequest) -> dict[str,
         "output_type": "pil",
         **({"image": given_picture(request)} if request.inputs else {}),
         **({"mask_image": request.inpaint_mask[0]} if request.inpaint_mask else {}),
+        **({"video": list(request.control)} if request.control else {}),
     }
     if is_guided_by_a_model(sample):
         call |= {"guidance_scale": request.guidance_scale, "guidance_schedule": None}

@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import CogVideoXTransformer3DModel, QwenImageTransformer2DModel, WanTransformer3DModel
+from diffusers import (
+    CogVideoXTransformer3DModel,
+    QwenImageTransformer2DModel,
+    WanTransformer3DModel,
+    WanVACETransformer3DModel,
+)
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from family_sample import CPU, Sample
 from original_layouts import convert_width_of, original_layout
@@ -42,6 +47,7 @@ KINDS = {
     "SanaTransformer2DModel": ("a Sana", "sana"),
     "SD3Transformer2DModel": ("a Stable Diffusion 3", "a Stable Diffusion 3"),
     "UNet2DConditionModel": ("a UNet", "a UNet of SDXL"),
+    "WanVACETransformer3DModel": ("a Wan VACE", "a Wan VACE"),
     "WanTransformer3DModel": ("a Wan", "wan-"),
     "ZImageTransformer2DModel": ("z-image", "z-image"),
 }
@@ -144,7 +150,8 @@ def test_weights_with_scales_are_the_exact_products(
 
 def test_a_file_of_another_model_is_said_to_be_what_it_is(family: ModelFamily, tmp_path: Path) -> None:
     model = family.load_transformer(torch.float32)
-    other = QwenImageTransformer2DModel if isinstance(model, WanTransformer3DModel) else WanTransformer3DModel
+    of_wan = WanTransformer3DModel, WanVACETransformer3DModel  # one has the layers of the other
+    other = QwenImageTransformer2DModel if isinstance(model, of_wan) else WanTransformer3DModel
     with torch.device("meta"):
         wanted = other(num_layers=1)
     tensors = layouts(model)

@@ -152,27 +152,37 @@ def make_case(case: FamilyCase, root: Path) -> tuple[TinyRun, ModelFamily]:
     else:
         add_clips(root / "data", family, has_sound=case.has_sound)
         settings.append(f"data.frame_counts=[{shortest_clip(family)}]")
-    if kind == "edit":
-        settings.append(f"data.input_dirs=[{add_pictures(root / 'inputs', detail=20)}]")
-    if kind == "layers":
-        behind, above = add_pictures(root / "behind", detail=20), add_pictures(root / "above", detail=30)
-        make_transparent(above)
-        settings.append(f"data.layer_dirs=[{behind}, {above}]")
-    if kind == "image_to_video":
-        settings.append(f"data.first_frame_dir={add_pictures(root / 'firsts', detail=20)}")
+    settings += add_others(kind, root, family)
     if case.has_last_frames:
         settings.append(f"data.last_frame_dir={add_pictures(root / 'lasts', detail=30)}")
         settings.append(f"validation.last_frames=[{root / 'lasts' / '0.png'}]")
-    if kind == "inpaint":
-        holes = add_masks(root / "holes")
-        settings.append(f"data.inpaint_mask_dir={holes}")
-        settings.append(f"validation.inpaint_masks=[{holes / '0.png'}]")
     if kind in ("edit", "image_to_video") or family.needs_inputs:
         settings.append(f"validation.inputs=[{add_pictures(root / 'starts', detail=40) / '0.png'}]")
     for place in range(len(SIZES)):
         (root / "data" / f"{place}.txt").write_text("a red circle" + " on a white background" * place)
     config = write_config(root, root / "model", root / "data")
     return TinyRun(root=root, config=config, settings=tuple(settings)), family
+
+
+def add_others(kind: RecordKind, root: Path, family: ModelFamily) -> list[str]:
+    """What an item of a kind has beside its target, and the settings that name it."""
+    if kind == "edit":
+        return [f"data.input_dirs=[{add_pictures(root / 'inputs', detail=20)}]"]
+    if kind == "layers":
+        behind, above = add_pictures(root / "behind", detail=20), add_pictures(root / "above", detail=30)
+        make_transparent(above)
+        return [f"data.layer_dirs=[{behind}, {above}]"]
+    if kind == "image_to_video":
+        return [f"data.first_frame_dir={add_pictures(root / 'firsts', detail=20)}"]
+    if kind == "control":
+        controls = root / "controls"
+        controls.mkdir()
+        add_clips(controls, family, detail=20)
+        return [f"data.control_dir={controls}", f"validation.control=[{controls / '0.mp4'}]"]
+    if kind == "inpaint":
+        holes = add_masks(root / "holes")
+        return [f"data.inpaint_mask_dir={holes}", f"validation.inpaint_masks=[{holes / '0.png'}]"]
+    return []
 
 
 def shortest_clip(family: ModelFamily) -> int:
@@ -208,11 +218,11 @@ def add_masks(folder: Path) -> Path:
     return folder
 
 
-def add_clips(folder: Path, family: ModelFamily, *, has_sound: bool) -> None:
+def add_clips(folder: Path, family: ModelFamily, *, detail: int = 10, has_sound: bool = False) -> None:
     """One clip for each item, at the speed that the model was trained on; the first with a tone."""
     assert family.default_fps is not None
     for place, size in enumerate(SIZES):
-        frames = [tiny_picture(*size, 10 + place + frame) for frame in range(shortest_clip(family) + 2)]
+        frames = [tiny_picture(*size, detail + place + frame) for frame in range(shortest_clip(family) + 2)]
         samples = torch.arange(round(len(frames) / family.default_fps * 48000))
         tone = Audio(waveform=torch.sin(samples * 0.06)[None] / 2, sample_rate=48000)
         sound = tone if has_sound and place == 0 else None

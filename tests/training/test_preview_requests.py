@@ -22,6 +22,13 @@ class Guided(LTXVideo):
     min_inference_steps = 1
 
 
+class GuidedOrFilled(LTXVideo):
+    """Clips that are guided or painted anew in part, or neither."""
+
+    record_kinds = ("control", "inpaint", "video")
+    min_inference_steps = 1
+
+
 class Filled(Flux):
     """Pictures of which a part is painted anew."""
 
@@ -84,6 +91,26 @@ def test_what_cannot_guide_a_preview_is_named(config, guided, tmp_path, monkeypa
     Image.new("RGB", (64, 32)).save("a.png")
     with pytest.raises(UserError, match=message):
         check_previews(config("validation.prompts=[a]", f"validation.control={given}"), guided)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            "inpaint_masks",
+            r"validation\.inpaint_masks: have no effect alone; name as many validation\.inputs",
+        ),
+        ("inputs", r"validation\.inputs: has no effect without validation\.inpaint_masks"),
+    ],
+)
+def test_a_mask_and_what_it_is_of_are_given_together(config, tmp_path, monkeypatch, given, message):
+    monkeypatch.chdir(tmp_path)
+    Image.new("L", (64, 32), 255).save("a.png")
+    family = GuidedOrFilled(PipelineFolder(path=tmp_path))
+    alone = "validation.prompts=[a]", f"validation.{given}=[a.png]"
+    with pytest.raises(UserError, match=message):
+        check_previews(config(*alone), family)
+    check_previews(config(*alone, "validation.inputs=[a.png]", "validation.inpaint_masks=[a.png]"), family)
 
 
 def test_a_mask_lies_on_the_preview_as_in_training(config, filled, tmp_path):

@@ -46,6 +46,8 @@ class ModelFamily(LoraFormat):
             they are multiplied with does not train; the recompute then leaves their products out.
         prompt_sees_images: whether the text encoder also sees the input pictures of an edit.
         splits_batches: whether ``predict`` runs the model several times for some batches.
+        is_counted_by_few_blocks: whether a few blocks, each called with what the last one gave, say what all
+            of them hold.
         quantization: of the blocks of the trained models, by names within each; None is none. A run sets it.
         host_blocks: of these models, loaded to host memory; None is none. A run sets it while it loads them.
         shards: over which all models that remove noise are spread; None is over none. A run sets it.
@@ -65,6 +67,7 @@ class ModelFamily(LoraFormat):
     unused_matmuls: ClassVar[tuple[str, ...]] = ()
     prompt_sees_images: ClassVar[bool] = False
     splits_batches: ClassVar[bool] = False
+    is_counted_by_few_blocks: ClassVar[bool] = True
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -210,10 +210,12 @@ class DiffusersLora(ModelFamily):
             for layer in of_it["target_modules"]
         ]
         lacking = [name for name in names if not self.lora_spelling.in_comfyui(name)]
-        if self.lora_spelling.is_joined_in_comfyui:
+        if self.lora_spelling.is_converted_for_comfyui:
+            has = "several of its layers as one" if self.lora_spelling.is_joined_in_comfyui else "other names"
             logger.info(
-                "The file is for diffusers: ComfyUI has several of its layers as one, and takes what "
-                "`diffsynth-lite convert --to comfyui` makes of a plain LoRA."
+                "The file is for diffusers: ComfyUI has %s, and takes what `diffsynth-lite convert --to "
+                "comfyui` makes of a plain LoRA.",
+                has,
             )
         elif len(lacking) == len(names):
             logger.info("ComfyUI has no names for the layers of this model: the LoRA file is for diffusers.")

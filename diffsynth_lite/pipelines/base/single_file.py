@@ -59,6 +59,7 @@ _KINDS = MappingProxyType(
         r"^joint_blocks\.": "a Stable Diffusion 3",
         r"^txt_norm\.": "a Qwen-Image",
         r"^caption_norm\.": "a Sana in diffusers' layout",
+        r"^vace_patch_embedding\.": "a Wan VACE",
         r"^condition_embedder\.time_embedder\.": "a Wan in diffusers' layout",
         r"^time_embed\.t_embedder\.": "an Anima in diffusers' layout",
         r"^(net\.)?x_embedder\.proj\.1\.": "an Anima",

@@ -6,7 +6,7 @@ Sources: diffusers ``transformer_wan.py``, ``pipeline_wan.py`` and ``pipeline_wa
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import (
@@ -117,9 +117,9 @@ class Wan(ExpertFamily):
     transformer_class = WanTransformer3DModel
     lora_spelling = WAN_NAMES
     lora_layers = known_names.WAN
-    block_lists = ("blocks",)
+    block_lists: ClassVar[tuple[str, ...]] = ("blocks",)
     unused_matmuls = ("ffn.net.2",)
-    sequence_split = SequenceSplit(whole_attention=("attn2",))
+    sequence_split: ClassVar[SequenceSplit | None] = SequenceSplit(whole_attention=("attn2",))
     frame_step = 4
     max_prompt_tokens = 512
 
@@ -252,13 +252,31 @@ class Wan(ExpertFamily):
     ) -> torch.Tensor:
         dtype = _input_dtype(transformer)
         latents_bcfhw, timestep = self._model_input(noisy_latents, sigma * _NUM_TIMESTEPS, conditioning)
+        embeds_bld = self._prompt_embeds(conditioning).to(noisy_latents.device, dtype)
+        return self._velocity(transformer, latents_bcfhw.to(dtype), timestep, embeds_bld, conditioning)
+
+    def _velocity(
+        self,
+        transformer: torch.nn.Module,
+        latents_bcfhw: torch.Tensor,
+        timestep: torch.Tensor,
+        prompt_embeds_bld: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+    ) -> torch.Tensor:
+        """One forward, with what else the model is told of each sample.
+
+        Args:
+            latents_bcfhw: as :func:`model_fn_wan` takes them, in the dtype of its first layer, as are the
+                prompts.
+            timestep: likewise.
+        """
         image_embeds_bld = self._image_embeds(conditioning)
         return model_fn_wan(
             transformer,
-            latents_bcfhw.to(dtype),
+            latents_bcfhw,
             timestep,
-            self._prompt_embeds(conditioning).to(noisy_latents.device, dtype),
-            None if image_embeds_bld is None else image_embeds_bld.to(noisy_latents.device, dtype),
+            prompt_embeds_bld,
+            None if image_embeds_bld is None else image_embeds_bld.to(prompt_embeds_bld),
             **gradient_flags(),
         )
 
@@ -287,14 +305,14 @@ class Wan(ExpertFamily):
         parts = {
             "scheduler": self.load_scheduler(),
             "boundary_ratio": self.boundary,
-            "expand_timesteps": self._is_ti2v,
+            **self._pipeline_settings,
             **self._picture_parts(self.load_preview_vae(vae_dtype, device)),
             **self._transformers(transformer),
         }
         return [self._draw(parts, request, device) for request in requests]
 
     def _draw(self, parts: dict[str, Any], request: PreviewRequest, device: torch.device) -> list[Image]:
-        pipeline = assemble(WanImageToVideoPipeline if request.inputs else WanPipeline, **parts)
+        pipeline = assemble(self._pipeline_for(request), **parts)
         pipeline.set_progress_bar_config(disable=True)
         negative = [request.negative] if request.guidance_scale > 1 else None
         frames: list[Image] = pipeline(
@@ -308,8 +326,17 @@ class Wan(ExpertFamily):
         ).frames[0]
         return frames
 
-    def _start(self, request: PreviewRequest) -> dict[str, Image]:
-        """The pictures of a preview, as arguments of the pipeline."""
+    @property
+    def _pipeline_settings(self) -> dict[str, Any]:
+        """Further arguments of the pipeline's class."""
+        return {"expand_timesteps": self._is_ti2v}
+
+    def _pipeline_for(self, request: PreviewRequest) -> Any:
+        """The class of the pipeline that draws a preview."""
+        return WanImageToVideoPipeline if request.inputs else WanPipeline
+
+    def _start(self, request: PreviewRequest) -> dict[str, Any]:
+        """What a preview is given beside its prompt, as arguments of the pipeline."""
         return preview_start(request)
 
 

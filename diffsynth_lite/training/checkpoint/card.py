@@ -231,7 +231,7 @@ class CardWriter:
             yield "It was trained beside a frozen adapter on the base model, and is to be used without that."
         if self.config.lora.init_from:
             yield "It started from another LoRA: what is shown of before training is with that one."
-        if self.family.lora_spelling.is_joined_in_comfyui:
+        if self.family.lora_spelling.is_converted_for_comfyui:
             yield "ComfyUI takes it as `diffsynth-lite convert --to comfyui` writes a plain LoRA, not so."
         elif unknown := self._num_unknown_to_comfyui:
             yield f"ComfyUI has no names that we know for {unknown} of its {len(self.layers)} layers."

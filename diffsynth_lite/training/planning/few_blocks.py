@@ -37,14 +37,22 @@ class BlockLists:
         names: of its lists, as in ``blocks_in``.
         ranks: of the layers with adapters, by their full names in the model: of each adapter that can be on
             one, 0 for none.
+        are_alike: whether any of them are; else each stands for itself.
     """
 
-    def __init__(self, model: nn.Module, names: Sequence[str], ranks: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        ranks: Mapping[str, tuple[int, ...]],
+        *,
+        are_alike: bool = True,
+    ) -> None:
         self._names, self._layers = tuple(names), tuple(ranks)
         known: dict[Any, int] = {}
         self._kinds = [
             [
-                known.setdefault(_kind(block, f"{name}.", ranks), len(known))
+                known.setdefault(_kind(block, f"{name}.", ranks) if are_alike else name, len(known))
                 for block, name in _named_blocks(model, block_list)
             ]
             for block_list in names

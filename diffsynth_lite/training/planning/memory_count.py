@@ -166,7 +166,9 @@ class MemoryCounter:
             if name.startswith(prefix) and name.partition(".")[0] not in beside
         }
         both = {name: (ranks.get(name, 0), frozen.get(name, 0)) for name in dict.fromkeys([*ranks, *frozen])}
-        self._block_lists = BlockLists(parts[first], family.block_lists, both)
+        self._block_lists = BlockLists(
+            parts[first], family.block_lists, both, are_alike=family.is_counted_by_few_blocks
+        )
         self._trained_layers, self._frozen_layers = set(ranks), set(frozen)
         self._frozen_beside = [name for name in self._frozen.ranks if name.partition(".")[0] in beside]
         self.num_blocks = self._block_lists.num_blocks

@@ -83,6 +83,18 @@ def test_a_few_blocks_of_each_list_take_what_all_of_them_take(
     assert all(count.step.host > 0 for count in few)
 
 
+def test_blocks_of_which_each_counts_are_all_kept() -> None:
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList(torch.nn.Linear(2, 2, device="meta") for _ in range(9))
+    alike, each = (
+        few_blocks.BlockLists(model, ["blocks"], {}, are_alike=are_alike).few(BlockPolicy(), num_neighbours=1)
+        for are_alike in (True, False)
+    )
+    assert (alike.kept, len(alike.repeats)) == (((0, 1, 2, 3),), 1)
+    assert (each.kept, each.repeats) == ((tuple(range(9)),), ())
+    assert each.policy.blocks == tuple(range(9))
+
+
 def test_weights_that_are_streamed_are_on_the_host_and_the_device_has_slots_for_the_largest_block() -> None:
     with narrow("flux", 2) as (family, release):
         counter = counter_of(family, release)

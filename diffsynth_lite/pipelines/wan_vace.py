@@ -1,0 +1,285 @@
+"""This file trains Wan VACE: clips that follow a clip of edges, depth or poses, or are painted anew in part.
+
+Layouts: b batch, c latent channels, f latent frames, h and w latent height and width; l tokens, d channels.
+Sources: diffusers ``transformer_wan_vace.py`` and ``pipeline_wan_vace.py``; for what files call the layers
+its ``single_file_utils.py`` and ``comfy/ldm/wan/model.py`` of ComfyUI.
+"""
+
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from diffusers import WanVACEPipeline, WanVACETransformer3DModel
+from PIL import Image, ImageOps
+from PIL.Image import Image as Picture
+
+from diffsynth_lite.core.gradient import (
+    BlockPolicy,
+    checkpoint_blocks,
+    gradient_checkpoint_forward,
+    gradient_flags,
+    unwrapped,
+)
+from diffsynth_lite.lora.known_names import WAN, LoraLayers
+from diffsynth_lite.lora.layer_names import LayerNames, renamed
+from diffsynth_lite.lora.spelling import WAN_VACE_IN_COMFYUI, WAN_VACE_NAMES
+from diffsynth_lite.media import Media, RecordKind
+from diffsynth_lite.pipelines import wan
+from diffsynth_lite.pipelines.base.diffusers_family import assemble
+from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
+from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.releases.wan import WAN_VACE
+from diffsynth_lite.testing import seeded
+
+_GREY = (127, 127, 127)
+"""Of what is painted anew where nothing guides it: the middle of what the autoencoder takes."""
+
+_OF_WAN = WAN["transformer"].layers
+_LAYERS = (
+    *_OF_WAN,
+    *(f"vace_{layer}" for layer in _OF_WAN if layer.startswith("blocks.*.")),
+    *("vace_blocks.*.proj_in", "vace_blocks.*.proj_out", "vace_patch_embedding"),
+)
+_IN_COMFYUI = {
+    WAN_VACE_IN_COMFYUI.key(f"transformer.{layer}").partition(".")[2]: renamed(layer) for layer in _LAYERS
+}
+_LORA_LAYERS: LoraLayers = MappingProxyType({"transformer": LayerNames(layers=_LAYERS, kohya=_IN_COMFYUI)})
+
+
+def model_fn_wan_vace(
+    transformer: torch.nn.Module,
+    latents_bcfhw: torch.Tensor,
+    timestep: torch.Tensor,
+    prompt_embeds_bld: torch.Tensor,
+    control_bcfhw: torch.Tensor,
+    control_scale: torch.Tensor | None = None,
+    *,
+    use_gradient_checkpointing: bool = False,
+    use_gradient_checkpointing_offload: bool = False,
+    policy: BlockPolicy | None = None,
+) -> torch.Tensor:
+    """One forward of Wan VACE, each transformer block run by the gradient engine.
+
+    Args:
+        transformer: a ``WanVACETransformer3DModel``, plain or wrapped by DDP.
+        latents_bcfhw: (B, 16, F, H, W), noisy normalised latents, H and W even.
+        timestep: (B,), in [0, 1000].
+        prompt_embeds_bld: (B, 512, D) prompt embeddings, filled up with zeros; there is no mask.
+        control_bcfhw: (B, 96, F, H, W): normalised latents of what stays (16), of what is painted anew (16),
+            and which pixels those are (64, the 8 x 8 of each latent).
+        control_scale: (number of the further blocks,), how much each of them counts; None is 1.
+        use_gradient_checkpointing: recompute each block in backward.
+        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
+        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
+
+    Returns:
+        (B, 16, F, H, W), the predicted velocity ``noise - latents``.
+    """
+    if control_scale is None:
+        # As the pipeline has it: always given, in the dtype of the model.
+        config: Any = unwrapped(transformer).config
+        control_scale = control_bcfhw.new_ones(len(config.vace_layers))
+    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
+    with checkpoint_blocks(
+        transformer,
+        WanVACE.block_lists,
+        gradient_checkpoint_forward,
+        *switches,
+        policy=policy,
+        unused_matmuls=WanVACE.unused_matmuls,
+    ):
+        velocity_bcfhw: torch.Tensor = transformer(
+            hidden_states=latents_bcfhw,
+            timestep=timestep,
+            encoder_hidden_states=prompt_embeds_bld,
+            control_hidden_states=control_bcfhw,
+            control_hidden_states_scale=control_scale,
+            return_dict=False,
+        )[0]
+    return velocity_bcfhw
+
+
+class WanVACE(wan.Wan):
+    """Wan 2.1 VACE (1.3B and 14B): clips that are guided, or painted anew in part, beside a prompt.
+
+    To the blocks of Wan come 15, or 8, which see what is given of a clip and add to every second, or fifth,
+    of the others. They get a LoRA like those; ``lora.target_modules: [vace_blocks.*.attn1.to_q, ...]`` trains
+    them alone, as DiffSynth-Studio does.
+
+    The pipeline is given a clip and a mask: what is black in the mask stays as it is, what is white is
+    painted anew, guided by what the clip has there. Training gives the model the same. With a control, all
+    is painted, guided by it. With a mask, what is black in it is that of the item itself, and the rest that
+    of the control or, without one, grey. An item with neither is made from its prompt alone.
+
+    In previews ``validation.inputs`` is what stays, as a still picture, and without it the control is, so
+    that ``validation.control`` and ``validation.inpaint_masks`` are what the pipeline calls ``video`` and
+    ``mask``. Its pictures of reference (``reference_images``) are not trained.
+
+    diffusers' pipeline loads no LoRA on the further blocks by the names that ComfyUI takes, so that the file
+    has diffusers' own; ``diffsynth-lite convert --to comfyui`` writes it for ComfyUI.
+
+    Its shift is as in family ``wan``. Wan 2.2 VACE-Fun A14B has two experts, which are trained as there.
+    """
+
+    pipelines = (WanVACEPipeline,)
+    releases = WAN_VACE
+    transformer_class = WanVACETransformer3DModel
+    lora_spelling = WAN_VACE_NAMES
+    lora_layers = _LORA_LAYERS
+    block_lists = ("vace_blocks", "blocks")
+    sequence_split = None
+    # What a further block gives waits for the one that it is added to.
+    is_counted_by_few_blocks = False
+    size_divisor = 16
+    default_num_frames = 81
+    default_fps = 16.0
+    kinds: ClassVar[tuple[RecordKind, ...]] = ("control", "inpaint", "video", "image")
+
+    @property
+    def record_kinds(self) -> tuple[RecordKind, ...]:
+        """Clips and pictures with a control or a mask of what is painted anew, or both, or neither."""
+        return self.kinds
+
+    @property
+    def target_sets(self) -> TargetSets:
+        """As in family ``wan``, of all blocks; ``all`` adds the further ones' ``proj_in, proj_out``."""
+        sets = super().target_sets
+        return {**sets, "all": (*sets["all"], "vace_blocks.*.proj_in", "vace_blocks.*.proj_out")}
+
+    def media_encoder_id(self, dtype: torch.dtype) -> str:
+        return f"wan_vace/latents/1 {self.folder.fingerprint('vae')} {dtype}"
+
+    def load_media_encoder(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[Sequence[Media]], list[EncodedMedia]]:
+        vae = self.load_component("vae", dtype).to(device)
+        # Its methods ask the transformer for its patches.
+        pipeline = assemble(self.pipeline, vae=vae, transformer=self.empty_component(self.trained[0]))
+
+        def encode(media: Sequence[Media]) -> list[EncodedMedia]:
+            pixels_bcfhw = pipeline.video_processor.preprocess_video([list(item.frames) for item in media])
+            return [
+                {"latents": latents_cfhw, **_encode_given(pipeline, item)}
+                for latents_cfhw, item in zip(encode_latents(vae, pixels_bcfhw), media, strict=True)
+            ]
+
+        return encode
+
+    def num_condition_values(self, latents_shape: Sequence[int]) -> int:
+        """With a mask, whose numbers are bytes."""
+        given, masks = (torch.Size(shape).numel() for shape in self._given_shapes(latents_shape))
+        return given + masks // 4
+
+    def _given_shapes(self, latents_shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        channels, *sides = latents_shape
+        return (2 * channels, *sides), (self._vae_config["scale_factor_spatial"] ** 2, *sides)
+
+    def example_conditioning(self, latents_shape: Sequence[int]) -> Conditioning:
+        given, _ = self._given_shapes(latents_shape)
+        return super().example_conditioning(latents_shape) | {"control_latents": torch.ones(given)}
+
+    def _velocity(
+        self,
+        transformer: torch.nn.Module,
+        latents_bcfhw: torch.Tensor,
+        timestep: torch.Tensor,
+        prompt_embeds_bld: torch.Tensor,
+        conditioning: Sequence[Conditioning],
+    ) -> torch.Tensor:
+        control_bcfhw = torch.stack(
+            [self._control(sample, latents_bcfhw.shape[1:]) for sample in conditioning]
+        )
+        return model_fn_wan_vace(
+            transformer,
+            latents_bcfhw,
+            timestep,
+            prompt_embeds_bld,
+            control_bcfhw.to(prompt_embeds_bld),
+            **gradient_flags(),
+        )
+
+    def _control(self, sample: Conditioning, latents_shape: Sequence[int]) -> torch.Tensor:
+        """(96, F, H, W) of one sample; without a mask all is painted."""
+        latents_cfhw, mask_cfhw = sample["control_latents"], sample.get("control_mask")
+        if mask_cfhw is None:
+            mask_cfhw = latents_cfhw.new_ones(self._given_shapes(latents_shape)[1])
+        return torch.cat([latents_cfhw, mask_cfhw.to(latents_cfhw)])
+
+    @property
+    def _pipeline_settings(self) -> dict[str, Any]:
+        return {}
+
+    def _pipeline_for(self, request: PreviewRequest) -> Any:
+        return self.pipeline
+
+    def _start(self, request: PreviewRequest) -> dict[str, Any]:
+        staying: Sequence[Picture] = request.control
+        if request.inputs:
+            staying = [ImageOps.fit(request.inputs[0], (request.width, request.height))] * request.num_frames
+        return _given_clip(staying, request.control, request.inpaint_mask)
+
+
+def _given_clip(
+    staying: Sequence[Picture], control: Sequence[Picture], mask: Sequence[Picture]
+) -> dict[str, list[Picture] | None]:
+    """What the pipeline calls ``video`` and ``mask``; None where nothing is given.
+
+    Args:
+        staying: frames of which what is black in the mask is taken.
+        control: frames that guide what is painted; none: it is grey.
+        mask: mode "L", of each frame: white is painted anew; none: all is.
+    """
+    if not mask:
+        return {"video": list(control) or None, "mask": None}
+    guides = control or [Image.new("RGB", mask[0].size, _GREY)] * len(mask)
+    video = [Image.composite(*frames) for frames in zip(guides, staying, mask, strict=True)]
+    return {"video": video, "mask": list(mask)}
+
+
+@torch.no_grad()
+def _encode_given(pipeline: Any, item: Media) -> EncodedMedia:
+    """What the model is told of an item: (32, F, H, W) and, where it has a mask, (64, F, H, W) in bytes."""
+    device, (width, height) = pipeline.vae.device, item.frames[0].size
+    pixels_bcfhw, mask_bcfhw, references = pipeline.preprocess_conditions(
+        **_given_clip(item.frames, item.control, item.inpaint_mask),
+        height=height,
+        width=width,
+        num_frames=len(item.frames),
+        dtype=torch.float32,
+        device=device,
+    )
+    latents_bcfhw = pipeline.prepare_video_latents(pixels_bcfhw, mask_bcfhw, references, device=device)
+    encoded = {"control_latents": latents_bcfhw[0].float().cpu()}
+    if item.inpaint_mask:
+        encoded["control_mask"] = pipeline.prepare_masks(mask_bcfhw, references)[0].to("cpu", torch.uint8)
+    return encoded
+
+
+def tiny() -> WanVACEPipeline:
+    """A random, complete and small pipeline of the real classes, built offline in a second.
+
+    To the two blocks of ``wan`` comes a further one.
+    """
+    parts = wan.tiny().components
+    parts["transformer"] = tiny_wan_vace_transformer(parts["transformer"].config.text_dim)
+    return WanVACEPipeline(**parts)
+
+
+def tiny_wan_vace_transformer(text_dim: int, *, seed: int = 0) -> WanVACETransformer3DModel:
+    """A random Wan VACE transformer in eval mode: two blocks of 24 channels, and two further ones.
+
+    Args:
+        text_dim: channels of the text encoder.
+        seed: of the weights; the global random state is left as it was.
+    """
+    with seeded(seed):
+        return WanVACETransformer3DModel(
+            num_layers=3,
+            vace_layers=[0, 2],
+            num_attention_heads=2,
+            attention_head_dim=12,
+            ffn_dim=32,
+            text_dim=text_dim,
+            rope_max_seq_len=32,
+        ).eval()
