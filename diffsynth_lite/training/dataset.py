@@ -224,16 +224,21 @@ def require_sound(config: Config, plan: DatasetPlan) -> None:
     """Check that there is sound to learn where clips are learned with it; log how many have some.
 
     Raises:
-        UserError: no clip has a track of sound, and silence is not learned.
+        UserError: there are no clips; or none has a track of sound, and silence is not learned.
     """
     clips = {item.record.name for item in plan.items if item.audio is not None}
     heard = [name for name in plan.audio if name in clips]
+    if plan.items and not clips:
+        raise UserError(
+            "data.audio: true has no effect, as there are no clips of more than one frame, and pictures have "
+            "no sound; set it to false"
+        )
     if plan.items and not heard and config.data.silent_clips == "ignore":
         raise UserError(
             f"data.audio: true, but none of {len(clips)} clips has sound; set it to false, which trains the "
             "pictures alone, or data.silent_clips: learn to have the model learn silence"
         )
-    logger.info("data.audio: %d of %d clips have sound.", len(heard), len(clips))
+    logger.info("data.audio: %d of %d clips have a track of sound.", len(heard), len(clips))
 
 
 class Quarantine:
