@@ -12,8 +12,12 @@ from diffsynth_lite.data.images import black_or_white, cover, load_mask
 from diffsynth_lite.data.records import is_video
 from diffsynth_lite.data.video import clip_times, read_frames
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.media import RecordKind
 from diffsynth_lite.pipelines import Conditioning, ModelFamily, PreviewRequest
 from diffsynth_lite.training.data_settings import fps_of, num_preview_frames, num_preview_layers
+
+_OF_A_PICTURE: tuple[RecordKind, ...] = ("edit", "image_to_video", "layers")
+"""Kinds of data whose previews a picture alone starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +137,7 @@ def _check_pictures_have_effect(config: Config, family: ModelFamily) -> None:
             "validation.inputs: is empty; previews of this family start from pictures: name a file for each "
             "of validation.prompts, or give no prompts"
         )
-    if validation.inputs and not {"edit", "image_to_video", "inpaint", "layers"} & set(family.record_kinds):
+    if validation.inputs and not {*_OF_A_PICTURE, "inpaint"} & set(family.record_kinds):
         raise UserError(
             "validation.inputs: has no effect, as previews of this family start from the prompt alone; "
             "remove it"
@@ -166,7 +170,7 @@ def _check_guides_have_effect(config: Config, family: ModelFamily) -> None:
             "validation.inpaint_masks: have no effect alone; name as many validation.inputs, of which they "
             "say what is painted anew, or remove them"
         )
-    starts = {"edit", "image_to_video"} & set(family.record_kinds)
+    starts = set(_OF_A_PICTURE) & set(family.record_kinds)
     if validation.inputs and not starts and not validation.inpaint_masks:
         raise UserError(
             "validation.inputs: has no effect without validation.inpaint_masks, which say what of it is "

@@ -36,6 +36,20 @@ class Filled(Flux):
     min_inference_steps = 1
 
 
+class TakenApart(Flux):
+    """Pictures that are taken apart into layers."""
+
+    record_kinds = ("layers",)
+    min_inference_steps = 1
+
+
+class Painted(Flux):
+    """Pictures that are made, or painted anew in part."""
+
+    record_kinds = ("inpaint", "image")
+    min_inference_steps = 1
+
+
 @pytest.fixture
 def config(tmp_path: Path):
     def load(*settings: str) -> Config:
@@ -111,6 +125,16 @@ def test_a_mask_and_what_it_is_of_are_given_together(config, tmp_path, monkeypat
     with pytest.raises(UserError, match=message):
         check_previews(config(*alone), family)
     check_previews(config(*alone, "validation.inputs=[a.png]", "validation.inpaint_masks=[a.png]"), family)
+
+
+def test_a_picture_that_is_taken_apart_needs_no_mask(config, tmp_path):
+    Image.new("RGB", (64, 32)).save(tmp_path / "a.png")
+    given = config(
+        "validation.prompts=[a]", f"validation.inputs=[{tmp_path}/a.png]", "data.frame_counts=null"
+    )
+    check_previews(given, TakenApart(PipelineFolder(path=tmp_path)))
+    with pytest.raises(UserError, match=r"validation\.inputs: has no effect without"):
+        check_previews(given, Painted(PipelineFolder(path=tmp_path)))
 
 
 def test_a_mask_lies_on_the_preview_as_in_training(config, filled, tmp_path):
