@@ -104,9 +104,26 @@ class ZImage(DiffusersFamily):
     diffusers 0.42.1 has one transformer of Z-Image. Its pipelines that start from a picture
     (``ZImageImg2ImgPipeline``, ``ZImageInpaintPipeline``) draw with the same weights and the same inputs of
     the model, so what is trained here is for them, too; those of a ControlNet run a second model beside it.
-    Omni models, which also see pictures, as latents and through SigLIP, are refused: no weights of one were
-    found to be released, nor the settings of one to count, and ``ZImageOmniPipeline`` hands its autoencoder
-    pictures in bfloat16 whatever that is kept in, so that it draws from none in another dtype.
+
+    Omni models, which also see pictures, as latents and through SigLIP, are refused. Their forward is not in
+    the way: with a tiny one it goes through the gradient engine bit for bit, with pictures and without, and
+    in training the model can be told, to the last bit, what ``ZImageOmniPipeline`` tells it. This is:
+
+    None was found to be released (https://github.com/Tongyi-MAI/Z-Image/issues/163 asks for it), nor the
+    settings of one, so that there is nothing to train, to count or to compare with. diffusers spreads what
+    SigLIP sees of a picture over twice the rows and columns that the picture's own tokens have, and nothing
+    tells whether the model was trained so.
+
+    A batch without pictures reaches neither ``siglip_embedder`` nor ``siglip_refiner``: a LoRA there gets no
+    gradient, which DDP refuses, and as blocks are numbered by their calls (``core/gradient/blocks.py``),
+    those that follow have other numbers in such a batch than in one with pictures.
+
+    Plans count a picture to start from by its latents alone. These models need the features of SigLIP beside
+    them, and prompts in two pieces more than there are pictures.
+
+    The pipeline hands its autoencoder pictures in bfloat16, and fails where that is kept in float32 or
+    float16. It brings pictures of more than a megapixel to the area of what is drawn, which a family is not
+    told when it encodes them.
     """
 
     pipelines = (ZImagePipeline,)
