@@ -38,7 +38,7 @@ from diffsynth_lite.releases.ideogram4 import IDEOGRAM4
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_flux2_vae
 from diffsynth_lite.testing.text_encoders import tiny_qwen3_vl
-from diffsynth_lite.testing.tokenizers import QWEN3_VL_TEMPLATE, qwen2_tokenizer
+from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
 
 _PATCH = 2
 _GUIDE = "unconditional_transformer"
@@ -293,7 +293,6 @@ def tiny() -> Ideogram4Pipeline:
     embeddings behind the last; 32 latent channels at 1/8 size.
     """
     tokenizer = qwen2_tokenizer()
-    tokenizer.chat_template = QWEN3_VL_TEMPLATE
     text_encoder = tiny_qwen3_vl(tokenizer, num_layers=QWEN3_VL_ACTIVATION_LAYERS[-1] + 1)
     width = text_encoder.config.text_config.hidden_size
 

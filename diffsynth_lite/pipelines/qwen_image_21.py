@@ -39,7 +39,7 @@ from diffsynth_lite.releases.qwen_image_21 import QWEN_IMAGE_21
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_qwen21_vae
 from diffsynth_lite.testing.text_encoders import tiny_qwen3_vl_lm
-from diffsynth_lite.testing.tokenizers import QWEN3_VL_TEMPLATE, qwen2_tokenizer
+from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
 
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 _SLOT = 4  # places of the latents to one of the mask; a literal in the pipeline
@@ -339,7 +339,7 @@ def tiny() -> QwenImage21Pipeline:
         processor=LlavaProcessor(
             CLIPImageProcessorPil(),
             tokenizer,
-            chat_template=QWEN3_VL_TEMPLATE,
+            chat_template=tokenizer.chat_template,
             image_token="<|image_pad|>",
         ),
         transformer=transformer,

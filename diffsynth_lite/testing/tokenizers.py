@@ -32,18 +32,12 @@ QWEN2_SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
+# The text of a message is a text, or as in the releases that see pictures a list of pieces, as it is below.
 CHATML_TEMPLATE = (
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-# As in the released tokenizers, the text of a message is a list of pieces, here and below.
-QWEN3_VL_TEMPLATE = (
-    "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% for piece in message['content'] %}{{ piece['text'] }}{% endfor %}"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for piece in message['content'] %}{{ piece['text'] }}{% endfor %}{% endif %}"
     "{{ '<|im_end|>\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -1,14 +1,18 @@
 """What a step of each family is counted to hold is what it holds on the CPU, to the byte."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from family_sample import Sample, adapted_transformer
 from held_step import step_on_cpu
 
+from diffsynth_lite.config import load_config
 from diffsynth_lite.core.gradient import BlockPolicy, BlockStrategy
+from diffsynth_lite.data import Bucket
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.lora.kinds.kind import LORA, Dora, Lokr
+from diffsynth_lite.training.planning.encoder_count import count_media_encoder, count_prompt_encoder
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
 
@@ -43,3 +47,20 @@ def test_a_step_holds_what_is_counted_of_blocks_that_are_kept_and_of_those_that_
     assert counted.lora == sum(tensor.nbytes for tensor in (*trained, *norms))
     tensors = [*model.parameters(), *model.buffers()]
     assert counted.weights == sum(tensor.nbytes for tensor in tensors) - counted.lora
+
+
+def test_what_encoding_takes_can_be_counted(sample: Sample, tmp_path: Path) -> None:
+    media, family = sample.media[0], sample.family
+    width, height = media.frames[0].size
+    file = tmp_path / "run.yaml"
+    name = sample.name.partition(" ")[0]  # of a layout, that of its family
+    file.write_text(f"model: {{family: {name}, path: x}}\ndata: {{path: pictures}}\noutput: {{dir: run}}")
+    config = load_config(str(file), []).config
+    size = Bucket(width=width, height=height, num_frames=len(media.frames), num_layers=len(media.layers))
+    of_media = count_media_encoder(config, family, size, len(media.inputs))
+    of_prompts = count_prompt_encoder(config, family, size, len(media.inputs))
+    pixels = width * height * len(media.frames)
+    assert of_media.device > 0
+    assert of_media.calls > pixels
+    assert of_prompts.device > 0
+    assert of_prompts.calls > family.max_prompt_tokens

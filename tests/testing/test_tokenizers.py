@@ -73,9 +73,10 @@ def test_saving_and_loading_changes_nothing(tmp_path):
     loaded = Qwen2Tokenizer.from_pretrained(tmp_path)
     assert loaded.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
     assert (loaded.pad_token, loaded.eos_token) == ("<|endoftext|>", "<|im_end|>")
-    conversation = [{"role": "user", "content": "a red zorb"}]
-    rendered = loaded.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-    assert rendered == "<|im_start|>user\na red zorb<|im_end|>\n<|im_start|>assistant\n"
+    for content in ("a red zorb", [{"type": "text", "text": "a red zorb"}]):
+        conversation = [{"role": "user", "content": content}]
+        rendered = loaded.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        assert rendered == "<|im_start|>user\na red zorb<|im_end|>\n<|im_start|>assistant\n"
 
 
 @given(st.lists(st.text("abc", min_size=1, max_size=8), max_size=12))

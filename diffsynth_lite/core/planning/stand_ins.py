@@ -60,6 +60,7 @@ class StandIns:
         returned: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
         *,
         repeated: Sequence[str] = (),
+        with_parts: bool = False,
     ) -> _Model:
         """Have a model on the meta device stand in for a real one.
 
@@ -69,12 +70,17 @@ class StandIns:
                 each returns; None is ``forward``, which gives zeros of its shape.
             repeated: modules in it that run again and again on alike inputs, such as tiles, and are counted
                 once; an empty name is the model itself.
+            with_parts: whether modules in it may be called without it, as the layers of some text encoders.
         """
         weights = _Weights(model)
         for module in map(model.get_submodule, repeated):
             vars(module)["forward"] = _Repeated(module.forward, lambda: self._meter)
         for method, convert in (returned or {"forward": zeros_like}).items():
             vars(model)[method] = self._counting(model, name, method, weights, convert)
+        for place, module in model.named_modules() if with_parts else ():
+            if place:
+                counting = self._counting(module, f"{name}.{place}", "forward", weights, zeros_like)
+                vars(module)["forward"] = counting
         weights.hide()
         return model
 

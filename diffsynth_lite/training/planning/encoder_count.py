@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from PIL import Image
@@ -23,7 +24,7 @@ from diffsynth_lite.training.planning.without_weights import (
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _WORDS = 100
-_RGB = 3
+_RGB, _RGBA = 3, 4
 _COPIES_OF_PIXELS = 3
 """In fp32, that diffusers' processors have at once of a clip that they make a tensor of: 3.0 were measured of
 81 frames of 832 x 480. Beside them are its frames, in 8 bits."""
@@ -119,7 +120,7 @@ def count_media_encoder(config: Config, family: ModelFamily, size: Bucket, num_i
     sizes = [(size.width, size.height, size.num_frames)]
     if num_inputs:
         sizes.append((*family.input_size(size.width, size.height), 1))
-    channels = vae.config.get("input_channels", _RGB)
+    channels = _num_channels(vae)
     for width, height, num_frames in sizes:
         frames = [num_frames] if has_frames(vae) else []
         with torch.no_grad():
@@ -132,3 +133,10 @@ def count_media_encoder(config: Config, family: ModelFamily, size: Bucket, num_i
         host=0,
         passing=max(copies, pixels * (1 + _COPIES_OF_PIXELS * torch.float32.itemsize)),
     )
+
+
+def _num_channels(vae: Any) -> int:
+    """Of the pictures that it takes; those of some autoencoders are transparent."""
+    told: int = vae.config.get("input_channels", vae.config.get("in_channels", _RGB))
+    # Where it takes patches of pictures, some tell the channels of a patch.
+    return told if told == _RGBA else _RGB

@@ -115,7 +115,7 @@ class WithoutWeights(DiffusersFamily):
         if name in self.text_encoder_memory.quantizations:
             self.text_encoder_memory.quantizations[name].apply_to(model)
         if name != "vae":
-            return self.counted.put(model, name)
+            return self.counted.put(model, name, with_parts=name in self.text_encoders)
         if self.vae_tiles is not None:
             self.vae_tiles.apply_to(model)
         is_tiled_when_full = self.vae_tiles is None and self.known_vae_tiles is not None
