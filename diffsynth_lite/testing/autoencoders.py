@@ -155,13 +155,15 @@ def tiny_hunyuan_video_vae(*, seed: int = 0) -> AutoencoderKLHunyuanVideo:
 
 
 def tiny_ltx2_vae(*, seed: int = 0) -> AutoencoderKLLTX2Video:
-    """A random LTX-2 VAE of clips: 128 channels, 32 x 32 pixels and 8 frames to a latent.
+    """A random LTX-2 VAE of clips: 16 channels, 32 x 32 pixels and 8 frames to a latent, the real scale.
 
-    Its statistics are no released model's, but are not those of the class either, which change nothing. It
-    decodes clips of any size, as that of LTX-2.3; that of LTX-2 mirrors their edges, and needs 64 pixels.
+    The released one has 128, and so have its first layers. The statistics are no released model's, but are
+    not those of the class either, which change nothing. It decodes clips of any size, as that of LTX-2.3;
+    that of LTX-2 mirrors their edges, and needs 64 pixels.
     """
     with seeded(seed):
         vae = AutoencoderKLLTX2Video(
+            latent_channels=16,
             block_out_channels=(8, 8, 8, 8),
             decoder_block_out_channels=(8, 16, 32),
             layers_per_block=(1, 1, 1, 1, 1),
@@ -171,8 +173,8 @@ def tiny_ltx2_vae(*, seed: int = 0) -> AutoencoderKLLTX2Video:
             spatial_compression_ratio=32,
             temporal_compression_ratio=8,
         )
-    vae.latents_mean.copy_(torch.linspace(-0.5, 0.5, 128))
-    vae.latents_std.copy_(torch.linspace(0.5, 1.5, 128))
+    vae.latents_mean.copy_(torch.linspace(-0.5, 0.5, 16))
+    vae.latents_std.copy_(torch.linspace(0.5, 1.5, 16))
     return vae.eval()
 
 

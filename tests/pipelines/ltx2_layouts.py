@@ -33,6 +33,7 @@ def of_2_3() -> LTX2Pipeline:
     settings = parts["audio_vae"].config
     with seeded(0):
         vae = AutoencoderKLLTX2Video(
+            latent_channels=16,
             block_out_channels=(8, 8, 8, 8),
             decoder_block_out_channels=(8, 16, 16, 32),
             layers_per_block=(1, 1, 1, 1, 1),
@@ -58,8 +59,8 @@ def of_2_3() -> LTX2Pipeline:
             bwe_resnet_dilations=[[1, 3]],
             num_mel_channels=settings.mel_bins,
         )
-    vae.latents_mean.copy_(torch.linspace(-0.5, 0.5, 128))
-    vae.latents_std.copy_(torch.linspace(0.5, 1.5, 128))
+    vae.latents_mean.copy_(torch.linspace(-0.5, 0.5, 16))
+    vae.latents_std.copy_(torch.linspace(0.5, 1.5, 16))
     return LTX2Pipeline(**parts | {"vae": vae.eval(), "vocoder": vocoder.eval()})
 
 

@@ -52,7 +52,7 @@ def forward(transformer: Any, timestep: torch.Tensor, sound: dict[str, Any], **m
     generator = torch.Generator().manual_seed(0)
     latents, embeds = (
         torch.randn(shape, generator=generator)
-        for shape in ((2, 128, 3, 2, 4), (2, 7, prompt_width(transformer)))
+        for shape in ((2, 16, 3, 2, 4), (2, 7, prompt_width(transformer)))
     )
     mask = (torch.arange(7) < torch.tensor([[7], [4]])).long()
     sigma = torch.tensor([200.0, 700.0])
@@ -190,7 +190,7 @@ def test_what_is_kept_of_prompts_is_what_the_pipeline_hands_to_its_transformer(
         lengths.append(int(mask.sum()))
     assert lengths[-1] == family.max_prompt_tokens == 1024 < family.prompt_lengths(texts)[-1]
     assert family.prompt_lengths(texts)[:-1] == lengths[:-1]
-    example = family.example_conditioning((128, 3, 2, 4))
+    example = family.example_conditioning((16, 3, 2, 4))
     assert {name: row.shape for name, row in example.items()} == {
         **{name: row.shape for name, row in encoded[0].items()},
         "frame_rate": (),
@@ -200,7 +200,7 @@ def test_what_is_kept_of_prompts_is_what_the_pipeline_hands_to_its_transformer(
 def test_a_picture_is_a_clip_of_one_frame(sample: Sample) -> None:
     item = Media(frames=sample.media[0].frames[:1])
     (encoded,) = sample.family.load_media_encoder(torch.float32, CPU)([item])
-    assert encoded["latents"].shape == sample.family.latents_shape(128, 64, 1) == (128, 1, 2, 4)
+    assert encoded["latents"].shape == sample.family.latents_shape(128, 64, 1) == (16, 1, 2, 4)
 
 
 def test_a_first_frame_is_what_the_pipeline_starts_from(sample: Sample) -> None:
@@ -293,7 +293,7 @@ def changed(sample: Sample, root: Path, component: str, **settings: Any) -> LTX2
 
 def test_a_sampler_without_a_line_has_its_own_shift(sample: Sample, tmp_path: Path) -> None:
     family = changed(sample, tmp_path, "scheduler", use_dynamic_shifting=False, shift=3.0)
-    assert family.family_shift((128, 16, 16, 24)) == 3.0
+    assert family.family_shift((16, 16, 16, 24)) == 3.0
 
 
 def test_ltx_2_5_is_refused_by_its_settings(sample: Sample, tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_an_autoencoder_that_mirrors_what_it_decodes_needs_more_than_one_latent(
     pipeline = tiny()
     pipeline.vae.decoder.conv_in.conv.padding_mode = "reflect"
     with pytest.raises(RuntimeError, match="Padding size should be less than"):
-        pipeline.vae.decode(torch.randn(1, 128, 2, 1, 2))
+        pipeline.vae.decode(torch.randn(1, 16, 2, 1, 2))
 
 
 def test_in_tiles_clips_are_encoded_in_parts_but_decoded_whole(

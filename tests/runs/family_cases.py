@@ -80,7 +80,7 @@ def _of_each_kind(name: str) -> dict[str, FamilyCase]:
 
 
 OF_A_REFERENCE = (("input_latents_0", 128),)
-OF_A_START = (("first_frame_latents", 128), ("loss_mask", 1))
+OF_A_START = (("first_frame_latents", 16), ("loss_mask", 1))
 OF_A_DRAWN_START = (("first_frame_latents", 128), ("first_frame_std", 128), ("loss_mask", 1))
 
 CONDITIONING: dict[tuple[str, RecordKind], tuple[tuple[str, int], ...]] = {

@@ -56,6 +56,8 @@ def tiny_transformer(*, seed: int = 0, **layout: Any) -> LTX2VideoTransformer3DM
     """
     with seeded(seed):
         return LTX2VideoTransformer3DModel(
+            in_channels=16,
+            out_channels=16,
             num_layers=2,
             num_attention_heads=2,
             attention_head_dim=16,
