@@ -85,7 +85,7 @@ def usage_code(
         *([f"from diffusers.utils import {', '.join(tools)}"] if tools else []),
         *(["from transformers import PreTrainedTokenizerFast"] if misread else []),
         "",
-        *_opening(family.pipeline, base, dtype),
+        *_opening(family.pipeline, name, base, dtype),
         *(
             f'pipeline.{part} = PreTrainedTokenizerFast.from_pretrained({base!r}, subfolder="{part}")'
             for part in misread
@@ -110,9 +110,8 @@ def _taken_by(pipeline_class: Any) -> tuple[Collection[str], Collection[str]]:
     return inspect.signature(pipeline_class.__call__).parameters, inspect.signature(pipeline_class).parameters
 
 
-def _opening(pipeline_class: Any, base: str, dtype: str) -> Iterator[str]:
-    """The lines that load a pipeline."""
-    name = pipeline_class.__name__
+def _opening(pipeline_class: Any, name: str, base: str, dtype: str) -> Iterator[str]:
+    """The lines that load a pipeline, by its name in diffusers: a family may have one made of it."""
     if not issubclass(pipeline_class, ModularPipeline):
         yield f'pipeline = {name}.from_pretrained({base!r}, dtype=torch.{dtype}).to("cuda")'
         return
