@@ -64,6 +64,8 @@ def plan_rules(config: Config, family: ModelFamily) -> PlanRules:
                 raise UserError(f"data.{key}: has no effect, as this family makes pictures; remove it")
     if family.with_audio and fps_of(config, family) is None:
         raise UserError("data.audio: true needs data.fps, so that clips of as many frames last as long")
+    for count in frame_counts:
+        audio_shape(config, family, count)  # where a clip is too short for its sound, that is told here
     has_inputs = any(source.input_columns or source.input_dirs for source in data.sources_by_key.values())
     if data.crop == "random" and has_inputs:
         raise UserError(

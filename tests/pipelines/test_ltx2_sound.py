@@ -29,6 +29,7 @@ from test_ltx2 import BUILDS, forward, some_sound
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
 from diffsynth_lite.core.gradient import gradient_engine
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import find_target_layers
 from diffsynth_lite.media import Audio, AudioFormat, ClipWithAudio, Media
 from diffsynth_lite.pipelines.base.release_folder import write_release
@@ -130,6 +131,14 @@ def test_a_clip_has_as_many_latents_of_sound_as_the_pipeline_draws(
     (picture_alone,) = family.load_media_encoder(torch.float32, CPU)([Media(frames=frames[:1], fps=None)])
     assert "audio_latents" not in picture_alone
     assert family.audio_latents_shape(1, fps) is None
+
+
+def test_clips_that_are_too_short_for_a_spectrogram_are_refused(sample: Sample) -> None:
+    rate = 9 * RATE / 513
+    assert sample.family.audio_latents_shape(9, rate)[1] == 1
+    log_mel(torch.zeros(1, 2, 513), **SETTINGS)
+    with pytest.raises(UserError, match=r"data\.fps: 281\.25: clips of 9 frames last 0\.032 s, too short"):
+        sample.family.audio_latents_shape(9, 9 * RATE / 512)
 
 
 def test_latents_are_those_that_the_pipeline_takes_and_silence_stands_in_for_none(

@@ -199,7 +199,11 @@ class ModelFamily(LoraFormat):
         return None
 
     def audio_latents_shape(self, num_frames: int, fps: float) -> tuple[int, ...] | None:
-        """Shape of the latents of a clip's sound, without a batch axis; None of pictures."""
+        """Shape of the latents of a clip's sound, without a batch axis; None of pictures.
+
+        Raises:
+            UserError: the clip is too short for its sound.
+        """
         return None
 
     @property
