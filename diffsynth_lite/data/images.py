@@ -1,7 +1,7 @@
 """This file turns an image file into upright RGB pixels, and refuses what would go in wrong."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,11 +75,7 @@ def load_layer(path: Path) -> Image.Image:
     Raises:
         UserError: as `load_image`.
     """
-    layer = _decoded(path)
-    rgba = layer.convert("RGBA") if layer.has_transparency_data else layer.convert("RGB").convert("RGBA")
-    hidden = rgba.getchannel("A").point(lambda alpha: 255 * (alpha == 0))
-    rgba.paste((0, 0, 0, 0), mask=hidden)
-    return rgba
+    return _decoded(path, _as_layer)
 
 
 def load_mask(path: Path, *, white: str = "what counts in the loss") -> Image.Image:
@@ -168,16 +164,23 @@ def crop_of(size: tuple[int, int], width: int, height: int, *, x: float, y: floa
 
 
 def _upright(path: Path, background: tuple[int, ...]) -> Image.Image:
-    return _over(_decoded(path), background)
+    return _decoded(path, lambda image: _over(image, background))
 
 
-def _decoded(path: Path) -> Image.Image:
-    """The picture as it is shown, with what transparency it has."""
+def _decoded(path: Path, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
+    """What is made of the picture as it is shown, with what transparency it has."""
     with _opened(path) as image:
         image.verify()  # the checksums of a PNG, which decoding passes over; it spends the opened image
     with _opened(path) as image:
         _exif(image)  # kept by the image, so that its size is the one of `check_image`
-        return ImageOps.exif_transpose(_with_8_bits(image))
+        return convert(ImageOps.exif_transpose(_with_8_bits(image)))
+
+
+def _as_layer(image: Image.Image) -> Image.Image:
+    rgba = image.convert("RGBA") if image.has_transparency_data else image.convert("RGB").convert("RGBA")
+    hidden = rgba.getchannel("A").point(lambda alpha: 255 * (alpha == 0))
+    rgba.paste((0, 0, 0, 0), mask=hidden)
+    return rgba
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import errno
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from clip_makers import write_clip
 from PIL import Image, ImageFile
 
 from diffsynth_lite.data.encoding import Shard, find_undecodable
-from diffsynth_lite.data.images import check_image, load_image
+from diffsynth_lite.data.images import check_image, load_image, load_layer, load_mask
 from diffsynth_lite.data.media_index import FileMemory, MediaIndex
 from diffsynth_lite.data.video import check_video, read_frames
 from diffsynth_lite.errors import UserError
@@ -53,6 +54,7 @@ def test_too_many_open_files_are_no_fault_of_a_picture_or_clip(write_image, tmp_
             read()  # and nothing else was wrong
 
 
+@pytest.mark.parametrize("read", [partial(load_image, background="white"), load_layer, load_mask])
 @pytest.mark.parametrize(
     "failure",
     [
@@ -62,7 +64,7 @@ def test_too_many_open_files_are_no_fault_of_a_picture_or_clip(write_image, tmp_
     ],
 )
 def test_a_failure_while_pixels_are_decoded_is_passed_on_with_the_name_of_the_file(
-    write_image, monkeypatch, failure
+    write_image, monkeypatch, failure, read
 ):
     def fail(*_):
         raise failure
@@ -70,7 +72,7 @@ def test_a_failure_while_pixels_are_decoded_is_passed_on_with_the_name_of_the_fi
     picture = write_image("a.png")
     monkeypatch.setattr(Image.Image, "convert", fail)
     with pytest.raises((MemoryError, OSError)) as caught:
-        load_image(picture, background="white")
+        read(picture)
     assert str(picture) in " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert isinstance(caught.value, MemoryError) == (failure.args[:1] != (errno.EIO,))
 

@@ -197,6 +197,7 @@ def test_a_distilled_model_is_known_by_a_sampler_for_few_steps(
     scheduler: Any, told: str | None, tmp_path: Path
 ) -> None:
     scheduler.save_pretrained(tmp_path / "scheduler")
+    (tmp_path / "model_index.json").write_text("{}")
     distilled = SDXL(PipelineFolder(path=tmp_path)).distilled
     assert distilled is None if told is None else told in str(distilled)
 
