@@ -43,13 +43,7 @@ from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, Pre
 from diffsynth_lite.pipelines.base.first_frame import encode_clips, preview_start, with_first_frames
 from diffsynth_lite.pipelines.ltx2.drawing import Connected, guidance_arguments, prompt_arguments
 from diffsynth_lite.pipelines.ltx2.prompts import STREAMS, prompt_encoder
-from diffsynth_lite.pipelines.ltx2.sound import (
-    COMPRESSION,
-    N_FFT,
-    encode_audio,
-    num_audio_latents,
-    unpacked,
-)
+from diffsynth_lite.pipelines.ltx2.sound import COMPRESSION, encode_audio, num_audio_latents, unpacked
 from diffsynth_lite.pipelines.ltx2.tiny import tiny as tiny
 from diffsynth_lite.releases.ltx2 import LTX_2
 
@@ -224,11 +218,6 @@ class LTX2(DiffusersFamily):
     def audio_latents_shape(self, num_frames: int, fps: float) -> tuple[int, ...] | None:
         if num_frames == 1:
             return None
-        if round(num_frames / fps * self._audio_config["sample_rate"]) <= N_FFT // 2:
-            raise UserError(
-                f"data.fps: {fps:g}: clips of {num_frames} frames last {num_frames / fps:.3f} s, too short "
-                "for a spectrogram of their sound; set fewer frames a second, or data.audio: false"
-            )
         length = num_audio_latents(self._audio_config, num_frames, fps)
         return self._audio_config["latent_channels"], length, self._audio_config["mel_bins"] // COMPRESSION
 

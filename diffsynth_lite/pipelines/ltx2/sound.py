@@ -15,6 +15,7 @@ import torch
 from diffusers import LTX2Pipeline
 from transformers.audio_utils import mel_filter_bank
 
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Audio
 
 N_FFT = 1024
@@ -62,8 +63,16 @@ def num_audio_latents(audio_config: Any, num_frames: int, fps: float) -> int:
 
     Args:
         audio_config: settings of the autoencoder.
+
+    Raises:
+        UserError: the clip is too short for a spectrogram.
     """
     rate, hop_length = audio_config["sample_rate"], audio_config["mel_hop_length"]
+    if round(num_frames / fps * rate) <= N_FFT // 2:
+        raise UserError(
+            f"data.fps: {fps:g}: clips of {num_frames} frames last {num_frames / fps:.3f} s, too short for a "
+            "spectrogram of their sound; set fewer frames a second, or data.audio: false"
+        )
     a_second: float = rate / hop_length / COMPRESSION
     return round(num_frames / fps * a_second)
 
