@@ -96,25 +96,20 @@ def predict(sample: Sample, transformer: torch.nn.Module) -> torch.Tensor:
     return sample.family.predict(transformer, sample.latents, SIGMA, sample.conditioning)
 
 
-def test_previews_have_the_size_asked_for_and_repeat_exactly(
+def test_numbers_that_are_not_finite_are_no_preview_and_what_decodes_one_is_known(
     sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, loaded = sample.family, []
     load = family.load_preview_vae
     monkeypatch.setattr(family, "load_preview_vae", lambda *given: loaded.append(load(*given)) or loaded[-1])
     transformer = adapted_transformer(sample).eval()
-    request = sample.request(num_inference_steps=2, guidance_scale=2.0, seed=5)
-    first, second = (family.sample(transformer, torch.float32, [request])[0] for _ in range(2))
-    assert len(loaded) == 2  # what decodes in tiles on a full device
-    size = (4 * family.size_divisor, 2 * family.size_divisor)
-    assert [frame.size for frame in first] == [size] * (request.num_layers or request.num_frames)
-    assert [frame.tobytes() for frame in first] == [frame.tobytes() for frame in second]
     with torch.no_grad():
         for weight in transformer.parameters():
             weight.mul_(torch.inf)
     short = sample.request(num_inference_steps=family.min_inference_steps, guidance_scale=1.0, seed=5)
     with pytest.raises(FloatingPointError, match="NaN or infinity"):  # diffusers draws it in black
         family.sample(transformer, torch.float32, [short])
+    assert len(loaded) == 1  # what decodes in tiles on a full device
 
 
 def test_the_shift_is_positive_and_grows_with_the_picture_where_it_depends_on_it(sample: Sample) -> None:

@@ -84,6 +84,8 @@ def test_a_lora_of_a_set_draws_the_same_in_the_diffusers_pipeline(
     sample: Sample, name: str, tmp_path: Path
 ) -> None:
     family = sample.family
+    if set_of(sample, name) == family.default_target_modules:
+        pytest.skip("the default: test_a_saved_lora_draws_the_same_in_the_diffusers_pipeline")
     transformer = adapted_transformer(sample, targets=set_of(sample, name)).eval()
     family.save_lora(tmp_path, adapter_tensors(transformer), adapter_settings(transformer))
     assert_does_as(pairs_of(*family.read_lora(tmp_path)), transformer)
