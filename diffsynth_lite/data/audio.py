@@ -5,7 +5,7 @@ a millisecond: before the first, after the last and in gaps there is silence, as
 """
 
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
@@ -121,9 +121,8 @@ def _video_start(path: Path) -> Fraction:
     """Seconds at which the first frame is shown, on the clock of the file."""
     with opened_clip(path) as clip:
         if clip.container.format.name == "avi":
-            return (
-                Fraction()
-            )  # it knows no times: those of frames are FFmpeg's guess, one frame late for H.264
+            # It knows no times: those of frames are FFmpeg's guess, one frame late for H.264.
+            return Fraction()
     first = clip_start(path)
     return first.pts * first.time_base
 
@@ -149,10 +148,9 @@ def _part(path: Path, start: Fraction, duration: Fraction) -> _Part | None:
     """A part of a file and a margin around it, silent where there is no sound; None where most of it is."""
     sought = start - _MARGIN_S - _PRE_ROLL_S
     if sought > 0:
-        try:
+        # Not all files can be sought in: damage is told from them by decoding from the start.
+        with suppress(UserError):
             return _decoded_part(path, start, duration, sought=sought)
-        except UserError:
-            pass  # not all files can be sought in: damage is told from them by decoding from the start
     return _decoded_part(path, start, duration, sought=None)
 
 
