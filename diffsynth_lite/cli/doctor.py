@@ -4,6 +4,7 @@ import argparse
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -12,8 +13,10 @@ from rich.table import Table
 
 from diffsynth_lite.cli.arguments import add_config_arguments
 from diffsynth_lite.config import load_config
-from diffsynth_lite.doctor.findings import Findings, NoiseFindings, counted
 from diffsynth_lite.errors import UserError
+
+if TYPE_CHECKING:  # Wrong arguments are reported before torch is imported, which takes seconds.
+    from diffsynth_lite.doctor.findings import Findings
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ def run(parsed: argparse.Namespace) -> None:
     loaded = load_config(parsed.config, parsed.overrides, presets=parsed.presets)
     # The libraries take seconds to import: a wrong config is refused before that.
     from diffsynth_lite.doctor.examination import examine
+    from diffsynth_lite.doctor.findings import counted
     from diffsynth_lite.doctor.page import write_page
 
     for warning in loaded.warnings:
@@ -66,7 +70,7 @@ def run(parsed: argparse.Namespace) -> None:
     examination.require_usable()
 
 
-def print_findings(console: Console, findings: Findings) -> None:
+def print_findings(console: Console, findings: "Findings") -> None:
     """The findings as tables, the advice last, where it is read."""
     console.print(_pairs("Machine", findings.machine))
     console.print(_pairs("Model", findings.model))
@@ -80,7 +84,7 @@ def print_findings(console: Console, findings: Findings) -> None:
         console.print(f"[bold yellow]>[/] {escape(line)}", soft_wrap=True)
 
 
-def _print_data(console: Console, findings: Findings, *, title: str, unused: str) -> None:
+def _print_data(console: Console, findings: "Findings", *, title: str, unused: str) -> None:
     console.print(_sources(findings, title, unused.lower()))
     console.print(_pairs("", findings.facts))
     if findings.buckets:
@@ -96,7 +100,7 @@ def _joined(sign: str, groups: Sequence[Sequence[str]]) -> list[str]:
     return [sign.join(names) for names in groups]
 
 
-def _sources(findings: Findings, title: str, unused: str) -> Table:
+def _sources(findings: "Findings", title: str, unused: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("source", overflow="fold")
     table.add_column("holds")
@@ -117,7 +121,7 @@ def _pairs(title: str, facts: Mapping[str, str]) -> Table:
     return table
 
 
-def _buckets(findings: Findings) -> Table:
+def _buckets(findings: "Findings") -> Table:
     table = Table(title="Buckets", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("size", no_wrap=True)
     for name in ("items", "samples a pass", "batch", "batches a pass", "tokens a sample"):
@@ -134,11 +138,11 @@ def _buckets(findings: Findings) -> Table:
     return table
 
 
-def _noise(findings: Findings) -> Table:
+def _noise(findings: "Findings") -> Table:
     title = f"Noise levels ({findings.noise_level}): % of the steps"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     table.add_column(no_wrap=True)
-    for name in NoiseFindings.COLUMNS:
+    for name in findings.noise[0].COLUMNS:
         table.add_column(name, justify="right")
     for row in findings.noise:
         table.add_row(row.name, *row.cells)

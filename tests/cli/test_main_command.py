@@ -1,10 +1,24 @@
 """The console script: its commands, and what it says of wrong words on the command line."""
 
+import subprocess
+import sys
+
 import pytest
 
 from diffsynth_lite.cli.main import main
 
 _CACHE = "diffsynth-lite cache"
+_COMMANDS = ("init", "doctor", "plan", "cache", "cache prune", "report", "sample", "convert", "publish")
+_EACH_HELP = """
+import sys
+sys.modules["torch"] = None  # an import of it is an error
+from diffsynth_lite.cli import main, train
+for line in sys.argv[1:]:
+    try:
+        train.main(["--help"]) if line == "train" else main.main([*line.split(), "--help"])
+    except SystemExit as exit:
+        print("code", exit.code)
+"""
 
 
 @pytest.mark.parametrize(
@@ -52,11 +66,17 @@ def test_wrong_words_are_told_in_one_line(line: str, told: str, capsys: pytest.C
     assert shown.endswith("--help says what there is")
 
 
-@pytest.mark.parametrize(
-    "command", ["init", "doctor", "plan", "cache", "cache prune", "report", "sample", "convert", "publish"]
-)
+@pytest.mark.parametrize("command", _COMMANDS)
 def test_each_command_shows_an_example_of_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*command.split(), "--help"])
     assert caught.value.code == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"Example: diffsynth-lite {command} ")
+
+
+def test_help_is_shown_without_torch() -> None:
+    lines = ("", "train", *_COMMANDS)
+    done = subprocess.run(
+        [sys.executable, "-c", _EACH_HELP, *lines], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines().count("code 0") == len(lines)
