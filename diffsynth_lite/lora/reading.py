@@ -420,7 +420,7 @@ def _sorted_out(
 
 
 def _described(name: str, tensor: Tensor) -> str:
-    shape = "x".join(map(str, tensor.shape)) or "no axes"
+    shape = "x".join(map(str, tensor.shape)) or f"no axes, {tensor.item()}"
     return f"{name} ({str(tensor.dtype).removeprefix('torch.')}, {shape})"
 
 

@@ -195,7 +195,8 @@ def test_an_empty_schedule_is_refused(num_items, changes):
 
 
 def test_a_token_budget_gives_each_bucket_as_many_samples_as_fit_and_at_least_one():
-    assert micro_batch_sizes([100, 250, 999], micro_batch_size=2, micro_batch_tokens=500) == [5, 2, 1]
+    sizes = micro_batch_sizes([100, 250, 300, 999], micro_batch_size=2, micro_batch_tokens=500)
+    assert sizes == [5, 2, 1, 1]
     assert micro_batch_sizes([100, 250], micro_batch_size=2, micro_batch_tokens=None) == [2, 2]
 
 

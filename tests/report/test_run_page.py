@@ -131,7 +131,10 @@ def test_a_run_whose_trainer_is_gone_was_killed(tmp_path: Path) -> None:
         assert (running.title, running.step, running.seen_at) == ("Running", 30, 5.0)
         lock = tmp_path / ".lock"
         lock.write_text(re.sub(r"process \d+", "process 99999999", lock.read_text()))
-        assert read_run(tmp_path).state.title == "Killed"
+        # It had no time to write its last status.
+        (tmp_path / "metrics.jsonl").write_text('{"step": 30}\n{"step": 37}\n')
+        killed = read_run(tmp_path).state
+        assert (killed.title, killed.step) == ("Killed", 37)
 
 
 def test_a_run_that_diverged_shows_the_last_step_that_was_tried(tmp_path: Path) -> None:

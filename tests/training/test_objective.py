@@ -349,6 +349,18 @@ def test_what_is_preserved_has_the_estimate_without_the_adapter_as_its_target() 
     assert (sums[2], counts.sum()) == (errors[0], 1)
 
 
+def test_a_sample_that_processes_share_is_counted_by_one_of_them() -> None:
+    given, found = batch(), {}
+    for counts in (True, False):
+        of = of_model(counts=counts, losses_apart=LossesApart())
+        values = loss_and_gradients(given, adapted(), of)
+        kept = [name for name, *_ in of.sample_losses.take()]
+        totals = of.loss_by_tenth.take(given.latents.device), of.losses_apart.take(given.latents.device)
+        found[counts] = values, (kept, *(total.any().item() for total in totals))
+    assert [counted for _, counted in found.values()] == [(["a", "b"], True, True), ([], False, False)]
+    assert all(torch.equal(*pair) for pair in zip(found[True][0], found[False][0], strict=True))
+
+
 @pytest.mark.parametrize("preserved", [(), (0, 1)])
 def test_a_pass_for_others_changes_nothing_and_all_of_a_batch_may_be_preserved(
     preserved: tuple[int, ...],

@@ -31,8 +31,8 @@ def test_samples_are_written_by_item_after_logged_steps_and_when_asked(tmp_path:
 
 
 def test_of_a_long_run_a_share_is_kept_that_only_the_positions_decide() -> None:
-    def kept(*micro_batches: range) -> list[str]:
-        losses = SampleLosses.of_run(seed=0, num_samples=800_000)
+    def kept(*micro_batches: range, seed: int = 0) -> list[str]:
+        losses = SampleLosses.of_run(seed=seed, num_samples=800_000)
         for positions in micro_batches:
             add(losses, *positions)
         return [name for name, *_ in losses.take()]
@@ -41,4 +41,5 @@ def test_of_a_long_run_a_share_is_kept_that_only_the_positions_decide() -> None:
     whole = kept(range(400))
     assert 60 < len(whole) < 140  # a quarter
     assert kept(range(100), range(100, 400)) == whole
+    assert kept(range(400), seed=1) != whole
     assert len(kept(*[range(400)] * 40)) <= 26 * len(whole)  # no more than 10,000 wait to be written

@@ -385,6 +385,20 @@ def test_steps_that_are_not_finite_are_skipped_until_too_many_follow_each_other(
         built.divergence.require_few_in_a_row(10)
 
 
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+def test_gradients_that_are_not_finite_are_skipped_though_the_loss_is(
+    caplog: pytest.LogCaptureFixture, number: float
+) -> None:
+    model = linear()
+    model.bias.register_hook(lambda gradient: gradient * number)
+    before = flat(model)
+    result = take(model, batches(4), max_grad_norm=1.0)
+    assert math.isfinite(result.loss)
+    assert (math.isfinite(result.grad_norm), result.num_skipped) == (False, 1)
+    assert torch.equal(flat(model), before)
+    assert f"gradient norm {number}" in caplog.text
+
+
 def test_a_loss_on_fixed_noise_that_was_not_finite_counts_until_a_step_is_taken_again() -> None:
     divergence = Divergence.of_checkpoint({"step": 4, "divergence": {"is_loss_finite": False}})
     with pytest.raises(RunDivergedError, match=r"after step 4, the last one, the loss on fixed noise is not"):

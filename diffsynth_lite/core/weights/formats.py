@@ -107,14 +107,15 @@ class WeightFormat(ABC):
 
     def rows_of(self, values: range, scales: range, num_columns: int) -> range:
         """The rows that must be written to fill these numbers of the values and of the scales."""
-        parts = zip((values, scales), self._spans(num_columns), strict=True)
-        weights = [(part.start * span, part.stop * span) for part, span in parts if part]
-        if not weights:
+        spans = self._spans(num_columns)
+        parts = [(part, span) for part, span in zip((values, scales), spans, strict=True) if part]
+        if not parts:
             return range(0)
-        first = min(start for start, _ in weights) // num_columns
-        return range(
-            first // self.row_step * self.row_step, -(-max(stop for _, stop in weights) // num_columns)
-        )
+        first = min(part.start * span for part, span in parts) // num_columns
+        # To the end of what has one scale: without the rest of it the scale would be another one.
+        block = max(spans)
+        stop = -(-max(part.stop * span for part, span in parts) // block) * block
+        return range(first // self.row_step * self.row_step, -(-stop // num_columns))
 
     @abstractmethod
     def _quantised(self, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -194,7 +194,8 @@ def test_tensors_of_one_block_that_share_memory_are_copied_once() -> None:
         loss = gradient_checkpoint_forward(torch.mul, *OFFLOAD, x, x.view_as(x)).sum()
     loss.backward()
     assert torch.equal(weight.grad, 8 * weight)
-    assert engine.report().tensors_offloaded == 1
+    # What is shared stays on the device: a tensor is shared with another block only.
+    assert (engine.report().tensors_offloaded, engine.report().tensors_shared) == (1, 0)
 
 
 def test_a_tensor_is_shared_although_blocks_without_it_lie_between() -> None:

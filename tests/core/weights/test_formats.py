@@ -93,6 +93,7 @@ def test_int8_is_off_by_half_a_step_at_most_and_keeps_what_is_largest_and_what_i
     values, scales = stored(Int8(), weight, 8)
     largest = weight.abs().amax(1, keepdim=True)
     assert torch.equal(values.abs().amax(1), torch.where(largest.squeeze(1) > 0, 127, 0))
+    assert (scales > 0).all()  # a row of zeros is not divided by 0, which has no whole number
     dense = Int8().dense(values, scales, weight.shape, torch.float32)
     # Half a step, and what fp32 rounds on the way there and back.
     assert ((dense - weight).abs() <= largest / 127 * (0.5 + 1e-4)).all()
@@ -126,3 +127,27 @@ def test_rows_of_a_weight_are_dense_as_in_the_whole(weights: WeightFormat) -> No
         assert torch.equal(
             weights.dense(*part, (len(rows), 24), torch.float32), whole[rows.start : rows.stop]
         )
+
+
+@pytest.mark.parametrize("num_shares", [1, 2, 5])
+@pytest.mark.parametrize("shape", [(300, 24), (16, 24), (7, 24)])
+def test_a_share_of_a_weight_is_written_by_the_rows_that_it_needs(
+    weights: WeightFormat, shape: tuple[int, int], num_shares: int
+) -> None:
+    weight = random_weight(*shape)
+    whole = [part.flatten() for part in stored(weights, weight, len(weight))]
+    for share in range(num_shares):
+        own = [share_of(len(part), share, num_shares) for part in whole]
+        parts = [part[numbers.start : numbers.stop] for part, numbers in zip(whole, own, strict=True)]
+        written = [torch.zeros_like(part) for part in parts]
+        rows = weights.rows_of(*own, shape[1])
+        for first in range(rows.start, rows.stop, weights.row_step):
+            some = weight[first : min(first + weights.row_step, rows.stop)]
+            weights.write(some, first, *written, starts=[numbers.start for numbers in own])
+        assert all(map(torch.equal, written, parts))
+
+
+def share_of(num_numbers: int, share: int, num_shares: int) -> range:
+    """As ``torch.chunk`` cuts them: some of the last may have fewer or none."""
+    size = -(-num_numbers // num_shares)
+    return range(min(share * size, num_numbers), min((share + 1) * size, num_numbers))

@@ -90,6 +90,15 @@ def test_tensors_that_require_grad_or_are_views_are_saved_by_value(store: Checkp
     assert checkpoint.tensors("optimizer") == {}
 
 
+def test_tensors_that_share_memory_are_each_saved(store: CheckpointStore) -> None:
+    memory = torch.arange(6.0)  # as the 8-bit state of bitsandbytes does, whose tables are one for all layers
+    shared = {"a.table": memory, "b.table": memory, "b.part": memory[2:4]}
+    saved = read_checkpoint(store.save(1, {"optimizer": shared}, {})).tensors("optimizer")
+    assert {name: tensor.tolist() for name, tensor in saved.items()} == {
+        name: tensor.tolist() for name, tensor in shared.items()
+    }
+
+
 def test_a_fresh_folder_has_no_latest_checkpoint(store: CheckpointStore) -> None:
     assert store.latest() is None
     assert store.steps() == []

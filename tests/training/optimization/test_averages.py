@@ -60,10 +60,13 @@ def test_a_continued_average_is_the_same_bit_for_bit_and_a_restarted_one_is_not(
     first, second, forgetful = (MovingAverage(layers, decay=0.9) for _ in range(3))
     train(layers, first, values[:7])
     second.load({name: tensor.clone() for name, tensor in first.tensors().items()}, first.num_updates)
+    train(layers, forgetful, values[:7])
     forgetful.restart()
-    train(layers, second, values[7:])
-    train(layers, forgetful, values[7:])
+    fresh = MovingAverage(layers, decay=0.9)
+    for averaged in (second, forgetful, fresh):
+        train(layers, averaged, values[7:])
     assert torch.equal(whole.tensors()["1.weight"], second.tensors()["1.weight"])
+    assert torch.equal(fresh.tensors()["1.weight"], forgetful.tensors()["1.weight"])
     assert not torch.equal(whole.tensors()["1.weight"], forgetful.tensors()["1.weight"])
 
 

@@ -105,7 +105,7 @@ def test_weights_that_are_streamed_are_on_the_host_and_the_device_has_slots_for_
             sum(-(-(weight.nbytes + 64) // 512) * 512 for weight in weights_to_move(block))
             for block in blocks
         ]
-        resident, streamed, half, int8, nf4 = (
+        resident, streamed, half, int8, nf4, averaged = (
             counter.count(replace(RESIDENT, **settings))
             for settings in (
                 {},
@@ -113,6 +113,7 @@ def test_weights_that_are_streamed_are_on_the_host_and_the_device_has_slots_for_
                 {"stream_blocks": 2},
                 {"quantize": "int8"},
                 {"quantize": "nf4"},
+                {"has_average": True},
             )
         )
         names = quantizable_layers(model, family.block_lists)
@@ -130,6 +131,7 @@ def test_weights_that_are_streamed_are_on_the_host_and_the_device_has_slots_for_
     # While one layer computes, its weight is there as it was.
     assert int8.step.peak - resident.step.peak <= max(weight.nbytes for weight in quantised)
     assert resident.optimizer == 2 * resident.lora == 2 * resident.gradients
+    assert averaged == replace(resident, lora=2 * resident.lora)
     assert resident.device == resident.weights + 3 * resident.lora + resident.step.peak
 
 

@@ -105,6 +105,15 @@ def test_micro_batches_are_as_many_as_a_step_needs_and_add_up_their_gradients() 
     assert timer.seconds(settings_of(KEEP, micro_batch_size=4)) == STEP + OPTIMIZER
 
 
+def test_processes_that_share_a_sample_take_a_part_each_and_ulysses_attends_again() -> None:
+    alone = Counted(Weights(), SPEED).seconds(settings_of(KEEP)) - OPTIMIZER
+    ring, ulysses = (
+        Counted(Weights(), SPEED, num_sharing=2, attends_again=again).seconds(settings_of(KEEP)) - OPTIMIZER
+        for again in (False, True)
+    )
+    assert (ring, ulysses) == (alone / 2, (alone + NUM_BLOCKS * 30) / 2)
+
+
 def test_a_pass_without_gradients_is_a_forward_pass_more_and_fetches_streamed_weights() -> None:
     timer = Counted(Weights(), SPEED, batch_size=2, other_forwards=1)
     assert timer.seconds(settings_of(OFFLOAD, micro_batch_size=2)) == (
