@@ -14,7 +14,7 @@ from diffsynth_lite.lora import known_names
 from diffsynth_lite.lora.conversion import FamilyNames, Target, convert, write_conversion
 from diffsynth_lite.lora.pairs import LoraPair
 from diffsynth_lite.lora.reading import LoraContents, contents_of, known_pairs
-from diffsynth_lite.lora.spelling import DIFFUSERS, SDXL_NAMES, WAN_NAMES, taken_by_comfyui
+from diffsynth_lite.lora.spelling import DIFFUSERS, SDXL_NAMES, WAN_NAMES, Spelling, taken_by_comfyui
 
 FLUX = FamilyNames(layers=known_names.FLUX, comfyui=taken_by_comfyui())
 WAN = FamilyNames(layers=known_names.WAN, comfyui=WAN_NAMES)
@@ -209,6 +209,25 @@ def test_another_alpha_leaves_the_update_and_is_what_the_file_says() -> None:
     assert other.contents.metadata["ss_network_alpha"] == "16"
     with pytest.raises(UserError, match=r"--alpha: a file for comfyui has no place for it"):
         convert(OF_WAN, WAN, "comfyui", FILE, alpha=16)
+
+
+def test_what_rounding_does_to_an_update_is_within_its_bound_also_where_alpha_was_folded() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        down, up, alpha = torch.rand(3, 1, 1, generator=generator) + 0.5
+        pair = LoraPair(down=down, up=up, alpha=float(alpha))
+        assert pair.distance(pair.with_alpha(3.0)) <= pair.rounding_bound(torch.float32)
+        for dtype in (torch.bfloat16, torch.float16):
+            rounded = LoraPair(down=down.to(dtype), up=pair.with_alpha(1).up.to(dtype), alpha=1)
+            assert 0 < pair.distance(rounded) <= pair.rounding_bound(dtype)
+
+
+def test_a_star_in_a_rename_stands_for_one_part_of_a_name() -> None:
+    spelling = Spelling(renames=(("blocks.*.out", "b.*.o"),))
+    names = ("blocks.7.out", "blocks.7.attn.out", "blocks.7.out.blocks.8.out")
+    assert [spelling.key(f"transformer.{name}").partition(".")[2] for name in names] == [
+        *("b.7.o", "blocks.7.attn.out", "b.7.o.b.8.o")
+    ]
 
 
 def test_what_a_program_has_no_place_for_is_refused() -> None:
