@@ -22,14 +22,18 @@ class LazyBackend:
     one is gone before its copy ran, that is a ``HazardError``.
 
     Args:
+        newest_first: copies of a direction run in the opposite order, as a backend may do with those that
+            nobody has waited for.
         forgets: copies in this direction ("out", "in") do not run when they are waited for: the bug of an
             engine that forgets to wait.
         host_bytes: host memory that can be had; None is unlimited.
     """
 
-    def __init__(self, *, forgets: str | None = None, host_bytes: int | None = None) -> None:
+    def __init__(
+        self, *, newest_first: bool = False, forgets: str | None = None, host_bytes: int | None = None
+    ) -> None:
         self.pending: dict[str, deque[LazyCopy]] = {"out": deque(), "in": deque()}
-        self.forgets = forgets
+        self.newest_first, self.forgets = newest_first, forgets
         self._host_bytes = host_bytes
 
     def allocate_host(self, num_bytes: int, descriptor: int = -1) -> Tensor | None:
@@ -59,10 +63,10 @@ class LazyBackend:
         return sum(len(copies) for copies in self.pending.values())
 
     def run(self, copy: "LazyCopy") -> None:
-        """Run ``copy`` and those before it in its direction."""
+        """Run ``copy`` and those whose turn in its direction is before it."""
         copies = self.pending[copy.direction]
         while copy in copies:
-            copies.popleft().run()
+            (copies.pop() if self.newest_first else copies.popleft()).run()
 
     def finish(self) -> None:
         """Run all that was never waited for."""
