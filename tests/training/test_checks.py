@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from prepared_run import PROCESS, load_config_of
+from wan_pipelines import two_experts
 
 from diffsynth_lite.data.video import write_video
 from diffsynth_lite.doctor.model import model_table
@@ -206,6 +207,16 @@ def test_a_problem_with_the_layers_is_no_problem_of_the_optimizer_and_both_are_t
         "train.lr_scheduler": "polynomial",
     }
     assert "lora.groups: the learning rate of to_q, 1e-08 with train.lr_scheduler" in refusal(root, **slow)
+
+
+def test_an_optimizer_that_averages_as_it_goes_trains_one_expert_only(root: Path) -> None:
+    two_experts().save_pretrained(root / "model")
+    changes = {"model.family": "wan", "data.width": "32", "data.height": "32"}
+    changes |= {"train.optimizer": "schedule_free", "train.lr_scheduler": "constant"}
+    message = "schedule_free counts every step into its average, and a step trains one of transformer and "
+    assert message in refusal(root, **changes)
+    check_run(load_config_of(root, changes | {"lora.components": "[transformer]"}), PROCESS)
+    check_run(load_config_of(root, changes | {"train.optimizer": "adamw"}), PROCESS)
 
 
 def test_an_autoencoder_that_float16_is_too_narrow_for_is_refused(root: Path) -> None:
