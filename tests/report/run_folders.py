@@ -68,6 +68,12 @@ def full_folder(path: Path, *, text: str = "a circle", steps: Iterable[int] = (0
     return path
 
 
+def of_chart(name: str, expression: str) -> str:
+    """JavaScript that computes an expression of the ``chart`` which the page has drawn."""
+    found = f"uPlot.sync('step').plots.find(each => each.root.parentElement.dataset.chart === '{name}')"
+    return f"(chart => {expression})({found})"
+
+
 def _write_metrics(folder: RunFolder) -> None:
     report = {"blocks_run": 6, "blocks_checkpointed": 6, "blocks_recomputed": 6, "tensors_offloaded": 2}
     rows: list[dict[str, object]] = [

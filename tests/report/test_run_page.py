@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from browser import DESKTOP_PX, PHONE_PX, Browser
 from PIL import Image
-from run_folders import ATTACK, full_folder
+from run_folders import ATTACK, full_folder, of_chart
 
 from diffsynth_lite.report import previews
 from diffsynth_lite.report.page import duration, render, write_report
@@ -229,6 +229,43 @@ def test_a_browser_draws_it_and_keeps_in_its_address_what_was_chosen(
         chosen = dict(pair.split("=") for pair in page.evaluate("location.hash.slice(1)").split("&"))
         assert chosen == {"prompt": "0", "step": "200", "sort": "change-down", "theme": "light"}
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+
+
+def test_charts_have_their_axes_and_lines_and_what_a_reader_zoomed_into_stays(
+    tmp_path: Path, browser: Browser
+) -> None:
+    folder = full_folder(tmp_path / "mine")
+    with RunFolder(folder).metrics_file.open("a") as metrics:
+        metrics.write('{"step": 200, "time": 401.0, "validation_loss": 0.4}\n')
+    with browser.page(write_report(folder)) as page:
+        # Equal ratios take equal room on a logarithmic axis, equal differences on any other.
+        distances = "[1, 2, 4, 7].map(x => chart.valToPos(x / 10, 'y')).map((x, i, all) => x - all[i + 1])"
+        ratio_1, ratio_2, _, _ = page.evaluate(of_chart("update", distances))
+        _, difference_1, difference_2, _ = page.evaluate(of_chart("fixed_noise_loss", distances))
+        assert ratio_1 == pytest.approx(ratio_2)
+        assert 3 * difference_1 == pytest.approx(2 * difference_2)
+        lines = "chart.series.slice(1).map(line => [line.label, line.width, line.stroke()])"
+        (raw, thin, pale), (smoothed, thick, strong) = page.evaluate(of_chart("loss", lines))
+        assert (raw, thin, smoothed, thick) == ("each logged step", 1, "smoothed", 2)
+        assert pale.startswith(strong.removesuffix(")"))
+        assert pale != strong
+        both = page.evaluate(of_chart("fixed_noise_loss", lines))
+        assert [label for label, *_ in both] == ["on training data", "on held-out data"]
+        assert len({colour for *_, colour in both}) == 2
+
+        shown = "[chart.scales.x.min, chart.scales.x.max]"
+        page.evaluate(of_chart("loss", "chart.setScale('x', {min: 50, max: 100})"))
+        page.click("#theme")
+        assert page.evaluate(of_chart("loss", shown)) == [50, 100]
+        page.evaluate(
+            "(text => { const data = JSON.parse(text.textContent);"
+            "for (const [steps, values] of Object.values(data.runs[0].series))"
+            "  { steps.push(300); values.push(values.at(-1)); }"
+            "text.textContent = JSON.stringify(data);"
+            "document.dispatchEvent(new Event('renewed')); })(document.getElementById('data'))"
+        )
+        assert page.evaluate(of_chart("loss", shown)) == [50, 100]
+        assert page.evaluate(of_chart("grad_norm", shown)) == [10, 300]
 
 
 def test_a_page_that_nobody_writes_any_more_says_so(tmp_path: Path, browser: Browser) -> None:

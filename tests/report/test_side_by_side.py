@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from browser import DESKTOP_PX, PHONE_PX, Browser
-from run_folders import ATTACK, full_folder
+from run_folders import ATTACK, full_folder, of_chart
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.report.page import render
@@ -88,6 +88,9 @@ def test_a_browser_shows_runs_side_by_side(tmp_path: Path, browser: Browser, wid
         loss = page.text("[data-chart=loss] .u-legend")
         assert "first" in loss
         assert "smoothed" not in loss
+        data = "JSON.parse(document.getElementById('data').textContent)"
+        series = page.evaluate(f"{data}.runs.map(run => run.series.loss_smoothed[1])")
+        assert page.evaluate(of_chart("loss", "chart.data.slice(1)")) == series
         assert page.evaluate("[...document.images].every(image => image.naturalWidth === 32)")
         links = page.evaluate("[...document.querySelectorAll('.side-by-side a')].map(link => link.href)")
         assert links[:2] == [(tmp_path / name / "report.html").as_uri() for name in ("first", "second")]
