@@ -101,11 +101,12 @@ def test_weights_that_are_streamed_are_on_the_host_and_the_device_has_slots_for_
         model = family.empty_transformer().to(torch.bfloat16)
         blocks = blocks_in(model, family.block_lists)
         sizes = [sum(weight.nbytes for weight in weights_to_move(block)) for block in blocks]
+        whole = [sum(weight.nbytes for weight in block.parameters()) for block in blocks]
         packed = [
             sum(-(-(weight.nbytes + 64) // 512) * 512 for weight in weights_to_move(block))
             for block in blocks
         ]
-        resident, streamed, half, int8, nf4, averaged = (
+        resident, streamed, half, int8, nf4, averaged, sharded = (
             counter.count(replace(RESIDENT, **settings))
             for settings in (
                 {},
@@ -114,6 +115,7 @@ def test_weights_that_are_streamed_are_on_the_host_and_the_device_has_slots_for_
                 {"quantize": "int8"},
                 {"quantize": "nf4"},
                 {"has_average": True},
+                {"num_shards": 4},
             )
         )
         names = quantizable_layers(model, family.block_lists)
@@ -131,6 +133,8 @@ def test_weights_that_are_streamed_are_on_the_host_and_the_device_has_slots_for_
     # While one layer computes, its weight is there as it was.
     assert int8.step.peak - resident.step.peak <= max(weight.nbytes for weight in quantised)
     assert resident.optimizer == 2 * resident.lora == 2 * resident.gradients
+    # A block computes, one arrives, and the room that it arrives in is a third.
+    assert sharded.slots == resident.weights - sum(whole) + 3 * max(whole)
     assert averaged == replace(resident, lora=2 * resident.lora)
     assert resident.device == resident.weights + 3 * resident.lora + resident.step.peak
 
