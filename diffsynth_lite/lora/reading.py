@@ -420,8 +420,9 @@ def _sorted_out(
 
 
 def _described(name: str, tensor: Tensor) -> str:
-    shape = "x".join(map(str, tensor.shape)) or f"no axes, {tensor.item()}"
-    return f"{name} ({str(tensor.dtype).removeprefix('torch.')}, {shape})"
+    shape = "x".join(map(str, tensor.shape)) or "no axes"
+    value = f", {tensor.item()}" if tensor.numel() == 1 else ""
+    return f"{name} ({str(tensor.dtype).removeprefix('torch.')}, {shape}{value})"
 
 
 def _unfitting(

@@ -267,7 +267,7 @@ def test_what_pefts_settings_make_something_else_is_refused(
         ({"transformer.x_embedder.alpha": torch.tensor(4.0)}, "transformer.x_embedder.alpha"),
         ({"transformer.proj_out.alpha": torch.tensor(float("nan"))}, "transformer.proj_out.alpha"),
         # kohya's programs take 0 for the rank, diffusers and ComfyUI for no update.
-        ({"transformer.proj_out.alpha": torch.tensor(0.0)}, r"proj_out.alpha \(float32, no axes, 0.0\)"),
+        ({"transformer.proj_out.alpha": torch.zeros(1)}, r"proj_out.alpha \(float32, 1, 0.0\)"),
         ({"transformer.proj_out.lora_B.weight": torch.zeros(4, 5)}, "proj_out with ranks 4 and 5"),
         ({"transformer.proj_out.lora_A.weight": torch.zeros(0, 6)}, "transformer.proj_out.lora_A.weight"),
         ({"transformer.proj_out.lora_B.weight": torch.zeros(())}, r"lora_B.weight \(float32, no axes, 0.0\)"),

@@ -30,7 +30,7 @@ def test_samples_are_written_by_item_after_logged_steps_and_when_asked(tmp_path:
     assert rows == [(10, samples), (12, {"item 1": [[0.1, None]]})]
 
 
-def test_of_a_long_run_a_share_is_kept_that_only_the_positions_decide() -> None:
+def test_of_a_long_run_a_share_is_kept_that_only_the_seed_and_the_positions_decide() -> None:
     def kept(*micro_batches: range, seed: int = 0) -> list[str]:
         losses = SampleLosses.of_run(seed=seed, num_samples=800_000)
         for positions in micro_batches:
