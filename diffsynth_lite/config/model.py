@@ -9,8 +9,9 @@ from diffsynth_lite.config.settings import Distinct, FilePath, NonEmptyStr, Prob
 
 Precision: TypeAlias = Literal["bfloat16", "float16", "float32"]
 TargetSet: TypeAlias = Literal["attention", "all"]
-# The density that each setting belongs to; with another one it would do nothing.
-_DENSITY_OF = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
+# The densities that each setting belongs to; with another one it would do nothing.
+_LOGIT_NORMAL = ("logit_normal", "stretched_logit_normal")
+_DENSITIES_OF = {"logit_mean": _LOGIT_NORMAL, "logit_std": _LOGIT_NORMAL, "mode_scale": ("mode",)}
 
 # What a LoKr does not have, and why.
 _NOT_WITH_LOKR = {
@@ -204,15 +205,20 @@ class ObjectiveSettings(Settings):
     """The model sees an image mixed with noise, at a noise level sigma between 0 (clean) and 1 (noise alone),
     and learns to predict what takes one to the other. With SDXL sigma is the timestep, as a part of all."""
 
-    timestep_density: Literal["uniform", "logit_normal", "mode", "cosmap"] = "uniform"
+    timestep_density: Literal["uniform", "logit_normal", "stretched_logit_normal", "mode", "cosmap"] = (
+        "uniform"
+    )
     """How noise levels are drawn, before the shift: all alike, or with more weight on some, as in Stable
-    Diffusion 3 (Esser et al. 2024, arXiv:2403.03206, section 3.1)."""
+    Diffusion 3 (Esser et al. 2024, arXiv:2403.03206, section 3.1). `stretched_logit_normal` is that of
+    Lightricks' LTX-2 trainer: the shift moves the centre of a `logit_normal`, the range between its 0.5 % and
+    99.9 % percentiles is then stretched to 0 to 1, and one level of ten is drawn uniformly."""
 
     logit_mean: float = Field(default=0.0, ge=-100, le=100)
-    """Centre of `logit_normal`: 0 favours sigma 0.5, above 0 more noise, below 0 less."""
+    """Centre of `logit_normal` and `stretched_logit_normal`: 0 favours sigma 0.5, above 0 more noise, below 0
+    less. A shift s is as log(s) more of it."""
 
     logit_std: float = Field(default=1.0, ge=0.001, le=100)
-    """Width of `logit_normal`: less than 1 stays closer to the centre."""
+    """Width of `logit_normal` and `stretched_logit_normal`: less than 1 stays closer to the centre."""
 
     mode_scale: float = Field(default=1.29, ge=-1, le=1.75)
     """Strength of `mode`: above 0 favours the middle, below 0 both ends, 0 is uniform."""
@@ -255,6 +261,11 @@ class ObjectiveSettings(Settings):
     sample is the mean error of its pictures plus this times that of its sound. 0 gives the model the sound
     and learns from the pictures alone."""
 
+    audio_noise: Literal["shared", "own"] = "shared"
+    """With `data.audio`, the noise level of a clip's audio: that of the clip (`shared`), or one that is drawn
+    for it, with a shift by its own number of tokens where the shift depends on that (`own`). Who trains which
+    way is in [models.md](models.md#ltx2)."""
+
     guidance_target: float | None = Field(default=None, gt=1, le=100)
     """For models that are distilled to be used without classifier-free guidance: learn what guidance of this
     scale would give, `u + g (v - u)`, in place of v, what the data give. u is the model's own output for an
@@ -263,10 +274,13 @@ class ObjectiveSettings(Settings):
     [methods.md](methods.md#distilled-models)."""
 
     def conflicts(self) -> Iterator[Problem]:
-        for key, density in _DENSITY_OF.items():
-            if self.timestep_density != density and not self.is_default(key):
+        for key, densities in _DENSITIES_OF.items():
+            if self.timestep_density not in densities and not self.is_default(key):
                 yield _without_effect(
-                    f"objective.{key}", "objective.timestep_density", self.timestep_density, density
+                    f"objective.{key}",
+                    "objective.timestep_density",
+                    self.timestep_density,
+                    " or ".join(densities),
                 )
         if self.loss != "huber" and not self.is_default("huber_delta"):
             yield _without_effect("objective.huber_delta", "objective.loss", self.loss, "huber")

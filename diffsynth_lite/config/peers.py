@@ -1,8 +1,8 @@
 """This file knows what other trainers call our settings, so that their users are told ours.
 
-The names are from the documents and example configs of sd-scripts and musubi-tuner (kohya), ai-toolkit and
-OneTrainer, SimpleTuner's documentation/OPTIONS.md, DiffSynth-Studio's diffsynth/diffusion/parsers.py, and the
-training scripts in diffusers' examples/dreambooth.
+The names are from the documents and example configs of sd-scripts and musubi-tuner (kohya), AkaneTendo25's
+fork of the latter (docs/ltx_2.md), ai-toolkit and OneTrainer, SimpleTuner's documentation/OPTIONS.md,
+DiffSynth-Studio's diffsynth/diffusion/parsers.py, and the training scripts in diffusers' examples/dreambooth.
 """
 
 _THEIR_NAMES = {
@@ -58,6 +58,7 @@ _THEIR_NAMES = {
     "objective.timestep_density": "timestep_sampling weighting_scheme timestep_distribution timestep_type",
     "objective.loss": "loss_type",
     "objective.audio_loss_weight": "audio_loss_multiplier",
+    "objective.audio_noise": "independent_audio_timestep",
     "objective.huber_delta": "huber_c pseudo_huber_c",
     "objective.loss_weighting": "loss_weight_fn",
     "objective.min_snr_gamma": "snr_gamma",

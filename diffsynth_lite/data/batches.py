@@ -57,11 +57,13 @@ class AudioBatch:
     Attributes:
         latents: (B, ...), in the encoder's precision, on axes of their own.
         noise: (B, ...), float32.
+        uniform: (B,), float32, in [0, 1), for noise levels of its own; independent of those of the clips.
         has_audio: (B,), float32: 1 where a clip has sound, 0 where silence stands for it.
     """
 
     latents: Tensor
     noise: Tensor
+    uniform: Tensor
     has_audio: Tensor
 
     @classmethod
@@ -79,10 +81,11 @@ class AudioBatch:
         if "audio_latents" not in media[0]:
             return None
         latents = torch.stack([entry["audio_latents"] for entry in media])
-        shape = latents.shape[1:]
+        shape, levels = latents.shape[1:], f"audio-{purpose}-level"
         return cls(
             latents=latents,
             noise=torch.stack([normal(seed, f"audio-{purpose}", place, shape) for place in positions]),
+            uniform=torch.tensor([uniform(seed, levels, place) for place in positions], dtype=torch.float32),
             has_audio=torch.stack([entry["has_audio"] for entry in media]),
         )
 

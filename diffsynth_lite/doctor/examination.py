@@ -49,6 +49,7 @@ from diffsynth_lite.training.data_settings import (
     find_training_records,
     held_out_rules,
     index_file,
+    own_audio_shape,
     plan_rules,
 )
 from diffsynth_lite.training.dataset import require_sound
@@ -229,7 +230,8 @@ def _noise(data: ExaminedData) -> list[NoiseFindings]:
     samples = {bucket: float(number) for bucket, number in samples_by_bucket(data).items()}
     if not samples:
         return []
-    return noise_table(build_noise_levels(data.config, data.family), data.family, samples)
+    levels = build_noise_levels(data.config, data.family)
+    return noise_table(levels, data.family, samples, partial(own_audio_shape, data.config, data.family))
 
 
 def _held_out_findings(

@@ -82,7 +82,7 @@ class NoiseFindings:
     """One row of the table of noise levels.
 
     Attributes:
-        name: what it is of: all steps, a size, or an expert.
+        name: what it is of: all steps, a size, an expert, or audio with noise levels of its own.
         part: of all steps.
         shift: of their noise levels; None where sizes differ in it.
         shares: how they are spread.

@@ -1,7 +1,7 @@
 """This file tells which noise levels the steps of a run train, from what the run draws them with."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from diffsynth_lite.core.noise import LevelShares, mixed_shares
@@ -27,21 +27,29 @@ class _Size:
 
 
 def noise_table(
-    levels: NoiseLevels, family: ModelFamily, samples: Mapping[Bucket, float]
+    levels: NoiseLevels,
+    family: ModelFamily,
+    samples: Mapping[Bucket, float],
+    audio_shape: Callable[[int], Sequence[int] | None] = lambda _num_frames: None,
 ) -> list[NoiseFindings]:
-    """All steps, then those of each size where sizes differ in their shift, then those of each expert.
+    """All steps, each size where they differ in their shift, each expert, and audio with levels of its own.
 
     Args:
         levels: of the run.
         samples: of each bucket in a pass over the data, at least one above 0.
+        audio_shape: of the latents of the audio of so many frames, where it has levels of its own.
 
     Raises:
         UserError: as :meth:`NoiseLevels.shares` does.
     """
-    sizes = _sizes(levels, family, samples)
-    shift = sizes[0].shift if len({size.shift for size in sizes}) == 1 else None
-    of_all = mixed_shares([(size.part * part, shares) for size in sizes for part, shares in size.ranges])
-    rows = [NoiseFindings(name="all steps", part=1.0, shift=shift, shares=of_all)]
+
+    def shape_of(bucket: Bucket) -> Sequence[int]:
+        return family.latents_shape(bucket.width, bucket.height, bucket.num_pictures)
+
+    total = sum(samples.values())
+    sizes = _sizes(levels, shape_of, samples, total)
+    rows = [_all_of("all steps", 1.0, sizes)]
+    shift = rows[0].shift
     if shift is None:
         rows += [
             NoiseFindings(name=size.name, part=size.part, shift=size.shift, shares=mixed_shares(size.ranges))
@@ -49,19 +57,36 @@ def noise_table(
         ]
     if len(levels.ranges) > 1:
         rows += [_of_expert(place, name, sizes, shift) for place, name in enumerate(family.trained)]
+    heard = {bucket: number for bucket, number in samples.items() if audio_shape(bucket.num_frames)}
+    if heard:
+        of_audio = _sizes(levels, lambda bucket: audio_shape(bucket.num_frames) or (), heard, total)
+        rows.append(_all_of("audio", sum(heard.values()) / total, of_audio))
     return rows
 
 
-def _sizes(levels: NoiseLevels, family: ModelFamily, samples: Mapping[Bucket, float]) -> list[_Size]:
-    """The sizes, the one with most steps first."""
+def _all_of(name: str, part: float, sizes: Sequence[_Size]) -> NoiseFindings:
+    return NoiseFindings(
+        name=name,
+        part=part,
+        shift=sizes[0].shift if len({size.shift for size in sizes}) == 1 else None,
+        shares=mixed_shares([(size.part * part, shares) for size in sizes for part, shares in size.ranges]),
+    )
+
+
+def _sizes(
+    levels: NoiseLevels,
+    shape_of: Callable[[Bucket], Sequence[int]],
+    samples: Mapping[Bucket, float],
+    total: float,
+) -> list[_Size]:
+    """The sizes, the one with most steps first; ``total`` are the samples that make all steps."""
     counts: dict[Bucket, float] = defaultdict(float)
     for bucket, number in samples.items():
         counts[replace(bucket, inputs=())] += number
-    total = sum(counts.values())
     known: dict[float, list[tuple[float, LevelShares]]] = {}
     sizes = []
     for bucket, number in sorted(counts.items(), key=lambda entry: -entry[1]):
-        shape = family.latents_shape(bucket.width, bucket.height, bucket.num_pictures)
+        shape = shape_of(bucket)
         shift = levels.shift(shape)
         if shift not in known:
             known[shift] = levels.shares(shape)

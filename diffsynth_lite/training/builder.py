@@ -323,6 +323,7 @@ def _build_objective(config: Config, family: ModelFamily, accelerator: Accelerat
         ),
         losses_apart=None if are_alike and not family.with_audio else LossesApart(),
         audio_loss_weight=config.objective.audio_loss_weight,
+        own_audio_levels=config.objective.audio_noise == "own",
         learns_silence=config.data.silent_clips == "learn",
     )
 

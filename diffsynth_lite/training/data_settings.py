@@ -143,6 +143,11 @@ def audio_shape(config: Config, family: ModelFamily, num_frames: int) -> tuple[i
     return family.audio_latents_shape(num_frames, fps) if family.with_audio and fps is not None else None
 
 
+def own_audio_shape(config: Config, family: ModelFamily, num_frames: int) -> tuple[int, ...] | None:
+    """As :func:`audio_shape`; None also where audio has the noise levels of its clip."""
+    return audio_shape(config, family, num_frames) if config.objective.audio_noise == "own" else None
+
+
 def num_tokens_of(bucket: Bucket, family: ModelFamily) -> int:
     """Tokens that the transformer makes of one sample of a bucket, with those of its inputs."""
     frames = [(bucket.width, bucket.height, bucket.num_pictures), *((*size, 1) for size in bucket.inputs)]
@@ -167,15 +172,19 @@ def shifts_by_size(
     """The shift of the noise levels at each size that the config names, by the name of the size.
 
     Of a resolution at its square and at one of half its edge: one alone does not tell whether the shift
-    depends on the size.
+    depends on the size. Where audio has noise levels of its own, also its shift at each number of frames.
 
     Args:
-        shift: of the shape of one sample's latents.
+        shift: of the shape of one sample's latents, or of those of its audio.
     """
-    return {
-        size.name: shift(family.latents_shape(size.width, size.height, size.num_pictures))
+    shapes: dict[str, Sequence[int]] = {
+        size.name: family.latents_shape(size.width, size.height, size.num_pictures)
         for size in sizes_of(config, family)
     }
+    for count in frame_counts_of(config, family):
+        if (shape := own_audio_shape(config, family, count)) is not None:
+            shapes[f"audio of {count} frames"] = shape
+    return {name: shift(shape) for name, shape in shapes.items()}
 
 
 def data_sources(config: Config) -> list[Source]:

@@ -84,6 +84,11 @@ class FixedNoise:
     position: int
     part: float
 
+    @property
+    def audio_part(self) -> float:
+        """That of audio with levels of its own: a third further, as even over the items as ``part``."""
+        return (self.part + 1 / 3) % 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class FixedNoiseErrors:
@@ -126,8 +131,9 @@ class FixedNoiseErrors:
         noise = torch.stack(
             [normal(self.seed, self.purpose, sample.position, latents.shape[1:]) for sample in batch]
         )
-        evenly = self.objective.noise_levels.evenly
-        sigma = torch.tensor([evenly(sample.part) for sample in batch], device=self.objective.device)
+        sigma, audio_sigma = self._levels([sample.part for sample in batch]), None
+        if self.objective.own_audio_levels:
+            audio_sigma = self._levels([sample.audio_part for sample in batch])
         masks = [sample.item.loss_mask for sample in batch if sample.item.loss_mask is not None]
         return self.objective.errors(
             transformer,
@@ -142,8 +148,13 @@ class FixedNoiseErrors:
                 purpose=self.purpose,
                 positions=[sample.position for sample in batch],
             ),
+            audio_sigma=audio_sigma,
             unconditional=[one.item.unconditional for one in batch if one.item.unconditional is not None],
         )
+
+    def _levels(self, parts: Sequence[float]) -> torch.Tensor:
+        evenly = self.objective.noise_levels.evenly
+        return torch.tensor([evenly(part) for part in parts], device=self.objective.device)
 
 
 @dataclass(frozen=True, kw_only=True)

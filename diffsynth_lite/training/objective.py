@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 
@@ -21,7 +21,6 @@ from diffsynth_lite.core.noise import (
     draw_of_level,
     level_shares,
     loss_weight,
-    shift_sigma,
     sigma_from_uniform,
 )
 from diffsynth_lite.data import AudioBatch, Batch
@@ -41,11 +40,8 @@ class NoiseLevels:
     """The distribution of noise levels that the model is trained on.
 
     Attributes:
-        density: name of the density before the shift: uniform, logit_normal, mode or cosmap.
-        logit_mean: of the logit-normal density.
-        logit_std: of the logit-normal density.
-        mode_scale: of the mode density.
-        shift: of one sample's latents' shape; see :func:`diffsynth_lite.core.noise.shift_sigma`.
+        density: see :func:`diffsynth_lite.core.noise.sigma_from_uniform`, as for the next three.
+        shift: of the shape of one sample's latents, or of those of its audio; see there.
         sigma_min: lower end of the range trained on, in [0, 1).
         sigma_max: upper end, in (0, 1].
         ranges: the parts [low, high) of the noise levels that are trained, each by a model of its own: all
@@ -149,8 +145,8 @@ class NoiseLevels:
             logit_mean=self.logit_mean,
             logit_std=self.logit_std,
             mode_scale=self.mode_scale,
+            shift=self.shift(latents_shape),
         )
-        sigma = shift_sigma(sigma, self.shift(latents_shape))
         return self.sigma_min + (self.sigma_max - self.sigma_min) * sigma
 
 
@@ -172,6 +168,37 @@ class SampleErrors:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What the model is given of B samples.
+
+    Attributes:
+        noisy: what it estimates the noise of.
+        sigma: (B,), noise levels.
+        audio_sigma: (B,), those of audio; None where they are the same, or there is none.
+        conditioning: of the B samples.
+    """
+
+    noisy: _Parts
+    sigma: torch.Tensor
+    audio_sigma: torch.Tensor | None
+    conditioning: Sequence[Conditioning]
+
+    def of(self, places: Sequence[int]) -> "_Seen":
+        """That of some of the samples."""
+
+        def chosen(part: torch.Tensor) -> torch.Tensor:
+            # Not by an index, which would wait for the device.
+            return torch.stack([part[place] for place in places])
+
+        return _Seen(
+            noisy=tuple(map(chosen, self.noisy)),
+            sigma=chosen(self.sigma),
+            audio_sigma=None if self.audio_sigma is None else chosen(self.audio_sigma),
+            conditioning=[self.conditioning[place] for place in places],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DenoisingObjective:
     """The error of a model family's estimate, on the family's own path from data to noise.
 
@@ -189,6 +216,7 @@ class DenoisingObjective:
         losses_apart: adds up those of the samples that are learned and of the ones that are preserved, and of
             pictures and sound; None where all are learned, count alike, and have no sound.
         audio_loss_weight: of the error of the sound beside that of the pictures.
+        own_audio_levels: whether the audio of clips is at noise levels of its own.
         learns_silence: whether clips without sound are learned as silent ones.
     """
 
@@ -204,13 +232,14 @@ class DenoisingObjective:
     sample_losses: SampleLosses = field(default_factory=SampleLosses)
     losses_apart: LossesApart | None = None
     audio_loss_weight: float = 1.0
+    own_audio_levels: bool = False
     learns_silence: bool = False
 
     def loss(self, transformer: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Mean weighted loss of the estimate over a micro-batch, a scalar in fp32."""
-        sigma = self.noise_levels.sigma(
-            batch.uniform, batch.latents.shape[1:], step_uniform=batch.step_uniform
-        ).to(self.device)
+        sigma, audio_sigma = self._levels(batch, batch), None
+        if self.own_audio_levels and batch.audio is not None:
+            audio_sigma = self._levels(batch, batch.audio)
         errors = self.errors(
             transformer,
             batch.latents,
@@ -220,19 +249,30 @@ class DenoisingObjective:
             batch.loss_mask,
             huber_delta=self.huber_delta,
             audio=batch.audio,
+            audio_sigma=audio_sigma,
             unconditional=batch.unconditional,
             preserved=batch.preserved,
         )
         weight = self._weight(sigma)
-        losses = weight * errors.total
+        audio_weight, of_level = weight, weight * errors.total
+        losses = of_level
+        if audio_sigma is not None and errors.audio is not None:
+            audio_weight, of_level = self._weight(audio_sigma), weight * errors.video
+            losses = of_level + self.audio_loss_weight * audio_weight * errors.audio
         if self.counts:
-            self._count(batch, sigma, losses)
-            self._count_parts(batch, weight, errors)
+            self._count(batch, losses, sigma, of_level)
+            self._count_parts(batch, weight * errors.video, audio_weight, errors)
         if batch.loss_weights is not None:
             losses = losses * batch.loss_weights.to(self.device)
         return losses.mean()
 
-    def _count(self, batch: Batch, sigma: torch.Tensor, losses: torch.Tensor) -> None:
+    def _levels(self, batch: Batch, part: Batch | AudioBatch) -> torch.Tensor:
+        """(B,), the noise levels of a batch or of its audio, on the device."""
+        shape, shared = part.latents.shape[1:], batch.step_uniform
+        return self.noise_levels.sigma(part.uniform, shape, step_uniform=shared).to(self.device)
+
+    def _count(self, batch: Batch, losses: torch.Tensor, sigma: torch.Tensor, of_level: torch.Tensor) -> None:
+        """Count the losses, and the part of them that is at the noise levels ``sigma``; each is (B,)."""
         preserved = batch.preserved or ()
         if self.losses_apart is not None:
             self.losses_apart.add(losses, preserved)
@@ -240,20 +280,21 @@ class DenoisingObjective:
         if not learned:
             return
         if preserved:
-            sigma, losses = (torch.stack([values[place] for place in learned]) for values in (sigma, losses))
+            chosen = (torch.stack([values[place] for place in learned]) for values in (sigma, of_level))
+            sigma, of_level = chosen
         names, positions = zip(
             *((batch.names[place], batch.positions[place]) for place in learned), strict=True
         )
-        self.loss_by_tenth.add(sigma, losses)
-        self.sample_losses.add(names, positions, sigma, losses)
+        self.loss_by_tenth.add(sigma, of_level)
+        self.sample_losses.add(names, positions, sigma, of_level)
 
-    def _count_parts(self, batch: Batch, weight: torch.Tensor, errors: SampleErrors) -> None:
+    def _count_parts(
+        self, batch: Batch, video: torch.Tensor, audio_weight: torch.Tensor, errors: SampleErrors
+    ) -> None:
         if self.losses_apart is None or batch.audio is None or errors.audio is None:
             return
         counts = self._counts_of_audio(batch.audio).tolist()
-        self.losses_apart.add_parts(
-            weight * errors.video, weight * errors.audio, counts, batch.preserved or ()
-        )
+        self.losses_apart.add_parts(video, audio_weight * errors.audio, counts, batch.preserved or ())
 
     def _counts_of_audio(self, audio: AudioBatch) -> torch.Tensor:
         """(B,), 1 where the error of a sample's sound counts and 0 where not, where the batch is."""
@@ -304,6 +345,7 @@ class DenoisingObjective:
         loss_mask: torch.Tensor | None = None,
         *,
         audio: AudioBatch | None = None,
+        audio_sigma: torch.Tensor | None = None,
         huber_delta: float | None = None,
         unconditional: Sequence[Conditioning] = (),
         preserved: Sequence[int] | None = None,
@@ -318,7 +360,8 @@ class DenoisingObjective:
             conditioning: of the B samples.
             loss_mask: (B, 1, ...), in [0, 1], not all zero in any sample: weights of the errors. They are
                 divided by their mean over the sample, so that a small mask does not make a small loss.
-            audio: the sound of the B samples, which is at the same noise levels and has no mask.
+            audio: the sound of the B samples, which has no mask.
+            audio_sigma: (B,), of it, as ``sigma``; None where it is at the same noise levels.
             huber_delta: above this, above 0, errors count by their size, as Huber (1964) has it: twice
                 ``torch.nn.functional.huber_loss``, which makes it the squared error of those below.
             unconditional: of the B samples without their captions, where the target is guided.
@@ -328,17 +371,19 @@ class DenoisingObjective:
         # Everything but the model's input stays in fp32: bf16 has 8 bits for a noise level.
         given = [(latents, noise)] if audio is None else [(latents, noise), (audio.latents, audio.noise)]
         parts = [(clean.to(self.device), drawn.to(self.device)) for clean, drawn in given]
+        levels = [sigma, sigma if audio_sigma is None else audio_sigma][: len(parts)]
         path = self.family.noise_path
-        noisy = tuple(path.add_noise(clean, drawn, sigma) for clean, drawn in parts)
-        targets = tuple(path.target(clean, drawn, sigma) for clean, drawn in parts)
+        noisy = tuple(path.add_noise(*part, level) for part, level in zip(parts, levels, strict=True))
+        targets = tuple(path.target(*part, level) for part, level in zip(parts, levels, strict=True))
+        seen = _Seen(noisy=noisy, sigma=sigma, audio_sigma=audio_sigma, conditioning=conditioning)
         if self.guidance_target is not None:
             # Before the pass with gradients, which is then held alone.
-            own = self._own_estimate(transformer, noisy, sigma, unconditional)
+            own = self._own_estimate(transformer, replace(seen, conditioning=unconditional))
             scale = self.guidance_target
             targets = tuple(one + scale * (target - one) for one, target in zip(own, targets, strict=True))
         if preserved is not None:
-            targets = self._preserving(targets, preserved, transformer, noisy, sigma, conditioning)
-        predicted = self._estimate(transformer, noisy, sigma, conditioning)
+            targets = self._preserving(targets, preserved, transformer, seen)
+        predicted = self._estimate(transformer, seen)
         errors = [
             _errors(estimate.float(), target, huber_delta)
             for estimate, target in zip(predicted, targets, strict=True)
@@ -351,38 +396,26 @@ class DenoisingObjective:
         total = video + self.audio_loss_weight * of_audio
         return SampleErrors(total=total, video=video, audio=of_audio, has_audio=counts)
 
-    def _estimate(
-        self,
-        transformer: torch.nn.Module,
-        noisy: _Parts,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> _Parts:
+    def _estimate(self, transformer: torch.nn.Module, seen: _Seen) -> _Parts:
         """What the model says of each part, in its shape."""
-        if len(noisy) == 1:
-            return (self.family.predict(transformer, noisy[0], sigma, conditioning),)
-        video, audio = noisy
-        return self.family.predict_with_audio(transformer, video, audio, sigma, conditioning)
+        if len(seen.noisy) == 1:
+            return (self.family.predict(transformer, seen.noisy[0], seen.sigma, seen.conditioning),)
+        video, audio = seen.noisy
+        return self.family.predict_with_audio(
+            transformer, video, audio, seen.sigma, seen.conditioning, audio_sigma=seen.audio_sigma
+        )
 
-    def _own_estimate(
-        self,
-        transformer: torch.nn.Module,
-        noisy: _Parts,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
-    ) -> _Parts:
+    def _own_estimate(self, transformer: torch.nn.Module, seen: _Seen) -> _Parts:
         """What the model says as it is by now, without gradients and without dropout, in fp32."""
         with evaluation_mode(transformer):
-            return tuple(part.float() for part in self._estimate(transformer, noisy, sigma, conditioning))
+            return tuple(part.float() for part in self._estimate(transformer, seen))
 
     def _preserving(
         self,
         targets: _Parts,
         preserved: Sequence[int],
         transformer: torch.nn.Module,
-        noisy: _Parts,
-        sigma: torch.Tensor,
-        conditioning: Sequence[Conditioning],
+        seen: _Seen,
     ) -> _Parts:
         """The targets, where those of some samples are what the model estimates without its adapter.
 
@@ -390,19 +423,8 @@ class DenoisingObjective:
         recomputes do not come here. Text encoders that are trained are without their adapters, too. Where
         none is preserved, one is computed for the sake of the processes that run the model together.
         """
-        places = preserved or (0,)
-
-        def chosen(part: torch.Tensor) -> torch.Tensor:
-            # Not by an index, which would wait for the device.
-            return torch.stack([part[place] for place in places])
-
         with without_adapter(transformer):
-            estimates = self._own_estimate(
-                transformer,
-                tuple(map(chosen, noisy)),
-                chosen(sigma),
-                [conditioning[place] for place in places],
-            )
+            estimates = self._own_estimate(transformer, seen.of(preserved or (0,)))
         return tuple(
             _with_places(target, preserved, estimate)
             for target, estimate in zip(targets, estimates, strict=True)

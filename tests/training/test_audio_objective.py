@@ -48,11 +48,18 @@ class Family:
         return estimate(model, noisy, sigma, conditioning)
 
     def predict_with_audio(
-        self, model: Any, noisy: torch.Tensor, audio: torch.Tensor, sigma: torch.Tensor, conditioning: Any
+        self,
+        model: Any,
+        noisy: torch.Tensor,
+        audio: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: Any,
+        *,
+        audio_sigma: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         model.calls.append(("both", len(noisy)))
-        video, sound = (estimate(model, part, sigma, conditioning) for part in (noisy, audio))
-        return video, 2 * sound
+        level = sigma if audio_sigma is None else audio_sigma
+        return estimate(model, noisy, sigma, conditioning), 2 * estimate(model, audio, level, conditioning)
 
 
 def objective(**changes: Any) -> DenoisingObjective:
@@ -82,6 +89,7 @@ def batch(**changes: Any) -> Batch:
     audio = AudioBatch(
         latents=torch.randn(AUDIO, generator=generator),
         noise=torch.randn(AUDIO, generator=generator),
+        uniform=torch.tensor([0.5, 0.1, 0.8]),
         has_audio=torch.tensor([1.0, 0.0, 1.0]),
     )
     settings: dict[str, Any] = {
@@ -99,24 +107,29 @@ def batch(**changes: Any) -> Batch:
     return Batch(**(settings | changes))
 
 
-def noisy_and_target(given: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of both parts, written down once more."""
+def noisy_and_target(
+    given: Batch, audio_sigma: torch.Tensor | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of both parts, written down once more; audio is at the levels of the clips where it has none."""
     assert given.audio is not None
     pairs = []
-    for clean, noise in ((given.latents, given.noise), (given.audio.latents, given.audio.noise)):
-        sigma = given.uniform.view(-1, *(1,) * (clean.ndim - 1))
-        pairs.append(((1 - sigma) * clean + sigma * noise, noise - clean))
+    levels = given.uniform, given.uniform if audio_sigma is None else audio_sigma
+    for part, level in zip((given, given.audio), levels, strict=True):
+        sigma = level.view(-1, *(1,) * (part.latents.ndim - 1))
+        pairs.append(((1 - sigma) * part.latents + sigma * part.noise, part.noise - part.latents))
     return pairs
 
 
-def expected_errors(given: Batch, model: TwoHeads) -> tuple[torch.Tensor, torch.Tensor]:
+def expected_errors(
+    given: Batch, model: TwoHeads, audio_sigma: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean squared error of each sample, of its pictures and of its sound."""
+    levels = given.uniform, given.uniform if audio_sigma is None else audio_sigma
     video, audio = (
-        (factor * estimate(model, noisy, given.uniform, given.conditioning) - target)
-        .square()
-        .flatten(1)
-        .mean(1)
-        for factor, (noisy, target) in zip((1, 2), noisy_and_target(given), strict=True)
+        (factor * estimate(model, noisy, level, given.conditioning) - target).square().flatten(1).mean(1)
+        for factor, level, (noisy, target) in zip(
+            (1, 2), levels, noisy_and_target(given, audio_sigma), strict=True
+        )
     )
     return video, audio
 
@@ -222,7 +235,66 @@ def test_what_is_preserved_keeps_its_sound_too_and_is_counted_apart() -> None:
         assert value == pytest.approx(of.item(), rel=1e-5)
 
 
-def test_the_loss_on_fixed_noise_tells_its_parts_and_has_noise_of_its_own_for_the_sound() -> None:
+def by_shape() -> NoiseLevels:
+    """Noise levels with a shift of 4 for clips, and of 2 for audio."""
+    shifts = {VIDEO[1:]: 4.0, AUDIO[1:]: 2.0}
+    return dataclasses.replace(objective().noise_levels, shift=lambda shape: shifts[tuple(shape)])
+
+
+def moved(level: torch.Tensor, shift: float) -> torch.Tensor:
+    return shift * level / (1 + (shift - 1) * level)
+
+
+def test_audio_with_levels_of_its_own_has_them_from_its_own_draws_tokens_and_weights() -> None:
+    given, model = batch(), TwoHeads()
+    assert given.audio is not None
+    tried = objective(
+        own_audio_levels=True, losses_apart=LossesApart(), noise_levels=by_shape(), weighting="sigma_sqrt"
+    )
+    loss = tried.loss(model, given)
+    sigma, audio_sigma = moved(given.uniform, 4), moved(given.audio.uniform, 2)
+    video, audio = expected_errors(dataclasses.replace(given, uniform=sigma), model, audio_sigma)
+    video, audio = video / sigma.square(), audio / audio_sigma.square()
+    torch.testing.assert_close(loss, (video + WEIGHT * torch.tensor([1.0, 0.0, 1.0]) * audio).mean())
+    assert tried.losses_apart is not None
+    apart = mean_losses(loss.item(), tried.losses_apart.take(given.latents.device).tolist())
+    assert apart.learned == pytest.approx(loss.item(), rel=1e-5)
+    assert apart.video == pytest.approx(video.mean().item(), rel=1e-5)
+    assert apart.audio == pytest.approx(audio[[0, 2]].mean().item(), rel=1e-5)
+    # A noise level has the loss of what is at it: the clips alone.
+    for (_, level, found), at, of in zip(tried.sample_losses.take(), sigma, video, strict=True):
+        assert (level, found) == pytest.approx((at.item(), of.item()), rel=1e-5)
+    sums, numbers = tried.loss_by_tenth.take(given.latents.device)
+    assert (sums.sum().item(), numbers.sum().item()) == (pytest.approx(video.sum().item(), rel=1e-5), 3)
+
+
+def test_with_levels_of_its_own_what_guides_and_what_is_preserved_are_at_them_too() -> None:
+    given, model, plain = batch(preserved=(2,)), TwoHeads(), TwoHeads()
+    assert given.audio is not None
+    add_adapter(model, ["layer"], rank=2, alpha=2, dropout=0, seed=0)
+    torch.nn.init.normal_(model.layer.lora_B["default"].weight)
+    loss = objective(own_audio_levels=True, guidance_target=3.0).loss(model, given)
+    levels, errors = (given.uniform, given.audio.uniform), []
+    for factor, level, (noisy, target) in zip(
+        (1, 2), levels, noisy_and_target(given, given.audio.uniform), strict=True
+    ):
+        own = factor * estimate(model, noisy, level, [{}] * 3)
+        guided = own + 3 * (target - own)
+        guided[2] = factor * estimate(plain, noisy, level, given.conditioning)[2]
+        found = factor * estimate(model, noisy, level, given.conditioning)
+        errors.append((found - guided).square().flatten(1).mean(1))
+    torch.testing.assert_close(loss, (errors[0] + WEIGHT * torch.tensor([1.0, 0.0, 1.0]) * errors[1]).mean())
+
+
+def test_pictures_have_no_audio_to_have_a_level_of_its_own() -> None:
+    given, model = batch(audio=None), TwoHeads()
+    losses = [objective(own_audio_levels=own).loss(model, given) for own in (False, True)]
+    assert torch.equal(*losses)
+    assert model.calls == [("video", 3)] * 2
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_loss_on_fixed_noise_tells_its_parts_and_has_noise_of_its_own_for_the_sound(own: bool) -> None:
     given, model = batch(), TwoHeads()
     assert given.audio is not None
     items = [
@@ -234,7 +306,7 @@ def test_the_loss_on_fixed_noise_tells_its_parts_and_has_noise_of_its_own_for_th
         )
         for place in range(3)
     ]
-    tried = objective()
+    tried = objective(own_audio_levels=own, noise_levels=by_shape())
     errors = FixedNoiseErrors(objective=tried, seed=3, purpose="validation-noise", batch_size=2)
     values = FixedNoiseLoss(name="validation_loss", items=items, errors=errors).measure(model)
     assert model.calls == [("both", 2), ("both", 1)]
@@ -247,7 +319,8 @@ def test_the_loss_on_fixed_noise_tells_its_parts_and_has_noise_of_its_own_for_th
             noise=torch.stack([normal(3, "audio-validation-noise", place, AUDIO[1:]) for place in range(3)]),
         ),
     )
-    video, audio = expected_errors(drawn, model)
+    # Of its own a third further on the way from data to noise, whatever the tokens and draws.
+    video, audio = expected_errors(drawn, model, torch.tensor([1 / 2, 5 / 6, 1 / 6]) if own else None)
     heard = torch.tensor([1.0, 0.0, 1.0])
     expected = {
         "validation_loss": (video + WEIGHT * heard * audio).mean().item(),

@@ -84,9 +84,9 @@ def level_shares(levels: Quantiles) -> LevelShares:
     Args:
         levels: as training calls it.
     """
-    bounds = [tenth / _NUM_TENTHS for tenth in range(1, _NUM_TENTHS)]
+    bounds = torch.arange(1, _NUM_TENTHS, dtype=torch.float64) / _NUM_TENTHS
     lowest, highest = (0.0, 1.0) if _grows(levels) else (1.0, 0.0)
-    draws = [lowest, *(draw_of_level(levels, bound) for bound in bounds), highest]
+    draws = [lowest, *_draws_of_levels(levels, bounds).tolist(), highest]
     tenths = [abs(after - before) for before, after in pairwise(draws)]
     points = (torch.arange(_NUM_POINTS, dtype=torch.float64) + 0.5) / _NUM_POINTS
     return LevelShares(tenths=tenths, mean=levels(points).double().mean().item())
@@ -109,15 +109,17 @@ def mixed_shares(parts: Sequence[tuple[float, LevelShares]]) -> LevelShares:
 
 def draw_of_level(levels: Quantiles, level: float) -> float:
     """The uniform draw, in [0, 1], whose noise level is ``level``, by bisection; an end where none has it."""
+    return _draws_of_levels(levels, torch.tensor([level], dtype=torch.float64)).item()
+
+
+def _draws_of_levels(levels: Quantiles, bounds: Tensor) -> Tensor:
+    """As :func:`draw_of_level`, of (N,) levels in float64 at once."""
     grows = _grows(levels)
-    low, high = 0.0, 1.0
+    low, high = torch.zeros_like(bounds), torch.ones_like(bounds)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        found = levels(torch.tensor([middle], dtype=torch.float64)).item()
-        if (found < level) == grows:
-            low = middle
-        else:
-            high = middle
+        is_low = (levels(middle).double() < bounds) == grows
+        low, high = torch.where(is_low, middle, low), torch.where(is_low, high, middle)
     return low
 
 

@@ -389,7 +389,7 @@ class ModelFamily(LoraFormat):
 
     @abstractmethod
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        """Tokens that the transformer makes of one sample's latents."""
+        """Tokens that the transformer makes of one sample's latents, or of those of its audio."""
 
     @abstractmethod
     def resolution_shift(self, latents_shape: Sequence[int]) -> float:
@@ -436,8 +436,14 @@ class ModelFamily(LoraFormat):
         noisy_audio_latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
+        *,
+        audio_sigma: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``predict``, of clips with their sound: the estimate of each of the two, in its shape."""
+        """As ``predict``, of clips with their sound: the estimate of each of the two, in its shape.
+
+        Args:
+            audio_sigma: (B,), noise level of the audio, in fp32; None where it is ``sigma``.
+        """
         raise NotImplementedError(f"{type(self).__name__} has an audio_format: it needs predict_with_audio")
 
     @abstractmethod

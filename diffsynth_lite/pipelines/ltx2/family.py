@@ -6,7 +6,8 @@ Sources: diffusers ``transformer_ltx2.py``, ``pipeline_ltx2.py`` and ``pipeline_
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -67,6 +68,7 @@ def model_fn_ltx2(
     frame_rate: torch.Tensor,
     audio_latents_bclm: torch.Tensor | None = None,
     audio_prompt_embeds_bld: torch.Tensor | None = None,
+    audio_sigma: torch.Tensor | None = None,
     use_gradient_checkpointing: bool = False,
     use_gradient_checkpointing_offload: bool = False,
     policy: BlockPolicy | None = None,
@@ -84,7 +86,8 @@ def model_fn_ltx2(
         prompt_embeds_mask: (B, L), 1 for a token and 0 for what is hidden; None hides nothing.
         sigma: (B,), in [0, 1000]: that of the noisy tokens, by which LTX-2.3 reads the prompt.
         frame_rate: (B,), frames per second of the clips: positions in time are in seconds.
-        audio_latents_bclm: (B, 8, L, 16), noisy normalised latents of their sound, at ``sigma``.
+        audio_latents_bclm: (B, 8, L, 16), noisy normalised latents of their sound.
+        audio_sigma: (B,), as ``sigma``, that of these; None where it is the same.
         audio_prompt_embeds_bld: (B, L, D), what the connectors make of prompts for the stream of sound; with
             the mask of the others.
         use_gradient_checkpointing: recompute each block in backward.
@@ -100,13 +103,18 @@ def model_fn_ltx2(
     if audio_latents_bclm is None or audio_prompt_embeds_bld is None:
         audio_latents_bclm, audio_prompt_embeds_bld = _no_sound(transformer, latents_bcfhw)
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with checkpoint_blocks(
-        transformer,
-        LTX2.block_lists,
-        gradient_checkpoint_forward,
-        *switches,
-        policy=policy,
-        unused_matmuls=(*LTX2.unused_matmuls, *(["audio_ff.net.2"] if hears else [])),
+    shares_sigma = audio_sigma is None
+    audio_sigma = sigma if audio_sigma is None else audio_sigma
+    with (
+        nullcontext() if shares_sigma else _gates_of_the_other(transformer, sigma, audio_sigma),
+        checkpoint_blocks(
+            transformer,
+            LTX2.block_lists,
+            gradient_checkpoint_forward,
+            *switches,
+            policy=policy,
+            unused_matmuls=(*LTX2.unused_matmuls, *(["audio_ff.net.2"] if hears else [])),
+        ),
     ):
         velocity_bld, audio_velocity_bld = transformer(
             hidden_states=LTX2Pipeline._pack_latents(latents_bcfhw),
@@ -114,8 +122,9 @@ def model_fn_ltx2(
             encoder_hidden_states=prompt_embeds_bld,
             audio_encoder_hidden_states=audio_prompt_embeds_bld,
             timestep=timestep,
-            audio_timestep=sigma,
+            audio_timestep=audio_sigma,
             sigma=sigma,
+            audio_sigma=audio_sigma,
             encoder_attention_mask=prompt_embeds_mask,
             audio_encoder_attention_mask=prompt_embeds_mask if hears else None,
             num_frames=num_frames,
@@ -125,11 +134,38 @@ def model_fn_ltx2(
             fps=frame_rate[:, None, None],
             audio_num_frames=audio_latents_bclm.shape[2],
             isolate_modalities=not hears,
-            use_cross_timestep=True,
+            use_cross_timestep=shares_sigma,
             return_dict=False,
         )
     velocity_bcfhw: torch.Tensor = LTX2Pipeline._unpack_latents(velocity_bld, num_frames, height, width)
     return velocity_bcfhw, unpacked(audio_velocity_bld, audio_latents_bclm)
+
+
+@contextmanager
+def _gates_of_the_other(
+    transformer: torch.nn.Module, sigma: torch.Tensor, audio_sigma: torch.Tensor
+) -> Iterator[None]:
+    """A scope in which what a stream takes from the other is gated by the other's noise level.
+
+    ltx-core (``_prepare_cross_attention_timestep`` in ``transformer_args.py``, since 203d484) scales and
+    shifts by the stream's own level, and gates by the other's. diffusers 0.42.1 has one level for both: the
+    stream's own, or the other's (``use_cross_timestep``).
+
+    Args:
+        sigma: (B,), in [0, 1000], of the clips; ``audio_sigma`` likewise of their audio.
+    """
+    model: Any = unwrapped(transformer)
+    factor = model.config.cross_attn_timestep_scale_multiplier / model.config.timestep_scale_multiplier
+    gates = {model.av_cross_attn_video_a2v_gate: audio_sigma, model.av_cross_attn_audio_v2a_gate: sigma}
+    hooks = [
+        gate.register_forward_pre_hook(lambda _gate, _given, level=level: level * factor)
+        for gate, level in gates.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _no_sound(transformer: torch.nn.Module, like_bcfhw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -319,7 +355,8 @@ class LTX2(DiffusersFamily):
         return channels, (num_frames - 1) // _TEMPORAL + 1, height // _SPATIAL, width // _SPATIAL
 
     def num_tokens(self, latents_shape: Sequence[int]) -> int:
-        return math.prod(latents_shape[1:])
+        is_audio = len(latents_shape) == 3  # (C, L, M), where a clip has (C, F, H, W)
+        return latents_shape[1] if is_audio else math.prod(latents_shape[1:])
 
     def family_shift(self, latents_shape: Sequence[int]) -> float:
         """That of the folder's sampler, which grows with the clip, to the end of its line, as of LTX-Video.
@@ -361,8 +398,12 @@ class LTX2(DiffusersFamily):
         noisy_audio_latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
+        *,
+        audio_sigma: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._predict(transformer, noisy_latents, sigma, conditioning, noisy_audio_latents)
+        return self._predict(
+            transformer, noisy_latents, sigma, conditioning, noisy_audio_latents, audio_sigma
+        )
 
     def _predict(
         self,
@@ -371,6 +412,7 @@ class LTX2(DiffusersFamily):
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
         noisy_audio_latents: torch.Tensor | None = None,
+        audio_sigma: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         like = device_and_dtype(transformer)
         sigma = sigma * _NUM_TIMESTEPS
@@ -386,6 +428,7 @@ class LTX2(DiffusersFamily):
             sound = {
                 "audio_latents_bclm": noisy_audio_latents.to(**like),
                 "audio_prompt_embeds_bld": read(of_sound),
+                "audio_sigma": None if audio_sigma is None else audio_sigma * _NUM_TIMESTEPS,
             }
         return model_fn_ltx2(
             transformer,

@@ -190,6 +190,7 @@ class CardWriter:
         facts, config = self.facts, self.config
         train, objective = config.train, config.objective
         static = "" if objective.shift_value is None else f" {objective.shift_value:g}"
+        audio = "" if objective.audio_noise == "shared" else ", audio at levels of its own"
         return {
             facts.kind: f"rank {facts.rank}, alpha {facts.alpha:g}, on {', '.join(self.family.trained)}",
             **_groups(config),
@@ -199,7 +200,7 @@ class CardWriter:
             "data": self._data(),
             "base weights": f"{config.model.dtype}, quantize: {config.model.quantize}",
             "mixed precision": train.mixed_precision,
-            "noise levels": f"{objective.timestep_density}, shift: {objective.shift}{static}",
+            "noise levels": f"{objective.timestep_density}, shift: {objective.shift}{static}{audio}",
             "seed": str(train.seed),
         }
 

@@ -106,6 +106,7 @@ class MemoryCounter:
         optimizer: what it keeps; as AdamW where it is None.
         latents_shape: of one sample.
         audio_latents_shape: of its sound; None where none is learned.
+        own_audio_level: whether that has a noise level of its own.
         conditioning: of one sample; its values do not matter.
         training_adapter: a frozen one on the model beside it.
         exchange: where sequences are split, in which case the sample is what one process computes of it.
@@ -132,12 +133,13 @@ class MemoryCounter:
         latents_shape: Sequence[int],
         conditioning: Conditioning,
         audio_latents_shape: tuple[int, ...] | None = None,
+        own_audio_level: bool = False,
         training_adapter: LoraFile | None = None,
         exchange: Exchange | None = None,
     ) -> None:
         self.family, self._exchange = family, exchange
         self._rank, self._dropout, self._kind = rank, dropout, kind
-        self._sample = Sample(tuple(latents_shape), conditioning, audio_latents_shape)
+        self._sample = Sample(tuple(latents_shape), conditioning, audio_latents_shape, own_audio_level)
         model = family.empty_transformer()
         self.lora_bytes = torch.float32.itemsize * adapter_size(model, layers, rank=rank, own=own, kind=kind)
         # Beside what trains, in fp32, too.

@@ -103,11 +103,16 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a model is given of one sample: the shapes of its latents, and its conditioning."""
+    """What a model is given of one sample: the shapes of its latents, and its conditioning.
+
+    Attributes:
+        own_audio_level: whether its audio is at a noise level of its own.
+    """
 
     latents_shape: tuple[int, ...]
     conditioning: Conditioning
     audio_latents_shape: tuple[int, ...] | None = None
+    own_audio_level: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,6 +187,7 @@ class MetaStep:
         shape = sample.audio_latents_shape
         self._noisy_audio = None if shape is None else torch.empty(size, *shape, device=_META)
         self._sigma = torch.full((size,), 0.5, device=_META)
+        self._audio_sigma = torch.full((size,), 0.5, device=_META) if sample.own_audio_level else None
 
     def warm_up(self, settings: StepSettings) -> None:
         """Take a step where one is needed before what the steps do is always the same."""
@@ -197,7 +203,12 @@ class MetaStep:
                 estimate = self._family.predict(self.model, self._noisy, self._sigma, self._conditioning)
                 return estimate.float().square().mean()
             parts = self._family.predict_with_audio(
-                self.model, self._noisy, self._noisy_audio, self._sigma, self._conditioning
+                self.model,
+                self._noisy,
+                self._noisy_audio,
+                self._sigma,
+                self._conditioning,
+                audio_sigma=self._audio_sigma,
             )
             return torch.stack([part.float().square().mean() for part in parts]).sum()
 

@@ -16,7 +16,13 @@ from diffsynth_lite.pipelines import Conditioning, ModelFamily, load_family
 from diffsynth_lite.pipelines.base.batching import INPUT
 from diffsynth_lite.pipelines.base.release_folder import write_release
 from diffsynth_lite.training.checks import bind_family, block_policy, select_blocks
-from diffsynth_lite.training.data_settings import audio_shape, num_tokens_of, set_audio, sizes_of
+from diffsynth_lite.training.data_settings import (
+    audio_shape,
+    num_tokens_of,
+    own_audio_shape,
+    set_audio,
+    sizes_of,
+)
 from diffsynth_lite.training.distilled import read_training_adapter
 from diffsynth_lite.training.distributed.context import check_split, check_tokens
 from diffsynth_lite.training.distributed.devices import num_data_ranks
@@ -133,6 +139,7 @@ def counter_of(config: Config, family: ModelFamily) -> MemoryCounter:
         training_adapter=read_training_adapter(config, family),
         latents_shape=shape,
         audio_latents_shape=audio_shape(config, family, size.num_frames),
+        own_audio_level=own_audio_shape(config, family, size.num_frames) is not None,
         conditioning=conditioning | inputs,
         exchange=_exchange(config, family, model, shape, conditioning | inputs) if shared > 1 else None,
     )

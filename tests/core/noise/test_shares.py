@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from diffsynth_lite.core.noise import (
     draw_of_level,
     level_shares,
     mixed_shares,
-    shift_sigma,
     sigma_from_uniform,
 )
 
@@ -24,7 +24,7 @@ ROUNDING = 2e-6
 def quantiles(
     density: TimestepDensity = "uniform", shift: float = 1.0
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda draws: shift_sigma(sigma_from_uniform(draws, density), shift)
+    return lambda draws: sigma_from_uniform(draws, density, shift=shift)
 
 
 @pytest.mark.parametrize("shift", [0.5, 1.0, 3.0, math.exp(0.8), 32.16])
@@ -53,7 +53,7 @@ def test_a_logit_normal_density_that_is_shifted_has_the_distribution_of_the_norm
     assert level_shares(quantiles("logit_normal")).mean == pytest.approx(0.5, abs=ROUNDING)
 
 
-@pytest.mark.parametrize("density", ["uniform", "logit_normal", "mode", "cosmap"])
+@pytest.mark.parametrize("density", get_args(TimestepDensity))
 @pytest.mark.parametrize("shift", [1.0, 4.0])
 def test_shares_are_those_of_many_draws(density: TimestepDensity, shift: float) -> None:
     levels = quantiles(density, shift)

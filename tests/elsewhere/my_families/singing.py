@@ -65,10 +65,13 @@ class Singing(LTXVideo):
         noisy_audio_latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: Sequence[Conditioning],
+        *,
+        audio_sigma: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         video = self.predict(transformer, noisy_latents, sigma, conditioning)
+        level = sigma if audio_sigma is None else audio_sigma
         told = [{name: sample[name] for name in ("prompt_embeds", "frame_rate")} for sample in conditioning]
-        return video, self.predict(transformer, noisy_audio_latents, sigma, told)
+        return video, self.predict(transformer, noisy_audio_latents, level, told)
 
     @torch.no_grad()
     def sample(
