@@ -25,7 +25,7 @@ from family_sample import (
 )
 from ltx2_layouts import guidance_beside, of_2_3
 from test_family_fidelity import numbers
-from test_ltx2 import BUILDS, forward, some_sound
+from test_ltx2 import BUILDS, forward, prompt_width, some_sound
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
 from diffsynth_lite.core.gradient import gradient_engine
@@ -152,9 +152,28 @@ def test_latents_are_those_that_the_pipeline_takes_and_silence_stands_in_for_non
         latents = pipeline.audio_vae.encode(log_mel(waveforms, **settings)).latent_dist.mode()
     packed = pipeline.prepare_audio_latents(latents=latents)
     torch.testing.assert_close(pipeline._pack_audio_latents(audio_latents), packed)
-    # Cut to as many as there are of 17 frames.
     assert audio_latents.shape == (3, 4, 18, 4)
     assert not torch.allclose(audio_latents[0], audio_latents[2], atol=1e-2)
+
+
+def test_of_the_latents_that_the_encoder_makes_the_last_is_left_out_where_it_is_one_too_many(
+    sample: Sample,
+) -> None:
+    audio_vae = LTX2Pipeline.from_pretrained(sample.family.folder.path).audio_vae
+    # A tone that begins late, so that no latent is like another.
+    sound = tone(440, 9)
+    late = dataclasses.replace(sound, waveform=sound.waveform * torch.linspace(0, 1, 6000))
+    with torch.no_grad():
+        made = audio_vae.encode(
+            log_mel(late.waveform[None], **SETTINGS | {"num_bands": 16})
+        ).latent_dist.mode()
+    assert made.shape == (1, 4, 10, 4)
+    packed = (LTX2Pipeline._pack_audio_latents(made) - audio_vae.latents_mean) / audio_vae.latents_std
+    expected = packed[:, :9].unflatten(2, (4, 4)).transpose(1, 2)[0]
+    item = Media(frames=(picture(128, 64, 10),) * 9, fps=24.0, audio=late)
+    (encoded,) = sample.family.load_media_encoder(torch.float32, CPU)([item])
+    torch.testing.assert_close(encoded["audio_latents"], expected)
+    assert not torch.allclose(expected[:, 1:], expected[:, :-1], atol=1e-2)
 
 
 def test_what_is_kept_of_clips_is_named_by_what_makes_their_sound(sample: Sample) -> None:
@@ -167,21 +186,52 @@ def test_what_is_kept_of_clips_is_named_by_what_makes_their_sound(sample: Sample
     assert "audio_latents" not in encoded
 
 
+GATES = ("temb_ca_gate", "temb_ca_audio_gate")
+"""What a block is given of the levels by which the streams gate what they take from each other."""
+
+
+def as_ltx_core_modulates(
+    transformer: Any, timestep: torch.Tensor, sound: dict[str, Any]
+) -> tuple[Any, Any, torch.Tensor]:
+    """The transformer's own forward: by levels of its own, but for gates, which are by those of the other."""
+    kept: list[dict[str, torch.Tensor]] = []
+
+    def keep(_block: torch.nn.Module, _given: Any, named: dict[str, Any]) -> None:
+        kept.append({name: named[name] for name in GATES})
+
+    def put(_block: torch.nn.Module, given: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return given, named | kept[0]
+
+    hook = transformer.transformer_blocks[0].register_forward_pre_hook(keep, with_kwargs=True)
+    forward(transformer, timestep, sound | {"use_cross_timestep": True}, isolate_modalities=False)
+    hook.remove()
+    blocks = transformer.transformer_blocks
+    hooks = [block.register_forward_pre_hook(put, with_kwargs=True) for block in blocks]
+    found = forward(transformer, timestep, sound | {"use_cross_timestep": False}, isolate_modalities=False)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
 @pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("audio_level", [None, torch.tensor([900.0, 100.0])], ids=["shared", "own"])
 def test_model_fn_equals_the_transformers_own_forward_of_both(
-    build: Callable[[], Any], per_token: bool
+    build: Callable[[], Any], per_token: bool, audio_level: torch.Tensor | None
 ) -> None:
     transformer = build().transformer
     timestep = torch.tensor([200.0, 700.0])
     sound = some_sound(transformer, 1) | {"use_cross_timestep": True}
     sound["audio_encoder_hidden_states"] = sound["audio_encoder_hidden_states"][:, :1].repeat(1, 7, 1)
-    sigma = torch.tensor([200.0, 700.0])
+    sigma = torch.tensor([200.0, 700.0]) if audio_level is None else audio_level
     sound |= {"audio_timestep": sigma, "audio_sigma": sigma}
     sound["audio_encoder_attention_mask"] = (torch.arange(7) < torch.tensor([[7], [4]])).long()
     if per_token:
         timestep = timestep[:, None] * torch.rand(2, 24, generator=torch.Generator().manual_seed(1))
-    reference, inputs, sigma = forward(transformer, timestep, sound, isolate_modalities=False)
+    if audio_level is None:
+        reference, inputs, sigma = forward(transformer, timestep, sound, isolate_modalities=False)
+    else:
+        reference, inputs, sigma = as_ltx_core_modulates(transformer, timestep, sound)
     audio = sound["audio_hidden_states"].unflatten(2, (4, 4)).transpose(1, 2)
 
     def both(*given: Any, **settings: Any) -> torch.Tensor:
@@ -197,8 +247,72 @@ def test_model_fn_equals_the_transformers_own_forward_of_both(
         frame_rate=torch.tensor([24.0, 24.0]),
         audio_latents_bclm=audio,
         audio_prompt_embeds_bld=sound["audio_encoder_hidden_states"],
+        audio_sigma=audio_level,
     )
     assert all(gradient is not None and gradient.any() for gradient in learned.values())
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+def test_a_level_of_its_own_that_is_that_of_the_clip_changes_nothing(build: Callable[[], Any]) -> None:
+    transformer = build().transformer
+    sound = some_sound(transformer, 1)
+    sigma = torch.tensor([200.0, 700.0])
+    _, (latents, *_), _ = forward(transformer, sigma, sound)
+    prompts = {
+        "prompt_embeds_bld": torch.ones(2, 7, prompt_width(transformer)),
+        "audio_prompt_embeds_bld": torch.ones(2, 7, prompt_width(transformer, "audio_")),
+    }
+    given: dict[str, Any] = {
+        **prompts,
+        "sigma": sigma,
+        "frame_rate": torch.tensor([24.0, 24.0]),
+        "audio_latents_bclm": sound["audio_hidden_states"].unflatten(2, (4, 4)).transpose(1, 2),
+    }
+    with torch.no_grad():
+        shared, same, other = (
+            model_fn_ltx2(transformer, latents, sigma, **given, audio_sigma=level)
+            for level in (None, sigma, sigma.flip(0))
+        )
+    assert all(map(torch.equal, shared, same))
+    assert not any(map(torch.equal, shared, other))
+
+
+def test_audio_with_a_level_of_its_own_is_told_it_and_a_first_frame_has_none(
+    sample: Sample, audio_latents: torch.Tensor
+) -> None:
+    family, model = sample.family, sample.family.load_transformer(torch.float32)
+    (encoded,) = family.load_media_encoder(torch.float32, CPU)(
+        [Media(frames=clip(128, 64, 17, 10), first_frame=picture(128, 64, 40), fps=24.0)]
+    )
+    kept = {name: encoded[name] for name in ("first_frame_latents", "frame_rate")}
+    batch = encoded["latents"][None], audio_latents[:1], torch.tensor([0.8]), [sample.first | kept]
+    modulators = {
+        "av_cross_attn_video_scale_shift": torch.cat([torch.zeros(8), torch.full((16,), 800.0)]),
+        "av_cross_attn_audio_scale_shift": torch.tensor([300.0]),
+        "av_cross_attn_video_a2v_gate": torch.tensor([300.0]),
+        "av_cross_attn_audio_v2a_gate": torch.tensor([800.0]),
+    }
+    config, given = model.config, {}
+    factor = config.cross_attn_timestep_scale_multiplier / config.timestep_scale_multiplier
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda _module, levels, _output: given.update({name: levels[0]})
+
+    for name in modulators:
+        getattr(model, name).register_forward_hook(keep(name))
+    (told,) = transformer_calls(
+        model, lambda: family.predict_with_audio(model, *batch, audio_sigma=torch.tensor([0.3]))
+    )
+    assert torch.equal(told["timestep"][0], modulators["av_cross_attn_video_scale_shift"])
+    assert (told["sigma"].item(), told["audio_sigma"].item(), told["audio_timestep"].item()) == (
+        *(pytest.approx(800), pytest.approx(300), pytest.approx(300)),
+    )
+    for name, levels in modulators.items():
+        torch.testing.assert_close(given[name], levels * (factor if "gate" in name else 1), msg=name)
+    # Nothing is left on the model.
+    given.clear()
+    family.predict_with_audio(model, *batch)
+    torch.testing.assert_close(given["av_cross_attn_video_a2v_gate"], torch.tensor([800.0 * factor]))
 
 
 def predicted(

@@ -103,10 +103,8 @@ def model_fn_ltx2(
     if audio_latents_bclm is None or audio_prompt_embeds_bld is None:
         audio_latents_bclm, audio_prompt_embeds_bld = _no_sound(transformer, latents_bcfhw)
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    shares_sigma = audio_sigma is None
-    audio_sigma = sigma if audio_sigma is None else audio_sigma
     with (
-        nullcontext() if shares_sigma else _gates_of_the_other(transformer, sigma, audio_sigma),
+        nullcontext() if audio_sigma is None else _gates_of_the_other(transformer, sigma, audio_sigma),
         checkpoint_blocks(
             transformer,
             LTX2.block_lists,
@@ -122,7 +120,7 @@ def model_fn_ltx2(
             encoder_hidden_states=prompt_embeds_bld,
             audio_encoder_hidden_states=audio_prompt_embeds_bld,
             timestep=timestep,
-            audio_timestep=audio_sigma,
+            audio_timestep=sigma if audio_sigma is None else audio_sigma,
             sigma=sigma,
             audio_sigma=audio_sigma,
             encoder_attention_mask=prompt_embeds_mask,
@@ -134,7 +132,7 @@ def model_fn_ltx2(
             fps=frame_rate[:, None, None],
             audio_num_frames=audio_latents_bclm.shape[2],
             isolate_modalities=not hears,
-            use_cross_timestep=shares_sigma,
+            use_cross_timestep=audio_sigma is None,
             return_dict=False,
         )
     velocity_bcfhw: torch.Tensor = LTX2Pipeline._unpack_latents(velocity_bld, num_frames, height, width)
