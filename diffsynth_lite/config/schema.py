@@ -64,7 +64,7 @@ class Config(Settings):
             (train.compile == "off", "memory", "skip_dead_ops", "while train.compile compiles the blocks"),
             (train.is_adam, "train", " ".join(ADAM_SETTINGS), f"with train.optimizer {train.optimizer}"),
             (data.audio, "data", "silent_clips", "while data.audio is off"),
-            (data.audio, "objective", "audio_loss_weight audio_noise", "while data.audio is off"),
+            (data.audio, "objective", "audio_loss_weight", "while data.audio is off"),
             (data.tag_shuffles > 0, "data", "tag_separator keep_tags", "while data.tag_shuffles is 0"),
             (data.on_bad_item == "skip", "data", "max_bad_ratio", "while data.on_bad_item is error"),
             (
@@ -106,6 +106,7 @@ class Config(Settings):
         if self.train.context_parallel > 1:
             yield from self._context_conflicts()
         yield from self._drawing_conflicts()
+        yield from self._audio_conflicts()
         if self.train.compile != "off" and self.memory.shard_base != "no":
             yield Problem(
                 ("memory.shard_base", "train.compile"),
@@ -133,6 +134,14 @@ class Config(Settings):
                 ("validation.model_path", key),
                 f"is drawn on by one process, which cannot hold what {key} has several share; leave it out, "
                 "and draw with `diffsynth-lite sample`",
+            )
+
+    def _audio_conflicts(self) -> Iterator[Problem]:
+        if self.objective.audio_noise != "shared" and not self.data.audio:
+            yield Problem(
+                ("objective.audio_noise", "data.audio"),
+                f"{self.objective.audio_noise} has no effect while data.audio is off; remove it, or set "
+                "data.audio: true",
             )
 
     def _context_conflicts(self) -> Iterator[Problem]:

@@ -50,7 +50,7 @@ NEVER: dict[str, Change] = {
     "objective.loss_weighting": ("objective.loss_weighting=bell",),
     "objective.guidance_target": ("objective.guidance_target=3",),
     "objective.audio_loss_weight": ("objective.audio_loss_weight=0.5",),
-    "objective.audio_noise": ("objective.audio_noise=own",),
+    "objective.audio_noise": ("data.audio=true", "objective.audio_noise=own"),
     "objective.min_snr_gamma": ("objective.loss_weighting=min_snr", "objective.min_snr_gamma=3"),
     "train.seed": ("train.seed=1",),
     "train.optimizer": ("train.optimizer=muon",),

@@ -184,7 +184,8 @@ def of_lora(values: dict) -> dict:
 
 def of_objective(values: dict) -> dict:
     values |= {"sigma_min": 0.0} if values["sigma_min"] >= values["sigma_max"] else {}
-    values |= {"logit_mean": 0.0, "logit_std": 1.0} if values["timestep_density"] != "logit_normal" else {}
+    is_logit_normal = values["timestep_density"].endswith("logit_normal")
+    values |= {} if is_logit_normal else {"logit_mean": 0.0, "logit_std": 1.0}
     values |= {"mode_scale": 1.29} if values["timestep_density"] != "mode" else {}
     values |= {"shift_value": (values["shift_value"] or 3.0) if values["shift"] == "static" else None}
     values |= {"min_snr_gamma": 5.0} if values["loss_weighting"] != "min_snr" else {}
@@ -214,6 +215,8 @@ def configs(draw: st.DrawFn) -> Config:
         changed(sections, "model", dtype="bfloat16")
     if sections["train"].context_parallel > 1 or sections["memory"].shard_base != "no":
         changed(sections, "validation", model_path=None)
+    if not sections["data"].audio:
+        changed(sections, "objective", audio_noise="shared")
     if sections["train"].optimizer == "prodigy":
         changed(sections, "lora", loraplus_ratio=1.0, groups=[])
     if sections["model"].dtype == "float16":

@@ -23,7 +23,7 @@ from diffsynth_lite.pipelines.base.release_folder import write_release
 from diffsynth_lite.pipelines.base.samplers import exponential_shift
 from diffsynth_lite.releases import Release
 from diffsynth_lite.training.builder import build_noise_levels
-from diffsynth_lite.training.data_settings import frame_counts_of
+from diffsynth_lite.training.data_settings import frame_counts_of, own_audio_shape, set_audio
 
 POINTS = (torch.arange(4096, dtype=torch.float64) + 0.5) / 4096
 
@@ -124,11 +124,22 @@ def of_ltx(num_tokens: int) -> list[float]:
     ]
 
 
+def stretched_mean(num_tokens: int) -> float:
+    """Of the levels of Lightricks' ``ShiftedLogitNormalTimestepSampler``, one of ten of which is uniform."""
+    mu = math.log(ltx_line(num_tokens))
+    low, high = torch.sigmoid(torch.tensor([mu - 2.5758, mu + 3.0902], dtype=torch.float64))
+    stretched = (torch.sigmoid(mu + torch.special.ndtri(POINTS)) - low) / (high - low)
+    reflected = torch.where(stretched < 1e-3, 2e-3 - stretched, stretched).clamp(max=1)
+    return 0.9 * reflected.mean().item() + 0.1 * (1 + 1e-3) / 2
+
+
 def of_ltx2(num_tokens: int) -> list[float]:
-    trained = 0.9 * mean_level("logit_normal", ltx_line(num_tokens)) + 0.1 * mean_level("uniform", 1)
+    ends_at_a_tenth = 1 - 0.9 * (1 - shift_sigma(POINTS, ltx_line(4096)))
+    weights = loss_weight(ends_at_a_tenth, "bell")
     return [
-        trained,  # Lightricks' trainer, one draw of ten of which has no shift
-        mean_level("uniform", ltx_line(4096)),  # DiffSynth-Studio, but that it stretches the levels
+        stretched_mean(num_tokens),  # Lightricks' trainer
+        ((ends_at_a_tenth * weights).sum() / weights.sum()).item(),  # DiffSynth-Studio
+        mean_level("uniform", ltx_line(num_tokens)),  # the sampler's own, but that it ends at 0.1
     ]
 
 
@@ -243,6 +254,26 @@ def test_a_recipe_is_within_what_others_train(path: Path, tmp_path: Path) -> Non
     shape = family.latents_shape(*config.data.first_size, max(frame_counts_of(config, family)))
     mean = sum(part * shares.mean for part, shares in levels.shares(shape))
     require_within(mean, REFERENCES[name](family.num_tokens(shape)))
+
+
+def test_the_recipe_of_ltx2_has_the_noise_levels_of_its_authors(tmp_path: Path) -> None:
+    path = next(path for path in RECIPES if path.name == "ltx2_lora.yaml")
+    config = load_config(path, ["data.audio=true", "objective.audio_noise=own"]).config
+    family = load_family("ltx2")(write_release(releases_of("ltx2")[0], tmp_path))
+    set_audio(config, family)
+    levels = build_noise_levels(config, family)
+    shape = family.latents_shape(768, 512, 81)
+    audio_shape = own_audio_shape(config, family, 81)
+    assert audio_shape is not None
+    for part, num_tokens, mean, below_half, highest in (
+        (shape, 4224, 0.747, 0.137, 0.275),
+        (audio_shape, 84, 0.579, 0.355, 0.072),
+    ):
+        assert family.num_tokens(part) == num_tokens
+        ((_, shares),) = levels.shares(part)
+        assert shares.mean == pytest.approx(stretched_mean(num_tokens), abs=1e-4)
+        found = shares.mean, shares.below_half, shares.tenths[-1]
+        assert found == pytest.approx((mean, below_half, highest), abs=6e-4)
 
 
 @pytest.mark.parametrize(

@@ -292,8 +292,9 @@ def test_audio_with_a_level_of_its_own_is_told_it_and_a_first_frame_has_none(
         "av_cross_attn_video_a2v_gate": torch.tensor([300.0]),
         "av_cross_attn_audio_v2a_gate": torch.tensor([800.0]),
     }
-    config, given = model.config, {}
-    factor = config.cross_attn_timestep_scale_multiplier / config.timestep_scale_multiplier
+    # Of the releases it is 1.
+    model.register_to_config(cross_attn_timestep_scale_multiplier=500)
+    factor, given = 500 / model.config.timestep_scale_multiplier, {}
 
     def keep(name: str) -> Callable[..., None]:
         return lambda _module, levels, _output: given.update({name: levels[0]})

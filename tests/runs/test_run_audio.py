@@ -22,6 +22,7 @@ from diffsynth_lite.training.checks import bind_family
 from diffsynth_lite.training.planning.subject import counter_of, step_settings
 
 UNWATCHED = ("validation.prompts=[]", "validation.loss_items=0", "validation.item_losses=0")
+OWN_LEVELS = ("objective.audio_noise=own", "objective.timestep_density=stretched_logit_normal")
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +110,10 @@ def test_sound_is_encoded_learned_told_apart_and_drawn(run: TinyRun) -> None:
     assert {sound_of(path) for path in clips} == {(48000, 2, 17280)}
 
 
-def test_a_run_with_sound_goes_on_as_if_it_had_not_ended(run: TinyRun) -> None:
+@pytest.mark.parametrize("own", [(), OWN_LEVELS], ids=["shared", "own"])
+def test_a_run_with_sound_goes_on_as_if_it_had_not_ended(run: TinyRun, own: tuple[str, ...]) -> None:
     whole = run.root / "whole"
-    settings = ("data.silent_clips=learn", "objective.audio_loss_weight=0.5", *UNWATCHED)
+    settings = ("data.silent_clips=learn", "objective.audio_loss_weight=0.5", *UNWATCHED, *own)
     assert run.train(f"output.dir={whole}", *settings) == 0
     assert all({"video_loss", "audio_loss"} <= row.keys() for row in run.metrics(whole) if "grad_norm" in row)
     assert run.stopped_after(1, *settings) == 75
@@ -119,7 +121,41 @@ def test_a_run_with_sound_goes_on_as_if_it_had_not_ended(run: TinyRun) -> None:
     assert differing(checkpoint_tensors(whole, 3), checkpoint_tensors(run.folder, 3)) == []
     # What decides its numbers may not change.
     assert run.train(*settings[1:], "train.steps=4") == 2
-    assert run.train(settings[0], *UNWATCHED, "train.steps=4") == 2
+    assert run.train(settings[0], *UNWATCHED, *own, "train.steps=4") == 2
+
+
+def test_levels_of_its_own_change_what_audio_is_learned_at_and_not_what_clips_are(
+    run: TinyRun, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = (*UNWATCHED[:1], "validation.item_losses=1", "train.learning_rate=1e-12")
+    found, levels = {}, {}
+    for noise in ("shared", "own"):
+        folder = run.root / noise
+        assert run.train(f"output.dir={folder}", *settings, f"objective.audio_noise={noise}") == 0
+        found[noise] = [row for row in run.metrics(folder) if "grad_norm" in row]
+        rows = map(json.loads, (folder / "sample_losses.jsonl").read_text().splitlines())
+        losses = [row["samples"] for row in rows]
+        levels[noise] = [[level for level, _ in samples] for row in losses for samples in row.values()]
+    for shared, own in zip(found["shared"], found["own"], strict=True):
+        # Nothing is learned at this rate, so that each step compares.
+        assert shared["video_loss"] == own["video_loss"]
+        assert ("audio_loss" in shared) is ("audio_loss" in own)
+        assert "audio_loss" not in own or shared["audio_loss"] != own["audio_loss"]
+    assert levels["shared"] == levels["own"]
+    fixed = {
+        noise: [row for row in run.metrics(run.root / noise) if "train_fixed_noise_loss" in row][-1]
+        for noise in found
+    }
+    parts = {noise: row["train_fixed_noise_loss/audio"] for noise, row in fixed.items()}
+    assert parts["shared"] != parts["own"]
+    own = ("objective.audio_noise=own", f"output.dir={run.root / 'own'}")
+    assert run.train(*settings, own[1], "train.steps=4") == 2
+    assert "objective.audio_noise was 'own', is 'shared'" in caplog.text
+    # Of 9 tokens there is another shift than of the clip's 2, so the doctor has a row for it.
+    page = ("--page", str(run.root / "doctor.html"))
+    assert main(["doctor", *run.arguments, *own, "objective.shift=resolution", *page]) == 0
+    text = capsys.readouterr().out
+    assert " audio " in text[text.index("Noise levels") :]
 
 
 def test_without_the_switch_the_run_is_that_of_a_family_without_sound(

@@ -186,10 +186,20 @@ class LTX2(DiffusersFamily):
     LoRA, for none would get a gradient. Previews are drawn as the model is used, clip and sound together and
     each hearing the other; the sound is then dropped.
 
-    With `data.audio: true` both are trained at one noise level, each hearing the other, with a LoRA on both
-    streams and between them, and previews have their sound. It is learned as 25 latents a second of mel
-    spectrograms, of 16 kHz and two channels. Their autoencoder is diffusers', which has no way to its
-    spectrogram: that is computed as Lightricks' ltx-core does. Pictures are trained without.
+    With `data.audio: true` both are trained, each hearing the other, with a LoRA on both streams and between
+    them, and previews have their sound. It is learned as 25 latents a second of mel spectrograms, of 16 kHz
+    and two channels. Their autoencoder is diffusers', which has no way to its spectrogram: that is computed
+    as Lightricks' ltx-core does. Pictures are trained without.
+
+    Audio is at the noise level of its clip, as in ai-toolkit, DiffSynth-Studio and SimpleTuner, or with
+    `objective.audio_noise: own` at one that is drawn for it by its own number of tokens, as in the strategy
+    `flexible` that all configs of Lightricks' trainer name. AkaneTendo25's fork of musubi-tuner has both
+    (`--independent_audio_timestep`).
+
+    How much the streams take from each other is modulated by noise levels: diffusers, and so training with a
+    shared level and previews, takes the other stream's for all of it, where ltx-core and ComfyUI scale and
+    shift by the stream's own, which is 0 in a first frame, and only gate by the other's. The two differ where
+    a clip with audio starts from a picture. With `own` it is as in ltx-core.
 
     Gemma's layers go through the folder's ``connectors``, and what these make of a prompt is kept, for each
     stream: always 1024 tokens, padding filled with registers, of 2 x 3840 numbers, of LTX-2.3 4096 and 2048.
@@ -203,9 +213,11 @@ class LTX2(DiffusersFamily):
     against streams kept apart with 3, rescaling with 0.7 and, of LTX-2.3, against a block without attention
     with 1; that is three runs of the model a step, or four. With a scale of 1 it has none.
 
-    The shift grows with the clip up to 4096 tokens, as of ``ltx_video``. The distilled releases cannot be
-    told from the others by their files; training undoes what lets them draw in 8 steps. LTX-2.5, which reads
-    prompts by Gemma 4, and the upscalers are refused.
+    The shift grows with the clip up to 4096 tokens, as of ``ltx_video``. The recipe has the noise levels of
+    Lightricks' trainer (`timestep_density: stretched_logit_normal`), whose line goes on beyond these
+    (`shift: resolution`). The distilled releases cannot be told from the others by their files; training
+    undoes what lets them draw in 8 steps. LTX-2.5, which reads prompts by Gemma 4, and the upscalers are
+    refused.
     """
 
     pipelines = (LTX2Pipeline, LTX2ImageToVideoPipeline, LTX2ConditionPipeline)
