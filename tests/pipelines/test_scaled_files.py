@@ -67,6 +67,15 @@ def in_8_bits(flux: Path) -> dict[str, Tensor]:
     return scaled(tensors)[0]
 
 
+NVFP4 = {
+    "x_embedder.weight": torch.ones(32, 8, dtype=torch.uint8),
+    "x_embedder.weight_scale": torch.ones(32, 1).to(E4M3),
+    "x_embedder.weight_scale_2": torch.tensor(1.0),
+}
+INT8 = {
+    "x_embedder.weight": torch.ones(32, 16, dtype=torch.int8),
+    "x_embedder.weight_scale": torch.ones(32, 1),
+}
 LEFT_OVER = {"b.weight": torch.ones(2, 2).to(E4M3), "b.scale_weight": torch.tensor(0.5)}
 
 
@@ -76,6 +85,12 @@ LEFT_OVER = {"b.weight": torch.ones(2, 2).to(E4M3), "b.scale_weight": torch.tens
         ({"x_embedder.scale_weight": None}, r"lack their scale or their weight, such as x_embedder\.weight"),
         (LEFT_OVER, r"1 of its scales belong to no layer of the model, such as that of b\.weight"),
         ({"x_embedder.comfy_quant": comfy_quant("nvfp4")}, "x_embedder is in nvfp4, which is not read"),
+        (NVFP4, r"it is in nvfp4 \(x_embedder\.weight_scale_2\), which is not read; take one in bfloat16"),
+        (
+            INT8 | {"x_embedder.comfy_quant": comfy_quant("int8_tensorwise")},
+            "x_embedder is in int8_tensorwise, which is not read; .*model.quantize makes it small",
+        ),
+        (INT8, r"x_embedder\.weight in int8 with a scale, as ComfyUI's int8_tensorwise and ConvRot, which"),
         ({"a.wscales": torch.ones(1)}, r"it is in SVDQuant \(Nunchaku\) \(a\.wscales\), which is not read"),
     ],
 )

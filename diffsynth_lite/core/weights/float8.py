@@ -24,6 +24,7 @@ _SETTINGS = {"format", "full_precision_matrix_mult"}
 """Of a layer's marker; the second is about how it is computed. Others might change what a weight means."""
 _OF_OTHERS = {
     ".weight_scale_2": "nvfp4",
+    ".weight_s_rel": "asym_w4a8_int8",
     ".pre_quant_scale": "smoothed weights",
     ".weight_scale_inv": "fp8 by blocks",
     ".wscales": "SVDQuant (Nunchaku)",
@@ -31,7 +32,10 @@ _OF_OTHERS = {
     ".SCB": "bitsandbytes' 8 bits",
 }
 """Tensors by which other formats are known, and their names."""
-_WOULD_DO = "take one in bfloat16, float16, float32, plain fp8 or ComfyUI's fp8_scaled"
+_WOULD_DO = (
+    "take one in bfloat16, float16, float32, plain fp8, ComfyUI's fp8_scaled or GGUF; model.quantize makes "
+    "it small in memory"
+)
 
 
 class StoredFormatError(ValueError):
@@ -57,10 +61,8 @@ def separate_scales(
         StoredFormatError: weights are in another format; a scale is missing, left over, of a shape that does
             not fit, not finite or 0.
     """
-    _refuse_others(tensors)
     settings = dict(_layer_settings(tensors, metadata))
-    for layer, one in settings.items():
-        _require_format(layer, one, tensors)
+    _refuse_others(tensors, settings)
     scales = dict(_scales(tensors))
     weights = {name: tensor for name, tensor in tensors.items() if not is_scale(name)}
     marked = {f"{layer}.weight" for layer in settings}
@@ -85,15 +87,22 @@ def is_scale(name: str) -> bool:
     return name.endswith((_MARKER, *_SCALES, *_OF_ACTIVATIONS)) or _is_old_marker(name)
 
 
-def _refuse_others(tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
+def _refuse_others(tensors: Mapping[str, Tensor], settings: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse what is in another format: by the name of that, and only where it has none by its dtype."""
+    for name in tensors:
         known = next((known for ending, known in _OF_OTHERS.items() if name.endswith(ending)), None)
         if known is not None:
             raise StoredFormatError(f"it is in {known} ({name}), which is not read; {_WOULD_DO}")
+    for layer, one in settings.items():
+        _require_format(layer, one, tensors)
+    for name, tensor in tensors.items():
         narrow = tensor.dtype.itemsize == 1 and tensor.dtype not in FLOAT8
         if narrow and not is_scale(name):
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            raise StoredFormatError(f"it holds {name} in {dtype}, which is not read; {_WOULD_DO}")
+            kind = str(tensor.dtype).removeprefix("torch.")
+            layer = name.removesuffix(".weight")
+            if kind == "int8" and any(f"{layer}{ending}" in tensors for ending in _SCALES):
+                kind = "int8 with a scale, as ComfyUI's int8_tensorwise and ConvRot"
+            raise StoredFormatError(f"it holds {name} in {kind}, which is not read; {_WOULD_DO}")
 
 
 def _layer_settings(
@@ -118,7 +127,7 @@ def _layer_settings(
 def _json_object(text: str | bytes, place: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict):
         raise StoredFormatError(f"{place} holds no JSON object; get the file again")
@@ -126,7 +135,7 @@ def _json_object(text: str | bytes, place: str) -> dict[str, Any]:
 
 
 def _require_format(layer: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    name = settings.get("format")
+    name = str(settings.get("format"))
     if unknown := sorted(settings.keys() - _SETTINGS):
         name = f"{name} with {', '.join(unknown)}"
     if name not in _FORMATS:

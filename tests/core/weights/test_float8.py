@@ -81,6 +81,7 @@ def test_a_file_without_scales_and_marker_holds_plain_numbers(dtype: torch.dtype
         (NEW | {"a.comfy_quant": as_bytes([1])}, r"a\.comfy_quant holds no JSON object"),
         (NEW | {"a.comfy_quant": torch.tensor([-1.0])}, r"a\.comfy_quant holds no JSON object"),
         (NEW | {"a.weight_scale_2": torch.tensor(1.0)}, r"it is in nvfp4 \(a\.weight_scale_2\)"),
+        (NEW | {"a.comfy_quant": as_bytes({"format": []})}, r"a is in \[\], which is not read"),
         ({"a.wscales": torch.ones(4)}, "it is in SVDQuant"),
         ({"a.weight": torch.zeros(4, dtype=torch.uint8)}, r"it holds a\.weight in uint8"),
     ],
@@ -92,7 +93,60 @@ def test_what_is_missing_left_over_or_in_another_format_is_refused(
         separate_scales(tensors, {})
 
 
-@pytest.mark.parametrize("header", ["{", "[]", '{"layers": {"a": "float8_e4m3fn"}}'])
+INT8 = {"weight": weight().to(torch.int8), "weight_scale": torch.ones(4, 1)}
+INT8_ROTATED = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}
+UNMARKED_INT8 = r"a\.weight in int8 with a scale, as ComfyUI's int8_tensorwise and ConvRot"
+OTHERS: dict[str, tuple[dict[str, object], dict[str, Tensor], str, str]] = {
+    "nvfp4": (
+        {"format": "nvfp4"},
+        {
+            "weight": torch.ones(4, 8, dtype=torch.uint8),
+            "weight_scale": torch.ones(4, 1).to(E4M3),
+            "weight_scale_2": torch.tensor(1.0),
+        },
+        "nvfp4",
+        "nvfp4",
+    ),
+    "int8": ({"format": "int8_tensorwise"}, INT8, "a is in int8_tensorwise,", UNMARKED_INT8),
+    "int8, rotated": (
+        INT8_ROTATED,
+        INT8,
+        "a is in int8_tensorwise with convrot, convrot_groupsize,",
+        UNMARKED_INT8,
+    ),
+    "4 bits, rotated": ({"format": "convrot_w4a4"}, INT8, "a is in convrot_w4a4,", UNMARKED_INT8),
+    "4 bits in groups": (
+        {"format": "asym_w4a8_int8", "group_size": 16},
+        {
+            "weight": torch.ones(4, 8, dtype=torch.int8),
+            "weight_s_rel": torch.ones(4, 1).to(E4M3),
+            "weight_s_channel": torch.ones(4),
+            "weight_codebook": torch.ones(16),
+        },
+        "asym_w4a8_int8",
+        "asym_w4a8_int8",
+    ),
+}
+"""ComfyUI's other formats: a layer's settings, its tensors, and the name, marked and unmarked."""
+
+
+@pytest.mark.parametrize(("settings", "tensors", "marked", "unmarked"), OTHERS.values(), ids=OTHERS)
+def test_other_formats_of_comfyui_are_refused_by_their_names(
+    settings: dict[str, object], tensors: dict[str, Tensor], marked: str, unmarked: str
+) -> None:
+    layer = {f"a.{name}": tensor for name, tensor in tensors.items()}
+    without_second = {name: tensor for name, tensor in layer.items() if name != "a.weight_scale_2"}
+    for stored, metadata, name in (
+        (layer | {"a.comfy_quant": as_bytes(settings)}, {}, marked),
+        (layer, in_header(a=settings), marked),
+        (without_second, in_header(a=settings), marked),
+        (layer, {}, unmarked),
+    ):
+        with pytest.raises(StoredFormatError, match=f"{name}.* not read; take one in bfloat16, .*GGUF"):
+            separate_scales(stored, metadata)
+
+
+@pytest.mark.parametrize("header", ["{", "[" * 100_000, "[]", '{"layers": {"a": "float8_e4m3fn"}}'])
 def test_a_damaged_header_is_refused(header: str) -> None:
     with pytest.raises(StoredFormatError, match="_quantization_metadata"):
         separate_scales({"a.weight": weight()}, {"_quantization_metadata": header})
