@@ -293,7 +293,7 @@ def _in_comfyui(spelling: Spelling) -> str:
     unknown = spelling.unknown_to_comfyui
     if unknown is None:
         return ""
-    if spelling.is_joined_in_comfyui:
+    if spelling.is_converted_for_comfyui:
         return "; ComfyUI takes what `diffsynth-lite convert --to comfyui` makes of it"
     if unknown == ("",):
         return "; ComfyUI has no names for its layers"

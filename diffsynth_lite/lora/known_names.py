@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from diffsynth_lite.lora.layer_names import LayerNames, Original, fused, renamed
-from diffsynth_lite.lora.spelt_names import ANIMA_LAYERS, WAN_LAYERS
+from diffsynth_lite.lora.spelt_names import ANIMA_LAYERS, COGVIDEOX_LAYERS, WAN_LAYERS
 
 _QKV = ("to_q", "to_k", "to_v")
 _ADDED_QKV = ("add_q_proj", "add_k_proj", "add_v_proj")
@@ -282,15 +282,6 @@ _SANA = LayerNames(
     )
 )
 
-_COGVIDEOX = LayerNames(
-    layers=(
-        *_under(f"{_DOUBLE}.attn1", (*_QKV, "to_out.0")),
-        *_under(_DOUBLE, ("ff.net.0.proj", "ff.net.2", "norm1.linear", "norm2.linear")),
-        *_under("time_embedding", _EMBEDDER),
-        *("patch_embed.proj", "patch_embed.text_proj", "norm_out.linear", "proj_out"),
-    )
-)
-
 _SD3 = LayerNames(
     layers=(
         *_under(_DOUBLE, (*_JOINT_ATTENTION, *_FLUX_FEED_FORWARD, "norm1.linear", "norm1_context.linear")),
@@ -416,7 +407,7 @@ FLUX: LoraLayers = MappingProxyType({"transformer": _FLUX, "text_encoder": _CLIP
 CHROMA: LoraLayers = MappingProxyType({"transformer": _CHROMA})
 FLUX2: LoraLayers = MappingProxyType({"transformer": _FLUX2})
 QWEN_IMAGE: LoraLayers = MappingProxyType({"transformer": _QWEN_IMAGE})
-COGVIDEOX: LoraLayers = MappingProxyType({"transformer": _COGVIDEOX})
+COGVIDEOX: LoraLayers = MappingProxyType({"transformer": COGVIDEOX_LAYERS})
 ANIMA: LoraLayers = MappingProxyType({"transformer": ANIMA_LAYERS})
 ERNIE_IMAGE: LoraLayers = MappingProxyType({"transformer": _ERNIE_IMAGE})
 QWEN_IMAGE_21: LoraLayers = MappingProxyType({"transformer": _QWEN_IMAGE_21})

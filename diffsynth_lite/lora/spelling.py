@@ -3,9 +3,10 @@
 A layer has one name here, diffusers' own behind that of its component: ``transformer.blocks.0.attn1.to_q``.
 Of each family one spelling is right in diffusers and in ComfyUI at the same strength; its file says which.
 
-Sources: ComfyUI's ``comfy/lora.py`` and ``comfy/utils.py`` for the names that it takes, and that it scales an
-update by ``alpha`` over rank where a file has a tensor of that name, and by 1 where not, whatever is in the
-metadata; ``lora_conversion_utils.py`` of diffusers for those that its pipelines take.
+Sources: ComfyUI's ``comfy/lora.py``, ``comfy/utils.py`` and, of CogVideoX, ``comfy/ldm/cogvideo/model.py``
+for the names that it takes, and that it scales an update by ``alpha`` over rank where a file has a tensor of
+that name, and by 1 where not, whatever is in the metadata; for those that diffusers' pipelines take, its
+``lora_conversion_utils.py``.
 """
 
 import re
@@ -115,6 +116,25 @@ WAN_VACE_IN_COMFYUI = replace(
 """Likewise, with those of VACE's further blocks, by which diffusers' pipeline loads nothing."""
 WAN_VACE_NAMES = replace(DIFFUSERS, unknown_to_comfyui=("",), for_comfyui=WAN_VACE_IN_COMFYUI)
 """Diffusers' own names, of Wan VACE."""
+
+COGVIDEOX_IN_COMFYUI = Spelling(
+    prefixes=MappingProxyType({"transformer": "diffusion_model"}),
+    renames=(
+        ("transformer_blocks", "blocks"),
+        ("attn1.to_q", "q"),
+        ("attn1.to_k", "k"),
+        ("attn1.to_v", "v"),
+        ("attn1.to_out.0", "attn_out"),
+        ("ff.net.0.proj", "ff_proj"),
+        ("ff.net.2", "ff_out"),
+        ("time_embedding.linear_1", "time_embedding_linear_1"),
+        ("time_embedding.linear_2", "time_embedding_linear_2"),
+    ),
+    unknown_to_comfyui=(),
+)
+"""The names of ComfyUI's own model, by which diffusers' pipeline loads nothing."""
+COGVIDEOX_NAMES = replace(DIFFUSERS, unknown_to_comfyui=("",), for_comfyui=COGVIDEOX_IN_COMFYUI)
+"""Diffusers' own names, of CogVideoX."""
 
 ERNIE_IMAGE_NAMES = Spelling(
     prefixes=MappingProxyType({"transformer": "diffusion_model"}), unknown_to_comfyui=()

@@ -1,12 +1,13 @@
-"""This file lists the layers of models whose LoRA files have the names of the models' own repositories.
+"""This file lists the layers of models that ComfyUI and kohya's trainers call by names of one spelling.
 
-kohya's trainers call them so, too. Sources: the modules of diffusers' models, and ``spelling.py``.
+Mostly these are the names of the models' own repositories. Sources: the modules of diffusers' models, and
+``spelling.py``.
 """
 
 from collections.abc import Iterable
 
 from diffsynth_lite.lora.layer_names import LayerNames, renamed
-from diffsynth_lite.lora.spelling import ANIMA_NAMES, WAN_NAMES, Spelling
+from diffsynth_lite.lora.spelling import ANIMA_NAMES, COGVIDEOX_IN_COMFYUI, WAN_NAMES, Spelling
 
 _EMBEDDER = ("linear_1", "linear_2")
 _ATTENTIONS = tuple(
@@ -30,6 +31,16 @@ ANIMA_LAYERS = _spelt(
         *(f"transformer_blocks.*.norm{norm}.{layer}" for norm in (1, 2, 3) for layer in _EMBEDDER),
         *_under("time_embed.t_embedder", _EMBEDDER),
         *(*_under("norm_out", _EMBEDDER), "patch_embed.proj", "proj_out"),
+    ),
+)
+
+COGVIDEOX_LAYERS = _spelt(
+    COGVIDEOX_IN_COMFYUI,
+    (
+        *_under("transformer_blocks.*.attn1", ("to_q", "to_k", "to_v", "to_out.0")),
+        *_under("transformer_blocks.*", ("ff.net.0.proj", "ff.net.2", "norm1.linear", "norm2.linear")),
+        *_under("time_embedding", _EMBEDDER),
+        *("patch_embed.proj", "patch_embed.text_proj", "norm_out.linear", "proj_out"),
     ),
 )
 

@@ -28,6 +28,7 @@ from diffsynth_lite.core.gradient import (
 )
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import known_names
+from diffsynth_lite.lora.spelling import COGVIDEOX_NAMES
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.diffusion_family import DiffusionFamily
@@ -120,6 +121,7 @@ class CogVideoX(DiffusionFamily):
     pipelines = (CogVideoXPipeline,)
     releases = COGVIDEOX
     transformer_class = CogVideoXTransformer3DModel
+    lora_spelling = COGVIDEOX_NAMES
     lora_layers = known_names.COGVIDEOX
     encoder_classes: ClassVar[Mapping[str, Any]] = {
         "text_encoder": T5EncoderModel,

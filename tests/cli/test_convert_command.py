@@ -74,6 +74,22 @@ def test_a_file_of_all_blocks_of_hunyuan_video_is_not_of_flux(
         assert capsys.readouterr().out.startswith(f"{file}: {name}, {len(layers)} layers")
 
 
+def test_a_file_in_the_names_of_comfyuis_cogvideox_is_known_and_gets_those_of_diffusers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = {"diffusion_model.blocks.1.attn_out": 6, "diffusion_model.blocks.0.ff_proj": 24}
+    file = written(tmp_path / "in.safetensors", torch.bfloat16, **layers)
+    there, back = tmp_path / "there.safetensors", tmp_path / "back.safetensors"
+    assert main(["convert", str(file), str(there), "--to", "diffusers"]) == 0
+    assert capsys.readouterr().out.startswith(f"{file}: cogvideox, 2 layers")
+    assert {name.partition(".lora_")[0] for name in load_file(there)} == {
+        "transformer.transformer_blocks.1.attn1.to_out.0",
+        "transformer.transformer_blocks.0.ff.net.0.proj",
+    }
+    assert main(["convert", str(there), str(back), "--to", "comfyui", "--family", "cogvideox"]) == 0
+    assert {name.partition(".lora_")[0] for name in load_file(back)} == layers.keys()
+
+
 def test_alpha_and_dtype_of_a_runs_lora_are_those_asked_for(
     flux_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,8 @@ are listed. A ``*`` stands for a number. The modules of Qwen-Image 2.1 are those
 ``comfy/ldm/qwen_image21/model.py`` (08f68f0919d2), of whose fused layer ComfyUI takes the parts.
 Anima's are those of ``comfy/ldm/anima/model.py`` (10ca04d5365f) and ``comfy/ldm/cosmos/predict2.py``,
 which it is made from. ERNIE-Image's are those of ``comfy/ldm/ernie/model.py`` as a public copy of it
-had them in 2026; for any model ComfyUI takes ``diffusion_model.`` before their names.
+had them in 2026; for any model ComfyUI takes ``diffusion_model.`` before their names. CogVideoX's are
+those of ``comfy/ldm/cogvideo/model.py`` (8d534945ebd5, in a public copy of the repository).
 """
 
 import re
@@ -195,6 +196,14 @@ HUNYUAN_VIDEO = (
 )
 """Likewise of the first version."""
 
+COGVIDEOX = _in(
+    "diffusion_model",
+    *_in("blocks.*", "q", "k", "v", "attn_out", "ff_proj", "ff_out", "norm1.linear", "norm2.linear"),
+    *("time_embedding_linear_1", "time_embedding_linear_2"),
+    *("patch_embed.proj", "patch_embed.text_proj", "norm_out.linear", "proj_out"),
+)
+"""Of CogVideoX, by names that diffusers does not take."""
+
 WAN_VACE = _in(
     "diffusion_model",
     *_WAN,
@@ -226,6 +235,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "ltx_video": _in("diffusion_model", *_LTX_VIDEO),
     "sd3": _in("transformer", *_SD3),
     "sdxl": (*_flat("lora_unet", *_UNET), *_flat("lora_te1", *_CLIP), *_flat("lora_te2", *_CLIP)),
+    "cogvideox": (),  # see ``COGVIDEOX``
     "ideogram4": (),  # by kohya's names alone, see ``IDEOGRAM4``
     "sana": (),  # not in ComfyUI
     "wan_vace": (),  # see ``WAN_VACE``

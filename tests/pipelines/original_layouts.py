@@ -1,6 +1,7 @@
 """Models' tensors as their own repositories store them: the opposite of what diffusers' converters do.
 
-Whether it is, the converters say: a wrong name here is a tensor that they miss.
+Whether it is, the converters say: a wrong name here is a tensor that they miss. They have none for CogVideoX,
+whose names here are those of ComfyUI's model (``comfy/ldm/cogvideo/model.py``).
 """
 
 import re
@@ -161,6 +162,15 @@ _in\.linear_1                                 _in.in_layer
 _in\.linear_2                                 _in.out_layer
 (modulation.*)\.linear                        \1.lin
 {_BLOCKS_OF_FLUX}""",
+    "CogVideoXTransformer3DModel": r"""
+^transformer_blocks                           blocks
+attn1\.norm_([qk])                            norm_\1
+attn1\.to_([qkv])                             \1
+attn1\.to_out\.0                              attn_out
+ff\.net\.0\.proj                              ff_proj
+ff\.net\.2                                    ff_out
+^time_embedding\.                             time_embedding_
+""",
     "ErnieImageTransformer2DModel": "",
     "Ideogram4Transformer2DModel": r"""
 attention\.norm_([qk])                        attention.norm_\1

@@ -1,14 +1,18 @@
 """CogVideoX against diffusers' own transformer, autoencoder and pipeline, in all layouts of its releases."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import CogVideoXDDIMScheduler, CogVideoXPipeline
+from comfyui_names import COGVIDEOX as TAKEN
+from diffusers import CogVideoXDDIMScheduler, CogVideoXPipeline, CogVideoXTransformer3DModel
 from family_sample import (
     CPU,
     PROMPTS,
     Sample,
+    adapted_transformer,
     assert_equal_under_all_flags,
     build_sample,
     clip,
@@ -17,6 +21,10 @@ from family_sample import (
 
 from diffsynth_lite.core.noise import DiffusionPath
 from diffsynth_lite.errors import UserError
+from diffsynth_lite.lora import adapter_settings, adapter_tensors
+from diffsynth_lite.lora.conversion import FamilyNames, convert
+from diffsynth_lite.lora.reading import read_contents
+from diffsynth_lite.lora.spelling import COGVIDEOX_IN_COMFYUI
 from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.cogvideox import (
     CogVideoX,
@@ -24,6 +32,8 @@ from diffsynth_lite.pipelines.cogvideox import (
     tiny,
     tiny_cogvideox_transformer,
 )
+from diffsynth_lite.releases import Release
+from diffsynth_lite.releases.cogvideox import COGVIDEOX as RELEASES
 
 # 2B adds places to its tokens; 1.5 makes one token of two latent frames. The sampler is the folders'.
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -153,3 +163,44 @@ def test_a_picture_is_a_clip_of_one_frame(sample: Sample) -> None:
     shape = sample.family.latents_shape(64, 32, 1)
     assert encoded["latents"].shape == shape
     assert sample.family.num_tokens(shape) == 2 * 4
+
+
+def in_blocks_of_all(key: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", key)
+
+
+def test_a_lora_is_converted_to_the_names_that_comfyui_has_and_back_to_the_same_file(
+    sample: Sample, tmp_path: Path
+) -> None:
+    family = sample.family
+    transformer = adapted_transformer(sample, targets=family.target_sets["all"])
+    (file,) = family.save_lora(tmp_path, adapter_tensors(transformer), adapter_settings(transformer))
+    before = read_contents(file)
+    names = FamilyNames(layers=family.lora_layers, comfyui=family.lora_spelling)
+    there = convert(before, names, "comfyui", tmp_path / "for_comfyui.safetensors")
+    layers = {in_blocks_of_all(name.rpartition(".lora_")[0]) for name in there.tensors}
+    assert layers == {name for name in TAKEN if ".blocks." in name}
+    assert there.difference == 0
+    back = convert(there.contents, names, "diffusers", file)
+    assert back.difference == 0
+    again, original = back.contents.pairs, before.pairs
+    assert again.keys() == original.keys()
+    for layer, pair in original.items():
+        assert torch.equal(again[layer].down, pair.down), layer
+        assert torch.equal(again[layer].up, pair.up), layer
+
+
+@pytest.mark.parametrize(
+    ("release", "num_layers"),
+    list(zip(RELEASES, (245, 341, 342), strict=True)),
+    ids=[release.hub_id for release in RELEASES],
+)
+def test_comfyui_has_each_linear_layer_of_a_release(release: Release, num_layers: int) -> None:
+    with torch.device("meta"):
+        model = CogVideoXTransformer3DModel(**release.components["transformer"].config)
+    layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    keys = {COGVIDEOX_IN_COMFYUI.key(f"transformer.{layer}") for layer in layers}
+    assert len(keys) == len(layers) == num_layers
+    # Of 1.0 it is a convolution.
+    convolutions = set() if model.config.patch_size_t else {"diffusion_model.patch_embed.proj"}
+    assert set(map(in_blocks_of_all, keys)) == set(TAKEN) - convolutions

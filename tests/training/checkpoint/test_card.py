@@ -150,6 +150,13 @@ def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel 
             {"pipeline_tag": "image-to-image"},
             [KNOWN],
         ),
+        (
+            "cogvideox_lora.yaml",
+            (),
+            None,
+            {"pipeline_tag": "text-to-video"},
+            [r"- ComfyUI takes it as \`diffsynth-lite convert --to comfyui\` writes a plain LoRA"],
+        ),
         ("sana_lora.yaml", (), None, {}, ["ComfyUI has no names that we know for 1 of its 1 layers."]),
         (
             "qwen_lora.yaml",
@@ -177,7 +184,7 @@ def test_a_card_names_the_base_model_its_licence_and_what_draws_with_it(
     found = HubCard(text).data.to_dict()
     assert {key: found.get(key) for key in header} == header
     assert [word for word in words if word not in text] == []
-    assert ("## In ComfyUI" in text) is (recipe != "sana_lora.yaml")
+    assert ("## In ComfyUI" in text) is (recipe not in ("cogvideox_lora.yaml", "sana_lora.yaml"))
     assert ("license" in found) is (base is None)
     assert "step 300" not in text
 
