@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         choices=("diffusers", "comfyui", "kohya"),
         help="diffusers: its names of layers, alpha folded into lora_B; comfyui: what ComfyUI takes of this "
-        "family; kohya: the names of sd-scripts and musubi-tuner, a tensor of alpha for each layer",
+        "family; kohya: the names of sd-scripts and musubi-tuner, which ComfyUI does not take of all families, a "
+        "tensor of alpha for each layer",
     )
     parser.add_argument(
         "--alpha",
@@ -89,11 +90,14 @@ def run(parsed: argparse.Namespace) -> None:
         updates = f"differ by {converted.difference:.1e} of their size at most ({converted.layer})"
     else:
         updates = "are the same"
-    for line in (
+    lines = [
         f"{contents.file}: {name}, {_described(contents)}",
         f"{target}: {_described(converted.contents)}",
         f"All layers are in it, and their updates {updates}.",
-    ):
+    ]
+    if parsed.to == "kohya" and not names.comfyui.comfyui_takes_kohyas:
+        lines.append("ComfyUI does not take all of them by these names: for ComfyUI use --to comfyui.")
+    for line in lines:
         Console(emoji=False).print(line, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -74,6 +74,25 @@ def test_a_file_of_all_blocks_of_hunyuan_video_is_not_of_flux(
         assert capsys.readouterr().out.startswith(f"{file}: {name}, {len(layers)} layers")
 
 
+@pytest.mark.parametrize(
+    ("layer", "family", "warns"),
+    [
+        ("transformer.layers.0.attention.to_q", "z_image", True),
+        ("transformer.transformer_blocks.0.img_mlp.gate_layer", "qwen_image_21", True),
+        ("transformer.transformer_blocks.0.img_mlp.net.2", "qwen_image", False),
+    ],
+)
+def test_where_comfyui_takes_part_of_kohyas_names_that_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], layer: str, family: str, warns: bool
+) -> None:
+    file = written(tmp_path / "in.safetensors", torch.bfloat16, **{layer: 6})
+    for to in ("kohya", "comfyui"):
+        out = tmp_path / f"{to}.safetensors"
+        assert main(["convert", str(file), str(out), "--to", to, "--family", family]) == 0
+        printed = capsys.readouterr().out
+        assert ("for ComfyUI use --to comfyui" in printed) == (warns and to == "kohya")
+
+
 def test_a_file_in_the_names_of_comfyuis_cogvideox_is_known_and_gets_those_of_diffusers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
