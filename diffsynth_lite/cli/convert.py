@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         choices=("diffusers", "comfyui", "kohya"),
         help="diffusers: its names of layers, alpha folded into lora_B; comfyui: what ComfyUI takes of this "
-        "family; kohya: the names of sd-scripts and musubi-tuner, which ComfyUI does not take of all families, a "
+        "family; kohya: the names of sd-scripts and musubi-tuner, not all of which ComfyUI takes, and a "
         "tensor of alpha for each layer",
     )
     parser.add_argument(
@@ -95,8 +95,10 @@ def run(parsed: argparse.Namespace) -> None:
         f"{target}: {_described(converted.contents)}",
         f"All layers are in it, and their updates {updates}.",
     ]
-    if parsed.to == "kohya" and not names.comfyui.comfyui_takes_kohyas:
-        lines.append("ComfyUI does not take all of them by these names: for ComfyUI use --to comfyui.")
+    if parsed.to == "kohya" and not names.comfyui.comfyui_takes_kohya_names:
+        lines.append(
+            "ComfyUI takes only some layers of this family by these names: for ComfyUI use --to comfyui."
+        )
     for line in lines:
         Console(emoji=False).print(line, highlight=False, markup=False, soft_wrap=True)
 

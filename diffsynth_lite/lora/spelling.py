@@ -30,7 +30,8 @@ class Spelling:
             no name in this spelling; None where it is not known what it takes.
         is_joined_in_comfyui: whether ComfyUI has several of the layers as one, so that it takes a LoRA that
             is joined for them, by kohya's names, and no file is right in both programs.
-        comfyui_takes_kohyas: whether ComfyUI takes all layers by the names of kohya's trainers, too.
+        for_comfyui: the spelling that ComfyUI takes, where diffusers takes another.
+        comfyui_takes_kohya_names: whether ComfyUI takes all layers by the names of kohya's trainers, too.
     """
 
     prefixes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -39,7 +40,7 @@ class Spelling:
     unknown_to_comfyui: tuple[str, ...] | None = None
     is_joined_in_comfyui: bool = False
     for_comfyui: "Spelling | None" = None
-    comfyui_takes_kohyas: bool = True
+    comfyui_takes_kohya_names: bool = True
 
     @property
     def is_converted_for_comfyui(self) -> bool:
@@ -211,11 +212,11 @@ JOINED_IN_COMFYUI = replace(DIFFUSERS, unknown_to_comfyui=("",), is_joined_in_co
 """Diffusers' own names, of a family whose queries, keys and values are one layer in ComfyUI."""
 
 
-def taken_by_comfyui(*, but: tuple[str, ...] = (), by_kohyas_names: bool = True) -> Spelling:
+def taken_by_comfyui(*, but: tuple[str, ...] = (), by_kohya_names: bool = True) -> Spelling:
     """Diffusers' own names, of a family whose layers ComfyUI takes by these.
 
     Args:
         but: beginnings of the names of those that it does not.
-        by_kohyas_names: whether it takes them by the names of kohya's trainers, too.
+        by_kohya_names: whether it takes them by the names of kohya's trainers, too.
     """
-    return replace(DIFFUSERS, unknown_to_comfyui=but, comfyui_takes_kohyas=by_kohyas_names)
+    return replace(DIFFUSERS, unknown_to_comfyui=but, comfyui_takes_kohya_names=by_kohya_names)

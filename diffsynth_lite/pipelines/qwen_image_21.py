@@ -125,7 +125,7 @@ class QwenImage21(DiffusersFamily):
     pipelines = (QwenImage21Pipeline,)
     releases = QWEN_IMAGE_21
     transformer_class = QwenImage21Transformer2DModel
-    lora_spelling = taken_by_comfyui(by_kohyas_names=False)
+    lora_spelling = taken_by_comfyui(by_kohya_names=False)
     lora_layers = known_names.QWEN_IMAGE_21
     encoder_classes: ClassVar[Mapping[str, Any]] = {
         "text_encoder": Qwen3VLForConditionalGeneration,

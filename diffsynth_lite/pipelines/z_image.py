@@ -129,7 +129,7 @@ class ZImage(DiffusersFamily):
     pipelines = (ZImagePipeline,)
     releases = Z_IMAGE
     transformer_class = ZImageTransformer2DModel
-    lora_spelling = taken_by_comfyui(by_kohyas_names=False)
+    lora_spelling = taken_by_comfyui(by_kohya_names=False)
     lora_layers = known_names.Z_IMAGE
     encoder_classes: ClassVar[Mapping[str, Any]] = {"text_encoder": Qwen3Model, "vae": AutoencoderKL}
     block_lists = ("noise_refiner", "context_refiner", "layers")

@@ -12,7 +12,7 @@ are listed. A ``*`` stands for a number. The modules of Qwen-Image 2.1 are those
 Anima's are those of ``comfy/ldm/anima/model.py`` (10ca04d5365f) and ``comfy/ldm/cosmos/predict2.py``,
 which it is made from. ERNIE-Image's are those of ``comfy/ldm/ernie/model.py`` as a public copy of it
 had them in 2026; for any model ComfyUI takes ``diffusion_model.`` before their names. CogVideoX's are
-those of ``comfy/ldm/cogvideo/model.py`` (8d534945ebd5, in a public copy of the repository).
+those of ``comfy/ldm/cogvideo/model.py`` (955ce480e272).
 """
 
 import re

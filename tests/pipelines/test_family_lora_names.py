@@ -85,7 +85,7 @@ def test_a_lora_on_all_layers_comes_to_them(sample: Sample, layout: str) -> None
         assert torch.equal(pair.up.flatten(1) @ pair.down.flatten(1), weight.flatten(1)), name
 
 
-def test_kohyas_names_are_those_of_comfyuis_model_but_in_families_that_know_it(sample: Sample) -> None:
+def test_kohyas_names_are_those_of_comfyuis_model_but_in_two_families(sample: Sample) -> None:
     family = sample.family
     spelling, component = family.lora_spelling, family.trainable[0]
     if sample.name not in TAKEN or spelling.is_converted_for_comfyui or spelling.is_flat:
@@ -99,11 +99,11 @@ def test_kohyas_names_are_those_of_comfyuis_model_but_in_families_that_know_it(s
         for layer, module in model.named_modules()
         if isinstance(module, nn.Linear)
     }
-    assert (names <= in_comfyui) == spelling.comfyui_takes_kohyas
-    assert spelling.comfyui_takes_kohyas == (sample.name not in ("qwen_image_21", "z_image"))
+    assert (names <= in_comfyui) == spelling.comfyui_takes_kohya_names
+    assert spelling.comfyui_takes_kohya_names == (sample.name not in ("qwen_image_21", "z_image"))
 
 
-def test_diffusers_gives_each_layer_the_same_update_by_kohyas_names(sample: Sample) -> None:
+def test_diffusers_gives_each_layer_the_same_update_by_kohya_names(sample: Sample) -> None:
     if sample.name not in ("flux2", "qwen_image", "wan_i2v", "z_image"):
         pytest.skip("diffusers reads no such files of this family, or only with the released model's sizes")
     family, pipeline = sample.family, sample.fresh_pipeline()

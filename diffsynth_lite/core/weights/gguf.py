@@ -25,9 +25,9 @@ _PLAIN = {"F32", "F16", "BF16"}
 _DAMAGED = (ValueError, LookupError, ArithmeticError, RecursionError)
 """What gguf raises for a file that is damaged, or in another format."""
 _NUM_BYTES = MappingProxyType({0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8})
-"""Size of a value in a header, by the number of its type; texts and arrays have a length of their own."""
-_TEXT, _ARRAY = 8, 9
-_MAX_SIDES = 8
+"""Size of a value in a header, by the number of its type; strings and arrays have a length of their own."""
+_STRING, _ARRAY = 8, 9
+_MAX_DIMENSIONS = 8
 _MAX_HEADER_BYTES, _MAX_HEADER_VALUES = 2**26, 2**20
 """Far more than the names, shapes and settings of a model take; gguf makes an object of each value."""
 
@@ -108,29 +108,29 @@ class _Header:
         """
         magic, version = self._number(4).to_bytes(4, "little"), self._number(4)
         if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError(f"it begins with {magic!r} and version {version}, not with b'GGUF' and 2 or 3")
-        num_tensors, num_settings = self._number(8), self._number(8)
-        for _ in range(num_settings):
-            self._skip_text()
+            raise ValueError(f"it begins with {magic!r}, version {version}, not with b'GGUF', version 2 or 3")
+        num_tensors, num_fields = self._number(8), self._number(8)
+        for _ in range(num_fields):
+            self._skip_string()
             self._skip_values(self._number(4), 1)
         for _ in range(num_tensors):
-            self._skip_text()
-            self._skip(8, self._number(4))  # its sides
-            self._skip(4 + 8)  # its format, and where it is
+            self._skip_string()
+            self._skip(8, self._number(4))  # its dimensions
+            self._skip(4 + 8)  # its format and its offset
 
     def _skip_values(self, kind: int, count: int) -> None:
         if kind in _NUM_BYTES:
             self._skip(_NUM_BYTES[kind], count)
-        elif kind == _TEXT:
+        elif kind == _STRING:
             for _ in range(count):
-                self._skip_text()
+                self._skip_string()
         elif kind == _ARRAY:
             for _ in range(count):
                 self._skip_values(self._number(4), self._number(8))
         else:
             raise ValueError(f"its header has a value of type {kind}")
 
-    def _skip_text(self) -> None:
+    def _skip_string(self) -> None:
         self._skip(self._number(8))
 
     def _number(self, num_bytes: int) -> int:
@@ -195,6 +195,6 @@ def _in_own_shape(tensor: Tensor, stored: Any, reader: Any) -> Tensor:
     return tensor.reshape(shape)
 
 
-def _is_shape(sides: Any) -> bool:
-    is_short = isinstance(sides, list) and len(sides) <= _MAX_SIDES
-    return is_short and all(type(side) is int and side > 0 for side in sides)
+def _is_shape(sizes: Any) -> bool:
+    is_short = isinstance(sizes, list) and len(sizes) <= _MAX_DIMENSIONS
+    return is_short and all(type(size) is int and size > 0 for size in sizes)

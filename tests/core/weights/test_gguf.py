@@ -80,9 +80,9 @@ def field(key: bytes, kind: Any, value: bytes) -> bytes:
     return header(fields=1) + string(key) + u32(kind) + value
 
 
-def tensor(*sides: int, kind: str = "F32", offset: int = 0) -> bytes:
+def tensor(*sizes: int, kind: str = "F32", offset: int = 0) -> bytes:
     number = gguf.GGMLQuantizationType[kind]
-    return string(b"a") + u32(len(sides)) + u64(*sides) + u32(number) + u64(offset)
+    return string(b"a") + u32(len(sizes)) + u64(*sizes) + u32(number) + u64(offset)
 
 
 def with_shape(kind: Any, value: bytes) -> bytes:
@@ -104,34 +104,34 @@ DAMAGED: dict[str, bytes] = {
     "2^60 keys": header(fields=2**60) + bytes(100),
     "2^60 tensors": header(tensors=2**60) + tensor(4) + bytes(64),
     "a key of 2^63 letters": header(fields=1) + u64(2**63) + bytes(64),
-    "a text of 2^40 letters": field(b"a", KIND.STRING, u64(2**40) + bytes(64)),
+    "a string of 2^40 letters": field(b"a", KIND.STRING, u64(2**40) + bytes(64)),
     "a key in no encoding": field(b"\xff", KIND.UINT8, b"1"),
     "a value of no type": field(b"a", 13, bytes(64)),
     "5000 nested arrays": field(b"a", KIND.ARRAY, (u32(KIND.ARRAY) + u64(1)) * 5000),
     "an array of 2^40 numbers": field(b"a", KIND.ARRAY, u32(KIND.UINT8) + u64(2**40)),
-    "an array of 2^60 texts": field(b"a", KIND.ARRAY, u32(KIND.STRING) + u64(2**60)),
+    "an array of 2^60 strings": field(b"a", KIND.ARRAY, u32(KIND.STRING) + u64(2**60)),
     "an array of 2^60 arrays": field(b"a", KIND.ARRAY, u32(KIND.ARRAY) + u64(2**60)),
     "no alignment": field(b"general.alignment", KIND.UINT32, u32(0)),
     "alignment beyond the file": header(tensors=1, fields=1)
     + (string(b"general.alignment") + u32(KIND.UINT32, 2**31))
     + tensor(4),
-    "2^32 sides": ONE + string(b"a") + u32(2**32 - 1) + bytes(64),
-    "65 sides": ONE + tensor(*[1] * 65) + bytes(64),
-    "sides of 2^64 - 1": ONE + tensor(2**64 - 1) + bytes(64),
-    "sides that overflow": ONE + tensor(2**32, 2**32) + bytes(64),
-    "no sides, in Q8_0": ONE + tensor(kind="Q8_0") + bytes(64),
+    "2^32 dimensions": ONE + string(b"a") + u32(2**32 - 1) + bytes(64),
+    "65 dimensions": ONE + tensor(*[1] * 65) + bytes(64),
+    "a size of 2^64 - 1": ONE + tensor(2**64 - 1) + bytes(64),
+    "sizes that overflow": ONE + tensor(2**32, 2**32) + bytes(64),
+    "no dimensions, in Q8_0": ONE + tensor(kind="Q8_0") + bytes(64),
     "rows of nothing, in Q8_0": ONE + tensor(0, 5, kind="Q8_0") + bytes(64),
     "an offset beyond the file": ONE + tensor(4, offset=2**40) + bytes(64),
     "an offset that overflows": ONE + tensor(4, offset=2**64 - 64) + bytes(64),
     "a tensor twice": header(tensors=2) + tensor(4) * 2 + bytes(64),
     "an own shape below 0": with_shape(KIND.ARRAY, u32(KIND.INT32) + u64(2) + struct.pack("<ii", -1, -4)),
-    "an own shape of 9 sides": with_shape(
+    "an own shape of 9 dimensions": with_shape(
         KIND.ARRAY, u32(KIND.INT32) + u64(9) + struct.pack("<9i", 4, *[1] * 8)
     ),
     "an own shape that is a number": with_shape(KIND.UINT32, u32(4)),
-    "an own shape that is text": with_shape(KIND.STRING, string(b"ab")),
+    "an own shape that is a string": with_shape(KIND.STRING, string(b"ab")),
     "an own shape in no encoding": with_shape(KIND.STRING, string(b"\xff")),
-    "an own shape of texts": with_shape(KIND.ARRAY, u32(KIND.STRING) + u64(1) + string(b"4")),
+    "an own shape of strings": with_shape(KIND.ARRAY, u32(KIND.STRING) + u64(1) + string(b"4")),
     "an own shape of fractions": with_shape(KIND.ARRAY, u32(KIND.FLOAT32) + u64(1) + struct.pack("<f", 4)),
 }
 
