@@ -119,10 +119,6 @@ def read_audio(path: Path, start_s: float, duration_s: float, form: AudioFormat)
 
 def _video_start(path: Path) -> Fraction:
     """Seconds at which the first frame is shown, on the clock of the file."""
-    with opened_clip(path) as clip:
-        if clip.container.format.name == "avi":
-            # It knows no times: those of frames are FFmpeg's guess, one frame late for H.264.
-            return Fraction()
     first = clip_start(path)
     return first.pts * first.time_base
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from math import floor
+from os import SEEK_CUR
 from pathlib import Path
+from statistics import median_low
 from typing import Literal
 
 import av
@@ -27,6 +29,7 @@ from av.video.stream import VideoStream
 from PIL import Image
 
 from diffsynth_lite.data.video_decoding import (
+    CHUNK_HEADER_BYTES,
     OpenClip,
     all_frames,
     clip_start,
@@ -34,6 +37,7 @@ from diffsynth_lite.data.video_decoding import (
     is_shown,
     opened_clip,
     rgb_image,
+    timed,
 )
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import replacing
@@ -69,7 +73,7 @@ class VideoFacts:
         height: of a frame as it is shown, in pixels.
         num_frames: frames that are shown.
         duration_s: from the start of the first frame to the end of the last.
-        fps: frames per second; the mean of a clip whose rate varies.
+        fps: frames per second; the mean of a clip whose rate varies, and of an AVI that of most frames.
         is_variable_rate: whether its frames are unequally long.
     """
 
@@ -89,8 +93,9 @@ def check_video(path: Path) -> VideoFacts:
     """
     start = clip_start(path)
     with opened_clip(path) as clip:
-        times, last_duration = _frame_times(clip, start.pts)
+        times, last_duration = _frame_times(path, clip, start.pts)
         nominal = clip.stream.average_rate
+        is_avi = clip.container.format.name == "avi"
     intervals = [later - earlier for earlier, later in pairwise(times)]
     mean = Fraction(times[-1] - times[0], len(intervals)) if intervals else Fraction(last_duration)
     if mean == 0:
@@ -101,6 +106,8 @@ def check_video(path: Path) -> VideoFacts:
     is_variable_rate = unevenness > max(Fraction(1), mean / 100)
     if not is_variable_rate and nominal and abs(1 / (nominal * start.time_base) - mean) <= 1:
         rate = nominal  # the mean of rounded times is not quite it
+    if is_avi and intervals:
+        rate = 1 / (median_low(intervals) * start.time_base)  # a frame that is repeated leaves it as it is
     return VideoFacts(
         width=start.width,
         height=start.height,
@@ -209,13 +216,13 @@ def clip_starts(
     return [index / fps for index in sorted(chosen)]
 
 
-def _frame_times(clip: OpenClip, first_pts: int) -> tuple[list[int], int]:
+def _frame_times(path: Path, clip: OpenClip, first_pts: int) -> tuple[list[int], int]:
     """Sorted times of the shown frames and the duration of the last (0: unknown), after counting packets."""
     times: dict[int, int] = {}
     num_packets = 0
     num_shown = 0
     ends_s: defaultdict[int, float] = defaultdict(float)  # of each stream, by its number
-    for packet in clip.container.demux():
+    for packet in timed(clip, clip.container.demux()):
         if packet.pts is None:
             continue
         end_s = float((packet.pts + (packet.duration or 0)) * packet.time_base)
@@ -230,14 +237,14 @@ def _frame_times(clip: OpenClip, first_pts: int) -> tuple[list[int], int]:
         if is_shown(packet) and packet.pts >= first_pts:
             num_shown += 1
             times[packet.pts] = packet.duration or 0
-    _check_complete(clip, num_packets, ends_s)
+    _check_complete(path, clip, num_packets, ends_s)
     if num_shown > len(times):
         raise UserError("several frames have the same time; save it again")
     ordered = sorted(times)
     return ordered, times[ordered[-1]]
 
 
-def _check_complete(clip: OpenClip, num_packets: int, ends_s: Mapping[int, float]) -> None:
+def _check_complete(path: Path, clip: OpenClip, num_packets: int, ends_s: Mapping[int, float]) -> None:
     """Compare what was read with what the header promises, of the clip alone where it says that."""
     kind = clip.container.format.name
     if "mp4" in kind:
@@ -246,11 +253,32 @@ def _check_complete(clip: OpenClip, num_packets: int, ends_s: Mapping[int, float
             promised = clip.stream.frames
     elif kind == "avi":
         promised = clip.stream.frames
+        num_packets += _num_empty_chunks(path, clip.stream)
     else:
         _check_length(clip, max(ends_s.values()))
         return
     if num_packets < promised:
         raise UserError(f"cut off: {num_packets} of {promised} frames are there")
+
+
+def _num_empty_chunks(path: Path, stream: VideoStream) -> int:
+    """Number of the chunks of an AVI without data, for which there are no packets.
+
+    The times in the index count those before a frame; those after the last one are read from the file.
+    """
+    entries = [entry for entry in stream.index_entries if entry.size]
+    if not entries:
+        return 0
+    last = entries[-1]
+    num_empty = last.timestamp + 1 - len(entries)
+    with path.open("rb") as file:
+        file.seek(max(0, last.pos) + CHUNK_HEADER_BYTES + last.size + last.size % 2)
+        # The name of a chunk begins with the number of its stream; that of an index does not.
+        while len(head := file.read(CHUNK_HEADER_BYTES)) == CHUNK_HEADER_BYTES and head[:2].isdigit():
+            size = int.from_bytes(head[4:], "little")
+            num_empty += size == 0 and int(head[:2]) == stream.index
+            file.seek(size + size % 2, SEEK_CUR)
+    return num_empty
 
 
 def _ends_early(stream: VideoStream, end_s: float) -> bool:

@@ -67,6 +67,9 @@ _UPRIGHT: dict[tuple[float, float, float, float], Image.Transpose | None] = {
 }
 """Entries a, b, c, d of a display matrix (x' = a x + c y, y' = b x + d y), and what shows it upright."""
 
+CHUNK_HEADER_BYTES = 8
+"""Of an AVI: before the data of each chunk."""
+
 _SEEK_BACK_S = (0, 2, 10)
 """A container may seek by decoding time and find a keyframe shown too late: go further back, then to 0."""
 
@@ -157,6 +160,23 @@ def all_frames(path: Path) -> Generator[VideoFrame, None, None]:
         yield from _decoded(_from_start(clip))
 
 
+def timed(clip: OpenClip, packets: Iterable["Packet[Any]"]) -> Iterator["Packet[Any]"]:
+    """Packets of a clip, those of the video of an AVI with the times at which their frames are shown.
+
+    An AVI has no times: each chunk lasts for one frame, and one without data repeats the frame before it.
+    FFmpeg (libavformat 62.12) takes the next chunk's time for that of a frame of H.264, and after a seek may
+    count empty chunks twice; what its index says is right.
+    """
+    if clip.container.format.name != "avi":
+        yield from packets
+        return
+    times = {entry.pos + CHUNK_HEADER_BYTES: entry.timestamp for entry in clip.stream.index_entries}
+    for packet in packets:
+        if packet.stream_index == clip.stream.index and packet.dts is not None:
+            packet.pts = packet.dts = times.get(packet.pos or 0, packet.dts)
+        yield packet
+
+
 def is_shown(packet: "Packet[Any]") -> bool:
     """Whether a packet gives a frame, and not one that only others refer to or that an edit list cut."""
     if packet.is_discard or not packet.size:
@@ -213,7 +233,7 @@ _INTERLACED = "is interlaced; deinterlace it, for example with ffmpeg -vf bwdif"
 
 def _from_start(clip: OpenClip) -> Iterator[VideoPacket]:
     """All packets. The first must be a keyframe: it is not recognised as one where it is damaged."""
-    packets = clip.container.demux(clip.stream)
+    packets = timed(clip, clip.container.demux(clip.stream))
     first = next(packets)
     if first.size and not first.is_keyframe:
         raise UserError("damaged or cut at its start, which is no keyframe; encode it again")
@@ -227,7 +247,7 @@ def _sought(clip: OpenClip, pts: int, first_pts: int) -> Iterator[VideoPacket] |
         if target <= first_pts:
             return None
         clip.container.seek(target, stream=clip.stream)
-        packets = _from_keyframe(clip.container.demux(clip.stream))
+        packets = _from_keyframe(timed(clip, clip.container.demux(clip.stream)))
         keyframe = next(packets, None)
         if keyframe is not None and keyframe.pts is not None and keyframe.pts <= pts:
             return chain([keyframe], packets)

@@ -6,23 +6,28 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 from clip_makers import (
     BT601,
     FULL,
     HLG,
     PQ,
+    avi_slots,
+    index_of_avi,
     packets_of,
     remux,
     write_audio,
+    write_avi,
     write_clip,
 )
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """``shown``: the `pattern` of each frame, in order."""
+    """``shown``: the `pattern` of each frame, in order; for ``seconds``, where frames are repeated."""
 
     shown: list[int]
+    seconds: float | None = None
     fps: float = 25.0
     size: tuple[int, int] = (64, 48)
     is_variable_rate: bool = False
@@ -156,6 +161,61 @@ def cut_between_frames(path: Path) -> None:
     path.write_bytes(content[: -len(last)])
 
 
+def mp3(seconds: float, **options) -> Maker:
+    """An AVI with silent MP3, which has empty chunks."""
+
+    def make(path: Path) -> None:
+        samples = round(seconds * options.get("rate", 44100))
+        write_avi(path, waveform=np.zeros((1, samples), np.float32), **options)
+        assert avi_slots(path) != list(range(25))
+
+    return make
+
+
+def remuxed_mp3(path: Path) -> None:
+    """Like `mp3`, of packets that are not encoded again, the last of which lasts for 5 slots."""
+    packets = packets_of(write_avi(path.with_name(f"source of {path.name}")))
+    packets[-1]["duration"] = 5
+    remux(path.with_name(f"source of {path.name}"), path, packets, silence_s=1.0, codec="libmp3lame")
+    sizes = [entry[3] for entry in index_of_avi(path)[1] if entry[0] == b"00dc"]
+    assert [size for size in sizes[-5:] if not size] == [0] * 4
+
+
+def dropped_by_hand(path: Path) -> None:
+    """An AVI in which frames 7, 8 and 24 were made empty, with filling in their places."""
+    write_clip(path, **MJPEG)
+    content = bytearray(path.read_bytes())
+    start, entries = index_of_avi(path)
+    movi = content.index(b"movi")
+    for number in (7, 8, 24):
+        _, _, place, size = entries[number]
+        struct.pack_into("<I4sI", content, movi + place + 4, 0, b"JUNK", size + size % 2 - 8)
+        struct.pack_into("<I", content, start + 16 * number + 12, 0)
+    path.write_bytes(content)
+
+
+def cut_at(place: Callable[[Path], int], make_clip: Maker, *, fill: bool = False) -> Maker:
+    """A clip that ends at a place; ``fill`` puts zeros up to its index, as in an unfinished download."""
+
+    def make(path: Path) -> None:
+        make_clip(path)
+        end, content = place(path), path.read_bytes()
+        index = content.rindex(b"idx1") if fill else end
+        path.write_bytes(content[:end] + bytes(index - end) + content[index:] * fill)
+
+    return make
+
+
+def frame_20(path: Path) -> int:
+    """Where the frame of slot 20 of an AVI begins."""
+    content = path.read_bytes()
+    entries = [entry for entry in index_of_avi(path)[1] if entry[0] == b"00dc"]
+    return content.index(b"movi") + entries[20][2]
+
+
+DROPPED = [index + 3 * (index > 9) for index in range(25)]
+"""Slots of frames of which three are missing."""
+MJPEG = {"codec": "mjpeg", "pixels": "yuvj420p", "color_range": FULL, "matrix": BT601}
 HTML = b"<!DOCTYPE html><html><body>404 not found</body></html>"
 PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nhttp://127.0.0.1:9/clip.ts\n#EXT-X-ENDLIST\n"
 CONCAT = b"ffconcat version 1.0\nfile '/etc/passwd'\n"
@@ -175,7 +235,33 @@ CLIPS: dict[str, tuple[Maker, Accepted | Refused]] = {
     "vp8_hidden.webm": (hidden_vp8_frame, Accepted(ALL_25)),
     "vp9.webm": (clip(codec="libvpx-vp9"), Accepted(ALL_25)),
     "mpeg4.avi": (clip(codec="mpeg4", options={"b": "4000000"}), Accepted(ALL_25)),
-    "mjpeg.avi": (clip(codec="mjpeg", pixels="yuvj420p", color_range=FULL, matrix=BT601), Accepted(ALL_25)),
+    "mjpeg.avi": (clip(**MJPEG), Accepted(ALL_25)),
+    "mp3.avi": (mp3(1.0), Accepted(ALL_25, seconds=1.04)),
+    "mp3_ends_early.avi": (mp3(0.6, rate=48000), Accepted(ALL_25, seconds=1.04)),
+    "mp3_xvid.avi": (mp3(1.0, tag="xvid", rate=48000), Accepted(ALL_25, seconds=1.04)),
+    "mp3_h264.avi": (mp3(1.0, codec="libx264"), Accepted(ALL_25, seconds=1.04)),
+    "mp3_22_khz.avi": (mp3(1.2, rate=22050), Accepted(ALL_25, seconds=1.08, is_variable_rate=True)),
+    "mp3_remuxed.avi": (remuxed_mp3, Accepted(ALL_25, seconds=1.08, is_variable_rate=True)),
+    "dropped.avi": (
+        lambda path: write_avi(path, slots=DROPPED),
+        Accepted(ALL_25, seconds=1.12, is_variable_rate=True),
+    ),
+    "dropped_mp3_h264.avi": (
+        mp3(1.1, codec="libx264", slots=DROPPED),
+        Accepted(ALL_25, seconds=1.16, is_variable_rate=True),
+    ),
+    "dropped_by_hand.avi": (
+        dropped_by_hand,
+        Accepted([*range(7), *range(9, 24)], seconds=0.96, is_variable_rate=True),
+    ),
+    "no_index.avi": (
+        cut_at(lambda path: index_of_avi(path)[0] - 8, mp3(1.0)),
+        Accepted(ALL_25, seconds=1.04),
+    ),
+    "half_index.avi": (
+        cut_at(lambda path: index_of_avi(path)[0] + 160, mp3(1.0)),
+        Accepted(ALL_25, seconds=1.04),
+    ),
     "prores.mov": (clip(codec="prores_ks", pixels="yuv422p10le"), Accepted(ALL_25)),
     "ten_bits.mp4": (clip(pixels="yuv420p10le"), Accepted(ALL_25)),
     "odd_size.webm": (clip(codec="libvpx-vp9", size=(63, 47)), Accepted(ALL_25, size=(63, 47))),
@@ -210,6 +296,12 @@ CLIPS: dict[str, tuple[Maker, Accepted | Refused]] = {
     "cut_between_frames.mp4": (cut_between_frames, Refused("cut off: 24 of 25 frames")),
     "half.mkv": (cut(2000, codec="mpeg4", options={"b": "4000000"}), Refused("cut off")),
     "half.avi": (cut(6000, codec="mpeg4", options={"b": "4000000"}), Refused("cut off")),
+    "half_mp3.avi": (cut_at(frame_20, mp3(1.0)), Refused("cut off: 20 of 26 frames")),
+    "half_dropped.avi": (
+        cut_at(frame_20, mp3(1.0, codec="libx264", slots=DROPPED)),
+        Refused("cut off: 20 of 29 frames"),
+    ),
+    "zeroed_end_mp3.avi": (cut_at(frame_20, mp3(1.0), fill=True), Refused("cut off: 20 of 26 frames")),
     "half_header.mkv": (lambda path: path.write_bytes(write_clip(path).read_bytes()[:300]), Refused("")),
     "zeroed_start.mp4": (zeroed_start, Refused("no keyframe")),
     "frames_of_no_bytes.mp4": (

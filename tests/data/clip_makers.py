@@ -1,5 +1,6 @@
 """Makers of small clips of known content for the tests, written with PyAV."""
 
+import struct
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -130,6 +131,70 @@ def write_sound_clip(
     return path
 
 
+def write_avi(
+    path: Path,
+    *,
+    slots: Sequence[int] = range(25),
+    codec: str = "mpeg4",
+    tag: str | None = None,
+    waveform: np.ndarray | None = None,
+    rate: int = 44100,
+    audio_codec: str = "libmp3lame",
+) -> Path:
+    """`pattern` frames in an AVI of 25 frames a second, a keyframe every 8, and an audio track.
+
+    FFmpeg writes an empty chunk for each slot that no frame has. It does so for the second slot of all that
+    have MP3, too, and moves the frames behind it: MP3 begins before time 0.
+
+    Args:
+        slots: of each frame.
+        waveform: (1, samples); None for no track.
+    """
+    with av.open(str(path), "w") as file:
+        options = {**REPEATABLE, "bf": "0"} if codec == "libx264" else {"b": "4000000"}
+        video = file.add_stream(codec, rate=25, options={"g": "8", **options})
+        video.width, video.height, video.pix_fmt = WIDTH, HEIGHT, "yuv420p"
+        video.codec_context.thread_count = 1
+        if tag is not None:
+            video.codec_context.codec_tag = tag
+        audio = None if waveform is None else file.add_stream(audio_codec, rate=rate, layout="mono")
+        for index, slot in enumerate(slots):
+            frame = VideoFrame.from_ndarray(pattern(index), format="rgb24")
+            frame.pts, frame.time_base = slot, Fraction(1, 25)
+            file.mux(video.encode(frame.reformat(format="yuv420p")))
+        file.mux(video.encode(None))
+        if audio is not None:
+            frame = av.AudioFrame.from_ndarray(waveform, format="fltp", layout="mono")
+            frame.sample_rate, frame.pts, frame.time_base = rate, 0, Fraction(1, rate)
+            size = (
+                audio.codec_context.frame_size or rate // 2
+            )  # large chunks: a seek begins far before the frame
+            converter = av.AudioResampler(audio.codec_context.format.name, "mono", rate, size)
+            for converted in (*converter.resample(frame), *converter.resample(None)):
+                file.mux(audio.encode(converted))
+            file.mux(audio.encode(None))
+    return path
+
+
+def index_of_avi(path: Path) -> tuple[int, list[tuple[bytes, int, int, int]]]:
+    """Where the index of an AVI begins, and its entries: name, flags, place, size."""
+    content = path.read_bytes()
+    start = content.rindex(b"idx1") + 8
+    size = struct.unpack_from("<I", content, start - 4)[0]
+    return start, list(struct.iter_unpack("<4sIII", content[start : start + size]))
+
+
+def avi_slots(path: Path) -> list[int]:
+    """The slot of each frame of an AVI, by its chunks: those without data have none."""
+    content = path.read_bytes()
+    place, sizes = content.index(b"movi") + 4, []
+    while (name := content[place : place + 4]) in (b"00dc", b"01wb", b"JUNK"):
+        size = struct.unpack_from("<I", content, place + 4)[0]
+        sizes += [size] if name == b"00dc" else []
+        place += 8 + size + size % 2
+    return [slot for slot, size in enumerate(sizes) if size]
+
+
 def packets_of(path: Path) -> list[dict[str, Any]]:
     """The packets of a clip's picture as values, to be written again changed."""
     with av.open(str(path)) as file:
@@ -147,12 +212,17 @@ def remux(
     container: dict[str, str] | None = None,
     *,
     silence_s: float = 0.0,
+    codec: str = "aac",
 ) -> Path:
-    """Write ``packets`` under the header of ``source`` without encoding; silence is a second track."""
+    """Write ``packets`` under the header of ``source`` without encoding.
+
+    Args:
+        silence_s: length of a second track, in ``codec``; 0 for none.
+    """
     with av.open(str(source)) as original, av.open(str(target), "w", options=container or {}) as file:
         stream = file.add_stream_from_template(original.streams.video[0])
         if silence_s:
-            _add_silence(file, num_blocks=round(silence_s * 16000 / 1024))
+            _add_silence(file, codec, seconds=silence_s)
         for values in packets:
             packet = av.Packet(values["data"])
             packet.pts, packet.dts, packet.duration = values["pts"], values["dts"], values["duration"]
@@ -165,24 +235,30 @@ def remux(
 def write_audio(path: Path) -> Path:
     """A second of silence."""
     with av.open(str(path), "w") as file:
-        _add_silence(file, num_blocks=16)
+        _add_silence(file, "aac", seconds=1.024)
     return path
 
 
-def _add_silence(file: OutputContainer, *, num_blocks: int) -> None:
-    """A track of so many blocks of 0.064 s."""
-    stream = file.add_stream("aac", rate=16000, layout="mono")
-    for index in range(num_blocks):
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
-        frame.sample_rate, frame.pts = 16000, index * 1024
+def _add_silence(file: OutputContainer, codec: str, *, seconds: float) -> None:
+    stream = file.add_stream(codec, rate=16000, layout="mono")
+    stream.codec_context.open()
+    size = stream.codec_context.frame_size
+    for index in range(round(seconds * 16000 / size)):
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, size), np.float32), format="fltp", layout="mono")
+        frame.sample_rate, frame.pts = 16000, index * size
         file.mux(stream.encode(frame))
     file.mux(stream.encode(None))
 
 
 def decode_all(path: Path) -> list[tuple[Fraction, np.ndarray]]:
-    """The reference: every frame with its time from the first, decoded from the start by PyAV alone."""
+    """The reference: every frame with its time from the first, decoded from the start by PyAV alone.
+
+    Of an AVI the times are those of its chunks.
+    """
     with av.open(str(path)) as file:
         stream = file.streams.video[0]
-        frames = [(frame.pts * stream.time_base, frame) for frame in file.decode(stream)]
-    start = frames[0][0]
-    return [(time - start, frame.to_ndarray(format="rgb24")) for time, frame in frames]
+        frames = list(file.decode(stream))
+        is_avi = file.format.name == "avi"
+    pts = avi_slots(path) if is_avi else [frame.pts for frame in frames]
+    times = [(place - pts[0]) * stream.time_base for place in pts]
+    return [(time, frame.to_ndarray(format="rgb24")) for time, frame in zip(times, frames, strict=True)]

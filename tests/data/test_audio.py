@@ -1,13 +1,16 @@
 """Sound is cut out of files where its frames are, in the form asked for; what is damaged is an error."""
 
 import dataclasses
+import random
+from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
 
 import av
 import numpy as np
 import pytest
 import torch
-from clip_makers import write_clip, write_sound_clip
+from clip_makers import avi_slots, index_shown, write_avi, write_clip, write_sound_clip
 from PIL import Image
 
 from diffsynth_lite.data import audio as audio_module
@@ -20,6 +23,7 @@ from diffsynth_lite.data.media_index import FileMemory, MediaIndex
 from diffsynth_lite.data.plan import PlanRules, plan_items
 from diffsynth_lite.data.records import Record
 from diffsynth_lite.data.video import DECODER_ID as VIDEO_DECODER_ID
+from diffsynth_lite.data.video import check_video, read_frames
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Audio, AudioFormat
 
@@ -215,6 +219,54 @@ def test_an_avi_is_read_to_its_end_and_what_it_lacks_is_an_error(
         read_audio(path, 0.0, 2.0, MONO)
 
 
+def decoded_from_the_start(path: Path, rate: int) -> np.ndarray:
+    """The reference: the audio of a file by PyAV alone, from time 0."""
+    converter = av.AudioResampler("fltp", "mono", rate)
+    with av.open(str(path)) as file:
+        frames = [one.to_ndarray() for frame in file.decode(audio=0) for one in converter.resample(frame)]
+    return np.concatenate(frames, axis=1)[0]
+
+
+@pytest.mark.parametrize(
+    ("codec", "audio_codec", "rate"),
+    [
+        ("mpeg4", "libmp3lame", 44100),
+        ("libx264", "libmp3lame", 48000),
+        ("mpeg4", "pcm_s16le", 16000),
+        ("libx264", "pcm_s16le", 22050),
+    ],
+)
+def test_frames_and_audio_of_an_avi_keep_their_clock_where_empty_chunks_move_frames(
+    tmp_path: Path, codec: str, audio_codec: str, rate: int
+) -> None:
+    draw = random.Random(0)
+    gaps = [0, *draw.choices((0, 1, 2, 3, 4), weights=(12, 1, 1, 1, 1), k=47)]
+    slots = [index + gap for index, gap in enumerate(accumulate(gaps))]
+    marked = (9, 24, 46)
+    wave = sum(click(slots[index] / 25, rate=rate, seconds=slots[-1] / 25 + 1) for index in marked)
+    path = write_avi(
+        tmp_path / "clip.avi", slots=slots, codec=codec, waveform=wave, rate=rate, audio_codec=audio_codec
+    )
+    places = avi_slots(path)
+    num_slots = places[-1] + 1
+    assert num_slots > len(slots)
+    assert check_video(path).duration_s == pytest.approx(num_slots / 25)
+
+    shown = [bisect_right(places, slot) - 1 for slot in range(num_slots)]
+    assert [index_shown(read_frames(path, [slot / 25])[0]) for slot in range(num_slots)] == shown
+
+    reference = decoded_from_the_start(path, rate)
+    form = AudioFormat(sample_rate=rate, num_channels=1)
+    for index in marked:
+        start_s = places[index] / 25
+        found = heard(read_audio(path, start_s - 0.08, 0.2, form))[0]
+        first = round((start_s - 0.08) * rate)
+        expected = torch.from_numpy(reference[first : first + len(found)])
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
+        # The click is at its frame, but for the delay of the encoder, which FFmpeg rounds to whole frames.
+        assert abs(int(found.abs().argmax()) / rate - 0.08) < (0.04 if audio_codec == "libmp3lame" else 1e-4)
+
+
 def test_sound_that_is_not_finite_or_has_too_many_channels_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,13 +322,18 @@ def test_the_key_of_an_entry_names_the_form_of_the_sound_and_without_sound_is_wh
     assert silent in keys
 
 
-def test_plans_ask_for_the_sound_of_clips_alone_and_only_where_it_is_learned(tmp_path: Path) -> None:
-    write_sound_clip(tmp_path / "a.mov", tone(100, rate=16000))
+@pytest.mark.parametrize(
+    ("clip", "codec", "decoder"), [("a.mov", "pcm_s16le", "pcm_s16le"), ("a.avi", "libmp3lame", "mp3float")]
+)
+def test_plans_ask_for_the_sound_of_clips_alone_and_only_where_it_is_learned(
+    tmp_path: Path, clip: str, codec: str, decoder: str
+) -> None:
+    write_sound_clip(tmp_path / clip, tone(100, rate=16000), codec=codec)
     write_clip(tmp_path / "b.mp4", size=(32, 32))
     Image.new("RGB", (32, 32)).save(tmp_path / "c.png")
     records = [
         Record(name=name, source=0, target=tmp_path / name, captions=("a",))
-        for name in ("a.mov", "b.mp4", "c.png")
+        for name in (clip, "b.mp4", "c.png")
     ]
     buckets = BucketRule(divisor=8, step=8, sizes=((32, 32),), frame_counts=(1, 9))
     plans = {}
@@ -285,14 +342,14 @@ def test_plans_ask_for_the_sound_of_clips_alone_and_only_where_it_is_learned(tmp
             rules = PlanRules(buckets=buckets, fps=10.0, audio=form)
             plans[form] = plan_items(records, index=MediaIndex(memory), rules=rules)
     assert plans[None].audio == {}
-    assert plans[STEREO].audio == {"a.mov": AudioFacts(codec="pcm_s16le", sample_rate=16000, num_channels=1)}
+    assert plans[STEREO].audio == {clip: AudioFacts(codec=decoder, sample_rate=16000, num_channels=1)}
     assert [item.audio for item in plans[None].items] == [None] * 3
     assert [item.audio for item in plans[STEREO].items] == [STEREO, STEREO, None]
     media = [item.load() for item in plans[STEREO].items]
     assert media[0].audio is not None
     assert media[0].audio.waveform.shape == (2, round(0.9 * 16000))
     assert (media[1].audio, media[2].audio) == (None, None)
-    assert plans[STEREO].without({"a.mov": "bad"}).audio == {}
+    assert plans[STEREO].without({clip: "bad"}).audio == {}
     entries = [
         item.complete({"audio_latents": torch.zeros(1)}, one)
         for item, one in zip(plans[STEREO].items, media, strict=True)
