@@ -1,6 +1,8 @@
+import gc
 import hashlib
 import logging
 import os
+import sys
 
 import pytest
 import torch
@@ -69,6 +71,17 @@ def test_tensors_that_were_read_are_independent_of_the_file(cache):
         file.seek(-16, os.SEEK_END)
         file.write(b"\x01" * 16)
     assert second.tolist() == [0.0] * 4
+
+
+def test_an_entry_that_is_read_leaves_nothing_behind(cache):
+    cache.write("ab", {"latents": torch.rand(16, 8, 8), "mask": torch.rand(8, 8)})
+    cache.read("ab")
+    gc.collect()
+    before = sys.getallocatedblocks()
+    for _ in range(200):
+        cache.read("ab")
+    gc.collect()
+    assert sys.getallocatedblocks() - before < 20  # three for each read while safetensors opened the file
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -1,5 +1,6 @@
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_an_entry_that_the_system_cannot_read_is_not_present_and_stays(cache, me
     def fail(*_args, **_settings):
         raise PermissionError("no")
 
-    monkeypatch.setattr("diffsynth_lite.data.cache.safe_open", fail)
+    monkeypatch.setattr(Path, "read_bytes", fail)
     assert not is_present(cache, memory, KEYS[0])
     assert "the cache entry cannot be read: no" in caplog.text
     assert cache.path(KEYS[0]).exists()

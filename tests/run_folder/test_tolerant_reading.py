@@ -1,6 +1,7 @@
 """What a run left is read for people as far as it can be, and what is left out is said."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,20 @@ def test_a_run_is_abandoned_where_the_holder_of_its_lock_is_known_to_be_gone(
     if lock is not None:
         (tmp_path / ".lock").write_text(lock.format(host="here"))
     assert RunFolder(tmp_path).is_abandoned() == is_abandoned
+
+
+def test_rows_take_little_more_than_their_file(tmp_path: Path) -> None:
+    rows = [
+        {"step": step, **{f"loss_by_noise/{place}": step + place / 7 for place in range(20)}}
+        for step in range(500)
+    ]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    reader = TolerantReader(tmp_path)
+    tracemalloc.start()
+    try:
+        assert reader.rows(file.name) == rows
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * file.stat().st_size  # 2.3 times here, and 4.7 with a name and a copy for each row
