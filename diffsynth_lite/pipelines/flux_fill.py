@@ -37,9 +37,11 @@ class FluxFill(flux.Flux):
     pixels: 384 channels in place of 64. Masks come from files, or are drawn (`data.random_masks`). The loss
     is that of the whole picture; where `data.mask_dir` names the same masks, that of the masked part.
 
-    Guidance and the shift of the noise levels are as in ``flux``: training tells the model 1, as diffusers'
-    ``examples/flux-fill`` does, and previews ``validation.guidance_scale``, which its pipeline has at 30. The
-    pipeline draws from what the VAE gives of the picture; training takes the mode, the same each time.
+    Guidance and the shift of the noise levels are as in ``flux``: training gives the model 1, and previews
+    ``validation.guidance_scale``, which its pipeline and the recipe have at 30. So does a script that was
+    proposed for diffusers and not taken in (``examples/flux-fill`` at commit 81cc2ab): its README trains with
+    1, and generates with 5. The pipeline draws from what the VAE gives of the image; training takes the mode,
+    the same each time.
     """
 
     pipelines = (FluxFillPipeline,)

@@ -21,7 +21,7 @@ from diffsynth_lite.lora.pairs import pairs_of
 from diffsynth_lite.pipelines import family_names
 
 SETS = ("attention", "all")
-BEYOND_BLOCKS = {"ideogram4": ("final_layer.adaln_modulation",), "sdxl": ("proj_in", "proj_out")}
+BEYOND_BLOCKS = {"sdxl": ("proj_in", "proj_out")}
 """Endings of what ``all`` holds beside the layers of the blocks."""
 NOT_TRAINED = {"sdxl": ("time_emb_proj",)}
 """Endings of linear layers of the blocks that ``all`` leaves out."""

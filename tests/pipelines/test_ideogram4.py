@@ -10,7 +10,10 @@ import pytest
 import torch
 from comfyui_names import IDEOGRAM4
 from diffusers import Ideogram4Pipeline
-from diffusers.models.transformers.transformer_ideogram4 import LLM_TOKEN_INDICATOR
+from diffusers.models.transformers.transformer_ideogram4 import (
+    IMAGE_POSITION_OFFSET,
+    LLM_TOKEN_INDICATOR,
+)
 from diffusers.pipelines.ideogram4.pipeline_ideogram4 import (
     QWEN3_VL_ACTIVATION_LAYERS,
     _resolution_aware_mu,
@@ -99,6 +102,18 @@ def test_model_fn_equals_the_transformers_own_forward(
     )
     no_gradient = {name for name, gradient in expected.items() if gradient is None}
     assert no_gradient == set()
+
+
+def test_the_tables_of_positions_are_those_of_fp32_under_autocast(pipeline: Ideogram4Pipeline) -> None:
+    """As ``README_ideogram4.md`` of diffusers warns of it; from 65536 on, bfloat16 has every 512th number."""
+    positions = (IMAGE_POSITION_OFFSET + torch.arange(64))[None, :, None].expand(1, 64, 3)
+    embed = pipeline.transformer.rotary_emb
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == torch.bfloat16
+        tables = embed(positions)
+    for table, expected in zip(tables, embed(positions), strict=True):
+        assert len(table[0].unique(dim=0)) == 64
+        assert torch.equal(table, expected)
 
 
 def test_prompts_are_encoded_as_by_the_pipeline_without_its_padding(

@@ -251,6 +251,18 @@ def test_a_different_run_in_the_same_folder_is_refused_by_name(
     assert begun_run.status() == status
 
 
+def test_a_run_whose_set_of_layers_means_others_now_is_refused_by_the_first_of_them(
+    begun_run: TinyRun, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fewer = [layer for layer in QwenImage.default_target_modules if layer != "img_mod.1"]
+    monkeypatch.setattr(QwenImage, "default_target_modules", tuple(fewer))
+    assert begun_run.train() == 2
+    assert "4 tensors differ (first: transformer_blocks.0.img_mod.1.lora_A.weight)" in caplog.text
+    assert "in this version, with the version, too" in caplog.text
+    monkeypatch.undo()
+    assert begun_run.train() == 0
+
+
 def test_changed_data_are_a_different_run(begun_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
     status = begun_run.status()
     (begun_run.root / "data" / "0.txt").write_text("a blue square")

@@ -151,6 +151,10 @@ class HunyuanVideo15(DiffusersFamily):
     Diffusers' samplers have a shift of 5 to 9, by size and kind; Tencent's trainer trains with 3
     (``train.py``), as ``objective.shift: family`` does, and musubi-tuner's example has 2.
 
+    Captions of images are read behind the same system message as those of clips, which asks to describe a
+    video: diffusers, musubi-tuner and ComfyUI have no other. Tencent's trainer puts one before them that
+    asks to describe an image (``data_type`` in ``train.py``).
+
     Its pipelines load no LoRA; the transformer does:
     ``pipeline.transformer.load_lora_adapter(folder, use_safetensors=True)``. ComfyUI has queries, keys and
     values as one layer, and takes the file that ``diffsynth-lite convert --to comfyui`` makes of it.

@@ -27,8 +27,6 @@ from diffsynth_lite.training.distributed.agreement import ranks_by_machine
 from diffsynth_lite.training.distributed.devices import num_data_ranks
 from diffsynth_lite.training.distributed.watchdog import limit_waits
 
-_OLDEST_RING = (0, 42, 1)
-"""Gradients of diffusers' ring were wrong before (huggingface/diffusers#14265)."""
 _MOST_DEVICES = 64
 """Larger numbers are not offered."""
 _RING_DEVICES = ("cuda",)
@@ -69,12 +67,6 @@ def check_context(config: Config, accelerator: Accelerator) -> None:
 
 def _check_ring(config: Config, device: torch.device) -> None:
     key = "train.context_parallel_kind: ring"
-    if tuple(int(part) for part in diffusers.__version__.split(".")[:3]) < _OLDEST_RING:
-        oldest = ".".join(map(str, _OLDEST_RING))
-        raise UserError(
-            f"{key} needs diffusers {oldest} or later, as its gradients were wrong before, and "
-            f"{diffusers.__version__} is installed; update it, or set ulysses"
-        )
     if device.type not in _RING_DEVICES:
         raise UserError(
             f"{key} needs an attention that tells its log-sum-exp, which torch has for CUDA alone, and this "
