@@ -33,6 +33,10 @@ def _own_size(width: int, height: int) -> Size:
     return width, height
 
 
+def _any_caption(text: str, where: str) -> None:
+    """Take all."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRules:
     """What is taken of each record.
@@ -46,6 +50,7 @@ class PlanRules:
         fps: frames per second that clips are resampled to; None keeps each file's own.
         background: colour that transparent pictures are laid over.
         input_size: width and height that an input picture of some width and height is encoded at.
+        check_caption: raises UserError for a caption that the model does not take, naming where it is.
         max_inputs: input pictures that a record may have; None allows any number.
         audio: form of the sound that is learned with clips; None where none is.
     """
@@ -58,6 +63,7 @@ class PlanRules:
     fps: float | None = None
     background: str = "white"
     input_size: Callable[[int, int], Size] = _own_size
+    check_caption: Callable[[str, str], None] = _any_caption
     max_inputs: int | None = None
     audio: AudioFormat | None = None
 
@@ -140,6 +146,8 @@ def plan_items(records: Sequence[Record], *, index: MediaIndex, rules: PlanRules
     progress = ProgressLog("looked at %d of %d items", len(records))
     for record in records:
         try:
+            for caption in record.captions:
+                rules.check_caption(caption, f"{record.target}: its caption")
             target = index.facts(record.target)
             _check_companions(record, target, index)
             inputs = _input_sizes(record, index, rules)

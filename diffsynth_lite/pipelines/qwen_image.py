@@ -41,6 +41,9 @@ from diffsynth_lite.testing.tokenizers import qwen2_tokenizer
 _PATCH = 2
 LONGEST_PROMPT = 1024
 """Tokens that the pipelines take at most."""
+IMAGE_TOKEN = "<|image_pad|>"
+PLACEHOLDERS = (IMAGE_TOKEN, "<|video_pad|>")
+"""Of images and videos: the processors of transformers count them in each prompt, tokenizers do not."""
 _ATTENTION = (
     *("to_q", "to_k", "to_v", "to_out.0"),
     *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
@@ -171,6 +174,13 @@ class QwenImage(DiffusersFamily):
             return [{"prompt_embeds": row_ld} for row_ld in without_padding(embeds_bld, mask)]
 
         return encode
+
+    def prompt_lengths(self, texts: Sequence[str]) -> list[int]:
+        """With the end of the chat around each text, which counts too; the instruction before it does not."""
+        pipeline = assemble(self.pipeline)
+        chats = [pipeline.prompt_template_encode.format(text) for text in texts]
+        tokens = self.load_tokenizer()(chats)["input_ids"]
+        return [len(row) - pipeline.prompt_template_encode_start_idx for row in tokens]
 
     def media_encoder_id(self, dtype: torch.dtype) -> str:
         return f"qwen_image/latents/1 {self.folder.fingerprint('vae')} {dtype}"

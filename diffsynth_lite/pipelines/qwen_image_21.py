@@ -35,6 +35,7 @@ from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.pipelines.qwen_image import IMAGE_TOKEN, PLACEHOLDERS
 from diffsynth_lite.releases.qwen_image_21 import QWEN_IMAGE_21
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_qwen21_vae
@@ -112,7 +113,8 @@ class QwenImage21(DiffusersFamily):
     diffusers places the pictures behind the longest, where a model alone with a prompt has them elsewhere; so
     samples of one length go through the model together and the others after them, and a sample counts as much
     beside others as alone. Processes that share its weights (``memory.shard_base``) therefore take one sample
-    at a time. Its pipeline cuts no prompt; here those of more than 1024 tokens lose their end.
+    at a time. Its pipeline cuts no prompt; here those of more than 1024 tokens lose their end. It
+    refuses prompts with ``<|image_pad|>`` or ``<|video_pad|>``, and so are captions refused that have one.
 
     It is meant to be drawn without guidance. The sampler's shift grows with the picture: 1.7 at 512 x 512
     pixels, 2.0 at 1024 x 1024 and 3.7 at 2048 x 2048, which it is made for. DiffSynth-Studio trains with 2.2
@@ -136,6 +138,7 @@ class QwenImage21(DiffusersFamily):
     unused_matmuls = ("attn.to_out.0", "img_mlp.out")
     size_divisor = 32
     max_prompt_tokens = 1024
+    refused_in_prompts = PLACEHOLDERS
     splits_batches = True
     target_sets: ClassVar[TargetSets] = {
         "attention": _ATTENTION,
@@ -340,7 +343,7 @@ def tiny() -> QwenImage21Pipeline:
             CLIPImageProcessorPil(),
             tokenizer,
             chat_template=tokenizer.chat_template,
-            image_token="<|image_pad|>",
+            image_token=IMAGE_TOKEN,
         ),
         transformer=transformer,
     )

@@ -29,7 +29,6 @@ from diffsynth_lite.releases.qwen_image import QWEN_IMAGE_EDIT
 _EDIT_AREA = 1024 * 1024
 # Pixels of one token of the text encoder: patches of 14 x 14, merged two by two.
 _TOKEN_AREA = 28 * 28
-_PICTURE_TOKEN = "<|image_pad|>"
 
 model_fn_qwen_image_edit = qwen_image.model_fn_qwen_image
 """One forward; ``input_latents_bcfhw`` are the pictures to edit."""
@@ -40,6 +39,8 @@ class QwenImageEdit(qwen_image.QwenImage):
 
     Qwen-Image whose prompts and tokens also hold the pictures to edit, each brought to about a megapixel.
     The shift of the noise levels is that of Qwen-Image, by the size of the result.
+
+    A caption or prompt with ``<|image_pad|>`` or ``<|video_pad|>`` is refused, as by its pipelines.
     """
 
     pipelines = (QwenImageEditPipeline, QwenImageEditPlusPipeline)
@@ -48,6 +49,7 @@ class QwenImageEdit(qwen_image.QwenImage):
     # The pipelines cut no prompt; they refuse a limit above this one.
     max_prompt_tokens = 1024
     prompt_sees_images = True
+    refused_in_prompts = qwen_image.PLACEHOLDERS
 
     @property
     def components_without_weights(self) -> tuple[str, ...]:
@@ -188,8 +190,10 @@ class TextAndPictures:
         num_tokens = iter((patches["image_grid_thw"].prod(1) // self.pictures.merge_size**2).tolist())
         widened = []
         for line in text:
-            first, *rest = line.split(_PICTURE_TOKEN)
-            widened.append(first + "".join(_PICTURE_TOKEN * next(num_tokens) + piece for piece in rest))
+            first, *rest = line.split(qwen_image.IMAGE_TOKEN)
+            widened.append(
+                first + "".join(qwen_image.IMAGE_TOKEN * next(num_tokens) + piece for piece in rest)
+            )
         tokens = self.tokenizer(widened, padding=padding, return_tensors=return_tensors)
         return BatchFeature({**tokens, **patches})
 

@@ -81,6 +81,7 @@ def plan_rules(config: Config, family: ModelFamily) -> PlanRules:
         fps=fps_of(config, family),
         background=data.background,
         input_size=family.input_size,
+        check_caption=family.check_prompt,
         max_inputs=family.max_inputs,
         audio=family.audio_format if family.with_audio else None,
     )

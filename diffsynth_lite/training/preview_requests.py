@@ -93,7 +93,7 @@ def build_preview_requests(
 
 
 def check_previews(config: Config, family: ModelFamily) -> None:
-    """Check sizes and frames of the previews, and that their files are there, whole, and of use.
+    """Check prompts, sizes and frames of the previews, and that their files are there, whole, and of use.
 
     Raises:
         UserError: naming the key, and what would do.
@@ -107,6 +107,9 @@ def check_previews(config: Config, family: ModelFamily) -> None:
             f"validation.num_inference_steps: {validation.num_inference_steps}, and this model's sampler "
             f"takes at least {family.min_inference_steps}; set it to that or more"
         )
+    for place, prompt in enumerate(validation.prompts):
+        family.check_prompt(prompt, f"validation.prompts: number {place + 1}")
+    family.check_prompt(validation.negative_prompt, "validation.negative_prompt")
     _check_pictures_have_effect(config, family)
     _check_guides_have_effect(config, family)
     for key, files in (("inputs", validation.inputs), ("last_frames", validation.last_frames)):

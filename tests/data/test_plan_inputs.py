@@ -1,5 +1,7 @@
 """What the plan makes of the pictures that an edit starts from."""
 
+import dataclasses
+
 import pytest
 
 from diffsynth_lite.data.buckets import BucketRule
@@ -54,6 +56,18 @@ def test_more_input_pictures_than_the_family_takes_are_a_bad_item(index, write_i
     assert list(planned.bad) == ["a.png"]
     assert "a.png: has 2 input pictures, and this family takes 1" in planned.bad["a.png"]
     assert not plan(records, index, max_inputs=2).bad
+
+
+def test_a_caption_that_the_model_does_not_take_is_a_bad_item(index, write_image):
+    def refuse(text, where):
+        if "<|image_pad|>" in text:
+            raise UserError(f"{where} holds a token")
+
+    records = [record(write_image("a.png"), ()), record(write_image("b.png"), ())]
+    records[1] = dataclasses.replace(records[1], captions=("a ring", "a <|image_pad|>"))
+    planned = plan(records, index, check_caption=refuse)
+    assert [item.name for item in planned.items] == ["a.png"]
+    assert planned.bad == {"b.png": f"{records[1].target}: its caption holds a token"}
 
 
 def test_an_input_picture_that_cannot_be_encoded_is_a_bad_item(index, write_image):

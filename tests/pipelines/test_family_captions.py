@@ -1,7 +1,8 @@
 """Captions as people write them: the text encoders get the tokens that the pipeline's own call gives them."""
 
 import inspect
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 import torch
 from family_sample import CPU, UNCLEAN, Sample
 from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers import BatchFeature, ProcessorMixin
 
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Prompt
+from diffsynth_lite.pipelines.qwen_image import PLACEHOLDERS
 from diffsynth_lite.pipelines.qwen_image_edit import TextAndPictures
 
 
@@ -43,8 +47,27 @@ def encode_in_a_call(sample: Sample, pipeline: Any, caption: str) -> None:
         given["image"] = request.inputs[0]
     if request.inpaint_mask:
         given["mask_image"] = request.inpaint_mask[0]
-    with pytest.raises(_EncodedError):
-        pipeline(prompt=caption, **{name: value for name, value in given.items() if name in known})
+    pipeline(prompt=caption, **{name: value for name, value in given.items() if name in known})
+
+
+class CheckedProcessor(TextAndPictures):
+    """With the check of transformers' processors, which need torchvision themselves."""
+
+    image_token, video_token = PLACEHOLDERS
+
+    def __call__(self, *, text: Sequence[str], images: Any, **settings: Any) -> BatchFeature:
+        ProcessorMixin.validate_inputs(self, images=images, text=list(text))
+        return super().__call__(text=text, images=images, **settings)
+
+
+def called_pipeline(sample: Sample) -> Any:
+    """The pipeline, whose processor takes the texts that those of the released models take."""
+    pipeline = sample.fresh_pipeline()
+    if sample.family.prompt_sees_images:
+        pipeline.processor = CheckedProcessor(tokenizer=pipeline.tokenizer, pictures=pipeline.processor)
+    if sample.name == "qwen_image_21":
+        pipeline.processor.video_token = CheckedProcessor.video_token  # as Qwen3VLProcessor has it
+    return pipeline
 
 
 def is_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -62,17 +85,30 @@ def stopping(encode_prompt: Callable[..., object], indices: list[torch.Tensor]) 
 
 
 def test_the_encoders_get_the_tokens_that_the_pipeline_gives_them(sample: Sample) -> None:
-    pipeline = sample.fresh_pipeline()
-    if sample.family.prompt_sees_images:  # the processor of transformers would need torchvision
-        pipeline.processor = TextAndPictures(tokenizer=pipeline.tokenizer, pictures=pipeline.processor)
+    pipeline = called_pipeline(sample)
     encode_prompt = pipeline.encode_prompt
     encode = sample.family.load_prompt_encoder(torch.float32, CPU)
     images = sample.media[0].inputs if sample.family.prompt_sees_images else ()
     for caption in UNCLEAN:
         with looked_up() as theirs:
             pipeline.encode_prompt = stopping(encode_prompt, theirs)
-            encode_in_a_call(sample, pipeline, caption)
+            with pytest.raises(_EncodedError):
+                encode_in_a_call(sample, pipeline, caption)
         with looked_up() as ours:
             encode([Prompt(text=caption, images=images)])
         assert 0 < len(ours) <= len(theirs)  # Z-Image's pipeline encodes a negative prompt, too
         assert all(map(is_equal, ours, theirs)), caption
+
+
+@pytest.mark.parametrize("token", [*PLACEHOLDERS, "<|vision_start|>", "<|im_end|>", "[IMG]"])
+def test_a_caption_is_refused_where_the_pipeline_refuses_it(sample: Sample, token: str) -> None:
+    pipeline, caption = called_pipeline(sample), f"a ring {token}"
+    pipeline.encode_prompt = stopping(pipeline.encode_prompt, [])
+    with pytest.raises((_EncodedError, ValueError)) as found:
+        encode_in_a_call(sample, pipeline, caption)
+    if found.type is _EncodedError:
+        sample.family.check_prompt(caption, "a.png: its caption")
+    else:
+        assert token in str(found.value)
+        with pytest.raises(UserError, match=rf"a\.png: its caption holds {re.escape(token)}, .*; remove it"):
+            sample.family.check_prompt(caption, "a.png: its caption")

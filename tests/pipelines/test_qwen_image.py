@@ -2,18 +2,24 @@
 
 import functools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+from diffusers import QwenImageLayeredPipeline, QwenImagePipeline, QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
-from family_sample import PROMPTS, assert_equal_under_all_flags
+from family_sample import CPU, PROMPTS, assert_equal_under_all_flags
 
 from diffsynth_lite.core.noise import shift_sigma
 from diffsynth_lite.media import Prompt
-from diffsynth_lite.pipelines import PipelineFolder
+from diffsynth_lite.pipelines import PipelineFolder, qwen_image_layered
 from diffsynth_lite.pipelines.qwen_image import QwenImage, model_fn_qwen_image, tiny
+
+BY_PIPELINE = {
+    QwenImagePipeline: (QwenImage, tiny),
+    QwenImageLayeredPipeline: (qwen_image_layered.QwenImageLayered, qwen_image_layered.tiny),
+}
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +93,29 @@ def test_the_shift_is_the_one_of_the_pipelines_sampler(
     torch.testing.assert_close(
         ours, torch.as_tensor(scheduler.time_shift(mu, 1.0, sigmas)), rtol=1e-6, atol=0
     )
+
+
+@pytest.mark.parametrize("pipeline_class", [QwenImagePipeline, QwenImageLayeredPipeline])
+def test_lengths_are_those_of_what_the_pipeline_keeps_with_the_end_of_the_chat(
+    pipeline_class: Any, tmp_path: Path
+) -> None:
+    family_class, build = BY_PIPELINE[pipeline_class]
+    pipeline = build()
+    pipeline.save_pretrained(tmp_path)
+    family = family_class(PipelineFolder(path=tmp_path))
+    texts = ["", "a circle", *("1" * count for count in (507, 508, 512))]  # a token each
+    lengths = family.prompt_lengths(texts)
+    assert lengths[0] == 5
+    assert [length - lengths[0] for length in lengths[2:]] == [507, 508, 512]
+    assert [length > family.max_prompt_tokens for length in lengths] == [False, False, False, True, True]
+    encoded = family.load_prompt_encoder(torch.float32, CPU)([Prompt(text=text) for text in texts])
+    for text, row, length in zip(texts, encoded, lengths, strict=True):
+        with torch.no_grad():
+            whole, _ = pipeline.encode_prompt(text, device=CPU, max_sequence_length=1024)
+            drawn, _ = pipeline.encode_prompt(text, device=CPU, max_sequence_length=512)
+        assert len(whole[0]) == length
+        # Of a text of 508 the last token of the chat's end is lost, as in the pipeline's own call.
+        torch.testing.assert_close(row["prompt_embeds"], drawn[0], rtol=0, atol=1e-5)
 
 
 def test_another_template_of_the_pipeline_makes_other_cache_entries(

@@ -10,6 +10,7 @@ import pytest
 from tiny_run import TinyRun, forked
 
 from diffsynth_lite.data import Record
+from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.training import run
 
 HALF_BLIND = Path(__file__).with_name("half_blind_train.py")
@@ -42,6 +43,25 @@ def test_what_one_process_cannot_read_is_bad_for_all_and_headers_are_read_by_the
     assert "2 of 5 items cannot be used: 2.png: " in program.printed()
     assert quarantined(tiny_run) == ["2.png", "4.png"]
     assert "3 items" in (tiny_run.folder / "contract.json").read_text()
+
+
+def test_a_caption_that_the_pipeline_refuses_is_a_bad_item_and_such_a_prompt_ends_the_start(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(QwenImage, "refused_in_prompts", ("<|image_pad|>",))
+    (tiny_run.root / "data" / "2.txt").write_text("a ring <|image_pad|>")
+    assert tiny_run.train("train.steps=1") == 2
+    assert "1 of 5 items cannot be used: 2.png: " in caplog.text
+    assert "2.png: its caption holds <|image_pad|>, for which the pipeline" in caplog.text
+    assert quarantined(tiny_run) == ["2.png"]
+    assert "Loading" not in caplog.text
+
+    skip = ("data.on_bad_item=skip", "data.max_bad_ratio=0.5", "train.steps=1")
+    assert tiny_run.train(*skip, "validation.prompts=['a <|image_pad|>']") == 2
+    assert "validation.prompts: number 1 holds <|image_pad|>" in caplog.text
+    assert "Loading" not in caplog.text
+    assert tiny_run.train(*skip) == 0
+    assert quarantined(tiny_run) == ["2.png"]
 
 
 def test_a_run_goes_on_when_the_folders_of_its_sources_have_moved(tiny_run: TinyRun) -> None:

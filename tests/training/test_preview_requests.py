@@ -36,6 +36,13 @@ class Filled(Flux):
     min_inference_steps = 1
 
 
+class Reading(Flux):
+    """Pictures from texts that its pipeline counts the places of images in."""
+
+    refused_in_prompts = ("<|image_pad|>",)
+    min_inference_steps = 1
+
+
 class TakenApart(Flux):
     """Pictures that are taken apart into layers."""
 
@@ -177,3 +184,17 @@ def test_guides_that_a_family_does_not_look_at_are_refused(config, guided, fille
         message = rf"validation\.(inputs|{key}): has no effect"
         with pytest.raises(UserError, match=message):
             check_previews(config(*settings, "data.frame_counts=null"), family)
+
+
+@pytest.mark.parametrize(
+    ("setting", "where"),
+    [
+        ("validation.prompts=['a ring', 'a <|image_pad|>']", r"validation\.prompts: number 2"),
+        ("validation.negative_prompt='<|image_pad|>'", r"validation\.negative_prompt"),
+    ],
+)
+def test_prompts_that_the_pipeline_refuses_are_named(config, tmp_path, setting, where):
+    given = config(setting)
+    check_previews(given, Painted(PipelineFolder(path=tmp_path)))
+    with pytest.raises(UserError, match=rf"{where} holds <\|image_pad\|>, .*; remove it"):
+        check_previews(given, Reading(PipelineFolder(path=tmp_path)))

@@ -44,6 +44,7 @@ class ModelFamily(LoraFormat):
         unused_in_last_block: endings of names in the last block whose output nobody uses.
         unused_matmuls: names of layers in the blocks whose results no gradient needs as long as the gate that
             they are multiplied with does not train; the recompute then leaves their products out.
+        refused_in_prompts: texts that its pipeline takes in no prompt, as they stand for an image or a video.
         prompt_sees_images: whether the text encoder also sees the input pictures of an edit.
         splits_batches: whether ``predict`` runs the model several times for some batches.
         is_counted_by_few_blocks: whether a few blocks, each called with what the last one gave, say what all
@@ -65,6 +66,7 @@ class ModelFamily(LoraFormat):
     frame_step: ClassVar[int | None] = None
     unused_in_last_block: ClassVar[tuple[str, ...]] = ()
     unused_matmuls: ClassVar[tuple[str, ...]] = ()
+    refused_in_prompts: ClassVar[tuple[str, ...]] = ()
     prompt_sees_images: ClassVar[bool] = False
     splits_batches: ClassVar[bool] = False
     is_counted_by_few_blocks: ClassVar[bool] = True
@@ -279,6 +281,18 @@ class ModelFamily(LoraFormat):
             raise UserError(
                 f"{keys}: {width}x{height} is not divisible by {divisor}; "
                 f"the nearest size is {fit[0]}x{fit[1]}"
+            )
+
+    def check_prompt(self, text: str, where: str) -> None:
+        """Check that a caption or prompt is one that the pipeline takes: else it is learned in vain.
+
+        Raises:
+            UserError: naming ``where``, and what to remove.
+        """
+        if found := [token for token in self.refused_in_prompts if token in text]:
+            raise UserError(
+                f"{where} holds {' and '.join(found)}, for which the pipeline of this family expects an image or "
+                "a video, and refuses the prompt; remove it"
             )
 
     def check_frames(self, num_frames: int, *, key: str) -> None:

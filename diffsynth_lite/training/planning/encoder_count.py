@@ -93,8 +93,8 @@ def _calls_with_longest_prompt(
     num_tokens = family.max_prompt_tokens * (1 if family.prompt_sees_images else 2)
     images = [Image.new("RGB", (size.width, size.height))] * (num_inputs if family.prompt_sees_images else 0)
     with counted_silently():
-        (length,) = copied.prompt_lengths(["word " * _WORDS])
-        text = "word " * math.ceil(num_tokens / length * _WORDS)
+        empty, full = copied.prompt_lengths(["", "word " * _WORDS])
+        text = "word " * math.ceil(num_tokens / (full - empty) * _WORDS)
         encode = copied.load_prompt_encoder(dtype, _CPU)
         for one in (text, "word"):  # a short one that is filled up is held beside a mask of length squared
             encode([Prompt(text=one, images=tuple(images))])
