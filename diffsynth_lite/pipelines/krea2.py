@@ -117,9 +117,11 @@ class Krea2(DiffusersFamily):
     The guidance scale of its pipeline counts from 0: s there is what others call s + 1. Previews hand it over
     as given, and have no guidance at 1 or less.
 
-    The LoRA is on what its authors recommend within the blocks, also those that read the prompt; their list
-    has the layers around them as well, such as ``img_in``, ``time_mod_proj`` and ``final_layer.linear``. For
-    long runs they advise the attention alone with a higher rank, so that prompts are followed as before.
+    By default the LoRA is on what its authors recommend within the blocks, also those that read the prompt.
+    Their whole list, which goes with their rank of 32, is the one of the recipe: it has the layers around the
+    blocks as well, eight of which are in no set here, from ``img_in`` to ``final_layer.linear``. musubi-tuner
+    and DiffSynth-Studio train these, too. For long runs the authors advise the attention alone with a higher
+    rank, so that prompts are followed as before.
 
     The sampler's shift grows with the picture: 1.8 at 512 x 512 pixels and 2.5 at 1024 x 1024; Turbo has 3.2
     at any size. DiffSynth-Studio trains Raw with 2.2 (``set_timesteps_krea2``), and diffusers' script with

@@ -107,9 +107,7 @@ def check_previews(config: Config, family: ModelFamily) -> None:
             f"validation.num_inference_steps: {validation.num_inference_steps}, and this model's sampler "
             f"takes at least {family.min_inference_steps}; set it to that or more"
         )
-    for place, prompt in enumerate(validation.prompts):
-        family.check_prompt(prompt, f"validation.prompts: number {place + 1}")
-    family.check_prompt(validation.negative_prompt, "validation.negative_prompt")
+    _check_prompts(config, family)
     _check_pictures_have_effect(config, family)
     _check_guides_have_effect(config, family)
     for key, files in (("inputs", validation.inputs), ("last_frames", validation.last_frames)):
@@ -131,6 +129,12 @@ def check_previews(config: Config, family: ModelFamily) -> None:
                 _frames(config, family, [path], is_mask=key == "inpaint_masks")
             except UserError as error:
                 raise UserError(f"validation.{key}: {error}") from None
+
+
+def _check_prompts(config: Config, family: ModelFamily) -> None:
+    for place, prompt in enumerate(config.validation.prompts):
+        family.check_prompt(prompt, f"validation.prompts: number {place + 1}")
+    family.check_prompt(config.validation.negative_prompt, "validation.negative_prompt")
 
 
 def _check_pictures_have_effect(config: Config, family: ModelFamily) -> None:

@@ -5,16 +5,37 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from comfyui_names import updates_in_comfyui
 from diffusers import Krea2Pipeline
 from diffusers.pipelines.krea2.pipeline_krea2 import calculate_shift
-from family_sample import CPU, PROMPTS, assert_equal_under_all_flags
+from family_sample import (
+    CPU,
+    PROMPTS,
+    adapted_transformer,
+    assert_does_as,
+    assert_equal_under_all_flags,
+    build_sample,
+    load_lora,
+    pairs_on,
+    velocity_and_gradients,
+)
+from family_sample import SIGMA as LEVELS
 
 from diffsynth_lite.core.gradient import GradientEngine, gradient_engine
+from diffsynth_lite.lora import adapter_settings, adapter_tensors, find_target_layers
 from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.krea2 import Krea2, model_fn_krea2, tiny
 
 SIGMA = torch.tensor([0.2, 0.7])
+RECIPE = Path(__file__).parents[2] / "configs" / "krea2_lora.yaml"
+AUTHORS = {
+    *("img_in", "final_layer.linear", "to_q", "to_k", "to_v", "to_out.0", "to_gate", "ff.up", "ff.down"),
+    *("text_fusion.projector", "txt_in.linear_1", "txt_in.linear_2"),
+    *("time_embed.linear_1", "time_embed.linear_2", "time_mod_proj"),
+}
+"""Of diffusers, commit 58eb52c0803e, ``examples/dreambooth/train_dreambooth_lora_krea2.py``."""
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +144,35 @@ def test_other_layers_of_the_text_encoder_make_other_cache_entries(
         expected, _ = Krea2Pipeline.from_pretrained(tmp_path).encode_prompt(prompt.text, device=CPU)
     assert torch.equal(theirs["prompt_embeds"][0], expected[0, 0])
     assert family.prompt_encoder_id(torch.float32) != other.prompt_encoder_id(torch.float32)
+
+
+def test_the_recipe_trains_the_layers_of_the_authors_which_diffusers_and_comfyui_load(
+    family: Krea2, tmp_path: Path
+) -> None:
+    lora = yaml.safe_load(RECIPE.read_text())["lora"]
+    assert (set(lora["target_modules"]), lora["rank"]) == (AUTHORS, 32)
+    sample = build_sample("krea2", tmp_path / "model")
+    transformer = adapted_transformer(sample, targets=lora["target_modules"]).eval()
+    settings = adapter_settings(transformer)
+    model, targets = family.empty_transformer(), family.default_target_modules
+    of_default = find_target_layers(model, targets, unused_modules=[])
+    around = [name for name in settings["target_modules"] if name not in of_default]
+    assert len(around) == 8
+    _, gradients = velocity_and_gradients(sample, transformer)
+    assert [name for name, gradient in gradients.items() if gradient is None or not gradient.any()] == []
+
+    (file,) = family.save_lora(tmp_path / "lora", adapter_tensors(transformer), settings)
+    pipeline = sample.fresh_pipeline()
+    load_lora(pipeline, file.parent)
+    assert_does_as(pairs_on(pipeline.transformer), transformer)
+    with torch.no_grad():
+        loaded, trained = (
+            family.predict(model, sample.latents, LEVELS, sample.conditioning)
+            for model in (pipeline.transformer, transformer)
+        )
+    assert torch.equal(loaded, trained)
+    in_comfyui = {name.removeprefix("transformer.") for name, _ in updates_in_comfyui("krea2", file)}
+    assert in_comfyui == set(settings["target_modules"])
 
 
 def test_raw_has_a_shift_that_grows_with_the_picture_and_turbo_one_for_all(

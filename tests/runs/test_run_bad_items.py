@@ -52,7 +52,7 @@ def test_a_caption_that_the_pipeline_refuses_is_a_bad_item_and_such_a_prompt_end
     (tiny_run.root / "data" / "2.txt").write_text("a ring <|image_pad|>")
     assert tiny_run.train("train.steps=1") == 2
     assert "1 of 5 items cannot be used: 2.png: " in caplog.text
-    assert "2.png: its caption holds <|image_pad|>, for which the pipeline" in caplog.text
+    assert "2.png: its caption holds <|image_pad|>, for which this family's pipeline" in caplog.text
     assert quarantined(tiny_run) == ["2.png"]
     assert "Loading" not in caplog.text
 

@@ -291,7 +291,7 @@ class ModelFamily(LoraFormat):
         """
         if found := [token for token in self.refused_in_prompts if token in text]:
             raise UserError(
-                f"{where} holds {' and '.join(found)}, for which the pipeline of this family expects an image or "
+                f"{where} holds {' and '.join(found)}, for which this family's pipeline expects an image or "
                 "a video, and refuses the prompt; remove it"
             )
 
