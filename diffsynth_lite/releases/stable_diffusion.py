@@ -60,7 +60,6 @@ _MEDIUM_3 = Release(
             config={
                 "block_out_channels": (128, 256, 512, 512),
                 "down_block_types": ("DownEncoderBlock2D",) * 4,
-                "force_upcast": False,
                 "latent_channels": 16,
                 "layers_per_block": 2,
                 "sample_size": 1024,

@@ -1,13 +1,19 @@
 """Every release is built on the meta device by what is written down of it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from inspect import signature
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
+from class_defaults import IMPORTED, Row
+from release_numbers import READ, UNCONFIRMED
 from torch import nn
 
 from diffsynth_lite.lora import find_target_layers
@@ -33,8 +39,15 @@ ROUNDED_DOWN = {
     **dict.fromkeys(("krea/Krea-2-Raw", "krea/Krea-2-Turbo"), 12820073036),
 }
 """Parameters of those whose names say less than is there."""
+OTHER_LIMITS = {
+    "FLUX.1 schnell": 256,
+    **dict.fromkeys(("Qwen-Image-Edit", "Qwen-Image-Edit-2509", "Qwen-Image-Edit-2511"), 1024),
+}
+"""Tokens of prompts: what schnell was made with, and what is the most that pipelines take which cut none."""
 GATES = "to_gate_logits"
 """Of LTX-2.3: layers of the attention with one output for each head."""
+ALL_RELEASES = [release for name in family_names() for release in releases_of(name)]
+ALL_ROWS: Sequence[Row] = (*IMPORTED, *(row for rows in (READ, UNCONFIRMED) for row in chain(*rows.values())))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -70,6 +83,10 @@ def test_the_family_takes_the_folder_and_answers_for_it(
     assert all(side > 0 for side in shape)
     assert 256 <= family.num_tokens(shape) <= 120_000
     assert 1 <= family.family_shift(shape) < 40
+    call = signature(getattr(diffusers, release.pipeline_class).__call__).parameters
+    if "max_sequence_length" in call:
+        default = call["max_sequence_length"].default
+        assert family.max_prompt_tokens == OTHER_LIMITS.get(release.name, default)
 
 
 def test_the_model_has_the_published_size_and_gets_a_lora(family: DiffusersFamily, release: Release) -> None:
@@ -115,10 +132,61 @@ def test_distilled_releases_are_warned_of_and_no_others(family: DiffusersFamily,
     assert bool(distillation_warning(family, release.hub_id)) == bool(release.distilled)
 
 
+def stated_numbers(release: Release) -> dict[str, dict[str, Any]]:
+    """All numbers and switches that a release states, by place and setting; settings of settings by a dot."""
+    places = {**release.components, "scheduler": release.scheduler}
+    configs = {place: component.config for place, component in places.items()}
+    size = dict(zip(("width", "height", "frames"), release.size, strict=True))
+    return {
+        place: {name: value for name, value in flattened(config) if holds_number(value)}
+        for place, config in {**configs, "settings": release.settings, "size": size}.items()
+    }
+
+
+def flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", tuple(value) if isinstance(value, list) else value
+
+
+def holds_number(value: Any) -> bool:
+    return any(map(holds_number, value)) if isinstance(value, tuple) else isinstance(value, int | float)
+
+
+def rows_of(place: str) -> Iterator[Mapping[str, Any]]:
+    """What is known of a place, ``name of a release / folder``, from all sources."""
+    for patterns, numbers in ALL_ROWS:
+        if any(fnmatchcase(place, pattern) for pattern in patterns_of(patterns)):
+            yield numbers
+
+
+def patterns_of(patterns: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (patterns,) if isinstance(patterns, str) else patterns
+
+
+@pytest.mark.parametrize("name", [release.name for release in ALL_RELEASES])
+def test_each_number_of_a_release_is_that_of_its_source(name: str) -> None:
+    (release,) = (one for one in ALL_RELEASES if one.name == name)
+    for place, stated in stated_numbers(release).items():
+        known = list(rows_of(f"{name} / {place}"))
+        names = [setting for numbers in known for setting in numbers]
+        assert sorted(names) == sorted(stated), (
+            f"{place}: each number has one source, and each source a number"
+        )
+        assert stated == {setting: value for numbers in known for setting, value in numbers.items()}, place
+
+
+def test_each_source_of_numbers_is_of_a_release() -> None:
+    places = [f"{one.name} / {place}" for one in ALL_RELEASES for place in stated_numbers(one)]
+    patterns = [pattern for row, _ in ALL_ROWS for pattern in patterns_of(row)]
+    assert [one for one in patterns if not any(fnmatchcase(place, one) for place in places)] == []
+
+
 def test_no_release_stands_twice() -> None:
-    releases = [release for name in family_names() for release in releases_of(name)]
-    assert len({release.hub_id for release in releases}) == len(releases)
-    assert len({release.name for release in releases}) == len(releases)
+    assert len({release.hub_id for release in ALL_RELEASES}) == len(ALL_RELEASES)
+    assert len({release.name for release in ALL_RELEASES}) == len(ALL_RELEASES)
 
 
 def test_a_family_that_names_no_releases_has_none_not_those_of_the_family_it_is_made_from() -> None:

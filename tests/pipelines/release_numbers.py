@@ -1,0 +1,459 @@
+"""Where each number that a release states was read, as a repository, a commit and a path; or why it was not.
+
+Those that are defaults of classes are in ``class_defaults.py``.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from class_defaults import Row, size
+
+
+def _language(*values: int | None, prefix: str = "") -> dict[str, Any]:
+    """Widths, heads, layers, heads of keys, vocabulary and width of a head of a language model, in order."""
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+    names += ("num_key_value_heads", "vocab_size", "head_dim")
+    given = zip(names, values, strict=False)
+    return {f"{prefix}{name}": value for name, value in given if value is not None}
+
+
+def _vision(**values: Any) -> dict[str, Any]:
+    return {f"vision_config.{name}": value for name, value in values.items()}
+
+
+def _qwen3_vl(*language: int, layers: Sequence[int], depth: int, width: int, inner: int) -> dict[str, Any]:
+    return _language(*language, prefix="text_config.") | _vision(
+        deepstack_visual_indexes=tuple(layers),
+        depth=depth,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_heads=16,
+        out_hidden_size=language[0],
+    )
+
+
+def _clip(width: int, inner: int, heads: int, layers: int) -> dict[str, int]:
+    return _language(width, inner, heads, layers) | {"projection_dim": width}
+
+
+def _t5(width: int, inner: int, heads: int, layers: int, **others: Any) -> dict[str, Any]:
+    return {"d_model": width, "d_ff": inner, "num_heads": heads, "num_layers": layers, "d_kv": 64} | others
+
+
+_T5_XXL = _t5(4096, 10240, 64, 24, vocab_size=32128, tie_word_embeddings=False)
+_CLIP_L = _clip(768, 3072, 12, 12)
+_TOWER = {"num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "head_dim": 64}
+_PIXTRAL = _vision(**_TOWER, hidden_size=1024, image_size=1540, intermediate_size=4096)
+_SIGLIP = _language(1152, 4304, 16, 27) | {"patch_size": 14}
+_QWEN3_VL_8B = _qwen3_vl(
+    *(4096, 12288, 32, 36, 8, 151936, 128), layers=(8, 16, 24), depth=27, width=1152, inner=4304
+)
+_QWEN25_VL_7B = (3584, 18944, 28, 28, 4, 152064)
+
+
+def _shift(tokens: tuple[int, int], mu: tuple[float, float], terminal: float) -> dict[str, Any]:
+    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+    values = dict(zip(names, (*tokens, *mu), strict=True))
+    return values | {"use_dynamic_shifting": True, "shift_terminal": terminal}
+
+
+_QWEN_SHIFT = _shift((256, 8192), (0.5, 0.9), 0.02)
+_LTX_SHIFT = _shift((1024, 4096), (0.95, 2.05), 0.1)
+_KL = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "sample_size": 1024}
+_KL_16 = _KL | {"latent_channels": 16, "use_post_quant_conv": False, "use_quant_conv": False}
+_CONNECTOR = {"caption_channels": 3840, "text_proj_in_factor": 49}
+_SD3 = {"joint_attention_dim": 4096, "pooled_projection_dim": 2048}
+_SD3_MEDIUM = {"caption_projection_dim": 1536, "num_attention_heads": 24, "num_layers": 24}
+_BETAS = {"beta_end": 0.012, "beta_start": 0.00085, "steps_offset": 1}
+_SEES = {"added_kv_proj_dim": 5120, "image_dim": 1280, "in_channels": 36}
+_WAN22_MEANS = (
+    *(-0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557, -0.1382, 0.0542, 0.2813, 0.0891),
+    *(0.157, -0.0098, 0.0375, -0.1825, -0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108, -0.2158, 0.2502),
+    *(-0.2055, -0.0322, 0.1109, 0.1567, -0.0729, 0.0899, -0.2799, -0.123, -0.0313, -0.1649, 0.0117, 0.0723),
+    *(-0.2839, -0.2083, -0.052, 0.3748, 0.0152, 0.1957, 0.1433, -0.2944, 0.3573, -0.0548, -0.1681, -0.0667),
+)
+_WAN22_DEVIATIONS = (
+    *(0.4765, 1.0364, 0.4514, 1.1677, 0.5313, 0.499, 0.4818, 0.5013, 0.8158, 1.0344, 0.5894, 1.0901),
+    *(0.6885, 0.6165, 0.8454, 0.4978, 0.5759, 0.3523, 0.7135, 0.6804, 0.5833, 1.4146, 0.8986, 0.5659),
+    *(0.7069, 0.5338, 0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093, 0.5709, 0.6065, 0.6415, 0.4944),
+    *(0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.06, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744),
+)
+
+DIFFUSERS = "huggingface/diffusers, 58eb52c0803e, "
+MUSUBI = "kohya-ss/musubi-tuner, 30c658c4f4b0, src/musubi_tuner/"
+FORGE = "lllyasviel/stable-diffusion-webui-forge, dfdcbab685e5, backend/huggingface/"
+
+READ: Mapping[str, Sequence[Row]] = {
+    f"{DIFFUSERS}scripts/convert_anima_to_diffusers.py": (
+        ("Anima* / scheduler", {"shift": 3.0}),
+        ("Anima* / text_encoder", {"tie_word_embeddings": False}),
+    ),
+    f"{DIFFUSERS}scripts/convert_cosmos_to_diffusers.py": (
+        ("Anima* / transformer", {"num_attention_heads": 16, "rope_scale": (1.0, 4.0, 4.0)}),
+    ),
+    f"{DIFFUSERS}scripts/convert_cogvideox_to_diffusers.py, its arguments and what it says of them": (
+        ("CogVideoX* / scheduler", {"clip_sample": False, "rescale_betas_zero_snr": True}),
+        ("CogVideoX 2B / scheduler", {"snr_shift_scale": 3.0}),
+        ("CogVideoX* 5B / scheduler", {"snr_shift_scale": 1.0}),
+        ("CogVideoX 2B / vae", {"scaling_factor": 1.15258426}),
+        ("CogVideoX* 5B / vae", {"scaling_factor": 0.7}),
+        ("CogVideoX 1.5 5B / vae", {"invert_scale_latents": True}),
+        (
+            "CogVideoX* 5B / transformer",
+            {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True},
+        ),
+        ("CogVideoX 1.5 5B / transformer", {"patch_bias": False, "patch_size_t": 2}),
+        (
+            "CogVideoX 1.5 5B / transformer",
+            {"sample_frames": 81, "sample_height": 300, "sample_width": 300},
+        ),
+    ),
+    f"{DIFFUSERS}docs/source/en/api/pipelines/cogvideox.md": (
+        ("CogVideoX 1.5 5B / size", size(1360, 768, 81)),
+    ),
+    f"{DIFFUSERS}scripts/convert_dcae_to_diffusers.py": (
+        (
+            "Sana* / vae",
+            {
+                "encoder_layers_per_block": (2, 2, 2, 3, 3, 3),
+                "encoder_qkv_multiscales": (*((),) * 3, *((5,),) * 3),
+                "decoder_qkv_multiscales": (*((),) * 3, *((5,),) * 3),
+                "scaling_factor": 0.41407,
+            },
+        ),
+    ),
+    f"{DIFFUSERS}scripts/convert_flux2_to_diffusers.py": (
+        ("FLUX.2 klein* / transformer", {"guidance_embeds": False}),
+        (
+            "FLUX.2 klein*4B / transformer",
+            {
+                "joint_attention_dim": 7680,
+                "num_attention_heads": 24,
+                "num_layers": 5,
+                "num_single_layers": 20,
+            },
+        ),
+        (
+            "FLUX.2 klein*9B / transformer",
+            {
+                "joint_attention_dim": 12288,
+                "num_attention_heads": 32,
+                "num_layers": 8,
+                "num_single_layers": 24,
+            },
+        ),
+        (("FLUX.2 klein 4B / settings", "FLUX.2 klein 9B / settings"), {"is_distilled": True}),
+    ),
+    f"{DIFFUSERS}scripts/convert_hunyuan_video_to_diffusers.py, its default": (
+        ("HunyuanVideo / scheduler", {"shift": 7.0}),
+    ),
+    f"{DIFFUSERS}scripts/convert_hunyuan_video1_5_to_diffusers.py": (
+        ("HunyuanVideo 1.5 480p* / transformer", {"target_size": 640}),
+        ("HunyuanVideo 1.5 720p* / transformer", {"target_size": 960}),
+        ("HunyuanVideo 1.5 480p* / scheduler", {"shift": 5.0}),
+        ("HunyuanVideo 1.5 720p T2V / scheduler", {"shift": 9.0}),
+        ("HunyuanVideo 1.5 720p I2V* / scheduler", {"shift": 7.0}),
+    ),
+    f"{DIFFUSERS}docs/source/en/api/pipelines/krea2.md": (
+        ("Krea 2 Turbo / settings", {"is_distilled": True}),
+    ),
+    f"{DIFFUSERS}scripts/convert_ltx_to_diffusers.py": (
+        (("LTX-Video 0.9 / scheduler", "LTX-Video 0.9.1 / scheduler"), _LTX_SHIFT),
+        (
+            "LTX-Video 0.9.[1-9]* / vae",
+            {
+                "decoder_block_out_channels": (256, 512, 1024),
+                "decoder_spatio_temporal_scaling": (True,) * 3,
+                "timestep_conditioning": True,
+                "upsample_factor": (2, 2, 2),
+                "upsample_residual": (True,) * 3,
+            },
+        ),
+        (
+            "LTX-Video 0.9.1 / vae",
+            {
+                "decoder_inject_noise": (True, True, True, False),
+                "decoder_layers_per_block": (5, 6, 7, 8),
+            },
+        ),
+        (
+            "LTX-Video 0.9.[5-9]* / vae",
+            {
+                "block_out_channels": (128, 256, 512, 1024, 2048),
+                "decoder_inject_noise": (False,) * 4,
+                "decoder_layers_per_block": (5, 5, 5, 5),
+                "layers_per_block": (4, 6, 6, 2, 2),
+                "spatial_compression_ratio": 32,
+                "spatio_temporal_scaling": (True,) * 4,
+                "temporal_compression_ratio": 8,
+            },
+        ),
+        (
+            "LTX-Video 0.9.[7-9]* / transformer",
+            {"attention_head_dim": 128, "cross_attention_dim": 4096, "num_layers": 48},
+        ),
+    ),
+    f"{DIFFUSERS}scripts/convert_ltx2_to_diffusers.py": (
+        ("LTX-2* / scheduler", _LTX_SHIFT),
+        ("LTX-2* / connectors", _CONNECTOR),
+        (
+            "LTX-2.3 22B / connectors",
+            {"per_modality_projections": True, "proj_bias": True}
+            | {
+                f"{stream}_{name}": value
+                for stream, width in (("video", 128), ("audio", 64))
+                for name, value in (
+                    *(("connector_attention_head_dim", width), ("connector_num_attention_heads", 32)),
+                    *(("connector_num_layers", 8), ("gated_attn", True)),
+                )
+            },
+        ),
+        (
+            "LTX-2.3 22B / transformer",
+            dict.fromkeys(("audio_cross_attn_mod", "audio_gated_attn", "cross_attn_mod"), True)
+            | {"gated_attn": True, "perturbed_attn": True, "use_prompt_embeddings": False},
+        ),
+        (
+            "LTX-2* / vae",
+            {"decoder_causal": False, "spatial_compression_ratio": 32, "temporal_compression_ratio": 8},
+        ),
+        (
+            "LTX-2.3 22B / vae",
+            {
+                "block_out_channels": (256, 512, 1024, 1024),
+                "decoder_block_out_channels": (256, 512, 512, 1024),
+                "decoder_inject_noise": (False,) * 5,
+                "decoder_layers_per_block": (4, 6, 4, 2, 2),
+                "decoder_spatio_temporal_scaling": (True,) * 4,
+                "layers_per_block": (4, 6, 4, 2, 2),
+                "upsample_factor": (2, 2, 1, 2),
+                "upsample_residual": (False,) * 4,
+            },
+        ),
+    ),
+    f"{DIFFUSERS}scripts/convert_sana_to_diffusers.py": (
+        (
+            "Sana 1.0 0.6B / transformer",
+            {"cross_attention_dim": 1152, "cross_attention_head_dim": 72, "num_attention_heads": 36}
+            | {"num_cross_attention_heads": 16, "num_layers": 28},
+        ),
+        ("Sana 1.5 4.8B / transformer", {"num_layers": 60}),
+        ("Sana* / scheduler", {"flow_shift": 3.0, "use_flow_sigmas": True}),
+    ),
+    f"{DIFFUSERS}docs/source/en/api/pipelines/stable_diffusion/sdxl_turbo.md": (
+        ("SDXL Turbo / size", size(512, 512)),
+    ),
+    f"{DIFFUSERS}scripts/convert_wan_to_diffusers.py": (
+        ("Wan * / scheduler", {"use_flow_sigmas": True}),
+        ("Wan * FLF2V * / scheduler", {"flow_shift": 16.0}),
+        ("Wan * TI2V * / scheduler", {"flow_shift": 5.0}),
+        (
+            ("Wan * T2V * / scheduler", "Wan * I2V * / scheduler", "Wan * VACE * / scheduler"),
+            {"flow_shift": 3.0},
+        ),
+        ("Wan 2.2 T2V A14B / settings", {"boundary_ratio": 0.875}),
+        ("Wan 2.2 I2V A14B / settings", {"boundary_ratio": 0.9}),
+        ("Wan 2.2 TI2V 5B / settings", {"expand_timesteps": True}),
+        ("Wan 2.1 * 1.3B / transformer", {"ffn_dim": 8960, "num_attention_heads": 12, "num_layers": 30}),
+        ("Wan 2.1 VACE 1.3B / transformer", {"vace_layers": tuple(range(0, 30, 2))}),
+        (
+            "Wan 2.2 TI2V 5B / transformer",
+            {"ffn_dim": 14336, "in_channels": 48, "num_attention_heads": 24, "num_layers": 30}
+            | {"out_channels": 48},
+        ),
+        ("Wan 2.1 *[0-9]P / transformer", _SEES),
+        ("Wan 2.1 FLF2V * / transformer", {"pos_embed_seq_len": 514}),
+        ("Wan 2.2 I2V A14B / transformer*", {"in_channels": 36}),
+        (
+            "Wan 2.2 TI2V 5B / vae",
+            {
+                "base_dim": 160,
+                "z_dim": 48,
+                "is_residual": True,
+                "in_channels": 12,
+                "out_channels": 12,
+                "decoder_base_dim": 256,
+                "scale_factor_spatial": 16,
+                "patch_size": 2,
+                "latents_mean": _WAN22_MEANS,
+                "latents_std": _WAN22_DEVIATIONS,
+            },
+        ),
+    ),
+    f"{MUSUBI}flux/flux_utils.py": (
+        (("Chroma1* / text_encoder", "CogVideoX* / text_encoder", "LTX-Video* / text_encoder"), _T5_XXL),
+        (("FLUX.1 * / text_encoder_2", "Stable Diffusion 3* / text_encoder_3"), _T5_XXL),
+    ),
+    f"{MUSUBI}flux_2/flux2_utils.py": (
+        ("FLUX.2 dev / text_encoder", {"spatial_merge_size": 2}),
+        ("FLUX.2 dev / text_encoder", _language(5120, 32768, 32, 40, 8, 131072, 128, prefix="text_config.")),
+        (("FLUX.2 dev / text_encoder", "ERNIE-Image* / text_encoder"), _PIXTRAL),
+    ),
+    f"{MUSUBI}frame_pack/framepack_utils.py": (
+        ("HunyuanVideo 1.5*I2V* / image_encoder", _SIGLIP | {"image_size": 384}),
+    ),
+    f"{MUSUBI}hunyuan_model/text_encoder.py": (
+        ("HunyuanVideo / text_encoder", _language(4096, 14336, 32, 32, 8, 128320)),
+        ("HunyuanVideo / text_encoder_2", _CLIP_L),
+    ),
+    f"{MUSUBI}hunyuan_video_1_5/hunyuan_video_1_5_text_encoder.py": (
+        ("HunyuanVideo 1.5* / text_encoder_2", _t5(1472, 3584, 6, 12, vocab_size=384)),
+        ("HunyuanVideo 1.5* / text_encoder_2", {"tie_word_embeddings": False}),
+    ),
+    f"{MUSUBI}ideogram4/ideogram4_utils.py": (
+        (("Ideogram 4* / text_encoder", "Qwen-Image 2.1 / text_encoder"), _QWEN3_VL_8B),
+        (
+            ("Ideogram 4* / text_encoder", "Qwen-Image 2.1 / text_encoder"),
+            {"tie_word_embeddings": False},
+        ),
+    ),
+    f"{MUSUBI}krea2/krea2_encoder.py": (
+        (
+            "Krea 2* / text_encoder",
+            _qwen3_vl(
+                *(2560, 9728, 32, 36, 8, 151936, 128), layers=(5, 11, 17), depth=24, width=1024, inner=4096
+            ),
+        ),
+        ("Krea 2* / text_encoder", {"tie_word_embeddings": True}),
+    ),
+    f"{MUSUBI}qwen_image/qwen_image_utils.py": (
+        ("HunyuanVideo 1.5* / text_encoder", _language(*_QWEN25_VL_7B)),
+        (
+            ("Qwen-Image / text_encoder", "Qwen-Image-* / text_encoder"),
+            _language(*_QWEN25_VL_7B, prefix="text_config.")
+            | _vision(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584)
+            | {"tie_word_embeddings": False},
+        ),
+        (("Qwen-Image / scheduler", "Qwen-Image-2512 / scheduler"), _QWEN_SHIFT),
+    ),
+    f"{MUSUBI}qwen_image_cache_latents.py": (("Qwen-Image-Layered / vae", {"input_channels": 4}),),
+    f"{MUSUBI}qwen_image/qwen_image_model.py, what it says of the layered model": (
+        ("Qwen-Image-Layered / transformer", {"use_additional_t_cond": True, "use_layer3d_rope": True}),
+    ),
+    f"{MUSUBI}wan/modules/t5.py": (("Wan * / text_encoder", _t5(4096, 10240, 64, 24, vocab_size=256384)),),
+    f"{MUSUBI}wan/modules/clip.py": (
+        ("Wan 2.1 *[0-9]P / image_encoder", _clip(1280, 5120, 16, 32) | {"projection_dim": 1024}),
+        ("Wan 2.1 *[0-9]P / image_encoder", {"patch_size": 14}),
+    ),
+    f"{MUSUBI}zimage/zimage_utils.py": (
+        (
+            ("FLUX.2 klein*4B / text_encoder", "Z-Image* / text_encoder"),
+            _language(2560, 9728, 32, 36, 8, None, 128) | {"tie_word_embeddings": True},
+        ),
+        (
+            "FLUX.2 klein*9B / text_encoder",
+            _language(4096, 12288, 32, 36, 8, None, 128) | {"tie_word_embeddings": False},
+        ),
+    ),
+    f"{FORGE}black-forest-labs/FLUX.1-dev": (
+        (("FLUX.1 *dev / transformer",), {"guidance_embeds": True}),
+        ("FLUX.1 * / text_encoder", _CLIP_L),
+        (("FLUX.1 * / vae", "Chroma1* / vae", "Z-Image* / vae"), _KL_16),
+        (
+            ("FLUX.1 * / vae", "Chroma1* / vae", "Z-Image* / vae"),
+            {"scaling_factor": 0.3611, "shift_factor": 0.1159},
+        ),
+        (
+            (
+                "FLUX.1 *dev / scheduler",
+                "FLUX.2 * / scheduler",
+            ),  # convert_flux2_to_diffusers.py loads this one
+            {"shift": 3.0, "use_dynamic_shifting": True},
+        ),
+    ),
+    f"{FORGE}stabilityai/stable-diffusion-3-medium-diffusers": (
+        ("Stable Diffusion 3 medium / transformer", _SD3 | _SD3_MEDIUM | {"pos_embed_max_size": 192}),
+        ("Stable Diffusion 3* / text_encoder", _CLIP_L),
+        ("Stable Diffusion 3* / text_encoder_2", _clip(1280, 5120, 20, 32)),
+        ("Stable Diffusion 3* / vae", _KL_16 | {"scaling_factor": 1.5305, "shift_factor": 0.0609}),
+        ("Stable Diffusion 3* / scheduler", {"shift": 3.0}),
+    ),
+    "lllyasviel/stable-diffusion-webui-forge, 2d5b6cacefa4, "
+    "backend/huggingface/stabilityai/stable-diffusion-3.5-large": (
+        (
+            "Stable Diffusion 3.5 large* / transformer",
+            _SD3 | {"caption_projection_dim": 2432, "num_attention_heads": 38, "num_layers": 38},
+        ),
+        ("Stable Diffusion 3.5 large* / transformer", {"pos_embed_max_size": 192}),
+    ),
+    f"{FORGE}stabilityai/stable-diffusion-xl-base-1.0": (
+        ("SDXL base 1.0 / size", size(1024, 1024)),
+        (
+            "SDXL * / unet",
+            {
+                "addition_time_embed_dim": 256,
+                "attention_head_dim": (5, 10, 20),
+                "block_out_channels": (320, 640, 1280),
+                "cross_attention_dim": 2048,
+                "projection_class_embeddings_input_dim": 2816,
+                "sample_size": 128,
+                "transformer_layers_per_block": (1, 2, 10),
+                "use_linear_projection": True,
+            },
+        ),
+        ("SDXL * / text_encoder", _CLIP_L),
+        ("SDXL * / text_encoder_2", _clip(1280, 5120, 20, 32)),
+        ("SDXL * / vae", _KL | {"scaling_factor": 0.13025}),
+        ("SDXL base 1.0 / scheduler", _BETAS),
+    ),
+    "QwenLM/Qwen-Image, 0a83598a8929, README.md": (
+        (("Qwen-Image / size", "Qwen-Image-2512 / size"), size(1328, 1328)),
+    ),
+    "QwenLM/Qwen-Image-2.1, 0f0715e801e8, README.md": (("Qwen-Image 2.1 / size", size(2048, 2048)),),
+    "Wan-Video/Wan2.2, 84b91a8719b2, wan/configs/__init__.py": (
+        ("Wan 2.2 * A14B / size", {"width": 1280, "height": 720}),
+        ("Wan 2.2 TI2V 5B / size", {"width": 1280, "height": 704}),
+    ),
+    f"{MUSUBI}wan/configs/__init__.py": (
+        (("Wan 2.1 * 720P / size", "Wan 2.1 VACE 14B / size"), {"width": 1280, "height": 720}),
+    ),
+    "dgrauet/ernie-image-mlx, 23c9637e5e32, "
+    "packages/ernie-image-core-mlx/src/ernie_image_core_mlx/model/config.py": (
+        (
+            "ERNIE-Image* / transformer",
+            {"ffn_hidden_size": 12288, "hidden_size": 4096, "num_attention_heads": 32, "num_layers": 36}
+            | {"text_in_dim": 3072},
+        ),
+        (
+            "ERNIE-Image* / text_encoder",
+            _language(3072, 9216, 32, 26, 8, 131072, 128, prefix="text_config.")
+            | {"text_config.tie_word_embeddings": True},
+        ),
+    ),
+}
+
+UNCONFIRMED: Mapping[str, Sequence[Row]] = {
+    "of the published file, which the conversion reads from its weights": (
+        ("Anima* / text_encoder", _language(1024, 3072, 16, 28, 8, 151936, 128)),
+        (
+            "Stable Diffusion 3.5 medium / transformer",
+            _SD3 | _SD3_MEDIUM | {"dual_attention_layers": tuple(range(13)), "pos_embed_max_size": 384},
+        ),
+    ),
+    "as in copies that are not at hand at a commit": (
+        ("Chroma1* / scheduler", {"shift": 3.0, "use_dynamic_shifting": True}),
+        ("ERNIE-Image* / scheduler", {"shift": 4.0}),
+        ("FLUX.1 Fill dev / transformer", {"in_channels": 384, "out_channels": 64}),
+        ("ERNIE-Image* / text_encoder", {"spatial_merge_size": 2, "tie_word_embeddings": True}),
+        ("Qwen-Image 2.1 / scheduler", _QWEN_SHIFT),
+        (("Qwen-Image-Edit* / scheduler", "Qwen-Image-Layered / scheduler"), _QWEN_SHIFT),
+        ("Qwen-Image-Edit-2511 / transformer", {"zero_cond_t": True}),
+        ("Z-Image / scheduler", {"shift": 6.0}),
+        ("Z-Image-Turbo / scheduler", {"shift": 3.0}),
+    ),
+    "from memory": (
+        ("FLUX.2 dev / text_encoder", {"tie_word_embeddings": False}),
+        (
+            "LTX-2* / text_encoder",
+            _language(3840, 15360, 16, 48, 8, None, 256, prefix="text_config.")
+            | {"text_config.sliding_window": 1024}
+            | _vision(**_SIGLIP, image_size=896),
+        ),
+        ("SDXL Turbo / scheduler", _BETAS),
+    ),
+    "no source says the width, or the number of frames": (
+        ("HunyuanVideo 1.5 480p* / size", {"width": 848, "height": 480}),
+        ("HunyuanVideo 1.5 720p* / size", {"width": 1280, "height": 720}),
+        ("Wan 2.2 TI2V 5B / size", {"frames": 121}),
+    ),
+}
