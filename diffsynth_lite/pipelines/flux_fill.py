@@ -38,10 +38,10 @@ class FluxFill(flux.Flux):
     is that of the whole picture; where `data.mask_dir` names the same masks, that of the masked part.
 
     Guidance and the shift of the noise levels are as in ``flux``: training gives the model 1, and previews
-    ``validation.guidance_scale``, which its pipeline and the recipe have at 30. So does a script that was
-    proposed for diffusers and not taken in (``examples/flux-fill`` at commit 81cc2ab): its README trains with
-    1, and generates with 5. The pipeline draws from what the VAE gives of the image; training takes the mode,
-    the same each time.
+    ``validation.guidance_scale``, which its pipeline and the recipe have at 30. A script that was proposed
+    for diffusers, and is not in it, also trains with 1, and its README generates with 5
+    (``examples/flux-fill`` at commits c67d649 and 81cc2ab). The pipeline samples what the VAE gives of the
+    image; training takes the mode, the same each time.
     """
 
     pipelines = (FluxFillPipeline,)

@@ -121,11 +121,11 @@ class Ideogram4(DiffusersFamily):
     2048 x 2048. The pipeline, diffusers' training script and musubi-tuner have a logit-normal density of a
     standard deviation of 1.5 around that.
 
-    diffusers' guide (``README_ideogram4.md``) trains without autocast, under which it had gray and noisy
-    images in bfloat16, and NaN in float16. One cause is known: positions count from 65536, where bfloat16 is
-    too coarse for them. diffusers computes them in float32 since its pull request 13922, and a test holds it
-    to that under the CPU's autocast. No GPU was at hand to look for another cause. Where previews get gray,
-    set ``train.mixed_precision: "no"``, which is what that guide does.
+    diffusers' guide (``README_ideogram4.md``) trains without autocast, under which images were gray and noisy
+    in bfloat16, and NaN in float16. One cause is known: positions count from 65536, where bfloat16 is too
+    coarse for them. diffusers computes them in float32 since its pull request 13922, and a test holds it to
+    that under the CPU's autocast; autocast on a GPU was not tried. Where previews with the LoRA get gray, set
+    ``train.mixed_precision: "no"``, which is what that guide does.
 
     Its weights are released in 8 and in 4 bits alone; the folder named here is a copy in bfloat16. ComfyUI
     has one layer for queries, keys and values, and no names for a LoRA on each of them: it takes what

@@ -113,8 +113,9 @@ class QwenImage21(DiffusersFamily):
     diffusers places the pictures behind the longest, where a model alone with a prompt has them elsewhere; so
     samples of one length go through the model together and the others after them, and a sample counts as much
     beside others as alone. Processes that share its weights (``memory.shard_base``) therefore take one sample
-    at a time. Its pipeline cuts no prompt; here those of more than 1024 tokens lose their end. It
-    refuses prompts with ``<|image_pad|>`` or ``<|video_pad|>``, and so are captions refused that have one.
+    at a time. Its pipeline cuts no prompt; here those of more than 1024 tokens lose their end. A
+    caption with the placeholder of an image or a video (``image_pad``, ``video_pad``), which the pipeline
+    refuses, is an item that cannot be used.
 
     It is meant to be drawn without guidance. The sampler's shift grows with the picture: 1.7 at 512 x 512
     pixels, 2.0 at 1024 x 1024 and 3.7 at 2048 x 2048, which it is made for. DiffSynth-Studio trains with 2.2

@@ -40,7 +40,8 @@ class QwenImageEdit(qwen_image.QwenImage):
     Qwen-Image whose prompts and tokens also hold the pictures to edit, each brought to about a megapixel.
     The shift of the noise levels is that of Qwen-Image, by the size of the result.
 
-    A caption or prompt with ``<|image_pad|>`` or ``<|video_pad|>`` is refused, as by its pipelines.
+    A caption with the placeholder of an image or a video (``image_pad``, ``video_pad``), which the pipelines
+    refuse beyond their own, is an item that cannot be used.
     """
 
     pipelines = (QwenImageEditPipeline, QwenImageEditPlusPipeline)
