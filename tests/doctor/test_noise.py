@@ -110,6 +110,31 @@ def test_inputs_of_an_edit_do_not_split_a_size(workplace: Workplace) -> None:
     assert [(row.name, row.part) for row in table] == [("all steps", 1), ("64x64", 0.75), ("128x64", 0.25)]
 
 
+def test_audio_with_levels_of_its_own_has_a_row_of_the_clips_that_have_some(workplace: Workplace) -> None:
+    add_pictures(workplace, "data", 1)
+    config = workplace.config(f"data.path={workplace.root}/data")
+    family = bind_family(config)
+    levels = build_noise_levels(config, family)
+    levels.shift = lambda shape: 1.0 if len(shape) > 2 else 1.0 + shape[1]
+    samples = {
+        Bucket(width=64, height=64): 1.0,
+        Bucket(width=64, height=64, num_frames=5): 2.0,
+        Bucket(width=128, height=64, num_frames=5): 1.0,
+    }
+
+    def audio_shape(num_frames: int) -> tuple[int, ...] | None:
+        return None if num_frames == 1 else (8, num_frames)
+
+    *clips, audio = noise_table(levels, family, samples, audio_shape)
+    assert clips == noise_table(levels, family, samples)
+    assert (audio.name, audio.part, audio.shift) == ("audio", 0.75, 6.0)
+    drawn = levels.sigma(DRAWS, (8, 5))
+    torch.testing.assert_close(as_tensor(audio.shares.tenths), tenths_of(drawn), rtol=0, atol=1e-4)
+    assert audio.shares.mean > clips[0].shares.mean
+    samples[Bucket(width=64, height=64, num_frames=9)] = 4.0
+    assert noise_table(levels, family, samples, audio_shape)[-1].shift is None
+
+
 def test_numbers_are_rounded_for_reading() -> None:
     shares = LevelShares(tenths=[0.125, 0.004, *[0.0] * 7, 0.871], mean=0.8449)
     row = NoiseFindings(name="all steps", part=1.0, shift=7.7679, shares=shares)

@@ -23,7 +23,7 @@ from diffsynth_lite.pipelines.base.release_folder import write_release
 from diffsynth_lite.pipelines.base.samplers import exponential_shift
 from diffsynth_lite.releases import Release
 from diffsynth_lite.training.builder import build_noise_levels
-from diffsynth_lite.training.data_settings import frame_counts_of, own_audio_shape, set_audio
+from diffsynth_lite.training.data_settings import frame_counts_of, own_audio_shape, set_audio, shifts_by_size
 
 POINTS = (torch.arange(4096, dtype=torch.float64) + 0.5) / 4096
 
@@ -274,6 +274,9 @@ def test_the_recipe_of_ltx2_has_the_noise_levels_of_its_authors(tmp_path: Path) 
         assert shares.mean == pytest.approx(stretched_mean(num_tokens), abs=1e-4)
         found = shares.mean, shares.below_half, shares.tenths[-1]
         assert found == pytest.approx((mean, below_half, highest), abs=6e-4)
+    # The run is known by both.
+    known = {"768x512x81": ltx_line(4224), "audio of 81 frames": ltx_line(84)}
+    assert shifts_by_size(config, family, levels.shift) == pytest.approx(known)
 
 
 @pytest.mark.parametrize(
