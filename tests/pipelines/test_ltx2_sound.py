@@ -23,6 +23,7 @@ from family_sample import (
     picture,
     transformer_calls,
 )
+from held_step import step_on_cpu
 from ltx2_layouts import guidance_beside, of_2_3
 from test_family_fidelity import numbers
 from test_ltx2 import BUILDS, forward, prompt_width, some_sound
@@ -36,6 +37,8 @@ from diffsynth_lite.pipelines.base.release_folder import write_release
 from diffsynth_lite.pipelines.ltx2 import LTX2, model_fn_ltx2, tiny
 from diffsynth_lite.pipelines.ltx2.sound import N_FFT, log_mel
 from diffsynth_lite.releases.ltx2 import LTX_2
+from diffsynth_lite.training.planning.memory_count import MemoryCounter
+from diffsynth_lite.training.planning.step import StepSettings
 
 RATE = 16000
 SIGMA = torch.tensor([0.1, 0.5, 0.9])
@@ -370,6 +373,27 @@ def test_every_layer_of_either_stream_and_between_them_learns_under_all_flags(
     for name, gradient in plain.items():
         assert gradient.any(), name
         assert torch.equal(gradient, recomputed[name]), name
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_step_holds_what_is_counted_of_it_also_where_audio_has_a_level_of_its_own(
+    sample: Sample, audio_latents: torch.Tensor, own: bool
+) -> None:
+    family = sample.family
+    settings = StepSettings(mixed_precision="no", dtype=torch.float32, device_type="cpu")
+    (encoded,) = family.load_media_encoder(torch.float32, CPU)(
+        [Media(frames=clip(128, 64, 17, 10), first_frame=picture(128, 64, 40), fps=24.0)]
+    )
+    kept = {name: encoded[name] for name in ("first_frame_latents", "frame_rate")}
+    inputs: dict[str, Any] = {
+        "latents_shape": encoded["latents"].shape,
+        "conditioning": sample.first | kept,
+        "audio_latents_shape": audio_latents.shape[1:],
+        "own_audio_level": own,
+    }
+    layers = find_target_layers(family.empty_transformer(), family.default_target_modules, unused_modules=[])
+    counted = MemoryCounter(family, layers, rank=4, **inputs).count(settings)
+    assert counted.step == step_on_cpu(family, adapted_transformer(sample), settings, **inputs)
 
 
 def test_a_released_model_gets_a_lora_on_either_stream_and_between_them(tmp_path: Path) -> None:

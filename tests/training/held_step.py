@@ -21,6 +21,8 @@ def step_on_cpu(
     *,
     latents_shape: Sequence[int],
     conditioning: Conditioning,
+    audio_latents_shape: Sequence[int] | None = None,
+    own_audio_level: bool = False,
 ) -> StepBytes:
     """What a second step holds or, where the settings accumulate, a second micro-batch.
 
@@ -28,6 +30,8 @@ def step_on_cpu(
         model: in training mode, with a LoRA, and with the autocast and the format of the settings.
         latents_shape: of one sample.
         conditioning: of one sample.
+        audio_latents_shape: of its audio; None without.
+        own_audio_level: whether that is at a noise level of its own.
     """
     size, meter = settings.micro_batch_size, CountingMeter()
     noisy, sigma = torch.zeros(size, *latents_shape), torch.full((size,), 0.5)
@@ -40,9 +44,18 @@ def step_on_cpu(
         use_gradient_checkpointing_offload=settings.use_gradient_checkpointing_offload,
     )
 
+    conditionings = [conditioning] * size
+    audio = None if audio_latents_shape is None else torch.zeros(size, *audio_latents_shape)
+    audio_sigma = torch.full((size,), 0.5) if own_audio_level else None
+
     def loss() -> torch.Tensor:
         with gradient_engine(engine):
-            return family.predict(model, noisy, sigma, [conditioning] * size).float().square().mean()
+            if audio is None:
+                return family.predict(model, noisy, sigma, conditionings).float().square().mean()
+            parts = family.predict_with_audio(
+                model, noisy, audio, sigma, conditionings, audio_sigma=audio_sigma
+            )
+            return torch.stack([part.float().square().mean() for part in parts]).sum()
 
     with meter:
         loss().backward()

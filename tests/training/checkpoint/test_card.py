@@ -138,6 +138,13 @@ def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel 
         ),
         (
             "ltx2_lora.yaml",
+            ("data.audio=true", "objective.audio_noise=own"),
+            None,
+            {},
+            ["stretched_logit_normal, shift: resolution, audio at levels of its own"],
+        ),
+        (
+            "ltx2_lora.yaml",
             ("validation.guidance_scale=1.0",),
             None,
             {},
