@@ -349,6 +349,8 @@ def test_sound_has_noise_of_its_own_beside_that_of_the_clips(rows, cache):
         assert batch.audio.has_audio.tolist() == [index % 2 for index in indices]
         drawn = torch.stack([normal(5, "audio-noise", place, (4, 5)) for place in batch.positions])
         assert torch.equal(batch.audio.noise, drawn)
+        levels = [uniform(5, "audio-noise-level", place) for place in batch.positions]
+        assert batch.audio.uniform.tolist() == levels != batch.uniform.tolist()
 
 
 def test_all_tensors_of_a_batch_with_sound_are_pinned(rows, cache, monkeypatch):

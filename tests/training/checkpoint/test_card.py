@@ -141,7 +141,7 @@ def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel 
             ("data.audio=true", "objective.audio_noise=own"),
             None,
             {},
-            ["stretched_logit_normal, shift: resolution, audio at levels of its own"],
+            ["normal, shift: resolution, audio at levels of its own"],
         ),
         (
             "ltx2_lora.yaml",
