@@ -239,10 +239,11 @@ class Browser:
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """A browser for all tests that open pages, which are skipped where there is none."""
+    """A browser for all tests that open pages. Where there is none they are skipped; in CI they fail."""
     program = chromium()
     if program is None:
-        pytest.skip("no Chromium: install one, or name it in CHROMIUM")
+        missing = "no Chromium: install one, or name it in CHROMIUM"
+        pytest.fail(missing) if os.environ.get("CI") else pytest.skip(missing)
     browser = Browser(program, tmp_path_factory.mktemp("chromium"))
     yield browser
     browser.close()
