@@ -1,9 +1,9 @@
-"""Files that appear whole or not at all: how this project writes whatever is read again.
+"""Files that appear whole or not at all, and how files are read that somebody else may have written.
 
-There are two promises. *Whole*: a reader, or the next start after a kill, finds the old file or the new one,
-never a part (``replacing``). *Durable*: that also holds after a power cut, and the new file is on the disk
-when the call returns, because the file and then its folder are synced (``write_bytes``, ``write_text``,
-``write_json``).
+For what is written there are two promises. *Whole*: a reader, or the next start after a kill, finds the old
+file or the new one, never a part (``replacing``). *Durable*: that also holds after a power cut, and the new
+file is on the disk when the call returns, because the file and then its folder are synced (``write_bytes``,
+``write_text``, ``write_json``).
 
 Durable is what a run cannot make again: checkpoints, the exported LoRA, status, fingerprint. The content of a
 cache entry is synced too, for it is dear, but not its folder: an entry that has no name is made again. The
@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import sys
 import uuid
 from collections.abc import Iterator
@@ -24,11 +25,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.redaction import redacted
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Numbers of the errors of a disk that takes no more, of a quota, and of a limit on the size of files."""
 
+_MOST_NESTED = 32
+"""Lists and objects of json within each other: our files nest 8 deep, and yaml is dumped by recursion."""
 _UNFINISHED_NAME = re.compile(r"\.tmp-.+-[0-9a-f]{8}", re.DOTALL)
 
 
@@ -133,6 +137,63 @@ def set_aside(path: Path, reason: str) -> Path:
     """Rename a file or folder to ``.<reason>-<name>-<n>``, n from 1 on; returns the new path."""
     aside = (path.with_name(f".{reason}-{path.name}-{number}") for number in count(1))
     return path.rename(next(free for free in aside if not free.exists()))
+
+
+def require_file(path: Path, *, most_bytes: int) -> None:
+    """Check that a path leads to a regular file that may be read in whole.
+
+    Nothing is opened for that: a named pipe waits for whoever writes to it, and a device may have no end.
+
+    Raises:
+        UserError: it is something else, or has more bytes.
+        OSError: nothing is there, or it cannot be reached.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UserError(f"{path} is a link to itself") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{path} is not a regular file")
+    if status.st_size > most_bytes:
+        raise UserError(f"{path} is too large: {status.st_size:,} bytes, where {most_bytes:,} are the most")
+
+
+def read_bytes(path: Path, *, most_bytes: int) -> bytes:
+    """Content of a file that somebody else may have written; see :func:`require_file`.
+
+    Raises:
+        UserError: it is not a regular file, or has more bytes.
+        OSError: it is not there, or cannot be read.
+    """
+    require_file(path, most_bytes=most_bytes)
+    with path.open("rb") as file:
+        # Its size then: a run may have replaced it. Files of the kernel have none, and some have no end.
+        return file.read(os.fstat(file.fileno()).st_size)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a json text that somebody else may have written.
+
+    Raises:
+        ValueError: it is not json, or is nested deeper than any file of ours: most code recurses over it.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    level = [value]
+    for _ in range(_MOST_NESTED):
+        level = [
+            inner
+            for held in level
+            if isinstance(held, list | dict)
+            for inner in (held.values() if isinstance(held, dict) else held)
+        ]
+        if not level:
+            return value
+    raise ValueError("nested too deeply")
 
 
 def free_disk_bytes(folder: Path) -> int:

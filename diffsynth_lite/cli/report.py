@@ -78,15 +78,18 @@ def _write(folders: Mapping[str, Path], out: Path | None) -> None:
 
 
 def _write_page(path: Path, folders: Mapping[str, Path]) -> None:
+    """A page with as many of the runs as can be read; that of a single one that cannot is not written."""
     from diffsynth_lite.report.page import write_page
-    from diffsynth_lite.report.run_report import read_run
+    from diffsynth_lite.report.run_report import read_any_run
 
     # What leads from the page to each folder, in front of names of files there.
     bases = [Path(os.path.relpath(folder, path.parent)).as_posix() for folder in folders.values()]
     runs = [
-        replace(read_run(folder, base="" if base == "." else f"{quote(base)}/"), name=name)
+        replace(read_any_run(folder, base="" if base == "." else f"{quote(base)}/"), name=name)
         for (name, folder), base in zip(folders.items(), bases, strict=True)
     ]
+    if len(runs) == 1 and runs[0].state.name == "unreadable":
+        raise UserError(f"{runs[0].folder}: {runs[0].problems[0]}")
     try:
         write_page(path, runs)
     except OSError as error:

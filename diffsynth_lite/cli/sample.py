@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from diffsynth_lite.cli.train import make_cublas_repeatable
 from diffsynth_lite.config import load_config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.reading import require_run_file
 from diffsynth_lite.sampling.request import GivenLora, SampleRequest, find_lora, require_new, run_of
 
 logger = logging.getLogger(__name__)
@@ -131,7 +133,11 @@ def _request(parsed: argparse.Namespace) -> SampleRequest:
             if loras
             else "--lora, --config: name the folder of a run, or a yaml file"
         )
-    path = run.resolved_file if run is not None and parsed.config is None else parsed.config
+    path = parsed.config
+    if run is not None and path is None:
+        path = run.resolved_file
+        with suppress(FileNotFoundError):
+            require_run_file(path)
     config = load_config(path, parsed.overrides, _settings(parsed), presets=parsed.presets).config
     if not loras:
         run = RunFolder(Path(config.output.dir).expanduser())

@@ -1,6 +1,7 @@
 """The yaml of a run as typed, checked settings; imports no torch, so a wrong config is refused at once."""
 
 from diffsynth_lite.config.data import DataSettings, SourceSettings
+from diffsynth_lite.config.document import load_yaml
 from diffsynth_lite.config.files import find_config_file
 from diffsynth_lite.config.loader import LoadedConfig, dump_config, load_config
 from diffsynth_lite.config.run import AllowedChange
@@ -15,5 +16,6 @@ __all__ = [
     "dump_config",
     "find_config_file",
     "load_config",
+    "load_yaml",
     "section_types",
 ]

@@ -62,6 +62,19 @@ def read_yaml(text: str) -> yaml.Node:
     return node
 
 
+def load_yaml(text: str) -> Any:
+    """The values in a text: of :func:`read_yaml`, with the types that yaml gives them.
+
+    Raises:
+        YamlError: see there; or a value that cannot be, such as a date without its month.
+    """
+    root = read_yaml(text)
+    try:
+        return _Loader("").construct_document(root)
+    except (yaml.YAMLError, ValueError) as error:
+        raise YamlError(f"a value cannot be read: {shortened(str(error))}", line_of(root)) from None
+
+
 def scalar(text: str, *, quoted: bool = False) -> yaml.ScalarNode:
     """A value as if it had been read; ``quoted`` says that it is text, whatever it looks like."""
     return yaml.ScalarNode("", text, style='"' if quoted else None)

@@ -10,7 +10,10 @@ from pathlib import Path
 
 from PIL import Image
 
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.files import read_bytes
 from diffsynth_lite.media import evenly_spread, jpeg_url
+from diffsynth_lite.run_folder.reading import read_run_file
 
 _FILE_NAME = re.compile(r"step-(\d{1,12})-prompt-(\d{1,6})-(\w+)\.png")
 _MAX_STEPS = 12
@@ -68,7 +71,7 @@ def find_previews(
     found: dict[int, dict[str, dict[int, Path]]] = {}
     for path in sorted(previews.glob("step-*.png")):
         # A link leads to anything on this machine; a page is shown to others.
-        if (match := _FILE_NAME.fullmatch(path.name)) and not path.is_symlink():
+        if (match := _FILE_NAME.fullmatch(path.name)) and path.is_file() and not path.is_symlink():
             step, place, mark = int(match[1]), int(match[2]), match[3]
             found.setdefault(place, {}).setdefault(mark, {})[step] = path
     shown = []
@@ -142,10 +145,10 @@ def _urls(folder: Path, preview: Preview) -> Iterator[tuple[str, str]]:
 def _picture_url(path: Path, *, largest_px: tuple[int, int]) -> str | None:
     """A picture as a data URL; None where it cannot be read."""
     try:
-        content = path.read_bytes()
+        content = read_run_file(path)
         if len(content) <= _AS_IT_IS_BYTES:
             return _data_url("image/png", content)
-        with Image.open(io.BytesIO(content)) as picture:
+        with Image.open(io.BytesIO(content), formats=["PNG"]) as picture:
             small = picture.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
@@ -156,10 +159,8 @@ def _picture_url(path: Path, *, largest_px: tuple[int, int]) -> str | None:
 def _clip_url(path: Path) -> str | None:
     """A clip as a data URL; None where it cannot be read, or is too large."""
     try:
-        if path.stat().st_size > _MAX_CLIP_BYTES:
-            return None
-        return _data_url("video/mp4", path.read_bytes())
-    except OSError:
+        return _data_url("video/mp4", read_bytes(path, most_bytes=_MAX_CLIP_BYTES))
+    except (OSError, UserError):
         return None
 
 

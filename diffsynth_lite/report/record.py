@@ -1,6 +1,7 @@
 """This file lists what a run was asked for, how often it was started, what it left out, and what it left."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,8 +164,12 @@ def _plain(value: Any) -> Any:
 
 def _size(path: Path) -> int:
     """Bytes of a file, or of all in a folder; links are not followed, and what vanishes counts nothing."""
-    try:
-        is_folder = path.is_dir() and not path.is_symlink()
-        return sum(map(_size, path.iterdir())) if is_folder else path.lstat().st_size
-    except OSError:
-        return 0
+    total, found = 0, [path]
+    while found:  # Not by recursion: somebody may have nested folders deeper than what may be called.
+        place = found.pop()
+        with suppress(OSError):
+            if place.is_dir() and not place.is_symlink():
+                found += place.iterdir()
+            else:
+                total += place.lstat().st_size
+    return total

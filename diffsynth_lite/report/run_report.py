@@ -1,5 +1,6 @@
 """This file reads all that the page of a run shows from the run's folder, whatever state that is in."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from diffsynth_lite.report.teaching import Teaching, read_teaching
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.items import MeasuredItem, read_items
 from diffsynth_lite.run_folder.reading import TolerantReader
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +122,48 @@ def read_run(path: Path, *, base: str = "") -> RunReport:
     )
 
 
+def read_any_run(path: Path, *, base: str = "") -> RunReport:
+    """As :func:`read_run`; of a run that nobody can make sense of, that it is unreadable, and why.
+
+    A page of several runs shows the others all the same.
+    """
+    try:
+        return read_run(path, base=base)
+    except Exception as error:  # what is in the folder of somebody else may be anything
+        reason = redacted(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        logger.warning(
+            "%s cannot be read: %s", path, reason, exc_info=not isinstance(error, OSError | UserError)
+        )
+        return _unreadable(path, base, f"cannot be read: {reason}")
+
+
+def _unreadable(path: Path, base: str, reason: str) -> RunReport:
+    state = read_state({}, [], [], is_abandoned=False, total_steps=None)
+    return RunReport(
+        name=path.resolve().name,
+        folder=path,
+        base=base,
+        state=replace(state, name="unreadable"),
+        series={},
+        prompts=[],
+        has_sound=False,
+        teaching=None,
+        hard_items=None,
+        noise=[],
+        noise_levels=[],
+        layers=None,
+        memory=[],
+        comparison=None,
+        changed_settings=[],
+        settings="",
+        starts=[],
+        skipped=[],
+        num_skipped=0,
+        files=[],
+        problems=[reason],
+    )
+
+
 def _items(folder: RunFolder, reader: TolerantReader) -> list[MeasuredItem]:
     """The measured items; all or none, as their losses are in their order."""
     try:
@@ -127,7 +172,7 @@ def _items(folder: RunFolder, reader: TolerantReader) -> list[MeasuredItem]:
             replace(item, name=redacted(str(item.name)), caption=redacted(str(item.caption)))
             for item in items
         ]
-    except (UserError, OSError, UnicodeDecodeError):
+    except (OSError, UserError):
         reader.problems.append(f"{folder.items_file.name} cannot be read and is left out")
         return []
 

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.report.page import render
-from diffsynth_lite.report.run_report import RunReport, read_run
+from diffsynth_lite.report.run_report import RunReport, read_any_run
 from diffsynth_lite.run_folder.folder import RunFolder, find_runs
+from diffsynth_lite.run_folder.reading import read_run_file
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +110,7 @@ class RunPages:
         state, known, began_at = RunFolder(folder).changes(), self._runs.get(name), self._clock()
         if known is not None and (known.state == state or began_at < known.good_until):
             return known
-        report = read_run(folder, base=f"/runs/{quote(name, safe='')}/")
+        report = read_any_run(folder, base=f"/runs/{quote(name, safe='')}/")
         # Its other files are not shown, so they are not listed either.
         report = replace(report, name=name, files=())
         now = self._clock()
@@ -208,6 +210,6 @@ def _shown_files(run: RunReport) -> set[str]:
 
 def _file(path: Path) -> Answer | None:
     try:
-        return Answer(path.read_bytes(), _TYPES[path.suffix])
-    except OSError:  # The run has removed it, or is about to replace it.
+        return Answer(read_run_file(path), _TYPES[path.suffix])
+    except (OSError, UserError):  # The run has removed it, or somebody has put something else there.
         return None

@@ -17,6 +17,7 @@ _STATES = {
     "diverged": "Diverged",
     "failed": "Failed",
     "killed": "Killed",
+    "unreadable": "Unreadable",
 }
 _NOT_STARTED = "Not started"
 _LATEST_TIME = 253_402_300_799
@@ -28,8 +29,8 @@ class RunState:
     """Where a run is.
 
     Attributes:
-        name: the state of ``status.json``, ``killed`` where that says running and nobody does, or
-            ``not started``.
+        name: the state of ``status.json``, ``killed`` where that says running and nobody does, ``unreadable``
+            where nothing could be read, or ``not started``.
         message: how it ended, in the trainer's words; empty while it runs.
         step: optimizer steps done, or tried where the run diverged; where it ended early otherwise and could
             say so, those of its last checkpoint.

@@ -1,6 +1,5 @@
 """The output folder of a run: its paths, ``status.json``, and the lock that keeps a second trainer out."""
 
-import json
 import logging
 import os
 import re
@@ -8,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -22,7 +21,8 @@ from diffsynth_lite.errors import (
     UserError,
     exit_code,
 )
-from diffsynth_lite.files import DISK_FULL, is_unfinished, sync, write_json, write_json_over
+from diffsynth_lite.files import DISK_FULL, is_unfinished, parse_json, sync, write_json, write_json_over
+from diffsynth_lite.run_folder.reading import read_run_file
 
 if sys.platform != "win32":
     import fcntl
@@ -226,8 +226,8 @@ class RunFolder:
         if not self.holds_run():
             return None
         try:
-            status = json.loads(self._status_bytes())
-        except (ValueError, RecursionError):
+            status = parse_json(self._status_bytes())
+        except ValueError:
             return None
         return status if isinstance(status, dict) else None
 
@@ -276,29 +276,31 @@ class RunFolder:
         return False
 
     def changes(self) -> object:
-        """A value that is another one after anything has changed here that a page of the run shows."""
+        """A value that is another one after anything has changed here that a page of the run shows.
+
+        What cannot be reached counts as not there.
+        """
         found = []
-        for entry in self.path.iterdir():
-            if entry.name == self.report_file.name or is_unfinished(entry.name):
-                continue
-            try:
-                status = entry.stat()
-            except FileNotFoundError:
-                continue
-            found.append((entry.name, status.st_mtime_ns, status.st_size))
+        with suppress(OSError):
+            for entry in self.path.iterdir():
+                if entry.name == self.report_file.name or is_unfinished(entry.name):
+                    continue
+                with suppress(OSError):
+                    status = entry.stat()
+                    found.append((entry.name, status.st_mtime_ns, status.st_size))
         return sorted(found), self.is_abandoned()
 
     def _status_bytes(self) -> bytes:
         try:
-            return self.status_file.read_bytes()
-        except OSError:
+            return read_run_file(self.status_file)
+        except (OSError, UserError):
             return b""
 
     def _holder(self) -> re.Match[str] | None:
         """Who took the lock last; None where no trainer did, or the file was lost."""
         try:
-            return re.fullmatch(_LOCK_HOLDER, (self.path / _LOCK_NAME).read_text(encoding="utf-8").strip())
-        except (OSError, UnicodeDecodeError):
+            return re.fullmatch(_LOCK_HOLDER, read_run_file(self.path / _LOCK_NAME).decode().strip())
+        except (OSError, ValueError):
             return None
 
     def _is_elsewhere(self) -> bool:
@@ -322,6 +324,7 @@ class RunFolder:
         files = (
             *(self.config_file, self.resolved_file, self.fingerprint_file, self.lineage_file),
             *(self.status_file, self.items_file, self.quarantine_file, *self.row_files),
+            self.path / _LOCK_NAME,
         )
         wrong = [f"{path} is no folder" for path in folders if os.path.lexists(path) and not path.is_dir()]
         wrong += [f"{path} is no file" for path in files if os.path.lexists(path) and not path.is_file()]

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.files import write_text
+from diffsynth_lite.files import parse_json, write_text
 from diffsynth_lite.redaction import redacted
+from diffsynth_lite.run_folder.reading import read_run_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +46,18 @@ def read_items(path: Path) -> list[MeasuredItem]:
     """The items in the order of the losses; none where there is no file.
 
     Raises:
-        UserError: a line is no row of an item.
+        UserError: a line is no row of an item, or the file is none that a run writes.
     """
-    if not path.exists():
+    try:
+        lines = read_run_file(path).splitlines()
+    except FileNotFoundError:
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
     return [_parse(path, line, number) for number, line in enumerate(lines, start=1)]
 
 
-def _parse(path: Path, line: str, number: int) -> MeasuredItem:
+def _parse(path: Path, line: bytes, number: int) -> MeasuredItem:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
         return MeasuredItem(**{field.name: row[field.name] for field in fields(MeasuredItem)})
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(

@@ -12,8 +12,9 @@ from typing import Any
 from accelerate import Accelerator
 
 from diffsynth_lite.errors import UserError
-from diffsynth_lite.files import write_text
+from diffsynth_lite.files import parse_json, write_text
 from diffsynth_lite.redaction import redacted
+from diffsynth_lite.run_folder.reading import read_run_file
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +63,12 @@ class MetricsFile:
         """All rows in the order they were written, without a torn last line; none when there is no file.
 
         Raises:
-            UserError: another line is not a row.
+            UserError: another line is not a row, or the file is none that a run writes.
         """
         if not self.path.exists():
             return []
         # What follows the last line break is empty, or torn.
-        lines = self.path.read_bytes().split(b"\n")[:-1]
+        lines = read_run_file(self.path).split(b"\n")[:-1]
         return [self._parse(line, number) for number, line in enumerate(lines, start=1)]
 
     def warn_of_lost_rows(self, step: int) -> None:
@@ -97,7 +98,7 @@ class MetricsFile:
 
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             row = None
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):

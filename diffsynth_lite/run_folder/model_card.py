@@ -17,8 +17,10 @@ from huggingface_hub import ModelCardData
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from diffsynth_lite.errors import UserError
 from diffsynth_lite.files import replacing, write_text
 from diffsynth_lite.redaction import redacted
+from diffsynth_lite.run_folder.reading import read_run_file
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +97,7 @@ def write_model_card(folder: Path, card: ModelCard) -> None:
         OSError: something could not be written.
     """
     path = folder / CARD
-    if path.exists() and not is_as_written(path.read_text(encoding="utf-8", errors="replace")):
+    if path.exists() and not _is_ours(path):
         logger.info("%s was edited; it and its pictures stay as they are.", path)
         return
     pictures = _pictures(card.samples)
@@ -104,6 +106,13 @@ def write_model_card(folder: Path, card: ModelCard) -> None:
         with replacing(folder / PICTURES / name) as temporary:
             shutil.copyfile(source, temporary)
     write_text(path, _rendered(card, set(pictures)))
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return is_as_written(read_run_file(path).decode(errors="replace"))
+    except UserError:
+        return False
 
 
 def is_as_written(text: str) -> bool:

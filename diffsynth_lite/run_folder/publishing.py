@@ -19,6 +19,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.model_card import CARD, LORA_FOLDER, PICTURES, is_as_written, marked
+from diffsynth_lite.run_folder.reading import read_run_file
 
 logger = logging.getLogger(__name__)
 
@@ -130,10 +131,10 @@ class Publication:
 
 def _read_card(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_run_file(path).decode()
     except FileNotFoundError:
         raise UserError(f"{path}: is not there; a run writes it with each checkpoint, or write one") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as UTF-8 ({error})") from error
 
 

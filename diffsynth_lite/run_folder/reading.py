@@ -1,16 +1,52 @@
 """This file reads what a run left, also half of it: while it writes, or after it was killed."""
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
+from diffsynth_lite.config import load_yaml
+from diffsynth_lite.errors import UserError
+from diffsynth_lite.files import parse_json, read_bytes, require_file
 from diffsynth_lite.redaction import redacted
 
+_MIB = 1 << 20
+_MOST_BYTES = {
+    "metrics.jsonl": 1024 * _MIB,  # 100,000 rows of 1 kB
+    "layers.jsonl": 2048 * _MIB,  # 4,000 rows of 840 layers with 59 bytes
+    "item_losses.jsonl": 1024 * _MIB,  # 4,000 rows of 200 items with 90 bytes
+    ".jsonl": 128 * _MIB,  # 200,000 samples with 30 bytes and names, of which no more are ever kept
+    ".lock": 4096,
+    ".png": 512 * _MIB,  # an image of 4096 x 4096 that cannot be compressed
+    ".mp4": 512 * _MIB,
+    ".json": 16 * _MIB,  # 1,000 starts of 0.4 kB, and as many layers with 250 bytes of an optimizer's state
+    ".yaml": _MIB,  # as a config, of which this is a copy
+    ".md": _MIB,
+    "COMPLETE": _MIB,
+}
+"""Of a file of a run folder, by its name or suffix: ten times or more what a run of a million steps writes
+that logs every 10 steps and evaluates every 250. The sizes of rows were measured."""
+
 _Read = TypeVar("_Read")
+
+
+def read_run_file(path: Path) -> bytes:
+    """Content of a file in a run folder, which may be that of somebody else.
+
+    Raises:
+        UserError: it is not a regular file, or larger than any that a run writes.
+        OSError: it is not there, or cannot be read.
+    """
+    return read_bytes(path, most_bytes=_most_bytes(path))
+
+
+def require_run_file(path: Path) -> None:
+    """Check the same of a file that something else reads, such as a config."""
+    require_file(path, most_bytes=_most_bytes(path))
+
+
+def _most_bytes(path: Path) -> int:
+    return _MOST_BYTES.get(path.name) or _MOST_BYTES[path.suffix]
 
 
 class TolerantReader:
@@ -48,8 +84,8 @@ class TolerantReader:
         if not content:
             return kind()
         try:
-            document = json.loads(content) if name.endswith(".json") else yaml.safe_load(content)
-        except (ValueError, yaml.YAMLError):
+            document = parse_json(content) if name.endswith(".json") else load_yaml(content.decode())
+        except ValueError:
             document = None
         if type(document) is not kind:
             self.problems.append(f"{name} cannot be read and is left out")
@@ -59,8 +95,11 @@ class TolerantReader:
 
     def _bytes(self, name: str) -> bytes:
         try:
-            return (self._folder / name).read_bytes()
+            return read_run_file(self._folder / name)
         except FileNotFoundError:
+            return b""
+        except UserError as error:
+            self.problems.append(f"{str(error).replace(str(self._folder / name), name)}, and is left out")
             return b""
         except OSError as error:
             self.problems.append(f"{name} cannot be read: {error.strerror}")
@@ -78,7 +117,7 @@ def _masked(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _row(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError:
         return None
     return row if isinstance(row, dict) else None

@@ -1,6 +1,5 @@
 """This file draws samples: it checks, encodes and loads as a run does, and draws as its previews do."""
 
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,6 +21,7 @@ from diffsynth_lite.media import Drawn, frame_strip, frames_of
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.reading import TolerantReader
 from diffsynth_lite.sampling.request import GivenLora, SampleRequest, make_folder
 from diffsynth_lite.training.builder import (
     build_accelerator,
@@ -199,9 +199,13 @@ def _check_loading(problems: Problems, family: ModelFamily, config: Config, devi
 
 def _earlier_choices(run: RunFolder | None) -> dict[str, Any] | None:
     """What ``memory.auto`` chose for a run that is part of what it is; None where there is no run."""
-    if run is None or not run.lineage_file.is_file():
+    if run is None or not run.lineage_file.exists():
         return None
-    return choices_in(json.loads(run.lineage_file.read_bytes()))
+    reader = TolerantReader(run.path)
+    lineage = reader.sequence(run.lineage_file.name)
+    for problem in reader.problems:
+        logger.warning("%s: %s", run.path, problem)
+    return choices_in(entry for entry in lineage if isinstance(entry, dict))
 
 
 def _read(family: ModelFamily, empty: torch.nn.Module, place: int, given: GivenLora) -> _ReadLora:

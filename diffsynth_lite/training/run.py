@@ -9,12 +9,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import yaml
 from accelerate import Accelerator
 from diffusers.training_utils import free_memory
 from rich.console import Console
 
-from diffsynth_lite.config import Config, LoadedConfig
+from diffsynth_lite.config import Config, LoadedConfig, load_yaml
 from diffsynth_lite.core.gradient import BlockCompiler
 from diffsynth_lite.core.weights import WeightStream
 from diffsynth_lite.errors import ON_EACH_MACHINE, RunInterrupted
@@ -382,7 +381,7 @@ def _warn_of_lost_rows(run: RunContext, checkpoint: Checkpoint | None) -> None:
     """Say where the metrics lack the last row that was logged before the checkpoint of this run folder."""
     if checkpoint is None or checkpoint.path.parent != run.store.folder:
         return
-    every_steps = yaml.safe_load(checkpoint.documents["config"])["logging"]["every_steps"]
+    every_steps = load_yaml(checkpoint.documents["config"])["logging"]["every_steps"]
     if not isinstance(every_steps, int):
         return  # ${...}, whose value is kept nowhere
     # Only of the start that wrote it: the interval may have been another one before.
@@ -400,7 +399,7 @@ def _start_trackers(run: RunContext, run_id: str) -> None:
         names=settings.trackers,
         project=settings.project,
         # Unresolved: no tracker gets the value of an environment variable.
-        settings=yaml.safe_load(run.loaded.resolved_yaml),
+        settings=load_yaml(run.loaded.resolved_yaml),
         folder=run.folder.path / "trackers",
         run_name=settings.run_name,
         run_id=run_id,

@@ -158,7 +158,7 @@ def test_a_run_that_takes_long_to_read_is_read_for_a_tenth_of_the_time(
         now[0] += 3.0
         return read_run(folder, base=base)
 
-    monkeypatch.setattr("diffsynth_lite.report.server.read_run", read_slowly)
+    monkeypatch.setattr("diffsynth_lite.report.server.read_any_run", read_slowly)
     pages = RunPages([tmp_path], clock=lambda: now[0])
     assert b"Failed" in pages.answer("/").content
     RunFolder(run).write_status("finished", exit_code=0, step=300, message="finished")

@@ -39,7 +39,7 @@ def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.json").mkdir()
     reader = TolerantReader(tmp_path)
     assert reader.mapping("a.json") == {}
-    assert reader.problems == ["a.json cannot be read: Is a directory"]
+    assert reader.problems == ["a.json is not a regular file, and is left out"]
 
 
 def test_secrets_in_what_is_read_are_masked(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from diffsynth_lite.errors import CheckpointError
-from diffsynth_lite.files import signed_line
+from diffsynth_lite.errors import CheckpointError, UserError
+from diffsynth_lite.files import parse_json, signed_line
+from diffsynth_lite.run_folder.reading import read_run_file
 
 SCHEMA = 1
 MANIFEST_NAME = "COMPLETE"
@@ -163,18 +164,21 @@ def _read(path: Path) -> Checkpoint:
 
 def _document(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(read_run_file(path))
     except ValueError as error:
         raise CheckpointError(f"{path} is not json ({error}); another program wrote it") from error
 
 
 def _parse(path: Path) -> Manifest:
-    content = path.read_bytes()
+    try:
+        content = read_run_file(path)
+    except UserError as error:
+        raise CheckpointError(str(error)) from error
     line = content.partition(b"\n")[0]
     if content != signed_line(line):
         raise CheckpointError(f"{path} is damaged: its sha256 is not the one on its second line")
     try:
-        document = json.loads(line)
+        document = parse_json(line)
         schema = document["schema"]
         files = {
             name: ListedFile(entry["bytes"], entry["sha256"]) for name, entry in document["files"].items()

@@ -4,12 +4,11 @@ The settings and data that decide a run's numbers are its fingerprint. The run f
 it as ``contract.json``: the format keeps its first name.
 """
 
-import json
 import logging
 import math
 import platform
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,8 +20,10 @@ from accelerate import Accelerator
 from diffsynth_lite.config import AllowedChange, Config, section_types
 from diffsynth_lite.data import DataIdentity
 from diffsynth_lite.errors import DifferentRunError, UserError
+from diffsynth_lite.files import parse_json
 from diffsynth_lite.redaction import redacted
 from diffsynth_lite.run_folder.folder import RunFolder
+from diffsynth_lite.run_folder.reading import read_run_file
 from diffsynth_lite.training.checkpoint.manifest import Checkpoint, read_checkpoint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.distributed.agreement import from_main_process, on_all_processes
@@ -262,8 +263,8 @@ def _checkpoint_folder(source: str) -> Path:
 def _document(path: Path, kind: type[_Document]) -> _Document:
     """What a file of a run without a checkpoint says."""
     try:
-        document = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
+        document = parse_json(read_run_file(path))
+    except ValueError:
         document = None
     starts = document if isinstance(document, list) else []
     if not isinstance(document, kind) or not all(isinstance(start, dict) for start in starts):
@@ -413,9 +414,10 @@ def require_newest_run(accelerator: Accelerator, policy: ResumePolicy) -> None:
         )
 
 
-def choices_in(lineage: Lineage) -> dict[str, Any]:
+def choices_in(lineage: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """What ``memory.auto`` chose in a history, by dotted key."""
-    return {key: value for entry in lineage for key, value in entry.get("chosen", {}).items()}
+    chosen = [entry.get("chosen") for entry in lineage]
+    return {key: value for each in chosen if isinstance(each, dict) for key, value in each.items()}
 
 
 def extended_lineage(
