@@ -1,5 +1,6 @@
 """Finds and reads the files of a config: the one that is named, those that it extends, and presets."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -8,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from diffsynth_lite.config.document import YamlError, is_nothing, line_of, read_yaml, shown
+from diffsynth_lite.config.schema import section_types
 from diffsynth_lite.errors import UserError
 
 EXTENDS = "extends"
@@ -22,6 +24,7 @@ _FAMILIES = "families"
 
 # Many times the size of a config; a file of weights named by mistake is not read into memory.
 _LARGEST_FILE = 1 << 20
+_FIRST_KEY = re.compile(r"""^[\s{"']*(\w+)["']?\s*:""", re.MULTILINE)
 # Less alike, as my_lora.yaml and chroma_lora.yaml, is another name and not a mistyped one.
 _SIMILAR = 0.8
 
@@ -91,8 +94,8 @@ def read_config_files(path: Path) -> list[ConfigFile]:
     """A file and those that it extends: the one that extends none comes first.
 
     Raises:
-        UserError: a file cannot be read or is not the yaml of a config; or ``extends`` names no file, or one
-            that extends this one.
+        UserError: a file cannot be read or is not the yaml of a config; or ``extends`` names no file, one
+            that has no section, or one that extends this one.
     """
     files: list[ConfigFile] = []
     seen: list[Path] = []
@@ -100,6 +103,8 @@ def read_config_files(path: Path) -> list[ConfigFile]:
     while next_path is not None:
         seen.append(next_path.resolve())
         text = _read_text(next_path)
+        if files:
+            _require_sections(next_path, text)
         entries = _top_level(next_path, text)
         sections = [(key, node) for key, node in entries if key.value != EXTENDS]
         files.insert(0, ConfigFile(path=next_path, text=text, sections=sections))
@@ -191,7 +196,11 @@ def _extended(path: Path, written: list[tuple[yaml.ScalarNode, yaml.Node]], seen
         )
     name: str = node.value
     found = path.parent / name
-    if not found.is_file():
+    try:
+        is_there = found.is_file()
+    except OSError as error:
+        raise UserError(f"{place}: {shown(node)} cannot be looked for: {error.strerror}") from None
+    if not is_there:
         if Path(name).name != name:
             raise UserError(f"{place}: there is no file {found}; its path is relative to that of this file")
         found = _find_recipe(name, f"{place}: {name}", path.parent)
@@ -199,6 +208,16 @@ def _extended(path: Path, written: list[tuple[yaml.ScalarNode, yaml.Node]], seen
         circle = " -> ".join(file.name for file in [*seen[seen.index(found.resolve()) :], found])
         raise UserError(f"{place}: a file cannot extend itself: {circle}")
     return found
+
+
+def _require_sections(path: Path, text: str) -> None:
+    """Check that a file that a config names is one, before anything that is in it is part of a message.
+
+    Raises:
+        UserError: no line of it begins with a section.
+    """
+    if not any(key == EXTENDS or key in section_types() for key in _FIRST_KEY.findall(text)):
+        raise UserError(f"{path}:1: is not a config: no line of it begins a section, such as 'train:'")
 
 
 def _top_level(path: Path, text: str) -> list[tuple[yaml.ScalarNode, yaml.Node]]:

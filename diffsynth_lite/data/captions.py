@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 CAPTION_SUFFIXES = (".txt", ".caption")
 
+MAX_CAPTION_BYTES = 1 << 20
+"""Of UTF-8: no text encoder reads a thousandth of it, and a file of another kind is not read into memory."""
 _SAVE_AS_UTF_8 = "not UTF-8 text; save it as UTF-8"
 _NUMBERED = re.compile(r"(.*)\.(\d+)")
 
@@ -35,14 +37,20 @@ def clean_caption(text: str) -> str:
     """``text`` without white space around it; its inner lines stay.
 
     Raises:
-        UserError: it is empty, or text of another encoding.
+        UserError: it is empty, text of another encoding, or too long.
     """
+    if len(text) > MAX_CAPTION_BYTES:
+        raise _too_long(len(text), "characters")
     caption = text.strip()
     if not caption:
         raise UserError("empty")
     if "\0" in caption or not is_unicode(caption):
         raise UserError("not UTF-8 text")
     return caption
+
+
+def _too_long(size: int, unit: str) -> UserError:
+    return UserError(f"too long for a caption: {size:,} {unit}, and {MAX_CAPTION_BYTES:,} are the most")
 
 
 def captions_in(cells: Mapping[str, object]) -> tuple[str, ...]:
@@ -195,6 +203,8 @@ class CaptionFiles:
     def _read(self, name: str) -> str:
         path = self._folder.use(name)
         try:
+            if (size := path.stat().st_size) > MAX_CAPTION_BYTES:
+                raise _too_long(size, "bytes")
             text = path.read_text(encoding="utf-8-sig")
             if "\0" in text:  # as in most UTF-16 without a byte order mark
                 raise UserError(_SAVE_AS_UTF_8)

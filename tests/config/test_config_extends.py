@@ -77,6 +77,8 @@ def test_each_problem_is_at_its_line_of_its_file(files, tmp_path):
         ("extends: base.yaml\nextends: base.yaml", "is there already, on line 2"),
         ("extends: top.yaml", "a file cannot extend itself: top.yaml -> top.yaml"),
         ("extends: back.yaml", "a file cannot extend itself: top.yaml -> back.yaml -> top.yaml"),
+        (f"extends: {'x' * 5000}", f"'{'x' * 60}...' cannot be looked for: File name too long"),
+        (f"extends: {'x/' * 5000}", "cannot be looked for: File name too long"),
     ],
 )
 def test_a_file_that_cannot_be_extended_is_refused_at_the_line_that_names_it(files, line, reason):
@@ -87,6 +89,41 @@ def test_a_file_that_cannot_be_extended_is_refused_at_the_line_that_names_it(fil
     number = 3 if "already" in reason else 2
     assert place == (f"{path}:{number}" if "back" not in line else f"{path.parent / 'back.yaml'}:1")
     assert reason in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "swordfish: 1\n",
+        "# nothing\n",
+        "key: &swordfish 1\n",
+        "key: !swordfish 1\n",
+        "swordfish\n",
+        "[swordfish, {train: 1}]\n",
+        "a: %TAG\nb: [swordfish\n",
+    ],
+)
+def test_of_a_file_that_is_no_config_nothing_is_shown(files, text):
+    path = files(other=text, top="extends: other.yaml\n")
+    with pytest.raises(UserError) as caught:
+        load_config(path)
+    other = path.parent / "other.yaml"
+    assert str(caught.value) == (
+        f"{other}:1: is not a config: no line of it begins a section, such as 'train:'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("train: {step: 1}\nlorra: {}\n", "did you mean"),
+        ('{"train": {"step": 1}}\n', "did you mean"),
+        ("train:\n  steps: &a 1\n", "'a' is a yaml anchor"),
+    ],
+)
+def test_of_a_config_with_a_wrong_key_the_key_is_shown(files, text, reason):
+    with pytest.raises(UserError, match=reason):
+        load_config(files(other=text, top="extends: other.yaml\n"))
 
 
 @pytest.mark.parametrize(

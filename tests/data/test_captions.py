@@ -5,6 +5,7 @@ import pytest
 
 from diffsynth_lite.data import Record
 from diffsynth_lite.data.captions import (
+    MAX_CAPTION_BYTES,
     TagCounts,
     captions_in,
     clean_caption,
@@ -13,6 +14,8 @@ from diffsynth_lite.data.captions import (
     tag_variants,
     with_trigger,
 )
+from diffsynth_lite.data.records import Source
+from diffsynth_lite.data.sources import find_records
 from diffsynth_lite.errors import UserError
 
 
@@ -61,6 +64,26 @@ def test_a_cell_that_holds_something_else_is_refused_even_beside_a_good_one(cell
 def test_text_that_is_none_is_refused(text):
     with pytest.raises(UserError, match="not UTF-8 text"):
         clean_caption(text)
+
+
+def test_a_caption_above_a_mebibyte_is_refused_by_name_and_not_read(tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.png").write_bytes(b"")
+    (tmp_path / "a.txt").write_text("x" * MAX_CAPTION_BYTES)
+    (tmp_path / "b.txt").write_text("x" * (MAX_CAPTION_BYTES + 1))
+    with (tmp_path / "c.txt").open("wb") as file:
+        file.truncate(1 << 40)  # A reader would need a tebibyte.
+    found = find_records([Source(path=tmp_path)], media_store=tmp_path / "unused", on_bad_item="skip")
+    assert [record.name for record in found.records] == ["a.png"]
+    least = "too long for a caption: 1,048,577 bytes, and 1,048,576 are the most"
+    assert found.unread == {"b.png": f"b.txt: {least}", "c.png": found.unread["c.png"]}
+    assert found.unread["c.png"].startswith("c.txt: too long for a caption: 1,099,511,627,776 bytes")
+
+
+def test_a_cell_above_a_mebibyte_is_refused():
+    assert captions_in({"text": "x" * MAX_CAPTION_BYTES})
+    with pytest.raises(UserError, match="too long for a caption: 1,048,577 characters, and 1,048,576 are"):
+        captions_in({"text": ["good", "x" * (MAX_CAPTION_BYTES + 1)]})
 
 
 def test_the_first_variant_is_the_caption_and_the_others_are_orders_of_its_tags():

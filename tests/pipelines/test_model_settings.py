@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
+from diffusers import (
+    AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    Flux2Transformer2DModel,
+    FluxTransformer2DModel,
+    UNet2DConditionModel,
+    WanTransformer3DModel,
+)
 from torch import nn
 
 from diffsynth_lite.errors import UserError
@@ -95,6 +102,18 @@ def test_sizes_that_no_model_has_are_refused(settings: dict[str, Any], message: 
         (AutoencoderKLWan, {"z_dim": None}, "z_dim is null"),
         (AutoencoderKLWan, {"dim_mult": 4}, "dim_mult is 4, and AutoencoderKLWan takes a list"),
         (AutoencoderKLWan, {"latents_mean": {}}, "latents_mean is {}"),
+        (
+            FluxTransformer2DModel,
+            {"axes_dims_rope": [16, "a"]},
+            'an entry of axes_dims_rope is "a", and FluxTransformer2DModel takes a number',
+        ),
+        (Flux2Transformer2DModel, {"axes_dims_rope": [[]]}, r"an entry of axes_dims_rope is \[\]"),
+        (AutoencoderKLWan, {"latents_std": ["a"]}, "an entry of latents_std is"),
+        (
+            UNet2DConditionModel,
+            {"down_block_types": [1]},
+            "an entry of down_block_types is 1, .* takes a text",
+        ),
         (FlowMatchEulerDiscreteScheduler, {"base_shift": []}, "base_shift is .*takes a number or null"),
         (
             FlowMatchEulerDiscreteScheduler,

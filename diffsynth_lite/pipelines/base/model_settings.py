@@ -183,14 +183,29 @@ def require_kinds(built: Any, settings: ModelSettings) -> None:
         taken = _kinds_of(hints[name])
         if parameter.default is not parameter.empty:
             taken |= _kinds_of(type(parameter.default))
-        value = settings[name]
-        kind = float if isinstance(value, int | float) else type(value)
-        if kind not in taken:
-            wanted = " or ".join(_NAMES[one] for one in _NAMES if one in taken)
-            raise UserError(
-                f"model.path: {settings.file}: {name} is {shortened(json.dumps(value))}, and "
-                f"{built.__name__} takes {wanted}; get the folder again"
-            )
+        value, place = settings[name], f"model.path: {settings.file}:"
+        _require_kind(value, taken, f"{place} {name}", built)
+        for entry in value if isinstance(value, list) else ():
+            _require_kind(entry, _kinds_in(hints[name]) or _ANYTHING, f"{place} an entry of {name}", built)
+
+
+def _require_kind(value: Any, taken: frozenset[type], place: str, built: Any) -> None:
+    if (float if isinstance(value, int | float) else type(value)) in taken:
+        return
+    wanted = " or ".join(_NAMES[one] for one in _NAMES if one in taken)
+    raise UserError(
+        f"{place} is {shortened(json.dumps(value))}, and {built.__name__} takes {wanted}; get the folder again"
+    )
+
+
+def _kinds_in(annotation: Any) -> frozenset[type]:
+    """What json may hold in a list for a parameter; empty where that is not known."""
+    entries = [entry for entry in get_args(annotation) if entry is not Ellipsis]
+    if get_origin(annotation) in (Union, UnionType):
+        return frozenset[type]().union(*map(_kinds_in, entries))
+    if get_origin(annotation) in (list, tuple):
+        return frozenset[type]().union(*map(_kinds_of, entries))
+    return frozenset()
 
 
 def _kinds_of(annotation: Any) -> frozenset[type]:
