@@ -1,5 +1,7 @@
 """The ways in which a run ends, their exit codes, who tells of it, and how problems are collected."""
 
+import errno
+import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -91,6 +93,12 @@ def is_of_the_machine(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, OSError) and error.errno is not None and not isinstance(error, _OF_THE_FILE)
+
+
+def lacks_files(error: BaseException) -> bool:
+    """Whether a process could open no more files; torch, safetensors and sockets say so in other words."""
+    text = str(error)
+    return os.strerror(errno.EMFILE) in text or "received 0 items of ancdata" in text
 
 
 def join_names(names: Sequence[str]) -> str:

@@ -15,10 +15,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from unittest import mock
+
+if sys.platform != "win32":
+    import resource
 
 import torch.distributed
 import torch.multiprocessing
@@ -71,6 +75,20 @@ def _fork_server(_path: str, arguments: Sequence[str], passed: Sequence[int]) ->
         exec(arguments[-1], {})
     finally:
         os._exit(0)
+
+
+@contextmanager
+def few_files(num_free: int) -> Iterator[None]:
+    """Scope in which this process, and those that it starts, can open only so many more files."""
+    held, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = _open_numbers()
+    free = (number for number in range(held) if number not in taken)
+    limit = next(islice(free, num_free, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held, most))
 
 
 def _open_numbers() -> set[int]:

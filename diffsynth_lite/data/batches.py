@@ -21,7 +21,13 @@ from diffsynth_lite.data.buckets import Bucket
 from diffsynth_lite.data.item_table import ItemRow, ItemTable
 from diffsynth_lite.data.records import Source
 from diffsynth_lite.data.schedule import BatchLayout, Block, SampleSchedule
-from diffsynth_lite.data.workers import WorkerWatch, ignore_stop_signals, watched_batches
+from diffsynth_lite.data.workers import (
+    WorkerContext,
+    WorkerWatch,
+    ignore_stop_signals,
+    require_free_files,
+    watched_batches,
+)
 from diffsynth_lite.errors import RunStoppedError, join_names
 
 logger = logging.getLogger(__name__)
@@ -206,6 +212,8 @@ class BatchStream:
         """
         requests = self._requests()
         watch = WorkerWatch(num_workers=self._num_workers, limit_s=WORKER_TIMEOUT_S)
+        if self._num_workers:
+            require_free_files()
         batches = watched_batches(self._loader(requests, watch), watch)
         try:
             while True:
@@ -227,8 +235,7 @@ class BatchStream:
             # It runs in this process, so that workers need neither the table of the items nor the schedule.
             sampler=requests,
             num_workers=self._num_workers,
-            # Forked workers can deadlock on a lock that a thread of this process held, and know its CUDA.
-            multiprocessing_context="spawn" if self._num_workers else None,
+            multiprocessing_context=WorkerContext() if self._num_workers else None,
             worker_init_fn=ignore_stop_signals,
             timeout=WORKER_TIMEOUT_S if self._num_workers else 0,
             pin_memory=torch.cuda.is_available(),

@@ -1,15 +1,22 @@
 """This file watches the worker processes that read ahead, and ends them when their trainer ends."""
 
+import errno
 import faulthandler
 import multiprocessing
+import os
 import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import ExitStack, contextmanager
+from multiprocessing.context import SpawnContext
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any, TypeVar
 
 from torch.utils.data import get_worker_info
+
+from diffsynth_lite.errors import lacks_files
 
 _Batch = TypeVar("_Batch")
 
@@ -19,6 +26,10 @@ _DUMP_AT = 0.8
 _DUMP_NOT_BEFORE = 0.05
 """Part of it that a worker which took long to start has at least."""
 _NAME_BYTES = 512
+_FREE_FILES = 16
+"""That a trainer can open when its workers start; the pipes to one of them are half of these."""
+_EXIT_FEW_FILES = 24
+"""Exit code of a worker that could open no more files."""
 
 
 class WorkerWatch:
@@ -81,6 +92,28 @@ class WorkerWatch:
             faulthandler.dump_traceback_later(dump_after_s, file=sys.__stderr__)
 
 
+class WorkerContext(SpawnContext):
+    """Starts workers that end when they cannot hand over a batch, where Python would drop it and go on.
+
+    New processes: a fork can deadlock on a lock that a thread of this process held, and knows its CUDA.
+    """
+
+    def Queue(self, maxsize: int = 0) -> "Queue[Any]":
+        """A queue of such a worker."""
+        return _StrictQueue(maxsize, ctx=self.get_context())
+
+
+class _StrictQueue(Queue):  # type: ignore[type-arg]  # it takes no argument when this runs
+    @staticmethod
+    def _on_queue_feeder_error(error: Exception, item: object) -> None:
+        """Called in the thread that sends a batch, each tensor of which is an open file."""
+        if lacks_files(error) and get_worker_info() is not None:
+            os._exit(_EXIT_FEW_FILES)
+        Queue._on_queue_feeder_error(error, item)  # type: ignore[attr-defined]  # not in typeshed
+        if get_worker_info() is not None:
+            os._exit(1)
+
+
 def ignore_stop_signals(worker_id: int) -> None:
     """Let a worker outlive the signals that stop a run, which reach all processes: its step is finished.
 
@@ -105,6 +138,7 @@ def watched_batches(loader: Iterable[_Batch], watch: WorkerWatch) -> Iterator[_B
     Raises:
         RuntimeError: torch's, with what was being read; a worker died, or gave nothing for the loader's
             timeout.
+        OSError: this process, or a worker, could open no more files.
     """
     others = multiprocessing.active_children()
     batches = iter(loader)
@@ -116,7 +150,8 @@ def watched_batches(loader: Iterable[_Batch], watch: WorkerWatch) -> Iterator[_B
         except StopIteration:
             return
         except RuntimeError as error:
-            if not is_lost_worker(error):
+            has_few_files = lacks_files(error)
+            if not is_lost_worker(error) and not has_few_files:
                 raise
             reading = ", ".join(watch.being_read())
             given_up = f"{str(error).splitlines()[0]}{reading and f'; being read: {reading}'}"
@@ -126,7 +161,20 @@ def watched_batches(loader: Iterable[_Batch], watch: WorkerWatch) -> Iterator[_B
     del batches
     for worker in workers:
         worker.kill()
+    if has_few_files or _EXIT_FEW_FILES in [worker.exitcode for worker in workers]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     raise RuntimeError(given_up)
+
+
+def require_free_files() -> None:
+    """Check that workers can be started: with too few files they, or this process, would stop half-way.
+
+    Raises:
+        OSError: this process can open no more.
+    """
+    with ExitStack() as opened:
+        for _ in range(_FREE_FILES):
+            opened.enter_context(Path(os.devnull).open("rb"))
 
 
 def is_lost_worker(error: RuntimeError) -> bool:

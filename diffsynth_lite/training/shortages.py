@@ -1,6 +1,7 @@
 """This file explains what a run lacked: device memory and what used it, host memory, disk, its processes."""
 
 import errno
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from diffsynth_lite.core.gradient import HostBytesError
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.core.weights import local_bytes
 from diffsynth_lite.data import is_lost_worker
-from diffsynth_lite.errors import RunStoppedError, UserError
+from diffsynth_lite.errors import RunStoppedError, UserError, lacks_files
 from diffsynth_lite.files import DISK_FULL
 from diffsynth_lite.run_folder.folder import folder_is_gone
 from diffsynth_lite.training.distributed.watchdog import is_lost_process
@@ -26,6 +27,10 @@ _NUM_LEVERS = 3
 _DISK_FAILS = (errno.EIO, errno.ESTALE)
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 _IN_THE_WAY = (errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP)
+
+
+if sys.platform != "win32":
+    import resource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +141,7 @@ def shortages_explained(run_folder: Path | None = None) -> Iterator[None]:
         run_folder: of the run, once it is there; that it is gone is explained, too.
 
     Raises:
-        RunStoppedError: instead of torch's and the system's own errors.
+        RunStoppedError: instead of torch's, safetensors' and the system's own errors.
         UserError: for a file or folder that may not be written, and for too little host memory.
     """
     try:
@@ -157,13 +162,13 @@ def shortages_explained(run_folder: Path | None = None) -> Iterator[None]:
         ) from error
     except RunStoppedError:  # explained, in a scope within this one
         raise
-    except RuntimeError as error:
-        lost = _of_processes(error)
-        if lost is None:
-            raise
-        raise lost from error
-    except OSError as error:
-        explained = _of_the_disk(error, run_folder)
+    except (RuntimeError, OSError) as error:
+        if lacks_files(error):
+            explained: UserError | RunStoppedError | None = _of_open_files()
+        elif isinstance(error, RuntimeError):
+            explained = _of_processes(error)
+        else:
+            explained = _of_the_disk(error, run_folder)
         if explained is None:
             raise
         raise explained from error
@@ -188,6 +193,15 @@ def _of_processes(error: RuntimeError) -> RunStoppedError | None:
             "command, on all machines, continues the run from its newest checkpoint"
         )
     return None
+
+
+def _of_open_files() -> RunStoppedError:
+    limit = "" if sys.platform == "win32" else f" than {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"
+    return RunStoppedError(
+        f"too many open files: this process, or a data worker, may open no more{limit} (ulimit -n), and each "
+        "tensor that a worker hands over is one. Raise that limit, or lower data.num_workers (0 needs none); "
+        "the same command continues the run"
+    )
 
 
 def _of_the_disk(error: OSError, run_folder: Path | None) -> UserError | RunStoppedError | None:

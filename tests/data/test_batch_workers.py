@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from processes import LIMIT_S, wait_for
+from processes import LIMIT_S, few_files, wait_for
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from diffsynth_lite.data import (
@@ -62,6 +62,18 @@ def test_workers_of_a_dropped_stream_hand_over_what_they_have_begun_and_end_in_p
         assert len(workers) == num_workers
         del steps
         assert [worker.exitcode for worker in workers] == [0] * num_workers
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such limit")
+@pytest.mark.parametrize("num_free", [10, 60])
+def test_too_few_files_for_a_worker_or_its_batches_are_an_error_and_no_wait(
+    tmp_path: Path, num_free: int
+) -> None:
+    stream = stream_of_many_tensors(tmp_path, num_workers=1)
+    known = set(multiprocessing.active_children())
+    with few_files(num_free), pytest.raises(OSError, match="Too many open files"):
+        next(iter(stream))
+    assert set(multiprocessing.active_children()) == known
 
 
 def begin_to_count_when_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,13 @@ import diffusers
 import pytest
 
 from diffsynth_lite import pipelines
+from diffsynth_lite.config import Config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines import PipelineFolder, family_names, load_family, require_family
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.pipelines.qwen_image_edit import QwenImageEdit
 from diffsynth_lite.releases import UNTRAINED
+from diffsynth_lite.training.optimization.optimizers import shown_arguments
 
 
 def test_the_built_in_families_are_the_files_and_folders_beside_their_base() -> None:
@@ -27,6 +29,50 @@ def test_the_built_in_families_are_the_files_and_folders_beside_their_base() -> 
 def test_a_family_kept_elsewhere_is_found_by_its_dotted_path() -> None:
     family = load_family("my_families.aura_flow")
     assert (family.__name__, family.__module__) == ("AuraFlow", "my_families.aura_flow")
+
+
+CODE = """
+import logging
+import torch
+from diffsynth_lite.pipelines.qwen_image import QwenImage
+logging.getLogger(__name__).warning("runs")
+class Mine(QwenImage): ...
+class Optimizer(torch.optim.SGD): ...
+"""
+LOADED_BY = {
+    "model.family": lambda module: load_family(module),
+    "train.optimizer": lambda module: shown_arguments(config_with(f"{module}.Optimizer")),
+}
+
+
+def config_with(optimizer: str) -> Config:
+    required = {"model": {"family": "qwen_image", "path": "m"}, "data": {"path": "d"}, "output": {"dir": "o"}}
+    return Config.model_validate(required | {"train": {"optimizer": optimizer}})
+
+
+@pytest.mark.parametrize("setting", LOADED_BY)
+def test_code_of_somebody_else_is_named_before_it_runs_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, setting: str
+) -> None:
+    package = f"of_somebody_{setting.replace('.', '_')}"
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("import logging\nlogging.warning('package runs')\n")
+    (tmp_path / package / "code.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    for _ in range(2):
+        LOADED_BY[setting](f"{package}.code")
+    warning, *others = caplog.messages
+    assert warning.startswith(
+        f"{setting}: imports the Python module {package}.code, which comes with neither"
+    )
+    assert others == ["package runs", "runs"]
+
+
+def test_expected_code_is_imported_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    load_family("diffsynth_lite.pipelines.qwen_image")
+    for optimizer in ("torch.optim.SGD", "prodigyopt.Prodigy", "schedule_free", "adamw"):
+        shown_arguments(config_with(optimizer))
+    assert caplog.messages == []
 
 
 def test_a_family_may_be_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

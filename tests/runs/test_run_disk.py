@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import few_files
 from tiny_run import TinyRun, checkpoint_tensors, differing
 
 from diffsynth_lite.config import load_config
@@ -31,6 +32,16 @@ def test_a_disk_that_is_full_at_the_first_status_stops_the_run(
     monkeypatch.setattr("diffsynth_lite.run_folder.folder.write_json", full)
     assert tiny_run.train() == 3
     assert "no space left on the disk" in caplog.text
+
+
+@pytest.mark.parametrize("num_free", [1, 3, 10])
+def test_a_run_that_can_open_too_few_files_ends_with_one_line(
+    tiny_run: TinyRun, caplog: pytest.LogCaptureFixture, num_free: int
+) -> None:
+    with few_files(num_free):
+        assert tiny_run.train("data.num_workers=1") == 3
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "too many open files: this process, or a data worker, may open no more than" in line
 
 
 def test_a_disk_without_room_for_checkpoints_is_refused_before_weights_load(

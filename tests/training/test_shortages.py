@@ -129,6 +129,11 @@ def test_the_error_says_what_the_memory_was_used_for() -> None:
 def test_a_full_disk_and_a_full_device_are_explained() -> None:
     with pytest.raises(RunStoppedError, match="no space left on the disk"), shortages_explained():
         raise OSError(errno.ENOSPC, "No space left on device")
+    with (
+        pytest.raises(RunStoppedError, match=r"may open no more than \d+ \(ulimit -n\)"),
+        shortages_explained(),
+    ):
+        raise OSError(errno.EMFILE, "Too many open files")
     with pytest.raises(RunStoppedError, match=r"a disk fails .*Input/output error"), shortages_explained():
         raise OSError(errno.EIO, "Input/output error", "run/metrics.jsonl")
     with pytest.raises(RunStoppedError, match="a disk fails"), shortages_explained(Path("run")):

@@ -1,9 +1,14 @@
-"""How a model family is found: by its name here, or by a dotted path for one kept elsewhere."""
+"""How a model family is found: by its name here, or by a dotted path for one kept elsewhere.
+
+A dotted path is code of somebody else, so whatever a setting names is imported here.
+"""
 
 import difflib
 import importlib
 import inspect
+import logging
 import pkgutil
+import sys
 from collections.abc import Iterable
 from types import ModuleType
 
@@ -12,6 +17,11 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.pipelines.base.family import ModelFamily
 from diffsynth_lite.pipelines.base.folder import PipelineFolder
 from diffsynth_lite.releases import UNTRAINED, Release
+
+logger = logging.getLogger(__name__)
+
+_EXPECTED_PACKAGES = ("diffsynth_lite", "torch", "bitsandbytes", "prodigyopt", "schedulefree")
+"""That settings name modules of: of this project, and of what it depends on or has an extra for."""
 
 
 def family_names() -> list[str]:
@@ -33,13 +43,29 @@ def load_family(name: str) -> type[ModelFamily]:
     if not is_module or ("." not in name and name not in family_names()):
         raise _unknown(name)
     try:
-        module = importlib.import_module(path)
+        module = import_named(path, setting="model.family")
     except ModuleNotFoundError as error:
         # A missing import inside the family's file is that file's bug and keeps its traceback.
         if error.name is None or not (path == error.name or path.startswith(f"{error.name}.")):
             raise
         raise _unknown(name) from None
     return _family_in(module)
+
+
+def import_named(path: str, *, setting: str) -> ModuleType:
+    """Import the module that a setting names; before code of somebody else runs for the first time, warn.
+
+    Raises:
+        ModuleNotFoundError: there is none.
+    """
+    if path.partition(".")[0] not in _EXPECTED_PACKAGES and path not in sys.modules:
+        logger.warning(
+            "%s: imports the Python module %s, which comes with neither diffsynth_lite nor torch; its code now "
+            "runs, and may do all that you may.",
+            setting,
+            path,
+        )
+    return importlib.import_module(path)
 
 
 def releases_of(name: str) -> tuple[Release, ...]:

@@ -194,7 +194,8 @@ def _require_kind(value: Any, taken: frozenset[type], place: str, built: Any) ->
         return
     wanted = " or ".join(_NAMES[one] for one in _NAMES if one in taken)
     raise UserError(
-        f"{place} is {shortened(json.dumps(value))}, and {built.__name__} takes {wanted}; get the folder again"
+        f"{place} is {shortened(json.dumps(value))}, and {built.__name__} takes {wanted}; "
+        "get the folder again"
     )
 
 

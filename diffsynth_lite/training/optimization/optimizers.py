@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from difflib import get_close_matches
 from functools import partial
-from importlib import import_module
 from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from diffsynth_lite.config import Config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.kinds.kind import TrainedTensor
+from diffsynth_lite.pipelines.base.discovery import import_named
 from diffsynth_lite.training.checkpoint.optimizer_state import (
     OptimizerFacts,
     load_optimizer,
@@ -346,7 +346,7 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     module, _, class_name = path.rpartition(".")
     package = module.partition(".")[0]
     try:
-        found = getattr(import_module(module), class_name, None)
+        found = getattr(import_named(module, setting="train.optimizer"), class_name, None)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing != package:
