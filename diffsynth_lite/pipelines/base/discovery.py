@@ -60,8 +60,8 @@ def import_named(path: str, *, setting: str) -> ModuleType:
     """
     if path.partition(".")[0] not in _EXPECTED_PACKAGES and path not in sys.modules:
         logger.warning(
-            "%s: imports the Python module %s, which comes with neither diffsynth_lite nor torch; its code now "
-            "runs, and may do all that you may.",
+            "%s: imports the Python module %s, which comes with neither diffsynth_lite nor torch; its code "
+            "now runs, and may do all that you may.",
             setting,
             path,
         )
