@@ -169,6 +169,14 @@ class Chroma(Flux):
             **gradient_flags(),
         )
 
+    def usage_setup(self, request: PreviewRequest) -> Sequence[str]:
+        return (
+            "# A mask of numbers hides no padding (diffusers issue 12116).",
+            "def hide_padding(_model, inputs, named):",
+            '    return inputs, named | {"attention_mask": named["attention_mask"].bool()}',
+            "pipeline.transformer.register_forward_pre_hook(hide_padding, with_kwargs=True)",
+        )
+
     def _prompt_arguments(self, request: PreviewRequest, like: dict[str, Any]) -> dict[str, Any]:
         arguments = {"guidance_scale": request.guidance_scale, **_seen(request.conditioning, like)}
         if request.guidance_scale > 1:

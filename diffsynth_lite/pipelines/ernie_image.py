@@ -178,6 +178,9 @@ class ErnieImage(DiffusersFamily):
             **gradient_flags(),
         )
 
+    def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
+        return {"use_pe": False}
+
     def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         like = device_and_dtype(pipeline.transformer)
         images: list[Image] = pipeline(

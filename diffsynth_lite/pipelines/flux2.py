@@ -39,6 +39,7 @@ from diffsynth_lite.pipelines.base.latents import (
     encode_patched_latents,
     scaled_latents_shape,
 )
+from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE
 from diffsynth_lite.pipelines.base.samplers import exponential_shift
 from diffsynth_lite.releases.flux2 import FLUX2
 from diffsynth_lite.testing import seeded
@@ -291,6 +292,9 @@ class Flux2(DiffusersFamily):
         settings = {} if self._is_guided else {"is_distilled": self._is_distilled}
         pipeline = self.preview_pipeline(transformer, vae_dtype, **settings)
         return [self.draw(pipeline, request) for request in requests]
+
+    def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
+        return {"image": INPUT_IMAGE} if request.inputs else {}
 
     def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         like = device_and_dtype(pipeline.transformer)

@@ -20,6 +20,7 @@ from diffsynth_lite.pipelines import flux
 from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
+from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, LANCZOS
 from diffsynth_lite.releases.flux import FLUX_FILL
 from diffsynth_lite.testing import seeded
 
@@ -91,6 +92,10 @@ class FluxFill(flux.Flux):
     def _input_arguments(self, _pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
         (picture,), (mask,) = request.inputs, request.inpaint_mask
         return {"image": _covering(picture, request), "mask_image": mask}
+
+    def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
+        files = {"image": INPUT_IMAGE, "mask_image": 'load_image("mask.png")'}
+        return {name: request.fitted(file, LANCZOS) for name, file in files.items()}
 
 
 def _encoded(pipeline: Any, item: Media) -> EncodedMedia:

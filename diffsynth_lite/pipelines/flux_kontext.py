@@ -17,6 +17,7 @@ from diffsynth_lite.pipelines import flux
 from diffsynth_lite.pipelines.base.batching import INPUT, stack_inputs
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
+from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE
 from diffsynth_lite.releases.flux import FLUX_KONTEXT
 
 model_fn_flux_kontext = flux.model_fn_flux
@@ -63,6 +64,9 @@ class FluxKontext(flux.Flux):
     def _input_latents(self, conditioning: Sequence[Conditioning]) -> torch.Tensor:
         (input_latents_bchw,) = stack_inputs(conditioning)
         return input_latents_bchw
+
+    def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
+        return {"max_area": request.width * request.height, "image": INPUT_IMAGE}
 
     def _input_arguments(self, pipeline: Any, request: PreviewRequest) -> dict[str, Any]:
         # Encoded here: the pipeline would do it in the dtype of the embeddings, whatever the encoder's is.

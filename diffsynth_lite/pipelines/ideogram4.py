@@ -231,6 +231,10 @@ class Ideogram4(DiffusersFamily):
         pipeline = self.preview_pipeline(transformer, vae_dtype, unconditional_transformer=guide)
         return [self.draw(pipeline, request) for request in requests]
 
+    def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
+        # Without these it has scales of its own, one a step; its guidance is off at 1.
+        return {"guidance_scale": max(request.guidance_scale, 1.0), "guidance_schedule": None}
+
     def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         like = device_and_dtype(pipeline.transformer)
         embeds_bld = request.conditioning["prompt_embeds"][None].to(**like)
@@ -244,8 +248,7 @@ class Ideogram4(DiffusersFamily):
         images: list[Image] = pipeline(
             prompt="",
             max_sequence_length=length,
-            guidance_scale=max(request.guidance_scale, 1.0),
-            guidance_schedule=None,
+            **self.usage_arguments(request),
             **request.call_arguments(),
         ).images
         return images

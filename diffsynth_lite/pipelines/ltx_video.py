@@ -36,7 +36,13 @@ from diffsynth_lite.media import Media, Prompt
 from diffsynth_lite.pipelines.base.batching import pad_tokens, without_padding
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.first_frame import encode_clips, preview_start, with_first_frames
+from diffsynth_lite.pipelines.base.first_frame import (
+    encode_clips,
+    preview_start,
+    start_code,
+    with_first_frames,
+)
+from diffsynth_lite.pipelines.base.preview_request import Code
 from diffsynth_lite.releases.ltx_video import LTX_VIDEO
 from diffsynth_lite.testing import seeded
 from diffsynth_lite.testing.autoencoders import tiny_ltx_vae
@@ -46,8 +52,7 @@ from diffsynth_lite.testing.tokenizers import t5_tokenizer
 _SPATIAL = 32
 _TEMPORAL = 8
 _NUM_TIMESTEPS = 1000
-_DECODE_TIMESTEP = 0.05
-_DECODE_NOISE = 0.025
+_DECODING = {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
 """For autoencoders that remove noise while they decode, 0.9.1 and later; source: ``configs/`` of Lightricks'
 LTX-Video, which has these of all releases."""
 _START_NOISE = 0.15
@@ -331,10 +336,21 @@ class LTXVideo(DiffusersFamily):
         parts = {"vae": vae, "transformer": transformer, "scheduler": self.load_scheduler()}
         drawn = []
         for request in requests:
-            pipeline = assemble(LTXImageToVideoPipeline if request.inputs else LTXPipeline, **parts)
+            pipeline = assemble(self.pipeline_for(request), **parts)
             pipeline.set_progress_bar_config(disable=True)
             drawn.append(self.draw(pipeline, request))
         return drawn
+
+    def pipeline_for(self, request: PreviewRequest) -> Any:
+        if self._takes_conditions:
+            return LTXConditionPipeline
+        return LTXImageToVideoPipeline if request.inputs else LTXPipeline
+
+    def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
+        arguments = {**_DECODING, **start_code(request)}
+        if self.pipeline_for(request) is LTXImageToVideoPipeline:
+            arguments["generator"] = Code(f'torch.Generator("cuda").manual_seed({request.seed})')
+        return arguments
 
     def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         like = device_and_dtype(pipeline.transformer)
@@ -357,8 +373,7 @@ class LTXVideo(DiffusersFamily):
             **request.call_arguments(noise_device),
             num_frames=request.num_frames,
             frame_rate=request.fps or self.default_fps,
-            decode_timestep=_DECODE_TIMESTEP,
-            decode_noise_scale=_DECODE_NOISE,
+            **_DECODING,
         ).frames[0]
         return frames
 

@@ -151,6 +151,9 @@ class QwenImage21(DiffusersFamily):
     def pipeline(self) -> Any:
         return _Pipeline
 
+    def pipeline_for(self, request: PreviewRequest) -> Any:
+        return QwenImage21Pipeline
+
     @property
     def _sampling_levels(self) -> dict[str, Any]:
         """The noise levels that a distilled release is drawn at, as the pipeline takes them; others: None."""

@@ -23,6 +23,7 @@ from diffsynth_lite.pipelines.base.batching import INPUT, stack_inputs
 from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE
 from diffsynth_lite.releases.qwen_image import QWEN_IMAGE_EDIT
 
 # A literal in the pipeline; Edit-Plus has names for its areas.
@@ -141,6 +142,9 @@ class QwenImageEdit(qwen_image.QwenImage):
         # Not in ``vae_dtype``: the pipelines encode the input pictures in the dtype of the embeddings.
         pipeline = self.preview_pipeline(transformer, device_and_dtype(transformer)["dtype"])
         return [self.draw(pipeline, request, image=self._given(request.inputs)) for request in requests]
+
+    def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
+        return {"image": INPUT_IMAGE}
 
     def _given(self, pictures: Sequence[Image]) -> Image | list[Image]:
         """The pictures as the pipeline wants them.

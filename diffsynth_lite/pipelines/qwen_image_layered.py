@@ -26,6 +26,7 @@ from diffsynth_lite.pipelines import qwen_image
 from diffsynth_lite.pipelines.base.diffusers_family import assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
 from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, Code
 from diffsynth_lite.pipelines.base.samplers import exponential_shift
 from diffsynth_lite.releases.qwen_image import QWEN_IMAGE_LAYERED
 from diffsynth_lite.testing import seeded
@@ -34,8 +35,8 @@ from diffsynth_lite.testing.autoencoders import tiny_qwen_vae
 _CHANNELS = 4
 _BASE_TOKENS = 256
 """Of the picture at which the sampler's mu is 1: 256 x 256 pixels. A number in the pipeline's call."""
-_OWN_RESOLUTION = 640
-"""One of the two that the pipeline takes; what it brings pictures to is said in another place here."""
+_OWN_RESOLUTIONS = (640, 1024)
+"""Those that the pipeline takes: edges of squares of the area that it generates."""
 _IS_RGB = 0
 """What the pipeline tells the model beside the noise level."""
 _PICTURE = "picture_latents"
@@ -160,6 +161,14 @@ class QwenImageLayered(qwen_image.QwenImage):
         pipeline = self.preview_pipeline(transformer, dtype, text_encoder=_NoEncoder(dtype))
         return [self.draw(pipeline, request) for request in requests]
 
+    def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
+        edge = math.sqrt(request.width * request.height)
+        return {
+            "layers": request.num_layers,
+            "resolution": min(_OWN_RESOLUTIONS, key=lambda own: abs(own - edge)),
+            "image": Code(f'{INPUT_IMAGE}.convert("RGBA")'),
+        }
+
     def draw(self, pipeline: Any, request: PreviewRequest, **inputs: Any) -> list[Image]:
         guided = request.guidance_scale > 1
         arguments = request.call_arguments()
@@ -175,7 +184,7 @@ class QwenImageLayered(qwen_image.QwenImage):
                 true_cfg_scale=request.guidance_scale,
                 layers=request.num_layers,
                 max_sequence_length=qwen_image.LONGEST_PROMPT,
-                resolution=_OWN_RESOLUTION,
+                resolution=_OWN_RESOLUTIONS[0],  # of no effect: see _drawn_in
                 **arguments,
             ).images
         drawn: list[Image] = layers

@@ -188,6 +188,9 @@ class Sana(DiffusersFamily):
             **gradient_flags(),
         )
 
+    def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
+        return {"use_resolution_binning": False}
+
     def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         device = device_and_dtype(pipeline.transformer)["device"]
         is_guided = request.guidance_scale > 1
@@ -205,8 +208,8 @@ class Sana(DiffusersFamily):
             negative_prompt_attention_mask=mask[1:] if is_guided else None,
             guidance_scale=request.guidance_scale,
             **request.call_arguments(),
-            # It would draw the nearest of a list of sizes, and scale and crop that.
-            use_resolution_binning=False,
+            # Else it generates the nearest of a list of sizes, and scales and crops that.
+            **self.usage_arguments(request),
         ).images
         return images
 

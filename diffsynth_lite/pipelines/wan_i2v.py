@@ -219,6 +219,12 @@ class WanI2V(wan.Wan):
             start["last_image"] = ImageOps.fit(request.inputs[-1], (request.width, request.height))
         return start
 
+    def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
+        arguments = super().usage_arguments(request)
+        if self._leads_to_last_frame or len(request.inputs) > 1:
+            arguments["last_image"] = request.fitted('load_image("last.png")')
+        return arguments
+
 
 def tiny() -> WanImageToVideoPipeline:
     """A random, complete and small pipeline of the real classes, built offline in a second: Wan 2.1 I2V.

@@ -29,6 +29,7 @@ from diffsynth_lite.pipelines import wan
 from diffsynth_lite.pipelines.base.diffusers_family import assemble
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
 from diffsynth_lite.pipelines.base.latents import encode_latents
+from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, LANCZOS, Code
 from diffsynth_lite.releases.wan import WAN_VACE
 from diffsynth_lite.testing import seeded
 
@@ -210,8 +211,30 @@ class WanVACE(wan.Wan):
     def _pipeline_settings(self) -> dict[str, Any]:
         return {}
 
-    def _pipeline_for(self, request: PreviewRequest) -> Any:
+    def pipeline_for(self, request: PreviewRequest) -> Any:
         return self.pipeline
+
+    def usage_setup(self, request: PreviewRequest) -> Sequence[str]:
+        if not request.inpaint_mask:
+            return ()
+        mask = request.fitted('load_image("mask.png").convert("L")', LANCZOS)
+        return (f"mask = {mask}.point(lambda level: 255 * (level > 127))",)
+
+    def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
+        """As :meth:`_start`, of a mask that is an image."""
+        num_frames, size = request.num_frames, (request.width, request.height)
+        guide, staying = request.fitted("frame", LANCZOS), request.fitted(INPUT_IMAGE)
+        if request.control:
+            read = '[load_image("control.png")]' if num_frames == 1 else 'load_video("control.mp4")'
+            frame = f"Image.composite({guide}, {staying}, mask)" if request.inputs else guide
+            video = f"[{frame} for frame in {read}[:{num_frames}]]"
+        elif request.inpaint_mask:
+            grey = f'Image.new("RGB", {size}, {_GREY})'
+            video = f"[Image.composite({grey}, {staying}, mask)] * {num_frames}"
+        else:
+            return {}
+        mask = {"mask": Code(f"[mask] * {num_frames}")} if request.inpaint_mask else {}
+        return {"video": Code(video), **mask}
 
     def _start(self, request: PreviewRequest) -> dict[str, Any]:
         staying: Sequence[Picture] = request.control

@@ -22,10 +22,11 @@ from diffsynth_lite.media import Audio, RecordKind
 from diffsynth_lite.pipelines import ModelFamily, PipelineFolder, load_family, sdxl
 
 STEPS = 2
+PROMPT = "a red circle"
 SETTINGS = (
     *(f"train.steps={STEPS}", "train.global_batch_size=2", "train.micro_batch_size=1"),
     *(
-        "validation.prompts=[a red circle]",
+        f"validation.prompts=[{PROMPT}]",
         "validation.loss_items=0",
         "validation.item_losses=0",
         "lora.rank=2",

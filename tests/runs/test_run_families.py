@@ -3,33 +3,40 @@
 The layouts of its releases too. What is more about a family or a kind of data has a file of its own.
 """
 
-import re
+import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from family_cases import SIZES, STEPS, FamilyCase, cases_of, make_case
+from card_code import LARGEST_DIFFERENCE, code_of, difference, generated
+from family_cases import PROMPT, SIZES, STEPS, FamilyCase, cases_of, make_case
 from family_sample import families_to_test, pairs_on, small_edit_inputs
 from PIL import Image
-from tiny_run import TinyRun, checkpoint_tensors, differing, tiny_picture
+from tiny_run import TinyRun, checkpoint_tensors, differing
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.core.gradient import blocks_in
 from diffsynth_lite.lora.pairs import pairs_of
-from diffsynth_lite.media import frame_strip, frames_of
+from diffsynth_lite.media import Drawn, frame_strip, frames_of
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
-from diffsynth_lite.pipelines.anima import without_torchvision
 from diffsynth_lite.pipelines.base.composite import Composite
-from diffsynth_lite.pipelines.qwen_image_edit import TextAndPictures
+from diffsynth_lite.training.checkpoint.usage import usage_code
 
 STREAMED = ("memory.stream_blocks=all", "memory.stream_slots=1")
 NO_PREVIEWS = tuple(
     f"validation.{key}=[]" for key in ("prompts", "inputs", "last_frames", "control", "inpaint_masks")
 )
+INPUTS = {
+    "starts/0.png": "input.png",
+    "lasts/0.png": "last.png",
+    "holes/0.png": "mask.png",
+    "controls/0.mp4": "control.mp4",
+}
+"""What the code of a card calls the files that a case has for its preview."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -93,10 +100,11 @@ def test_a_family_trains_goes_on_as_if_it_had_not_ended_and_leaves_a_lora_that_d
     check_loaded(parts, trained)
     check_blocks(parts[family.trained[0]], family, run.metrics(whole))
     model = Composite(parts) if len(parts) > 1 else parts[family.trained[0]]
-    check_previews(family, model, asked.requests, whole / "previews")
+    preview = check_previews(family, model, asked.requests, whole / "previews")
     if case.kind != "image":  # drawn as clips are
         check_samples(whole, run.root / "samples")
-        check_card(whole / "lora", family, run.root / "model", monkeypatch)
+    monkeypatch.chdir(run.root)
+    check_card(run, family, model, asked.requests[0], preview)
 
 
 def check_all_learn(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
@@ -155,13 +163,14 @@ def check_loaded(parts: dict[str, torch.nn.Module], trained: dict[str, torch.Ten
 
 def check_previews(
     family: ModelFamily, model: torch.nn.Module, requests: Sequence[PreviewRequest], previews: Path
-) -> None:
+) -> Drawn:
     """Diffusers' pipeline draws with the loaded LoRA what the run drew last, which is not what it drew first.
 
     The family gives it what the prompt was encoded to.
     """
     with torch.no_grad():
-        [frames] = map(frames_of, family.sample(model.eval(), torch.float32, requests))
+        [preview] = family.sample(model.eval(), torch.float32, requests)
+    frames = frames_of(preview)
     [before], [after] = (list(previews.glob(f"step-{step:08d}-*.png")) for step in (0, STEPS))
     drawn = frame_strip(frames).tobytes()
     assert drawn == pixels(after)
@@ -169,6 +178,7 @@ def check_previews(
     for place in range(requests[0].num_layers):
         with Image.open(after.with_suffix("") / f"layer-{place + 1}.png") as layer:
             assert layer.tobytes() == frames[place].tobytes()
+    return preview
 
 
 def check_samples(folder: Path, samples: Path) -> None:
@@ -180,46 +190,33 @@ def check_samples(folder: Path, samples: Path) -> None:
         assert pixels(sample) == pixels(preview)
 
 
-def check_card(lora: Path, family: ModelFamily, model: Path, patch: pytest.MonkeyPatch) -> None:
-    """The code in the model card takes the LoRA into all that was trained, and draws a preview."""
-    patch.chdir(model.parent)
-    clips: list[list[Image.Image]] = []
-    for saving in ("export_to_video", "encode_video"):
-        patch.setattr(f"diffusers.utils.{saving}", lambda frames, *_, **__: clips.append(frames))
-    for name in ("input.png", "last.png", "mask.png"):
-        tiny_picture(*SIZES[1], 10).save(name)
-    [code] = re.findall("```python\n(.*?)```", (lora / "README.md").read_text(), re.DOTALL)
-    replaced = {"path/to/the/base/model": model, "path/to/this/folder": lora, '"cuda"': '"cpu"'}
-    if family.prompt_sees_images:  # the pipeline's own processor needs torchvision
-        line = (
-            "pipeline.processor = TextAndPictures(tokenizer=pipeline.tokenizer, pictures=pipeline.processor)"
-        )
-        replaced["drawn = "] = f"{line}\ndrawn = "
-    for there, here in replaced.items():
-        assert there in code
-        code = code.replace(there, str(here))
-    names: dict[str, Any] = {"TextAndPictures": TextAndPictures}
-    with without_torchvision():
-        exec(code, names)
-    for part in family.trained:
-        assert getattr(names["pipeline"], part).peft_config
-    if family.default_num_layers:
-        layers = sorted(Path.cwd().glob("layer-*.png"))
-        assert [path.name for path in layers] == ["layer-1.png", "layer-2.png"]
-        assert {mode_of(path) for path in layers} == {"RGBA"}
-        return  # in a size of the pipeline's own
-    drawn = frame_strip(clips[0]).size if clips else size_of(Path("picture.png"))
-    assert drawn == size_of(lora / "pictures" / "prompt-00.png")
+def check_card(
+    run: TinyRun, family: ModelFamily, model: torch.nn.Module, request: PreviewRequest, preview: Drawn
+) -> None:
+    """The code in the model card takes the LoRA into all that was trained, and generates the preview.
 
-
-def mode_of(path: Path) -> str:
-    with Image.open(path) as picture:
-        return picture.mode
-
-
-def size_of(path: Path) -> tuple[int, int]:
-    with Image.open(path) as picture:
-        return picture.size
+    The code for one of another size and without guidance also does. Layers have the sizes of their pipeline.
+    """
+    for folder, file in INPUTS.items():
+        if (run.root / folder).exists():
+            shutil.copyfile(run.root / folder, file)
+    lora = run.root / "whole" / "lora"
+    folders = {"path/to/the/base/model": run.root / "model", "path/to/this/folder": lora}
+    drawn, pipeline = generated(code_of(lora / "README.md"), folders, sees_images=family.prompt_sees_images)
+    assert all(getattr(pipeline, part).peft_config for part in family.trained)
+    assert difference(drawn, preview) <= LARGEST_DIFFERENCE
+    if request.num_layers:
+        return
+    is_sized = not request.control and not request.inpaint_mask
+    width = request.width + is_sized * family.size_divisor
+    other = replace(request, guidance_scale=1.0, width=width)
+    told = {"base": "", "dtype": "float32", "lora": "", "prompt": PROMPT, "negative_prompt": " "}
+    code = usage_code(family, other, **told, fps=family.default_fps)
+    assert code is not None
+    with torch.no_grad():
+        [preview] = family.sample(model, torch.float32, [other])
+    drawn, _ = generated(code, pipeline=pipeline)
+    assert difference(drawn, preview) <= LARGEST_DIFFERENCE
 
 
 def pixels(path: Path) -> bytes:

@@ -74,6 +74,22 @@ class DiffusersFamily(DiffusersLora):
         name = self.folder.pipeline_class_name()
         return next(pipeline for pipeline in self.pipelines if pipeline.__name__ == name)
 
+    def pipeline_for(self, request: PreviewRequest) -> Any:
+        """The class of diffusers that generates a preview; another than ``pipeline`` in some families."""
+        return self.pipeline
+
+    def usage_arguments(self, request: PreviewRequest) -> Mapping[str, Any]:
+        """What a call of ``pipeline_for`` is given to generate a preview, where its defaults would not.
+
+        Prompts, scale of guidance, size, steps and seed are known of all pipelines; what is given here
+        takes their place. Images are read from files, by `Code`.
+        """
+        return {}
+
+    def usage_setup(self, request: PreviewRequest) -> Sequence[str]:
+        """Lines of code before that call, where no argument has it generate a preview."""
+        return ()
+
     @cached_property
     def scheduler_config(self) -> ModelSettings:
         """Settings of the folder's scheduler, read once: the shift is asked for with every batch."""

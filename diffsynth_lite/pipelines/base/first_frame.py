@@ -12,6 +12,7 @@ from PIL.Image import Image
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Media
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest
+from diffsynth_lite.pipelines.base.preview_request import INPUT_IMAGE, Code
 
 
 def encode_clips(
@@ -41,6 +42,11 @@ def preview_start(request: PreviewRequest) -> dict[str, Image]:
     if not request.inputs:
         return {}
     return {"image": ImageOps.fit(request.inputs[0], (request.width, request.height))}
+
+
+def start_code(request: PreviewRequest) -> dict[str, Code]:
+    """What :func:`preview_start` gives, as code that reads it from a file."""
+    return {"image": request.fitted(INPUT_IMAGE)} if request.inputs else {}
 
 
 def require_later_frames(num_frames: int, frame_step: int, *, key: str) -> None:

@@ -163,7 +163,7 @@ class DiffusersLora(ModelFamily):
                 "diffusers' %s does not load a %s of this family: the file is for %s (docs/lora-file.md).",
                 self.pipeline.__name__,
                 kind.title,
-                " and ".join(self._other_readers()),
+                " and ".join(self.other_readers()),
             )
 
     def _require_order_of_rows(self, model: nn.Module, layers: Sequence[str]) -> None:
@@ -183,7 +183,12 @@ class DiffusersLora(ModelFamily):
                         "lora.kind: lora"
                     )
 
-    def _other_readers(self) -> Iterator[str]:
+    @property
+    def loaded_by_diffusers(self) -> bool:
+        """Whether the pipeline, or a model of it, loads the kind of adapter that is trained."""
+        return self.pipeline_loads_adapter or self.adapter_model is not None
+
+    def other_readers(self) -> Iterator[str]:
         """Who takes a file that the pipeline does not load."""
         if self.lora_spelling.unknown_to_comfyui not in (None, ("",)):
             yield "ComfyUI"

@@ -10,6 +10,18 @@ Conditioning = dict[str, torch.Tensor]
 """What one sample is conditioned on (prompt embeddings and the like), without a batch axis, on the CPU."""
 
 
+class Code(str):
+    """A value that a program holds as it is written here, such as a call that reads an image."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+INPUT_IMAGE = Code('load_image("input.png")')
+"""The image that a preview starts from."""
+LANCZOS = "Image.Resampling.LANCZOS"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PreviewRequest:
     """One preview: a picture or a clip.
@@ -53,3 +65,12 @@ class PreviewRequest:
             "num_inference_steps": self.num_inference_steps,
             "generator": torch.Generator(noise_device).manual_seed(self.seed),
         }
+
+    def fitted(self, image: str, *resampling: str) -> Code:
+        """The call that cuts an image to the preview's size.
+
+        Args:
+            image: code of it.
+            resampling: code of the filter, where that is not the default of Pillow.
+        """
+        return Code(f"ImageOps.fit({', '.join((image, str((self.width, self.height)), *resampling))})")

@@ -41,7 +41,7 @@ from diffsynth_lite.lora.spelling import JOINED_IN_COMFYUI
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.first_frame import preview_start, require_later_frames
+from diffsynth_lite.pipelines.base.first_frame import preview_start, require_later_frames, start_code
 from diffsynth_lite.pipelines.base.latents import encode_scaled_latents
 from diffsynth_lite.pipelines.hunyuan_video_15.prompts import (
     SYSTEM_MESSAGE,
@@ -375,6 +375,20 @@ class HunyuanVideo15(DiffusersFamily):
         device = device_and_dtype(transformer)["device"]
         pipeline = self.preview_pipeline(transformer, vae_dtype, **self._picture_parts(vae_dtype, device))
         return [self.draw(pipeline, request) for request in requests]
+
+    def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
+        return start_code(request)
+
+    def usage_setup(self, request: PreviewRequest) -> Sequence[str]:
+        if not self._starts_from_pictures:
+            return ()
+        return (
+            "# The size is that of the image, not the nearest of a list.",
+            "pipeline.video_processor.calculate_default_height_width = lambda height, width, target_size: (",
+            "    height,",
+            "    width,",
+            ")",
+        )
 
     def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:
         guided = request.guidance_scale > 1

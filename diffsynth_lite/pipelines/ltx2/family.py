@@ -41,7 +41,12 @@ from diffsynth_lite.lora.spelling import LTX2_NAMES
 from diffsynth_lite.media import Audio, AudioFormat, ClipWithAudio, Drawn, Media, Prompt
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily, assemble, device_and_dtype
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.first_frame import encode_clips, preview_start, with_first_frames
+from diffsynth_lite.pipelines.base.first_frame import (
+    encode_clips,
+    preview_start,
+    start_code,
+    with_first_frames,
+)
 from diffsynth_lite.pipelines.ltx2.drawing import Connected, guidance_arguments, prompt_arguments
 from diffsynth_lite.pipelines.ltx2.prompts import STREAMS, prompt_encoder
 from diffsynth_lite.pipelines.ltx2.sound import COMPRESSION, encode_audio, num_audio_latents, unpacked
@@ -464,20 +469,29 @@ class LTX2(DiffusersFamily):
         parts = {**sound, "vae": vae, "transformer": transformer, "scheduler": self.load_scheduler()}
         drawn = []
         for request in requests:
-            pipeline = assemble(LTX2ImageToVideoPipeline if request.inputs else LTX2Pipeline, **parts)
+            pipeline = assemble(self.pipeline_for(request), **parts)
             pipeline.set_progress_bar_config(disable=True)
             drawn.append(self.draw(pipeline, request))
         return drawn
 
+    def pipeline_for(self, request: PreviewRequest) -> Any:
+        return LTX2ImageToVideoPipeline if request.inputs else LTX2Pipeline
+
+    def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
+        return self._guidance(request) | start_code(request)
+
+    def _guidance(self, request: PreviewRequest) -> dict[str, float]:
+        perturbs = self._transformer_config.get("perturbed_attn", False)
+        return guidance_arguments(request.guidance_scale, perturbs=perturbs)
+
     def draw(self, pipeline: Any, request: PreviewRequest) -> Drawn:
         like = device_and_dtype(pipeline.transformer)
-        perturbs = self._transformer_config.get("perturbed_attn", False)
         pipeline.connectors = Connected(request.conditioning["prompt_embeds"].shape[-1])
         drawn = pipeline(
             **preview_start(request),
             **prompt_arguments(request.conditioning, like),
             **prompt_arguments(request.negative, like, "negative_"),
-            **guidance_arguments(request.guidance_scale, perturbs=perturbs),
+            **self._guidance(request),
             **request.call_arguments(),
             num_frames=request.num_frames,
             frame_rate=request.fps or self.default_fps,

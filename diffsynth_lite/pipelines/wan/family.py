@@ -34,7 +34,12 @@ from diffsynth_lite.lora.spelling import WAN_NAMES
 from diffsynth_lite.media import Media, Prompt, RecordKind
 from diffsynth_lite.pipelines.base.diffusers_family import assemble
 from diffsynth_lite.pipelines.base.family import Conditioning, EncodedMedia, PreviewRequest, TargetSets
-from diffsynth_lite.pipelines.base.first_frame import encode_clips, preview_start, with_first_frames
+from diffsynth_lite.pipelines.base.first_frame import (
+    encode_clips,
+    preview_start,
+    start_code,
+    with_first_frames,
+)
 from diffsynth_lite.pipelines.base.latents import encode_latents
 from diffsynth_lite.pipelines.base.model_settings import ModelSettings
 from diffsynth_lite.pipelines.wan.experts import ExpertFamily
@@ -312,7 +317,7 @@ class Wan(ExpertFamily):
         return [self._draw(parts, request, device) for request in requests]
 
     def _draw(self, parts: dict[str, Any], request: PreviewRequest, device: torch.device) -> list[Image]:
-        pipeline = assemble(self._pipeline_for(request), **parts)
+        pipeline = assemble(self.pipeline_for(request), **parts)
         pipeline.set_progress_bar_config(disable=True)
         negative = [request.negative] if request.guidance_scale > 1 else None
         frames: list[Image] = pipeline(
@@ -331,9 +336,11 @@ class Wan(ExpertFamily):
         """Further arguments of the pipeline's class."""
         return {"expand_timesteps": self._is_ti2v}
 
-    def _pipeline_for(self, request: PreviewRequest) -> Any:
-        """The class of the pipeline that draws a preview."""
+    def pipeline_for(self, request: PreviewRequest) -> Any:
         return WanImageToVideoPipeline if request.inputs else WanPipeline
+
+    def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
+        return start_code(request)
 
     def _start(self, request: PreviewRequest) -> dict[str, Any]:
         """What a preview is given beside its prompt, as arguments of the pipeline."""

@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from diffsynth_lite.config import Config
 from diffsynth_lite.data import ROLES
 from diffsynth_lite.lora.metadata import LoraFacts
@@ -84,7 +86,7 @@ class CardWriter:
             triggers=self.facts.trigger_words,
             samples=samples,
             sample_caption=self._sample_caption(drawn),
-            code=self._code(),
+            code=self._code,
             comfy_files=self._comfy_files(),
             settings=self._settings(step) | self._losses(step),
             caveats=list(self._caveats(is_average=is_average, has_samples=bool(samples))),
@@ -95,7 +97,9 @@ class CardWriter:
         """How a preview is drawn, or would be, but for its prompt."""
         if self.previews.requests:
             return self.previews.requests[0]
-        no_prompt = EncodedPrompt(conditioning={}, negative={}, media=PreviewMedia())
+        # Of data that start from images, where no preview says what it starts from.
+        inputs = (Image.new("RGB", (1, 1)),) if self._starts_from_images else ()
+        no_prompt = EncodedPrompt(conditioning={}, negative={}, media=PreviewMedia(inputs=inputs))
         return build_preview_requests(self.config, self.family, [no_prompt])[0]
 
     def _header(self) -> dict[str, Any]:
@@ -103,7 +107,7 @@ class CardWriter:
         return {
             "base_model": base.hub_id,
             "base_model_relation": "adapter" if base.hub_id else None,
-            "library_name": "diffusers",
+            "library_name": "diffusers" if self._code is not None else None,
             **(_licence(base.release) if base.release else {}),
             "pipeline_tag": task,
             "tags": [
@@ -115,14 +119,17 @@ class CardWriter:
 
     def _task(self) -> str:
         """What the hub calls a pipeline that is used as the data are: prompts with or without pictures."""
-        starts_from_pictures = self.family.needs_inputs or any(
+        made = "image" if self.family.frame_step is None else "video"
+        return f"{'image' if self._starts_from_images else 'text'}-to-{made}"
+
+    @property
+    def _starts_from_images(self) -> bool:
+        return self.family.needs_inputs or any(
             getattr(source, role.column) or getattr(source, role.folder)
             for source in self.config.data.sources_by_key.values()
             for role in ROLES
             if role.kind is not None
         )
-        made = "image" if self.family.frame_step is None else "video"
-        return f"{'image' if starts_from_pictures else 'text'}-to-{made}"
 
     def _summary(self, step: int, *, is_average: bool, is_best: bool) -> str:
         base = self.facts.base
@@ -158,6 +165,7 @@ class CardWriter:
             f"guidance scale {request.guidance_scale:g}."
         )
 
+    @cached_property
     def _code(self) -> str | None:
         family, location = self.previews.family, self.config.validation.model_path
         base = self.facts.base
@@ -232,10 +240,7 @@ class CardWriter:
             yield "It was trained beside a frozen adapter on the base model, and is to be used without that."
         if self.config.lora.init_from:
             yield "It started from another LoRA: what is shown of before training is with that one."
-        if self.family.lora_spelling.is_converted_for_comfyui:
-            yield "ComfyUI takes it as `diffsynth-lite convert --to comfyui` writes a plain LoRA, not so."
-        elif unknown := self._num_unknown_to_comfyui:
-            yield f"ComfyUI has no names that we know for {unknown} of its {len(self.layers)} layers."
+        yield from self._caveats_of_readers()
         if self.family.folder.files:
             yield "Weights of the base model came from a file of their own, which the code does not load."
         if (quantize := self.config.model.quantize) != "none":
@@ -248,6 +253,16 @@ class CardWriter:
         elif self.previews.other is not None:
             yield f"Samples are drawn on {self.previews.source.model}, which it was not trained on."
         yield "Nothing else was measured than what stands here."
+
+    def _caveats_of_readers(self) -> Iterator[str]:
+        family = self.family
+        if isinstance(family, DiffusersFamily) and not family.loaded_by_diffusers:
+            readers = " and ".join(family.other_readers())
+            yield f"Nothing of diffusers loads a {self.facts.kind} of this model: the file is for {readers}."
+        if family.lora_spelling.is_converted_for_comfyui:
+            yield "ComfyUI takes it as `diffsynth-lite convert --to comfyui` writes a plain LoRA, not so."
+        elif unknown := self._num_unknown_to_comfyui:
+            yield f"ComfyUI has no names that we know for {unknown} of its {len(self.layers)} layers."
 
 
 def _groups(config: Config) -> dict[str, str]:

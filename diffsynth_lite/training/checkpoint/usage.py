@@ -1,6 +1,7 @@
-"""This file writes code that draws with a LoRA in diffusers, for the pipeline in a family's folder."""
+"""This file writes code that generates with a LoRA in diffusers what the previews of its run show."""
 
 import inspect
+import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -10,11 +11,26 @@ from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 
 from diffsynth_lite.pipelines.base.diffusers_family import DiffusersFamily
 from diffsynth_lite.pipelines.base.family import ModelFamily, PreviewRequest
+from diffsynth_lite.pipelines.base.preview_request import Code
 from diffsynth_lite.pipelines.base.tokenizer import is_misread
 
+_IMPORTED = {
+    "diffusers.utils": ("encode_video", "export_to_video", "load_image", "load_video"),
+    "PIL": ("Image", "ImageOps"),
+    "transformers": ("PreTrainedTokenizerFast",),
+}
+"""Names that the code imports where it has them, by their module."""
 _SAVE_LAYERS = """\
 for place, layer in enumerate(drawn.images[0], start=1):
     layer.save(f"layer-{place}.png")"""
+_SAVE_WITH_AUDIO = """\
+encode_video(
+    drawn.frames[0],
+    fps={fps:g},
+    audio=drawn.audio[0].float().cpu(),
+    audio_sample_rate=pipeline.vocoder.config.output_sampling_rate,
+    output_path="clip.mp4",
+)"""
 
 
 def usage_code(
@@ -28,7 +44,7 @@ def usage_code(
     negative_prompt: str,
     fps: float | None,
 ) -> str | None:
-    """A program that draws a picture or a clip from a prompt, as a preview is drawn, with a GPU.
+    """A program that generates a preview from its prompt, with a GPU.
 
     Args:
         family: bound to a folder.
@@ -43,63 +59,49 @@ def usage_code(
         Its lines; None where the family's pipeline is not one of diffusers, or nothing of diffusers loads the
         LoRA.
     """
-    if not isinstance(family, DiffusersFamily) or not hasattr(diffusers, family.folder.pipeline_class_name()):
+    if not isinstance(family, DiffusersFamily) or not family.loaded_by_diffusers:
         return None
-    if not family.pipeline_loads_adapter and family.adapter_model is None:
+    pipeline_class = family.pipeline_for(request)
+    if not hasattr(diffusers, pipeline_class.__name__):
         return None
-    takes, parts = _taken_by(family.pipeline)
-    name, makes_clips = family.folder.pipeline_class_name(), "num_frames" in takes
-    pictures = _pictures(family, request, takes)
-    # A pipeline whose call takes no size goes by that of its picture.
-    size = "" if "width" in takes else f".resize(({request.width}, {request.height}))"
-    if "layers" in takes:
-        size = '.convert("RGBA")'  # it has areas of its own, in the shape of the picture
+    takes, parts = _taken_by(pipeline_class)
     call = {
         "prompt": prompt,
-        **_guidance(family, request.guidance_scale, negative_prompt, takes),
-        **_further_guidance(family, request.guidance_scale, takes),
-        **_shape(family, request, takes, has_pictures=bool(pictures)),
+        **_guidance(family, request.guidance_scale, negative_prompt, takes, parts),
+        **_shape(family, request, takes),
         "num_inference_steps": request.num_inference_steps,
+        **family.usage_arguments(request),
     }
-    tools, save = ["load_image"] if pictures else [], 'drawn.images[0].save("picture.png")'
-    if request.num_frames > 1:
-        tools, save = (
-            ["export_to_video", *tools],
-            f'export_to_video(drawn.frames[0], "clip.mp4", fps={fps:g})',
-        )
-        if family.with_audio:
-            tools[0], save = "encode_video", _saving_with_sound(fps)
-    elif "layers" in takes:
-        save = _SAVE_LAYERS
-    elif makes_clips:
-        save = 'drawn.frames[0][0].save("picture.png")'
-    classes = family.folder.parts()
-    misread = [
-        part
-        for part in family.tokenizers
-        if is_misread(family.folder.place(part).path, classes.get(part, ("", None))[1])
-    ]
-    lines = [
-        "import torch",
-        f"from diffusers import {name}",
-        *([f"from diffusers.utils import {', '.join(tools)}"] if tools else []),
-        *(["from transformers import PreTrainedTokenizerFast"] if misread else []),
-        "",
-        *_opening(family.pipeline, name, base, dtype),
-        *(
-            f'pipeline.{part} = PreTrainedTokenizerFast.from_pretrained({base!r}, subfolder="{part}")'
-            for part in misread
-        ),
+    call.setdefault("generator", Code(f'torch.Generator("cpu").manual_seed({request.seed})'))
+    setup = [
+        *_opening(pipeline_class, base, dtype),
+        *_tokenizers(family, base),
         *_loading(family, lora),
         *_guider(request.guidance_scale, takes, parts),
-        "drawn = pipeline(",
-        *(f"    {key}={value!r}," for key, value in call.items()),
-        *(f'    {key}=load_image("{file}"){size},' for key, file in pictures.items()),
-        f'    generator=torch.Generator("cpu").manual_seed({request.seed}),',
-        ")",
-        save,
+        *family.usage_setup(request),
     ]
-    return "\n".join(lines)
+    save = _saving(family, request, takes, fps)
+    written = "\n".join([*setup, save, *(value for value in call.values() if isinstance(value, Code))])
+    return "\n".join(
+        [
+            "import torch",
+            f"from diffusers import {pipeline_class.__name__}",
+            *_imports(written),
+            "",
+            *setup,
+            "drawn = pipeline(",
+            *(f"    {key}={value!r}," for key, value in call.items()),
+            ")",
+            save,
+        ]
+    )
+
+
+def _imports(written: str) -> Iterator[str]:
+    """The lines that import what code has."""
+    for module, names in _IMPORTED.items():
+        if used := [name for name in names if re.search(rf"\b{name}\b", written)]:
+            yield f"from {module} import {', '.join(used)}"
 
 
 def _taken_by(pipeline_class: Any) -> tuple[Collection[str], Collection[str]]:
@@ -110,8 +112,9 @@ def _taken_by(pipeline_class: Any) -> tuple[Collection[str], Collection[str]]:
     return inspect.signature(pipeline_class.__call__).parameters, inspect.signature(pipeline_class).parameters
 
 
-def _opening(pipeline_class: Any, name: str, base: str, dtype: str) -> Iterator[str]:
-    """The lines that load a pipeline, by its name in diffusers: a family may have one made of it."""
+def _opening(pipeline_class: Any, base: str, dtype: str) -> Iterator[str]:
+    """The lines that load a pipeline."""
+    name = pipeline_class.__name__
     if not issubclass(pipeline_class, ModularPipeline):
         yield f'pipeline = {name}.from_pretrained({base!r}, dtype=torch.{dtype}).to("cuda")'
         return
@@ -120,70 +123,44 @@ def _opening(pipeline_class: Any, name: str, base: str, dtype: str) -> Iterator[
     yield 'pipeline.to("cuda")'
 
 
-def _saving_with_sound(fps: float | None) -> str:
-    arguments = {
-        "fps": f"{fps:g}",
-        "audio": "drawn.audio[0].float().cpu()",
-        "audio_sample_rate": "pipeline.vocoder.config.output_sampling_rate",
-        "output_path": '"clip.mp4"',
-    }
-    given = "".join(f"    {name}={value},\n" for name, value in arguments.items())
-    return f"encode_video(\n    drawn.frames[0],\n{given})"
+def _tokenizers(family: DiffusersFamily, base: str) -> Iterator[str]:
+    """The lines that load those again which the pipeline misreads."""
+    classes = family.folder.parts()
+    for part in family.tokenizers:
+        if is_misread(family.folder.place(part).path, classes.get(part, ("", None))[1]):
+            loaded = f'PreTrainedTokenizerFast.from_pretrained({base!r}, subfolder="{part}")'
+            yield f"pipeline.{part} = {loaded}"
 
 
 def _guidance(
-    family: DiffusersFamily, scale: float, negative_prompt: str, takes: Collection[str]
+    family: DiffusersFamily,
+    scale: float,
+    negative_prompt: str,
+    takes: Collection[str],
+    parts: Collection[str],
 ) -> dict[str, Any]:
-    """The scale, told to a model that knows one; others also run with the negative prompt, above 1."""
+    """The scale, for a model that knows one; others also run with the negative prompt, above 1."""
     if family.folder.component_config(family.trainable[0]).get("guidance_embeds"):
         return {"guidance_scale": scale}
-    if "guidance_schedule" in takes:  # has scales of its own unless told otherwise, and counts from 0
-        return {"guidance_scale": max(scale, 1.0), "guidance_schedule": None}
     name = "true_cfg_scale" if "true_cfg_scale" in takes else "guidance_scale"
-    if name not in takes:  # a part of the pipeline knows the scale
-        return {"negative_prompt": negative_prompt} if scale > 1 and negative_prompt.strip() else {}
-    if scale <= 1:
-        return {name: 0.0}
-    # Without any negative prompt, a pipeline with a ``true_cfg_scale`` runs the model once.
-    is_given = "negative_prompt" in takes and (negative_prompt.strip() or name == "true_cfg_scale")
-    return {**({"negative_prompt": negative_prompt} if is_given else {}), name: scale}
+    scales = {name: scale if scale > 1 else 0.0} if name in takes else {}  # else a guider knows it
+    # Previews have zeros in place of a blank one where the pipeline has them in place of none.
+    is_zeros = "force_zeros_for_empty_prompt" in parts and not negative_prompt.strip()
+    if scale <= 1 or "negative_prompt" not in takes or is_zeros:
+        return scales
+    return {"negative_prompt": negative_prompt, **scales}
 
 
-def _further_guidance(family: DiffusersFamily, scale: float, takes: Collection[str]) -> dict[str, float]:
-    """What a pipeline that guides in further ways by default is told, to guide as previews are guided."""
-    if "modality_scale" not in takes:
-        return {}
-    off = {"stg_scale": 0.0, "audio_stg_scale": 0.0}
-    if scale <= 1:
-        return {
-            **dict.fromkeys(("audio_guidance_scale", "modality_scale", "audio_modality_scale"), 1.0),
-            **off,
-        }
-    return {} if family.folder.component_config("transformer").get("perturbed_attn") else off
-
-
-def _shape(
-    family: DiffusersFamily, request: PreviewRequest, takes: Collection[str], *, has_pictures: bool
-) -> dict[str, Any]:
-    """What says how large a picture or a clip is, and how many layers it has."""
-    pixels: dict[str, Any] = {}
+def _shape(family: DiffusersFamily, request: PreviewRequest, takes: Collection[str]) -> dict[str, Any]:
+    """The size of an image or a clip, and the number and rate of its frames."""
+    shape: dict[str, Any] = {}
     if "width" in takes:
-        pixels |= {"width": request.width, "height": request.height}
-    if has_pictures and "max_area" in takes:
-        pixels |= {"max_area": request.width * request.height}
+        shape |= {"width": request.width, "height": request.height}
     if "num_frames" in takes:
-        pixels |= {"num_frames": request.num_frames, "output_type": "pil"}
+        shape |= {"num_frames": request.num_frames, "output_type": "pil"}
     if "frame_rate" in takes:
-        pixels |= {"frame_rate": request.fps or family.default_fps}
-    if "layers" in takes:
-        pixels |= {"layers": request.num_layers, "resolution": _area_of_layers(request)}
-    return pixels
-
-
-def _area_of_layers(request: PreviewRequest) -> int:
-    """The nearer one of the two edges that ``QwenImageLayeredPipeline`` draws squares of."""
-    edge = (request.width * request.height) ** 0.5
-    return min((640, 1024), key=lambda own: abs(own - edge))
+        shape |= {"frame_rate": request.fps or family.default_fps}
+    return shape
 
 
 def _guider(scale: float, takes: Collection[str], parts: Collection[str]) -> Iterator[str]:
@@ -192,16 +169,19 @@ def _guider(scale: float, takes: Collection[str], parts: Collection[str]) -> Ite
         yield f"pipeline.guider = pipeline.guider.new(guidance_scale={max(scale, 1.0)!r})"
 
 
-def _pictures(family: DiffusersFamily, request: PreviewRequest, takes: Collection[str]) -> dict[str, str]:
-    """Names of the files that stand for what is drawn from, by argument."""
-    needs_one = family.needs_inputs or "ImageToVideo" in family.folder.pipeline_class_name()
-    if "image" not in takes or not (request.inputs or needs_one):
-        return {}
-    # Wan 2.1 FLF2V always wants both.
-    wants_last = family.folder.component_config(family.trainable[0]).get("pos_embed_seq_len") is not None
-    is_led = "last_image" in takes and (len(request.inputs) > 1 or wants_last)
-    masked = {"mask_image": "mask.png"} if "mask_image" in takes else {}
-    return {"image": "input.png", **masked, **({"last_image": "last.png"} if is_led else {})}
+def _saving(
+    family: DiffusersFamily, request: PreviewRequest, takes: Collection[str], fps: float | None
+) -> str:
+    """The lines that write what was generated."""
+    if "layers" in takes:
+        return _SAVE_LAYERS
+    if "num_frames" not in takes:
+        return 'drawn.images[0].save("picture.png")'
+    if request.num_frames == 1:
+        return 'drawn.frames[0][0].save("picture.png")'
+    if family.with_audio:
+        return _SAVE_WITH_AUDIO.format(fps=fps)
+    return f'export_to_video(drawn.frames[0], "clip.mp4", fps={fps:g})'
 
 
 def _loading(family: DiffusersFamily, lora: str) -> Iterator[str]:

@@ -15,18 +15,21 @@ from diffsynth_lite.releases import BaseModel
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.builder import build_picture_source
 from diffsynth_lite.training.checkpoint.card import CardWriter
+from diffsynth_lite.training.layer_groups import adapter_kind
 from diffsynth_lite.training.planning.subject import family_without_weights
 from diffsynth_lite.training.previews import Previews
 
 KNOWN = "The licence is that of the base model"
 FLUX = "black-forest-labs/FLUX.1-dev"
 TURBO = ("model.path=Tongyi-MAI/Z-Image-Turbo", "model.quantize=int8")
+WAN_LAYERS = ["blocks.0.attn1.to_q"]
 HIGH, LOW = (f"pytorch_lora_weights_{name}_noise.safetensors" for name in ("high", "low"))
 
 
 def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel | None) -> str:
     """The card of a LoRA with the lowest loss, on a release or another base model."""
     config = load_config(recipe, ["data.path=pictures", "output.dir=runs/one", *settings]).config
+    kind = adapter_kind(config)
     run = RunFolder(folder)
     run.best_lora_folder.mkdir()
     rows = [{"step": step, "validation_loss": 1 - step / 1000} for step in (0, 100, 250, 300)]
@@ -45,7 +48,10 @@ def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel 
             items_by_size={(64, 64): 1, (64, 48): 5, (32, 64): 2, (32, 32): 2, (96, 32): 1},
             sources={},
             training={},
+            kind=kind.title,
         )
+        if config.lora.kind != "lora":
+            family.settle_lora_spelling(family.empty_transformer(), WAN_LAYERS, rank=16, kind=kind)
         previews = Previews(
             family=family,
             folder=run.previews_folder,
@@ -132,7 +138,7 @@ def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel 
             None,
             {"pipeline_tag": "text-to-video"},
             [
-                "    guidance_scale=3.0,\n    stg_scale=0.0,\n    audio_stg_scale=0.0,\n",
+                "    stg_scale=0.0,\n    audio_stg_scale=0.0,\n",
                 "    num_frames=81,\n    output_type='pil',\n    frame_rate=16.0,\n",
             ],
         ),
@@ -148,7 +154,7 @@ def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel 
             ("validation.guidance_scale=1.0",),
             None,
             {},
-            ["    guidance_scale=0.0,\n    audio_guidance_scale=1.0,\n    modality_scale=1.0,\n"],
+            ["    guidance_scale=1.0,\n", "    audio_guidance_scale=1.0,\n    stg_scale=0.0,\n"],
         ),
         (
             "qwen_image_edit_lora.yaml",
@@ -163,6 +169,23 @@ def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel 
             None,
             {"pipeline_tag": "text-to-video"},
             [r"- ComfyUI takes it as \`diffsynth-lite convert --to comfyui\` writes a plain LoRA"],
+        ),
+        (
+            "ltx_video_lora.yaml",
+            ("data.first_frame_dir=firsts",),
+            None,
+            {"pipeline_tag": "image-to-video"},
+            ['    image=ImageOps.fit(load_image("input.png"), (768, 512)),\n', "LTXImageToVideoPipeline"],
+        ),
+        (
+            "wan_t2v_lora.yaml",
+            ("lora.kind=dora",),
+            None,
+            {"library_name": None},
+            [
+                "Nothing of diffusers loads a DoRA of this model: the file is for ComfyUI and "
+                "diffsynth-lite sample.",
+            ],
         ),
         ("sana_lora.yaml", (), None, {}, ["ComfyUI has no names that we know for 1 of its 1 layers."]),
         (

@@ -1,0 +1,107 @@
+"""Runs the code of a model card as its reader does, but on the CPU, and compares what it generates."""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from diffsynth_lite.media import Audio, ClipWithAudio, Drawn, frames_of
+from diffsynth_lite.pipelines.anima import without_torchvision
+from diffsynth_lite.pipelines.qwen_image_edit import TextAndPictures
+
+LARGEST_DIFFERENCE = 2
+"""Of 255, between an image of the code and the preview: prompts that are padded are summed otherwise."""
+_LOADING = re.compile(r"pipeline( = |\.(\w+\.)?load_\w+\(|\.to\().*\n")
+_SEES_IMAGES = (
+    "pipeline.processor = TextAndPictures(tokenizer=pipeline.tokenizer, pictures=pipeline.processor)\n"
+)
+"""For pipelines whose own processor needs torchvision."""
+
+
+def code_of(card: Path) -> str:
+    """The one program in a card."""
+    [code] = re.findall("```python\n(.*?)```", card.read_text(), re.DOTALL)
+    assert isinstance(code, str)
+    return code
+
+
+def generated(
+    code: str, replaced: Mapping[str, Path] | None = None, *, pipeline: Any = None, sees_images: bool = False
+) -> tuple[Drawn, Any]:
+    """What a program saves, and its pipeline; its files are in the current folder.
+
+    Args:
+        replaced: what its folders are.
+        pipeline: has the LoRA, so that none is loaded; None loads one.
+        sees_images: whether the text encoder does.
+    """
+    for there, here in {'"cuda"': '"cpu"', **(replaced or {})}.items():
+        assert there in code
+        code = code.replace(there, str(here))
+    if pipeline is not None:
+        code = _LOADING.sub("", code)
+    elif sees_images:
+        code = code.replace("drawn = ", f"{_SEES_IMAGES}drawn = ")
+    names = {"TextAndPictures": TextAndPictures, "pipeline": pipeline}
+    with _saved_clips() as clips, without_torchvision():
+        exec(code, names)
+    if clips:
+        return clips[0], names["pipeline"]
+    files = sorted(Path.cwd().glob("layer-*.png")) or [Path("picture.png")]
+    return [_opened(file) for file in files], names["pipeline"]
+
+
+@contextmanager
+def _saved_clips() -> Iterator[list[Drawn]]:
+    """The clips that are written, of which none is, in a scope that reads clips without imageio."""
+    clips: list[Drawn] = []
+
+    def keep(frames: list[Image.Image], *_path: str, fps: float) -> None:
+        clips.append(frames)
+
+    def keep_with_audio(
+        frames: list[Image.Image],
+        *,
+        fps: float,
+        audio: torch.Tensor,
+        audio_sample_rate: int,
+        output_path: str,
+    ) -> None:
+        clips.append(ClipWithAudio(frames=frames, audio=Audio(waveform=audio, sample_rate=audio_sample_rate)))
+
+    def read(path: str) -> list[Image.Image]:
+        with av.open(path) as clip:
+            return [frame.to_image() for frame in clip.decode(video=0)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("diffusers.utils.export_to_video", keep)
+        patch.setattr("diffusers.utils.encode_video", keep_with_audio)
+        patch.setattr("diffusers.utils.load_video", read)
+        yield clips
+
+
+def _opened(file: Path) -> Image.Image:
+    with Image.open(file) as image:
+        image.load()
+    file.unlink()
+    return image
+
+
+def difference(one: Drawn, other: Drawn) -> int:
+    """The largest one of two previews of one size, of 255; with the same audio, or without any."""
+    assert isinstance(one, ClipWithAudio) == isinstance(other, ClipWithAudio)
+    if isinstance(one, ClipWithAudio) and isinstance(other, ClipWithAudio):
+        assert one.audio.sample_rate == other.audio.sample_rate
+        torch.testing.assert_close(one.audio.waveform, other.audio.waveform, rtol=0, atol=1e-3)
+    pairs = list(zip(frames_of(one), frames_of(other), strict=True))
+    assert all((image.mode, image.size) == (like.mode, like.size) for image, like in pairs)
+    return max(
+        int(np.abs(np.asarray(image, np.int16) - np.asarray(like, np.int16)).max()) for image, like in pairs
+    )
