@@ -384,10 +384,9 @@ class HunyuanVideo15(DiffusersFamily):
             return ()
         return (
             "# The size is that of the image, not the nearest of a list.",
-            "pipeline.video_processor.calculate_default_height_width = lambda height, width, target_size: (",
-            "    height,",
-            "    width,",
-            ")",
+            "def size_of_image(height, width, target_size):",
+            "    return height, width",
+            "pipeline.video_processor.calculate_default_height_width = size_of_image",
         )
 
     def draw(self, pipeline: Any, request: PreviewRequest) -> list[Image]:

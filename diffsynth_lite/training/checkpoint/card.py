@@ -240,7 +240,7 @@ class CardWriter:
             yield "It was trained beside a frozen adapter on the base model, and is to be used without that."
         if self.config.lora.init_from:
             yield "It started from another LoRA: what is shown of before training is with that one."
-        yield from self._caveats_of_readers()
+        yield from self._caveats_of_use()
         if self.family.folder.files:
             yield "Weights of the base model came from a file of their own, which the code does not load."
         if (quantize := self.config.model.quantize) != "none":
@@ -254,8 +254,10 @@ class CardWriter:
             yield f"Samples are drawn on {self.previews.source.model}, which it was not trained on."
         yield "Nothing else was measured than what stands here."
 
-    def _caveats_of_readers(self) -> Iterator[str]:
+    def _caveats_of_use(self) -> Iterator[str]:
         family = self.family
+        if files := re.findall(r'load_\w+\("(\S+)"\)', self._code or ""):
+            yield f"The code reads {', '.join(files)}: your own, as those of the samples are not here."
         if isinstance(family, DiffusersFamily) and not family.loaded_by_diffusers:
             readers = " and ".join(family.other_readers())
             yield f"Nothing of diffusers loads a {self.facts.kind} of this model: the file is for {readers}."

@@ -175,7 +175,12 @@ def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel 
             ("data.first_frame_dir=firsts",),
             None,
             {"pipeline_tag": "image-to-video"},
-            ['    image=ImageOps.fit(load_image("input.png"), (768, 512)),\n', "LTXImageToVideoPipeline"],
+            [
+                "from PIL import ImageOps\n",
+                "pipeline = LTXImageToVideoPipeline.from_pretrained(",
+                '    image=ImageOps.fit(load_image("input.png"), (768, 512)),\n',
+                "The code reads input.png: your own, as",
+            ],
         ),
         (
             "wan_t2v_lora.yaml",
