@@ -1,14 +1,16 @@
 """The code of a card generates what previews show, of what no run in the tests of families has."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ltx_layouts
 import pytest
 import torch
 import wan_pipelines
 from card_code import LARGEST_DIFFERENCE, difference, generated
-from diffusers import WanVACEPipeline
+from diffusers import LTXPipeline, WanVACEPipeline
 from family_sample import NEGATIVE, PROMPTS, Sample, adapted_transformer, build_sample, clip, hole, picture
 from torch import nn
 
@@ -78,16 +80,23 @@ def test_other_kinds_of_adapters_have_code_where_diffusers_loads_them(name: str)
             assert difference(plain, preview) > LARGEST_DIFFERENCE
 
 
-def test_both_experts_of_a_model_have_their_lora() -> None:
-    sample = build_sample("wan", Path("model"), wan_pipelines.two_experts)
-    request = sample.request(**GIVEN)
+def of_0_9_5_by_another_name() -> LTXPipeline:
+    """As diffusers' conversion script writes it."""
+    return LTXPipeline(**ltx_layouts.of_conditions().components)
+
+
+@pytest.mark.parametrize(
+    ("name", "build"), [("wan", wan_pipelines.two_experts), ("ltx_video", of_0_9_5_by_another_name)]
+)
+def test_releases_of_another_layout_have_code_of_their_own(name: str, build: Callable[[], Any]) -> None:
+    sample = build_sample(name, Path("model"), build)
+    family, request = sample.family, sample.request(**GIVEN)
     model = export(sample)
-    code = code_for(sample.family, request)
+    code = code_for(family, request)
     assert code is not None
     drawn, pipeline = generated(code)
-    assert pipeline.transformer.peft_config
-    assert pipeline.transformer_2.peft_config
-    assert difference(drawn, previewed(sample.family, model, request)) <= LARGEST_DIFFERENCE
+    assert all(getattr(pipeline, part).peft_config for part in family.trained)
+    assert difference(drawn, previewed(family, model, request)) <= LARGEST_DIFFERENCE
 
 
 def test_what_guides_a_clip_and_what_of_it_stays_are_read_from_files(monkeypatch: pytest.MonkeyPatch) -> None:
