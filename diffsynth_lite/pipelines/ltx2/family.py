@@ -1,13 +1,11 @@
 """This file trains LTX-2: clips from text, and from text with their first frame, and their sound.
 
-Layouts: b batch, c latent channels, f latent frames, h and w latent height and width; l tokens, d channels.
-Sources: diffusers ``transformer_ltx2.py``, ``pipeline_ltx2.py`` and ``pipeline_ltx2_image2video.py``; the
-``ltx-trainer`` of Lightricks' LTX-2.
+Sources: diffusers ``pipeline_ltx2.py`` and ``pipeline_ltx2_image2video.py``; the ``ltx-trainer`` of
+Lightricks' LTX-2.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -27,14 +25,7 @@ from diffusers.pipelines.ltx2.utils import DEFAULT_IMAGE_CRF, apply_image_condit
 from PIL import Image
 from transformers import Gemma3ForConditionalGeneration
 
-from diffsynth_lite.core.gradient import (
-    BlockPolicy,
-    checkpoint_blocks,
-    count_blocks,
-    gradient_checkpoint_forward,
-    gradient_flags,
-    unwrapped,
-)
+from diffsynth_lite.core.gradient import count_blocks, gradient_flags
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import ltx2_names
 from diffsynth_lite.lora.spelling import LTX2_NAMES
@@ -48,8 +39,9 @@ from diffsynth_lite.pipelines.base.first_frame import (
     with_first_frames,
 )
 from diffsynth_lite.pipelines.ltx2.drawing import Connected, guidance_arguments, prompt_arguments
+from diffsynth_lite.pipelines.ltx2.forward import BLOCK_LISTS, UNUSED_MATMULS, model_fn_ltx2
 from diffsynth_lite.pipelines.ltx2.prompts import STREAMS, prompt_encoder
-from diffsynth_lite.pipelines.ltx2.sound import COMPRESSION, encode_audio, num_audio_latents, unpacked
+from diffsynth_lite.pipelines.ltx2.sound import COMPRESSION, encode_audio, num_audio_latents
 from diffsynth_lite.pipelines.ltx2.tiny import tiny as tiny
 from diffsynth_lite.releases.ltx2 import LTX_2
 
@@ -60,123 +52,6 @@ _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 _GATES = ("to_gate_logits",)
 _SOUND_ALONE = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn", "audio_ff")
 """Parts of a block that do nothing for a clip without its sound."""
-
-
-def model_fn_ltx2(
-    transformer: torch.nn.Module,
-    latents_bcfhw: torch.Tensor,
-    timestep: torch.Tensor,
-    prompt_embeds_bld: torch.Tensor,
-    prompt_embeds_mask: torch.Tensor | None = None,
-    *,
-    sigma: torch.Tensor,
-    frame_rate: torch.Tensor,
-    audio_latents_bclm: torch.Tensor | None = None,
-    audio_prompt_embeds_bld: torch.Tensor | None = None,
-    audio_sigma: torch.Tensor | None = None,
-    use_gradient_checkpointing: bool = False,
-    use_gradient_checkpointing_offload: bool = False,
-    policy: BlockPolicy | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One forward of LTX-2, each transformer block run by the gradient engine.
-
-    Without sound the model's two streams are kept apart (``isolate_modalities``). That of the sound is run
-    all the same, and gets one token of zeros.
-
-    Args:
-        transformer: a ``LTX2VideoTransformer3DModel``, plain or wrapped by DDP.
-        latents_bcfhw: (B, 128, F, H, W), noisy normalised latents.
-        timestep: (B,), or (B, F * H * W) with one for each token, in [0, 1000].
-        prompt_embeds_bld: (B, L, D), what the connectors make of prompts for the stream of clips.
-        prompt_embeds_mask: (B, L), 1 for a token and 0 for what is hidden; None hides nothing.
-        sigma: (B,), in [0, 1000]: that of the noisy tokens, by which LTX-2.3 reads the prompt.
-        frame_rate: (B,), frames per second of the clips: positions in time are in seconds.
-        audio_latents_bclm: (B, 8, L, 16), noisy normalised latents of their sound.
-        audio_sigma: (B,), as ``sigma``, that of these; None where it is the same.
-        audio_prompt_embeds_bld: (B, L, D), what the connectors make of prompts for the stream of sound; with
-            the mask of the others.
-        use_gradient_checkpointing: recompute each block in backward.
-        use_gradient_checkpointing_offload: also offload each block's inputs to host memory.
-        policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
-
-    Returns:
-        (B, 128, F, H, W), and what it says of the sound, (B, 8, L, 16), or nothing of use: each the predicted
-        velocity ``noise - latents``.
-    """
-    num_frames, height, width = latents_bcfhw.shape[2:]
-    hears = audio_latents_bclm is not None
-    if audio_latents_bclm is None or audio_prompt_embeds_bld is None:
-        audio_latents_bclm, audio_prompt_embeds_bld = _no_sound(transformer, latents_bcfhw)
-    switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
-    with (
-        nullcontext() if audio_sigma is None else _gates_of_the_other(transformer, sigma, audio_sigma),
-        checkpoint_blocks(
-            transformer,
-            LTX2.block_lists,
-            gradient_checkpoint_forward,
-            *switches,
-            policy=policy,
-            unused_matmuls=(*LTX2.unused_matmuls, *(["audio_ff.net.2"] if hears else [])),
-        ),
-    ):
-        velocity_bld, audio_velocity_bld = transformer(
-            hidden_states=LTX2Pipeline._pack_latents(latents_bcfhw),
-            audio_hidden_states=LTX2Pipeline._pack_audio_latents(audio_latents_bclm),
-            encoder_hidden_states=prompt_embeds_bld,
-            audio_encoder_hidden_states=audio_prompt_embeds_bld,
-            timestep=timestep,
-            audio_timestep=sigma if audio_sigma is None else audio_sigma,
-            sigma=sigma,
-            audio_sigma=audio_sigma,
-            encoder_attention_mask=prompt_embeds_mask,
-            audio_encoder_attention_mask=prompt_embeds_mask if hears else None,
-            num_frames=num_frames,
-            height=height,
-            width=width,
-            # Axes as diffusers divides by them: (B, L, 2), start and end of each token.
-            fps=frame_rate[:, None, None],
-            audio_num_frames=audio_latents_bclm.shape[2],
-            isolate_modalities=not hears,
-            use_cross_timestep=audio_sigma is None,
-            return_dict=False,
-        )
-    velocity_bcfhw: torch.Tensor = LTX2Pipeline._unpack_latents(velocity_bld, num_frames, height, width)
-    return velocity_bcfhw, unpacked(audio_velocity_bld, audio_latents_bclm)
-
-
-@contextmanager
-def _gates_of_the_other(
-    transformer: torch.nn.Module, sigma: torch.Tensor, audio_sigma: torch.Tensor
-) -> Iterator[None]:
-    """A scope in which what a stream takes from the other is gated by the other's noise level.
-
-    ltx-core (``_prepare_cross_attention_timestep`` in ``transformer_args.py``, since 203d484) scales and
-    shifts by the stream's own level, and gates by the other's. diffusers 0.42.1 has one level for both: the
-    stream's own, or the other's (``use_cross_timestep``).
-
-    Args:
-        sigma: (B,), in [0, 1000], of the clips; ``audio_sigma`` likewise of their audio.
-    """
-    model: Any = unwrapped(transformer)
-    factor = model.config.cross_attn_timestep_scale_multiplier / model.config.timestep_scale_multiplier
-    gates = {model.av_cross_attn_video_a2v_gate: audio_sigma, model.av_cross_attn_audio_v2a_gate: sigma}
-    hooks = [
-        gate.register_forward_pre_hook(lambda _gate, _given, level=level: level * factor)
-        for gate, level in gates.items()
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _no_sound(transformer: torch.nn.Module, like_bcfhw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the stream of sound is given where there is none: one token, (B, C, 1, 1), and one of a prompt."""
-    config: Any = unwrapped(transformer).config
-    reads = config.caption_channels if config.use_prompt_embeddings else config.audio_cross_attention_dim
-    batch = len(like_bcfhw)
-    return like_bcfhw.new_zeros(batch, config.audio_in_channels, 1, 1), like_bcfhw.new_zeros(batch, 1, reads)
 
 
 class LTX2(DiffusersFamily):
@@ -230,8 +105,8 @@ class LTX2(DiffusersFamily):
     transformer_class = LTX2VideoTransformer3DModel
     lora_spelling = LTX2_NAMES
     lora_layers = ltx2_names.LTX2
-    block_lists = ("transformer_blocks",)
-    unused_matmuls = ("ff.net.2",)
+    block_lists = BLOCK_LISTS
+    unused_matmuls = UNUSED_MATMULS
     record_kinds = ("video", "image", "image_to_video")
     size_divisor = _SPATIAL
     frame_step = _TEMPORAL

@@ -262,7 +262,8 @@ class CardWriter:
             readers = " and ".join(family.other_readers())
             yield f"Nothing of diffusers loads a {self.facts.kind} of this model: the file is for {readers}."
         if family.lora_spelling.is_converted_for_comfyui:
-            yield "ComfyUI takes it as `diffsynth-lite convert --to comfyui` writes a plain LoRA, not so."
+            converted = "For ComfyUI convert the file with diffsynth-lite convert --to comfyui"
+            yield f"{converted}." if self.facts.kind == "LoRA" else f"{converted}, which takes a LoRA only."
         elif unknown := self._num_unknown_to_comfyui:
             yield f"ComfyUI has no names that we know for {unknown} of its {len(self.layers)} layers."
 

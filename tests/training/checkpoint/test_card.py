@@ -168,7 +168,7 @@ def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel 
             (),
             None,
             {"pipeline_tag": "text-to-video"},
-            [r"- ComfyUI takes it as \`diffsynth-lite convert --to comfyui\` writes a plain LoRA"],
+            ["- For ComfyUI convert the file with diffsynth-lite convert --to comfyui."],
         ),
         (
             "ltx_video_lora.yaml",
