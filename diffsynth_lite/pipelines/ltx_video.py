@@ -348,7 +348,7 @@ class LTXVideo(DiffusersFamily):
 
     def usage_arguments(self, request: PreviewRequest) -> dict[str, Any]:
         arguments = {**_DECODING, **start_code(request)}
-        if self.pipeline_for(request) is LTXImageToVideoPipeline:
+        if self.pipeline_for(request) is LTXImageToVideoPipeline:  # on the device, as in draw
             arguments["generator"] = Code(f'torch.Generator("cuda").manual_seed({request.seed})')
         return arguments
 

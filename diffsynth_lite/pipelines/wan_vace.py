@@ -226,7 +226,8 @@ class WanVACE(wan.Wan):
         guide, staying = request.fitted("frame", LANCZOS), request.fitted(INPUT_IMAGE)
         if request.control:
             read = '[load_image("control.png")]' if num_frames == 1 else 'load_video("control.mp4")'
-            frame = f"Image.composite({guide}, {staying}, mask)" if request.inputs else guide
+            is_mixed = request.inputs and request.inpaint_mask
+            frame = f"Image.composite({guide}, {staying}, mask)" if is_mixed else guide
             video = f"[{frame} for frame in {read}[:{num_frames}]]"
         elif request.inpaint_mask:
             grey = f'Image.new("RGB", {size}, {_GREY})'

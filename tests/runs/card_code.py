@@ -60,7 +60,7 @@ def generated(
 
 @contextmanager
 def _saved_clips() -> Iterator[list[Drawn]]:
-    """The clips that are written, of which none is, in a scope that reads clips without imageio."""
+    """Scope that keeps the clips that a program would write, and reads clips without imageio."""
     clips: list[Drawn] = []
 
     def keep(frames: list[Image.Image], *_path: str, fps: float) -> None:
