@@ -63,12 +63,14 @@ def read_yaml(text: str) -> yaml.Node:
 
 
 def load_yaml(text: str) -> Any:
-    """The values in a text: of :func:`read_yaml`, with the types that yaml gives them.
+    """The values in a text: of :func:`read_yaml`, with the types that yaml gives them; None of an empty one.
 
     Raises:
         YamlError: see there; or a value that cannot be, such as a date without its month.
     """
     root = read_yaml(text)
+    if is_nothing(root):
+        return None
     try:
         return _Loader("").construct_document(root)
     except (yaml.YAMLError, ValueError) as error:

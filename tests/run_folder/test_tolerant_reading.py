@@ -26,7 +26,16 @@ def test_rows_around_a_broken_line_are_read_and_a_torn_last_one_is_no_problem(tm
 
 
 @pytest.mark.parametrize(
-    ("name", "content"), [("a.json", "{"), ("a.json", "[1]"), ("a.yaml", "a: [1"), ("a.yaml", "\0")]
+    ("name", "content"),
+    [
+        ("a.json", "{"),
+        ("a.json", "[1]"),
+        ("a.yaml", "a: [1"),
+        ("a.yaml", "\0"),
+        ("a.yaml", "# nothing\n"),
+        ("a.yaml", "a: 2026-13-01\n"),
+        ("a.yaml", "a: &b 1\nc: *b\n"),
+    ],
 )
 def test_a_document_that_is_no_mapping_is_left_out_and_named(tmp_path: Path, name: str, content: str) -> None:
     (tmp_path / name).write_text(content)
