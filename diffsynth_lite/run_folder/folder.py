@@ -324,10 +324,12 @@ class RunFolder:
         files = (
             *(self.config_file, self.resolved_file, self.fingerprint_file, self.lineage_file),
             *(self.status_file, self.items_file, self.quarantine_file, *self.row_files),
-            self.path / _LOCK_NAME,
         )
         wrong = [f"{path} is no folder" for path in folders if os.path.lexists(path) and not path.is_dir()]
         wrong += [f"{path} is no file" for path in files if os.path.lexists(path) and not path.is_file()]
+        lock = self.path / _LOCK_NAME
+        if lock.is_symlink() or (lock.exists() and not lock.is_file()):
+            wrong.append(f"{lock} is no file of a run's own")  # What a link leads to would be emptied.
         if wrong:
             raise UserError(f"output.dir: {'; '.join(wrong)}: move aside what is there")
 

@@ -299,6 +299,18 @@ def test_what_is_in_the_place_of_files_and_folders_is_named_at_once(folder: RunF
         pytest.fail("the folder was taken")
 
 
+def test_a_lock_that_leads_elsewhere_is_refused_and_empties_nothing(
+    folder: RunFolder, tmp_path: Path
+) -> None:
+    start(folder)
+    (tmp_path / "mine.txt").write_text("mine")
+    (folder.path / ".lock").unlink()
+    (folder.path / ".lock").symlink_to(tmp_path / "mine.txt")
+    with pytest.raises(UserError, match=r"\.lock is no file of a run's own"), folder.lock():
+        pytest.fail("the folder was taken")
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
 def test_a_copy_without_hidden_files_still_holds_the_run(folder: RunFolder, tmp_path: Path) -> None:
     start(folder)
     copied = shutil.copytree(folder.path, tmp_path / "copy", ignore=shutil.ignore_patterns(".*"))
