@@ -97,6 +97,8 @@ def is_of_the_machine(error: BaseException) -> bool:
 
 def lacks_files(error: BaseException) -> bool:
     """Whether a process could open no more files; torch, safetensors and sockets say so in other words."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno == errno.EMFILE
     text = str(error)
     return os.strerror(errno.EMFILE) in text or "received 0 items of ancdata" in text
 

@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,8 @@ def run(parsed: argparse.Namespace) -> None:
     for place in parsed.places:
         if not place.is_dir():
             raise UserError(f"{place}: no such folder; give the output.dir of a run, or a folder of such")
+        if not os.access(place, os.R_OK | os.X_OK):
+            logger.warning("%s: may not be read, and is left out", place)
     if parsed.serve:
         if parsed.out is not None:
             raise UserError("--out has no effect with --serve, which writes nothing")
@@ -72,29 +75,33 @@ def _write(folders: Mapping[str, Path], out: Path | None) -> None:
     elif out is not None:
         pages = {out: dict(folders)}
     problems = Problems()
-    for path, shown in pages.items():
-        problems.attempt(partial(_write_page, path, shown))
+    with ExitStack() as pending:  # each page is tried, whatever becomes of the others, the last one first
+        for path, shown in reversed(pages.items()):
+            pending.callback(problems.attempt, partial(_write_page, path, shown))
     problems.require_none()
 
 
 def _write_page(path: Path, folders: Mapping[str, Path]) -> None:
-    """A page with as many of the runs as can be read; that of a single one that cannot is not written."""
+    """A page of one run, which can be read, or of several, as many as can be."""
     from diffsynth_lite.report.page import write_page
-    from diffsynth_lite.report.run_report import read_any_run
+    from diffsynth_lite.report.run_report import read_any_run, read_run
 
+    read = read_run if len(folders) == 1 else read_any_run
     # What leads from the page to each folder, in front of names of files there.
     bases = [Path(os.path.relpath(folder, path.parent)).as_posix() for folder in folders.values()]
-    runs = [
-        replace(read_any_run(folder, base="" if base == "." else f"{quote(base)}/"), name=name)
-        for (name, folder), base in zip(folders.items(), bases, strict=True)
-    ]
-    if len(runs) == 1 and runs[0].state.name == "unreadable":
-        raise UserError(f"{runs[0].folder}: {runs[0].problems[0]}")
+    try:
+        runs = [
+            replace(read(folder, base="" if base == "." else f"{quote(os.fsencode(base))}/"), name=name)
+            for (name, folder), base in zip(folders.items(), bases, strict=True)
+        ]
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
     try:
         write_page(path, runs)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}; --out names another file") from None
-    Console(emoji=False).print(f"Page: {path}", markup=False, soft_wrap=True)
+    shown = str(path).encode(errors="replace").decode()
+    Console(emoji=False).print(f"Page: {shown}", markup=False, soft_wrap=True)
 
 
 def _serve(places: list[Path], port: int) -> None:

@@ -24,7 +24,7 @@ _FAMILIES = "families"
 
 # Many times the size of a config; a file of weights named by mistake is not read into memory.
 _LARGEST_FILE = 1 << 20
-_FIRST_KEY = re.compile(r"""^[\s{"']*(\w+)["']?\s*:""", re.MULTILINE)
+_FIRST_KEY = re.compile(r"""^[ \t{"']*(\w+)["']?[ \t]*:""", re.MULTILINE)
 # Less alike, as my_lora.yaml and chroma_lora.yaml, is another name and not a mistyped one.
 _SIMILAR = 0.8
 

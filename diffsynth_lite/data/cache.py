@@ -104,7 +104,7 @@ def parse_entry(key: str, content: bytes) -> dict[str, Tensor]:
         header = json.loads(content[8 : 8 + header_bytes])
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"no whole entry: {error}") from error
-    if header.get("__metadata__", {}).get("xxh3") != _digest(key, tensors):
+    if (header.get("__metadata__") or {}).get("xxh3") != _digest(key, tensors):
         raise ValueError("its hash does not fit")
     return tensors
 

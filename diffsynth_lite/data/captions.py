@@ -39,8 +39,9 @@ def clean_caption(text: str) -> str:
     Raises:
         UserError: it is empty, text of another encoding, or too long.
     """
-    if len(text) > MAX_CAPTION_BYTES:
-        raise _too_long(len(text), "characters")
+    size = len(text.encode(errors="surrogatepass"))
+    if size > MAX_CAPTION_BYTES:
+        raise _too_long(size)
     caption = text.strip()
     if not caption:
         raise UserError("empty")
@@ -49,8 +50,8 @@ def clean_caption(text: str) -> str:
     return caption
 
 
-def _too_long(size: int, unit: str) -> UserError:
-    return UserError(f"too long for a caption: {size:,} {unit}, and {MAX_CAPTION_BYTES:,} are the most")
+def _too_long(size: int) -> UserError:
+    return UserError(f"too long for a caption: {size:,} bytes, and {MAX_CAPTION_BYTES:,} are the most")
 
 
 def captions_in(cells: Mapping[str, object]) -> tuple[str, ...]:
@@ -204,7 +205,7 @@ class CaptionFiles:
         path = self._folder.use(name)
         try:
             if (size := path.stat().st_size) > MAX_CAPTION_BYTES:
-                raise _too_long(size, "bytes")
+                raise _too_long(size)
             text = path.read_text(encoding="utf-8-sig")
             if "\0" in text:  # as in most UTF-16 without a byte order mark
                 raise UserError(_SAVE_AS_UTF_8)

@@ -31,8 +31,8 @@ from diffsynth_lite.data.images import (
 )
 from diffsynth_lite.data.item_table import ItemTable
 from diffsynth_lite.data.records import Record, is_video
+from diffsynth_lite.data.video import AVI_ID, clip_times, is_avi, read_frames
 from diffsynth_lite.data.video import DECODER_ID as VIDEO_DECODER_ID
-from diffsynth_lite.data.video import clip_times, read_frames
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.media import Audio, AudioFormat, Crop, Media, Prompt, evenly_spread
 
@@ -40,11 +40,6 @@ _TRANSFORM_ID = "v1 cover mask-area"
 """Name of what this file does to decoded media; part of cache keys, so change it with the code."""
 _RANDOM_MASK_ID = "random-v1"
 """Name of how masks are drawn, likewise."""
-
-
-def decoder_id(*, has_clips: bool, audio: AudioFormat | None = None) -> str:
-    """Name of all that decides the pixels and the sound of media besides their files and the settings."""
-    return " ".join((_TRANSFORM_ID, *_decoders(has_clips, audio)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +115,7 @@ class TrainingItem:
             crop=f"{self.crop_x!r} {self.crop_y!r}",
             times=f"{self.fps!r}: {self.times()}",
             transform=f"{_TRANSFORM_ID} {self.background}",
-            decoder=" ".join(_decoders(self.is_clip, self.audio)),
+            decoder=_decoders([self]),
             encoder=encoder_id,
         )
 
@@ -303,10 +298,16 @@ class PromptItem:
         return dict(tensors)
 
 
-def _decoders(has_clips: bool, audio: AudioFormat | None) -> tuple[str, ...]:
-    of_clips = (VIDEO_DECODER_ID,) if has_clips else ()
-    of_sound = () if audio is None else (AUDIO_DECODER_ID, f"{audio.sample_rate} Hz x {audio.num_channels}")
-    return (IMAGE_DECODER_ID, *of_clips, *of_sound)
+def _decoders(items: Sequence[TrainingItem]) -> str:
+    """Name of all that decides the pixels and the audio of items besides their files and the settings."""
+    ids = [IMAGE_DECODER_ID]
+    if any(item.is_clip for item in items):
+        ids.append(VIDEO_DECODER_ID)
+    if any(is_avi(path) for item in items for path in item.record.files):
+        ids.append(AVI_ID)
+    if form := next((item.audio for item in items if item.audio is not None), None):
+        ids += [AUDIO_DECODER_ID, f"{form.sample_rate} Hz x {form.num_channels}"]
+    return " ".join(ids)
 
 
 def latents_mask(mask: Image, latents_shape: tuple[int, ...]) -> Tensor:
@@ -360,10 +361,7 @@ class DataIdentity:
         return cls(
             items=f"{len(items)} items, {digest.hexdigest()}",
             num_buckets=len({item.bucket for item in items}),
-            decoder=decoder_id(
-                has_clips=any(item.is_clip for item in items),
-                audio=next((item.audio for item in items if item.audio is not None), None),
-            ),
+            decoder=f"{_TRANSFORM_ID} {_decoders(items)}",
             media_encoder=_short(media_encoder),
             prompt_encoder=_short(prompt_encoder),
         )

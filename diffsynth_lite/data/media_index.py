@@ -23,8 +23,8 @@ from diffsynth_lite.data.audio import DECODER_ID as AUDIO_DECODER_ID
 from diffsynth_lite.data.audio import AudioFacts, check_audio
 from diffsynth_lite.data.images import ImageFacts, check_image
 from diffsynth_lite.data.records import Part, is_video
+from diffsynth_lite.data.video import AVI_ID, VideoFacts, check_video, is_avi
 from diffsynth_lite.data.video import DECODER_ID as VIDEO_DECODER_ID
-from diffsynth_lite.data.video import VideoFacts, check_video
 from diffsynth_lite.errors import UserError, is_of_the_machine
 from diffsynth_lite.files import replacing, write_synced
 
@@ -290,7 +290,8 @@ class MediaIndex:
             facts = check_video(path) if is_video(path.name) else check_image(path)
             return json.dumps(dataclasses.asdict(facts))
 
-        values = json.loads(self._recall(_FACTS_ID, path, read))
+        facts_id = f"{_FACTS_ID} {AVI_ID}" if is_avi(path) else _FACTS_ID
+        values = json.loads(self._recall(facts_id, path, read))
         return VideoFacts(**values) if is_video(path.name) else ImageFacts(**values)
 
     def audio(self, path: Path) -> AudioFacts | None:

@@ -46,6 +46,8 @@ from diffsynth_lite.media import Audio
 _FFMPEG = {name: version[0] for name, version in av.library_versions.items()}
 DECODER_ID = f"v1 libavcodec {_FFMPEG['libavcodec']} libswscale {_FFMPEG['libswscale']}"
 """Name of what decides a clip's pixels besides its bytes; part of cache keys, so change it with the code."""
+AVI_ID = "avi 2"
+"""Likewise, of what only AVI files are read by: the times of their frames are those of the index since 2."""
 
 ClipPlace = Literal["start", "center", "random", "uniform"]
 
@@ -85,6 +87,11 @@ class VideoFacts:
     is_variable_rate: bool
 
 
+def is_avi(path: Path) -> bool:
+    """Whether a file is an AVI, by its name."""
+    return path.suffix.lower() == ".avi"
+
+
 def check_video(path: Path) -> VideoFacts:
     """Read the times of all frames, decoding only the first frame.
 
@@ -95,7 +102,7 @@ def check_video(path: Path) -> VideoFacts:
     with opened_clip(path) as clip:
         times, last_duration = _frame_times(path, clip, start.pts)
         nominal = clip.stream.average_rate
-        is_avi = clip.container.format.name == "avi"
+        has_slots = clip.container.format.name == "avi"
     intervals = [later - earlier for earlier, later in pairwise(times)]
     mean = Fraction(times[-1] - times[0], len(intervals)) if intervals else Fraction(last_duration)
     if mean == 0:
@@ -106,7 +113,7 @@ def check_video(path: Path) -> VideoFacts:
     is_variable_rate = unevenness > max(Fraction(1), mean / 100)
     if not is_variable_rate and nominal and abs(1 / (nominal * start.time_base) - mean) <= 1:
         rate = nominal  # the mean of rounded times is not quite it
-    if is_avi and intervals:
+    if has_slots and intervals:
         rate = 1 / (median_low(intervals) * start.time_base)  # a frame that is repeated leaves it as it is
     return VideoFacts(
         width=start.width,

@@ -27,8 +27,8 @@ _DUMP_NOT_BEFORE = 0.05
 """Part of it that a worker which took long to start has at least."""
 _NAME_BYTES = 512
 _FREE_FILES = 16
-"""That a trainer can open when its workers start: with 18 to 24 in all it could start one, and waited for a
-batch that the worker could not hand over."""
+"""Number that a trainer must be able to open before its workers start: with a few it could start one, and
+then waited for a batch that the worker could not send."""
 _EXIT_FEW_FILES = 24
 """Exit code of a worker that could open no more files."""
 

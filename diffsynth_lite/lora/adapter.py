@@ -231,8 +231,8 @@ def load_adapter_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) 
         )
         raise UserError(
             f"the adapter in the checkpoint does not fit the model: {len(differing)} tensors differ "
-            f"(first: {differing[0]}); resume with the lora settings that it was trained with, and, where "
-            "the name of a set stands for other layers in this version, with the version, too"
+            f"(first: {differing[0]}); resume with the lora settings that it was trained with, or, if a "
+            "set of lora.target_modules has other layers now, with the version that began the run"
         )
     set_peft_model_state_dict(model, dict(tensors))
 

@@ -110,7 +110,7 @@ class SD3(DiffusersFamily):
     Large turbo is distilled to 4 steps without guidance. No setting tells so; its name does.
 
     The sampler's shift is 3 at any size. diffusers' training script takes it, too, with a density around the
-    middle; kohya's sd-scripts and diffusion-pipe shift nothing unless told to. diffusers' script also weighs:
+    middle; kohya's sd-scripts and diffusion-pipe shift nothing by default. diffusers' script also weighs:
     its ``precondition_outputs``, on by default, compares ``noisy - sigma * velocity`` with the data, which is
     the loss of the velocity times sigma squared. Here all noise levels weigh the same, unless
     ``objective.loss_weighting`` says otherwise.

@@ -68,7 +68,7 @@ def render(runs: Sequence[RunReport], *, is_served: bool = False) -> str:
             a run that goes on is loaded again now and then.
     """
     scripts = [_resource(name) for name in _SCRIPTS]
-    return (
+    page = (
         _environment()
         .get_template("page.html")
         .render(
@@ -88,6 +88,8 @@ def render(runs: Sequence[RunReport], *, is_served: bool = False) -> str:
             written_at=time.time(),
         )
     )
+    # Names of files and texts of json may hold surrogates, which UTF-8 has not.
+    return page.encode(errors="replace").decode()
 
 
 @cache

@@ -4,6 +4,7 @@ import base64
 import io
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -70,8 +71,7 @@ def find_previews(
     previews = folder / "previews"
     found: dict[int, dict[str, dict[int, Path]]] = {}
     for path in sorted(previews.glob("step-*.png")):
-        # A link leads to anything on this machine; a page is shown to others.
-        if (match := _FILE_NAME.fullmatch(path.name)) and path.is_file() and not path.is_symlink():
+        if (match := _FILE_NAME.fullmatch(path.name)) and _is_shown(path):
             step, place, mark = int(match[1]), int(match[2]), match[3]
             found.setdefault(place, {}).setdefault(mark, {})[step] = path
     shown = []
@@ -86,6 +86,13 @@ def find_previews(
             )
         )
     return shown
+
+
+def _is_shown(path: Path) -> bool:
+    """Whether it is a file that can be reached; a link leads to anything, and a page is shown to others."""
+    with suppress(OSError):
+        return path.is_file() and not path.is_symlink()
+    return False
 
 
 def embedded(folder: Path, prompts: Sequence[PromptPreviews], *, share: float = 1.0) -> dict[str, str]:

@@ -123,7 +123,7 @@ def read_run(path: Path, *, base: str = "") -> RunReport:
 
 
 def read_any_run(path: Path, *, base: str = "") -> RunReport:
-    """As :func:`read_run`; of a run that nobody can make sense of, that it is unreadable, and why.
+    """As :func:`read_run`; a run that cannot be read is reported as unreadable, with the reason.
 
     A page of several runs shows the others all the same.
     """

@@ -6,6 +6,7 @@ the previews that their pages show.
 
 import hashlib
 import logging
+import os
 import re
 import sys
 import threading
@@ -17,7 +18,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, unquote_to_bytes, urlsplit
 
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.report.page import render
@@ -99,7 +100,7 @@ class RunPages:
             if path == "/":
                 return self._page(path, list(self._runs))
             match = _RUN_PATH.fullmatch(path)
-            name, file = (unquote(match[1]), match[2]) if match else ("", "")
+            name, file = (os.fsdecode(unquote_to_bytes(match[1])), match[2]) if match else ("", "")
             if name not in self._runs:
                 return None
             if file == "":
@@ -110,7 +111,7 @@ class RunPages:
         state, known, began_at = RunFolder(folder).changes(), self._runs.get(name), self._clock()
         if known is not None and (known.state == state or began_at < known.good_until):
             return known
-        report = read_any_run(folder, base=f"/runs/{quote(name, safe='')}/")
+        report = read_any_run(folder, base=f"/runs/{quote(os.fsencode(name), safe='')}/")
         # Its other files are not shown, so they are not listed either.
         report = replace(report, name=name, files=())
         now = self._clock()

@@ -143,11 +143,13 @@ class RunFolder:
         return self.path / "lora"
 
     def holds_run(self) -> bool:
-        """Whether a run has been started here.
+        """Whether a run has been started here, as far as the folder can be read.
 
-        ``status.json`` is the first file that a run writes; where it was lost, a checkpoint tells.
+        ``status.json`` is the first file that a run writes; where it was lost, a checkpoint shows it.
         """
-        return b'"found_at"' in self._status_bytes() or any(self.checkpoints_folder.glob(_MANIFESTS))
+        with suppress(OSError):
+            return b'"found_at"' in self._status_bytes() or any(self.checkpoints_folder.glob(_MANIFESTS))
+        return False
 
     def sync_rows(self) -> None:
         """Wait until the rows by step are on the disk: before a checkpoint that is later than they are."""
@@ -329,7 +331,7 @@ class RunFolder:
         wrong += [f"{path} is no file" for path in files if os.path.lexists(path) and not path.is_file()]
         lock = self.path / _LOCK_NAME
         if lock.is_symlink() or (lock.exists() and not lock.is_file()):
-            wrong.append(f"{lock} is no file of a run's own")  # What a link leads to would be emptied.
+            wrong.append(f"{lock} is not a regular file")  # the target of a link would be emptied
         if wrong:
             raise UserError(f"output.dir: {'; '.join(wrong)}: move aside what is there")
 

@@ -46,7 +46,7 @@ def read_items(path: Path) -> list[MeasuredItem]:
     """The items in the order of the losses; none where there is no file.
 
     Raises:
-        UserError: a line is no row of an item, or the file is none that a run writes.
+        UserError: a line is not a row of an item, or the file is not one that a run writes.
     """
     try:
         lines = read_run_file(path).splitlines()

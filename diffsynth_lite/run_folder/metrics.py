@@ -63,7 +63,7 @@ class MetricsFile:
         """All rows in the order they were written, without a torn last line; none when there is no file.
 
         Raises:
-            UserError: another line is not a row, or the file is none that a run writes.
+            UserError: another line is not a row, or the file is not one that a run writes.
         """
         if not self.path.exists():
             return []

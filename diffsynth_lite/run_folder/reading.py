@@ -26,6 +26,13 @@ _MOST_BYTES = {
 }
 """Of a file of a run folder, by its name or suffix: ten times or more what a run of a million steps writes
 that logs every 10 steps and evaluates every 250. The sizes of rows were measured."""
+_MOST_ROWS = {
+    "metrics.jsonl": 1_000_000,
+    "layers.jsonl": 40_000,
+    "item_losses.jsonl": 40_000,
+    ".jsonl": 2_000_000,
+}
+"""Likewise, ten times the number of rows above: rows of a few bytes take far more memory than their file."""
 
 _Read = TypeVar("_Read")
 
@@ -37,16 +44,16 @@ def read_run_file(path: Path) -> bytes:
         UserError: it is not a regular file, or larger than any that a run writes.
         OSError: it is not there, or cannot be read.
     """
-    return read_bytes(path, most_bytes=_most_bytes(path))
+    return read_bytes(path, most_bytes=_most(_MOST_BYTES, path))
 
 
 def require_run_file(path: Path) -> None:
     """Check the same of a file that something else reads, such as a config."""
-    require_file(path, most_bytes=_most_bytes(path))
+    require_file(path, most_bytes=_most(_MOST_BYTES, path))
 
 
-def _most_bytes(path: Path) -> int:
-    return _MOST_BYTES.get(path.name) or _MOST_BYTES[path.suffix]
+def _most(limits: Mapping[str, int], path: Path) -> int:
+    return limits.get(path.name) or limits[path.suffix]
 
 
 class TolerantReader:
@@ -73,10 +80,17 @@ class TolerantReader:
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """The rows of a file of json lines; the last one may be torn, which is no problem."""
-        *lines, _ = self._bytes(name).split(b"\n")
+        content, most = self._bytes(name), _most(_MOST_ROWS, Path(name))
+        if (num_rows := content.count(b"\n")) > most:
+            self.problems.append(
+                f"{name} has {num_rows:,} rows, where {most:,} are the most, and is left out"
+            )
+            return []
+        *lines, _ = content.split(b"\n")
+        del content  # it takes as much memory as they do
         rows = [_masked(row) for line in lines if (row := _row(line)) is not None]
         if unread := len(lines) - len(rows):
-            self.problems.append(f"{name}: {unread} of {len(lines)} lines are no rows and are left out")
+            self.problems.append(f"{name}: {unread} of {len(lines)} lines are not rows and are left out")
         return rows
 
     def _document(self, name: str, kind: type[_Read]) -> _Read:

@@ -86,7 +86,7 @@ class FixedNoise:
 
     @property
     def audio_part(self) -> float:
-        """That of audio with levels of its own: a third further, as even over the items as ``part``."""
+        """That of audio with levels of its own: moved by a third, so that it covers the levels as evenly."""
         return (self.part + 1 / 3) % 1
 
 

@@ -400,10 +400,10 @@ class DenoisingObjective:
         """What the model says of each part, in its shape."""
         if len(seen.noisy) == 1:
             return (self.family.predict(transformer, seen.noisy[0], seen.sigma, seen.conditioning),)
+        # A shared level is not given twice: a family of somebody else may not know the argument.
+        own = {} if seen.audio_sigma is None else {"audio_sigma": seen.audio_sigma}
         video, audio = seen.noisy
-        return self.family.predict_with_audio(
-            transformer, video, audio, seen.sigma, seen.conditioning, audio_sigma=seen.audio_sigma
-        )
+        return self.family.predict_with_audio(transformer, video, audio, seen.sigma, seen.conditioning, **own)
 
     def _own_estimate(self, transformer: torch.nn.Module, seen: _Seen) -> _Parts:
         """What the model says as it is by now, without gradients and without dropout, in fp32."""

@@ -101,7 +101,9 @@ def test_a_file_that_cannot_be_extended_is_refused_at_the_line_that_names_it(fil
         "swordfish\n",
         "[swordfish, {train: 1}]\n",
         "a: %TAG\nb: [swordfish\n",
+        "\n" * 500_000 + "swordfish",  # looked at line by line: minutes, if line breaks were tried together
     ],
+    ids=lambda text: text[:20],
 )
 def test_of_a_file_that_is_no_config_nothing_is_shown(files, text):
     path = files(other=text, top="extends: other.yaml\n")

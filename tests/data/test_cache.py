@@ -1,7 +1,9 @@
 import gc
 import hashlib
+import json
 import logging
 import os
+import struct
 import sys
 
 import pytest
@@ -112,6 +114,16 @@ def test_a_changed_type_is_noticed(cache):
     path = file_of(cache, "ab")
     path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"'))
     assert cache.read("ab") is None
+
+
+def test_an_entry_without_a_hash_is_not_read(cache, tensors):
+    cache.write("ab", tensors)
+    path = file_of(cache, "ab")
+    for metadata in ("null", "{}"):
+        header = json.dumps({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}})
+        header = f'{header[:-1]}, "__metadata__": {metadata}}}'
+        path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + b"0")
+        assert cache.read("ab") is None
 
 
 def test_a_damaged_entry_is_warned_of_once_set_aside_and_can_be_written_again(cache, tensors, caplog):

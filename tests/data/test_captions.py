@@ -82,7 +82,7 @@ def test_a_caption_above_a_mebibyte_is_refused_by_name_and_not_read(tmp_path):
 
 def test_a_cell_above_a_mebibyte_is_refused():
     assert captions_in({"text": "x" * MAX_CAPTION_BYTES})
-    with pytest.raises(UserError, match="too long for a caption: 1,048,577 characters, and 1,048,576 are"):
+    with pytest.raises(UserError, match="too long for a caption: 1,048,577 bytes, and 1,048,576 are"):
         captions_in({"text": ["good", "x" * (MAX_CAPTION_BYTES + 1)]})
 
 

@@ -139,7 +139,7 @@ def of_ltx2(num_tokens: int) -> list[float]:
     return [
         stretched_mean(num_tokens),  # Lightricks' trainer
         ((ends_at_a_tenth * weights).sum() / weights.sum()).item(),  # DiffSynth-Studio
-        mean_level("uniform", ltx_line(num_tokens)),  # the sampler's own, but that it ends at 0.1
+        mean_level("uniform", ltx_line(min(num_tokens, 4096))),  # the sampler's own, to the end of its line
     ]
 
 

@@ -22,7 +22,7 @@ def test_rows_around_a_broken_line_are_read_and_a_torn_last_one_is_no_problem(tm
     (tmp_path / "a.jsonl").write_text('{"step": 1}\nnonsense\n[2]\n{"step": 3}\n{"ste')
     reader = TolerantReader(tmp_path)
     assert reader.rows("a.jsonl") == [{"step": 1}, {"step": 3}]
-    assert reader.problems == ["a.jsonl: 2 of 4 lines are no rows and are left out"]
+    assert reader.problems == ["a.jsonl: 2 of 4 lines are not rows and are left out"]
 
 
 @pytest.mark.parametrize(

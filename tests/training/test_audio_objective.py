@@ -55,7 +55,7 @@ class Family:
         sigma: torch.Tensor,
         conditioning: Any,
         *,
-        audio_sigma: torch.Tensor | None,
+        audio_sigma: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         model.calls.append(("both", len(noisy)))
         level = sigma if audio_sigma is None else audio_sigma

@@ -88,7 +88,7 @@ def is_scale(name: str) -> bool:
 
 
 def _refuse_others(tensors: Mapping[str, Tensor], settings: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse what is in another format: by the name of that, and only where it has none by its dtype."""
+    """Refuse weights in another format, by its name; by their dtype where the file does not name one."""
     for name in tensors:
         known = next((known for ending, known in _OF_OTHERS.items() if name.endswith(ending)), None)
         if known is not None:

@@ -29,7 +29,7 @@ _NUM_BYTES = MappingProxyType({0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 1
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 8
 _MAX_HEADER_BYTES, _MAX_HEADER_VALUES = 2**26, 2**20
-"""Far more than the names, shapes and settings of a model take; gguf makes an object of each value."""
+"""Far more than the names, shapes and settings of a transformer take; gguf makes an object of each value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ class _Header:
         if self._num_bytes > _MAX_HEADER_BYTES or self._num_values > _MAX_HEADER_VALUES:
             raise StoredFormatError(
                 f"its header has over {_MAX_HEADER_BYTES:,} bytes or {_MAX_HEADER_VALUES:,} values, more "
-                "than a model needs"
+                "than a transformer needs"
             )
 
 

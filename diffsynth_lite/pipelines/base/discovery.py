@@ -21,7 +21,7 @@ from diffsynth_lite.releases import UNTRAINED, Release
 logger = logging.getLogger(__name__)
 
 _EXPECTED_PACKAGES = ("diffsynth_lite", "torch", "bitsandbytes", "prodigyopt", "schedulefree")
-"""That settings name modules of: of this project, and of what it depends on or has an extra for."""
+"""Of the modules that settings usually name: this one, torch, and those of the extras for optimizers."""
 
 
 def family_names() -> list[str]:

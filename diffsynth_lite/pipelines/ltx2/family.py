@@ -93,11 +93,11 @@ class LTX2(DiffusersFamily):
     against streams kept apart with 3, rescaling with 0.7 and, of LTX-2.3, against a block without attention
     with 1; that is three runs of the model a step, or four. With a scale of 1 it has none.
 
-    The shift grows with the clip up to 4096 tokens, as of ``ltx_video``. The recipe has the noise levels of
-    Lightricks' trainer (`timestep_density: stretched_logit_normal`), whose line goes on beyond these
-    (`shift: resolution`). The distilled releases cannot be told from the others by their files; training
-    undoes what lets them draw in 8 steps. LTX-2.5, which reads prompts by Gemma 4, and the upscalers are
-    refused.
+    The shift grows with the clip up to 4096 tokens, as of ``ltx_video``: there the noise level is 0.80 in the
+    mean. The recipe has the noise levels of Lightricks' trainer, 0.75 at its 4,224 tokens
+    (`timestep_density: stretched_logit_normal`), whose line goes on beyond these (`shift: resolution`). The
+    files of the distilled releases look like those of the others; training undoes what lets them generate in
+    8 steps. LTX-2.5, which reads prompts by Gemma 4, and the upscalers are refused.
     """
 
     pipelines = (LTX2Pipeline, LTX2ImageToVideoPipeline, LTX2ConditionPipeline)

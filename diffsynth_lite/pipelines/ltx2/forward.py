@@ -61,13 +61,13 @@ def model_fn_ltx2(
         policy: which blocks the two switches are for; None is the policy of the gradient engine in scope.
 
     Returns:
-        (B, 128, F, H, W), and what it says of the sound, (B, 8, L, 16), or nothing of use: each the predicted
+        (B, 128, F, H, W), and that of the audio, (B, 8, L, 16), of no use without audio: each the predicted
         velocity ``noise - latents``.
     """
     num_frames, height, width = latents_bcfhw.shape[2:]
     hears = audio_latents_bclm is not None
     if audio_latents_bclm is None or audio_prompt_embeds_bld is None:
-        audio_latents_bclm, audio_prompt_embeds_bld = _no_sound(transformer, latents_bcfhw)
+        audio_latents_bclm, audio_prompt_embeds_bld = _without_audio(transformer, latents_bcfhw)
     switches = use_gradient_checkpointing, use_gradient_checkpointing_offload
     with (
         nullcontext() if audio_sigma is None else _gates_of_the_other(transformer, sigma, audio_sigma),
@@ -132,7 +132,9 @@ def _gates_of_the_other(
             hook.remove()
 
 
-def _no_sound(transformer: torch.nn.Module, like_bcfhw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _without_audio(
+    transformer: torch.nn.Module, like_bcfhw: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What the stream of sound is given where there is none: one token, (B, C, 1, 1), and one of a prompt."""
     config: Any = unwrapped(transformer).config
     reads = config.caption_channels if config.use_prompt_embeddings else config.audio_cross_attention_dim

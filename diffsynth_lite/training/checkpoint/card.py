@@ -257,7 +257,7 @@ class CardWriter:
     def _caveats_of_use(self) -> Iterator[str]:
         family = self.family
         if files := re.findall(r'load_\w+\("(\S+)"\)', self._code or ""):
-            yield f"The code reads {', '.join(files)}: your own, as those of the samples are not here."
+            yield f"The code reads {', '.join(files)}, which you provide: those of the samples are not here."
         if isinstance(family, DiffusersFamily) and not family.loaded_by_diffusers:
             readers = " and ".join(family.other_readers())
             yield f"Nothing of diffusers loads a {self.facts.kind} of this model: the file is for {readers}."

@@ -98,9 +98,10 @@ def usage_code(
 
 
 def _imports(written: str) -> Iterator[str]:
-    """The lines that import what code has."""
+    """The lines that import what code has; what is in quotes, such as the name of a base, is no code."""
+    code = re.sub(r"""'[^']*'|"[^"]*\"""", "", written)
     for module, names in _IMPORTED.items():
-        if used := [name for name in names if re.search(rf"\b{name}\b", written)]:
+        if used := [name for name in names if re.search(rf"\b{name}\b", code)]:
             yield f"from {module} import {', '.join(used)}"
 
 
@@ -144,7 +145,7 @@ def _guidance(
         return {"guidance_scale": scale}
     name = "true_cfg_scale" if "true_cfg_scale" in takes else "guidance_scale"
     scales = {name: scale if scale > 1 else 0.0} if name in takes else {}  # else a guider knows it
-    # Previews have zeros in place of a blank one where the pipeline has them in place of none.
+    # Where a pipeline embeds no negative prompt as zeros, previews have these for a blank one.
     is_zeros = "force_zeros_for_empty_prompt" in parts and not negative_prompt.strip()
     if scale <= 1 or "negative_prompt" not in takes or is_zeros:
         return scales

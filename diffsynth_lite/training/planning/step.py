@@ -202,13 +202,9 @@ class MetaStep:
             if self._noisy_audio is None:
                 estimate = self._family.predict(self.model, self._noisy, self._sigma, self._conditioning)
                 return estimate.float().square().mean()
+            own = {} if self._audio_sigma is None else {"audio_sigma": self._audio_sigma}
             parts = self._family.predict_with_audio(
-                self.model,
-                self._noisy,
-                self._noisy_audio,
-                self._sigma,
-                self._conditioning,
-                audio_sigma=self._audio_sigma,
+                self.model, self._noisy, self._noisy_audio, self._sigma, self._conditioning, **own
             )
             return torch.stack([part.float().square().mean() for part in parts]).sum()
 

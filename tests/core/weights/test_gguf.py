@@ -167,7 +167,7 @@ def test_a_header_that_no_model_has_is_refused_whatever_the_length_of_the_file(t
         file.write_bytes(content)
         with file.open("r+b") as stream:
             stream.truncate(2**31)  # of which the disk holds nothing
-        with pytest.raises(StoredFormatError, match=r"its header has .* more than a model needs"):
+        with pytest.raises(StoredFormatError, match=r"its header has .* more than a transformer needs"):
             GgufTensors.in_file(file)
 
 

@@ -179,7 +179,7 @@ def card_of(folder: Path, recipe: str, settings: Sequence[str], base: BaseModel 
                 "from PIL import ImageOps\n",
                 "pipeline = LTXImageToVideoPipeline.from_pretrained(",
                 '    image=ImageOps.fit(load_image("input.png"), (768, 512)),\n',
-                "The code reads input.png: your own, as",
+                "The code reads input.png, which you provide",
             ],
         ),
         (

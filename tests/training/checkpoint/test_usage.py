@@ -53,8 +53,8 @@ def export(sample: Sample, kind: AdapterKind = LORA) -> nn.Module:
     return model
 
 
-def code_for(family: ModelFamily, request: PreviewRequest) -> str | None:
-    told = {"base": "model", "dtype": "float32", "lora": "lora"}
+def code_for(family: ModelFamily, request: PreviewRequest, base: str = "model") -> str | None:
+    told = {"base": base, "dtype": "float32", "lora": "lora"}
     prompts = {"prompt": PROMPTS[0], "negative_prompt": NEGATIVE}
     return usage_code(family, request, **told, **prompts, fps=family.default_fps)
 
@@ -94,6 +94,8 @@ def test_releases_of_another_layout_have_code_of_their_own(name: str, build: Cal
     model = export(sample)
     code = code_for(family, request)
     assert code is not None
+    # What a base is called is no code.
+    assert "import Image" not in str(code_for(family, request, base="somebody/Z-Image"))
     drawn, pipeline = generated(code)
     assert all(getattr(pipeline, part).peft_config for part in family.trained)
     assert difference(drawn, previewed(family, model, request)) <= LARGEST_DIFFERENCE
