@@ -169,7 +169,7 @@ def _verify_seal(config: Config) -> None:
 def _seal(parsed: argparse.Namespace, loaded: Sequence[LoadedConfig]) -> None:
     """Write what runs read of a filled cache to data.sealed; where that is done, compare it with the data."""
     from diffsynth_lite.core.units import format_bytes
-    from diffsynth_lite.training.encoding.sealing import seal_run
+    from diffsynth_lite.training.sealing import seal_run
     from diffsynth_lite.training.shortages import shortages_explained
 
     refuse_group(os.environ, "cache seal")

@@ -52,7 +52,7 @@ from diffsynth_lite.training.data_settings import (
     own_audio_shape,
     plan_rules,
 )
-from diffsynth_lite.training.dataset import require_sound
+from diffsynth_lite.training.encoding.dataset import require_sound
 
 _Value = TypeVar("_Value")
 

@@ -28,10 +28,10 @@ from diffsynth_lite.training.builder import (
     build_picture_source,
     load_frozen_transformer,
 )
-from diffsynth_lite.training.checkpoint.lora_file import read_lora
 from diffsynth_lite.training.checkpoint.resume import choices_in
 from diffsynth_lite.training.checks import bind_family, check_loading, find_blocks
 from diffsynth_lite.training.encoding.run_encoding import encode_previews
+from diffsynth_lite.training.lora_file import read_lora
 from diffsynth_lite.training.planning.automatic import before_choice, choose_memory, leaves_open
 from diffsynth_lite.training.preview_requests import build_preview_requests, check_previews
 from diffsynth_lite.training.previews import (

@@ -25,6 +25,7 @@ from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.release_folder import find_base_model
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.metrics import MetricsFile
+from diffsynth_lite.training.checkpoint.divergence import Divergence
 from diffsynth_lite.training.checks import CheckedRun, block_policy
 from diffsynth_lite.training.data_settings import (
     data_sources,
@@ -34,7 +35,6 @@ from diffsynth_lite.training.data_settings import (
 from diffsynth_lite.training.distributed.devices import batch_layout
 from diffsynth_lite.training.distributed.sharding import require_sharded
 from diffsynth_lite.training.distributed.watchdog import LONG_WAIT
-from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.encoding.run_encoding import TrainingData
 from diffsynth_lite.training.evaluation import (
     FixedNoiseErrors,

@@ -18,9 +18,7 @@ from diffsynth_lite.lora import adapter_shapes
 from diffsynth_lite.pipelines import ModelFamily, load_family, require_family, resolve_folder
 from diffsynth_lite.pipelines.base.single_file import component_files
 from diffsynth_lite.run_folder.metrics import require_trackers
-from diffsynth_lite.training.checkpoint.optimizer_state import OptimizerFacts
 from diffsynth_lite.training.data_settings import check_records, plan_rules, set_audio
-from diffsynth_lite.training.dataset import ReadRecords, read_records
 from diffsynth_lite.training.distilled import (
     family_that_draws,
     training_adapter_digest,
@@ -34,6 +32,7 @@ from diffsynth_lite.training.distributed.agreement import (
 from diffsynth_lite.training.distributed.context import check_split, check_tokens_of_previews
 from diffsynth_lite.training.distributed.devices import batch_layout
 from diffsynth_lite.training.distributed.same_run import require_same_model, require_same_settings
+from diffsynth_lite.training.encoding.dataset import ReadRecords, read_records
 from diffsynth_lite.training.frozen_weights import text_encoder_memory, transformer_quantization
 from diffsynth_lite.training.layer_groups import (
     LayerGroup,
@@ -45,6 +44,7 @@ from diffsynth_lite.training.layer_groups import (
     require_kind,
     usual_group,
 )
+from diffsynth_lite.training.optimization.optimizer_state import OptimizerFacts
 from diffsynth_lite.training.optimization.optimizers import (
     build_group_rates,
     build_learning_rate,

@@ -13,8 +13,8 @@ from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora import adapter_digest, is_drawn_alone, require_fit
 from diffsynth_lite.lora.pairs import LoraFile
 from diffsynth_lite.pipelines import ModelFamily, require_family, resolve_folder
-from diffsynth_lite.training.checkpoint.lora_file import read_lora
 from diffsynth_lite.training.distributed.agreement import from_main_process, tensors_from_main_process
+from diffsynth_lite.training.lora_file import read_lora
 
 _DISTILLED = frozenset(
     ["distill", "distilled", "dmd", "flash", "hyper", "lcm", "lightning", "schnell", "sprint", "turbo"]

@@ -31,9 +31,7 @@ from diffsynth_lite.training.builder import (
     build_run,
     build_transformer,
 )
-from diffsynth_lite.training.checkpoint.card import CardWriter
-from diffsynth_lite.training.checkpoint.lora_facts import gather_lora_facts
-from diffsynth_lite.training.checkpoint.lora_file import read_initial_lora
+from diffsynth_lite.training.checkpoint.divergence import Divergence
 from diffsynth_lite.training.checkpoint.manifest import Checkpoint
 from diffsynth_lite.training.checkpoint.resume import (
     Lineage,
@@ -42,7 +40,6 @@ from diffsynth_lite.training.checkpoint.resume import (
     extended_lineage,
     resolve_checkpoint,
 )
-from diffsynth_lite.training.checkpoint.room import require_room, warn_of_previews
 from diffsynth_lite.training.checkpoint.saver import Saver, restore
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.checks import CheckedRun, check_run, checked_again
@@ -56,11 +53,14 @@ from diffsynth_lite.training.distributed.agreement import (
 from diffsynth_lite.training.distributed.context import check_context, context_of, split_model
 from diffsynth_lite.training.distributed.devices import describe_run
 from diffsynth_lite.training.distributed.sharding import check_sharding, shards_of
-from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.encoding.run_encoding import TrainingData, encode_run
 from diffsynth_lite.training.encoding.sealed_start import sealed_data
 from diffsynth_lite.training.evaluation import ValidationProtocol
+from diffsynth_lite.training.export.card import CardWriter
+from diffsynth_lite.training.export.disk_space import require_room, warn_of_previews
+from diffsynth_lite.training.export.lora_facts import gather_lora_facts
 from diffsynth_lite.training.layer_groups import adapter_kind, own_sizes, usual_size
+from diffsynth_lite.training.lora_file import read_initial_lora
 from diffsynth_lite.training.memory_report import workload_of
 from diffsynth_lite.training.optimization.averages import AveragedWeights
 from diffsynth_lite.training.optimization.optimizers import build_average, build_optimizer, measures_average

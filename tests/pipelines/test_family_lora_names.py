@@ -30,7 +30,7 @@ from diffsynth_lite.lora.pairs import LoraPair, pairs_of
 from diffsynth_lite.lora.reading import contents_of, known_pairs
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.pipelines.base.composite import split_adapter
-from diffsynth_lite.training.checkpoint.lora_file import export_lora
+from diffsynth_lite.training.lora_file import export_lora
 
 RANK = 4
 TABLES = (

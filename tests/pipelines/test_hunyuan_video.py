@@ -37,7 +37,7 @@ from diffsynth_lite.pipelines.hunyuan_video import (
     tiny,
     tiny_hunyuan_video_transformer,
 )
-from diffsynth_lite.training.checkpoint.usage import usage_code
+from diffsynth_lite.training.export.usage import usage_code
 
 SIGMA = torch.tensor([0.1, 0.5, 0.9])
 TEXTS = (*PROMPTS, "", "circle " * 300)

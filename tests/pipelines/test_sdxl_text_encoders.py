@@ -34,7 +34,7 @@ from diffsynth_lite.media import Prompt
 from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.base.composite import Composite
 from diffsynth_lite.pipelines.sdxl import SDXL
-from diffsynth_lite.training.checkpoint.lora_file import read_initial_lora
+from diffsynth_lite.training.lora_file import read_initial_lora
 from diffsynth_lite.training.planning.memory_count import MemoryCounter
 from diffsynth_lite.training.planning.step import StepSettings
 

@@ -17,9 +17,9 @@ from diffsynth_lite.pipelines import PipelineFolder, PreviewRequest
 from diffsynth_lite.pipelines.qwen_image import QwenImage
 from diffsynth_lite.redaction import Redactor, in_force
 from diffsynth_lite.run_folder.metrics import start_trackers
-from diffsynth_lite.training.checkpoint.lora_file import export_lora
 from diffsynth_lite.training.checkpoint.resume import require_same, settings_fingerprint
-from diffsynth_lite.training.dataset import Quarantine
+from diffsynth_lite.training.encoding.dataset import Quarantine
+from diffsynth_lite.training.lora_file import export_lora
 from diffsynth_lite.training.previews import PictureSource, Previews
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"

@@ -24,7 +24,7 @@ from diffsynth_lite.lora.pairs import pairs_of
 from diffsynth_lite.media import Drawn, frame_strip, frames_of
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
 from diffsynth_lite.pipelines.base.composite import Composite
-from diffsynth_lite.training.checkpoint.usage import usage_code
+from diffsynth_lite.training.export.usage import usage_code
 
 STREAMED = ("memory.stream_blocks=all", "memory.stream_slots=1")
 NO_PREVIEWS = tuple(

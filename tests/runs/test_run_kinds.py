@@ -12,7 +12,7 @@ from diffsynth_lite.cli.main import main
 from diffsynth_lite.lora import add_finished_lora
 from diffsynth_lite.pipelines import PipelineFolder
 from diffsynth_lite.pipelines.qwen_image import QwenImage
-from diffsynth_lite.training.checkpoint.lora_file import read_lora
+from diffsynth_lite.training.lora_file import read_lora
 
 KINDS = {
     # With what each may have beside it, and what of memory changes no number.

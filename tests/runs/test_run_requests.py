@@ -17,9 +17,9 @@ from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects
 from diffsynth_lite.training.checkpoint import saver
-from diffsynth_lite.training.checkpoint.lora_file import ExportedLora
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
 from diffsynth_lite.training.evaluation import ValidationProtocol
+from diffsynth_lite.training.lora_file import ExportedLora
 
 LORA = "pytorch_lora_weights.safetensors"
 

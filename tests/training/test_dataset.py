@@ -8,7 +8,7 @@ from pretended_processes import PretendedProcesses
 
 from diffsynth_lite.config import Config, load_config
 from diffsynth_lite.errors import Problems, RunStoppedError
-from diffsynth_lite.training.dataset import ReadRecords, read_records
+from diffsynth_lite.training.encoding.dataset import ReadRecords, read_records
 
 
 def config_of(folder: Path) -> Config:
@@ -55,7 +55,7 @@ def test_bad_data_do_not_let_a_process_go_on_where_another_has_ended(
         if config.validation.data == f"{other}/held out":
             raise OSError("Input/output error")
 
-    monkeypatch.setattr("diffsynth_lite.training.dataset.find_held_out_records", fail_there)
+    monkeypatch.setattr("diffsynth_lite.training.encoding.dataset.find_held_out_records", fail_there)
 
     def read(accelerator: Any, _: int) -> Any:
         folder = tmp_path if accelerator.is_main_process else other

@@ -24,7 +24,7 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects, build_accelerator
-from diffsynth_lite.training.divergence import Divergence
+from diffsynth_lite.training.checkpoint.divergence import Divergence
 from diffsynth_lite.training.run_context import RunContext, StartupClock
 from diffsynth_lite.training.trainer import train, train_step
 

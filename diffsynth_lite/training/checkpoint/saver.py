@@ -23,19 +23,19 @@ from diffsynth_lite.lora import (
 from diffsynth_lite.lora.metadata import LoraFacts, NoiseRange, lora_metadata
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.run_folder.folder import RunFolder
-from diffsynth_lite.training.checkpoint.lora_file import export_lora
+from diffsynth_lite.training.checkpoint.divergence import Divergence
 from diffsynth_lite.training.checkpoint.manifest import (
     Checkpoint,
     folder_name,
     read_checkpoint,
 )
-from diffsynth_lite.training.checkpoint.optimizer_state import load_optimizer, optimizer_tensors
 from diffsynth_lite.training.checkpoint.resume import Lineage, RunFingerprint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore, SavedBytes
 from diffsynth_lite.training.distributed.agreement import on_main_process, tensors_from_main_process
-from diffsynth_lite.training.divergence import Divergence
 from diffsynth_lite.training.evaluation import ValidationProtocol
+from diffsynth_lite.training.lora_file import export_lora
 from diffsynth_lite.training.optimization.averages import AveragedWeights, MovingAverage
+from diffsynth_lite.training.optimization.optimizer_state import load_optimizer, optimizer_tensors
 
 logger = logging.getLogger(__name__)
 

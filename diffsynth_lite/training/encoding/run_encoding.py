@@ -45,7 +45,10 @@ from diffsynth_lite.errors import Problems, RunStoppedError, UserError
 from diffsynth_lite.media import evenly_spread
 from diffsynth_lite.pipelines import ModelFamily
 from diffsynth_lite.training.data_settings import held_out_rules, learned_sources, open_memory, plan_rules
-from diffsynth_lite.training.dataset import (
+from diffsynth_lite.training.distributed.agreement import on_all_processes
+from diffsynth_lite.training.distributed.context import check_tokens
+from diffsynth_lite.training.distributed.same_run import require_same_items
+from diffsynth_lite.training.encoding.dataset import (
     Quarantine,
     ReadRecords,
     bad_records,
@@ -55,9 +58,6 @@ from diffsynth_lite.training.dataset import (
     require_sound,
     say_what_is_tiled,
 )
-from diffsynth_lite.training.distributed.agreement import on_all_processes
-from diffsynth_lite.training.distributed.context import check_tokens
-from diffsynth_lite.training.distributed.same_run import require_same_items
 from diffsynth_lite.training.encoding.job import EncodingJob
 from diffsynth_lite.training.evaluation import TrackedItem, ValidationItem, thumbnail_of
 from diffsynth_lite.training.preview_requests import EncodedPrompt, input_files, read_preview_media

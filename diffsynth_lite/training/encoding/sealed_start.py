@@ -10,10 +10,10 @@ from diffsynth_lite.data import DataIdentity, ItemTable
 from diffsynth_lite.data.sealed import Seal, SealedEntries, StoredOrders
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.training.data_settings import orders_folder, sealed_folder
-from diffsynth_lite.training.dataset import find_cache_group
 from diffsynth_lite.training.distributed.agreement import on_all_processes, some_processes_first
 from diffsynth_lite.training.distributed.context import check_tokens
 from diffsynth_lite.training.distributed.same_run import require_same_items
+from diffsynth_lite.training.encoding.dataset import find_cache_group
 from diffsynth_lite.training.encoding.job import EncodingJob
 from diffsynth_lite.training.encoding.run_encoding import (
     CheckedData,

@@ -20,12 +20,6 @@ from diffsynth_lite.config import Config
 from diffsynth_lite.errors import UserError
 from diffsynth_lite.lora.kinds.kind import TrainedTensor
 from diffsynth_lite.pipelines.base.discovery import import_named
-from diffsynth_lite.training.checkpoint.optimizer_state import (
-    OptimizerFacts,
-    load_optimizer,
-    optimizer_tensors,
-    state_bytes,
-)
 from diffsynth_lite.training.layer_groups import LayerGroup, RateGroup, adapter_kind, rate_groups
 from diffsynth_lite.training.optimization.averages import (
     AveragedWeights,
@@ -34,6 +28,12 @@ from diffsynth_lite.training.optimization.averages import (
     has_modes,
 )
 from diffsynth_lite.training.optimization.learning_rate import learning_rate_schedule
+from diffsynth_lite.training.optimization.optimizer_state import (
+    OptimizerFacts,
+    load_optimizer,
+    optimizer_tensors,
+    state_bytes,
+)
 
 _CLASSES = {
     "adamw": "torch.optim.AdamW",

@@ -39,7 +39,7 @@ from diffsynth_lite.lora.kinds.kind import LORA, AdapterKind
 from diffsynth_lite.lora.pairs import LoraFile, pairs_of
 from diffsynth_lite.pipelines import Conditioning, ModelFamily
 from diffsynth_lite.pipelines.base.quantized import kept_in_fp32, quantizable_layers
-from diffsynth_lite.training.checkpoint.optimizer_state import OptimizerFacts
+from diffsynth_lite.training.optimization.optimizer_state import OptimizerFacts
 from diffsynth_lite.training.planning.few_blocks import BlockLists, FewBlocks
 from diffsynth_lite.training.planning.split_sequences import Exchange
 from diffsynth_lite.training.planning.step import MetaModel, MetaStep, Sample, StepSettings

@@ -10,7 +10,7 @@ import torch
 from diffsynth_lite.core.gradient import KEEP, OFFLOAD, RECOMPUTE, BlockPolicy, BlockStrategy
 from diffsynth_lite.core.planning import BlockWork, Kernel, Kernels, StepWork
 from diffsynth_lite.core.planning.work import Sent
-from diffsynth_lite.training.checkpoint.optimizer_state import OptimizerFacts
+from diffsynth_lite.training.optimization.optimizer_state import OptimizerFacts
 from diffsynth_lite.training.planning.device_speed import DeviceSpeed
 from diffsynth_lite.training.planning.step import StepSettings
 from diffsynth_lite.training.planning.step_time import StepTimer

@@ -20,7 +20,7 @@ from diffsynth_lite.releases import BaseModel, Release
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.run_folder.model_card import LORA_FOLDER, ModelCard, Sample, write_model_card
 from diffsynth_lite.run_folder.reading import TolerantReader
-from diffsynth_lite.training.checkpoint.usage import lora_files, usage_code
+from diffsynth_lite.training.export.usage import lora_files, usage_code
 from diffsynth_lite.training.optimization.optimizers import shown_name
 from diffsynth_lite.training.preview_requests import EncodedPrompt, PreviewMedia, build_preview_requests
 from diffsynth_lite.training.previews import Previews

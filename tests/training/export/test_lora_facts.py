@@ -9,7 +9,7 @@ from diffsynth_lite.data import Bucket, ItemRow, ItemTable, TagCounts
 from diffsynth_lite.lora.metadata import SourceFacts
 from diffsynth_lite.pipelines.base.release_folder import write_release
 from diffsynth_lite.pipelines.qwen_image import QwenImage
-from diffsynth_lite.training.checkpoint.lora_facts import gather_lora_facts
+from diffsynth_lite.training.export.lora_facts import gather_lora_facts
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 CONFIG = """

@@ -12,7 +12,7 @@ from diffsynth_lite.data.sealed.folder import LANCE_ERRORS, first_line
 from diffsynth_lite.errors import RunStoppedError, UserError
 from diffsynth_lite.training.checks import check_run
 from diffsynth_lite.training.data_settings import open_memory, sealed_folder
-from diffsynth_lite.training.dataset import Quarantine
+from diffsynth_lite.training.encoding.dataset import Quarantine
 from diffsynth_lite.training.encoding.job import EncodingJob
 from diffsynth_lite.training.encoding.run_encoding import encode_job, plan_encoding, tracked_places
 from diffsynth_lite.training.encoding.seals import open_config_seal, seal_settings, unsealed

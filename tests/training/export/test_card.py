@@ -14,7 +14,7 @@ from diffsynth_lite.pipelines.base.release_folder import find_base_model
 from diffsynth_lite.releases import BaseModel
 from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training.builder import build_picture_source
-from diffsynth_lite.training.checkpoint.card import CardWriter
+from diffsynth_lite.training.export.card import CardWriter
 from diffsynth_lite.training.layer_groups import adapter_kind
 from diffsynth_lite.training.planning.subject import family_without_weights
 from diffsynth_lite.training.previews import Previews
@@ -230,7 +230,7 @@ def test_a_card_of_which_something_is_not_known_ends_no_run(
     def lacks(*_args: object, **_settings: object) -> str:
         raise KeyError("scheduler")
 
-    monkeypatch.setattr("diffsynth_lite.training.checkpoint.card.usage_code", lacks)
+    monkeypatch.setattr("diffsynth_lite.training.export.card.usage_code", lacks)
     assert card_of(tmp_path, "flux_lora.yaml", (), None) == ""
     assert "The model card in " in caplog.text
     assert "could not be written: 'scheduler'" in caplog.text

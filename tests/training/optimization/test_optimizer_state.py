@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from diffsynth_lite.errors import CheckpointError
 from diffsynth_lite.training.checkpoint.manifest import read_checkpoint
-from diffsynth_lite.training.checkpoint.optimizer_state import load_optimizer, optimizer_tensors
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
+from diffsynth_lite.training.optimization.optimizer_state import load_optimizer, optimizer_tensors
 
 Parameters = dict[str, nn.Parameter]
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]

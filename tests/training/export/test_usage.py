@@ -20,8 +20,8 @@ from diffsynth_lite.lora import adapter_settings, adapter_tensors, exported_tens
 from diffsynth_lite.lora.kinds.kind import LORA, AdapterKind, Dora, Lokr
 from diffsynth_lite.media import Drawn
 from diffsynth_lite.pipelines import ModelFamily, PreviewRequest
-from diffsynth_lite.training.checkpoint.lora_file import export_lora
-from diffsynth_lite.training.checkpoint.usage import usage_code
+from diffsynth_lite.training.export.usage import usage_code
+from diffsynth_lite.training.lora_file import export_lora
 
 GIVEN = {"num_inference_steps": 2, "guidance_scale": 3.0, "seed": 4}
 KINDS: dict[str, tuple[AdapterKind, ...]] = {
