@@ -25,8 +25,7 @@ sys.path[:1] = [
     ),
 ]
 
-from faults.driver import main  # noqa: E402
-from faults.items import ITEMS  # noqa: E402
+from faults.driver import all_faults, main  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(main(ITEMS))
+    sys.exit(main(all_faults()))

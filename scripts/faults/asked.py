@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,18 @@ from safetensors.torch import load_file
 from tiny_run import REPOSITORY, TinyRun, checkpoint_tensors, differing, tiny_picture
 
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from faults.bench import Bench, Result, assert_same, environment, forked, losses, torchrun, train
-from faults.driver import waited
-from faults.stops import processes_of
+from faults.bench import (
+    Bench,
+    assert_same,
+    environment,
+    fault,
+    forked,
+    losses,
+    processes_of,
+    torchrun,
+    train,
+    waited,
+)
 
 LIMIT_S = 240.0
 """For a tiny run to start, to see a file, or to end, on a busy machine."""
@@ -27,13 +36,14 @@ Start = Callable[[Path], int]
 """Starts a trainer in a run folder; gives its process id."""
 
 
-def ask_at_random(bench: Bench) -> Result:
-    """A1."""
+@fault("A1", "each done and gone; 0 saved steps lost; equal to the undisturbed run, the best the right one")
+def ask_at_random(bench: Bench) -> str:
+    """SAVE, SAMPLE and STOP files at random moments of runs of 1 and 2 processes, some then killed."""
     steps, repeats = bench.pick((30, 1), (60, 1), (150, 3))
     tally = _Tally()
     for world in bench.pick((1,), (1, 2), (1, 2)):
         run = with_held_out(bench.pictures(f"{world} processes"), f"train.steps={steps}")
-        run = replace(run, settings=(*run.settings, "output.keep_checkpoints=1000"))
+        run = run.having("output.keep_checkpoints=1000")
         start = _starter(run, world)
         whole = run.root / "whole"
         assert waited(start(whole), LIMIT_S) == 0
@@ -45,7 +55,7 @@ def ask_at_random(bench: Bench) -> Result:
             assert_same(whole, folder, steps)
             assert losses(run, folder) == losses(run, whole)
             check_best(folder)
-    return Result(str(tally), "each was done; 0 saved steps lost, every run equal, its best the right one")
+    return str(tally)
 
 
 def with_held_out(run: TinyRun, *settings: str) -> TinyRun:
@@ -55,14 +65,10 @@ def with_held_out(run: TinyRun, *settings: str) -> TinyRun:
     for place in range(2):
         tiny_picture(80, 48, 200 + place).save(folder / f"{place}.png")
         (folder / f"{place}.txt").write_text("a blue square")
-    return replace(
-        run,
-        settings=(
-            *run.settings,
-            *(f"validation.data={folder}", "validation.loss_items=2", "validation.num_inference_steps=2"),
-            *("train.micro_batch_size=1", "train.ema_decay=0.6", "train.learning_rate=0.002"),
-            *("output.checkpoint_every_steps=1000", *settings),
-        ),
+    return run.having(
+        *(f"validation.data={folder}", "validation.loss_items=2", "validation.num_inference_steps=2"),
+        *("train.micro_batch_size=1", "train.ema_decay=0.6", "train.learning_rate=0.002"),
+        *("output.checkpoint_every_steps=1000", *settings),
     )
 
 

@@ -2,11 +2,18 @@
 
 import os
 import random
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,17 +47,40 @@ _MODELS = {
 }
 
 
-@dataclass(frozen=True)
-class Result:
-    """What came of an item that held.
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A fault that runs must survive.
 
     Attributes:
-        how_often: it was tried.
-        outcome: in numbers.
+        name: by which the documents know it.
+        what: is provoked.
+        bar: what must hold; where it does not, ``prove`` raises.
+        prove: provokes it; returns how often, with the figures.
+        limit_s: by scale ``ci``, to end what hangs; a quick one may take twice, a full one 20 times as long.
+        needs: programs without which it is not tried, and ``root`` where only that user can try it.
     """
 
-    how_often: str
-    outcome: str
+    name: str
+    what: str
+    bar: str
+    prove: "Callable[[Bench], str]"
+    limit_s: float = 1800
+    needs: Sequence[str] = ()
+
+    def missing(self) -> list[str]:
+        """What it needs and is not here."""
+        is_here = {"root": os.geteuid() == 0}
+        return [name for name in self.needs if not is_here.get(name, shutil.which(name) is not None)]
+
+
+def fault(name: str, bar: str, *, needs: Sequence[str] = ()) -> "Callable[[Callable[[Bench], str]], Fault]":
+    """Make a fault of the function that proves it, whose docstring says what is provoked."""
+
+    def made(prove: "Callable[[Bench], str]") -> Fault:
+        what = " ".join((prove.__doc__ or "").split()).rstrip(".")
+        return Fault(name=name, what=what, bar=bar, prove=prove, needs=needs)
+
+    return made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,17 +124,15 @@ class Bench:
             "data.crop=random",
             "data.caption_dropout=0.3",
         )
-        return TinyRun(root=run.root, config=run.config, settings=(*run.settings, *PLAIN, *draws))
+        return run.having(*PLAIN, *draws)
 
     def experts(self, name: str = "experts") -> TinyRun:
         """A run on pictures, of two experts of Wan."""
-        run = make_run(self.root / name, self._model("wan_experts"))
-        return TinyRun(root=run.root, config=run.config, settings=("model.family=wan",))
+        return make_run(self.root / name, self._model("wan_experts")).having("model.family=wan")
 
     def unet(self, name: str = "unet") -> TinyRun:
         """A run on pictures, of SDXL's UNet."""
-        run = make_run(self.root / name, self._model("sdxl"))
-        return TinyRun(root=run.root, config=run.config, settings=("model.family=sdxl",))
+        return make_run(self.root / name, self._model("sdxl")).having("model.family=sdxl")
 
     def _model(self, family: str) -> Path:
         folder = self.models / family
@@ -119,6 +147,11 @@ def train(run: TinyRun, folder: Path, *settings: str) -> int:
         return run.train(*settings, f"output.dir={folder}")
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def train_in_child(run: TinyRun, folder: Path, *settings: str, limit_s: float = 600) -> int | None:
+    """The exit code of the training command in a child of this process; None if it takes longer."""
+    return waited(forked(partial(train, run, folder, *settings), run.root / "log"), limit_s)
 
 
 def stopped_after(run: TinyRun, steps: int, folder: Path, *settings: str) -> None:
@@ -147,6 +180,47 @@ def assert_same(first: Path, second: Path, step: int) -> None:
     """Two run folders hold the same checkpoint of a step, bit for bit."""
     different = differing(checkpoint_tensors(first, step), checkpoint_tensors(second, step))
     assert not different, f"{len(different)} tensors differ at step {step}, such as {different[0]}"
+
+
+@contextmanager
+def at_call(
+    owner: Any, name: str, number: int, act: Callable[..., object], *, after: bool = False
+) -> Iterator[None]:
+    """Scope in which the so-manieth call of a function comes after, or before, an act on its arguments."""
+    function, calls = getattr(owner, name), count(1)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        is_time = next(calls) == number
+        if is_time and not after:
+            act(*args)
+        result = function(*args, **kwargs)
+        if is_time and after:
+            act(*args)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, wrapped)
+        yield
+
+
+def end(child: int) -> None:
+    """Kill a child, with signal 9."""
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def started(
+    run: TinyRun, command: Sequence[str], *settings: str, log: Path, variables: dict[str, str] | None = None
+) -> "subprocess.Popen[bytes]":
+    """Start a training command as a process of its own, whose output is added to a log."""
+    with log.open("a") as file:
+        return subprocess.Popen(
+            [*command, *run.arguments, *settings],
+            cwd=REPOSITORY,
+            env=variables or environment(),
+            stdout=file,
+            stderr=file,
+        )
 
 
 def launched(
@@ -204,3 +278,71 @@ def forked(work: Callable[[], int], log: Path) -> int:
         raise
     finally:
         os._exit(code)
+
+
+def waited(child: int, limit_s: float) -> int | None:
+    """The exit code of a child, negative if a signal ended it; None if it runs longer than the limit."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    return None
+
+
+def wait_until(is_so: Callable[[], object], what: str, limit_s: float = 120) -> None:
+    """Return when something is so.
+
+    Raises:
+        AssertionError: it takes too long.
+    """
+    end = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < end, f"{what}: not within {limit_s:.0f} s"
+        time.sleep(0.02)
+
+
+def wait_for_steps(folder: Path, step: int) -> None:
+    """Return when a run in another process has logged a step."""
+    metrics = folder / "metrics.jsonl"
+    wait_until(
+        lambda: metrics.is_file() and f'"step": {step},' in metrics.read_text(), f"step {step} in {folder}"
+    )
+
+
+def processes_of(root: Path) -> list[int]:
+    """The processes whose command line names a run, without this one."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            if str(root).encode() in (entry / "cmdline").read_bytes() and int(entry.name) != os.getpid():
+                found.append(int(entry.name))
+    return found
+
+
+def gone_within(root: Path, seconds: float) -> None:
+    """Wait until no process of a run is left."""
+    wait_until(lambda: not processes_of(root), f"the end of all processes of {root}", seconds)
+
+
+def num_passed(*tests: str) -> int:
+    """How many cases of some tests passed in a process of their own; none may fail, be skipped or be missing.
+
+    Args:
+        tests: files below ``tests``, or tests in one, as pytest names them.
+    """
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0")
+    done = subprocess.run(
+        [*command, *(f"tests/{test}" for test in tests)],
+        cwd=REPOSITORY,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    summary = done.stdout.splitlines()[-1]
+    found = re.fullmatch(r"(\d+) passed in .*", summary)
+    assert found, summary
+    return int(found[1])

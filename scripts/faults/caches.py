@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,10 +20,18 @@ from tiny_run import TinyRun, garble_media, tiny_picture
 
 from diffsynth_lite.cli.main import main
 from diffsynth_lite.data.cache import TensorCache
-from faults.bench import PLAIN, Bench, Result, assert_same, forked, train
+from faults.bench import (
+    PLAIN,
+    Bench,
+    assert_same,
+    fault,
+    forked,
+    num_passed,
+    train,
+    train_in_child,
+    waited,
+)
 from faults.changes import CLIPS, NOTHING, PICTURES, Change, changing_clips, changing_pictures
-from faults.driver import waited
-from faults.proofs import num_passed
 
 KEYS = (
     "data/test_plan.py::test_each_input_of_a_media_key_changes_it",
@@ -35,8 +43,9 @@ MIN_WHILE_FILLING = 0.5
 """Of the kills; the others may strike after the last entry, on a machine that wakes this process late."""
 
 
-def distrust_the_cache(bench: Bench) -> Result:
-    """V1."""
+@fault("V1", "exactly what depends on it is encoded anew; no entry torn, none encoded twice; rot is found")
+def distrust_the_cache(bench: Bench) -> str:
+    """Each input of a cached tensor changed alone; kill -9 while caching, also by parts; entries that rot."""
     num_passed(*KEYS)
     stride = bench.pick(4, 1, 1)
     num_changes = change_each_input(changing_pictures(bench), PICTURES | NOTHING, stride)
@@ -44,12 +53,7 @@ def distrust_the_cache(bench: Bench) -> Result:
     kills = kill_while_caching(bench, wanted=bench.pick(2, 20, 200))
     num_killed_parts = kill_parts(bench, wanted=bench.pick(2, 10, 100))
     num_rotten = let_entries_rot(bench, ways=bench.pick(1, 2, 8))
-    return Result(
-        f"{num_changes} inputs, {kills}, {num_killed_parts} kills of parts, {num_rotten} rotten entries",
-        "exactly what depends on it is encoded anew, and nothing when it is as before; "
-        "no torn entry, none encoded twice; by parts the same entries and run; "
-        "rotten ones found and made again, bit for bit",
-    )
+    return f"{num_changes} inputs, {kills}, {num_killed_parts} kills of parts, {num_rotten} rotten entries"
 
 
 class _Encoded(logging.Handler):
@@ -155,7 +159,7 @@ def kill_parts(bench: Bench, *, wanted: int) -> int:
             kills += len(left)
         assert {path.name: path.read_bytes() for path in entries(run)} == made
         garble_media(run.root / "data")
-        assert waited(forked(lambda: train(run, run.folder), run.root / "log"), 600) == 0
+        assert train_in_child(run, run.folder) == 0
         assert_same(whole, run.folder, 1)
         shutil.rmtree(run.folder)
         _draw(run)
@@ -166,9 +170,9 @@ def _filled_run(bench: Bench, name: str) -> tuple[TinyRun, Path]:
     """A run of one step on 40 pictures, and its folder after an undisturbed start, which filled the cache."""
     run = bench.pictures(name)
     _draw(run)
-    run = replace(run, settings=(*run.settings, *PLAIN, "train.steps=1"))
+    run = run.having(*PLAIN, "train.steps=1")
     whole = run.root / "whole"
-    assert waited(forked(lambda: train(run, whole), run.root / "log"), 600) == 0
+    assert train_in_child(run, whole) == 0
     return run, whole
 
 
@@ -228,7 +232,7 @@ def _ended_before(child: int, is_time: Callable[[], bool]) -> int | None:
 def let_entries_rot(bench: Bench, *, ways: int) -> int:
     """Damage each entry: where that shows from outside, the next start makes it again; else that after it."""
     run = bench.pictures("rotten")
-    run = replace(run, settings=(*run.settings, *PLAIN, "train.steps=3"))
+    run = run.having(*PLAIN, "train.steps=3")
     whole, dice = run.root / "whole", bench.new_dice()
     assert train(run, whole) == 0
     content = {path: path.read_bytes() for path in entries(run)}

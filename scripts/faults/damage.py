@@ -1,16 +1,11 @@
 """D3 to D7: run folders that are damaged, gone, hold files of others, or are taken by two trainers."""
 
-import logging
 import os
 import random
 import shutil
 import signal
-import time
-from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from damages import CERTAIN, RANDOM
@@ -21,9 +16,19 @@ from diffsynth_lite.run_folder.folder import RunFolder
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.checkpoint.manifest import read_checkpoint
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from faults.bench import PLAIN, Bench, Result, assert_same, forked, stopped_after, train
-from faults.driver import waited
-from faults.proofs import num_passed
+from faults.bench import (
+    PLAIN,
+    Bench,
+    assert_same,
+    at_call,
+    fault,
+    forked,
+    num_passed,
+    stopped_after,
+    train,
+    wait_for_steps,
+    waited,
+)
 
 FOLDER_TESTS = (
     "runs/test_run_disk.py",
@@ -36,14 +41,15 @@ MOMENTS = ((trainer, "train_step"), (CheckpointStore, "save"))
 SETTINGS = (*PLAIN, "train.ema_decay=0.6", "train.steps=4")
 
 
-def damage_the_run_folder(_bench: Bench) -> Result:
-    """D6: the files beside the checkpoints damaged or lost; files for folders, and folders for files."""
-    num_tests = num_passed(*FOLDER_TESTS)
-    return Result(f"{num_tests} tests", "repaired from the checkpoints and exact, or named with the way out")
+@fault("D6", "repaired from the checkpoints, or named with the way out")
+def damage_the_run_folder(_bench: Bench) -> str:
+    """Status, contract, lineage, metrics damaged or lost; files for folders, folders for files; no room."""
+    return f"{num_passed(*FOLDER_TESTS)} tests"
 
 
-def lose_the_folder(bench: Bench) -> Result:
-    """D7: a run folder that is renamed, removed, or becomes another run's, in a step and inside a save."""
+@fault("D7", "exit 3, nothing in its place; what was moved continued bit for bit")
+def lose_the_folder(bench: Bench) -> str:
+    """The run folder renamed, removed, or become another run's, in a step and inside a save."""
     run = bench.pictures()
     whole, folder, moved = (run.root / name for name in ("whole", "run", "moved"))
     assert train(run, whole, *PLAIN) == 0
@@ -54,8 +60,7 @@ def lose_the_folder(bench: Bench) -> Result:
 
     ways = (lambda: folder.rename(moved), lambda: shutil.rmtree(folder), replace_it)
     for number, (way, (owner, name)) in enumerate(product(ways, MOMENTS)):
-        with pytest.MonkeyPatch.context() as patch:
-            _act_after(patch, owner, name, way)
+        with at_call(owner, name, 2, lambda *_: way(), after=True):  # noqa: B023
             assert train(run, folder, *PLAIN) == 3, number
         assert folder.exists() == (way is replace_it), number
         left = {path.name for path in folder.glob("*")} - {"report.html"}
@@ -65,8 +70,7 @@ def lose_the_folder(bench: Bench) -> Result:
         assert_same(whole, place, 6)
         for done in (moved, folder):
             shutil.rmtree(done, ignore_errors=True)
-    num_ways = len(ways) * len(MOMENTS)
-    return Result(f"{num_ways} runs", "exit 3, nothing in its place; what was moved continued bit for bit")
+    return f"{len(ways) * len(MOMENTS)} runs"
 
 
 def _begin_another(folder: Path) -> int:
@@ -77,25 +81,12 @@ def _begin_another(folder: Path) -> int:
     return 0
 
 
-def _act_after(patch: pytest.MonkeyPatch, owner: Any, name: str, act: Callable[[], object]) -> None:
-    """Act once, when a function has been called a second time."""
-    function, calls = getattr(owner, name), []
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        calls.append(name)
-        if len(calls) == 2:
-            act()
-        return result
-
-    patch.setattr(owner, name, wrapped)
-
-
-def damage_checkpoints(bench: Bench) -> Result:
-    """D3: each file of a checkpoint altered in each way; then a trainer that finds one of them damaged."""
+@fault("D3", "0 read; set aside untouched, and the one before it continued bit for bit")
+def damage_checkpoints(bench: Bench) -> str:
+    """Each file of a checkpoint altered; a run that finds its newest checkpoint damaged."""
     wanted = bench.pick(500, 2000, 20_000)
     run = bench.pictures()
-    run = replace(run, settings=(*run.settings, *SETTINGS))
+    run = run.having(*SETTINGS)
     whole = run.root / "whole"
     assert train(run, whole) == 0
     good = whole / "checkpoints" / "step-00000004"
@@ -105,9 +96,7 @@ def damage_checkpoints(bench: Bench) -> Result:
     damaged, dice = names[:: bench.pick(len(names), 3, 1)], bench.new_dice()
     for name in damaged:
         continue_beside_a_damaged_one(run, whole, name, dice)
-    return Result(
-        f"{num_altered} alterations, {len(damaged)} continued runs", "0 read; previous one used, exact"
-    )
+    return f"{num_altered} alterations, {len(damaged)} continued runs"
 
 
 def alter_each_file(good: Path, bench: Bench, wanted: int) -> int:
@@ -140,10 +129,11 @@ def continue_beside_a_damaged_one(run: TinyRun, whole: Path, name: str, dice: ra
     shutil.rmtree(folder)
 
 
-def leave_foreign_files(bench: Bench) -> Result:
-    """D4: names that look like checkpoints and are none, in the run folder and in that of the checkpoints."""
+@fault("D4", "untouched; the run goes on")
+def leave_foreign_files(bench: Bench) -> str:
+    """Foreign files in the run folder; an old checkpoint that cannot be removed, or has vanished."""
     run = bench.pictures()
-    run = replace(run, settings=(*run.settings, *SETTINGS, "output.keep_checkpoints=1"))
+    run = run.having(*SETTINGS, "output.keep_checkpoints=1")
     whole, folder = run.root / "whole", run.root / "run"
     assert train(run, whole) == 0
     stopped_after(run, 1, folder)
@@ -164,7 +154,7 @@ def leave_foreign_files(bench: Bench) -> Result:
     assert_same(whole, folder, 4)
     assert _contents(foreign, ours=folder) == before
     _rotate_around_obstacles(run, run.root / "rotated")
-    return Result(f"{len(before)} foreign files, 2 obstacles", "untouched; run equal; rotation only warns")
+    return f"{len(before)} foreign files, 2 obstacles"
 
 
 def _contents(folders: list[Path], *, ours: Path) -> dict[str, bytes]:
@@ -196,8 +186,9 @@ def _rotate_around_obstacles(run: TinyRun, folder: Path) -> None:
     assert names == ["step-00000001", "step-00000003", "step-00000004"], names
 
 
-def start_two_trainers(bench: Bench) -> Result:
-    """D5: the second is refused, the first goes on; and a killed one leaves no lock behind."""
+@fault("D5", "refused with exit 2, the first goes on; no lock stays")
+def start_two_trainers(bench: Bench) -> str:
+    """A second trainer in the same folder; a lock of a killed one."""
     run = bench.pictures()
     tries = bench.pick(2, 5, 20)
     endless = (*PLAIN, "train.steps=100000")
@@ -214,21 +205,4 @@ def start_two_trainers(bench: Bench) -> Result:
             os.kill(child, signal.SIGTERM)
             assert waited(child, 60) == 75
         stopped_after(run, 1, folder, *endless)
-    return Result(f"{tries} pairs", "exit 2 for the second; the first goes on; no lock is left")
-
-
-def wait_for_steps(folder: Path, step: int) -> None:
-    """Return when a run in another process has logged a step.
-
-    Raises:
-        AssertionError: it takes too long.
-    """
-    end = time.monotonic() + 120
-    while time.monotonic() < end:
-        if (folder / "metrics.jsonl").is_file() and f'"step": {step},' in (
-            folder / "metrics.jsonl"
-        ).read_text():
-            return
-        time.sleep(0.02)
-    logging.getLogger(__name__).error("no step %d in %s", step, folder)
-    raise AssertionError(f"no step {step} within two minutes")
+    return f"{tries} pairs"

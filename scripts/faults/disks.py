@@ -15,8 +15,7 @@ from tiny_run import TinyRun
 
 from diffsynth_lite.training.checkpoint import saver
 from diffsynth_lite.training.checkpoint.saver import Saver
-from faults.bench import PLAIN, Bench, Result, assert_same, forked, launched, torchrun, train
-from faults.driver import waited
+from faults.bench import PLAIN, Bench, assert_same, at_call, fault, forked, launched, torchrun, train, waited
 from faults.kills import at_each_call_of_a_save
 
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -28,8 +27,9 @@ LIMITED = (
 FULL_DISK = str(Path(__file__).with_name("full_disk_train.py"))
 
 
-def cut_the_power(bench: Bench) -> Result:
-    """D1: every state that a disk may be in after a cut at each call of a save, and without each sync."""
+@fault("D1", "the old checkpoint or the new one; each sync needed")
+def cut_the_power(bench: Bench) -> str:
+    """Power cut: each state of the disk after each call of a save."""
     with pytest.MonkeyPatch.context() as patch:
         before, operations = recorded_second_save(bench.root / "checkpoints", patch)
     found = [
@@ -44,11 +44,12 @@ def cut_the_power(bench: Bench) -> Result:
     for left_out in syncs:
         without = [operation for place, operation in enumerate(operations) if place != left_out]
         assert set(steps_after_a_power_cut(bench.root, before, without)) != {2}, "a sync too many"
-    return Result(f"{len(found)} states", f"0 bad; {len(syncs)} of {len(syncs)} left-out syncs seen")
+    return f"{len(found)} states; {len(syncs)} syncs, each needed"
 
 
-def fill_the_disk(bench: Bench) -> Result:
-    """D2: an error at each disk call of a trainer's save; a real limit; and with two processes."""
+@fault("D2", "exit 3 on all processes; earlier checkpoints good; continued bit for bit")
+def fill_the_disk(bench: Bench) -> str:
+    """Disk full: at each call of a save, by a limit of the system, and for one of 2 processes."""
     errors = bench.pick(ERRORS[:1], ERRORS[:1], ERRORS)
     stride = bench.pick(9, 2, 1)
     num_calls = 0
@@ -59,9 +60,7 @@ def fill_the_disk(bench: Bench) -> Result:
         _fill_a_real_one(bench.pictures(name), owner, name, message)
     if bench.scale != "ci":
         _fill_it_for_two(bench.pictures("two"))
-    return Result(
-        f"{num_calls} calls, {len(LIMITED)} limits", "exit 3, earlier checkpoint good, continued bit for bit"
-    )
+    return f"{num_calls} calls, {len(LIMITED)} limits"
 
 
 def _failing(error: int) -> Callable[[], None]:
@@ -77,16 +76,7 @@ def _fill_a_real_one(run: TinyRun, owner: Any, name: str, message: str) -> None:
     assert train(run, whole, *PLAIN) == 0
 
     def work() -> int:
-        function, calls = getattr(owner, name), []
-
-        def limiting(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            if len(calls) == 2:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-            return function(*args, **kwargs)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owner, name, limiting)
+        with at_call(owner, name, 2, lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))):
             return train(run, limited, *PLAIN)
 
     log = run.root / "log"

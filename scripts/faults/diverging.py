@@ -3,19 +3,15 @@
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 from tiny_run import TinyRun
 
-from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training import trainer
 from diffsynth_lite.training.builder import TrainingObjects
-from faults.bench import PLAIN, Bench, Result, assert_same, train
-from faults.proofs import num_passed
+from faults.bench import PLAIN, Bench, assert_same, at_call, fault, num_passed, train
 
 STEPS, LAST_GOOD = 14, 6
 SETTINGS = (*PLAIN, f"train.steps={STEPS}", "output.checkpoint_every_steps=1", "train.ema_decay=0.6")
@@ -35,52 +31,35 @@ TESTS = (
 Spoil = Callable[[torch.nn.Parameter], object]
 
 
-def _ruined(weight: torch.nn.Parameter) -> None:
-    weight.fill_(1e30)  # Finite, and its products are not.
+# The first is finite, and its products are not.
+WAYS: dict[str, Spoil] = {
+    "ruined": lambda weight: weight.fill_(1e30),
+    "infinite": lambda weight: weight.fill_(torch.inf),
+}
 
 
-def _infinite(weight: torch.nn.Parameter) -> None:
-    weight.fill_(torch.inf)
-
-
-WAYS: dict[str, Spoil] = {"ruined": _ruined, "infinite": _infinite}
-
-
-def diverge(bench: Bench) -> Result:
-    """H4: runs that save after each step, and keep one checkpoint."""
+@fault("H4", "exit 3; the last good checkpoint stays, is named, and is continued with a lower rate")
+def diverge(bench: Bench) -> str:
+    """Weights ruined or infinite in a run that saves after each step; NaN in other places."""
     num_tests = num_passed(*TESTS)
     run = bench.pictures()
-    run = replace(run, settings=(*run.settings, *SETTINGS))
+    run = run.having(*SETTINGS)
     whole = run.root / "whole"
     assert train(run, whole, "output.keep_checkpoints=100") == 0
     for way, spoil in WAYS.items():
         folder = run.root / way
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(trainer, "train_step", _spoiled_after(LAST_GOOD, spoil))
+        with at_call(trainer, "train_step", LAST_GOOD + 1, partial(_spoil_all, spoil), after=True):
             assert train(run, folder, "output.keep_checkpoints=1") == 3
         named = _named_in_message(folder)
         assert_same(whole, folder, LAST_GOOD)  # No save after it took it away.
         _continue_as_told(run, whole, folder, named)
-    return Result(
-        f"{len(WAYS)} runs, {num_tests} tests",
-        "exit code 3; the last good checkpoint stays and is named; continued from it with a lower rate as an "
-        "undisturbed run is",
-    )
+    return f"{len(WAYS)} runs, {num_tests} tests"
 
 
-def _spoiled_after(last_good: int, spoil: Spoil) -> Any:
-    """`train_step` that spoils all that is trained in the step after a good one."""
-    train_step = trainer.train_step
-
-    def spoiled(built: TrainingObjects, step: int) -> StepResult:
-        result = train_step(built, step)
-        if step == last_good + 1:
-            with torch.no_grad():
-                for weight in built.trained_parameters:
-                    spoil(weight)
-        return result
-
-    return spoiled
+def _spoil_all(spoil: Spoil, built: TrainingObjects, _step: int) -> None:
+    with torch.no_grad():
+        for weight in built.trained_parameters:
+            spoil(weight)
 
 
 def _named_in_message(folder: Path) -> Path:

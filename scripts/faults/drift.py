@@ -1,19 +1,19 @@
 """C2: a run that is continued with each setting changed alone."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 from tiny_run import TinyRun
 
-from faults.bench import Bench, Result, assert_same, stopped_after, train
+from faults.bench import Bench, assert_same, fault, stopped_after, train
 from faults.settings import BASE, DATA, FREE, NAMED, NEVER, NOT_OF_PICTURES, Change
 
 
-def change_each_setting(bench: Bench) -> Result:
-    """C2: refused, or refused without permission, or free and then without effect on any number."""
+@fault("C2", "refused, refused without resume.allow, or free and then exact")
+def change_each_setting(bench: Bench) -> str:
+    """Each setting changed alone."""
     run = bench.pictures()
-    run = replace(run, settings=(*run.settings, *BASE))
+    run = run.having(*BASE)
     whole, stopped = run.root / "whole", run.root / "stopped"
     assert train(run, whole) == 0
     stopped_after(run, 2, stopped)
@@ -31,11 +31,7 @@ def change_each_setting(bench: Bench) -> Result:
             assert code == 0, f"{key}: exit code {code}"
     for key, change in FREE.items():
         _assert_free(run, whole, _copied(stopped), key, change)
-    num_allowed = len(DATA) + len(NAMED)
-    return Result(
-        f"{len(NEVER) + num_allowed + len(FREE)} settings",
-        f"{len(NEVER)} never, {num_allowed} only when allowed, {len(FREE)} free and exact",
-    )
+    return f"{len(NEVER)} settings never, {len(DATA) + len(NAMED)} only when allowed, {len(FREE)} free"
 
 
 def _copied(stopped: Path) -> Path:

@@ -3,12 +3,9 @@
 import json
 import logging
 import re
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from accelerate import Accelerator
 from diffusers import QwenImageTransformer2DModel
@@ -16,7 +13,7 @@ from tiny_run import TinyRun, checkpoint_tensors, make_run
 
 from diffsynth_lite.core.units import format_bytes
 from diffsynth_lite.pipelines.qwen_image import QwenImage, tiny
-from faults.bench import PLAIN, Bench, Result, assert_same, train
+from faults.bench import PLAIN, Bench, assert_same, at_call, fault, train
 from faults.held_memory import Held, device_that_counts, held_by
 
 NUM_BLOCKS = 6
@@ -62,8 +59,13 @@ _ANSWER = re.compile(
 _LEVER = re.compile(r"(?P<setting>.*) \(about (?P<size>[0-9.e+]+) (?P<unit>KiB|MiB|GiB) less\)")
 
 
-def run_out_of_memory(bench: Bench) -> Result:
-    """H3: in a step the run stops with an answer that is true; in a preview it goes on."""
+@fault(
+    "H3",
+    "exit 3 and continued bit for bit; what the answer says is so, and what it names helps; previews "
+    "are skipped",
+)
+def run_out_of_memory(bench: Bench) -> str:
+    """Out of memory in forward, backward, optimizer and a preview."""
     pipeline = tiny()
     config = {**pipeline.transformer.config, "num_layers": NUM_BLOCKS}
     with torch.random.fork_rng(devices=[]):
@@ -71,16 +73,13 @@ def run_out_of_memory(bench: Bench) -> Result:
         pipeline.register_modules(transformer=QwenImageTransformer2DModel.from_config(config))
     pipeline.save_pretrained(bench.root / "model")
     run = make_run(bench.root / "run", bench.root / "model")
-    run = replace(
-        run, settings=(*run.settings, "train.steps=4", "validation.loss_items=0", "validation.item_losses=0")
-    )
+    run = run.having("train.steps=4", "validation.loss_items=0", "validation.item_losses=0")
     kept = [_stop_in_a_step(run, name) for name in bench.pick(("forward",), tuple(PLACES), tuple(PLACES))]
     promises = [promise for promises in kept for promise in promises]
     _skip_a_preview(run)
-    return Result(
-        f"{len(kept)} places, {len(promises)} settings, 1 preview",
-        "exit 3 and continued bit for bit; what is in use named to 2 digits; each setting lowers what a "
-        f"step holds, by {min(promises):.2f} to {max(promises):.2f} of its estimate; a preview is skipped",
+    return (
+        f"{len(kept)} places, {len(promises)} settings, each of which lowers what a step holds by "
+        f"{min(promises):.2f} to {max(promises):.2f} of its estimate; 1 preview"
     )
 
 
@@ -89,12 +88,11 @@ def _stop_in_a_step(run: TinyRun, name: str) -> list[float]:
     base = (*PLAIN, "data.upscale=true", f"data.width={WIDTH}", "lora.rank=1", "lora.alpha=1")
     tall, situation = f"data.height={HEIGHT}", SITUATIONS[name]
     whole, folder = run.root / f"{name}, whole", run.root / name
-    run = replace(run, settings=(*run.settings, *base))
+    run = run.having(*base)
     assert train(run, whole, tall, *situation) == 0
     held = held_by(run, run.root / f"{name}, held", tall, *situation)
     owner, method, call = PLACES[name]
-    with pytest.MonkeyPatch.context() as patch, device_that_counts(held):
-        patch.setattr(owner, method, _out_of_memory(getattr(owner, method), call))
+    with device_that_counts(held), at_call(owner, method, call, _run_out):
         code = train(run, folder, tall, *situation)
     assert code == 3, f"{name}: exit code {code}"
     message = json.loads((folder / "status.json").read_text())["message"]
@@ -137,7 +135,7 @@ def _promises_of(message: str, held: Held, tensors: dict[str, torch.Tensor]) -> 
 
 def _skip_a_preview(run: TinyRun) -> None:
     """The run goes on, and says what failed and what would help."""
-    run = replace(run, settings=(*run.settings, "validation.every_steps=2"))
+    run = run.having("validation.every_steps=2")
     whole, folder = run.root / "whole", run.root / "preview"
     assert train(run, whole) == 0
     told: list[str] = []
@@ -146,8 +144,7 @@ def _skip_a_preview(run: TinyRun) -> None:
     logger = logging.getLogger("diffsynth_lite.training.previews")
     logger.addHandler(handler)
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(QwenImage, "sample", _out_of_memory(QwenImage.sample, 2))
+        with at_call(QwenImage, "sample", 2, _run_out):
             assert train(run, folder) == 0
     finally:
         logger.removeHandler(handler)
@@ -159,14 +156,5 @@ def _skip_a_preview(run: TinyRun) -> None:
     assert set(drawn[0]) - set(drawn[1]) == {name for name in drawn[0] if name.startswith("step-00000002")}
 
 
-def _out_of_memory(method: Callable[..., Any], call: int) -> Callable[..., Any]:
-    """A method that runs out of memory in its so-manieth call."""
-    calls = []
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        calls.append(method)
-        if len(calls) == call:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return method(*args, **kwargs)
-
-    return wrapped
+def _run_out(*_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

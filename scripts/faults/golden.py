@@ -19,7 +19,7 @@ from diffsynth_lite.training.checkpoint.manifest import read_checkpoint
 from diffsynth_lite.training.checkpoint.saver import restore
 from diffsynth_lite.training.optimization.averages import MovingAverage
 from diffsynth_lite.training.optimization.optimizer_state import optimizer_tensors
-from faults.bench import Bench, Result, losses, stopped_after, train
+from faults.bench import Bench, fault, losses, stopped_after, train
 
 GOLDEN = REPOSITORY / "tests" / "training" / "golden"
 STEP = 3
@@ -50,12 +50,13 @@ output: {dir: run, checkpoint_every_steps: 100}
 """
 
 
-def load_golden_checkpoints(bench: Bench) -> Result:
-    """R7."""
+@fault("R7", "loads; tensors exact, next losses those stored")
+def load_golden_checkpoints(bench: Bench) -> str:
+    """The checkpoint of each released schema, kept in tests/training/golden."""
     schemas = sorted(GOLDEN.iterdir())
     assert schemas, f"no golden checkpoint in {GOLDEN}"
     worst = max(continue_golden(schema, bench.root / schema.name) for schema in schemas)
-    return Result(f"{len(schemas)} schema", f"tensors exact; next losses within {worst:.1e} of those stored")
+    return f"{len(schemas)} schema, next losses within {worst:.1e} of those stored"
 
 
 def continue_golden(schema: Path, root: Path) -> float:

@@ -20,8 +20,7 @@ from test_config_round_trip import assert_survives_yaml, configs
 
 from diffsynth_lite.config import Config, load_config, section_types
 from diffsynth_lite.errors import UserError
-from faults.bench import Bench, Result, environment
-from faults.proofs import num_passed
+from faults.bench import Bench, environment, fault, num_passed
 
 MINIMAL = (
     "model:\n  family: qwen_image\n  path: some/model\ndata:\n  path: pictures\noutput:\n  dir: runs/one\n"
@@ -58,16 +57,14 @@ class WrongCommand:
         return False
 
 
-def refuse_wrong_configs(bench: Bench) -> Result:
-    """C1: the tests of the corpus, and each of it as a process that has no torch to load a model with."""
+@fault("C1", "exit 2, names the place, before a model is loaded; no traceback")
+def refuse_wrong_configs(bench: Bench) -> str:
+    """Wrong configs, overrides, flags and paths."""
     tested = num_passed("config/test_bad_config_corpus.py", "config/test_config_bad_files.py")
     commands = [command for command in wrong_commands(bench.root) if command.is_possible]
     seconds = [_refused(command, bench.root) for command in commands[:: bench.pick(20, 2, 1)]]
     assert max(seconds) < LIMIT_S, max(seconds)
-    return Result(
-        f"{tested} cases, {len(seconds)} of them as processes",
-        f"all exit 2 and name the place, without torch; at most {max(seconds):.1f} s of a processor",
-    )
+    return f"{tested} cases, {len(seconds)} of them as processes; at most {max(seconds):.1f} s of a processor"
 
 
 def wrong_commands(folder: Path) -> Iterator[WrongCommand]:
@@ -125,8 +122,9 @@ def _refused(command: WrongCommand, folder: Path) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def write_and_read_configs(bench: Bench) -> Result:
-    """C3: random configs, all settings of which were drawn."""
+@fault("C3", "the same config")
+def write_and_read_configs(bench: Bench) -> str:
+    """A config written and read again."""
     wanted = bench.pick(25, 300, 3000)
     tried: list[Config] = []
 
@@ -139,11 +137,12 @@ def write_and_read_configs(bench: Bench) -> Result:
 
     survive()
     assert len(tried) >= wanted
-    return Result(f"{len(tried)} random configs", "each the same after yaml, and after the resolved yaml")
+    return f"{len(tried)} random configs"
 
 
-def go_to_extremes(bench: Bench) -> Result:
-    """C4."""
+@fault("C4", "taken or refused in one line of at most 500 characters, in 2 s of a processor")
+def go_to_extremes(bench: Bench) -> str:
+    """Each setting at extremes: numbers, texts, lists; 20,000 wrong keys."""
     file = bench.root / "good.yaml"
     file.write_text(MINIMAL)
     names = [f"{section}.{key}" for section, kind in section_types().items() for key in kind.model_fields]
@@ -156,10 +155,9 @@ def go_to_extremes(bench: Bench) -> Result:
     with pytest.raises(UserError) as caught:
         load_config(many)
     num_lines, seconds = str(caught.value).count("\n") + 1, time.process_time() - before
-    return Result(
-        f"{len(names)} settings, {answers.total()} values",
-        f"{answers[False]} refused, each in a line; {answers[True]} taken. Of {MANY} wrong keys {num_lines} "
-        f"lines, after {seconds:.1f} s of a processor",
+    return (
+        f"{len(names)} settings, {answers.total()} values: {answers[False]} refused, {answers[True]} taken; "
+        f"of {MANY} wrong keys {num_lines} lines, after {seconds:.1f} s of a processor"
     )
 
 

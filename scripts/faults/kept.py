@@ -3,17 +3,26 @@
 import json
 import shutil
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 from tiny_run import TinyRun, differing
 
-from diffsynth_lite.training.stopping import Asked, Requests
+from diffsynth_lite.training.stopping import Requests
 from faults.asked import check_best, with_held_out
-from faults.bench import Bench, Result, assert_same, forked, losses, stopped_after, train
-from faults.driver import waited
+from faults.bench import (
+    Bench,
+    assert_same,
+    at_call,
+    fault,
+    forked,
+    losses,
+    stopped_after,
+    train,
+    train_in_child,
+    waited,
+)
 from faults.kills import kill, strike_in
 
 STEPS, STRUCK_FROM = 5, 3
@@ -25,8 +34,9 @@ SETTINGS = (
 )
 
 
-def kill_what_is_kept(bench: Bench) -> Result:
-    """A2."""
+@fault("A2", "equal to the undisturbed run; the same checkpoints kept, lora_best/ that of the best")
+def kill_what_is_kept(bench: Bench) -> str:
+    """Kill -9 at calls to the disk of steps that save by time, for good, and as the best."""
     stride = bench.pick(23, 7, 2)
     run = with_held_out(bench.pictures(), *SETTINGS)
     whole, stopped, tried = run.root / "whole", run.root / "stopped", run.root / "tried"
@@ -41,29 +51,21 @@ def kill_what_is_kept(bench: Bench) -> Result:
         if code == 0:
             break
         assert code == -9, f"exit code {code} after {num_calls} good calls"
-        again = waited(forked(lambda: train(run, tried), run.root / "log"), 240)
+        again = train_in_child(run, tried, limit_s=240)
         assert again == 0, f"exit code {again} in the next start, after {num_calls} good calls"
         _check_equal(run, whole, tried)
         shutil.rmtree(tried)
-    return Result(
-        f"{num_calls // stride} of {num_calls} calls of {STEPS - STRUCK_FROM + 1} steps",
-        f"the same checkpoints and LoRAs as undisturbed; {num_best} of the steps were the best so far",
-    )
+    return f"{num_calls // stride} of {num_calls} calls; {num_best} of the steps were the best so far"
 
 
 def _killed_after(run: TinyRun, folder: Path, num_good_calls: int) -> Callable[[], int]:
     """A start that is killed at the disk call after so many good ones, from what follows a step on."""
 
     def work() -> int:
-        gather, steps = Requests.gather, count(1)
-        with pytest.MonkeyPatch.context() as patch:
-
-            def struck(self: Requests) -> Asked:
-                if next(steps) == STRUCK_FROM:
-                    strike_in(patch, num_good_calls, kill)
-                return gather(self)
-
-            patch.setattr(Requests, "gather", struck)
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            at_call(Requests, "gather", STRUCK_FROM, lambda *_: strike_in(patch, num_good_calls, kill)),
+        ):
             return train(run, folder)
 
     return work

@@ -5,7 +5,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +15,39 @@ from tiny_run import TinyRun
 
 from diffsynth_lite.training.checkpoint.saver import Saver
 from diffsynth_lite.training.checkpoint.store import CheckpointStore
-from faults.bench import PLAIN, Bench, Result, assert_same, forked, losses, stopped_after, train
-from faults.driver import waited
+from faults.bench import (
+    PLAIN,
+    Bench,
+    assert_same,
+    at_call,
+    end,
+    fault,
+    forked,
+    losses,
+    stopped_after,
+    train,
+    train_in_child,
+    waited,
+)
 
 SETTINGS = (*PLAIN, "train.ema_decay=0.6", "data.caption_dropout=0.3", "train.warmup_steps=3")
 DISK_CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace", "unlink", "rmdir")
 
 
-def kill_real_runs(bench: Bench) -> Result:
-    """K1: killed at random moments of start, training and saving until it is done, again and again."""
+@fault("K1", "0 saved steps lost; equal to the uninterrupted run")
+def kill_real_runs(bench: Bench) -> str:
+    """Kill -9 at random moments of real runs, until done."""
     wanted = bench.pick(4, 60, 300)
     steps = bench.pick(8, 24, 24)
     runs = [bench.pictures()] if bench.scale == "ci" else [bench.pictures(), bench.clips()]
     dice = bench.new_dice()
     tally = _Tally()
     for number, run in enumerate(runs, start=1):
-        run = replace(run, settings=(*run.settings, *SETTINGS, f"train.steps={steps}"))
+        run = run.having(*SETTINGS, f"train.steps={steps}")
         whole = run.root / "whole"
-        assert (
-            waited(
-                forked(
-                    lambda run=run: train(run, run.root / "cached", "train.warmup_steps=0", "train.steps=1"),
-                    run.root / "log",
-                ),
-                600,
-            )
-            == 0
-        )
+        assert train_in_child(run, run.root / "cached", "train.warmup_steps=0", "train.steps=1") == 0
         started_at = time.monotonic()
-        assert waited(forked(lambda run=run, whole=whole: train(run, whole), run.root / "log"), 600) == 0
+        assert train_in_child(run, whole) == 0
         seconds = time.monotonic() - started_at
         while tally.kills < wanted * number / len(runs):
             folder = run.root / "killed"
@@ -53,9 +57,7 @@ def kill_real_runs(bench: Bench) -> Result:
             assert losses(run, folder) == losses(run, whole)
             tally.runs += 1
             shutil.rmtree(folder)
-    return Result(
-        f"{tally.kills} kills in {tally.runs} runs", f"{tally}; 0 saved steps lost, every run equal"
-    )
+    return f"{tally.kills} kills in {tally.runs} runs: {tally}"
 
 
 @dataclass
@@ -78,8 +80,7 @@ def _killed(run: TinyRun, folder: Path, seconds: float, tally: _Tally) -> bool:
     child = forked(lambda: train(run, folder), run.root / "log")
     code = waited(child, seconds)
     if code is None:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        end(child)
         tally.kills += 1
         tally.before_a_checkpoint += not store.steps()
         tally.in_a_save += any(entry.name.startswith(".tmp-step") for entry in store._entries())
@@ -92,8 +93,9 @@ def _killed(run: TinyRun, folder: Path, seconds: float, tally: _Tally) -> bool:
     return code is not None
 
 
-def kill_saves(bench: Bench) -> Result:
-    """K2: at random moments of a tight loop of saves, and at each disk call of a trainer's save."""
+@fault("K2", "0 torn checkpoints; continued bit for bit")
+def kill_saves(bench: Bench) -> str:
+    """Kill -9 inside a save: at random, and at each call to the disk."""
     num_random = bench.pick(20, 150, 1000)
     dice = bench.new_dice()
     for _ in range(num_random):
@@ -101,7 +103,7 @@ def kill_saves(bench: Bench) -> Result:
         save_until_killed.check(bench.root / "loop", steps[-1])
     stride = bench.pick(7, 2, 1)
     num_calls = at_each_call_of_a_save(bench.pictures(), stride, kill, ended=lambda code: code == -9)
-    return Result(f"{num_random} random, {num_calls} calls", "0 torn checkpoints; continued bit for bit")
+    return f"{num_random} random, {num_calls} calls"
 
 
 def kill() -> None:
@@ -123,7 +125,7 @@ def at_each_call_of_a_save(
     Returns:
         Calls that were tried.
     """
-    run = replace(run, settings=(*run.settings, *SETTINGS, "train.steps=4"))
+    run = run.having(*SETTINGS, "train.steps=4")
     whole, stopped, tried = run.root / "whole", run.root / "stopped", run.root / "tried"
     assert train(run, whole) == 0
     stopped_after(run, 3, stopped)
@@ -135,7 +137,7 @@ def at_each_call_of_a_save(
             break
         assert code is not None, f"hangs after {num_calls} good calls"
         assert ended(code), f"exit code {code} after {num_calls} good calls"
-        again = waited(forked(lambda: train(run, tried), run.root / "log"), 120)
+        again = train_in_child(run, tried, limit_s=120)
         assert again == 0, f"exit code {again} in the next start, after {num_calls} good calls"
         assert_same(whole, tried, 4)
         assert (tried / "lora" / "pytorch_lora_weights.safetensors").is_file()
@@ -153,15 +155,10 @@ def _with_fault(
     """A start of a run in whose save the call after so many good ones is a fault; for a child process."""
 
     def work() -> int:
-        with pytest.MonkeyPatch.context() as patch:
-            save = Saver.save
-
-            def faulty(saver: Saver, step: int) -> None:
-                with pytest.MonkeyPatch.context() as inner:
-                    strike_in(inner, num_good_calls, fault)
-                    save(saver, step)
-
-            patch.setattr(Saver, "save", faulty)
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            at_call(Saver, "save", 1, lambda *_: strike_in(patch, num_good_calls, fault)),
+        ):
             return train(run, folder)
 
     return work

@@ -14,7 +14,7 @@ from processes import free_port
 from tiny_run import LOG_LINE, REPOSITORY, TinyRun, tiny_picture
 
 import diffsynth_lite
-from faults.bench import PLAIN, Bench, Result, environment, launched, torchrun
+from faults.bench import PLAIN, Bench, environment, fault, launched, torchrun
 
 DIFFERING = str(Path(__file__).with_name("differing_train.py"))
 TWO = ("train.steps=1", "train.micro_batch_size=1", *PLAIN)
@@ -43,8 +43,9 @@ class _Launch:
     num_processes: int = 1
 
 
-def mistake_the_launcher(bench: Bench) -> Result:
-    """P1."""
+@fault("P1", "refused in one line with exit 2 and the command that is right; the others are one run")
+def mistake_the_launcher(bench: Bench) -> str:
+    """Launchers used by mistake, for train, cache and sample; variables of torchrun and MPI on the CPU."""
     run = bench.pictures()
     refused, taken = list(_refused()), list(_taken())
     for place, launch in enumerate([*refused, *taken]):
@@ -59,10 +60,7 @@ def mistake_the_launcher(bench: Bench) -> Result:
         # accelerate and torchrun have exit codes of their own, and print that of what they started.
         assert set(codes) == {2} or re.search(r"exit status 2\.|exitcode\s*: 2 ", printed), printed
         assert not folder.exists(), printed
-    return Result(
-        f"{len(refused)} mistakes, {len(taken)} others",
-        "each refused in one line with exit code 2, nothing written; the others are one run of 2 processes",
-    )
+    return f"{len(refused)} mistakes, {len(taken)} others"
 
 
 def _refused() -> Iterator[_Launch]:
@@ -106,8 +104,9 @@ def _launch(run: TinyRun, launch: _Launch, folder: Path) -> tuple[list[int], str
     return codes, log.read_text()
 
 
-def start_different_runs(bench: Bench) -> Result:
-    """P2."""
+@fault("P2", "all end with exit 2 before anything is loaded; the log of each machine says what differs")
+def start_different_runs(bench: Bench) -> str:
+    """Process 1 of 2 with other settings, base, pictures, versions or sources; on 2 machines, too."""
     run = bench.pictures()
     cases = dict(_differences(run))
     for name, (says, other) in cases.items():
@@ -121,10 +120,7 @@ def start_different_runs(bench: Bench) -> Result:
         assert "Loading" not in done.stderr, done.stderr
         assert not (folder / "checkpoints").exists()
     _start_different_runs_on_two_machines(run)
-    return Result(
-        f"{len(cases)} differences; one of them on 2 machines",
-        "every process ends with exit code 2 before anything is loaded; each machine's log says what differs",
-    )
+    return f"{len(cases)} differences; one of them on 2 machines"
 
 
 def _differences(run: TinyRun) -> Iterator[tuple[str, tuple[str, dict[str, list[str]]]]]:

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_run import TinyRun
 
 from diffsynth_lite.cli.main import main
-from faults.bench import Bench, Result, train
+from faults.bench import Bench, fault, train
 from faults.model_folders import DEPTH, NAN, SETTINGS, VALUES, Attack, Outcome, answer, on_any_file, on_header
 
 _FILE, _BESIDE = "adapter_model.safetensors", "adapter_config.json"
@@ -46,8 +46,9 @@ _IDLE: dict[str, Any] = {
 """Settings of peft that change nothing of what the file's matrices do to these layers."""
 
 
-def attack_lora_files(bench: Bench) -> Result:
-    """S6: each attack on a run's own LoRA, by ``lora.init_from`` and ``convert``."""
+@fault("S6", "refused with a line, or without effect; nothing executed")
+def attack_lora_files(bench: Bench) -> str:
+    """LoRA files damaged or hostile: file, header, tensors, settings in them and beside them."""
     run = bench.pictures()
     assert train(run, run.root / "whole", *SETTINGS) == 0
     marker = bench.root / "planted code ran"
@@ -60,9 +61,9 @@ def attack_lora_files(bench: Bench) -> Result:
             assert outcome in allowed, f"{attack.file}, {attack.what}, {reader.__name__}: {outcome}\n{text}"
             assert not marker.exists(), f"{attack.file}, {attack.what}"
             counts[outcome] += 1
-    return Result(
-        f"{sum(counts.values())} attacks, half of them by convert",
-        f"{counts['refused']} refused with a line, {counts['accepted']} without effect; 0 executed",
+    return (
+        f"{sum(counts.values())} attacks, half of them by convert: {counts['refused']} refused, "
+        f"{counts['accepted']} without effect"
     )
 
 

@@ -2,17 +2,16 @@
 
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from processes import free_port
-from tiny_run import REPOSITORY, TinyRun
+from tiny_run import TinyRun
 
-from faults.bench import PLAIN, Bench, Result, assert_same, environment
+from faults.bench import PLAIN, Bench, assert_same, fault, started
 
 GONE_WITHIN_S = 20.0
 """Between the end of the first launcher and that of the last. One that waits for the other in vain gives up
@@ -55,36 +54,41 @@ def assert_refused(log: str) -> None:
 def launched_on(run: TinyRun, machines: Sequence[Path], *settings: str) -> Ended:
     """Start a launcher with two processes for each machine, which has folders of its own; wait for all."""
     meeting = ("--master_addr", "127.0.0.1", "--master_port", str(free_port()))
-    started, logs = [], []
+    launchers, logs = [], []
     for rank, machine in enumerate(machines):
         own = (f"data.path={machine / 'data'}", f"data.cache_dir={machine / 'cache'}")
         command = (
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(machines))),
-            *("--node_rank", str(rank), "--nproc_per_node", "2", *meeting, "train.py", *run.arguments),
-            *(*own, f"output.dir={machine / 'run'}", *settings),
+            *("--node_rank", str(rank), "--nproc_per_node", "2", *meeting, "train.py"),
         )
         logs.append(machine / f"log of {rank}")
-        with logs[-1].open("w") as log:
-            started.append(
-                subprocess.Popen(command, cwd=REPOSITORY, env=environment(), stdout=log, stderr=log)
-            )
+        launchers.append(
+            started(run, command, *own, f"output.dir={machine / 'run'}", *settings, log=logs[-1])
+        )
     end, ended_at = time.monotonic() + _LIMIT_S, []
-    while len(ended_at) < len(started):
+    while len(ended_at) < len(launchers):
         assert time.monotonic() < end, "\n".join(log.read_text() for log in logs)
         time.sleep(0.05)
-        num_ended = sum(one.poll() is not None for one in started)
+        num_ended = sum(one.poll() is not None for one in launchers)
         ended_at += [time.monotonic()] * (num_ended - len(ended_at))
     return Ended(
-        codes=[one.returncode for one in started],
+        codes=[one.returncode for one in launchers],
         logs=[log.read_text(errors="replace") for log in logs],
         seconds=ended_at[-1] - ended_at[0],
     )
 
 
-def share_no_folders(bench: Bench) -> Result:
-    """N1."""
+@fault(
+    "N1",
+    "equal to the run with shared folders; what is refused is with its reason on both, exit code 2, all"
+    " gone within 20 s",
+)
+def share_no_folders(bench: Bench) -> str:
+    """2 machines of 2 processes that share neither run folder nor cache nor data: started, started again when
+    finished, continued; the main process elsewhere, no data, no run folder.
+    """
     run = bench.pictures()
-    run = replace(run, settings=(*run.settings, *PLAIN, "train.micro_batch_size=1"))
+    run = run.having(*PLAIN, "train.micro_batch_size=1")
     shared, first, second = (run.root / name for name in ("shared", "first", "second"))
     for machine in (shared, first, second):
         shutil.copytree(run.root / "data", machine / "data")
@@ -111,11 +115,7 @@ def share_no_folders(bench: Bench) -> Result:
     ended.append(launched_on(run, [first, second], "train.steps=6", "--resume", "must"))
     ended[-1].assert_refused("no checkpoint")
     longest = max(one.seconds for one in ended)
-    return Result(
-        "5 starts, 3 refused",
-        "equal to the run with shared folders, the caches alike in bytes; refused on both machines with the "
-        f"reason and exit code 2; the second launcher gone {longest:.1f} s after the first at most",
-    )
+    return f"5 starts, 3 refused, the second launcher gone {longest:.1f} s after the first at most"
 
 
 def _entries(machine: Path) -> dict[str, bytes]:

@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import shutil
-import signal
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,8 +19,7 @@ from poison import poisons
 from safetensors.numpy import load_file, save_file
 from tiny_run import TinyRun
 
-from faults.bench import PLAIN, Bench, Result, forked, train
-from faults.driver import waited
+from faults.bench import PLAIN, Bench, end, fault, forked, train, waited
 
 Outcome = Literal["refused", "accepted", "traceback", "no answer"]
 
@@ -63,8 +61,9 @@ class Attack:
     is_harmless: bool = False
 
 
-def attack_folders(bench: Bench) -> Result:
-    """S5: pipelines of three families; each attack is the start of a run in a child of this process."""
+@fault("S5", "refused with a line, or possible; nothing executed, no memory taken for what a size says")
+def attack_folders(bench: Bench) -> str:
+    """Model folders damaged or hostile: each file, each setting, headers, tensors, indices."""
     marker = bench.root / "planted code ran"
     counts: Counter[Outcome] = Counter()
     for name, run in runs(bench).items():
@@ -79,10 +78,9 @@ def attack_folders(bench: Bench) -> Result:
             assert outcome in allowed, f"{name}, {attack.file}, {attack.what}: {outcome}\n{text}"
             assert not marker.exists(), f"{name}, {attack.file}, {attack.what}"
             counts[outcome] += 1
-    return Result(
-        f"{sum(counts.values())} attacks on 3 pipelines",
-        f"{counts['refused']} refused with a line, {counts['accepted']} taken, as of no use or possible; "
-        f"{counts['traceback']} found by a traceback when the model first computes; 0 executed",
+    return (
+        f"{sum(counts.values())} attacks on 3 pipelines: {counts['refused']} refused, {counts['accepted']} "
+        f"taken, as of no use or possible; {counts['traceback']} by a traceback when the model computes"
     )
 
 
@@ -113,8 +111,7 @@ def answer(command: Callable[[], int], log: Path) -> tuple[Outcome, str]:
     child = forked(partial(_limited, command), log)
     code = waited(child, LIMIT_S)
     if code is None:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        end(child)
     text = log.read_text(errors="replace")
     if code is None:
         return "no answer", text

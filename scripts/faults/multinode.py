@@ -12,10 +12,9 @@ from pathlib import Path
 
 from tiny_run import TinyRun
 
-from faults.bench import PLAIN, Bench, Result, assert_same
-from faults.damage import wait_for_steps
+from faults.bench import PLAIN, Bench, assert_same, fault, wait_for_steps
 from faults.machines import assert_refused
-from faults.nodes import PORT, Node, two_nodes
+from faults.nodes import NEEDS, PORT, Node, two_nodes
 
 TORCHRUN = "torch.distributed.run"
 STEPS = 60
@@ -106,14 +105,22 @@ class _Setup:
 
 def _set_up(bench: Bench, nodes: tuple[Node, Node], name: str, *settings: str) -> _Setup:
     run = bench.pictures(name)
-    run = replace(run, settings=(*run.settings, *PLAIN, "train.micro_batch_size=1", f"train.steps={STEPS}"))
+    run = run.having(*PLAIN, "train.micro_batch_size=1", f"train.steps={STEPS}")
     disk = run.root / "disk"
     disk.mkdir()
-    return _Setup(run=replace(run, settings=(*run.settings, *settings)), nodes=nodes, disk=disk)
+    return _Setup(run=run.having(*settings), nodes=nodes, disk=disk)
 
 
-def run_on_two_nodes(bench: Bench) -> Result:
-    """N2: shared folders, and folders of each node's own under the same path."""
+@fault(
+    "N2",
+    "equal bit for bit; what is refused is on both, exit code 2; each node's log says how it ended",
+    needs=NEEDS,
+)
+def run_on_two_nodes(bench: Bench) -> str:
+    """2 simulated nodes of 2 processes by torchrun, with shared folders and with own ones under one path:
+    started, started again when finished, stopped by SIGTERM, continued with one node late; settings that
+    differ, a node whose disk is read-only.
+    """
     late_s = bench.pick(5.0, 30.0, 30.0)
     with two_nodes(bench.root) as nodes:
         shared = _set_up(bench, nodes, "shared")
@@ -143,12 +150,7 @@ def run_on_two_nodes(bench: Bench) -> Result:
         assert not (disks[1] / "run").exists()
 
         _refuse_on_both(own, nodes, disks)
-    return Result(
-        "5 starts, 3 refused",
-        f"equal bit for bit with folders shared, and with own ones, stopped after step {status['step']} and "
-        f"continued with a node {late_s:.0f} s late; finished ones end at once; each node's log says how it "
-        "ended",
-    )
+    return f"5 starts, stopped after step {status['step']} and continued {late_s:.0f} s late; 3 refused"
 
 
 def _refuse_on_both(own: _Setup, nodes: tuple[Node, Node], disks: Sequence[Path]) -> None:
@@ -169,8 +171,13 @@ def _refuse_on_both(own: _Setup, nodes: tuple[Node, Node], disks: Sequence[Path]
         assert_refused(printed)
 
 
-def fail_on_two_nodes(bench: Bench) -> Result:
-    """N3: a node that never comes, is killed, or is cut off from the other."""
+@fault(
+    "N3",
+    "all trainers gone within the time-outs, each node's log says what happened; continued bit for bit",
+    needs=NEEDS,
+)
+def fail_on_two_nodes(bench: Bench) -> str:
+    """A simulated node never comes; its processes are killed; its network is cut."""
     seconds = {}
     with two_nodes(bench.root) as nodes:
         whole = _set_up(bench, nodes, "whole")
@@ -206,8 +213,7 @@ def fail_on_two_nodes(bench: Bench) -> Result:
         _ended(launch, left=[0, 1], within_s=_LIMIT_S)
         failing.finish()
         assert_same(whole.folder, failing.folder, STEPS)
-    told = "; ".join(f"{name}: all gone after {took:.0f} s" for name, took in seconds.items())
-    return Result(f"{len(seconds)} faults", f"{told}; each node's log says what; continued bit for bit")
+    return "; ".join(f"{name}: all gone after {took:.0f} s" for name, took in seconds.items())
 
 
 def _trainers(node: Node) -> set[int]:

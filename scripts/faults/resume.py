@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from tiny_run import TinyRun
 
 from diffsynth_lite.data.batches import BatchStream
 from diffsynth_lite.training.optimization.averages import MovingAverage
-from faults.bench import Bench, Result, assert_same, losses, recorded, stopped_after, train
+from faults.bench import Bench, assert_same, fault, losses, recorded, stopped_after, train
 
 AVERAGED = ("train.ema_decay=0.6", "lora.dropout=0.1")
 CONSTANT = (*AVERAGED, "train.micro_batch_size=2", "train.lr_scheduler=constant")
@@ -38,7 +38,7 @@ class Whole:
     def of(cls, run: TinyRun, steps: int) -> "Whole":
         folder = run.root / "whole"
         every = ("output.checkpoint_every_steps=1", f"output.keep_checkpoints={steps}")
-        run = replace(run, settings=(*run.settings, f"train.steps={steps}"))
+        run = run.having(f"train.steps={steps}")
         return cls(run=run, folder=folder, steps=steps, samples=recorded(run, folder, *every))
 
     def check_resumed_at(self, step: int, *settings: str) -> None:
@@ -58,7 +58,7 @@ def plans(bench: Bench) -> dict[str, TinyRun]:
     """The runs that are resumed: three of pictures with 1, 2 and 4 micro-batches a step, and one of clips."""
 
     def plan(run: TinyRun, *settings: str) -> TinyRun:
-        return replace(run, settings=(*run.settings, *settings))
+        return run.having(*settings)
 
     return {
         "pictures": plan(bench.mixed("one"), "train.micro_batch_size=4", *COSINE),
@@ -70,8 +70,9 @@ def plans(bench: Bench) -> dict[str, TinyRun]:
     }
 
 
-def resume_at_every_step(bench: Bench) -> Result:
-    """R1."""
+@fault("R1", "every step: samples, losses, rates, tensors bit for bit")
+def resume_at_every_step(bench: Bench) -> str:
+    """Resumed at every step."""
     steps = bench.pick(4, 8, 25)
     names = bench.pick(("pictures", "clips, 2 micro-batches"), None, None)
     num_points = 0
@@ -87,15 +88,16 @@ def resume_at_every_step(bench: Bench) -> Result:
             if bench.scale != "ci":
                 whole.check_resumed_at(step, "data.num_workers=2")
                 num_points += 1
-    return Result(f"{num_points} points", "samples, losses, rates, weights, moments and averages bit for bit")
+    return f"{num_points} points"
 
 
-def resume_again_and_again(bench: Bench) -> Result:
-    """R4: stopped after each step, several times in a pass over the data, and started again past its end."""
+@fault("R4", "equal to the whole run; a finished run stays as it is")
+def resume_again_and_again(bench: Bench) -> str:
+    """Stopped after each step; started again when finished."""
     steps = bench.pick(4, 8, 25)
     runs = [bench.clips()] if bench.scale == "ci" else [bench.mixed(), bench.clips()]
     for run in runs:
-        whole = Whole.of(replace(run, settings=(*run.settings, *COSINE)), steps)
+        whole = Whole.of(run.having(*COSINE), steps)
         parts = run.root / "parts"
         for step in range(1, steps):
             stopped_after(whole.run, 1, parts)
@@ -106,13 +108,12 @@ def resume_again_and_again(bench: Bench) -> Result:
         before = {path: path.stat().st_mtime_ns for path in parts.rglob("*") if path.name != ".lock"}
         assert train(whole.run, parts) == 0  # past its end
         assert {path: path.stat().st_mtime_ns for path in before} == before
-    return Result(
-        f"{len(runs) * (steps + 1)} starts", "equal after each; past the end nothing changes, exit 0"
-    )
+    return f"{len(runs) * (steps + 1)} starts"
 
 
-def resume_with_other_flags(bench: Bench) -> Result:
-    """R5."""
+@fault("R5", "bit for bit")
+def resume_with_other_flags(bench: Bench) -> str:
+    """Checkpointing and offload flags changed between the halves."""
     steps = bench.pick(4, 4, 8)
     names = bench.pick(("pictures",), ("pictures", "clips, 2 micro-batches"), None)
     tried = 0
@@ -123,7 +124,7 @@ def resume_with_other_flags(bench: Bench) -> Result:
         for flags in FLAGS:
             whole.check_resumed_at(steps // 2, *flags)
             tried += 1
-    return Result(f"{tried} changes", "bit for bit")
+    return f"{tried} changes"
 
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -167,8 +168,9 @@ def _must_be_seen(name: str) -> Iterator[None]:
     raise AssertionError(f"R1 does not see it: {name}")
 
 
-def break_the_resume(bench: Bench) -> Result:
-    """R6: each way to resume wrongly must be seen by R1."""
+@fault("R6", "R1 sees every one")
+def break_the_resume(bench: Bench) -> str:
+    """A resume that is wrong on purpose."""
     whole = Whole.of(plans(bench)["pictures"], 4)
     for name, (apply, settings) in CONTROLS.items():
         with _must_be_seen(name), pytest.MonkeyPatch.context() as patch:
@@ -177,4 +179,4 @@ def break_the_resume(bench: Bench) -> Result:
         shutil.rmtree(bench.root / "one" / "from step 2")
         shutil.rmtree(bench.root / "one" / "from step 2.records")
     whole.check_resumed_at(2)
-    return Result(f"{len(CONTROLS)} controls", f"{len(CONTROLS)} of {len(CONTROLS)} seen")
+    return f"{len(CONTROLS)} controls"

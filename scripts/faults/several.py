@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,18 @@ from tiny_run import TinyRun, checkpoint_tensors
 from faults.bench import (
     PLAIN,
     Bench,
-    Result,
     assert_same,
-    environment,
+    fault,
+    gone_within,
     launched,
     losses,
+    processes_of,
     recorded,
+    started,
     torchrun,
+    wait_for_steps,
 )
-from faults.damage import wait_for_steps
 from faults.resume import COSINE
-from faults.stops import gone_within, processes_of
 
 RECORDED = str(Path(recorded_train.__file__))
 SPOILED = str(Path(__file__).with_name("spoiled_train.py"))
@@ -52,13 +52,14 @@ def samples_of(run: TinyRun, num_processes: int, folder: Path, *settings: str) -
     return read_records(records)
 
 
-def resume_with_two_processes(bench: Bench) -> Result:
-    """R2."""
+@fault("R2", "bit for bit")
+def resume_with_two_processes(bench: Bench) -> str:
+    """Resumed with 2 processes."""
     steps, stride = bench.pick((4, 2), (7, 3), (25, 3))
     runs = [bench.mixed()] if bench.scale != "full" else [bench.mixed(), bench.clips()]
     points = range(stride, steps, stride)
     for run in runs:
-        run = replace(run, settings=(*run.settings, *COSINE, f"train.steps={steps}"))
+        run = run.having(*COSINE, f"train.steps={steps}")
         whole = run.root / "whole"
         samples = samples_of(run, 2, whole, *EVERY_STEP)
         for step in points:
@@ -68,16 +69,17 @@ def resume_with_two_processes(bench: Bench) -> Result:
             assert resumed == [row for row in samples if row["step"] >= step]
             assert_same(whole, folder, steps)
             assert losses(run, folder) == losses(run, whole, after=step)
-    return Result(f"{len(runs) * len(points)} points", "samples, losses, rates, tensors bit for bit")
+    return f"{len(runs) * len(points)} points"
 
 
-def change_the_number_of_processes(bench: Bench) -> Result:
-    """R3."""
+@fault("R3", "samples, noise, timesteps, rates identical; weights within 1e-6")
+def change_the_number_of_processes(bench: Bench) -> str:
+    """Another number of processes in each part."""
     chain = bench.pick((1, 2, 1), (1, 2, 1), (1, 2, 4, 1))
     part = bench.pick(2, 3, 6)
     steps = part * len(chain)
     run = bench.mixed()
-    run = replace(run, settings=(*run.settings, "train.micro_batch_size=1", "train.ema_decay=0.6"))
+    run = run.having("train.micro_batch_size=1", "train.ema_decay=0.6")
     whole, parts = run.root / "whole", run.root / "parts"
     expected = recorded(run, whole, f"train.steps={steps}")
     for number, world in enumerate(chain, start=1):
@@ -97,18 +99,18 @@ def change_the_number_of_processes(bench: Bench) -> Result:
     difference = max(float((ours[name] - theirs[name]).abs().max()) for name in names)
     largest = max(float(theirs[name].abs().max()) for name in names)
     assert difference <= MAX_WEIGHT_DIFFERENCE, difference
-    return Result(
-        f"{len(expected)} samples, {' to '.join(map(str, chain))} processes",
-        "samples, noise, timesteps, rates identical; "
-        f"weights at most {difference:.1e} apart (largest {largest:.2f})",
+    return (
+        f"{len(expected)} samples, {' to '.join(map(str, chain))} processes, weights at most "
+        f"{difference:.1e} apart (largest {largest:.2f})"
     )
 
 
-def lose_a_process(bench: Bench) -> Result:
-    """K3: one of two is killed, also where they share the base; one of two stands still for seconds."""
+@fault("K3", "no process left 45 s later (for good: after train.step_timeout_minutes); continued bit for bit")
+def lose_a_process(bench: Bench) -> str:
+    """One of 2 processes killed; stopped for seconds; stopped for good."""
     run = bench.pictures()
     steps = ("train.steps=120", *PLAIN, "train.micro_batch_size=1", "output.checkpoint_every_steps=5")
-    run = replace(run, settings=(*run.settings, *steps))
+    run = run.having(*steps)
     whole = run.root / "whole"
     done = launched(run, torchrun(2, "train.py"), f"output.dir={whole}")
     assert done.returncode == 0, done.stderr
@@ -117,38 +119,28 @@ def lose_a_process(bench: Bench) -> Result:
     for number in range(tries):
         folder = run.root / "killed"
         shared = SHARDED if number % 2 else ()
-        times.append(_kill_one_of_two(run, folder, str(number % 2), *shared))
+        launcher, _ = _signal_one_of_two(run, folder, signal.SIGKILL, str(number % 2), *shared)
+        times.append(_seconds_until_gone(launcher, folder, GONE_WITHIN_S))
         done = launched(run, torchrun(2, "train.py"), f"output.dir={folder}", *shared)
         assert done.returncode == 0, done.stderr
         assert_same(whole, folder, 120)
         shutil.rmtree(folder)
-    _stop_one_of_two(run, run.root / "stopped", seconds=3.0)
+    launcher, stopped = _signal_one_of_two(run, run.root / "stopped", signal.SIGSTOP, "1")
+    time.sleep(3)
+    os.kill(stopped, signal.SIGCONT)
+    assert launcher.wait(timeout=300) == 0
     assert_same(whole, run.root / "stopped", 120)
-    outcome = (
-        f"all gone after {max(times):.1f} s at most, continued bit for bit; the stopped one went on, equal"
-    )
+    outcome = f"{tries} killed, all gone after {max(times):.1f} s at most; 1 stopped for 3 s"
     if bench.scale == "ci":
-        return Result(f"{tries} killed, 1 stopped for 3 s", outcome)
+        return outcome
     frozen = run.root / "frozen"
-    seconds = _freeze_one_of_two(run, frozen)
+    timeout = f"train.step_timeout_minutes={STEP_TIMEOUT_S / 60}"
+    launcher, _ = _signal_one_of_two(run, frozen, signal.SIGSTOP, "1", timeout)
+    seconds = _seconds_until_gone(launcher, frozen, STEP_TIMEOUT_S + GONE_WITHIN_S)
     done = launched(run, torchrun(2, "train.py"), f"output.dir={frozen}")
     assert done.returncode == 0, done.stderr
     assert_same(whole, frozen, 120)
-    return Result(
-        f"{tries} killed, 1 stopped for 3 s, 1 for good",
-        f"{outcome}; for good: all gone after {seconds:.0f} s, continued bit for bit",
-    )
-
-
-def _started(run: TinyRun, folder: Path, *settings: str) -> "subprocess.Popen[bytes]":
-    log = (run.root / "log").open("a")
-    return subprocess.Popen(
-        [*torchrun(2, "train.py"), *run.arguments, *settings, f"output.dir={folder}"],
-        cwd=Path(__file__).parents[2],
-        env=environment(),
-        stdout=log,
-        stderr=log,
-    )
+    return f"{outcome}; 1 for good, all gone after {seconds:.0f} s"
 
 
 def _process_of_rank(root: Path, rank: str) -> int:
@@ -156,45 +148,35 @@ def _process_of_rank(root: Path, rank: str) -> int:
     return next(pid for pid, variables in ranks.items() if f"RANK={rank}".encode() in variables)
 
 
-def _kill_one_of_two(run: TinyRun, folder: Path, rank: str, *settings: str) -> float:
-    """Seconds until all processes are gone."""
-    process = _started(run, folder, *settings)
+def _signal_one_of_two(
+    run: TinyRun, folder: Path, number: int, rank: str, *settings: str
+) -> tuple["subprocess.Popen[bytes]", int]:
+    """Start two processes, and signal one of them while they train: the launcher, and the one."""
+    launcher = started(run, torchrun(2, "train.py"), *settings, f"output.dir={folder}", log=run.root / "log")
     wait_for_steps(folder, 7)
-    os.kill(_process_of_rank(folder, rank), signal.SIGKILL)
-    killed_at = time.monotonic()
-    process.wait(timeout=GONE_WITHIN_S)
+    signalled = _process_of_rank(folder, rank)
+    os.kill(signalled, number)
+    return launcher, signalled
+
+
+def _seconds_until_gone(launcher: "subprocess.Popen[bytes]", folder: Path, limit_s: float) -> float:
+    """Seconds from now until all processes have ended, the launcher with an error."""
+    began_at = time.monotonic()
+    launcher.wait(timeout=limit_s)
     gone_within(folder, GONE_WITHIN_S)
-    assert process.returncode != 0
-    return time.monotonic() - killed_at
+    assert launcher.returncode != 0
+    return time.monotonic() - began_at
 
 
-def _freeze_one_of_two(run: TinyRun, folder: Path) -> float:
-    """Seconds from the moment when one process stands still for good until all are gone."""
-    process = _started(run, folder, f"train.step_timeout_minutes={STEP_TIMEOUT_S / 60}")
-    wait_for_steps(folder, 7)
-    os.kill(_process_of_rank(folder, "1"), signal.SIGSTOP)
-    stopped_at = time.monotonic()
-    process.wait(timeout=STEP_TIMEOUT_S + GONE_WITHIN_S)
-    gone_within(folder, GONE_WITHIN_S)
-    assert process.returncode != 0
-    return time.monotonic() - stopped_at
-
-
-def _stop_one_of_two(run: TinyRun, folder: Path, *, seconds: float) -> None:
-    process = _started(run, folder)
-    wait_for_steps(folder, 7)
-    stopped = _process_of_rank(folder, "1")
-    os.kill(stopped, signal.SIGSTOP)
-    time.sleep(seconds)
-    os.kill(stopped, signal.SIGCONT)
-    assert process.wait(timeout=300) == 0
-
-
-def spoil_one_process(bench: Bench) -> Result:
-    """H1: NaN and infinity in loss, gradient, latents and captions of one of two processes."""
+@fault(
+    "H1",
+    "skipped by both; weights finite; no process waits; where the last step was skipped, exit code 3",
+)
+def spoil_one_process(bench: Bench) -> str:
+    """NaN or infinity in loss, gradient, latents or captions of one of 2 processes."""
     spoiled = {2: "loss", 4: "gradient", 6: "latents", 8: "captions", 10: "loss", 11: "gradient", 13: "loss"}
     run = bench.pictures()
-    run = replace(run, settings=(*run.settings, *PLAIN, "train.steps=13", "train.micro_batch_size=1"))
+    run = run.having(*PLAIN, "train.steps=13", "train.micro_batch_size=1")
     for rank in bench.pick(("1",), ("1",), ("0", "1")):
         notes = run.root / f"notes of {rank}"
         notes.mkdir()
@@ -210,7 +192,4 @@ def spoil_one_process(bench: Bench) -> Result:
         assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
         counts = {float(value) for name, value in tensors.items() if name.endswith("::step")}
         assert counts == {13.0 - len(spoiled)}, counts
-    return Result(
-        f"{len(spoiled) * bench.pick(1, 1, 2)} steps",
-        "skipped by both, weights finite, no process waits; a run that ends in one ends with exit code 3",
-    )
+    return f"{len(spoiled) * bench.pick(1, 1, 2)} steps"

@@ -4,17 +4,22 @@ import multiprocessing
 import shutil
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from tiny_run import TinyRun
 
-from diffsynth_lite.run_folder.progress import StepResult
 from diffsynth_lite.training import trainer
-from diffsynth_lite.training.builder import TrainingObjects
-from faults.bench import PLAIN, Bench, Result, assert_same, launched, stopped_after, train
-from faults.stops import gone_within
+from faults.bench import (
+    PLAIN,
+    Bench,
+    assert_same,
+    at_call,
+    fault,
+    gone_within,
+    launched,
+    stopped_after,
+    train,
+)
 
 TIMEOUT_S = 25.0
 """For a worker; it takes some of it to start."""
@@ -23,10 +28,11 @@ LATE_S = 60.0
 HANGING = str(Path(__file__).with_name("impatient_train.py"))
 
 
-def lose_a_worker(bench: Bench) -> Result:
-    """H2: a worker that is killed, or hangs in a read, ends the run in time; the next start is exact."""
+@fault("H2", "exit 3 at once, or after the timeout; no process left; continued bit for bit")
+def lose_a_worker(bench: Bench) -> str:
+    """A data worker killed; a data worker that hangs in a read."""
     run = bench.pictures()
-    run = replace(run, settings=(*run.settings, *PLAIN, "train.steps=20"))
+    run = run.having(*PLAIN, "train.steps=20")
     whole = run.root / "whole"
     assert train(run, whole) == 0
     killed, hanging = [], []
@@ -42,27 +48,22 @@ def lose_a_worker(bench: Bench) -> Result:
         shutil.rmtree(folder)
     assert max(killed) < LATE_S, killed
     assert max(hanging) < TIMEOUT_S + LATE_S, hanging
-    return Result(
-        f"{tries} of each",
-        f"exit 3, {max(killed):.1f} s after the kill and {max(hanging):.1f} s after the hang "
-        f"(timeout {TIMEOUT_S:.0f} s), no process left",
+    return (
+        f"{tries} of each: exit {max(killed):.1f} s after the kill, {max(hanging):.1f} s after the hang "
+        f"(timeout {TIMEOUT_S:.0f} s)"
     )
 
 
 def _kill(run: TinyRun, folder: Path) -> float:
     """Seconds from the kill of the worker until the trainer has ended."""
     struck_at = []
-    train_step = trainer.train_step
 
-    def strike(built: TrainingObjects, step: int) -> StepResult:
-        if step == 7:
-            (worker,) = multiprocessing.active_children()
-            worker.kill()
-            struck_at.append(time.monotonic())
-        return train_step(built, step)
+    def strike(*_: object) -> None:
+        (worker,) = multiprocessing.active_children()
+        worker.kill()
+        struck_at.append(time.monotonic())
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "train_step", strike)
+    with at_call(trainer, "train_step", 4, strike):
         code = train(run, folder, "data.num_workers=1")
     assert code == 3, code
     return time.monotonic() - struck_at[0]

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -16,8 +16,7 @@ from poison import poisons
 from tiny_run import TinyRun
 from unconnected_train import train_unconnected
 
-from faults.bench import PLAIN, Bench, Result, stopped_after, train
-from faults.proofs import num_passed
+from faults.bench import PLAIN, Bench, fault, num_passed, stopped_after, train
 
 SETTINGS = (*PLAIN, "train.steps=3", "data.num_workers=0")
 SURVIVED = (0, 2)
@@ -55,8 +54,9 @@ class Start:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def plant_pickles(bench: Bench) -> Result:
-    """S1: each file that is read is a pickle, in each form that there is, one at a time."""
+@fault("S1", "none is unpickled: no code runs, and no name is looked up")
+def plant_pickles(bench: Bench) -> str:
+    """Pickles in the place of each file that a run reads."""
     num_tests = num_passed("runs/test_run_untrusted_files.py")
     marker = bench.root / "planted code ran"
     forms = list(poisons(marker).items())[: bench.pick(1, 2, None)]
@@ -73,13 +73,13 @@ def plant_pickles(bench: Bench) -> Result:
             assert not marker.exists(), f"{name}, {file.name} as {form}"
             tried[name] = tried.get(name, 0) + 1
     counts = ", ".join(f"{number} in {name}" for name, number in tried.items())
-    return Result(f"{counts}; {num_tests} tests", "0 executed, 0 names looked up; exit 0 or 2")
+    return f"{counts}; {num_tests} tests"
 
 
 def _starts(bench: Bench) -> dict[str, Start]:
     """A start for each kind of file: checkpoint and run folder, cache, data, LoRA."""
     run = bench.pictures()
-    run = replace(run, settings=(*run.settings, *SETTINGS))
+    run = run.having(*SETTINGS)
     stopped = run.root / "stopped"
     stopped_after(run, 2, stopped)
     data = run.root / "data"
@@ -128,11 +128,12 @@ def _with_lora(run: TinyRun, stopped: Path) -> Start:
 
 
 def _on(run: TinyRun, *settings: str) -> TinyRun:
-    return replace(run, settings=(*run.settings, *settings))
+    return run.having(*settings)
 
 
-def lead_out_of_the_data(bench: Bench) -> Result:
-    """S2: each text of the corpus in each place that holds the name of a file."""
+@fault("S2", "nothing outside is named, opened or fetched")
+def lead_out_of_the_data(bench: Bench) -> str:
+    """File names that lead out of the data, in each place that holds one."""
     root = bench.root / "planted"
     plant(root)
     num_tests = num_passed("data/test_path_corpus.py", "test_banned_code.py")
@@ -148,23 +149,18 @@ def lead_out_of_the_data(bench: Bench) -> Result:
             assert not is_out, f"{place}: {text!r}"
             assert noted.isdisjoint(outside), f"{place}: {text!r} was opened"
             num_tried += 1
-    num_texts = len({*OUTSIDE, *THROUGH_LINKS, *NO_PATHS})
-    return Result(
-        f"{num_texts} texts in {len(ROWS | DATASETS)} places, {num_tried} in all; {num_tests} tests",
-        "0 escapes, 0 files outside opened; no banned name in the code",
-    )
+    return f"{num_tried} texts in {len(ROWS | DATASETS)} places; {num_tests} tests"
 
 
-def leak_secrets(bench: Bench) -> Result:
-    """S3: the tests do it in whole: a run with secrets everywhere, and one that shows that leaks are seen."""
-    num_tests = num_passed("runs/test_run_secrets.py")
-    return Result(
-        f"{num_tests} tests, wandb (offline) and tensorboard on", "0 left; without the redactor, seen"
-    )
+@fault("S3", "0 in all bytes of the run folder, the cache and the screen")
+def leak_secrets(bench: Bench) -> str:
+    """Secrets in environment, yaml, URL, command line and errors."""
+    return f"{num_passed('runs/test_run_secrets.py')} tests"
 
 
-def cut_the_network(bench: Bench) -> Result:
-    """S4: runs of pictures and clips from the cache's filling to the LoRA, and their continuation."""
+@fault("S4", "pass, and try no connection")
+def cut_the_network(bench: Bench) -> str:
+    """Runs without a network."""
     runs = [bench.pictures()] if bench.scale == "ci" else [bench.pictures(), bench.clips()]
     num_starts = 0
     for run in runs:
@@ -178,6 +174,4 @@ def cut_the_network(bench: Bench) -> Result:
                 assert done.returncode == 0, done.stderr
                 assert not notes.exists(), notes.read_text()
                 num_starts += 1
-    return Result(
-        f"{num_starts} starts, half of them without HF_HUB_OFFLINE", "all pass; 0 connections tried"
-    )
+    return f"{num_starts} starts, half of them without HF_HUB_OFFLINE"

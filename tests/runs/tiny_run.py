@@ -100,6 +100,10 @@ class TinyRun:
     def folder(self) -> Path:
         return self.root / "run"
 
+    def having(self, *settings: str) -> "TinyRun":
+        """The run with further settings."""
+        return replace(self, settings=(*self.settings, *settings))
+
     def train(self, *arguments: str) -> int:
         """The exit code of the training command."""
         return main([*self.arguments, *arguments])

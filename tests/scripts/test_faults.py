@@ -1,16 +1,18 @@
-"""The fault script at its smallest scale, and that it tells when something is not survived."""
+"""The fault script at its smallest scale, and that it reports what is not survived."""
 
+import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from faults.bench import Bench, Result
-from faults.driver import Item, main, tried
-from faults.items import ITEMS
+from faults.bench import Bench, Fault
+from faults.driver import all_faults, main, tried
 from processes import LIMIT_S, Program
 from tiny_run import REPOSITORY
 
+FAULTS = all_faults()
 IN_CI = ("R1", "R6", "R7", "K1", "D3")
 """What no other test proves, in little time; tests/training and tests/runs have parts of the others."""
 
@@ -22,31 +24,31 @@ def test_a_run_survives_what_is_tried_in_ci(tmp_path: Path) -> None:
     program = Program(script, ["--ci", "--only", ",".join(IN_CI)], tmp_path / "printed")
     assert program.wait() == 0, program.printed()
     rows = [line.split("|") for line in program.printed().splitlines() if line.startswith("|")]
-    assert [row[1].strip() for row in rows if row[1].strip() in ITEMS] == list(IN_CI)
+    assert [row[1].strip() for row in rows if row[1].strip() in FAULTS] == list(IN_CI)
 
 
 def in_child(prove, folder: Path, *, limit_s: float = LIMIT_S):
-    item = Item(what="a fault", bar="nothing", prove=prove, limit_s=limit_s)
-    return tried("X", item, folder, scale="ci", seed=3)
+    fault = Fault(name="X", what="a fault", bar="nothing", prove=prove, limit_s=limit_s)
+    return tried(fault, folder, scale="ci", seed=3)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork")
 def test_an_item_tells_what_came_of_it_why_it_failed_and_that_it_took_too_long(tmp_path: Path) -> None:
-    def holds(bench: Bench) -> Result:
-        return Result("once", f"with seed {bench.seed}")
+    def holds(bench: Bench) -> str:
+        return f"once, with seed {bench.seed}"
 
-    def fails(_bench: Bench) -> Result:
+    def fails(_bench: Bench) -> str:
         raise AssertionError("a step was lost")
 
-    def hangs(_bench: Bench) -> Result:
+    def hangs(_bench: Bench) -> str:
         time.sleep(60)
-        return Result("never", "")
+        return "never"
 
     folders = [tmp_path / name for name in ("holds", "fails", "hangs")]
     for folder in folders:
         folder.mkdir()
     held = in_child(holds, folders[0])
-    assert held.result == Result("once", "with seed 3")
+    assert held.result == "once, with seed 3"
     failed = in_child(fails, folders[1])
     assert failed.result is None
     assert "AssertionError: a step was lost" in failed.last_lines()
@@ -56,12 +58,16 @@ def test_an_item_tells_what_came_of_it_why_it_failed_and_that_it_took_too_long(t
 
 
 def test_an_item_says_what_it_needs_and_is_not_here() -> None:
-    for item in ITEMS.values():
-        assert set(item.missing()) <= set(item.needs)
-    item = Item(what="a fault", bar="nothing", prove=ITEMS["N2"].prove, needs=("sh", "no-such-program"))
-    assert item.missing() == ["no-such-program"]
+    for fault in FAULTS.values():
+        assert set(fault.missing()) <= set(fault.needs)
+    assert replace(FAULTS["N2"], needs=("sh", "no-such-program")).missing() == ["no-such-program"]
+
+
+def test_the_faults_are_those_of_the_page_about_them() -> None:
+    page = (REPOSITORY / "docs" / "reliability.md").read_text()
+    assert set(FAULTS) == set(re.findall(r"^\| ([A-Z]\d) \|", page, re.MULTILINE))
 
 
 def test_an_unknown_item_is_refused() -> None:
     with pytest.raises(SystemExit, match="Z9"):
-        main(ITEMS, ["--only", "Z9"])
+        main(FAULTS, ["--only", "Z9"])
